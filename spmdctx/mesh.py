@@ -1,0 +1,79 @@
+"""The logical mesh: named axes over devices, and what a sharding on it means for a tensor's shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from spmdctx.errors import StrategyError
+from spmdctx.ir import AxisNames, TensorSharding
+
+DEFAULT_AXIS_NAMES = ("data", "model")
+
+
+def axis_name(index: int) -> str:
+    """Name of the mesh axis at `index` where the user gave none: data, model, axis2, axis3, ..."""
+    return DEFAULT_AXIS_NAMES[index] if index < len(DEFAULT_AXIS_NAMES) else f"axis{index}"
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalMesh:
+    """Named axes and their sizes, major first: the last axis runs over neighbouring devices."""
+
+    axes: tuple[tuple[str, int], ...]
+    sizes: dict[str, int] = field(init=False, compare=False, hash=False, repr=False)
+
+    def __post_init__(self) -> None:
+        sizes = dict(self.axes)
+        if len(sizes) != len(self.axes):
+            raise StrategyError("A mesh axis name is used twice.", got=", ".join(name for name, _ in self.axes))
+        object.__setattr__(self, "sizes", sizes)
+
+    @classmethod
+    def of(cls, axes: Mapping[str, int] | Iterable[int]) -> LogicalMesh:
+        """From {"name": size}, or from sizes alone, which get the default names."""
+        if isinstance(axes, Mapping):
+            return cls(tuple(axes.items()))
+        return cls(tuple((axis_name(index), size) for index, size in enumerate(axes)))
+
+    @property
+    def names(self) -> AxisNames:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def num_slices(self, axes: Iterable[str]) -> int:
+        """Into how many slices `axes` split a dimension."""
+        return math.prod(self.sizes[name] for name in axes)
+
+
+def replicated(rank: int) -> TensorSharding:
+    """The sharding of a tensor of `rank` dimensions that every device holds whole."""
+    return ((),) * rank
+
+
+def axes_of(sharding: TensorSharding) -> AxisNames:
+    """All axes that a sharding uses, in dimension order."""
+    return tuple(name for dim in sharding for name in dim)
+
+
+def local_shape(shape: tuple[int, ...], sharding: TensorSharding, mesh: LogicalMesh) -> tuple[int, ...]:
+    """Shape of one device's block; a dimension that does not divide is rounded up, as XLA pads it."""
+    return tuple(-(-size // mesh.num_slices(dim)) if dim else size for size, dim in zip(shape, sharding, strict=True))
+
+
+def divides(shape: tuple[int, ...], sharding: TensorSharding, mesh: LogicalMesh) -> bool:
+    """Whether every split dimension is a multiple of its number of slices."""
+    return all(size % mesh.num_slices(dim) == 0 for size, dim in zip(shape, sharding, strict=True) if dim)
+
+
+def format_sharding(sharding: TensorSharding) -> str:
+    """`[data, model+axis2, -]`: axes per dimension, `-` where it is whole."""
+    return "[" + ", ".join("+".join(dim) or "-" for dim in sharding) + "]"
