@@ -1,0 +1,35 @@
+"""The table of sharding rules, keyed by primitive name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spmdctx.ir import OpRule
+from spmdctx.rules.builder import Shape, replicate
+
+RuleFn = Callable[[tuple[Shape, ...], tuple[Shape, ...], Mapping[str, Any]], OpRule]
+"""Operand shapes (literals have rank 0), result shapes and the equation's parameters to the rule of that equation."""
+
+RULES: dict[str, RuleFn] = {}
+
+
+def rule(*primitives: str) -> Callable[[RuleFn], RuleFn]:
+    """Registers the decorated function as the rule of `primitives`; a primitive has one rule."""
+
+    def register(function: RuleFn) -> RuleFn:
+        for name in primitives:
+            if name in RULES:
+                raise ValueError(f"primitive {name!r} already has a rule")
+            RULES[name] = function
+        return function
+
+    return register
+
+
+def rule_for(primitive: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
+    """The rule of one equation; a primitive that has none is kept whole, and the rule's `reason` says so."""
+    function = RULES.get(primitive)
+    if function is None:
+        return replicate(operands, results, f"no rule for primitive '{primitive}'")
+    return function(operands, results, params)
