@@ -155,6 +155,22 @@ class Op(NamedTuple):
     pinned: tuple[TensorSharding | None, ...] | None = None
 
 
+class Mark(NamedTuple):
+    """One `shard()` marker in the graph: the identity op that stands for it and the value it marks (the op's result).
+
+    `side` is "in", "out" or "parameter", with "_grad" appended on the cotangent's marker. `index` counts the region's
+    flattened arguments or results. `strategy` is None (free), a tuple of slices per dimension, or a Layout.
+    """
+
+    op: int
+    value: int
+    region: int
+    side: str
+    index: int
+    strategy: object
+    label: str
+
+
 class Origin(NamedTuple):
     """Where an op comes from: its name scope and `file.py:line`."""
 
