@@ -1,0 +1,108 @@
+"""The latency-bandwidth price of one collective over mesh axes.
+
+With payload `P`, group size `n` and bandwidth `B` (Thakur, Rabenseifner, Gropp 2005; jax-ml.github.io/scaling-book/sharding):
+
+    all_gather, reduce_scatter    P (n - 1) / n / B
+    all_reduce                    2 P (n - 1) / n / B
+    all_to_all                    P (n - 1) / n / B on a switch, P s / 8 / link on a torus with rings of s devices
+    collective_permute            P / B of one link
+
+On a torus an all_reduce over k of its directions uses the 2 k links of all of them, the others one direction's two, as the
+TPU compiler does. A group that leaves its fast domain (host or slice) is done in two phases: inside and across domains.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from spmdctx.cost.topology import Interconnect, Topology
+from spmdctx.errors import message
+from spmdctx.ir import COLLECTIVE_KINDS, AxisNames
+from spmdctx.mesh import LogicalMesh
+
+
+class LinearPrice(NamedTuple):
+    """`fixed_s + payload_bytes * s_per_byte`."""
+
+    fixed_s: float
+    s_per_byte: float
+
+
+class Group(NamedTuple):
+    """The devices that talk to each other: how many in one fast domain, and over how many domains."""
+
+    local: int
+    domains: int
+
+
+def collective_time_s(kind: str, payload_bytes: int, axes: AxisNames, mesh: LogicalMesh, topology: Topology) -> float:
+    """Seconds for one collective of `kind` over `axes`; the payload is counted as in `ir.Collective`."""
+    fixed_s, s_per_byte = collective_price(kind, axes, mesh, topology)
+    return fixed_s + payload_bytes * s_per_byte
+
+
+@lru_cache(maxsize=4096)
+def collective_price(kind: str, axes: AxisNames, mesh: LogicalMesh, topology: Topology) -> LinearPrice:
+    """The price of a collective as a line over its payload."""
+    if kind not in COLLECTIVE_KINDS:
+        raise ValueError(message(f"There is no collective called {kind!r}.", need=", ".join(COLLECTIVE_KINDS)))
+    group = group_of(axes, mesh, topology.devices_per_host)
+    if group.local * group.domains == 1:
+        return LinearPrice(0.0, 0.0)
+    inside = _fast_price(kind, group.local, mesh.num_devices, topology)
+    across = _network_price(kind, group, topology)
+    return LinearPrice(inside.fixed_s + across.fixed_s, inside.s_per_byte + across.s_per_byte)
+
+
+def group_of(axes: AxisNames, mesh: LogicalMesh, devices_per_host: int) -> Group:
+    """Splits the group of `axes` at the fast domain's border; the last mesh axis runs over neighbours."""
+    local = domains = stride = 1
+    for name, size in reversed(mesh.axes):
+        if name in axes:
+            inside = max(1, min(size, devices_per_host // stride))
+            local *= inside
+            domains *= -(-size // inside)
+        stride *= size
+    return Group(local, domains)
+
+
+def _fast_price(kind: str, size: int, num_devices: int, topology: Topology) -> LinearPrice:
+    if size == 1:
+        return LinearPrice(0.0, 0.0)
+    if topology.interconnect is Interconnect.TORUS:
+        return _torus_price(kind, size, min(num_devices, topology.devices_per_host), topology)
+    return _ring_price(kind, size, math.ceil(math.log2(size)), topology.latency_s, topology.link_bytes_per_s)
+
+
+def _torus_price(kind: str, size: int, num_devices: int, topology: Topology) -> LinearPrice:
+    """`num_devices` form a torus as near to a cube as can be; a group fills one of its directions after the other."""
+    side = max(2.0, num_devices ** (1 / topology.torus_dims))
+    directions = min(topology.torus_dims, max(1, round(math.log(size) / math.log(side))))
+    ring = size ** (1 / directions)
+    # An open line passes everything through its one end link.
+    link_bytes_per_s = topology.link_bytes_per_s * (1.0 if num_devices >= topology.wraps_from else 0.5)
+    hops = math.ceil(directions * ring / 2)
+    if kind == "all_to_all":
+        return LinearPrice(hops * topology.latency_s, ring / 8 / link_bytes_per_s)
+    if kind == "collective_permute":
+        return LinearPrice(hops * topology.latency_s, 1 / topology.link_bytes_per_s)
+    links = 2 * directions if kind == "all_reduce" else 2
+    return _ring_price(kind, size, hops, topology.latency_s, links * link_bytes_per_s)
+
+
+def _network_price(kind: str, group: Group, topology: Topology) -> LinearPrice:
+    """Each device carries its share of what the devices of its domain hold together."""
+    if group.domains == 1:
+        return LinearPrice(0.0, 0.0)
+    steps = math.ceil(math.log2(group.domains))
+    shared = 1 if kind in ("all_to_all", "collective_permute") else group.local
+    return _ring_price(kind, group.domains, steps, topology.network_latency_s, shared * topology.network_bytes_per_s)
+
+
+def _ring_price(kind: str, size: int, steps: int, latency_s: float, bytes_per_s: float) -> LinearPrice:
+    if kind == "collective_permute":
+        return LinearPrice(latency_s, 1 / bytes_per_s)
+    passes = 2 if kind == "all_reduce" else 1
+    return LinearPrice(passes * steps * latency_s, passes * (size - 1) / size / bytes_per_s)

@@ -1,0 +1,178 @@
+"""What a machine offers: peak rates, memory, links, and where each figure was published."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from spmdctx.errors import ContextError, message
+
+GIB = 2**30
+
+
+class Interconnect(StrEnum):
+    """How the devices of one fast domain are wired."""
+
+    SWITCH = "switch"
+    TORUS = "torus"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """One kind of device and the wires between its copies.
+
+    Attributes:
+        device: Name shown in plans.
+        peak_flops_per_s: Dense bf16 (CPU: float32) peak of one device.
+        memory_bytes: Memory of one device.
+        memory_bytes_per_s: Bandwidth of that memory.
+        latency_s: Time of one hop, or of one step of an algorithm, inside a fast domain.
+        link_bytes_per_s: One link, one direction. A switched device has one link; a torus has two per direction of it.
+        devices_per_host: Devices of one fast domain: the GPUs of an NVLink host, the chips of a TPU slice.
+        network_bytes_per_s: Per device, one direction, between fast domains.
+        network_latency_s: Time of one step between fast domains.
+        interconnect: How the fast domain is wired.
+        torus_dims: Directions of the torus; 1 for a switch.
+        wraps_from: Smallest number of devices whose torus closes its rings.
+        source: Where the figures were published.
+    """
+
+    device: str
+    peak_flops_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    latency_s: float
+    link_bytes_per_s: float
+    devices_per_host: int
+    network_bytes_per_s: float
+    network_latency_s: float
+    interconnect: Interconnect = Interconnect.SWITCH
+    torus_dims: int = 1
+    wraps_from: int = 1
+    source: str = "user"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "peak_flops_per_s",
+            "memory_bytes",
+            "memory_bytes_per_s",
+            "link_bytes_per_s",
+            "devices_per_host",
+            "network_bytes_per_s",
+            "torus_dims",
+        ):
+            if not getattr(self, name) > 0:
+                raise ContextError(f"Topology.{name} must be positive.", got=repr(getattr(self, name)))
+
+
+PRESETS: dict[str, Topology] = {
+    "tpu-v5e": Topology(
+        device="tpu-v5e",
+        peak_flops_per_s=197e12,
+        memory_bytes=16 * GIB,
+        memory_bytes_per_s=819e9,
+        latency_s=1e-6,
+        link_bytes_per_s=45e9,
+        devices_per_host=256,
+        network_bytes_per_s=3.125e9,
+        network_latency_s=25e-6,
+        interconnect=Interconnect.TORUS,
+        torus_dims=2,
+        wraps_from=256,
+        source="cloud.google.com/tpu/docs/v5e; links: jax-ml.github.io/scaling-book/tpus",
+    ),
+    "tpu-v5p": Topology(
+        device="tpu-v5p",
+        peak_flops_per_s=459e12,
+        memory_bytes=95 * GIB,
+        memory_bytes_per_s=2765e9,
+        latency_s=1e-6,
+        link_bytes_per_s=90e9,
+        devices_per_host=8960,
+        network_bytes_per_s=6.25e9,
+        network_latency_s=25e-6,
+        interconnect=Interconnect.TORUS,
+        torus_dims=3,
+        source="cloud.google.com/tpu/docs/v5p; links: jax-ml.github.io/scaling-book/tpus",
+    ),
+    "tpu-v6e": Topology(
+        device="tpu-v6e",
+        peak_flops_per_s=918e12,
+        memory_bytes=32 * GIB,
+        memory_bytes_per_s=1638e9,
+        latency_s=1e-6,
+        link_bytes_per_s=90e9,
+        devices_per_host=256,
+        network_bytes_per_s=12.5e9,
+        network_latency_s=25e-6,
+        interconnect=Interconnect.TORUS,
+        torus_dims=2,
+        wraps_from=256,
+        source="cloud.google.com/tpu/docs/v6e; links: jax-ml.github.io/scaling-book/tpus",
+    ),
+    "h100": Topology(
+        device="h100",
+        peak_flops_per_s=989e12,
+        memory_bytes=80 * 10**9,
+        memory_bytes_per_s=3350e9,
+        latency_s=2e-6,
+        link_bytes_per_s=450e9,
+        devices_per_host=8,
+        network_bytes_per_s=50e9,
+        network_latency_s=10e-6,
+        source="NVIDIA H100 SXM data sheet; DGX H100: one 400 Gb/s ConnectX-7 per GPU",
+    ),
+    "h200": Topology(
+        device="h200",
+        peak_flops_per_s=989e12,
+        memory_bytes=141 * 10**9,
+        memory_bytes_per_s=4800e9,
+        latency_s=2e-6,
+        link_bytes_per_s=450e9,
+        devices_per_host=8,
+        network_bytes_per_s=50e9,
+        network_latency_s=10e-6,
+        source="NVIDIA H200 SXM data sheet; DGX H200: one 400 Gb/s ConnectX-7 per GPU",
+    ),
+    "a100": Topology(
+        device="a100",
+        peak_flops_per_s=312e12,
+        memory_bytes=80 * 10**9,
+        memory_bytes_per_s=2039e9,
+        latency_s=2e-6,
+        link_bytes_per_s=300e9,
+        devices_per_host=8,
+        network_bytes_per_s=25e9,
+        network_latency_s=10e-6,
+        source="NVIDIA A100 80GB SXM data sheet; DGX A100: one 200 Gb/s ConnectX-6 per GPU",
+    ),
+    "cpu": Topology(
+        device="cpu",
+        peak_flops_per_s=100e9,
+        memory_bytes=16 * GIB,
+        memory_bytes_per_s=20e9,
+        latency_s=20e-6,
+        link_bytes_per_s=5e9,
+        devices_per_host=64,
+        network_bytes_per_s=1.25e9,
+        network_latency_s=50e-6,
+        source="nominal figures for virtual CPU devices, not a machine",
+    ),
+}
+
+
+def topology(name: str | Topology) -> Topology:
+    """The preset called `name` ("tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu"), or the topology given.
+
+    Raises:
+        ContextError: No preset has that name.
+        TypeError: `name` is neither a name nor a Topology.
+    """
+    if isinstance(name, Topology):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(message("topology must be the name of a preset or a Topology.", got=type(name).__name__))
+    preset = PRESETS.get(name)
+    if preset is None:
+        raise ContextError(f"There is no topology preset called {name!r}.", need=", ".join(PRESETS), fix="or pass a cost.Topology")
+    return preset
