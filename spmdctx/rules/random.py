@@ -1,0 +1,52 @@
+"""Rules of random number generation: keys pass through, and the drawn dimensions split freely (counters are computed, not read)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmdctx.ir import OpRule
+from spmdctx.rules.builder import RuleBuilder, Shape, broadcast_dims
+from spmdctx.rules.elementwise import elementwise
+from spmdctx.rules.registry import rule
+
+rule("random_seed", "random_clone", "random_fold_in", "random_gamma")(elementwise)
+rule("threefry2x32", "threefry4x32", "philox2x32", "philox4x32")(elementwise)
+
+
+@rule("random_wrap", "random_unwrap")
+def random_wrap(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
+    """Keys `[keys]` and their words `[keys, words]`, whichever way; the words stay together."""
+    (operand,), (result,) = operands, results
+    builder = RuleBuilder()
+    keys = builder.factors(operand if len(operand) < len(result) else result)
+    return builder.build([_words(keys, operand)], [_words(keys, result)])
+
+
+def _words(keys: list[tuple[int, ...]], shape: Shape) -> list[tuple[int, ...]]:
+    return keys + [()] * (len(shape) - len(keys))
+
+
+@rule("random_split", "random_bits")
+def random_bits(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
+    """`[keys]` to `[keys, drawn]`."""
+    (keys,), (result,) = operands, results
+    builder = RuleBuilder()
+    dims = builder.factors(result)
+    return builder.build([dims[: len(keys)]], [dims])
+
+
+@rule("rng_bit_generator")
+def rng_bit_generator(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
+    """A generator's state, whole, to its next state and the drawn bits."""
+    builder = RuleBuilder()
+    state = [()] * len(operands[0])
+    return builder.build([state], [state, builder.factors(results[1])])
+
+
+@rule("rng_uniform", "iota_2x32_shape")
+def draw(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
+    """Results of one shape from nothing but scalars."""
+    builder = RuleBuilder()
+    dims = builder.factors(results[0])
+    return builder.build([broadcast_dims(dims, shape, results[0]) for shape in operands], [dims] * len(results))

@@ -1,0 +1,102 @@
+"""Rules of reductions over whole dimensions and over windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from spmdctx.ir import DimFactors, FactorKind, OpRule
+from spmdctx.rules.builder import RuleBuilder, Shape
+from spmdctx.rules.registry import rule
+
+_COMBINERS = {
+    "reduce_sum": "add",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "mul",
+    "reduce_and": "and",
+    "reduce_or": "or",
+    "reduce_xor": "xor",
+    "argmax": "argmax",
+    "argmin": "argmin",
+}
+
+
+def _reduce_axes(combiner: str, operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
+    return _reduction(operands[:1], params["axes"], 1, combiner)
+
+
+for _name, _combiner in _COMBINERS.items():
+    rule(_name)(partial(_reduce_axes, _combiner))
+
+
+@rule("reduce")
+def reduce(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
+    """Any reducer, over several operands at once; its initial values are scalars."""
+    return _reduction(operands, params["dimensions"], len(results), _combiner_of(params["jaxpr"]))
+
+
+def _reduction(operands: tuple[Shape, ...], axes: Sequence[int], num_results: int, combiner: str) -> OpRule:
+    builder = RuleBuilder()
+    dims = [builder.factor(size, FactorKind.REDUCTION if dim in axes else FactorKind.PASS_THROUGH) for dim, size in enumerate(operands[0])]
+    kept = [factors for dim, factors in enumerate(dims) if dim not in axes]
+    return builder.build([dims if shape else [] for shape in operands], [kept] * num_results, combiner=combiner)
+
+
+def _combiner_of(reducer: Any) -> str:
+    """The name of a reducer that is one known equation, else `custom`."""
+    equations = getattr(reducer, "jaxpr", reducer).eqns
+    name = equations[0].primitive.name if len(equations) == 1 else ""
+    return name if name in _COMBINERS.values() else "custom"
+
+
+@rule("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum")
+def reduce_window(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
+    """Dimensions with a window of one element pass through; the others stay whole."""
+    builder = RuleBuilder()
+    dims, result = _window_dims(builder, operands[0], results[0], _trivial_windows(params))
+    return builder.build([dims if shape else [] for shape in operands], [result] * len(results))
+
+
+@rule("select_and_scatter_add")
+def select_and_scatter_add(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
+    """The gradient of a max pool: (source, operand) to the operand's shape; the source has the windows' shape."""
+    builder = RuleBuilder()
+    dims, windows = _window_dims(builder, operands[1], operands[0], _trivial_windows(params))
+    return builder.build([windows, dims], [dims])
+
+
+@rule("select_and_gather_add")
+def select_and_gather_add(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
+    """The tangent of a max pool: (tangents, operand) of one shape to the windows' shape."""
+    builder = RuleBuilder()
+    dims, windows = _window_dims(builder, operands[1], results[0], _trivial_windows(params))
+    return builder.build([dims, dims], [windows])
+
+
+@rule("select_and_scatter")
+def select_and_scatter(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
+    """(operand, source, initial value) to the operand's shape."""
+    builder = RuleBuilder()
+    dims, windows = _window_dims(builder, operands[0], operands[1], _trivial_windows(params))
+    return builder.build([dims, windows, []], [dims])
+
+
+def _trivial_windows(params: Mapping[str, Any]) -> list[bool]:
+    sizes = params["window_dimensions"]
+    ones = (1,) * len(sizes)
+    columns = (sizes, params["window_strides"], params.get("base_dilation") or ones, params.get("window_dilation") or ones)
+    padding = params["padding"]
+    return [all(column[dim] == 1 for column in columns) and tuple(padding[dim]) == (0, 0) for dim in range(len(sizes))]
+
+
+def _window_dims(builder: RuleBuilder, full: Shape, windows: Shape, trivial: list[bool]) -> tuple[list[DimFactors], list[DimFactors]]:
+    full_dims: list[DimFactors] = []
+    window_dims: list[DimFactors] = []
+    for size, count, free in zip(full, windows, trivial, strict=True):
+        kind = FactorKind.PASS_THROUGH if free else FactorKind.PERMUTATION
+        factors = builder.factor(size, kind) if size == count else ()
+        full_dims.append(factors)
+        window_dims.append(factors)
+    return full_dims, window_dims
