@@ -4,4 +4,20 @@ from spmdctx.rules import contraction, convolution, elementwise, linalg, orderin
 from spmdctx.rules.builder import RuleBuilder, Shape, identity, replicate
 from spmdctx.rules.registry import RULES, RuleFn, rule, rule_for
 
-__all__ = ["RULES", "RuleBuilder", "RuleFn", "Shape", "identity", "replicate", "rule", "rule_for"]
+__all__ = [
+    "RULES",
+    "RuleBuilder",
+    "RuleFn",
+    "Shape",
+    "contraction",
+    "convolution",
+    "elementwise",
+    "identity",
+    "linalg",
+    "ordering",
+    "random",
+    "reduction",
+    "replicate",
+    "rule",
+    "rule_for",
+]

@@ -24,7 +24,7 @@ def cumulate(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: M
 
 def _along(operands: tuple[Shape, ...], axis: int, kind: FactorKind) -> OpRule:
     builder = RuleBuilder()
-    dims = [builder.factor(size, kind if dim == axis else FactorKind.PASS_THROUGH) for dim, size in enumerate(operands[0])]
+    dims = _dims(builder, operands[0], axis, kind)
     return builder.build([dims] * len(operands), [dims] * len(operands))
 
 
@@ -43,10 +43,12 @@ def approx_top_k(operands: tuple[Shape, ...], results: tuple[Shape, ...], params
 
 def _select(operand: Shape, axis: int, kept: int) -> OpRule:
     builder = RuleBuilder()
-    dims = [
-        builder.factor(size, FactorKind.NEED_REPLICATION if dim == axis else FactorKind.PASS_THROUGH) for dim, size in enumerate(operand)
-    ]
+    dims = _dims(builder, operand, axis, FactorKind.NEED_REPLICATION)
     selected: list[DimFactors] = list(dims)
     if kept != operand[axis]:
         selected[axis] = ()
     return builder.build([dims], [selected] * 2)
+
+
+def _dims(builder: RuleBuilder, shape: Shape, axis: int, kind: FactorKind) -> list[DimFactors]:
+    return [builder.factor(size, kind if dim == axis else FactorKind.PASS_THROUGH) for dim, size in enumerate(shape)]
