@@ -1,0 +1,88 @@
+"""How many floating-point operations an op takes, from its rule and its shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from spmdctx.ir import OpRule
+from spmdctx.rules.builder import Shape
+
+_Shapes = tuple[Shape, ...]
+
+_CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "scaled_dot"})
+_FREE = frozenset(
+    {
+        *("bitcast_convert_type", "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice"),
+        *("empty", "empty2", "gather", "iota", "optimization_barrier", "pad", "reshape", "rev", "select_n", "slice", "split"),
+        *("squeeze", "stop_gradient", "transpose", "name", "device_put", "sharding_constraint", "scatter"),
+    }
+)
+"""These move data and compute nothing."""
+
+_READ_ALL = ("reduce", "arg", "cum", "select_and")
+
+# Leading terms of the usual algorithms for an m x n matrix (Golub and Van Loan, Matrix Computations, 4th edition); the
+# eigenvalue ones are iterative, and their constants customary estimates.
+_MATRIX_FLOPS: dict[str, Callable[[int, int], float]] = {
+    "cholesky": lambda m, n: n**3 / 3,
+    "cholesky_update": lambda m, n: 2 * n**2,
+    "eig": lambda m, n: 25 * n**3,
+    "eigh": lambda m, n: 9 * n**3,
+    "geqp3": lambda m, n: 2 * m * n * min(m, n),
+    "geqrf": lambda m, n: 2 * m * n * min(m, n),
+    "hessenberg": lambda m, n: 10 * n**3 / 3,
+    "householder_product": lambda m, n: 4 * m * n * min(m, n) / 3,
+    "lu": lambda m, n: m * n * min(m, n) * 2 / 3,
+    "qr": lambda m, n: 4 * m * n * min(m, n),
+    "schur": lambda m, n: 25 * n**3,
+    "svd": lambda m, n: 4 * m * n * max(m, n) + 22 * min(m, n) ** 3,
+    "symmetric_product": lambda m, n: m * m * n,
+    "tridiagonal": lambda m, n: 4 * n**3 / 3,
+}
+
+
+def op_flops(primitive: str, rule: OpRule, operands: _Shapes, results: _Shapes) -> int:
+    """Operations of the whole op on one device; a multiply-add counts as two, and moving data as none."""
+    if primitive in _FREE:
+        return 0
+    if primitive in _CONTRACTIONS:
+        return _contraction_flops(rule)
+    if primitive == "conv_general_dilated":
+        return _convolution_flops(rule, operands, results)
+    if primitive in _MATRIX_FLOPS:
+        *batch, m, n = operands[0]
+        return int(math.prod(batch) * _MATRIX_FLOPS[primitive](m, n))
+    if primitive == "triangular_solve":
+        return math.prod(operands[1]) * operands[0][-1]
+    if primitive in ("sort", "top_k", "approx_top_k"):
+        return int(math.prod(operands[0]) * math.log2(_whole_size(operands[0], rule)))
+    if primitive == "fft":
+        return int(5 * math.prod(operands[0]) * math.log2(_whole_size(operands[0], rule)))
+    if primitive.startswith("scatter"):
+        return math.prod(operands[2])
+    return _largest(operands if primitive.startswith(_READ_ALL) else results)
+
+
+def _contraction_flops(rule: OpRule) -> int:
+    """Two per point of the iteration space; each row of a ragged dot meets one group only."""
+    lhs, rhs = ({factor for factors in dims for factor in factors} for dims in rule.operands[:2])
+    return 2 * math.prod(rule.sizes[factor] for factor in lhs | (rhs - rule.blocked))
+
+
+def _convolution_flops(rule: OpRule, operands: _Shapes, results: _Shapes) -> int:
+    """Each output element reads one window: the kernel's elements per output feature."""
+    kernel = math.prod(operands[1])
+    shared = (size for size, dim in zip(operands[1], rule.operands[1], strict=True) if dim and dim in rule.results[0])
+    return 2 * _largest(results) * kernel // next(shared, 1)
+
+
+def _whole_size(shape: Shape, rule: OpRule) -> int:
+    """Elements along the dimensions that can't be split: those that are sorted or transformed; at least 2."""
+    splittable = rule.splittable
+    dims = zip(shape, rule.operands[0], strict=True)
+    return max(2, math.prod(size for size, factors in dims if not any(splittable[factor] for factor in factors)))
+
+
+def _largest(shapes: _Shapes) -> int:
+    return max((math.prod(shape) for shape in shapes), default=0)
