@@ -1,0 +1,291 @@
+"""Writes an assignment into the jaxpr: sharding constraints at every op where the partitioner could choose otherwise.
+
+A data rewrite: equations are copied with fresh variables, calls are dissolved, loop and remat bodies are rewritten too. The
+order in which equations and body boundaries are met is that of `trace.bodies`, which is how ops are found again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+from jax.sharding import Mesh
+
+from spmdctx.cost.reshard import reshard_steps
+from spmdctx.ir import LITERAL, Assignment, FactorKind, Op, TensorSharding, item_bytes
+from spmdctx.lowering.specs import named_sharding
+from spmdctx.mesh import LogicalMesh
+from spmdctx.search.space import reduction_plan
+from spmdctx.search.transfer import partial_axes, project
+from spmdctx.trace.bodies import INLINED, KEPT, MARKER, open_jaxpr
+from spmdctx.trace.program import Program
+from spmdctx.trace.user_pins import has_explicit_spec
+
+Substitution = dict[Any, Any]
+
+
+def constrain(program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh) -> jexc.ClosedJaxpr:
+    """The program's jaxpr with the assignment's shardings as constraints."""
+    rewriter = _Rewriter(program, assignment, mesh, jax_mesh)
+    closed = program.jaxpr
+    block = _Block(rewriter)
+    substitution = {var: var for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars)}
+    outputs = rewriter.rewrite(closed.jaxpr, substitution, block, None)
+    return jexc.ClosedJaxpr(closed.jaxpr.replace(eqns=block.eqns, outvars=outputs), closed.consts)
+
+
+class _Block:
+    """The equations of one body under construction, and the reshards already written in it."""
+
+    def __init__(self, rewriter: _Rewriter) -> None:
+        self.eqns: list[Any] = []
+        self._rewriter = rewriter
+        self._done: dict[tuple[Any, TensorSharding], Any] = {}
+
+    def constrain(self, var: Any, sharding: TensorSharding) -> Any:
+        """`var` constrained to `sharding`, written once."""
+        if isinstance(var, jexc.Literal) or not sharding or not _is_tensor(var):
+            return var
+        known = self._done.get((var, sharding))
+        if known is None:
+            known = self._done[var, sharding] = jexc.Var(var.aval)
+            self.eqns.append(self._rewriter.constraint(var, known, sharding))
+        return known
+
+    def reshard(self, var: Any, value: int, source: TensorSharding, target: TensorSharding) -> Any:
+        """`var` taken from one sharding to the other, one constraint per step."""
+        for sharding in self._rewriter.steps(value, source, target):
+            var = self.constrain(var, sharding)
+        return var
+
+
+class _Rewriter:
+    def __init__(self, program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh) -> None:
+        self.graph, self.assignment, self.mesh, self.jax_mesh = program.graph, assignment, mesh, jax_mesh
+        self._sites = iter(program.op_of_site)
+        self._templates: dict[Any, Any] = {}
+
+    def next_op(self) -> Op | None:
+        """The op of the next site, None where it is dead."""
+        index = next(self._sites)
+        return self.graph.ops[index] if index >= 0 else None
+
+    def constraint(self, source: Any, target: Any, sharding: TensorSharding) -> Any:
+        """An equation that constrains `source` to `sharding` and calls the result `target`."""
+        aval = source.aval
+        key = (aval.shape, aval.dtype, aval.weak_type, sharding)
+        template = self._templates.get(key)
+        if template is None:
+            named = named_sharding(self.jax_mesh, sharding)
+            struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+            template = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, named))(struct).jaxpr.eqns[0]
+            self._templates[key] = template
+        return template.replace(invars=[source], outvars=[target])
+
+    def steps(self, value: int, source: TensorSharding, target: TensorSharding) -> list[TensorSharding]:
+        """The shardings that a value passes through between two shardings."""
+        if source == target:
+            return []
+        known = self.graph.values[value]
+        return [step.sharding for step in reshard_steps(known.shape, item_bytes(known.dtype), source, target, self.mesh)]
+
+    # One op
+
+    def use(self, block: _Block, op: Op, position: int, atom: Any) -> Any:
+        """The operand at `position` in the sharding in which the op takes it."""
+        value = op.operands[position]
+        if value == LITERAL or isinstance(atom, jexc.Literal):
+            return atom
+        stored = self.assignment.values[value]
+        return block.reshard(atom, value, stored, project(op.rule.operands[position], self.assignment.ops[op.id].axes))
+
+    def settle(self, block: _Block, op: Op, position: int, var: Any) -> Any:
+        """The result at `position` reduced and brought into its stored sharding."""
+        value = op.results[position]
+        axes = self.assignment.ops[op.id].axes
+        natural = project(op.rule.results[position], axes)
+        stored = self.assignment.values[value]
+        partial = partial_axes(op.rule, axes)
+        if partial:
+            natural = reduction_plan(natural, stored, partial).after
+        if partial or natural != stored or self._is_anchor(op):
+            var = block.constrain(var, natural)
+        return block.reshard(var, value, natural, stored)
+
+    def _is_anchor(self, op: Op) -> bool:
+        """Whether the op's result needs a constraint although nothing is resharded: all but plain element-wise ops do."""
+        rule = op.rule
+        if any(kind is not FactorKind.PASS_THROUGH for kind in rule.kinds) or rule.blocked:
+            return True
+        if len({dims for dims in (*rule.operands, *rule.results) if dims}) > 1:
+            return True
+        axes = self.assignment.ops[op.id].axes
+        return any(
+            value != LITERAL and self.assignment.values[value] != project(dims, axes)
+            for value, dims in zip(op.operands, rule.operands, strict=True)
+        ) or all(value == LITERAL for value in op.operands)
+
+    # Equations
+
+    def rewrite(self, jaxpr: Any, substitution: Substitution, block: _Block, outer: Any) -> list[Any]:
+        """Appends the rewritten equations to `block`; returns the atoms of the results."""
+        for eqn in jaxpr.eqns:
+            operands = [atom if isinstance(atom, jexc.Literal) else substitution[atom] for atom in eqn.invars]
+            name = eqn.primitive.name
+            if outer is not None:
+                eqn = eqn.replace(source_info=_nested(eqn.source_info, outer))
+            if name in INLINED:
+                results = self._inline(eqn, operands, block)
+            elif name in _BODIES:
+                results = _BODIES[name](self, eqn, operands, block)
+            elif name in ("sharding_constraint", "reshard", MARKER):
+                results = self._identity(operands, block)
+            else:
+                results = self._equation(eqn, operands, block)
+            substitution.update(zip(eqn.outvars, results, strict=True))
+        return [atom if isinstance(atom, jexc.Literal) else substitution[atom] for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
+        op = self.next_op()
+        if op is not None:
+            operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
+        results = self.emit(eqn, operands, block)
+        if op is not None:
+            results = [self.settle(block, op, position, var) for position, var in enumerate(results)]
+        return results
+
+    def emit(self, eqn: Any, operands: Sequence[Any], block: _Block, **params: Any) -> list[Any]:
+        """Writes the equation with new operands and fresh results."""
+        fresh: list[Any] = [jexc.Var(var.aval) for var in eqn.outvars]
+        block.eqns.append(eqn.replace(invars=list(operands), outvars=fresh, params={**eqn.params, **params}))
+        return fresh
+
+    def _identity(self, operands: list[Any], block: _Block) -> list[Any]:
+        op = self.next_op()
+        return operands if op is None else [self.settle(block, op, 0, self.use(block, op, 0, operands[0]))]
+
+    def _inline(self, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
+        jaxpr, consts = open_jaxpr(eqn.params[INLINED[eqn.primitive.name]])
+        operands = self._explicit(eqn.params.get("in_shardings", ()), operands, block)
+        if consts:
+            # Its constants can only be held by a call of its own.
+            results = _kept_call(self, eqn, operands, block)
+        else:
+            results = self.rewrite(jaxpr, dict(zip(jaxpr.invars, operands, strict=True)), block, eqn.source_info)
+        return self._explicit(eqn.params.get("out_shardings", ()), results, block)
+
+    def _explicit(self, shardings: Sequence[Any], atoms: list[Any], block: _Block) -> list[Any]:
+        for index, sharding in enumerate(shardings):
+            if has_explicit_spec(sharding):
+                atoms[index] = self._identity([atoms[index]], block)[0]
+        return atoms
+
+    def body(self, jaxpr: Any) -> tuple[_Block, Substitution]:
+        """A new block with fresh inputs for `jaxpr`."""
+        fresh = {var: jexc.Var(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
+        return _Block(self), fresh
+
+    def close(self, body: Any, block: _Block, fresh: Substitution, outputs: list[Any]) -> Any:
+        """The rewritten body, open or closed as it was."""
+        jaxpr, consts = open_jaxpr(body)
+        new = jaxpr.replace(
+            constvars=[fresh[var] for var in jaxpr.constvars],
+            invars=[fresh[var] for var in jaxpr.invars],
+            outvars=outputs,
+            eqns=block.eqns,
+        )
+        return jexc.ClosedJaxpr(new, consts) if hasattr(body, "consts") else new
+
+    def enter(self, atom: Any, block: _Block, inner: _Block, var: Any) -> tuple[Any, Any]:
+        """A loop's entry boundary: the outer operand as the loop takes it, and the inner input in its stored sharding."""
+        op = self.next_op()
+        if op is None:
+            return atom, var
+        atom = self.use(block, op, 0, atom)
+        return atom, inner.constrain(var, self.assignment.values[op.results[0]])
+
+
+def _nested(info: Any, outer: Any) -> Any:
+    return info.replace(name_stack=outer.name_stack + info.name_stack)
+
+
+def _is_tensor(var: Any) -> bool:
+    return bool(getattr(var.aval, "shape", ())) and hasattr(var.aval, "weak_type")
+
+
+def _kept_call(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
+    name = KEPT.get(eqn.primitive.name) or INLINED[eqn.primitive.name]
+    body = eqn.params[name]
+    jaxpr, _ = open_jaxpr(body)
+    inner, fresh = rewriter.body(jaxpr)
+    outputs = rewriter.rewrite(jaxpr, dict(fresh), inner, None)
+    return rewriter.emit(eqn, operands, block, **{name: rewriter.close(body, inner, fresh, outputs)})
+
+
+def _scan(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
+    body, num_carry = eqn.params["jaxpr"], eqn.params["num_carry"]
+    jaxpr, _ = open_jaxpr(body)
+    inner, fresh = rewriter.body(jaxpr)
+    substitution = dict(fresh)
+    for index, var in enumerate(jaxpr.invars):
+        operands[index], substitution[var] = rewriter.enter(operands[index], block, inner, fresh[var])
+    outputs = rewriter.rewrite(jaxpr, substitution, inner, None)
+    ops = [rewriter.next_op() for _ in outputs]
+    for index, op in enumerate(ops):
+        if op is not None:
+            outputs[index] = rewriter.use(inner, op, 0, outputs[index])
+            if index < num_carry:
+                outputs[index] = rewriter.settle(inner, op, 0, outputs[index])
+    results = rewriter.emit(eqn, operands, block, jaxpr=rewriter.close(body, inner, fresh, outputs))
+    return [
+        var
+        if op is None
+        else rewriter.settle(block, op, 0, var)
+        if index >= num_carry
+        else block.constrain(var, rewriter.assignment.values[op.results[0]])
+        for index, (op, var) in enumerate(zip(ops, results, strict=True))
+    ]
+
+
+def _while(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
+    params = eqn.params
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    in_cond, fresh_cond = rewriter.body(cond.jaxpr)
+    in_body, fresh_body = rewriter.body(body.jaxpr)
+    sub_cond, sub_body = dict(fresh_cond), dict(fresh_body)
+    for index, var in enumerate(cond.jaxpr.invars[:num_cond]):
+        operands[index], sub_cond[var] = rewriter.enter(operands[index], block, in_cond, fresh_cond[var])
+    for index, var in enumerate(body.jaxpr.invars):
+        position = num_cond + index
+        operands[position], sub_body[var] = rewriter.enter(operands[position], block, in_body, fresh_body[var])
+    cond_outputs = rewriter.rewrite(cond.jaxpr, sub_cond, in_cond, None)
+    outputs = rewriter.rewrite(body.jaxpr, sub_body, in_body, None)
+    ops = [rewriter.next_op() for _ in outputs]
+    for index, op in enumerate(ops):
+        if op is not None:
+            outputs[index] = rewriter.settle(in_body, op, 0, rewriter.use(in_body, op, 0, outputs[index]))
+    new_cond = rewriter.close(cond, in_cond, fresh_cond, cond_outputs)
+    results = rewriter.emit(eqn, operands, block, cond_jaxpr=new_cond, body_jaxpr=rewriter.close(body, in_body, fresh_body, outputs))
+    return [
+        var if op is None else block.constrain(var, rewriter.assignment.values[op.results[0]]) for op, var in zip(ops, results, strict=True)
+    ]
+
+
+def _cond(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
+    built = []
+    for branch in eqn.params["branches"]:
+        inner, fresh = rewriter.body(branch.jaxpr)
+        built.append((branch, inner, fresh, rewriter.rewrite(branch.jaxpr, dict(fresh), inner, None)))
+    ops = [rewriter.next_op() for _ in eqn.outvars]
+    branches = []
+    for number, (branch, inner, fresh, outputs) in enumerate(built):
+        outputs = [atom if op is None else rewriter.use(inner, op, number, atom) for op, atom in zip(ops, outputs, strict=True)]
+        branches.append(rewriter.close(branch, inner, fresh, outputs))
+    results = rewriter.emit(eqn, operands, block, branches=tuple(branches))
+    return [var if op is None else rewriter.settle(block, op, 0, var) for op, var in zip(ops, results, strict=True)]
+
+
+_BODIES = {**dict.fromkeys(KEPT, _kept_call), "scan": _scan, "while": _while, "cond": _cond}

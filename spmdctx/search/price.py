@@ -1,0 +1,208 @@
+"""What an assignment costs: every collective it implies, with its cause; compute and peak memory. Knows no search.
+
+A reshard is done once per computation (top level, loop body, remat body) however many ops read the result, as the compiler
+merges equal ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from spmdctx.cost.collectives import collective_time_s
+from spmdctx.cost.reshard import reshard_steps
+from spmdctx.cost.topology import Topology
+from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
+from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
+from spmdctx.search.space import reduction_plan
+from spmdctx.search.transfer import partial_axes, project
+
+
+class Moved(NamedTuple):
+    """A value that changes its sharding on the way to an op (or from it), and the seconds per step that it takes."""
+
+    value: int
+    source: TensorSharding
+    target: TensorSharding
+    op: int
+    time_s: float
+
+
+@dataclass(slots=True)
+class Bill:
+    """All that an assignment costs in one step, per device."""
+
+    collectives: list[Collective] = field(default_factory=list)
+    moves: list[Moved] = field(default_factory=list)
+    compute_s: float = 0.0
+    memory_bytes: int = 0
+    flops: float = 0.0
+    split_flops: float = 0.0
+
+    @property
+    def communication_s(self) -> float:
+        return sum(row.time_s * row.repeats for row in self.collectives)
+
+
+class _Need(NamedTuple):
+    """What one kind of op needs in one state: operands and results to reshard, reductions, seconds of compute."""
+
+    operands: tuple[tuple[int, TensorSharding], ...]
+    results: tuple[tuple[int, TensorSharding], ...]
+    partial: AxisNames
+    compute_s: float
+    slices: int
+
+
+def price(
+    graph: Graph,
+    scopes: Iterable[int],
+    loose: frozenset[int],
+    manual: Iterable[Collective],
+    assignment: Assignment,
+    mesh: LogicalMesh,
+    topology: Topology,
+) -> Bill:
+    """Prices an assignment; `manual` are the collectives that the user wrote himself."""
+    biller = _Biller(graph, loose, assignment, mesh, topology)
+    for op, scope in zip(graph.ops, scopes, strict=True):
+        biller.add(op, scope)
+    bill = biller.bill
+    for row in manual:
+        time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
+        bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
+    bill.memory_bytes = _peak_bytes(graph, assignment, mesh)
+    return bill
+
+
+class _Biller:
+    def __init__(self, graph: Graph, loose: frozenset[int], assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> None:
+        self.graph, self.loose, self.assignment, self.mesh, self.topology = graph, loose, assignment, mesh, topology
+        self.bill = Bill()
+        self._needs: dict[tuple[object, ...], _Need] = {}
+        self._done: set[tuple[object, ...]] = set()
+        numbers: dict[TensorSharding, int] = {}
+        self._numbers = [numbers.setdefault(sharding, len(numbers)) for sharding in assignment.values]
+        choices: dict[object, int] = {}
+        self._choices = [choices.setdefault(choice.axes, len(choices)) for choice in assignment.ops]
+
+    def add(self, op: Op, scope: int) -> None:
+        """Adds what one op costs."""
+        key = (
+            id(op.rule),
+            op.primitive,
+            self._choices[op.id],
+            tuple([self._numbers[value] if value != LITERAL else LITERAL for value in (*op.operands, *op.results)]),
+        )
+        need = self._needs.get(key)
+        if need is None:
+            need = self._needs[key] = self._need(op)
+        bill = self.bill
+        bill.compute_s += need.compute_s * op.repeats
+        bill.flops += op.flops * op.repeats
+        bill.split_flops += op.flops * op.repeats * (need.slices / self.mesh.num_devices)
+        for value_position, target in need.operands:
+            value = op.operands[value_position]
+            if value not in self.loose:
+                self._move(op, scope, value, self.assignment.values[value], target, f"operand {value_position} of {op.primitive}")
+        if need.partial or need.results:
+            self._finish(op, scope, need)
+
+    def _need(self, op: Op) -> _Need:
+        rule, axes, stored = op.rule, self.assignment.ops[op.id].axes, self.assignment.values
+        operands = tuple(
+            (position, wanted)
+            for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True))
+            if value != LITERAL and (wanted := project(dims, axes)) != stored[value]
+        )
+        results = tuple(
+            (position, natural)
+            for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True))
+            if (natural := project(dims, axes)) != stored[value]
+        )
+        slices = self.mesh.num_slices(name for own in axes for name in own)
+        return _Need(operands, results, partial_axes(rule, axes), self._compute_s(op, slices), slices)
+
+    def _compute_s(self, op: Op, slices: int) -> float:
+        axes = self.assignment.ops[op.id].axes
+        moved = 0
+        for sides, tensors in ((op.rule.operands, op.operands), (op.rule.results, op.results)):
+            for dims, value in zip(sides, tensors, strict=True):
+                if value != LITERAL:
+                    moved += self._bytes(value, project(dims, axes))
+        return max(op.flops / slices / self.topology.peak_flops_per_s, moved / self.topology.memory_bytes_per_s)
+
+    def _finish(self, op: Op, scope: int, need: _Need) -> None:
+        for position, value in enumerate(op.results):
+            natural = project(op.rule.results[position], self.assignment.ops[op.id].axes)
+            stored = self.assignment.values[value]
+            if need.partial:
+                plan = reduction_plan(natural, stored, need.partial)
+                payload = self._bytes(value, natural)
+                cause = f"partial result of {op.primitive}"
+                if plan.scattered:
+                    self._collect("reduce_scatter", plan.scattered, payload, op, cause)
+                    payload //= self.mesh.num_slices(plan.scattered)
+                if plan.reduced:
+                    self._collect("all_reduce", plan.reduced, payload, op, cause)
+                natural = plan.after
+            if natural != stored and value not in self.loose:
+                self._move(op, scope, value, natural, stored, f"result of {op.primitive}")
+
+    def _move(self, op: Op, scope: int, value: int, source: TensorSharding, target: TensorSharding, role: str) -> None:
+        known = self.graph.values[value]
+        time_s, current = 0.0, source
+        for step in reshard_steps(known.shape, item_bytes(known.dtype), source, target, self.mesh):
+            key = (scope, value, current, step.sharding)
+            if step.kind != "slice" and key not in self._done:
+                cause = f"{role}: {known.path or 'value'} {format_sharding(current)} -> {format_sharding(step.sharding)}"
+                time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause)
+            self._done.add(key)
+            current = step.sharding
+        self.bill.moves.append(Moved(value, source, target, op.id, time_s))
+
+    def _collect(self, kind: str, axes: AxisNames, payload: int, op: Op, cause: str) -> float:
+        time_s = collective_time_s(kind, payload, axes, self.mesh, self.topology)
+        self.bill.collectives.append(Collective(kind, axes, payload, time_s, op.repeats, cause, self.graph.origins[op.id].source))
+        return time_s * op.repeats
+
+    def _bytes(self, value: int, sharding: TensorSharding) -> int:
+        known = self.graph.values[value]
+        count = item_bytes(known.dtype)
+        for size in local_shape(known.shape, sharding, self.mesh):
+            count *= size
+        return count
+
+
+def _peak_bytes(graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> int:
+    """Largest sum of live local bytes over the step; arguments live throughout, results until their last reader."""
+    last_use: dict[int, int] = {}
+    for op in graph.ops:
+        for value in op.operands:
+            last_use[value] = op.id
+    kept = {*graph.inputs, *graph.outputs}
+    sizes = _local_bytes(graph, assignment, mesh)
+    live = peak = sum(sizes[value] for value in graph.inputs)
+    for op in graph.ops:
+        live += sum(sizes[value] for value in op.results)
+        peak = max(peak, live)
+        for value in {*op.operands, *op.results}:
+            if value not in kept and value != LITERAL and last_use.get(value, op.id) == op.id:
+                live -= sizes[value]
+    return peak
+
+
+def _local_bytes(graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> list[int]:
+    memo: dict[tuple[object, ...], int] = {}
+    sizes = []
+    for value, sharding in zip(graph.values, assignment.values, strict=True):
+        key = (value.shape, value.dtype, sharding)
+        known = memo.get(key)
+        if known is None:
+            known = item_bytes(value.dtype)
+            for size in local_shape(value.shape, sharding, mesh):
+                known *= size
+            memo[key] = known
+        sizes.append(known)
+    return sizes

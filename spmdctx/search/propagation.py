@@ -1,0 +1,225 @@
+"""Sharding propagation: spread what is pinned through the graph, then settle every conflict by predicted seconds.
+
+1. spread   a slot may only gain axes; op by op, forwards and backwards, first through ops that keep all dimensions,
+            then through all, until nothing changes
+2. settle   slots that the neighbours disagree about try the neighbours' wishes, and keep the cheapest
+3. choose   each op takes its cheapest candidate; values that depend on no input take what their readers want
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+from spmdctx.ir import LITERAL, Assignment, FactorKind, OpSharding, TensorSharding
+from spmdctx.search.space import NO_SLOT, Space
+from spmdctx.search.transfer import FactorAxes, joined, merge, project
+
+MAX_SWEEPS = 8
+SETTLE_ROUNDS = 4
+
+
+def propagate(
+    space: Space, pins: Mapping[int, TensorSharding], forced: Mapping[int, FactorAxes], seeds: Mapping[int, TensorSharding]
+) -> Assignment:
+    """Assigns a sharding to every value and op.
+
+    Args:
+        space: the graph on its mesh.
+        pins: value id to the sharding it must have.
+        forced: op id to the axes its factors must have (manual regions).
+        seeds: value id to a sharding that spreads like a pin, but may be overruled.
+    """
+    spreader = _Spreader(space, pins, forced)
+    for value, sharding in seeds.items():
+        slot = space.slot_of[value]
+        if slot not in spreader.fixed:
+            spreader.put(slot, sharding)
+    spreader.spread()
+    state, fixed = spreader.state, spreader.fixed
+    _settle(space, state, fixed, forced)
+    _free_loose_values(space, state, fixed)
+    chosen = [OpSharding(forced[i]) if i in forced else OpSharding(space.choose(i, state).axes) for i in range(len(space.op_slots))]
+    values = tuple([space.shardings[state[slot]] for slot in space.slot_of])
+    return Assignment(tuple(chosen), values, "sharding_propagation")
+
+
+class _Spreader:
+    """State of the spreading: a sharding number per slot, the fixed slots, and the ops that must be looked at again."""
+
+    def __init__(self, space: Space, pins: Mapping[int, TensorSharding], forced: Mapping[int, FactorAxes]) -> None:
+        self.space = space
+        self.state = list(space.whole)
+        self.fixed: set[int] = set()
+        self.dirty: set[int] = set()
+        self.forced = forced
+        self._memo: dict[tuple[object, ...], tuple[int, ...]] = {}
+        for value, sharding in pins.items():
+            slot = space.slot_of[value]
+            self.fixed.add(slot)
+            self.put(slot, sharding)
+        for index, axes in forced.items():
+            rule = space.graph.ops[index].rule
+            for slot, dims in zip(space.op_slots[index], (*rule.operands, *rule.results), strict=True):
+                if slot != NO_SLOT and slot not in self.fixed:
+                    self.put(slot, project(dims, axes))
+
+    def put(self, slot: int, sharding: TensorSharding) -> None:
+        """Gives a slot its sharding and wakes the ops around it."""
+        self.state[slot] = self.space.number(sharding)
+        self.dirty.update(self.space.neighbours[slot])
+
+    def spread(self) -> None:
+        """First through ops that keep every dimension, then through all; alternately forwards and backwards."""
+        simple = [_keeps_dimensions(op.rule.kinds, op.rule.operands, op.rule.results) for op in self.space.graph.ops]
+        for only_simple in (True, False):
+            if not only_simple:
+                self.dirty.update(
+                    i for i, slots in enumerate(self.space.op_slots) if any(s != NO_SLOT and self._is_split(s) for s in slots)
+                )
+            backwards = False
+            for _ in range(MAX_SWEEPS * 2):
+                batch = sorted((i for i in self.dirty if simple[i]) if only_simple else self.dirty, reverse=backwards)
+                if not batch:
+                    break
+                self._sweep(batch, simple if only_simple else None, backwards)
+                backwards = not backwards
+
+    def _is_split(self, slot: int) -> bool:
+        return self.state[slot] != self.space.whole[slot]
+
+    def _sweep(self, batch: list[int], allowed: list[bool] | None, backwards: bool) -> None:
+        """Visits the ops in order, and those that wake up further on in the same direction too."""
+        sign = -1 if backwards else 1
+        heap = [sign * index for index in batch]
+        queued = set(batch)
+        while heap:
+            index = sign * heapq.heappop(heap)
+            queued.discard(index)
+            self.dirty.discard(index)
+            for slot in self._visit(index):
+                for other in self.space.neighbours[slot]:
+                    if other == index:
+                        continue
+                    ahead = (other < index) if backwards else (other > index)
+                    if ahead and other not in queued and (allowed is None or allowed[other]):
+                        queued.add(other)
+                        heapq.heappush(heap, sign * other)
+                    elif not ahead:
+                        self.dirty.add(other)
+
+    def _visit(self, index: int) -> list[int]:
+        """Spreads between the tensors of one op; returns the slots that changed."""
+        if index in self.forced:
+            return []
+        slots = self.space.op_slots[index]
+        state = self.state
+        before = tuple([state[slot] if slot != NO_SLOT else NO_SLOT for slot in slots])
+        key = (id(self.space.graph.ops[index].rule), before)
+        after = self._memo.get(key)
+        if after is None:
+            after = self._memo[key] = self._transfer(index, before)
+        if after is before or after == before:
+            return []
+        changed = []
+        for slot, old, new in zip(slots, before, after, strict=True):
+            if old != new and slot not in self.fixed and state[slot] == old:
+                state[slot] = new
+                changed.append(slot)
+        return changed
+
+    def _transfer(self, index: int, before: tuple[int, ...]) -> tuple[int, ...]:
+        space, op = self.space, self.space.graph.ops[index]
+        rule = op.rule
+        sides = (*rule.operands, *rule.results)
+        shardings = [space.shardings[number] if number != NO_SLOT else () for number in before]
+        order = sorted(range(len(sides)), key=lambda i: -space.mesh.num_slices(name for dim in shardings[i] for name in dim))
+        axes = merge(rule, [(sides[i], shardings[i]) for i in order if shardings[i]], space.splittable(rule), space.mesh)
+        if not any(axes):
+            return before
+        values = (*op.operands, *op.results)
+        return tuple(
+            [
+                NO_SLOT if value == LITERAL else space.number(joined(own, project(dims, axes), space.shapes[value], space.mesh))
+                for value, dims, own in zip(values, sides, shardings, strict=True)
+            ]
+        )
+
+
+def _keeps_dimensions(kinds: tuple[FactorKind, ...], operands: tuple[object, ...], results: tuple[object, ...]) -> bool:
+    """Whether an op only passes dimensions through: all its tensors of full rank have the same factors."""
+    return all(kind is FactorKind.PASS_THROUGH for kind in kinds) and len({dims for dims in (*operands, *results) if dims}) <= 1
+
+
+def _settle(space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes]) -> None:
+    """Lets slots whose neighbours want another sharding try it, as long as the sum of the ops around gets cheaper."""
+    suspects = list(range(len(space.op_slots)))
+    for _ in range(SETTLE_ROUNDS):
+        wishes = _wishes(space, state, fixed, forced, suspects)
+        moved: set[int] = set()
+        for slot, options in wishes.items():
+            best = _try_options(space, state, slot, options, forced)
+            if best != state[slot]:
+                state[slot] = best
+                moved.add(slot)
+        if not moved:
+            return
+        suspects = sorted({op for slot in moved for op in space.neighbours[slot]})
+
+
+def _wishes(space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes], ops: list[int]) -> dict[int, list[int]]:
+    """Slot to the numbers of other shardings that an op around it would take it in."""
+    wishes: dict[int, dict[int, None]] = {}
+    for index in ops:
+        op, slots = space.graph.ops[index], space.op_slots[index]
+        axes = forced[index] if index in forced else space.choose(index, state).axes
+        for slot, dims in zip(slots, (*op.rule.operands, *op.rule.results), strict=True):
+            if slot == NO_SLOT or slot in fixed or slot in space.loose_slots:
+                continue
+            wanted = space.number(project(dims, axes))
+            if wanted != state[slot]:
+                wishes.setdefault(slot, {})[wanted] = None
+    return {slot: list(options) for slot, options in wishes.items()}
+
+
+def _try_options(space: Space, state: list[int], slot: int, options: list[int], forced: Mapping[int, FactorAxes]) -> int:
+    around = [index for index in space.neighbours[slot] if index not in forced]
+    kept = best = state[slot]
+    best_s = sum(space.choose(index, state).time_s * space.graph.ops[index].repeats for index in around)
+    for option in options:
+        if any(size % space.mesh.num_slices(dim) for size, dim in zip(space.shapes[slot], space.shardings[option], strict=True)):
+            continue
+        state[slot] = option
+        time_s = sum(space.choose(index, state).time_s * space.graph.ops[index].repeats for index in around)
+        if time_s < best_s * (1 - 1e-6):
+            best, best_s = option, time_s
+    state[slot] = kept
+    return best
+
+
+def _free_loose_values(space: Space, state: list[int], fixed: set[int]) -> None:
+    """Values that depend on no input take the sharding on which all their readers agree, dimension by dimension."""
+    if not space.loose_slots:
+        return
+    for index in range(len(space.op_slots) - 1, -1, -1):
+        for value in space.graph.ops[index].results:
+            slot = space.slot_of[value]
+            if slot in space.loose_slots and slot not in fixed:
+                state[slot] = space.number(_agreed(space, state, slot, index))
+
+
+def _agreed(space: Space, state: list[int], slot: int, producer: int) -> TensorSharding:
+    demands: TensorSharding | None = None
+    for index in space.neighbours[slot]:
+        if index == producer:
+            continue
+        op = space.graph.ops[index]
+        axes = space.choose(index, state).axes
+        for operand_slot, dims in zip(space.op_slots[index], op.rule.operands, strict=False):
+            if operand_slot == slot:
+                wanted = project(dims, axes)
+                demands = wanted if demands is None else tuple(a if a == b else () for a, b in zip(demands, wanted, strict=True))
+    shape = space.shapes[slot]
+    if demands is None:
+        return ((),) * len(shape)
+    return tuple(dim if size % space.mesh.num_slices(dim) == 0 else () for dim, size in zip(demands, shape, strict=True))

@@ -1,0 +1,210 @@
+"""The planning problem as the searches see it: slots of tied values, interned shardings, and memoised prices of ops.
+
+A slot is a class of values that must share one sharding. The price of an op, given the shardings of its slots, is
+
+    compute (roofline) + sum of reshards of its operands + reduction of its partial results + reshard of its results
+
+in predicted seconds, minimised over the op's candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from spmdctx.cost.collectives import collective_time_s
+from spmdctx.cost.reshard import reshard_time_s
+from spmdctx.cost.topology import Topology
+from spmdctx.ir import LITERAL, AxisNames, Graph, Op, OpRule, TensorSharding, item_bytes
+from spmdctx.mesh import LogicalMesh, local_shape, replicated
+from spmdctx.search.transfer import FactorAxes, legal, merge, partial_axes, project
+
+NO_SLOT = -1
+
+
+class Choice(NamedTuple):
+    """The cheapest way to do one op: axes per factor and seconds per execution."""
+
+    axes: FactorAxes
+    time_s: float
+
+
+class Space:
+    """A graph on a mesh. Shardings are numbered, so that memo keys are tuples of small integers."""
+
+    def __init__(self, graph: Graph, mesh: LogicalMesh, topology: Topology, loose: frozenset[int]) -> None:
+        self.graph, self.mesh, self.topology = graph, mesh, topology
+        self.shardings: list[TensorSharding] = []
+        self._numbers: dict[TensorSharding, int] = {}
+        self._rules: dict[int, int] = {}
+        self._splittable: dict[int, tuple[bool, ...]] = {}
+        self._choices: dict[tuple[object, ...], Choice] = {}
+        self.slot_of = _union(len(graph.values), graph.ties)
+        self.loose_slots = frozenset(self.slot_of[value] for value in loose)
+        self.op_slots = [tuple([self.slot_of[v] if v != LITERAL else NO_SLOT for v in (*op.operands, *op.results)]) for op in graph.ops]
+        self.neighbours = self._adjacency()
+        self.shapes = [value.shape for value in graph.values]
+        self.whole = [self.number(replicated(len(value.shape))) for value in graph.values]
+
+    def number(self, sharding: TensorSharding) -> int:
+        """The sharding's number; equal shardings have equal numbers."""
+        known = self._numbers.get(sharding)
+        if known is None:
+            known = self._numbers[sharding] = len(self.shardings)
+            self.shardings.append(sharding)
+        return known
+
+    def rule_number(self, rule: OpRule) -> int:
+        """A number per rule object; the graph shares rule objects between equal equations."""
+        return self._rules.setdefault(id(rule), len(self._rules))
+
+    def splittable(self, rule: OpRule) -> tuple[bool, ...]:
+        """`rule.splittable`, computed once per rule object."""
+        known = self._splittable.get(id(rule))
+        if known is None:
+            known = self._splittable[id(rule)] = rule.splittable
+        return known
+
+    def _adjacency(self) -> list[list[int]]:
+        neighbours: list[list[int]] = [[] for _ in self.graph.values]
+        for index, slots in enumerate(self.op_slots):
+            for slot in set(slots):
+                if slot != NO_SLOT:
+                    neighbours[slot].append(index)
+        return neighbours
+
+    def choose(self, index: int, state: list[int]) -> Choice:
+        """The cheapest candidate of an op when its slots have the shardings numbered in `state`."""
+        op, slots = self.graph.ops[index], self.op_slots[index]
+        numbers = tuple([state[slot] if slot != NO_SLOT else NO_SLOT for slot in slots])
+        free = tuple([slot in self.loose_slots for slot in slots]) if self.loose_slots else ()
+        key = (id(op.rule), op.primitive, numbers, self.graph.values[op.results[0]].dtype if op.results else "", free)
+        known = self._choices.get(key)
+        if known is None:
+            shardings = [self.shardings[number] if number != NO_SLOT else () for number in numbers]
+            known = self._choices[key] = self._cheapest(op, shardings, free)
+        return known
+
+    def _cheapest(self, op: Op, shardings: list[TensorSharding], free: tuple[bool, ...]) -> Choice:
+        best: Choice | None = None
+        for axes in candidates(op, shardings, self.splittable(op.rule), self.mesh):
+            time_s = self._price(op, axes, shardings, free)
+            if best is None or time_s < best.time_s * (1 - 1e-9):
+                best = Choice(axes, time_s)
+        assert best is not None
+        return best
+
+    def _price(self, op: Op, axes: FactorAxes, shardings: list[TensorSharding], free: tuple[bool, ...]) -> float:
+        rule, values = op.rule, self.graph.values
+        time_s = self._compute_time_s(op, axes)
+        for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):
+            if value != LITERAL and not (free and free[position]):
+                time_s += self._reshard(value, shardings[position], project(dims, axes))
+        partial = partial_axes(rule, axes)
+        for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True), len(op.operands)):
+            natural = project(dims, axes)
+            if partial:
+                time_s += self.reduction_time_s(value, natural, shardings[position], partial)
+            else:
+                time_s += self._reshard(value, natural, shardings[position])
+        return time_s
+
+    def _reshard(self, value: int, source: TensorSharding, target: TensorSharding) -> float:
+        if source == target:
+            return 0.0
+        size = item_bytes(self.graph.values[value].dtype)
+        return reshard_time_s(self.shapes[value], size, source, target, self.mesh, self.topology)
+
+    def reduction_time_s(self, value: int, natural: TensorSharding, stored: TensorSharding, partial: AxisNames) -> float:
+        """Seconds to turn an unreduced result into its stored sharding."""
+        plan = reduction_plan(natural, stored, partial)
+        payload = self._local_bytes(value, natural)
+        time_s = 0.0
+        if plan.reduced:
+            time_s += collective_time_s("all_reduce", payload, plan.reduced, self.mesh, self.topology)
+        if plan.scattered:
+            time_s += collective_time_s("reduce_scatter", payload, plan.scattered, self.mesh, self.topology)
+        return time_s + self._reshard(value, plan.after, stored)
+
+    def _local_bytes(self, value: int, sharding: TensorSharding) -> int:
+        return self.local_elements(value, sharding) * item_bytes(self.graph.values[value].dtype)
+
+    def local_elements(self, value: int, sharding: TensorSharding) -> int:
+        """Elements of one device's block."""
+        count = 1
+        for size in local_shape(self.shapes[value], sharding, self.mesh):
+            count *= size
+        return count
+
+    def _compute_time_s(self, op: Op, axes: FactorAxes) -> float:
+        """Roofline of one device's share: FLOPs against the peak, bytes against the memory's bandwidth."""
+        slices = self.mesh.num_slices(name for own in axes for name in own)
+        moved = 0
+        for side, tensors in ((op.rule.operands, op.operands), (op.rule.results, op.results)):
+            for dims, value in zip(side, tensors, strict=True):
+                if value != LITERAL:
+                    moved += self._local_bytes(value, project(dims, axes))
+        return max(op.flops / slices / self.topology.peak_flops_per_s, moved / self.topology.memory_bytes_per_s)
+
+
+class ReductionPlan(NamedTuple):
+    """How partial results become whole: axes to all-reduce, axes to reduce-scatter, and the sharding after both."""
+
+    reduced: AxisNames
+    scattered: AxisNames
+    after: TensorSharding
+
+
+def reduction_plan(natural: TensorSharding, stored: TensorSharding, partial: AxisNames) -> ReductionPlan:
+    """Scatters over the axes by which `stored` extends `natural` in one dimension, and all-reduces over the rest."""
+    for dim, (own, wanted) in enumerate(zip(natural, stored, strict=True)):
+        extra = wanted[len(own) :]
+        if extra and wanted[: len(own)] == own and set(extra) <= set(partial):
+            after = (*natural[:dim], wanted, *natural[dim + 1 :])
+            return ReductionPlan(tuple(name for name in partial if name not in extra), extra, after)
+    return ReductionPlan(partial, (), natural)
+
+
+def candidates(op: Op, shardings: list[TensorSharding], splittable: tuple[bool, ...], mesh: LogicalMesh) -> list[FactorAxes]:
+    """Ways to split an op that its tensors' shardings suggest: each tensor once in the lead.
+
+    Where one of them takes all operands as they are (or a slice of them), only such are returned; else each axis is left out
+    once too, and last everything is kept whole.
+    """
+    rule = op.rule
+    tensors = [(dims, sharding) for dims, sharding in zip((*rule.operands, *rule.results), shardings, strict=True) if sharding]
+    found: dict[FactorAxes, None] = {}
+    split = [pair for pair in tensors if any(pair[1])]
+    for leader in split:
+        found[merge(rule, [leader, *(pair for pair in split if pair is not leader)], splittable, mesh)] = None
+    operands = [pair for pair in zip(rule.operands, shardings, strict=False) if any(pair[1])]
+    smooth = [axes for axes in found if all(_extends(project(dims, axes), sharding) for dims, sharding in operands)]
+    if smooth:
+        return smooth
+    for axes in list(found):
+        for name in {name: None for own in axes for name in own}:
+            dropped = tuple(own[: own.index(name)] if name in own else own for own in axes)
+            found[legal(rule, dropped, mesh)] = None
+    found[((),) * len(rule.sizes)] = None
+    return list(found)
+
+
+def _extends(wanted: TensorSharding, stored: TensorSharding) -> bool:
+    return all(new[: len(own)] == own for new, own in zip(wanted, stored, strict=True))
+
+
+def _union(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """Representative (smallest member) of each element's class."""
+    parent = list(range(count))
+
+    def find(item: int) -> int:
+        while parent[item] != item:
+            parent[item] = parent[parent[item]]
+            item = parent[item]
+        return item
+
+    for left, right in pairs:
+        a, b = find(left), find(right)
+        if a != b:
+            parent[max(a, b)] = min(a, b)
+    return [find(item) for item in range(count)]

@@ -1,0 +1,207 @@
+"""Calls and control flow: what the walk does at each equation that holds a jaxpr.
+
+Calls are inlined. A loop body is entered through `scan.enter`, closed by `scan.next` (whose result is tied to the carry) and
+left through `scan.exit`; `while` and `cond` have the same kinds of boundary. `lowering.constrain` meets the boundaries in
+the same order, so both must change together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from spmdctx.ir import Mark, OpRule
+from spmdctx.rules.builder import RuleBuilder, identity
+from spmdctx.trace import manual, user_pins
+
+if TYPE_CHECKING:
+    from spmdctx.trace.build import Builder, Env
+
+Handler = Callable[["Builder", Any, "Env", int, str], None]
+
+INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "core_closed_call": "call_jaxpr"}
+"""Calls that lowering dissolves into their caller, with the parameter that holds the body."""
+
+KEPT = {
+    "remat2": "jaxpr",
+    "remat": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "call_jaxpr",
+}
+"""Calls that lowering keeps as calls, with the parameter that holds the body."""
+
+ALWAYS_ALIVE = frozenset({"scan.next", "while.next"})
+NEVER_LOOSE = frozenset({"scan.enter", "scan.next", "scan.exit", "while.enter", "while.next", "cond.exit", "random_seed"})
+MARKER = "spmdctx_shard"
+
+
+def open_jaxpr(body: Any) -> tuple[Any, Sequence[Any]]:
+    """A body's open jaxpr and its constants, whether the equation holds it open or closed."""
+    return (body.jaxpr, body.consts) if hasattr(body, "consts") else (body, ())
+
+
+def scope(prefix: str, eqn: Any) -> str:
+    """Name scope inside the equation's body."""
+    own = str(eqn.source_info.name_stack)
+    return f"{prefix}/{own}" if prefix and own else prefix or own
+
+
+def _bind(builder: Builder, body: Any, arguments: Sequence[Any], env: Env) -> tuple[Any, Env]:
+    """The body's jaxpr and an environment in which its inputs are the caller's values."""
+    jaxpr, consts = open_jaxpr(body)
+    inner: Env = {}
+    for var, _ in zip(jaxpr.constvars, consts, strict=False):
+        inner[var] = builder.add_value(var.aval)
+    for var, atom in zip(jaxpr.invars, arguments, strict=True):
+        value = builder.read(env, [atom])[0]
+        inner[var] = value if value >= 0 else builder.add_value(var.aval)
+    return jaxpr, inner
+
+
+def _results(builder: Builder, jaxpr: Any, inner: Env) -> list[int]:
+    """Value ids of a body's results; a literal result becomes a value of its own."""
+    ids = builder.read(inner, jaxpr.outvars)
+    return [value if value >= 0 else builder.add_value(var.aval) for value, var in zip(ids, jaxpr.outvars, strict=True)]
+
+
+def _call(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+    name = eqn.primitive.name
+    jaxpr, inner = _bind(builder, eqn.params[INLINED.get(name) or KEPT[name]], eqn.invars, env)
+    for var, sharding in zip(jaxpr.invars, eqn.params.get("in_shardings", ()), strict=False):
+        inner[var] = user_pins.pin(builder, inner[var], sharding, repeats, eqn.source_info, prefix)
+    with builder.body() if name in KEPT else nullcontext():
+        builder.walk(jaxpr, inner, repeats, scope(prefix, eqn))
+    results = _results(builder, jaxpr, inner)
+    for index, sharding in enumerate(eqn.params.get("out_shardings", ())):
+        results[index] = user_pins.pin(builder, results[index], sharding, repeats, eqn.source_info, prefix)
+    env.update(zip(eqn.outvars, results, strict=True))
+
+
+def _boundary(builder: Builder, kind: str, operands: Sequence[int], var: Any, rule: OpRule, repeats: int, eqn: Any, prefix: str) -> int:
+    """One boundary op; returns its result."""
+    result = builder.add_value(var.aval)
+    builder.add_op(kind, tuple(operands), (result,), rule, repeats, eqn.source_info, prefix)
+    return result
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return getattr(var.aval, "shape", ())
+
+
+def _stacked(shape: tuple[int, ...], *, entering: bool) -> OpRule:
+    """Relates a scanned array, whose leading dimension is never split, to one iteration's slice."""
+    builder = RuleBuilder()
+    steps = builder.factor(shape[0], blocked=True)
+    rest = builder.factors(shape[1:])
+    outer, inner = [steps, *rest], rest
+    return builder.build([outer], [inner]) if entering else builder.build([inner], [outer])
+
+
+def _scan(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+    params = eqn.params
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    jaxpr, _ = open_jaxpr(params["jaxpr"])
+    inner: Env = {}
+    for index, (var, atom) in enumerate(zip(jaxpr.invars, eqn.invars, strict=True)):
+        scanned = index >= num_consts + num_carry
+        rule = _stacked(_shape(atom), entering=True) if scanned else identity(_shape(var))
+        inner[var] = _boundary(builder, "scan.enter", builder.read(env, [atom]), var, rule, repeats, eqn, prefix)
+    inside = repeats * max(int(params["length"]), 1)
+    with builder.body():
+        builder.walk(jaxpr, inner, inside, scope(prefix, eqn))
+    results = _results(builder, jaxpr, inner)
+    carries = jaxpr.invars[num_consts : num_consts + num_carry]
+    for index, (value, var) in enumerate(zip(results, eqn.outvars, strict=True)):
+        if index < num_carry:
+            env[var] = _boundary(builder, "scan.next", [value], var, identity(_shape(var)), inside, eqn, prefix)
+            builder.ties.append((inner[carries[index]], env[var]))
+        else:
+            env[var] = _boundary(builder, "scan.exit", [value], var, _stacked(_shape(var), entering=False), repeats, eqn, prefix)
+
+
+def _while(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+    params = eqn.params
+    cond, _ = open_jaxpr(params["cond_jaxpr"])
+    body, _ = open_jaxpr(params["body_jaxpr"])
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts = eqn.invars[:num_cond], eqn.invars[num_cond : num_cond + num_body]
+    carried = eqn.invars[num_cond + num_body :]
+    in_cond: Env = {}
+    in_body: Env = {}
+    for var, atom in zip(cond.invars, cond_consts, strict=False):
+        in_cond[var] = _boundary(builder, "while.enter", builder.read(env, [atom]), var, identity(_shape(var)), repeats, eqn, prefix)
+    for var, atom in zip(body.invars, body_consts, strict=False):
+        in_body[var] = _boundary(builder, "while.enter", builder.read(env, [atom]), var, identity(_shape(var)), repeats, eqn, prefix)
+    for var, cond_var, atom in zip(body.invars[num_body:], cond.invars[num_cond:], carried, strict=True):
+        in_body[var] = _boundary(builder, "while.enter", builder.read(env, [atom]), var, identity(_shape(var)), repeats, eqn, prefix)
+        in_cond[cond_var] = in_body[var]
+    inside = repeats * _trip_count(builder, eqn, cond, body, carried)
+    for jaxpr, inner in ((cond, in_cond), (body, in_body)):
+        with builder.body():
+            builder.walk(jaxpr, inner, inside, scope(prefix, eqn))
+    results = _results(builder, body, in_body)
+    for var, start, value in zip(eqn.outvars, body.invars[num_body:], results, strict=True):
+        env[var] = _boundary(builder, "while.next", [value], var, identity(_shape(var)), inside, eqn, prefix)
+        builder.ties.append((in_body[start], env[var]))
+
+
+def _trip_count(builder: Builder, eqn: Any, cond: Any, body: Any, carried: Sequence[Any]) -> int:
+    """Trip count of a counting loop (`i < literal`, `i + 1`, literal start); 1 and a note where it cannot be known."""
+    counted = [item for item in cond.eqns if item.primitive.name == "lt"]
+    if len(cond.eqns) == 1 and counted and cond.outvars[0] is counted[0].outvars[0]:
+        counter, limit = counted[0].invars
+        start = carried[cond.invars.index(counter) - (len(cond.invars) - len(carried))] if counter in cond.invars else None
+        if hasattr(limit, "val") and hasattr(start, "val"):
+            return max(int(limit.val) - int(start.val), 1)
+    builder.notes.append("A while loop's trip count is not known before it runs: its collectives are counted once.")
+    return 1
+
+
+def _cond(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+    per_branch = []
+    for branch in eqn.params["branches"]:
+        jaxpr, inner = _bind(builder, branch, eqn.invars[1:], env)
+        with builder.body():
+            builder.walk(jaxpr, inner, repeats, scope(prefix, eqn))
+        per_branch.append(_results(builder, jaxpr, inner))
+    for index, var in enumerate(eqn.outvars):
+        operands = [results[index] for results in per_branch]
+        rule = identity(_shape(var), num_operands=len(operands))
+        env[var] = _boundary(builder, "cond.exit", operands, var, rule, repeats, eqn, prefix)
+
+
+def _constraint(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+    sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+    value = builder.read(env, eqn.invars)[0]
+    env[eqn.outvars[0]] = user_pins.pin(builder, value, sharding, repeats, eqn.source_info, prefix, always=True)
+
+
+def _marker(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+    params, var = eqn.params, eqn.outvars[0]
+    result = _boundary(builder, MARKER, builder.read(env, eqn.invars), var, identity(_shape(var)), repeats, eqn, prefix)
+    env[var] = result
+    op = len(builder.ops) - 1
+    builder.marks.append(Mark(op, result, params["region"], params["side"], params["index"], params["strategy"], params["label"]))
+
+
+def _shard_map(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+    operands = builder.read(env, eqn.invars)
+    results = tuple(builder.add_value(var.aval) for var in eqn.outvars)
+    env.update(zip(eqn.outvars, results, strict=True))
+    op = builder.add_op("shard_map", operands, results, manual.rule_of(eqn), repeats, eqn.source_info, prefix)
+    builder.manual.append(manual.region_of(eqn, op, repeats))
+
+
+HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys([*INLINED, *KEPT], _call),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "sharding_constraint": _constraint,
+    "reshard": _constraint,
+    MARKER: _marker,
+    "shard_map": _shard_map,
+}

@@ -1,0 +1,223 @@
+"""jaxpr to Graph: every equation an op with its rule, calls inlined, control-flow bodies entered through boundary ops."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax.extend.core as jexc
+
+from spmdctx.ir import LITERAL, Graph, Mark, Op, OpRule, Role, Value
+from spmdctx.rules import rule_for
+from spmdctx.rules.flops import op_flops
+from spmdctx.trace import bodies
+from spmdctx.trace.origins import LazyOrigins
+from spmdctx.trace.program import ManualRegion, Program, UserPin
+
+Env = dict[Any, int]
+
+
+class Argument(NamedTuple):
+    """What the builder must know of one flat argument."""
+
+    path: str
+    role: Role
+
+
+class _Known(NamedTuple):
+    """A rule with its cost in FLOPs and its number, shared by all equations of one kind and shape."""
+
+    rule: OpRule
+    flops: int
+    number: int
+
+
+def build(jaxpr: jexc.ClosedJaxpr, arguments: Sequence[Argument], carried: Sequence[tuple[int, int]] = ()) -> Program:
+    """Builds the graph of a flat program.
+
+    Args:
+        jaxpr: the traced step over flat leaves.
+        arguments: one per input of the jaxpr.
+        carried: pairs (output index, input index) of training state that goes in and comes out.
+    """
+    builder = Builder()
+    env: Env = {}
+    for var in jaxpr.jaxpr.constvars:
+        env[var] = builder.add_value(var.aval, Role.CONSTANT, f"const/{len(env)}")
+    inputs = tuple(builder.add_value(var.aval, leaf.role, leaf.path) for var, leaf in zip(jaxpr.jaxpr.invars, arguments, strict=True))
+    env.update(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+    builder.walk(jaxpr.jaxpr, env, 1, "")
+    outputs = tuple(LITERAL if isinstance(var, jexc.Literal) else env[var] for var in jaxpr.jaxpr.outvars)
+    ties = [(inputs[source], outputs[target]) for target, source in carried if outputs[target] != LITERAL]
+    return builder.finish(jaxpr, inputs, outputs, ties)
+
+
+class Builder:
+    """Collects values and ops while the jaxpr is walked."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+        self.infos: list[Any] = []
+        self.prefixes: list[str] = []
+        self.scopes: list[int] = []
+        self.scope = 0
+        self._num_scopes = 1
+        self.ties: list[tuple[int, int]] = []
+        self.marks: list[Mark] = []
+        self.user_pins: list[UserPin] = []
+        self.manual: list[ManualRegion] = []
+        self.notes: list[str] = []
+        self._known: dict[Any, _Known] = {}
+        self._kinds: list[str] = []
+        self._dtypes: dict[Any, str] = {}
+        self._trail = array("q")
+
+    def add_value(self, aval: Any, role: Role = Role.INTERMEDIATE, path: str = "") -> int:
+        """A new value with the shape and dtype of `aval`; tokens and other things without a shape count as scalars."""
+        dtype = getattr(aval, "dtype", None)
+        text = self._dtypes.get(dtype)
+        if text is None:
+            text = self._dtypes[dtype] = str(dtype)
+        index = len(self.values)
+        self.values.append(Value(index, getattr(aval, "shape", ()), text, role, path))
+        return index
+
+    def walk(self, jaxpr: Any, env: Env, repeats: int, prefix: str) -> None:
+        """Adds the ops of `jaxpr`, whose inputs `env` already knows; `prefix` is the name scope of the enclosing calls."""
+        for eqn in jaxpr.eqns:
+            handler = bodies.HANDLERS.get(eqn.primitive.name)
+            if handler is None:
+                self._add_equation(eqn, env, repeats, prefix)
+            else:
+                handler(self, eqn, env, repeats, prefix)
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """The ops added inside belong to a computation of their own, with which the caller's shares no reshard."""
+        outer, self.scope = self.scope, self._num_scopes
+        self._num_scopes += 1
+        yield
+        self.scope = outer
+
+    def read(self, env: Env, atoms: Sequence[Any]) -> tuple[int, ...]:
+        """Value ids of an equation's operands."""
+        return tuple([LITERAL if isinstance(atom, jexc.Literal) else env[atom] for atom in atoms])
+
+    def _add_equation(self, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+        known = self._rule_of(eqn)
+        operands = self.read(env, eqn.invars)
+        results = tuple([self.add_value(var.aval) for var in eqn.outvars])
+        env.update(zip(eqn.outvars, results, strict=True))
+        self._append(eqn.primitive.name, operands, results, known, repeats, eqn.source_info, prefix)
+
+    def add_op(
+        self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rule: OpRule, repeats: int, info: Any, prefix: str
+    ) -> int:
+        """An op that is no equation (a boundary), or one whose rule the caller knows; returns its id."""
+        key = (primitive, rule)
+        known = self._known.get(key)
+        if known is None:
+            known = self._learn(key, rule, 0, f"{primitive} {rule}")
+        return self._append(primitive, operands, results, known, repeats, info, prefix)
+
+    def _append(
+        self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], known: _Known, repeats: int, info: Any, prefix: str
+    ) -> int:
+        index = len(self.ops)
+        self.ops.append(Op(index, primitive, operands, results, known.rule, known.flops, repeats))
+        self.infos.append(info)
+        self.prefixes.append(prefix)
+        self.scopes.append(self.scope)
+        self._trail.append(known.number)
+        self._trail.extend(operands)
+        return index
+
+    def _rule_of(self, eqn: Any) -> _Known:
+        name = eqn.primitive.name
+        operands = tuple([getattr(var.aval, "shape", ()) for var in eqn.invars])
+        results = tuple([getattr(var.aval, "shape", ()) for var in eqn.outvars])
+        params = tuple(eqn.params.values())
+        key = (name, operands, results, params)
+        try:
+            known = self._known.get(key)
+        except TypeError:
+            key = (name, operands, results, repr(params))
+            known = self._known.get(key)
+        if known is None:
+            rule = rule_for(name, operands, results, eqn.params)
+            text = f"{name} {operands} {results} {_stable_text(eqn.params)}"
+            known = self._learn(key, rule, op_flops(name, rule, operands, results), text)
+        return known
+
+    def _learn(self, key: Any, rule: OpRule, flops: int, text: str) -> _Known:
+        known = self._known[key] = _Known(rule, flops, len(self._kinds))
+        self._kinds.append(text)
+        return known
+
+    def finish(
+        self, jaxpr: jexc.ClosedJaxpr, inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]
+    ) -> Program:
+        """Drops dead ops, renumbers the rest, and freezes everything."""
+        alive = self._alive(outputs)
+        op_of_site = [-1] * len(self.ops)
+        for number, site in enumerate(alive):
+            op_of_site[site] = number
+        ops = tuple([self.ops[site]._replace(id=number) if site != number else self.ops[site] for number, site in enumerate(alive)])
+        graph = Graph(
+            values=tuple(self.values),
+            ops=ops,
+            inputs=inputs,
+            outputs=outputs,
+            ties=(*self.ties, *ties),
+            origins=LazyOrigins(self.infos, self.prefixes).select(alive),
+            fingerprint=self._fingerprint(inputs, outputs),
+            notes=tuple(dict.fromkeys(self.notes)),
+        )
+        marks = tuple(mark._replace(op=op_of_site[mark.op]) for mark in self.marks if op_of_site[mark.op] >= 0)
+        manual = tuple(region._replace(op=op_of_site[region.op]) for region in self.manual if op_of_site[region.op] >= 0)
+        scopes = tuple([self.scopes[site] for site in alive])
+        return Program(graph, jaxpr, tuple(op_of_site), scopes, marks, tuple(self.user_pins), manual, _loose_values(graph))
+
+    def _alive(self, outputs: tuple[int, ...]) -> list[int]:
+        """Sites of the ops that some output, loop carry or effect needs."""
+        needed = set(outputs)
+        alive = []
+        for op in reversed(self.ops):
+            if op.primitive in bodies.ALWAYS_ALIVE or not needed.isdisjoint(op.results) or not op.results:
+                needed.update(op.operands)
+                alive.append(op.id)
+        alive.reverse()
+        return alive
+
+    def _fingerprint(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> str:
+        """Hash of the program: kinds of equations with their parameters, who reads what, and the arguments."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update("\n".join(self._kinds).encode())
+        digest.update(self._trail.tobytes())
+        digest.update(array("q", outputs).tobytes())
+        for index in inputs:
+            value = self.values[index]
+            digest.update(f"{value.path} {value.shape} {value.dtype} {value.role}".encode())
+        return digest.hexdigest()
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def _stable_text(params: dict[str, Any]) -> str:
+    """Parameters as text without memory addresses, so that every process writes the same."""
+    return _ADDRESS.sub("", repr(sorted((name, str(value)) for name, value in params.items())))
+
+
+def _loose_values(graph: Graph) -> frozenset[int]:
+    """Values computed from literals alone: no input, no constant array, no random key."""
+    loose: set[int] = set()
+    for op in graph.ops:
+        if op.primitive not in bodies.NEVER_LOOSE and all(value == LITERAL or value in loose for value in op.operands):
+            loose.update(op.results)
+    return frozenset(loose)

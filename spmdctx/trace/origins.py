@@ -1,0 +1,49 @@
+"""Where ops come from: name scope and source line, read from JAX's source info only when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any, overload
+
+from jax.extend import source_info_util
+
+from spmdctx.ir import Origin
+
+
+class LazyOrigins(Sequence[Origin]):
+    """Origins of ops, one source info per op; None stands for an op without one."""
+
+    def __init__(self, infos: Sequence[Any], prefixes: Sequence[str]) -> None:
+        self._infos = infos
+        self._prefixes = prefixes
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    @overload
+    def __getitem__(self, index: int) -> Origin: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Origin]: ...
+    def __getitem__(self, index: int | slice) -> Origin | Sequence[Origin]:
+        if isinstance(index, slice):
+            return [self[item] for item in range(*index.indices(len(self)))]
+        info = self._infos[index]
+        if info is None:
+            return Origin(self._prefixes[index], "")
+        name = "/".join(part for part in (self._prefixes[index], str(info.name_stack)) if part)
+        return Origin(name, source_line(info))
+
+    def select(self, indices: Sequence[int]) -> LazyOrigins:
+        """The origins of some of the ops, in the given order."""
+        return LazyOrigins([self._infos[index] for index in indices], [self._prefixes[index] for index in indices])
+
+
+def source_line(info: Any) -> str:
+    """`model.py:41 (forward)`: the file's name without its folder, so that plans do not depend on where code lies."""
+    text = source_info_util.summarize(info)
+    place, _, function = text.partition(" ")
+    file, _, rest = place.partition(":")
+    line = rest.split(":")[0]
+    short = f"{PurePath(file).name}:{line}" if line else PurePath(file).name
+    return f"{short} {function}".strip()

@@ -1,0 +1,49 @@
+"""A traced step with its graph: what planning reads and what lowering replays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.extend.core as jexc
+
+from spmdctx.ir import AxisNames, Collective, Graph, Mark
+
+
+class UserPin(NamedTuple):
+    """A sharding that the user's own code fixes (a constraint, a nested jit's shardings, metadata).
+
+    `mesh_axes` are the names and sizes of the mesh it was written for; a dimension that is None is left free.
+    """
+
+    value: int
+    mesh_axes: tuple[tuple[str, int], ...]
+    dims: tuple[AxisNames | None, ...]
+
+
+class ManualRegion(NamedTuple):
+    """A `shard_map` of the user: the op that stands for it, its specs per operand and result, and the collectives inside."""
+
+    op: int
+    mesh_axes: tuple[tuple[str, int], ...]
+    operands: tuple[tuple[AxisNames, ...], ...]
+    results: tuple[tuple[AxisNames, ...], ...]
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph with the jaxpr it was built from.
+
+    `op_of_site` maps each equation and body boundary, in the order in which `trace.walk` meets them, to its op id, -1 where
+    the op is dead. `scopes` numbers the computation (top level, loop body, remat) that each op belongs to. `loose` holds the values that depend on no input, and so cost nothing to make in any sharding.
+    """
+
+    graph: Graph
+    jaxpr: jexc.ClosedJaxpr
+    op_of_site: tuple[int, ...]
+    scopes: tuple[int, ...]
+    marks: tuple[Mark, ...]
+    user_pins: tuple[UserPin, ...]
+    manual: tuple[ManualRegion, ...]
+    loose: frozenset[int]
