@@ -3,8 +3,8 @@
 A state is a sharding. Steps out of it, with `b` the bytes of one device's block and `n` the slices of the moved axes:
 
     slice               append an unused axis to a dimension, minor-most     moves nothing
-    all_to_all          the minor-most axis of one dimension becomes another's   b (n - 1) / n
-    collective_permute  other axes, or another order, with the same slices per dimension   b
+    all_to_all          minor-most axes of one dimension become another's        b (n - 1) / n
+    collective_permute  other axes or another order, the same slices per dimension   b
     all_gather          drop minor-most axes of one dimension                b (n - 1)
 
 The chain moves the fewest bytes (Dijkstra), and of those has the fewest steps. Only the dimensions that change, and how
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import AxisNames, TensorSharding
-from spmdctx.mesh import LogicalMesh, axes_of, local_shape
+from spmdctx.mesh import LogicalMesh, axes_of
 
 
 class ReshardStep(NamedTuple):
@@ -49,9 +49,11 @@ def reshard_steps(
     shape: tuple[int, ...], item_bytes: int, source: TensorSharding, target: TensorSharding, mesh: LogicalMesh
 ) -> tuple[ReshardStep, ...]:
     """The steps that turn `source` into `target` for a tensor of `shape`; none where they are equal."""
-    changed = tuple(dim for dim in range(len(shape)) if source[dim] != target[dim])
-    if not changed:
+    if source == target:
         return ()
+    if 1 in mesh.sizes.values():
+        return _without_single_axes(shape, item_bytes, source, target, mesh)
+    changed = tuple(dim for dim in range(len(shape)) if source[dim] != target[dim])
     kept = frozenset(name for dim, axes in enumerate(source) if dim not in changed for name in axes)
     chain = _chain(
         tuple(source[dim] for dim in changed),
@@ -68,6 +70,16 @@ def reshard_steps(
         steps.append(ReshardStep(kind, axes, payload, after))
         current = after
     return tuple(steps)
+
+
+def _without_single_axes(
+    shape: tuple[int, ...], item_bytes: int, source: TensorSharding, target: TensorSharding, mesh: LogicalMesh
+) -> tuple[ReshardStep, ...]:
+    """Axes of size 1 split nothing: the steps are those of the mesh without them, and a free one sets the names right."""
+    smaller = LogicalMesh(tuple((name, size) for name, size in mesh.axes if size > 1))
+    ends = [tuple(tuple(name for name in names if name in smaller.sizes) for names in end) for end in (source, target)]
+    steps = reshard_steps(shape, item_bytes, ends[0], ends[1], smaller)
+    return steps if ends[1] == target and steps else (*steps, ReshardStep("slice", (), 0, target))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -94,8 +106,13 @@ def _payload_bytes(
 ) -> int:
     if kind == "slice":
         return 0
-    held = after if kind == "all_gather" else before
-    return math.prod(local_shape(shape, held, mesh)) * item_bytes
+    sizes = []
+    for size, held, kept in zip(shape, before, after, strict=True):
+        # XLA pads a dimension that does not divide, and moves the padding too.
+        slices = math.lcm(mesh.num_slices(held), mesh.num_slices(kept))
+        sizes.append(-(-size // slices) * slices)
+    num_slices = mesh.num_slices(axes_of(after if kind == "all_gather" else before))
+    return math.prod(sizes) * item_bytes // num_slices
 
 
 @lru_cache(maxsize=1 << 14)
@@ -142,54 +159,76 @@ def _moves(
     # In units of the whole tensor over the number of devices, so that all prices are whole numbers.
     block = mesh.num_devices // mesh.num_slices(axes_of(state))
     used = frozenset(axes_of(state)) | kept
+    padded = tuple(common[dim] % mesh.num_slices(names) != 0 for dim, names in enumerate(state))
     for dim, names in enumerate(target):
-        for name in names:
-            if name not in used and _fits(dim, (*state[dim], name), target, common, mesh):
-                yield _Move("slice", (name,), _put(state, dim, (*state[dim], name)), 0)
+        # Axis by axis, so that a later step may come between; a padded dimension is split at once.
+        steps = [(name,) for name in names] if common[dim] % mesh.num_slices(names) == 0 else [names]
+        for added in steps:
+            if used.isdisjoint(added) and _fits(dim, state[dim], added, target, common, mesh):
+                yield _Move("slice", added, _put(state, dim, (*state[dim], *added)), 0)
+    yield from _slices_for_company(state, target, common, used, mesh)
     for dim, names in enumerate(state):
-        for start in range(len(names)):
+        for start in range(min(1, len(names)) if padded[dim] else len(names)):
             dropped = names[start:]
             yield _Move("all_gather", dropped, _put(state, dim, names[:start]), block * (mesh.num_slices(dropped) - 1))
-    yield from _all_to_alls(state, target, common, mesh, block)
-    yield from _permutes(state, target, used, mesh, block)
+    yield from _all_to_alls(state, target, common, padded, mesh, block)
+    if not any(padded):
+        yield from _permutes(state, target, used, mesh, block)
 
 
-def _all_to_alls(state: TensorSharding, target: TensorSharding, common: tuple[int, ...], mesh: LogicalMesh, block: int) -> Iterator[_Move]:
+def _slices_for_company(
+    state: TensorSharding, target: TensorSharding, common: tuple[int, ...], used: frozenset[str], mesh: LogicalMesh
+) -> Iterator[_Move]:
+    """An unused axis may first split a dimension whose last axis it follows elsewhere, so that one all_to_all moves both."""
     for dim, names in enumerate(state):
-        if not names:
-            continue
-        last = names[-1]
-        size = mesh.sizes[last]
-        for other, wanted in enumerate(target):
-            if other != dim and last in wanted and _fits(other, (*state[other], last), target, common, mesh):
-                after = _put(_put(state, dim, names[:-1]), other, (*state[other], last))
-                yield _Move("all_to_all", (last,), after, block * (size - 1) // size)
+        for goal in target if names else ():
+            if names[-1] in goal[:-1]:
+                added = goal[goal.index(names[-1]) + 1]
+                if added not in used and common[dim] % mesh.num_slices((*names, added)) == 0:
+                    yield _Move("slice", (added,), _put(state, dim, (*names, added)), 0)
+
+
+def _all_to_alls(
+    state: TensorSharding, target: TensorSharding, common: tuple[int, ...], padded: tuple[bool, ...], mesh: LogicalMesh, block: int
+) -> Iterator[_Move]:
+    for dim, names in enumerate(state):
+        for start in range(min(1, len(names)) if padded[dim] else len(names)):
+            leaving = names[start:]
+            size = mesh.num_slices(leaving)
+            for other, wanted in enumerate(target):
+                if other != dim and set(leaving) <= set(wanted) and _fits(other, state[other], leaving, target, common, mesh):
+                    after = _put(_put(state, dim, names[:start]), other, (*state[other], *leaving))
+                    yield _Move("all_to_all", leaving, after, block * (size - 1) // size)
 
 
 def _permutes(state: TensorSharding, target: TensorSharding, used: frozenset[str], mesh: LogicalMesh, block: int) -> Iterator[_Move]:
-    """Axes that stay come first, in the target's order; what leaves comes last, movers before those to be gathered."""
-    wanted = frozenset(axes_of(target))
-    ordered = tuple(
-        tuple(sorted(names, key=lambda name, goal=goal: (name not in goal, goal.index(name) if name in goal else name in wanted)))  # type: ignore[misc]
-        for names, goal in zip(state, target, strict=True)
-    )
-    options = [ordered]
+    options = [tuple(_order(names, goal, target) for names, goal in zip(state, target, strict=True))]
     if all(mesh.num_slices(names) == mesh.num_slices(goal) for names, goal in zip(state, target, strict=True)):
         options.append(target)
     for dim, goal in enumerate(target):
         others = used - frozenset(state[dim])
-        if mesh.num_slices(goal) == mesh.num_slices(state[dim]) and not others.intersection(goal):
+        if mesh.num_slices(goal) == mesh.num_slices(state[dim]) and others.isdisjoint(goal):
             options.append(_put(state, dim, goal))
     for after in options:
         if after != state:
-            changed = tuple(dim for dim in range(len(state)) if state[dim] != after[dim])
-            names = dict.fromkeys(name for dim in changed for name in (*state[dim], *after[dim]))
+            changed = [dim for dim in range(len(state)) if state[dim] != after[dim]]
+            names = {name for dim in changed for name in (*state[dim], *after[dim])}
             yield _Move("collective_permute", tuple(name for name in mesh.names if name in names), after, block)
 
 
-def _fits(dim: int, axes: AxisNames, target: TensorSharding, common: tuple[int, ...], mesh: LogicalMesh) -> bool:
-    """Whether the dimension divides; the target itself is always allowed, padded if need be."""
-    return common[dim] % mesh.num_slices(axes) == 0 or axes == target[dim][: len(axes)]
+def _order(names: AxisNames, goal: AxisNames, target: TensorSharding) -> AxisNames:
+    """Axes that stay come first, in the goal's order; then those to be gathered; those that move elsewhere come last."""
+    staying = tuple(name for name in goal if name in names)
+    moving = frozenset(axes_of(target))
+    leaving = [name for name in names if name not in goal]
+    return staying + tuple(sorted(leaving, key=lambda name: name in moving))
+
+
+def _fits(dim: int, held: AxisNames, added: AxisNames, target: TensorSharding, common: tuple[int, ...], mesh: LogicalMesh) -> bool:
+    """Whether the dimension divides with `added`; one that must be padded may only go from whole to its target at once."""
+    if common[dim] % mesh.num_slices((*held, *added)) == 0:
+        return True
+    return not held and added == target[dim]
 
 
 def _put(state: TensorSharding, dim: int, axes: AxisNames) -> TensorSharding:
