@@ -8,142 +8,46 @@ that a step reads one consistent state however many threads set options.
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
 from functools import cache, wraps
 from itertools import count
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from spmdctx.context_options import ALGO_BY_NAME, ALGO_OPTIONS, BY_NAME, OPTIONS, checked, find
-from spmdctx.context_storage import Option
-from spmdctx.context_values import CommFusion, DatasetStrategy, ParallelOptimizerConfig, StrategyFiles, plain
+from spmdctx.context_checks import check_consistency, device_count, ineffective, warn_ineffective
+from spmdctx.context_config import ContextConfig, load_config
+from spmdctx.context_options import ALGO_BY_NAME, OPTIONS, checked, find
+from spmdctx.context_state import DEFAULT_ALGO, DEFAULT_CONTEXT, AlgoParameters, AutoParallelContext
+from spmdctx.context_values import plain
 from spmdctx.errors import message
 
+__all__ = [
+    "OPTIONS",
+    "AlgoParameters",
+    "AutoParallelContext",
+    "ContextConfig",
+    "ContextLayer",
+    "auto_parallel_context",
+    "check_consistency",
+    "current_context",
+    "device_count",
+    "get_algo_parameters",
+    "get_auto_parallel_context",
+    "ineffective",
+    "load_config",
+    "load_context",
+    "reset_algo_parameters",
+    "reset_auto_parallel_context",
+    "set_algo_parameters",
+    "set_auto_parallel_context",
+    "version",
+    "warn_ineffective",
+]
+
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class AlgoParameters:
-    """Parameters of the search; `explicit` names those the user set."""
-
-    fully_use_devices: bool
-    elementwise_op_strategy_follow: bool
-    tensor_slice_align_enable: bool
-    tensor_slice_align_size: int
-    enable_algo_approxi: bool
-    algo_approxi_epsilon: float
-    explicit: frozenset[str] = frozenset()
-
-
-DEFAULT_ALGO = AlgoParameters(**{option.name: option.default for option in ALGO_OPTIONS})
-
-
-@dataclass(frozen=True)
-class AutoParallelContext:
-    """All options in normal form: frozen, hashable, one attribute per option.
-
-    `explicit` names the options the user set, in whichever layer. `index_fusion` is True where the last call that chose
-    the fusion of all-reduces asked for buckets by index; the indices are in `all_reduce_fusion_config`.
-    """
-
-    device_num: int
-    global_rank: int
-    gradients_mean: bool
-    gradient_fp32_sync: bool
-    loss_repeated_mean: bool
-    parallel_mode: str
-    search_mode: str
-    sharding_propagation: bool
-    parameter_broadcast: bool
-    strategy_ckpt_config: StrategyFiles
-    group_ckpt_save_file: str
-    full_batch: bool
-    dataset_strategy: DatasetStrategy
-    enable_parallel_optimizer: bool
-    parallel_optimizer_config: ParallelOptimizerConfig
-    optimizer_weight_shard_aggregated_save: bool
-    enable_alltoall: bool
-    all_reduce_fusion_config: tuple[int, ...]
-    comm_fusion: CommFusion
-    pipeline_stages: int
-    auto_pipeline: bool
-    grad_accumulation_step: int
-    communi_parallel_mode: str
-    mem_coeff: float
-    index_fusion: bool = False
-    explicit: frozenset[str] = frozenset()
-    algo: AlgoParameters = DEFAULT_ALGO
-
-    @property
-    def auto_parallel_search_mode(self) -> str:
-        """The older name of search_mode."""
-        return self.search_mode
-
-    @property
-    def strategy_ckpt_load_file(self) -> str:
-        """The entry of strategy_ckpt_config."""
-        return self.strategy_ckpt_config.load_file
-
-    @property
-    def strategy_ckpt_save_file(self) -> str:
-        """The entry of strategy_ckpt_config."""
-        return self.strategy_ckpt_config.save_file
-
-    @property
-    def optimizer_weight_shard_size(self) -> int:
-        """The entry of parallel_optimizer_config."""
-        return self.parallel_optimizer_config.optimizer_weight_shard_size
-
-    @property
-    def effective_search_mode(self) -> str:
-        """The search that auto_parallel runs: the older switch sharding_propagation counts too."""
-        return "sharding_propagation" if self.sharding_propagation else self.search_mode
-
-    @property
-    def batch_is_pinned(self) -> bool:
-        """Whether the user said how the batch is split; in auto_parallel it is free otherwise."""
-        return not self.explicit.isdisjoint(("dataset_strategy", "full_batch"))
-
-    def is_set(self, name: str) -> bool:
-        """Whether the user set the option, by either name where it has two."""
-        return name in self.explicit
-
-    def value(self, option: Option) -> Any:
-        """The option's value in normal form."""
-        return getattr(self, option.name)
-
-    def replace(self, **options: Any) -> AutoParallelContext:
-        """This context with options set on top, checked.
-
-        Raises:
-            ContextError: an unknown name or a bad value.
-            TypeError: a value of a wrong type.
-            UnsupportedError: an option that JAX has no counterpart of.
-        """
-        return self._with(checked(options))
-
-    def plan_options(self) -> tuple[tuple[str, Any], ...]:
-        """Options that differ from their defaults, in table order, as `get` gives them; none of paths and ranks."""
-        rows = [(option, self.value(option)) for option in OPTIONS if option.in_plan and not option.same_as]
-        found = [(option.name, plain(value)) for option, value in rows if value != option.default]
-        algo = [(name, getattr(self.algo, name)) for name in ALGO_BY_NAME if name in self.algo.explicit]
-        return tuple(found + algo)
-
-    def _with(self, values: Mapping[str, Any]) -> AutoParallelContext:
-        if not values:
-            return self
-        state = {name: getattr(self, name) for name in _FIELDS}
-        for name, value in values.items():
-            BY_NAME[name].write(state, value)
-        names = {"search_mode" if name == "auto_parallel_search_mode" else name for name in values}
-        return AutoParallelContext(**{**state, "explicit": self.explicit | names})
-
-
-_FIELDS = tuple(field.name for field in fields(AutoParallelContext))
-DEFAULT_CONTEXT = AutoParallelContext(**{option.name: option.default for option in OPTIONS if option.name in _FIELDS})
 
 
 class _Layer(NamedTuple):
@@ -204,7 +108,7 @@ def set_auto_parallel_context(**options: Any) -> None:
         UnsupportedError: an option that JAX has no counterpart of.
     """
     values = checked(options)
-    _update(lambda context: context._with(values))
+    _update(lambda context: context.with_checked(values))
 
 
 def get_auto_parallel_context(attr_key: str) -> Any:
@@ -219,12 +123,26 @@ def get_auto_parallel_context(attr_key: str) -> Any:
 
 def reset_auto_parallel_context() -> None:
     """Gives every option of the innermost layer its default again; search parameters stay."""
-    _update(lambda context: _with_algo(DEFAULT_CONTEXT, context.algo))
+    _update(lambda context: DEFAULT_CONTEXT.with_algo(context.algo))
 
 
-def _with_algo(context: AutoParallelContext, algo: AlgoParameters) -> AutoParallelContext:
-    state = {name: getattr(context, name) for name in _FIELDS}
-    return AutoParallelContext(**{**state, "algo": algo})
+def load_context(source: str | os.PathLike[str] | Mapping[str, Any]) -> ContextConfig:
+    """Sets the options of a configuration file or mapping, all or nothing.
+
+    Args:
+        source: A YAML file or a mapping, with MindFormers' keys (use_parallel, parallel, parallel_config) or plain options.
+
+    Returns:
+        What was read: the options that were set, and the parts of parallel_config that belong to the model.
+
+    Raises:
+        ContextError: an unknown name, a bad value, or a file that is no such configuration.
+        TypeError: a value of a wrong type.
+        FileNotFoundError: no such file.
+    """
+    config = load_config(source)
+    set_auto_parallel_context(**config.options)
+    return config
 
 
 def set_algo_parameters(**parameters: Any) -> None:
@@ -238,7 +156,7 @@ def set_algo_parameters(**parameters: Any) -> None:
 
     def change(context: AutoParallelContext) -> AutoParallelContext:
         state = {name: getattr(context.algo, name) for name in ALGO_BY_NAME}
-        return _with_algo(context, AlgoParameters(**{**state, **values}, explicit=context.algo.explicit | values.keys()))
+        return context.with_algo(AlgoParameters(**{**state, **values}, explicit=context.algo.explicit | values.keys()))
 
     _update(change)
 
@@ -254,7 +172,7 @@ def get_algo_parameters(attr_key: str) -> Any:
 
 def reset_algo_parameters() -> None:
     """Gives every parameter of the search its default again."""
-    _update(lambda context: _with_algo(context, DEFAULT_ALGO))
+    _update(lambda context: context.with_algo(DEFAULT_ALGO))
 
 
 class ContextLayer:
@@ -265,7 +183,7 @@ class ContextLayer:
 
     def __enter__(self) -> AutoParallelContext:
         outer = _inner.get()
-        context = current_context()._with(self._values)
+        context = current_context().with_checked(self._values)
         _inner.set(_layer(context, outer))
         return context
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 
-from spmdctx.context import AutoParallelContext
 from spmdctx.context_options import ALGO_OPTIONS, BUILT_SEARCH_MODES, OPTIONS
+from spmdctx.context_state import AutoParallelContext
 from spmdctx.context_storage import Option
 from spmdctx.context_values import plain
 from spmdctx.errors import ContextError, ContextWarning, StrategyError, UnsupportedError
