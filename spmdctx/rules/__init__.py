@@ -1,6 +1,22 @@
 """Sharding rules: for each primitive, which dimensions of its operands and results belong together."""
 
-from spmdctx.rules import contraction, convolution, elementwise, linalg, ordering, random, reduction
+from spmdctx.rules import (
+    annotation,
+    collective,
+    contraction,
+    control_flow,
+    convolution,
+    elementwise,
+    indexing,
+    kernels,
+    linalg,
+    opaque,
+    ordering,
+    random,
+    reduction,
+    reshape,
+    shape,
+)
 from spmdctx.rules.builder import RuleBuilder, Shape, identity, replicate
 from spmdctx.rules.registry import RULES, RuleFn, rule, rule_for
 
@@ -9,15 +25,23 @@ __all__ = [
     "RuleBuilder",
     "RuleFn",
     "Shape",
+    "annotation",
+    "collective",
     "contraction",
+    "control_flow",
     "convolution",
     "elementwise",
     "identity",
+    "indexing",
+    "kernels",
     "linalg",
+    "opaque",
     "ordering",
     "random",
     "reduction",
     "replicate",
+    "reshape",
     "rule",
     "rule_for",
+    "shape",
 ]

@@ -1,0 +1,46 @@
+"""Rules of primitives that say something about a value and leave its elements as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmdctx.ir import OpRule
+from spmdctx.rules.builder import RuleBuilder, Shape
+from spmdctx.rules.registry import rule
+
+
+@rule(
+    *("sharding_constraint", "reshard", "mesh_cast", "layout_constraint", "with_memory_space_constraint", "device_put"),
+    *("name", "stage", "zeros_like"),
+)
+def annotate(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
+    """Each operand passes through to its own result."""
+    builder = RuleBuilder()
+    dims = [builder.factors(shape) for shape in operands]
+    return builder.build(dims, dims[: len(results)])
+
+
+@rule("tie")
+def tie(operands: tuple[Shape, ...], _results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
+    """Gives its second operand and forgets the first."""
+    builder = RuleBuilder()
+    dims = [builder.factors(shape) for shape in operands]
+    return builder.build(dims, dims[1:])
+
+
+@rule("dce_sink")
+def sink(operands: tuple[Shape, ...], _results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
+    """Keeps a value alive, however it is split."""
+    builder = RuleBuilder()
+    return builder.build([builder.factors(shape) for shape in operands], [])
+
+
+@rule("to_edtype", "from_edtype")
+def reinterpret(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
+    """An extended dtype and its representation; an element's own words, the last dimensions of one side, stay together."""
+    builder = RuleBuilder()
+    operand, result = operands[0], results[0]
+    shared = builder.factors(operand if len(operand) < len(result) else result)
+    sides = [[*shared, *[()] * (len(shape) - len(shared))] for shape in (operand, result)]
+    return builder.build(sides[:1], sides[1:])

@@ -1,0 +1,55 @@
+"""Primitives that hold a jaxpr and so have no rule of their own: their bodies are walked, loop carries are tied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CALLS: Mapping[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_closed_call": "call_jaxpr",
+    "eval_jaxpr": "jaxpr",
+    "remat2": "jaxpr",
+    "remat": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat_opt": "fwd_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "custom_linear_solve": "jaxprs",
+    "linear_call": "callee",
+    "composite": "jaxpr",
+}
+"""Calls, whose operands and results are those of one body, with the parameter that holds it."""
+
+LOOPS = frozenset({"scan", "while"})
+"""Loops: what is carried in and what is carried out are tied."""
+
+BRANCHES = frozenset({"cond"})
+"""Branches: each result is tied to that of every branch."""
+
+MANUAL = frozenset({"shard_map"})
+"""Regions that the user has split by hand; their rule comes from their own specs."""
+
+CONTROL_FLOW = frozenset(CALLS) | LOOPS | BRANCHES | MANUAL
+"""Everything that the trace handles by structure instead of by a rule."""
+
+
+def call_body(primitive: str, params: Mapping[str, Any]) -> Any:
+    """The body that a call runs: of a linear solve, which carries four, the solver that its forward pass runs."""
+    body = params[CALLS[primitive]]
+    return body.solve if primitive == "custom_linear_solve" else body
+
+
+def call_operands(primitive: str, params: Mapping[str, Any], num_operands: int) -> Sequence[int]:
+    """Which operands of a call its body takes, in order."""
+    if primitive != "custom_linear_solve":
+        return range(num_operands)
+    lengths = params["const_lengths"]
+    before = lengths.matvec + lengths.vecmat
+    return [*range(before, before + lengths.solve), *range(before + lengths.solve + lengths.transpose_solve, num_operands)]

@@ -1,0 +1,71 @@
+"""Primitives of which nothing can be split, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from spmdctx.ir import OpRule
+from spmdctx.rules.builder import Shape, replicate
+from spmdctx.rules.registry import rule
+
+
+def _keep(reason: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
+    return replicate(operands, results, reason)
+
+
+def keep_whole(reason: str, *primitives: str) -> None:
+    """Registers that `primitives` can't be split at all; `reason` completes the sentence "<primitive> ..."."""
+    rule(*primitives)(partial(_keep, reason))
+
+
+keep_whole("orders effects and holds no elements", "after_all", "create_token", "empty2")
+
+keep_whole(
+    "calls back into Python, which sees whole arrays",
+    *("pure_callback", "io_callback", "debug_callback", "debug_print", "outside_call", "inspect_sharding"),
+)
+
+keep_whole("calls foreign code, which sees whole arrays; wrap it in shard_map to split it", "ffi_call", "cudnn_fusion")
+
+keep_whole(
+    "runs a kernel that is written for whole arrays; wrap it in shard_map to split it",
+    *("pallas_call", "core_map", "mpmd_map", "call_hi_primitive", "call_hi_primitive_linearized"),
+)
+
+keep_whole("runs a program that was compiled for devices of its own", "call_exported")
+
+keep_whole(
+    "acts on a mutable array, which every device holds whole",
+    *("get", "swap", "addupdate", "accum_grad_in_ref", "new_ref", "empty_ref", "freeze", "free_ref", "run_state"),
+    *("create_linear", "pin", "unpin", "box_get", "box_set", "new_box", "log_extend", "log_read", "new_log"),
+)
+
+keep_whole(
+    "is a scalar known when the program is compiled",
+    *("platform_index", "dimension_size", "dim_as_value", "shape_assertion", "check", "unreachable"),
+)
+
+_SPARSE = {
+    "bcoo": (
+        "dot_general",
+        "dot_general_sampled",
+        "extract",
+        "fromdense",
+        "sort_indices",
+        "spdot_general",
+        "sum_duplicates",
+        "todense",
+        "transpose",
+    ),
+    "bcsr": ("dot_general", "extract", "fromdense", "todense"),
+    "coo": ("fromdense", "matmat", "matvec", "spmm", "spmv", "todense"),
+    "csr": ("fromdense", "matmat", "matvec", "spmm", "spmv", "todense"),
+}
+
+keep_whole(
+    "acts on a sparse array, whose stored elements may belong to any block",
+    *(f"{kind}_{name}" for kind, names in _SPARSE.items() for name in names),
+    *("spsolve", "todense"),
+)
