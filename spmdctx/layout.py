@@ -1,0 +1,213 @@
+"""MindSpore's tensor layouts: device matrices, tensor maps, repeated calculation, and the user's `Layout`.
+
+A device matrix numbers the devices row-major: its last axis runs over neighbouring ranks. A tensor map holds, per dimension
+of a tensor, the device-matrix axis that splits it, counted from the RIGHT, or -1 where the dimension is whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from spmdctx.errors import StrategyError, message
+from spmdctx.ir import OpRule
+
+Strategy = tuple[int, ...]
+"""Slices per dimension."""
+
+FREE = 0
+"""Stands in a normalised strategy for a dimension that the user's strategy does not speak of (one added by vmap)."""
+
+WHOLE = -1
+_NONE = "None"
+_INTERLEAVED = "interleaved_parallel"
+
+
+class OpLayout(NamedTuple):
+    """The device matrix of one op, and a tensor map per operand and per result."""
+
+    device_matrix: tuple[int, ...]
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+
+
+def op_layout(rule: OpRule, in_strategy: Sequence[Strategy], num_devices: int, *, repeated_on_right: bool = True) -> OpLayout:
+    """The layout that MindSpore gives an op: one device-matrix axis per factor, then the repeated calculation.
+
+    Args:
+        rule: the op's rule; a compound dimension is split along its major factor.
+        in_strategy: slices per dimension of each operand.
+        num_devices: devices of the stage; those left over repeat the calculation.
+        repeated_on_right: whether replicas are neighbouring ranks.
+
+    Raises:
+        StrategyError: two operands split one factor differently, or the device matrix does not divide the devices.
+    """
+    slices: dict[int, int] = {}
+    for dims, strategy in zip(rule.operands, in_strategy, strict=True):
+        for factors, number in zip(dims, strategy, strict=True):
+            if factors and slices.setdefault(factors[0], number) != number:
+                raise StrategyError(
+                    f"Two operands split one factor of the op differently: into {slices[factors[0]]} and {number} slices.",
+                    got=f"in_strategy {tuple(in_strategy)}",
+                    need="equal slices where dimensions belong together",
+                )
+    matrix = tuple(slices.values())
+    position = {factor: len(matrix) - 1 - index for index, factor in enumerate(slices)}
+
+    def tensor_map(dims: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return tuple(position.get(factors[0], WHOLE) if factors else WHOLE for factors in dims)
+
+    operands, results = tuple(map(tensor_map, rule.operands)), tuple(map(tensor_map, rule.results))
+    times = repeats(matrix, num_devices)
+    if times == 1:
+        return OpLayout(matrix, operands, results)
+    if not repeated_on_right:
+        return OpLayout((times, *matrix), operands, results)
+    return OpLayout((*matrix, times), tuple(map(_shifted, operands)), tuple(map(_shifted, results)))
+
+
+def repeats(device_matrix: Sequence[int], num_devices: int) -> int:
+    """How often the calculation is repeated: devices over the product of the device matrix, which must divide them."""
+    product = math.prod(device_matrix)
+    if num_devices % product:
+        raise StrategyError(
+            f"A device matrix of {product} slices does not fit {num_devices} devices.",
+            got=f"device matrix {tuple(device_matrix)}",
+            need=f"a product that divides {num_devices}",
+        )
+    return num_devices // product
+
+
+def _shifted(tensor_map: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(entry + 1 if entry >= 0 else WHOLE for entry in tensor_map)
+
+
+def squeezed(device_matrix: Sequence[int], tensor_map: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The form in strategy files: axes of size 1 dropped, the map renumbered. A matrix of ones becomes `(1,)`."""
+    last = len(device_matrix) - 1
+    kept = [index for index, size in enumerate(device_matrix) if size > 1]
+    position = {last - index: len(kept) - 1 - order for order, index in enumerate(kept)}
+    return tuple(device_matrix[index] for index in kept) or (1,), tuple(position.get(entry, WHOLE) for entry in tensor_map)
+
+
+def device_groups(device_matrix: Sequence[int], axis: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks along one device-matrix axis, counted from the left: axis 0 of (2, 4) has (0, 4), (1, 5), ..."""
+    stride = math.prod(device_matrix[axis + 1 :])
+    size = device_matrix[axis]
+    starts = [rank for rank in range(math.prod(device_matrix)) if rank // stride % size == 0]
+    return tuple(tuple(start + step * stride for step in range(size)) for start in starts)
+
+
+def nearest_fit(size: int, wanted: int, num_devices: int) -> int:
+    """The largest number of slices up to `wanted` that divides both the dimension and the devices."""
+    return next(number for number in range(min(wanted, size, num_devices), 0, -1) if size % number == 0 and num_devices % number == 0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A device matrix with named axes; calling it with an axis name per dimension lays out a tensor.
+
+        layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
+        layout("dp", ("sp", "mp"), "None")
+
+    A tuple splits one dimension over several axes, the first listed being the major one. "None" keeps a dimension whole.
+
+    Attributes:
+        device_matrix: sizes of the axes, row-major.
+        alias_name: a name per axis.
+        rank_list: the ranks in device-matrix order; only the natural order is supported.
+        alias_tensor_map: axis names per dimension, None before the layout is called.
+    """
+
+    device_matrix: tuple[int, ...]
+    alias_name: tuple[str, ...]
+    rank_list: tuple[int, ...] | None = None
+    alias_tensor_map: tuple[tuple[str, ...] | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_matrix(self.device_matrix)
+        _check_aliases(self.alias_name, len(self.device_matrix))
+        if self.rank_list is not None and tuple(self.rank_list) != tuple(range(math.prod(self.device_matrix))):
+            raise StrategyError(
+                "rank_list must be the natural order of the devices.", got=f"rank_list {self.rank_list}", fix="leave rank_list out"
+            )
+
+    def __call__(self, *tensor_map: str | tuple[str, ...]) -> Layout:
+        """The layout of a tensor, given an axis name, a tuple of names or "None" for each dimension."""
+        dims = tuple(self._dim(entry) for entry in tensor_map)
+        used = [name for dim in dims for name in dim]
+        for name in used:
+            if used.count(name) > 1:
+                raise StrategyError(f"Layout axis {name!r} splits more than one dimension.", got=f"{tensor_map}")
+        return Layout(self.device_matrix, self.alias_name, self.rank_list, dims)
+
+    def _dim(self, entry: str | tuple[str, ...]) -> tuple[str, ...]:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(message("A tensor map holds axis names or tuples of them.", got=f"{name!r} of type {type(name).__name__}"))
+            if name != _NONE and name not in self.alias_name:
+                raise StrategyError(f"Layout has no axis {name!r}.", got=repr(entry), need=f"names out of {self.alias_name}, or {_NONE!r}")
+        return tuple(name for name in names if name != _NONE)
+
+    @property
+    def strategy(self) -> Strategy:
+        """Slices per dimension."""
+        sizes = dict(zip(self.alias_name, self.device_matrix, strict=True))
+        return tuple(FREE if dim is None else math.prod(sizes[name] for name in dim) for dim in self._placed())
+
+    @property
+    def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
+        """Device-matrix axes per dimension, counted from the right; -1 where the dimension is whole."""
+        last = len(self.alias_name) - 1
+        dims = [tuple(last - self.alias_name.index(name) for name in dim or ()) for dim in self._placed()]
+        return tuple(dim if len(dim) > 1 else dim[0] if dim else WHOLE for dim in dims)
+
+    def to_dict(self) -> dict[str, object]:
+        """The layout as MindSpore writes it."""
+        return {
+            "device_matrix": self.device_matrix,
+            "tensor_map": self.tensor_map,
+            "interleaved_parallel": False,
+            "alias_name": self.alias_name,
+            "rank_list": self.rank_list or tuple(range(math.prod(self.device_matrix))),
+        }
+
+    def _placed(self) -> tuple[tuple[str, ...] | None, ...]:
+        if self.alias_tensor_map is None:
+            raise StrategyError("The Layout names no tensor dimensions yet.", fix='call it: layout("axis", "None")')
+        return self.alias_tensor_map
+
+    def with_free_dim(self, dim: int) -> Layout:
+        """The layout of the same tensor with one more dimension, which it leaves free."""
+        dims = self._placed()
+        return Layout(self.device_matrix, self.alias_name, self.rank_list, (*dims[:dim], None, *dims[dim:]))
+
+
+def _check_matrix(device_matrix: object) -> None:
+    if not isinstance(device_matrix, tuple):
+        raise TypeError(message("device_matrix must be a tuple.", got=f"{device_matrix!r} of type {type(device_matrix).__name__}"))
+    for size in device_matrix:
+        if type(size) is not int:
+            raise TypeError(message("device_matrix holds ints.", got=f"{size!r} of type {type(size).__name__}"))
+        if size < 1:
+            raise StrategyError(f"A device-matrix axis has size {size}.", got=f"device_matrix {device_matrix}", need="sizes of at least 1")
+
+
+def _check_aliases(alias_name: object, rank: int) -> None:
+    if not isinstance(alias_name, tuple):
+        raise TypeError(message("alias_name must be a tuple.", got=f"{alias_name!r} of type {type(alias_name).__name__}"))
+    for name in alias_name:
+        if not isinstance(name, str):
+            raise TypeError(message("alias_name holds strings.", got=f"{name!r} of type {type(name).__name__}"))
+        if name in ("", _NONE):
+            raise StrategyError(f"A layout axis cannot be called {name!r}.", need="a non-empty name other than 'None'")
+        if name == _INTERLEAVED:
+            raise StrategyError(f"The layout axis {_INTERLEAVED!r} is not supported.", fix="leave the axis out: XLA overlaps by itself")
+    if len(alias_name) != rank:
+        raise StrategyError(f"device_matrix has {rank} axes, alias_name {len(alias_name)}.", got=f"alias_name {alias_name}")
+    if len(set(alias_name)) != len(alias_name):
+        raise StrategyError("A layout axis name is used twice.", got=f"alias_name {alias_name}")
