@@ -1,0 +1,112 @@
+"""The audit as text and as a page."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from spmdctx.audit.collectives import CompiledCollective
+from spmdctx.audit.match import AS_PLANNED
+from spmdctx.ir import Collective
+
+if TYPE_CHECKING:
+    from spmdctx.audit.report import AuditReport, AuditRow, MemoryUse
+
+_STYLE = (
+    "<style>.spmdctx-audit table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
+    ".spmdctx-audit th,.spmdctx-audit td{padding:.2em .8em;text-align:right;border-bottom:1px solid #8884}"
+    ".spmdctx-audit th:first-child,.spmdctx-audit td:first-child,.spmdctx-audit th:last-child,.spmdctx-audit td:last-child{text-align:left}"
+    ".spmdctx-audit.ok>p:first-of-type>b{color:#2a8f4a}.spmdctx-audit.differs>p:first-of-type>b{color:#c4541c}</style>"
+)
+_HEADER = ("collective", "axes", "planned", "bytes", "found", "bytes", "unplanned", "bytes", "realised")
+
+
+def report_text(report: AuditReport) -> str:
+    """The verdict, the table, and every difference."""
+    lines = [_verdict(report), *_text_table([_HEADER, *map(_cells, report.rows)] if report.rows else [])]
+    lines += [f"  unplanned: {text}" for text in _unplanned_lines(report.unplanned)]
+    lines += [f"  missing:   {text}" for text in _missing_lines(report.missing)]
+    lines += [f"  memory:    {_memory_text(report.memory)}"] if report.memory else []
+    lines += [f"  note:      {note}" for note in report.notes]
+    return "\n".join(lines)
+
+
+def report_html(report: AuditReport) -> str:
+    """The same as a self-contained piece of a page."""
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in report.rows)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEADER)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if report.rows else ""
+    memory = f"<p>Memory: {escape(_memory_text(report.memory))}</p>" if report.memory else ""
+    lists = _html_list("Unplanned", _unplanned_lines(report.unplanned)) + _html_list("Planned, not found", _missing_lines(report.missing))
+    mark = "ok" if report.ok else "differs"
+    verdict = f"<p><b>{mark}</b> {escape(_verdict(report))}</p>"
+    return f'<div class="spmdctx-audit {mark}">{_STYLE}{verdict}{table}{lists}{memory}{_html_list("Notes", list(report.notes))}</div>'
+
+
+def _verdict(report: AuditReport) -> str:
+    word = "agrees with" if report.ok else "differs from"
+    return (
+        f"The compiled program {word} the plan: {report.found_share:.1%} of {_bytes_text(report.planned_bytes)} planned was found; "
+        f"{report.unplanned_share:.1%} of {_bytes_text(report.compiled_bytes)} compiled is unplanned."
+    )
+
+
+def _cells(row: AuditRow) -> tuple[str, ...]:
+    def pair(count: int, num_bytes: int) -> tuple[str, str]:
+        return (str(count), _bytes_text(num_bytes)) if count else ("-", "-")
+
+    planned = pair(row.planned_count, row.planned_bytes)
+    found = pair(row.found_count, row.found_bytes)
+    extra = pair(row.unplanned_count, row.unplanned_bytes)
+    ways = "; ".join(name if len(row.ways) == 1 else f"{name} ({count})" for name, count in row.ways if row.ways != ((AS_PLANNED, count),))
+    return (row.kind, "+".join(row.axes), *planned, *found, *extra, ways)
+
+
+def _text_table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = (0, 1, len(_HEADER) - 1)
+
+    def pad(index: int, cell: str) -> str:
+        return cell.ljust(widths[index]) if index in left else cell.rjust(widths[index])
+
+    return [("  " + "  ".join(pad(index, cell) for index, cell in enumerate(row))).rstrip() for row in rows]
+
+
+def _unplanned_lines(unplanned: tuple[CompiledCollective, ...]) -> list[str]:
+    ordered = sorted(unplanned, key=lambda one: -one.total_bytes)
+    return [
+        f"{one.kind} over {'+'.join(one.axes)}, {one.repeats} x {_bytes_text(one.payload_bytes)} {one.dtype}, "
+        f"from {one.source or 'no source line'} ({one.name}{', ' + one.note if one.note else ''})"
+        for one in ordered
+    ]
+
+
+def _missing_lines(missing: tuple[Collective, ...]) -> list[str]:
+    ordered = sorted(missing, key=lambda one: -one.payload_bytes * one.repeats)
+    return [
+        f"{one.kind} over {'+'.join(one.axes)}, {one.repeats} x {_bytes_text(one.payload_bytes)}, "
+        f"for {one.cause}{' at ' + one.source if one.source else ''}"
+        for one in ordered
+    ]
+
+
+def _memory_text(memory: MemoryUse) -> str:
+    parts = (
+        f"arguments {_bytes_text(memory.argument_bytes)}, results {_bytes_text(memory.output_bytes)}, "
+        f"shared by both {_bytes_text(memory.alias_bytes)}, temporaries {_bytes_text(memory.temporary_bytes)}"
+    )
+    return f"planned {_bytes_text(memory.planned_bytes)}, compiled peak {_bytes_text(memory.peak_bytes)} ({parts})"
+
+
+def _html_list(title: str, lines: list[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<details open><summary>{title} ({len(lines)})</summary><ul>{items}</ul></details>" if lines else ""
+
+
+def _bytes_text(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
