@@ -168,20 +168,28 @@ class Builder:
         for number, site in enumerate(alive):
             op_of_site[site] = number
         ops = tuple([self.ops[site]._replace(id=number) if site != number else self.ops[site] for number, site in enumerate(alive)])
+        origins = LazyOrigins(self.infos, self.prefixes).select(alive)
         graph = Graph(
             values=tuple(self.values),
             ops=ops,
             inputs=inputs,
             outputs=outputs,
             ties=(*self.ties, *ties),
-            origins=LazyOrigins(self.infos, self.prefixes).select(alive),
+            origins=origins,
             fingerprint=self._fingerprint(inputs, outputs),
             notes=tuple(dict.fromkeys(self.notes)),
         )
-        marks = tuple(mark._replace(op=op_of_site[mark.op]) for mark in self.marks if op_of_site[mark.op] >= 0)
-        manual = tuple(region._replace(op=op_of_site[region.op]) for region in self.manual if op_of_site[region.op] >= 0)
-        scopes = tuple([self.scopes[site] for site in alive])
-        return Program(graph, jaxpr, tuple(op_of_site), scopes, marks, tuple(self.user_pins), manual, _loose_values(graph))
+        return Program(
+            graph=graph,
+            jaxpr=jaxpr,
+            op_of_site=tuple(op_of_site),
+            scopes=tuple([self.scopes[site] for site in alive]),
+            marks=tuple(mark._replace(op=op_of_site[mark.op]) for mark in self.marks if op_of_site[mark.op] >= 0),
+            user_pins=tuple(self.user_pins),
+            manual=tuple(region._replace(op=op_of_site[region.op]) for region in self.manual if op_of_site[region.op] >= 0),
+            loose=_loose_values(graph),
+            region_ops=origins.inside_regions() if self.marks else frozenset(),
+        )
 
     def _alive(self, outputs: tuple[int, ...]) -> list[int]:
         """Sites of the ops that some output, loop carry or effect needs."""
@@ -200,6 +208,12 @@ class Builder:
         digest.update("\n".join(self._kinds).encode())
         digest.update(self._trail.tobytes())
         digest.update(array("q", outputs).tobytes())
+        regions: dict[int, int] = {}
+        for mark in self.marks:
+            number = regions.setdefault(mark.region, len(regions))
+            digest.update(f"{mark.op} {number} {mark.side} {mark.index} {mark.strategy}".encode())
+        for pin in self.user_pins:
+            digest.update(repr(pin).encode())
         for index in inputs:
             value = self.values[index]
             digest.update(f"{value.path} {value.shape} {value.dtype} {value.role}".encode())

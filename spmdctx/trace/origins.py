@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any, overload
@@ -9,6 +10,8 @@ from typing import Any, overload
 from jax.extend import source_info_util
 
 from spmdctx.ir import Origin
+
+_REGION = re.compile(r"\bshard\d+:")
 
 
 class LazyOrigins(Sequence[Origin]):
@@ -32,7 +35,17 @@ class LazyOrigins(Sequence[Origin]):
         if info is None:
             return Origin(self._prefixes[index], "")
         name = "/".join(part for part in (self._prefixes[index], str(info.name_stack)) if part)
-        return Origin(name, source_line(info))
+        # Region numbers depend on what was traced before in this process.
+        return Origin(_REGION.sub("shard:", name), source_line(info))
+
+    def inside_regions(self) -> frozenset[int]:
+        """Indices of the ops that were traced inside a `shard()` region, their backward ops included."""
+        names = (
+            (index, f"{prefix}/{info.name_stack}")
+            for index, (prefix, info) in enumerate(zip(self._prefixes, self._infos, strict=True))
+            if info
+        )
+        return frozenset(index for index, name in names if _REGION.search(name))
 
     def select(self, indices: Sequence[int]) -> LazyOrigins:
         """The origins of some of the ops, in the given order."""

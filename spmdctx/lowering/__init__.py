@@ -1,0 +1,1 @@
+"""From plans to programs: constraints, shardings, compile options, compile-only devices."""

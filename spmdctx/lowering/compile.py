@@ -1,0 +1,76 @@
+"""A planned program to one jitted function over flat leaves, with shardings on every argument and result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+from jax.sharding import Mesh, NamedSharding
+
+from spmdctx.ir import LITERAL, Assignment
+from spmdctx.lowering.constrain import constrain
+from spmdctx.lowering.specs import make_mesh, named_sharding
+from spmdctx.mesh import LogicalMesh
+from spmdctx.trace.program import Program
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A jitted flat program. `jitted` takes the input leaves and returns a tuple of the output leaves."""
+
+    jitted: jax.stages.Wrapped
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
+    mesh: Mesh
+
+
+def jit_program(
+    program: Program,
+    assignment: Assignment,
+    mesh: LogicalMesh,
+    devices: Sequence[Any],
+    *,
+    donated: Sequence[int] = (),
+    compiler_options: Mapping[str, Any] | None = None,
+    name: str = "step",
+) -> CompiledProgram:
+    """Writes the assignment into the program and jits it; nothing is compiled yet.
+
+    Args:
+        program: the traced step.
+        assignment: a sharding for each of its ops and values.
+        mesh: the logical mesh that the assignment is for.
+        devices: at least as many as the mesh has.
+        donated: indices of the input leaves whose buffers the step may reuse.
+        compiler_options: options for XLA, for this program only.
+        name: name of the function in profiles and dumps.
+
+    Raises:
+        ContextError: fewer devices than the mesh has.
+    """
+    jax_mesh = make_mesh(mesh, devices)
+    graph, values = program.graph, assignment.values
+    inputs = tuple(named_sharding(jax_mesh, values[value]) for value in graph.inputs)
+    outputs = tuple(named_sharding(jax_mesh, values[value] if value != LITERAL else ()) for value in graph.outputs)
+    closed = constrain(program, assignment, mesh, jax_mesh) if mesh.num_devices > 1 else program.jaxpr
+    jitted = jax.jit(
+        _evaluator(closed, name),
+        in_shardings=inputs,
+        out_shardings=outputs,
+        donate_argnums=tuple(donated),
+        compiler_options=dict(compiler_options) if compiler_options else None,
+    )
+    return CompiledProgram(jitted, inputs, outputs, jax_mesh)
+
+
+def _evaluator(closed: jexc.ClosedJaxpr, name: str) -> Callable[..., tuple[Any, ...]]:
+    evaluate = jexc.jaxpr_as_fun(closed)
+
+    def step(*leaves: Any) -> tuple[Any, ...]:
+        return tuple(evaluate(*leaves))
+
+    step.__name__ = step.__qualname__ = name
+    return step

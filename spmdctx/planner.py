@@ -1,0 +1,200 @@
+"""The one road: captured step and settings to graph, set-up, search, bill and plan."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from spmdctx.context import AutoParallelContext
+from spmdctx.cost.topology import Topology
+from spmdctx.errors import UnsupportedError
+from spmdctx.ir import LITERAL, Assignment, OpSharding, Role
+from spmdctx.mesh import LogicalMesh, replicated
+from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedTensor, Reshard, Timing
+from spmdctx.search.modes import ManualSpecs, Request, Setup, ValuePin, prepare
+from spmdctx.search.price import Bill, price
+from spmdctx.search.propagation import propagate
+from spmdctx.search.space import Space
+from spmdctx.trace.build import Argument, build
+from spmdctx.trace.capture import Captured, InputLeaf
+from spmdctx.trace.program import Program
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything but the step that a plan depends on. `memory_bytes` is the budget per device, None for no budget."""
+
+    context: AutoParallelContext
+    num_devices: int
+    mesh: LogicalMesh | None
+    topology: Topology
+    memory_bytes: int | None = None
+    strict: bool = False
+    layerwise_parallel: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what lowering needs beside it."""
+
+    plan: Plan
+    program: Program
+    assignment: Assignment
+    mesh: LogicalMesh
+
+
+def plan_program(captured: Captured, settings: Settings) -> Planned:
+    """Plans a captured step.
+
+    Raises:
+        StrategyError: strategies, batch or constraints that do not fit the mesh.
+        UnsupportedError: something that the mode does not support, or with `strict` a primitive without a rule.
+    """
+    start = time.perf_counter()
+    with _no_garbage_collection():
+        program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
+        setup = prepare(program.graph, _request(program, captured, settings))
+        assignment = _assign(program, setup, settings)
+        written = [row for region in program.manual for row in region.collectives]
+        bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology)
+        notes = _notes(program, captured, setup, settings)
+        timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
+        plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing)
+    return Planned(plan, program, assignment, setup.mesh)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Planning makes tens of thousands of small objects and no cycles; the cyclic collector would double its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _request(program: Program, captured: Captured, settings: Settings) -> Request:
+    context = settings.context
+    pins = [ValuePin(pin.value, pin.mesh_axes, pin.dims, "a sharding constraint") for pin in program.user_pins]
+    for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True):
+        if leaf.metadata is not None:
+            dims = tuple(() if name is None else (name,) if isinstance(name, str) else name for name in leaf.metadata)
+            pins.append(ValuePin(value, (), dims + ((),) * (len(leaf.shape) - len(dims)), "partitioning metadata"))
+    return Request(
+        parallel_mode=context.parallel_mode,
+        num_devices=settings.num_devices,
+        mesh=settings.mesh,
+        dataset=_dataset(context),
+        marks=program.marks,
+        region_ops=program.region_ops,
+        value_pins=tuple(pins),
+        manual=tuple(ManualSpecs(region.op, region.mesh_axes, region.operands, region.results) for region in program.manual),
+        layerwise=frozenset(
+            value
+            for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True)
+            if _is_layerwise(leaf, settings.layerwise_parallel)
+        ),
+    )
+
+
+def _dataset(context: AutoParallelContext) -> str | tuple[object, ...] | None:
+    """How the batch is split: None where auto_parallel may choose."""
+    if context.parallel_mode == "auto_parallel" and not context.batch_is_pinned:
+        return None
+    if isinstance(context.dataset_strategy, tuple):
+        return context.dataset_strategy
+    return "full_batch" if context.full_batch else context.dataset_strategy
+
+
+def _is_layerwise(leaf: InputLeaf, patterns: Sequence[str]) -> bool:
+    return leaf.layerwise or any(fnmatch(leaf.path, pattern) or fnmatch(leaf.path, f"*/{pattern}") for pattern in patterns)
+
+
+def _assign(program: Program, setup: Setup, settings: Settings) -> Assignment:
+    graph = program.graph
+    if setup.mesh.num_devices == 1:
+        whole = tuple([replicated(len(value.shape)) for value in graph.values])
+        return Assignment(tuple([OpSharding(((),) * len(op.rule.sizes)) for op in graph.ops]), whole, settings.context.parallel_mode)
+    space = Space(graph, setup.mesh, settings.topology, program.loose)
+    return propagate(space, setup.pins, setup.forced, setup.seeds)
+
+
+def _notes(program: Program, captured: Captured, setup: Setup, settings: Settings) -> tuple[str, ...]:
+    """Everything guessed, padded, replicated or without effect, each said once."""
+    notes = [*captured.notes, *program.graph.notes, *setup.notes]
+    missing: dict[str, str] = {}
+    for op in program.graph.ops:
+        if op.rule.reason and op.primitive not in missing:
+            missing[op.primitive] = (
+                f"{op.primitive} is computed whole on every device: {op.rule.reason} ({program.graph.origins[op.id].source})."
+            )
+    unknown = [name for name in missing if missing[name].find("no rule for primitive") >= 0]
+    if settings.strict and unknown:
+        raise UnsupportedError(
+            f"There is no sharding rule for primitive {unknown[0]!r}, and strict=True allows no replication.",
+            where=missing[unknown[0]].partition("(")[2].rstrip(")."),
+            fix="leave strict out: the op is then computed whole on every device",
+        )
+    if setup.mesh.num_devices > 1:
+        notes += missing.values()
+    return tuple(dict.fromkeys(notes))
+
+
+def _assemble(
+    program: Program,
+    captured: Captured,
+    settings: Settings,
+    setup: Setup,
+    assignment: Assignment,
+    bill: Bill,
+    notes: tuple[str, ...],
+    timing: Timing,
+) -> Plan:
+    graph, context = program.graph, settings.context
+    inputs = tuple(
+        PlannedTensor(leaf.path, leaf.role, leaf.shape, leaf.dtype, assignment.values[value])
+        for leaf, value in zip(captured.inputs, graph.inputs, strict=True)
+    )
+    outputs = tuple(
+        PlannedTensor(
+            leaf.path,
+            Role.INTERMEDIATE if leaf.carried_from is None else captured.inputs[leaf.carried_from].role,
+            leaf.shape,
+            leaf.dtype,
+            assignment.values[value] if value != LITERAL else replicated(len(leaf.shape)),
+        )
+        for leaf, value in zip(captured.outputs, graph.outputs, strict=True)
+    )
+    return Plan(
+        fingerprint=graph.fingerprint,
+        mode=context.parallel_mode,
+        search_mode=context.effective_search_mode if context.parallel_mode == "auto_parallel" else "",
+        options=context.plan_options(),
+        logical_mesh=setup.mesh,
+        topology=settings.topology.device,
+        inputs=inputs,
+        outputs=outputs,
+        op_table=OpTable(graph.ops, graph.origins),
+        assignment=assignment,
+        reshards=_reshards(program, bill),
+        collectives=tuple(bill.collectives),
+        cost=Cost(bill.compute_s, bill.communication_s, bill.compute_s + bill.communication_s, bill.memory_bytes),
+        notes=notes,
+        timing=timing,
+    )
+
+
+def _reshards(program: Program, bill: Bill) -> tuple[Reshard, ...]:
+    graph = program.graph
+    rows = []
+    for move in bill.moves:
+        origin = graph.origins[move.op]
+        name = graph.values[move.value].path or f"value of {origin.name or graph.ops[move.op].primitive}"
+        rows.append(Reshard(name, move.source, move.target, graph.ops[move.op].primitive, origin.source, move.time_s))
+    return tuple(rows)

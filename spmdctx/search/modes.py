@@ -1,0 +1,302 @@
+"""What each parallel mode fixes before the search: the mesh, the pins, and the shardings that spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from spmdctx.errors import StrategyError, UnsupportedError
+from spmdctx.ir import AxisNames, Graph, Mark, Op, OpRule, Role, TensorSharding
+from spmdctx.mesh import LogicalMesh, axes_of, divides, format_sharding, replicated
+from spmdctx.search.batch import batch_dims, dividing_axes
+from spmdctx.search.pins import resolve_marks
+from spmdctx.search.transfer import FactorAxes
+
+MeshAxes = tuple[tuple[str, int], ...]
+
+
+class ValuePin(NamedTuple):
+    """A sharding fixed by the user's code for a mesh with `mesh_axes`; None leaves a dimension free. `origin` says what it is."""
+
+    value: int
+    mesh_axes: MeshAxes
+    dims: tuple[AxisNames | None, ...]
+    origin: str
+
+
+class ManualSpecs(NamedTuple):
+    """The shardings that a shard_map of the user fixes for one op."""
+
+    op: int
+    mesh_axes: MeshAxes
+    operands: tuple[TensorSharding, ...]
+    results: tuple[TensorSharding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for, without JAX. `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf."""
+
+    parallel_mode: str
+    num_devices: int
+    mesh: LogicalMesh | None
+    dataset: str | tuple[object, ...] | None
+    marks: tuple[Mark, ...]
+    region_ops: frozenset[int]
+    value_pins: tuple[ValuePin, ...]
+    manual: tuple[ManualSpecs, ...]
+    layerwise: frozenset[int]
+
+
+@dataclass(slots=True)
+class Setup:
+    """Where a search starts from. Keys of `pins` and `seeds` are value ids, of `forced` op ids."""
+
+    mesh: LogicalMesh
+    pins: dict[int, TensorSharding] = field(default_factory=dict)
+    seeds: dict[int, TensorSharding] = field(default_factory=dict)
+    forced: dict[int, FactorAxes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare(graph: Graph, request: Request) -> Setup:
+    """Mesh, pins and seeds of a mode.
+
+    Raises:
+        StrategyError: a strategy, batch or constraint that does not fit.
+        UnsupportedError: a shard_map on another mesh than the step's.
+    """
+    if request.parallel_mode == "stand_alone" or request.num_devices == 1:
+        return _stand_alone(request)
+    mesh, marked, notes = _mesh_of(graph, request)
+    setup = Setup(mesh, notes=list(notes))
+    _force_manual(graph, request, setup)
+    setup.pins.update(marked)
+    _pin_user_shardings(graph, request, setup)
+    _MODES[request.parallel_mode](graph, request, setup)
+    return setup
+
+
+def batch_leaves(graph: Graph) -> list[int]:
+    """Input values that are batch leaves, in flatten order."""
+    return [value for value in graph.inputs if graph.values[value].role is Role.BATCH]
+
+
+def _stand_alone(request: Request) -> Setup:
+    mesh = request.mesh if request.mesh is not None and request.mesh.num_devices == 1 else LogicalMesh.of({"data": 1})
+    setup = Setup(mesh)
+    if request.value_pins and request.parallel_mode == "stand_alone":
+        setup.notes.append("stand_alone: sharding constraints and partitioning metadata in the step have no effect.")
+    if any(spec.mesh_axes != mesh.axes for spec in request.manual):
+        mesh = LogicalMesh(request.manual[0].mesh_axes)
+        if mesh.num_devices != 1:
+            raise UnsupportedError(
+                "The step holds a shard_map over several devices, which one device cannot run.", fix="use hybrid_parallel"
+            )
+        setup.mesh = mesh
+    return setup
+
+
+def _mesh_of(graph: Graph, request: Request) -> tuple[LogicalMesh, dict[int, TensorSharding], tuple[str, ...]]:
+    """The user's mesh, else that of his own constraints or shard_maps, else what the strategies need."""
+    mesh = request.mesh
+    if mesh is None:
+        own = dict.fromkeys([*(spec.mesh_axes for spec in request.manual), *(pin.mesh_axes for pin in request.value_pins if pin.mesh_axes)])
+        fitting = [axes for axes in own if LogicalMesh(axes).num_devices == request.num_devices]
+        mesh = LogicalMesh(fitting[0]) if fitting else None
+    marks = request.marks
+    if request.parallel_mode == "data_parallel" or request.parallel_mode == "hybrid_parallel":
+        return mesh or LogicalMesh.of({"data": request.num_devices}), {}, ()
+    marks = (*marks, *_dataset_marks(graph, request))
+    found, pins, notes = resolve_marks(graph, marks, request.num_devices, mesh)
+    return found, dict(pins), tuple(notes)
+
+
+def _dataset_marks(graph: Graph, request: Request) -> list[Mark]:
+    """A tuple dataset_strategy as marks on the batch leaves, so that it takes part in finding the mesh."""
+    if not isinstance(request.dataset, tuple):
+        return []
+    leaves = batch_leaves(graph)
+    if len(request.dataset) != len(leaves):
+        paths = ", ".join(graph.values[value].path for value in leaves)
+        raise StrategyError(
+            f"dataset_strategy has {len(request.dataset)} entries, but the step has {len(leaves)} batch leaves.",
+            got=f"dataset_strategy {request.dataset}",
+            need=f"one entry per batch leaf: {paths}",
+        )
+    marks = []
+    for index, (value, strategy) in enumerate(zip(leaves, request.dataset, strict=True)):
+        _check_dataset_entry(graph, value, strategy, request.num_devices)
+        marks.append(Mark(-1, value, -1 - index, "in", index, strategy, "dataset_strategy"))
+    return marks
+
+
+def _check_dataset_entry(graph: Graph, value: int, strategy: object, num_devices: int) -> None:
+    known = graph.values[value]
+    if not isinstance(strategy, tuple):
+        return
+    if len(strategy) != len(known.shape):
+        raise StrategyError(
+            f"dataset_strategy gives {len(strategy)} dimensions for '{known.path}', which has {len(known.shape)}.",
+            got=f"{strategy} for shape {known.shape}",
+        )
+    for dim, (slices, size) in enumerate(zip(strategy, known.shape, strict=True)):
+        if not isinstance(slices, int) or slices < 1 or size % slices:
+            raise StrategyError(
+                f"dataset_strategy splits dimension {dim} of '{known.path}' into {slices} slices, but its size {size} is not divisible by {slices}.",
+                got=f"{strategy} for shape {known.shape}",
+            )
+    if num_devices % _product(strategy):
+        raise StrategyError(
+            f"dataset_strategy splits '{known.path}' into {_product(strategy)} blocks, which does not divide {num_devices} devices.",
+            got=f"{strategy}",
+        )
+
+
+def _product(numbers: Sequence[int]) -> int:
+    result = 1
+    for number in numbers:
+        result *= number
+    return result
+
+
+def _force_manual(graph: Graph, request: Request, setup: Setup) -> None:
+    for specs in request.manual:
+        if specs.mesh_axes != setup.mesh.axes:
+            raise UnsupportedError(
+                "A shard_map in the step runs on another mesh than the step itself.",
+                where=graph.origins[specs.op].source,
+                got=f"shard_map mesh {dict(specs.mesh_axes)}, step mesh {dict(setup.mesh.axes)}",
+                fix="build the shard_map on spmdctx.get_mesh(), or pass its mesh as mesh=",
+            )
+        setup.forced[specs.op] = _axes_from_specs(graph.ops[specs.op].rule, specs)
+
+
+def _axes_from_specs(rule: OpRule, specs: ManualSpecs) -> FactorAxes:
+    axes: list[AxisNames] = [()] * len(rule.sizes)
+    for dims, sharding in zip((*rule.operands, *rule.results), (*specs.operands, *specs.results), strict=True):
+        for factors, names in zip(dims, sharding, strict=True):
+            if factors:
+                axes[factors[0]] = names
+    return tuple(axes)
+
+
+def _pin_user_shardings(graph: Graph, request: Request, setup: Setup) -> None:
+    sizes = setup.mesh.sizes
+    for pin in request.value_pins:
+        named = {name for dim in pin.dims if dim for name in dim}
+        known = graph.values[pin.value]
+        unknown = sorted(name for name in named if name not in sizes or dict(pin.mesh_axes).get(name, sizes[name]) != sizes[name])
+        if unknown and pin.mesh_axes:
+            raise StrategyError(
+                f"{pin.origin} names mesh axes that the step's mesh does not have: {', '.join(unknown)}.",
+                got=f"{dict(pin.mesh_axes)}, the step's mesh is {dict(setup.mesh.axes)}",
+                fix="pass the mesh of the constraint as mesh=, or use axes of spmdctx.get_mesh()",
+            )
+        if unknown:
+            setup.notes.append(f"{pin.origin} of '{known.path}' names {', '.join(unknown)}, which is no mesh axis: ignored.")
+            continue
+        sharding = tuple(dim or () for dim in pin.dims)
+        if not divides(known.shape, sharding, setup.mesh):
+            setup.notes.append(f"{pin.origin} {format_sharding(sharding)} does not divide shape {known.shape} of '{known.path}': ignored.")
+        elif all(dim is not None for dim in pin.dims):
+            setup.pins[pin.value] = sharding
+        else:
+            setup.seeds[pin.value] = sharding
+
+
+def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:
+    """Batch leaves split along dimension 0 over all devices, everything else that goes in whole."""
+    for value in graph.inputs:
+        known = graph.values[value]
+        if known.role is Role.BATCH and known.shape:
+            if known.shape[0] % request.num_devices:
+                raise StrategyError(
+                    f"data_parallel splits dimension 0 of the batch over {request.num_devices} devices, but its size {known.shape[0]} "
+                    f"is not divisible by {request.num_devices}.",
+                    where=f"batch leaf '{known.path}'",
+                    got=f"shape {known.shape}",
+                    fix="change the batch size or device_num, or name the batch with batch_argnums",
+                )
+            setup.pins[value] = (setup.mesh.names, *replicated(len(known.shape) - 1))
+        elif value not in request.layerwise:
+            setup.pins.setdefault(value, replicated(len(known.shape)))
+
+
+def _hybrid_parallel(graph: Graph, request: Request, setup: Setup) -> None:
+    """The user's shard_maps decide; a step without any is split like data_parallel."""
+    if not request.manual:
+        _data_parallel(graph, request, setup)
+
+
+def _semi_auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
+    """Outside shard() regions every op that has the batch is split along it over all devices."""
+    leaves = batch_leaves(graph)
+    _split_batch(graph, request, setup, leaves, setup.mesh.names)
+    traced = batch_dims(graph, leaves)
+    if request.dataset == "full_batch":
+        traced = {value: dim for value, dim in traced.items() if value not in leaves}
+    out_marks = {mark.value for mark in request.marks if mark.side == "out"}
+    for op in graph.ops:
+        if op.id in request.region_ops or _is_boundary(op):
+            continue
+        for value in op.results:
+            if value in traced and value not in setup.pins and value not in out_marks:
+                _pin_batch(graph, setup, value, traced[value])
+
+
+def _is_boundary(op: Op) -> bool:
+    return op.primitive.endswith((".enter", ".next", ".exit"))
+
+
+def _pin_batch(graph: Graph, setup: Setup, value: int, dim: int) -> None:
+    shape = graph.values[value].shape
+    axes = dividing_axes(shape[dim], setup.mesh.names, setup.mesh)
+    if axes:
+        setup.pins[value] = (*replicated(dim), axes, *replicated(len(shape) - dim - 1))
+
+
+def _auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
+    """The dataset strategy is a pin where it was set; else the batch takes the axes that no strategy uses."""
+    leaves = batch_leaves(graph)
+    if request.dataset is not None:
+        _split_batch(graph, request, setup, leaves, setup.mesh.names)
+        return
+    used = {name for sharding in (*setup.pins.values(), *setup.seeds.values()) for name in axes_of(sharding)}
+    axes = tuple(name for name in setup.mesh.names if name not in used)
+    for value in leaves:
+        shape = graph.values[value].shape
+        if shape and value not in setup.pins and axes:
+            own = dividing_axes(shape[0], axes, setup.mesh)
+            if own != axes:
+                setup.notes.append(f"Batch leaf '{graph.values[value].path}' of shape {shape} does not divide over {'+'.join(axes)}.")
+            setup.seeds[value] = (own, *replicated(len(shape) - 1))
+
+
+def _split_batch(graph: Graph, request: Request, setup: Setup, leaves: list[int], axes: AxisNames) -> None:
+    """Pins the batch leaves as a dataset strategy given by name says; a tuple was resolved with the marks."""
+    if isinstance(request.dataset, tuple):
+        return
+    for value in leaves:
+        shape = graph.values[value].shape
+        if not shape or value in setup.pins:
+            continue
+        if request.dataset == "full_batch":
+            setup.pins[value] = replicated(len(shape))
+            continue
+        own = dividing_axes(shape[0], axes, setup.mesh)
+        if own != axes:
+            setup.notes.append(
+                f"Batch leaf '{graph.values[value].path}' of shape {shape} does not divide over {'+'.join(axes)}: "
+                + (f"split over {'+'.join(own)} only." if own else "every device holds it whole.")
+            )
+        setup.pins[value] = (own, *replicated(len(shape) - 1))
+
+
+_MODES = {
+    "data_parallel": _data_parallel,
+    "hybrid_parallel": _hybrid_parallel,
+    "semi_auto_parallel": _semi_auto_parallel,
+    "auto_parallel": _auto_parallel,
+}
