@@ -1,0 +1,35 @@
+"""The models of the acceptance matrix, each a whole training step in the flavors that come naturally to it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from tests.zoo import cnn, encoder_decoder, gnn, lstm, mlp, moe, tied, transformer
+from tests.zoo.case import UNSPLIT, Case, Kind, Split, split_for
+
+_MODELS: dict[str, ModuleType] = {
+    "mlp": mlp,
+    "transformer": transformer,
+    "cnn": cnn,
+    "encoder_decoder": encoder_decoder,
+    "moe": moe,
+    "lstm": lstm,
+    "gnn": gnn,
+    "tied": tied,
+}
+
+CASES: tuple[Case, ...] = tuple(
+    Case(name, flavor, getattr(module, f"make_{flavor}"))
+    for name, module in _MODELS.items()
+    for flavor in ("pytree", "linen", "nnx")
+    if hasattr(module, f"make_{flavor}")
+)
+
+DEVICE_COUNTS = (1, 2, 3, 6, 8)
+
+__all__ = ["CASES", "DEVICE_COUNTS", "UNSPLIT", "Case", "Kind", "Split", "case", "split_for"]
+
+
+def case(name: str, flavor: str) -> Case:
+    """One case of the zoo."""
+    return next(one for one in CASES if (one.name, one.flavor) == (name, flavor))

@@ -1,0 +1,175 @@
+"""What a model of the zoo is: a whole training step, its arguments, and the strategies that split it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import spmdctx
+
+Kind = Literal["none", "strategies", "pins"]
+Step = Callable[..., Any]
+
+BATCH = 24
+LEARNING_RATE = 1e-2
+
+_FACTORS = {1: (1, 1), 2: (1, 2), 3: (1, 3), 6: (2, 3), 8: (4, 2)}
+
+
+@dataclass(frozen=True)
+class Split:
+    """Turns functions and modules into `shard()` regions; `none` leaves them as they are.
+
+    Specs are one word per operand: `d` splits a dimension over the data slices, `m` over the model slices, `-` leaves it
+    whole; the word `*` leaves the operand free. `strategies` uses the whole spec, `pins` only the regions that give one.
+    """
+
+    kind: Kind = "none"
+    data: int = 1
+    model: int = 1
+
+    def __call__(self, fn: Step, spec: str, out: str | None = None, *, pin: str | None = None) -> Step:
+        """`fn` as a region with the strategies of `spec` (or of `pin`, where only pins are wanted)."""
+        chosen = {"none": None, "strategies": spec, "pins": pin}[self.kind]
+        if chosen is None:
+            return fn
+        out_strategy = self._strategy(out) if out is not None and self.kind == "strategies" else None
+        return spmdctx.shard(fn, in_strategy=self._strategy(chosen), out_strategy=out_strategy)
+
+    def module(self, module: Any, spec: str, parameters: Mapping[str, str], out: str | None = None, *, pin: bool = False) -> Any:
+        """A linen or nnx module as a region, with a spec per parameter."""
+        if self.kind == "none" or (self.kind == "pins" and not pin):
+            return module
+        plan = {path: self._slices(word) for path, word in parameters.items()}
+        whole = self.kind == "strategies"
+        free = tuple(None for _ in spec.split())
+        out_strategy = self._strategy(out) if out is not None and whole else None
+        return spmdctx.shard(module, self._strategy(spec) if whole else free, out_strategy, parameter_plan=plan)
+
+    def _strategy(self, spec: str) -> tuple[tuple[int, ...] | None, ...]:
+        return tuple(None if word == "*" else self._slices(word) for word in spec.split())
+
+    def _slices(self, word: str) -> tuple[int, ...]:
+        return tuple({"d": self.data, "m": self.model, "-": 1}[letter] for letter in word)
+
+
+UNSPLIT = Split()
+
+
+def split_for(kind: Kind, num_devices: int) -> Split:
+    """The Split of a device count: slices over data times slices over model."""
+    data, model = _FACTORS[num_devices]
+    return Split(kind, data, model)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one flavor. `make(split, dtype)` gives the training step and its arguments.
+
+    Pure steps are `(state, *batch) -> (state, loss)`; nnx steps are `(model, optimizer, *batch) -> loss` and change both.
+    """
+
+    name: str
+    flavor: Literal["pytree", "linen", "nnx"]
+    make: Callable[[Split, Any], tuple[Step, tuple[Any, ...]]]
+
+    @property
+    def num_state_args(self) -> int:
+        """How many leading arguments are state; the rest is the batch."""
+        return 2 if self.flavor == "nnx" else 1
+
+    def jit(self, step: Step) -> Step:
+        """The step on one device, as its framework compiles it."""
+        return nnx.jit(step) if self.flavor == "nnx" else jax.jit(step)
+
+    def run(self, step: Step, args: tuple[Any, ...]) -> Any:
+        """One call's outputs and the state after it, as a pytree of NumPy arrays."""
+        result = step(*args)
+        everything = (result, nnx.state(args[:2])) if self.flavor == "nnx" else result
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(everything)]
+
+    def dataset_strategy(self, split: Split, args: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+        """Dimension 0 of every batch leaf over the data slices."""
+        leaves = jax.tree.leaves(args[self.num_state_args :])
+        return tuple((split.data,) + (1,) * (leaf.ndim - 1) for leaf in leaves)
+
+
+class Numbers:
+    """A stream of reproducible NumPy arrays."""
+
+    def __init__(self, dtype: Any, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._dtype = dtype
+
+    def normal(self, *shape: int) -> np.ndarray:
+        """Standard normal values: inputs."""
+        return self._rng.normal(size=shape).astype(self._dtype)
+
+    def weight(self, *shape: int, fan_in: int | None = None) -> np.ndarray:
+        """Normal values over the square root of the fan-in (all dimensions but the last, unless given)."""
+        return (self._rng.normal(size=shape) / math.sqrt(fan_in or math.prod(shape[:-1]))).astype(self._dtype)
+
+    def zeros(self, *shape: int) -> np.ndarray:
+        """Biases."""
+        return np.zeros(shape, self._dtype)
+
+    def ones(self, *shape: int) -> np.ndarray:
+        """Scales."""
+        return np.ones(shape, self._dtype)
+
+    def integers(self, high: int, *shape: int) -> np.ndarray:
+        """Class and token numbers below `high`."""
+        return self._rng.integers(high, size=shape).astype(np.int32)
+
+
+def pure_program(loss: Step, params: Any, batch: tuple[Any, ...]) -> tuple[Step, tuple[Any, ...]]:
+    """A whole step around `loss(params, *batch)`, with the state {"params", "optimizer"}."""
+    optimizer = optax.adamw(LEARNING_RATE)
+
+    def step(state: Any, *batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(state["params"], *batch)
+        updates, moments = optimizer.update(grads, state["optimizer"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, value
+
+    params = jax.tree.map(jax.numpy.asarray, params)
+    return step, ({"params": params, "optimizer": optimizer.init(params)}, *batch)
+
+
+def linen_program(loss: Step, state: Any, batch: tuple[Any, ...]) -> tuple[Step, tuple[Any, ...]]:
+    """A whole step on a TrainState around `loss(params, state, *batch) -> (loss, fields to replace)`."""
+
+    def step(state: Any, *batch: Any) -> Any:
+        (value, fields), grads = jax.value_and_grad(loss, has_aux=True)(state.params, state, *batch)
+        return state.apply_gradients(grads=grads, **fields), value
+
+    return step, (state, *batch)
+
+
+def nnx_program(loss: Step, model: nnx.Module, batch: tuple[Any, ...]) -> tuple[Step, tuple[Any, ...]]:
+    """A whole step on a module and its optimizer around `loss(model, *batch)`."""
+
+    def step(model: Any, optimizer: Any, *batch: Any) -> Any:
+        value, grads = nnx.value_and_grad(loss)(model, *batch)
+        optimizer.update(model, grads)
+        return value
+
+    return step, (model, nnx.Optimizer(model, optax.adamw(LEARNING_RATE), wrt=nnx.Param), *batch)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean cross entropy over all positions."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Normalises the last dimension."""
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(variance + 1e-6) * scale
