@@ -156,7 +156,7 @@ def set_algo_parameters(**parameters: Any) -> None:
 
     def change(context: AutoParallelContext) -> AutoParallelContext:
         state = {name: getattr(context.algo, name) for name in ALGO_BY_NAME}
-        return context.with_algo(AlgoParameters(**{**state, **values}, explicit=context.algo.explicit | values.keys()))
+        return context.with_algo(AlgoParameters(**{**state, **values}, explicit=context.algo.explicit | frozenset(values)))
 
     _update(change)
 

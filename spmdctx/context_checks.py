@@ -128,8 +128,13 @@ def _reason(option: Option, context: AutoParallelContext) -> str:
 
 
 def warn_ineffective(context: AutoParallelContext, stacklevel: int = 2) -> tuple[str, ...]:
-    """Gives a ContextWarning per option without effect, and returns their sentences for the plan's notes."""
+    """Gives a ContextWarning per option without effect, and returns their sentences for the plan's notes.
+
+    Args:
+        context: The context of the step.
+        stacklevel: As in `warnings.warn`: 2 is the line that calls this function, 3 the one that calls its caller.
+    """
     sentences = tuple(sentence for _, sentence in ineffective(context))
     for sentence in sentences:
-        warnings.warn(sentence, ContextWarning, stacklevel=stacklevel + 1)
+        warnings.warn(sentence, ContextWarning, stacklevel=stacklevel)
     return sentences

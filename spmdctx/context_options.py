@@ -15,6 +15,7 @@ from spmdctx.context_storage import (
     store_dataset_strategy,
     store_entries,
     store_entry,
+    store_full_batch,
     store_fusion_indices,
     store_search_mode,
 )
@@ -199,6 +200,7 @@ OPTIONS: tuple[Option, ...] = (
         "",
         _PLANNED,
         "Every device is fed the whole batch; the same as dataset_strategy='full_batch'.",
+        store=store_full_batch,
     ),
     Option(
         "dataset_strategy",
