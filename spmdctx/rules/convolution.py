@@ -20,14 +20,17 @@ def conv_general_dilated(operands: tuple[Shape, ...], results: tuple[Shape, ...]
     (out_batch, out_feature, *out_space) = numbers.out_spec
     builder = RuleBuilder()
     batch_groups, feature_groups = params["batch_group_count"], params["feature_group_count"]
-    batch = builder.factor(lhs[lhs_batch] // batch_groups)
+    # With batch groups XLA sums a split contraction over all devices, also those that hold the same slice (wrong by a factor),
+    # and aborts on split output features (convolution_handler.cc: new_input_batch_size % new_output_batch_size).
+    whole = batch_groups > 1
+    batch = builder.factor(lhs[lhs_batch] // batch_groups, blocked=whole)
     groups = builder.factor(max(batch_groups, feature_groups))
-    features_in = builder.factor(rhs[rhs_in], FactorKind.REDUCTION)
-    features_out = builder.factor(rhs[rhs_out] // max(batch_groups, feature_groups))
+    features_in = builder.factor(rhs[rhs_in], FactorKind.REDUCTION, blocked=whole)
+    features_out = builder.factor(rhs[rhs_out] // max(batch_groups, feature_groups), blocked=whole)
 
-    lhs_dims = _whole(len(lhs))
-    rhs_dims = _whole(len(rhs))
-    out_dims = _whole(len(results[0]))
+    lhs_dims: list[DimFactors] = [()] * len(lhs)
+    rhs_dims: list[DimFactors] = [()] * len(rhs)
+    out_dims: list[DimFactors] = [()] * len(results[0])
     lhs_dims[lhs_batch] = (groups if batch_groups > 1 else ()) + batch
     lhs_dims[lhs_feature] = (groups if feature_groups > 1 else ()) + features_in
     rhs_dims[rhs_out] = groups + features_out
@@ -38,7 +41,3 @@ def conv_general_dilated(operands: tuple[Shape, ...], results: tuple[Shape, ...]
         if lhs[left] == results[0][out]:
             lhs_dims[left] = out_dims[out] = builder.factor(lhs[left], FactorKind.PERMUTATION)
     return builder.build([lhs_dims, rhs_dims], [out_dims])
-
-
-def _whole(rank: int) -> list[DimFactors]:
-    return [()] * rank

@@ -129,7 +129,7 @@ def check(
         return [_constrained(function, args, eqn, operands, results, devices) for _, operands, results in cases]
 
     whole = NamedSharding(devices, PartitionSpec())
-    compiled = jax.jit(program).lower(*(jax.device_put(arg, whole) for arg in args)).compile(compiler_options=_QUICK)
+    compiled = jax.jit(program, in_shardings=whole).lower(*(jax.device_put(arg, whole) for arg in args)).compile(compiler_options=_QUICK)
     expected = [_number(leaf) for leaf in jax.tree.leaves(jax.jit(function)(*args))]
     for (axes, _, _), outputs in zip(cases, compiled(*(jax.device_put(arg, whole) for arg in args)), strict=True):
         for leaf, own in zip(jax.tree.leaves(outputs), expected, strict=True):

@@ -1,0 +1,43 @@
+"""Dot products against Shardy and on eight devices."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from tests.rules.cases import Case
+
+
+def dot(*numbers):
+    return lambda x, y: lax.dot_general(x, y, numbers)
+
+
+def ragged(contracting, batch, ragged_dims, groups):
+    numbers = lax.RaggedDotDimensionNumbers((contracting, batch), ragged_dims, groups)
+    return lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, numbers)
+
+
+DOTS = [
+    Case("dot_general", dot(((1,), (0,)), ((), ())), ((8, 16), (16, 8)), label="matrix product"),
+    Case("dot_general", dot(((2,), (1,)), ((0,), (0,))), ((8, 8, 16), (8, 16, 8)), label="batched"),
+    Case("dot_general", dot(((3, 1), (0, 2)), ((), ())), ((8, 2, 8, 4), (4, 8, 2)), label="two contracted dims"),
+    Case("dot_general", dot(((3,), (3,)), ((2, 0), (0, 1))), ((8, 8, 4, 8), (4, 8, 8, 8)), label="batch dims out of order"),
+    Case("dot_general", dot(((), ()), ((), ())), ((8,), (8,)), label="outer product"),
+    Case("dot_general", dot(((1,), (0,)), ((), ())), ((1, 8), (8, 8)), label="one row"),
+]
+SIZES = jnp.array([4, 0, 3, 9], jnp.int32)
+RAGGED = [
+    Case("ragged_dot_general", lax.ragged_dot, ((16, 8), (4, 8, 8), SIZES), label="ragged rows"),
+    Case("ragged_dot_general", ragged(((0,), (0,)), ((), ()), [0], []), ((16, 8), (16, 8), SIZES), label="ragged contraction"),
+]
+
+
+@pytest.mark.parametrize("case", DOTS, ids=str)
+def test_dots_have_the_factors_that_shardy_gives_them(case):
+    assert replace(case, op="stablehlo.dot_general").disagreements() == []
+
+
+@pytest.mark.parametrize("case", [*DOTS, *RAGGED], ids=str)
+def test_every_sharding_of_a_dot_gives_the_one_device_result(case):
+    case.check()
