@@ -34,6 +34,8 @@ class Topology:
         interconnect: How the fast domain is wired.
         torus_dims: Directions of the torus; 1 for a switch.
         wraps_from: Smallest number of devices whose torus closes its rings.
+        merges_partial_sums: Whether the device's compiler adds partial results before it reduces them (XLA does on TPU
+            and GPU, not on CPU), so that a sum of unreduced values costs one all_reduce.
         source: Where the figures were published.
     """
 
@@ -49,6 +51,7 @@ class Topology:
     interconnect: Interconnect = Interconnect.SWITCH
     torus_dims: int = 1
     wraps_from: int = 1
+    merges_partial_sums: bool = True
     source: str = "user"
 
     def __post_init__(self) -> None:
@@ -156,6 +159,7 @@ PRESETS: dict[str, Topology] = {
         devices_per_host=64,
         network_bytes_per_s=1.25e9,
         network_latency_s=50e-6,
+        merges_partial_sums=False,
         source="nominal figures for virtual CPU devices, not a machine",
     ),
 }

@@ -69,6 +69,7 @@ def price(
     for op, scope in zip(graph.ops, scopes, strict=True):
         biller.add(op, scope)
     bill = biller.bill
+    bill.collectives = [row for place, row in enumerate(bill.collectives) if place not in biller.merged]
     for row in manual:
         time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
@@ -86,6 +87,11 @@ class _Biller:
         self._numbers = [numbers.setdefault(sharding, len(numbers)) for sharding in assignment.values]
         choices: dict[object, int] = {}
         self._choices = [choices.setdefault(choice.axes, len(choices)) for choice in assignment.ops]
+        self._merge = topology.merges_partial_sums
+        self._readers = _count_readers(graph) if self._merge else []
+        # Values that are an all_reduce's result and nothing else, with the place of that all_reduce in the bill.
+        self._reduced: dict[int, int] = {}
+        self.merged: set[int] = set()
 
     def add(self, op: Op, scope: int) -> None:
         """Adds what one op costs."""
@@ -108,6 +114,19 @@ class _Biller:
                 self._move(op, scope, value, self.assignment.values[value], target, f"operand {value_position} of {op.primitive}")
         if need.partial or need.results:
             self._finish(op, scope, need)
+        elif self._merge and op.primitive in ("add", "add_any") and not need.operands:
+            self._merge_sum(op)
+
+    def _merge_sum(self, op: Op) -> None:
+        """A sum of two reduced values is reduced once, after it."""
+        places = [self._reduced.get(value) for value in op.operands]
+        if len(places) != 2 or places[0] is None or places[1] is None or op.operands[0] == op.operands[1]:
+            return
+        first, second = (self.bill.collectives[place] for place in places if place is not None)
+        if (first.axes, first.repeats) == (second.axes, second.repeats) and first.repeats == op.repeats:
+            self.merged.add(places[1])
+            if self._readers[op.results[0]] == 1:
+                self._reduced[op.results[0]] = places[0]
 
     def _need(self, op: Op) -> _Need:
         rule, axes, stored = op.rule, self.assignment.ops[op.id].axes, self.assignment.values
@@ -146,6 +165,8 @@ class _Biller:
                     payload //= self.mesh.num_slices(plan.scattered)
                 if plan.reduced:
                     self._collect("all_reduce", plan.reduced, payload, op, cause)
+                    if self._merge and not plan.scattered and plan.after == stored and self._readers[value] == 1:
+                        self._reduced[value] = len(self.bill.collectives) - 1
                 natural = plan.after
             if natural != stored and value not in self.loose:
                 self._move(op, scope, value, natural, stored, f"result of {op.primitive}")
@@ -173,6 +194,18 @@ class _Biller:
         for size in local_shape(known.shape, sharding, self.mesh):
             count *= size
         return count
+
+
+def _count_readers(graph: Graph) -> list[int]:
+    readers = [0] * len(graph.values)
+    for op in graph.ops:
+        for value in op.operands:
+            if value != LITERAL:
+                readers[value] += 1
+    for value in graph.outputs:
+        if value != LITERAL:
+            readers[value] += 1
+    return readers
 
 
 def _peak_bytes(graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> int:
