@@ -86,7 +86,7 @@ class OpRule:
         )
 
     def __str__(self) -> str:
-        names = [_factor_name(index) for index in range(len(self.sizes))]
+        names = [factor_name(index) for index in range(len(self.sizes))]
         sides = [_side_text(side, names) for side in (self.operands, self.results)]
         sizes = ", ".join(f"{name}={size}" for name, size in zip(names, self.sizes, strict=True))
         text = f"{sides[0]}->{sides[1]} {{{sizes}}}"
@@ -99,7 +99,7 @@ class OpRule:
         return text
 
 
-def _factor_name(index: int) -> str:
+def factor_name(index: int) -> str:
     """Shardy's names: i, j, k, ... z, then z_1, z_2, ..."""
     return chr(ord("i") + index) if index < 18 else f"z_{index - 17}"
 

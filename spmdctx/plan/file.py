@@ -1,0 +1,240 @@
+"""Plans as files: sorted JSON whose tables hold each sharding, rule and text once, with a checksum over everything."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from spmdctx.errors import PlanFormatError
+from spmdctx.ir import Assignment, AxisNames, Collective, FactorKind, Op, OpRule, OpSharding, Origin, Role, TensorSharding
+from spmdctx.mesh import LogicalMesh
+from spmdctx.plan.plan import FORMAT_VERSION, Cost, OpTable, Plan, PlannedTensor, Reshard
+
+FORMAT = "spmdctx plan"
+
+T = TypeVar("T")
+
+
+class _Table(Generic[T]):
+    """Distinct entries in the order of their first appearance."""
+
+    def __init__(self, encode: Callable[[T], Any]) -> None:
+        self.rows: list[Any] = []
+        self._encode = encode
+        self._known: dict[T, int] = {}
+
+    def add(self, entry: T) -> int:
+        number = self._known.get(entry)
+        if number is None:
+            number = self._known[entry] = len(self.rows)
+            self.rows.append(self._encode(entry))
+        return number
+
+    def add_all(self, entries: Iterable[T]) -> list[int]:
+        return [self.add(entry) for entry in entries]
+
+
+def plan_json(plan: Plan) -> str:
+    """The plan as the text of its file."""
+    body = _encode(plan)
+    body["sha256"] = _checksum(body)
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes a plan file; a reader never sees half of it."""
+    target = Path(path)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    scratch.write_text(plan_json(plan), encoding="utf-8")
+    scratch.replace(target)
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Reads a plan file.
+
+    Raises:
+        PlanFormatError: the file is no plan, is damaged, or has another format version.
+    """
+    where = os.fspath(path)
+    try:
+        body = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PlanFormatError("The file is no plan: it does not hold JSON text.", where=where, got=str(error)) from error
+    _check(body, where)
+    try:
+        return _decode(body)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise PlanFormatError(
+            "The plan file does not have the parts of a plan.", where=where, got=f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _check(body: Any, where: str) -> None:
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise PlanFormatError(f"The file is no plan: its format is not {FORMAT!r}.", where=where)
+    version = body.get("format_version")
+    if version != FORMAT_VERSION:
+        raise PlanFormatError(
+            "The plan file has another format version.",
+            where=where,
+            got=repr(version),
+            need=str(FORMAT_VERSION),
+            fix="make the plan again with this version of spmdctx",
+        )
+    known = body.pop("sha256", None)
+    if known != _checksum(body):
+        raise PlanFormatError("The plan file is damaged: its checksum does not match what it holds.", where=where)
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _encode(plan: Plan) -> dict[str, Any]:
+    shardings: _Table[TensorSharding] = _Table(lambda sharding: sharding)
+    texts: _Table[str] = _Table(str)
+
+    def tensors(rows: Sequence[PlannedTensor]) -> list[Any]:
+        return [[row.path, row.role.value, row.shape, row.dtype, shardings.add(row.sharding), texts.add(row.reason)] for row in rows]
+
+    return {
+        "format": FORMAT,
+        "format_version": plan.format_version,
+        "fingerprint": plan.fingerprint,
+        "mode": plan.mode,
+        "search_mode": plan.search_mode,
+        "mesh": plan.logical_mesh.axes,
+        "topology": plan.topology,
+        "options": plan.options,
+        "inputs": tensors(plan.inputs),
+        "outputs": tensors(plan.outputs),
+        "ops": _encode_ops(plan.op_table),
+        "values": shardings.add_all(plan.assignment.values),
+        "assignment": {"mode": plan.assignment.mode, "notes": plan.assignment.notes},
+        "reshards": [
+            [
+                texts.add(row.value),
+                shardings.add(row.source_sharding),
+                shardings.add(row.target_sharding),
+                texts.add(row.op),
+                texts.add(row.location),
+                row.time_s,
+            ]
+            for row in plan.reshards
+        ],
+        "collectives": [
+            [row.kind, row.axes, row.payload_bytes, row.time_s, row.repeats, texts.add(row.cause), texts.add(row.source)]
+            for row in plan.collectives
+        ],
+        "cost": plan.cost._asdict(),
+        "memory_limit_bytes": plan.memory_limit_bytes,
+        "lower_bound_s": plan.lower_bound_s,
+        "gap": plan.gap,
+        "notes": plan.notes,
+        "shardings": shardings.rows,
+        "texts": texts.rows,
+    }
+
+
+def _encode_ops(table: OpTable) -> dict[str, Any]:
+    rules: _Table[OpRule] = _Table(_encode_rule)
+    choices: _Table[tuple[AxisNames, ...]] = _Table(lambda axes: axes)
+    texts: _Table[str] = _Table(str)
+    # Rules are shared objects; asking by identity first spares hashing one for each op.
+    numbers = {id(op.rule): op.rule for op in table.operations}
+    known = {key: rules.add(rule) for key, rule in numbers.items()}
+    origins = list(table.origins)
+    return {
+        "primitive": texts.add_all(op.primitive for op in table.operations),
+        "rule": [known[id(op.rule)] for op in table.operations],
+        "axes": choices.add_all(choice.axes for choice in table.choices),
+        "name": texts.add_all(origin.name for origin in origins),
+        "source": texts.add_all(origin.source for origin in origins),
+        "repeats": [op.repeats for op in table.operations],
+        "flops": [op.flops for op in table.operations],
+        "operands": [op.operands for op in table.operations],
+        "results": [op.results for op in table.operations],
+        "inputs": table.inputs,
+        "outputs": table.outputs,
+        "rules": rules.rows,
+        "choices": choices.rows,
+        "texts": texts.rows,
+    }
+
+
+def _encode_rule(rule: OpRule) -> list[Any]:
+    kinds = [kind.value for kind in rule.kinds]
+    return [rule.operands, rule.results, rule.sizes, kinds, sorted(rule.blocked), rule.combiner, rule.reason]
+
+
+def _decode(body: dict[str, Any]) -> Plan:
+    shardings = [_tuples(row) for row in body["shardings"]]
+    texts = body["texts"]
+
+    def tensors(rows: list[Any]) -> tuple[PlannedTensor, ...]:
+        return tuple(
+            PlannedTensor(path, Role(role), tuple(shape), dtype, shardings[number], texts[reason])
+            for path, role, shape, dtype, number, reason in rows
+        )
+
+    table = _decode_ops(body["ops"])
+    values = tuple(shardings[number] for number in body["values"])
+    return Plan(
+        fingerprint=body["fingerprint"],
+        mode=body["mode"],
+        search_mode=body["search_mode"],
+        logical_mesh=LogicalMesh(_tuples(body["mesh"])),
+        topology=body["topology"],
+        inputs=tensors(body["inputs"]),
+        outputs=tensors(body["outputs"]),
+        op_table=table,
+        assignment=Assignment(tuple(table.choices), values, body["assignment"]["mode"], tuple(body["assignment"]["notes"])),
+        reshards=tuple(
+            Reshard(texts[value], shardings[source], shardings[target], texts[op], texts[place], time_s)
+            for value, source, target, op, place, time_s in body["reshards"]
+        ),
+        collectives=tuple(
+            Collective(kind, tuple(axes), payload, time_s, repeats, texts[cause], texts[source])
+            for kind, axes, payload, time_s, repeats, cause, source in body["collectives"]
+        ),
+        cost=Cost(**body["cost"]),
+        options=_tuples(body["options"]),
+        memory_limit_bytes=body["memory_limit_bytes"],
+        lower_bound_s=body["lower_bound_s"],
+        gap=body["gap"],
+        notes=tuple(body["notes"]),
+        format_version=body["format_version"],
+    )
+
+
+def _decode_ops(columns: dict[str, Any]) -> OpTable:
+    rules = [_decode_rule(row) for row in columns["rules"]]
+    choices = [OpSharding(_tuples(row)) for row in columns["choices"]]
+    texts = columns["texts"]
+    names = ("primitive", "operands", "results", "rule", "flops", "repeats")
+    operations = tuple(
+        Op(number, texts[primitive], tuple(operands), tuple(results), rules[rule], flops, repeats)
+        for number, (primitive, operands, results, rule, flops, repeats) in enumerate(zip(*(columns[name] for name in names), strict=True))
+    )
+    origins = tuple(Origin(texts[name], texts[source]) for name, source in zip(columns["name"], columns["source"], strict=True))
+    chosen = tuple(choices[number] for number in columns["axes"])
+    return OpTable(operations, origins, chosen, tuple(columns["inputs"]), tuple(columns["outputs"]))
+
+
+def _decode_rule(row: list[Any]) -> OpRule:
+    operands, results, sizes, kinds, blocked, combiner, reason = row
+    return OpRule(_tuples(operands), _tuples(results), tuple(sizes), tuple(map(FactorKind, kinds)), frozenset(blocked), combiner, reason)
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, all the way down."""
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,273 @@
+"""The Plan: every decision about one step on one mesh, with what it is predicted to cost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+from spmdctx.ir import Assignment, Collective, Graph, Op, OpRule, OpSharding, Origin, Role, TensorSharding, factor_name, item_bytes
+from spmdctx.mesh import LogicalMesh, local_shape
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from spmdctx.plan.diff import PlanDiff
+    from spmdctx.plan.explain import Explanation
+
+FORMAT_VERSION = 1
+"""Of plan files; a file of another version is refused."""
+
+
+class PlannedTensor(NamedTuple):
+    """One leaf of the step's arguments or results; `reason` says where its sharding came from, if that is known."""
+
+    path: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: TensorSharding
+    reason: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return _num_bytes(self.shape, self.dtype)
+
+    def local_bytes(self, mesh: LogicalMesh) -> int:
+        """Bytes of one device's block."""
+        return _num_bytes(local_shape(self.shape, self.sharding, mesh), self.dtype)
+
+
+class PlannedOp(NamedTuple):
+    """One op: its rule and, as text, the axes of each split factor (`i=data, k=model`)."""
+
+    name: str
+    primitive: str
+    source: str
+    rule: OpRule
+    sharding: str
+    repeats: int
+    flops: int
+
+
+class Reshard(NamedTuple):
+    """A value that changes its sharding on the way to (or from) the op called `op`; `time_s` is for the whole step."""
+
+    value: str
+    source_sharding: TensorSharding
+    target_sharding: TensorSharding
+    op: str
+    location: str
+    time_s: float
+
+
+class Cost(NamedTuple):
+    """Predicted seconds of one step and peak bytes of one device."""
+
+    compute_s: float
+    communication_s: float
+    total_s: float
+    memory_bytes: int
+
+
+class Timing(NamedTuple):
+    """Seconds spent on making the plan."""
+
+    trace_s: float = 0.0
+    search_s: float = 0.0
+
+
+class OpTable(Sequence[PlannedOp]):
+    """The ops of a plan as columns; a row is made when it is asked for.
+
+    `inputs` and `outputs` are the value ids of the plan's inputs and outputs.
+    """
+
+    __slots__ = ("choices", "inputs", "operations", "origins", "outputs")
+
+    def __init__(
+        self,
+        operations: Sequence[Op],
+        origins: Sequence[Origin],
+        choices: Sequence[OpSharding],
+        inputs: tuple[int, ...] = (),
+        outputs: tuple[int, ...] = (),
+    ) -> None:
+        if not len(operations) == len(origins) == len(choices):
+            raise ValueError(f"{len(operations)} ops, {len(origins)} origins and {len(choices)} shardings do not fit together.")
+        self.operations, self.origins, self.choices = operations, origins, choices
+        self.inputs, self.outputs = inputs, outputs
+
+    @classmethod
+    def of(cls, graph: Graph, assignment: Assignment) -> OpTable:
+        """The table of a graph under an assignment; takes no time, whatever the size of the graph."""
+        return cls(graph.ops, graph.origins, assignment.ops, graph.inputs, graph.outputs)
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+    @overload
+    def __getitem__(self, index: int) -> PlannedOp: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[PlannedOp, ...]: ...
+    def __getitem__(self, index: int | slice) -> PlannedOp | tuple[PlannedOp, ...]:
+        if isinstance(index, slice):
+            return tuple(self[item] for item in range(*index.indices(len(self))))
+        op, origin = self.operations[index], self.origins[index]
+        sharding = sharding_text(self.choices[index])
+        return PlannedOp(origin.name, op.primitive, origin.source, op.rule, sharding, op.repeats, op.flops)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OpTable):
+            return NotImplemented
+        if self is other:
+            return True
+        return (
+            (self.inputs, self.outputs, len(self)) == (other.inputs, other.outputs, len(other))
+            and all(left[:-1] == right[:-1] for left, right in zip(self.operations, other.operations, strict=True))
+            and tuple(self.choices) == tuple(other.choices)
+            and all(left == right for left, right in zip(self.origins, other.origins, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one step runs on one mesh.
+
+    Attributes:
+        fingerprint: Of the traced program; a plan is lowered for that program only.
+        mode: The parallel mode.
+        search_mode: What searched, empty where nothing did.
+        logical_mesh: Axes and sizes; `mesh` gives them as a dictionary.
+        topology: Name of the machine the prices are for.
+        inputs, outputs: The leaves of the step's arguments and results.
+        op_table: The ops; `ops` gives them as rows.
+        assignment: All shardings, enough to lower the plan without a search.
+        reshards, collectives: Predicted communication, by value and by collective.
+        cost: Predicted time and memory.
+        options: Context options that differ from their defaults.
+        memory_limit_bytes: The budget per device, if there was one.
+        lower_bound_s, gap: No plan of the declared space costs less; `gap` is total / lower bound - 1. None where not computed.
+        notes: Every guess, fallback, padding and replication.
+        timing: How long planning took; neither compared nor saved.
+    """
+
+    fingerprint: str
+    mode: str
+    search_mode: str
+    logical_mesh: LogicalMesh
+    topology: str
+    inputs: tuple[PlannedTensor, ...]
+    outputs: tuple[PlannedTensor, ...]
+    op_table: OpTable
+    assignment: Assignment
+    reshards: tuple[Reshard, ...]
+    collectives: tuple[Collective, ...]
+    cost: Cost
+    options: tuple[tuple[str, Any], ...] = ()
+    memory_limit_bytes: int | None = None
+    lower_bound_s: float | None = None
+    gap: float | None = None
+    notes: tuple[str, ...] = ()
+    timing: Timing = field(default=Timing(), compare=False)
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", tuple((name, _plain(value)) for name, value in self.options))
+
+    def __hash__(self) -> int:
+        return hash((self.fingerprint, self.logical_mesh))
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axis names to sizes."""
+        return dict(self.logical_mesh.axes)
+
+    @property
+    def ops(self) -> Sequence[PlannedOp]:
+        """One row per op, made when it is asked for."""
+        return self.op_table
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON: the same bytes for equal plans, no timing, no absolute path."""
+        from spmdctx.plan.file import write_plan
+
+        write_plan(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises:
+            PlanFormatError: the file is no plan, is damaged, or has another format version.
+        """
+        from spmdctx.plan.file import read_plan
+
+        return read_plan(path)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What changes from this plan to `other`."""
+        from spmdctx.plan.diff import diff_plans
+
+        return diff_plans(self, other)
+
+    def explain(self, pattern: str) -> Explanation:
+        """Why the arguments, results and ops that match `pattern` are split as they are.
+
+        Args:
+            pattern: part of a path ("layers/3/attn/q"), a glob over whole paths ("*/attn/*"), or an op's name or source line.
+        """
+        from spmdctx.plan.explain import explain_plan
+
+        return explain_plan(self, pattern)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as one self-contained page."""
+        from spmdctx.plan.page import plan_document
+
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(plan_document(self))
+
+    def __rich__(self) -> Group:
+        from spmdctx.plan.table import plan_table
+
+        return plan_table(self)
+
+    def __str__(self) -> str:
+        from spmdctx.plan.table import rendered
+
+        return rendered(self)
+
+    def _repr_html_(self) -> str:
+        from spmdctx.plan.page import plan_page
+
+        return plan_page(self)
+
+
+def sharding_text(choice: OpSharding) -> str:
+    """`i=data, k=model+axis2`: the split factors of an op; empty where none is."""
+    return ", ".join(f"{factor_name(index)}={'+'.join(axes)}" for index, axes in enumerate(choice.axes) if axes)
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    count = item_bytes(dtype)
+    for size in shape:
+        count *= size
+    return count
+
+
+def _plain(value: Any) -> Any:
+    """An option's value as JSON could hold it, with tuples for lists; anything else becomes its text."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return str(value)
