@@ -106,6 +106,15 @@ def nearest_fit(size: int, wanted: int, num_devices: int) -> int:
     return next(number for number in range(min(wanted, size, num_devices), 0, -1) if size % number == 0 and num_devices % number == 0)
 
 
+def fitting_strategy(sizes: Sequence[int], wanted: Sequence[int], num_devices: int) -> Strategy:
+    """A strategy below `wanted` whose entries divide `sizes` and whose product divides the devices; it keeps what fits already."""
+    numbers = [nearest_fit(size, number, num_devices) if number else FREE for size, number in zip(sizes, wanted, strict=True)]
+    while num_devices % math.prod(number for number in numbers if number):
+        largest = max(range(len(numbers)), key=lambda index: (numbers[index] > 1, numbers[index] != wanted[index], numbers[index]))
+        numbers[largest] = nearest_fit(sizes[largest], numbers[largest] - 1, num_devices)
+    return tuple(numbers)
+
+
 @dataclass(frozen=True)
 class Layout:
     """A device matrix with named axes; calling it with an axis name per dimension lays out a tensor.
