@@ -9,11 +9,16 @@ What XLA's partitioner makes of a split of each (seen in compiled programs; `tes
 * the updates of a scatter-add, -mul, -min, -max (an embedding's gradient over a split batch): one all-reduce of the
   result's block, for every such dimension. Those of a plain scatter and a scatter-sub are all-gathered first, so they
   stay whole, as do windows that cover a part of their dimension.
+
+One exception: a scatter of a single update into a split dimension becomes a dynamic-slice that XLA may merge with the one
+that cut the operand, dropping a clamp, and devices that should write nothing write a wrong row (openxla/xla#49121, seen
+with jax 0.10.2). There the written-into dimensions stay whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from spmdctx.ir import DimFactors, FactorKind, OpRule
@@ -81,13 +86,14 @@ def _scatter(operands: tuple[Shape, ...], params: Mapping[str, Any], updates_kin
     index = [builder.factor(size, FactorKind.PASS_THROUGH if dim in into_index else updates_kind) for dim, size in enumerate(indices[:-1])]
     batching = _paired(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, index)
     window_sizes = iter([updates[dim] for dim in sorted(numbers.update_window_dims)])
+    written_kind = FactorKind.NEED_REPLICATION if prod(indices[:-1]) == 1 else FactorKind.PASS_THROUGH
     target: list[DimFactors] = []
     windows: list[DimFactors] = []
     for dim, size in enumerate(operand):
         if dim in batching:
             target.append(batching[dim])
         elif dim in numbers.inserted_window_dims:
-            target.append(builder.factor(size))
+            target.append(builder.factor(size, written_kind))
         else:
             own, window = _window(builder, size, next(window_sizes))
             target.append(own)

@@ -4,7 +4,7 @@ Both shapes are walked from the major end, taking out greatest common divisors, 
 
     [8, 4, 16] -> [32, 16]    ([i, j, k])->([(i j), k])             {i=8, j=4, k=16}
     [32, 16]   -> [8, 64]     ([(i j), k])->([i, (j k)])            {i=8, j=4, k=16}
-    [6, 4]     -> [4, 6]      ([(i j), k])->([(i l), m])            {i=2, j=3, k=4, l=2, m=6}, only i can be split
+    [6, 4]     -> [4, 6]      ([(i j), m])->([(i k), l])            {i=2, j=3, k=2, l=6, m=4}, only i can be split
 
 A split of a major factor cuts the elements in the same place on both sides, so it passes. Where the remainders share no
 divisor, no cut is common to both until their products meet again: those dimensions get blocked factors of their own.
