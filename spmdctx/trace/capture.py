@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+import inspect
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.extend.core as jexc
 
+from spmdctx._compat import unwrap_jit
+from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir import Role
-
-PartitionNames = tuple[str | tuple[str, ...] | None, ...]
-"""Axis names per dimension, as Flax metadata gives them; None where a dimension is whole."""
+from spmdctx.trace.arguments import Call, Names, Parameters, Positions, Selection, Static, parameters_of, split_static
+from spmdctx.trace.carry import Span, carried_leaves
+from spmdctx.trace.partitioning import PartitionNames
+from spmdctx.trace.roles import Argument, roles_of
+from spmdctx.trace.structure import Flattening, Keys, PureFlattening, Result, Structure, argument_of, key_text, path_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class Captured:
     jaxpr: jexc.ClosedJaxpr
     inputs: tuple[InputLeaf, ...]
     outputs: tuple[OutputLeaf, ...]
-    structure: Hashable
+    structure: Structure
     trace_s: float
     notes: tuple[str, ...] = ()
 
@@ -66,3 +76,242 @@ class Captured:
     def in_avals(self) -> tuple[Any, ...]:
         """Abstract values of the inputs, weak types kept."""
         return tuple(self.jaxpr.in_avals)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function as the trace calls it: with the nnx objects it is bound to as leading arguments."""
+
+    fn: Callable[..., Any]
+    leading: tuple[Any, ...]
+    name: str
+    parameters: Parameters
+    static: Selection
+    donated: Selection
+    batch: Selection | None
+
+
+def target_of(
+    fn: Callable[..., Any],
+    *,
+    batch_argnums: Positions = None,
+    batch_argnames: Names = None,
+    static_argnums: Positions = (),
+    static_argnames: Names = (),
+    donate_argnums: Positions = (),
+    donate_argnames: Names = (),
+) -> Target:
+    """Looks through jax.jit, nnx.jit, bound methods and partials of nnx objects, and resolves which arguments are which.
+
+    Raises:
+        ContextError: a position or name that the function does not have.
+        TypeError: `fn` is no function, or a position or name of a wrong type.
+    """
+    if not callable(fn):
+        raise TypeError(message("A step must be a function, a method, or a function of jax.jit or nnx.jit.", got=type(fn).__name__))
+    fn, leading = _unbound(fn)
+    fn, jitted = unwrap_jit(fn)
+    parameters = parameters_of(fn)
+    visible = Parameters(parameters.names[len(leading) :], parameters.rest)
+
+    def select(what: str, positions: Positions, names: Names) -> Selection:
+        return visible.select(what, positions, names).shifted(len(leading))
+
+    def also(selection: Selection, numbers: tuple[int, ...], words: tuple[str, ...]) -> Selection:
+        return Selection(selection.positions | frozenset(numbers), selection.names | frozenset(words))
+
+    return Target(
+        fn=fn,
+        leading=leading,
+        name=getattr(fn, "__name__", type(fn).__name__),
+        parameters=parameters,
+        static=also(select("static", static_argnums, static_argnames), jitted.static_argnums, jitted.static_argnames),
+        donated=also(select("donate", donate_argnums, donate_argnames), jitted.donate_argnums, jitted.donate_argnames),
+        batch=None if batch_argnums is None and batch_argnames is None else select("batch", batch_argnums, batch_argnames),
+    )
+
+
+def _unbound(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function and the nnx objects it is bound to, which are state and no constants."""
+    if inspect.ismethod(fn) and _may_hold_objects(fn.__self__):
+        return fn.__func__, (fn.__self__,)
+    if isinstance(fn, functools.partial) and fn.args and not fn.keywords and _may_hold_objects(fn.args):
+        inner, leading = _unbound(fn.func)
+        return inner, (*leading, *fn.args)
+    if not inspect.isroutine(fn) and _may_hold_objects(fn):
+        return type(fn).__call__, (fn,)
+    return fn, ()
+
+
+def _may_hold_objects(tree: Any) -> bool:
+    if "flax.nnx" not in sys.modules:  # then no object of it exists, and importing it takes a second
+        return False
+    from spmdctx.trace.objects import has_objects
+
+    return has_objects(tree)
+
+
+def flattening_of(call: Call) -> Flattening:
+    """Flattens the dynamic arguments of one call."""
+    if _may_hold_objects(call):
+        from spmdctx.trace.objects import ObjectFlattening
+
+        return ObjectFlattening(call)
+    return PureFlattening(call)
+
+
+def capture(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch_argnums: Positions = None,
+    batch_argnames: Names = None,
+    static_argnums: Positions = (),
+    static_argnames: Names = (),
+    donate_argnums: Positions = (),
+    donate_argnames: Names = (),
+) -> Captured:
+    """Traces a step on example arguments: arrays, or anything with a shape and a dtype.
+
+    Args:
+        fn: a function, a method, a function of jax.jit or nnx.jit, or an nnx module that is called.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        batch_argnums: positions of the batch arguments; by default they are found.
+        batch_argnames: names of the batch arguments.
+        static_argnums: positions of arguments that are compile-time constants.
+        static_argnames: names of such arguments.
+        donate_argnums: positions of arguments whose memory the step may reuse.
+        donate_argnames: names of such arguments.
+
+    Raises:
+        ContextError: a position or name that the function does not have.
+        TypeError: an argument leaf that is no array.
+        UnsupportedError: an argument that is a mutable array reference.
+    """
+    target = target_of(
+        fn,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+    )
+    call, static = split_static(target.static, (*target.leading, *args), dict(kwargs or {}))
+    return capture_call(target, call, static)
+
+
+def capture_call(target: Target, call: Call, static: Static) -> Captured:
+    """Traces one call whose static arguments are already set apart."""
+    started = time.perf_counter()
+    flattening = flattening_of(call)
+    paths = [_path(target, static, leaf.keys) for leaf in flattening.leaves]
+    avals = [abstract(leaf.value, path) for leaf, path in zip(flattening.leaves, paths, strict=True)]
+    donated = [target.donated.holds(_argument(static, leaf.keys)) for leaf in flattening.leaves]
+    traced = _trace(target, static, flattening, avals, donated)
+    roles, carried = _roles(target, static, flattening, traced)
+    inputs = tuple(
+        InputLeaf(path, tuple(aval.shape), str(aval.dtype), role, given, leaf.names)
+        for path, aval, role, given, leaf in zip(paths, traced.jaxpr.in_avals, roles, donated, flattening.leaves, strict=True)
+    )
+    outputs = tuple(
+        OutputLeaf(
+            paths[source] if result.source is not None else path_text(("out", *result.keys)), tuple(aval.shape), str(aval.dtype), source
+        )
+        for result, aval, source in zip(traced.results, traced.jaxpr.out_avals, carried, strict=True)
+    )
+    structure = flattening.structure(traced.kept)
+    return Captured(target.name, traced.jaxpr, inputs, outputs, structure, time.perf_counter() - started)
+
+
+class _Traced(NamedTuple):
+    jaxpr: jexc.ClosedJaxpr
+    results: list[Result]
+    kept: list[int]
+
+
+def _trace(target: Target, static: Static, flattening: Flattening, avals: list[Any], donated: list[bool]) -> _Traced:
+    """The flat program; results that only hand an nnx variable through are left out, unless its memory is donated."""
+    results: list[Result] = []
+    kept: list[int] = []
+
+    def run(call: Call) -> Any:
+        args, kwargs = static.join(*call)
+        return target.fn(*args, **kwargs)
+
+    def flat(*leaves: Any) -> list[Any]:
+        made = flattening.run(run, leaves)
+        unchanged = [entry.source is not None and not donated[entry.source] and entry.value is leaves[entry.source] for entry in made]
+        kept[:] = flattening.kept(unchanged)
+        results[:] = [made[index]._replace(value=None) for index in kept]
+        return [made[index].value for index in kept]
+
+    jaxpr = jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals])
+    return _Traced(jaxpr, results, kept)
+
+
+def abstract(value: Any, path: str) -> Any:
+    """The abstract value of a leaf, weak type kept.
+
+    Raises:
+        TypeError: it is no array, number or key.
+        UnsupportedError: it is a mutable array reference.
+    """
+    try:
+        aval = jax.typeof(value)
+    except TypeError:
+        raise TypeError(
+            message(
+                f"Argument {path!r} is no array.",
+                got=f"{type(value).__module__}.{type(value).__qualname__}",
+                fix="pass it as a static argument (static_argnames), or close over it",
+            )
+        ) from None
+    if not hasattr(aval, "shape") or not hasattr(aval, "weak_type"):
+        raise UnsupportedError(
+            f"Argument {path!r} is a mutable array reference.", got=str(aval), fix="pass an array and return its next value"
+        )
+    return aval
+
+
+def _argument(static: Static, keys: Keys) -> int | str:
+    """The argument of the user's call that a leaf belongs to: its position, or its keyword."""
+    argument = argument_of(keys)
+    return argument if isinstance(argument, str) else static.position(argument)
+
+
+def _path(target: Target, static: Static, keys: Keys) -> str:
+    return "/".join([target.parameters.name(_argument(static, keys)), *[key_text(key) for key in keys[2:]]])
+
+
+def _roles(target: Target, static: Static, flattening: Flattening, traced: _Traced) -> tuple[list[Role], list[int | None]]:
+    """A role per input, and per output the input whose next value it is."""
+    arguments = list(_arguments(target, static, flattening, traced.jaxpr.in_avals))
+    sources = [result.source for result in traced.results]
+    first = sum(index < flattening.num_state for index in traced.kept)
+    loose = [argument for argument in arguments if not argument.is_key and not any(leaf.owned for leaf in argument.leaves)]
+    found = carried_leaves(
+        [argument.span for argument in loose],
+        traced.jaxpr.in_avals,
+        Span(flattening.result_tree, first, len(sources)),
+        traced.jaxpr.out_avals,
+        traced.jaxpr.jaxpr,
+    )
+    for source, output in found.items():
+        sources[output] = source
+    return roles_of(arguments, frozenset(found), target.batch), sources
+
+
+def _arguments(target: Target, static: Static, flattening: Flattening, avals: Sequence[Any]) -> Iterator[Argument]:
+    """The dynamic arguments; leaves of one argument that do not lie side by side count as several of one name."""
+    start = 0
+    for place, group in itertools.groupby(flattening.leaves, key=lambda leaf: (_argument(static, leaf.keys), leaf.owned)):
+        leaves = list(group)
+        stop = start + len(leaves)
+        tree = (
+            jax.tree.structure(flattening.argument(argument_of(leaves[0].keys))) if not place[1] else jax.tree.structure([0] * len(leaves))
+        )
+        yield Argument(target.parameters.name(place[0]), place[0], Span(tree, start, stop), leaves, avals[start:stop])
+        start = stop

@@ -1,0 +1,45 @@
+"""What is not public in JAX or Flax, or differs between their versions: the only file that may name such things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class JitOptions(NamedTuple):
+    """What the user told `jax.jit` or `nnx.jit` about the arguments of the function."""
+
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+
+
+def is_jitted(fn: Any) -> bool:
+    """Whether `fn` is a function of `jax.jit`; their type has no public name, their methods are public."""
+    return all(hasattr(fn, name) for name in ("__wrapped__", "clear_cache", "trace", "lower"))
+
+
+def unwrap_jit(fn: Callable[..., Any]) -> tuple[Callable[..., Any], JitOptions]:
+    """The function under `jax.jit` or `nnx.jit` and its options; other functions come back as they are.
+
+    A jitted function with shardings comes back as it is too: its trace holds the shardings, which are pins.
+    """
+    jitted = fn if is_jitted(fn) else _nnx_jitted(fn)
+    if jitted is None:
+        return fn, JitOptions()
+    # A jitted function keeps its options in a private attribute, and JAX has no public way to read them.
+    info = getattr(jitted, "_jit_info", None)
+    if info is None:
+        return fn, JitOptions()
+    options = JitOptions(*(tuple(getattr(info, name)) for name in JitOptions._fields))
+    leaves = (*info.in_shardings_leaves, *info.out_shardings_leaves)
+    has_shardings = any(type(leaf).__name__ != "UnspecifiedValue" for leaf in leaves)
+    return (fn if has_shardings else fn.__wrapped__), options  # type: ignore[attr-defined]
+
+
+def _nnx_jitted(fn: Any) -> Any | None:
+    """The jitted function inside `nnx.jit`'s wrapper, which keeps the options; None for other functions."""
+    if not type(fn).__module__.startswith("flax.nnx") or not hasattr(fn, "__wrapped__"):
+        return None
+    return getattr(fn, "jitted_fn", None)

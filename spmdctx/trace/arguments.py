@@ -1,0 +1,136 @@
+"""How a function is called: which arguments are static, donated or batch, by position or by name, and what each is called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmdctx.errors import ContextError, message
+
+Positions = int | Sequence[int] | None
+Names = str | Sequence[str] | None
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Arguments chosen by position or by name; each holds for both ways of passing them."""
+
+    positions: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.positions or self.names)
+
+    def holds(self, argument: int | str) -> bool:
+        """Whether the argument at a position, or of a keyword, is chosen."""
+        return argument in self.positions or argument in self.names
+
+    def shifted(self, count: int) -> Selection:
+        """The same arguments where `count` others come before them."""
+        return Selection(frozenset(position + count for position in self.positions), self.names)
+
+
+NOTHING = Selection()
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The positional parameters of a function; `rest` names its `*args`."""
+
+    names: tuple[str, ...]
+    rest: str | None
+
+    def name(self, argument: int | str) -> str:
+        """What paths call the argument at a position, or of a keyword."""
+        if isinstance(argument, str):
+            return argument
+        if argument < len(self.names):
+            return self.names[argument]
+        return f"{self.rest or 'args'}/{argument - len(self.names)}"
+
+    def select(self, what: str, positions: Positions, names: Names) -> Selection:
+        """The arguments that `what`_argnums and `what`_argnames choose.
+
+        Raises:
+            ContextError: a position or name that the function does not have.
+            TypeError: a position that is no int, or a name that is no str.
+        """
+        numbers = _as_tuple(f"{what}_argnums", positions, int)
+        words = _as_tuple(f"{what}_argnames", names, str)
+        count = len(self.names)
+        if self.rest is None and any(not -count <= number < count for number in numbers):
+            raise ContextError(
+                f"{what}_argnums is out of range.", got=str(positions), need=f"positions of {', '.join(self.names) or 'no arguments'}"
+            )
+        chosen = {number % count if number < 0 else number for number in numbers}
+        chosen |= {self.names.index(word) for word in words if word in self.names}
+        return Selection(frozenset(chosen), frozenset(words) | {self.names[number] for number in chosen if number < count})
+
+
+def _as_tuple(option: str, value: Any, kind: type) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    entries = (value,) if isinstance(value, kind) else value
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not all(type(entry) is kind for entry in entries):
+        raise TypeError(message(f"{option} must be {kind.__name__} or a sequence of {kind.__name__}.", got=repr(value)))
+    return tuple(entries)
+
+
+def parameters_of(fn: Callable[..., Any]) -> Parameters:
+    """Names of the positional parameters; none are known where a function has no signature (a builtin)."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return Parameters((), "args")
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rest = next((parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.VAR_POSITIONAL), None)
+    return Parameters(tuple(parameter.name for parameter in parameters if parameter.kind in positional), rest)
+
+
+@dataclass(frozen=True)
+class Static:
+    """The static arguments of one call, hashable, and how to put them back among the others."""
+
+    positional: tuple[tuple[int, Hashable], ...] = ()
+    keyword: tuple[tuple[str, Hashable], ...] = ()
+
+    def join(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """The call the user wrote, from its dynamic arguments."""
+        whole = list(args)
+        for position, value in self.positional:
+            whole.insert(position, value)
+        return tuple(whole), {**kwargs, **dict(self.keyword)}
+
+    def position(self, index: int) -> int:
+        """Position in the user's call of the dynamic argument at `index`."""
+        for position, _ in self.positional:
+            if position <= index:
+                index += 1
+        return index
+
+
+NO_STATIC = Static()
+
+
+def split_static(static: Selection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Static]:
+    """Parts a call into its dynamic arguments and its static ones.
+
+    Raises:
+        TypeError: a static argument that is not hashable.
+    """
+    if not static:
+        return (args, kwargs), NO_STATIC
+    fixed = Static(
+        tuple((index, value) for index, value in enumerate(args) if index in static.positions),
+        tuple(sorted((name, value) for name, value in kwargs.items() if name in static.names)),
+    )
+    for argument, value in (*fixed.positional, *fixed.keyword):
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(message(f"Static argument {argument!r} is not hashable.", got=type(value).__name__)) from None
+    dynamic = tuple(value for index, value in enumerate(args) if index not in static.positions)
+    return (dynamic, {name: value for name, value in kwargs.items() if name not in static.names}), fixed

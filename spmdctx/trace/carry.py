@@ -1,0 +1,136 @@
+"""Finds the arguments that a step gives back as their next value: training state, by structure, shapes and data flow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core as jexc
+
+Avals = Sequence[Any]
+_CALLS = ("jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+_MIXING = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "gather", "sort", "reshape", "transpose", "broadcast_in_dim"})
+
+
+class Span(NamedTuple):
+    """A subtree: its structure and its run of flat leaves."""
+
+    tree: Any
+    start: int
+    stop: int
+
+
+def children(span: Span) -> list[Span]:
+    """The direct subtrees."""
+    spans = []
+    start = span.start
+    for child in span.tree.children():
+        spans.append(Span(child, start, start + child.num_leaves))
+        start += child.num_leaves
+    return spans
+
+
+def carried_leaves(arguments: Sequence[Span], in_avals: Avals, result: Span, out_avals: Avals, jaxpr: jexc.Jaxpr) -> dict[int, int]:
+    """Input leaf to the output leaf that is its next value.
+
+    An argument is carried where the result holds a subtree of the same structure, shapes and dtypes. A bare array, or a
+    tuple of them, says too little by its structure: it also needs a path of element-wise ops to that output, and
+    arguments before it that are all carried.
+
+    Args:
+        arguments: the dynamic arguments as spans of the inputs, in order, without those that cannot be carried.
+        in_avals: of the flat inputs.
+        result: the results as a span of the outputs.
+        out_avals: of the flat results.
+        jaxpr: the flat program.
+    """
+    found: dict[int, int] = {}
+    taken: set[int] = set()
+    all_before = True
+    for argument in arguments:
+        candidates = [argument] if argument.tree.num_leaves else []
+        matched = False
+        while candidates:
+            part = candidates.pop(0)
+            output = _next_value(part, in_avals, result, out_avals, jaxpr, taken, all_before)
+            if output is not None:
+                found.update(zip(range(part.start, part.stop), range(output.start, output.stop), strict=True))
+                taken.update(range(output.start, output.stop))
+                matched = True
+            elif part is argument:
+                candidates = [child for child in children(part) if child.tree.num_leaves and not _is_bare(child.tree)]
+        all_before = all_before and matched
+    return found
+
+
+def _next_value(
+    part: Span, in_avals: Avals, result: Span, out_avals: Avals, jaxpr: jexc.Jaxpr, taken: set[int], all_before: bool
+) -> Span | None:
+    bare = _is_bare(part.tree)
+    if bare and not all_before:
+        return None
+    signature = [_signature(aval) for aval in in_avals[part.start : part.stop]]
+    for output in _subtrees(result, part.tree.num_leaves):
+        if output.tree != part.tree or not taken.isdisjoint(range(output.start, output.stop)):
+            continue
+        if signature != [_signature(aval) for aval in out_avals[output.start : output.stop]]:
+            continue
+        if not bare or all(_is_update(jaxpr, part.start + offset, output.start + offset) for offset in range(len(signature))):
+            return output
+    return None
+
+
+def _signature(aval: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(aval.shape), str(aval.dtype)
+
+
+def _subtrees(span: Span, num_leaves: int) -> Iterator[Span]:
+    """All subtrees of `num_leaves` leaves, outer ones and earlier ones first."""
+    if span.tree.num_leaves < num_leaves:
+        return
+    if span.tree.num_leaves == num_leaves:
+        yield span
+    for child in children(span):
+        yield from _subtrees(child, num_leaves)
+
+
+def _is_bare(tree: Any) -> bool:
+    """Whether a structure has no names: a leaf, or tuples and lists of leaves."""
+    kind = tree.node_data()
+    return kind is None or (kind[0] in (tuple, list, type(None)) and all(_is_bare(child) for child in tree.children()))
+
+
+def _is_update(jaxpr: jexc.Jaxpr, index: int, output: int) -> bool:
+    """Whether the output comes from the input through ops that keep its elements where they are."""
+    target = jaxpr.outvars[output]
+    return target is jaxpr.invars[index] or target in _reach(jaxpr, {jaxpr.invars[index]})
+
+
+def _reach(jaxpr: Any, start: set[Any]) -> set[Any]:
+    """Variables of the same shape that `start` flows into, element by element."""
+    reached = set(start)
+    shape = next(iter(start)).aval.shape if start else ()
+    for eqn in jaxpr.eqns:
+        operands = [var in reached for var in eqn.invars if not isinstance(var, jexc.Literal)]
+        if not any(operands) or eqn.primitive.name in _MIXING:
+            continue
+        inner = _called(eqn)
+        if inner is None:
+            reached.update(var for var in eqn.outvars if getattr(var.aval, "shape", None) == shape)
+            continue
+        entered = {
+            bound for bound, var in zip(inner.invars, eqn.invars, strict=False) if not isinstance(var, jexc.Literal) and var in reached
+        }
+        leaving = _reach(inner, entered)
+        reached.update(
+            var for var, own in zip(eqn.outvars, inner.outvars, strict=False) if not isinstance(own, jexc.Literal) and own in leaving
+        )
+    return reached
+
+
+def _called(eqn: Any) -> Any:
+    """The body of a call whose operands are the body's inputs; None for other ops, loops among them."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    return getattr(body, "jaxpr", body)

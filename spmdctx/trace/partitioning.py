@@ -1,0 +1,62 @@
+"""Flax's partitioning metadata as names per dimension: linen's boxes and the metadata of nnx variables."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+
+PartitionNames = tuple[str | tuple[str, ...] | None, ...]
+"""Axis names per dimension, as Flax metadata gives them; None where a dimension is whole."""
+
+
+def spec_names(spec: Any, rank: int) -> PartitionNames | None:
+    """Names per dimension of a PartitionSpec, None where it says nothing or does not fit a tensor of `rank`."""
+    entries = tuple(spec) if spec is not None else ()
+    if not entries or len(entries) > rank:
+        return None
+    if any(not (entry is None or isinstance(entry, str | tuple)) for entry in entries):
+        return None
+    return entries + (None,) * (rank - len(entries))
+
+
+def boxed_names(tree: Any) -> dict[int, PartitionNames]:
+    """Flat index to names, for the leaves that lie in linen's metadata boxes."""
+    meta = sys.modules.get("flax.core.meta")
+    if meta is None:  # without it no box can exist, and importing Flax takes a second
+        return {}
+    found: dict[int, PartitionNames] = {}
+    index = 0
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, meta.AxisMetadata)):
+        if not isinstance(node, meta.AxisMetadata):
+            index += 1
+            continue
+        for leaf in jax.tree.leaves(node):
+            names = spec_names(_box_spec(node), len(jax.numpy.shape(leaf)) if not hasattr(leaf, "shape") else len(leaf.shape))
+            if names is not None:
+                found[index] = names
+            index += 1
+    return found
+
+
+def _box_spec(box: Any) -> Any:
+    get_spec = getattr(box, "get_partition_spec", None)
+    if get_spec is None:
+        return None
+    linen_spmd = sys.modules.get("flax.linen.spmd")
+    if linen_spmd is not None and isinstance(box, linen_spmd.LogicallyPartitioned):
+        rules = box.rules or linen_spmd.get_logical_axis_rules()
+        if rules:
+            return linen_spmd.logical_to_mesh_axes(box.names, rules)
+    return get_spec()
+
+
+def variable_names(variable: Any) -> PartitionNames | None:
+    """Names per dimension of an nnx variable's metadata, None where it has none."""
+    from flax import nnx  # only called where nnx is loaded
+
+    shape = getattr(variable.get_raw_value(), "shape", None)
+    if shape is None:
+        return None
+    return spec_names(nnx.get_partition_spec(variable).get_raw_value(), len(shape))

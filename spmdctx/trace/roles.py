@@ -1,0 +1,145 @@
+"""What each argument leaf is to the step: parameter, optimizer state, other state, key, batch, or a plain argument."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdctx.ir import Role
+from spmdctx.trace.arguments import Selection
+from spmdctx.trace.carry import Span, children
+from spmdctx.trace.structure import Leaf, key_text
+
+_PARAMETER_NAMES = frozenset({"params", "param", "parameters", "weights", "kernel"})
+_OPTIMIZER_NAMES = frozenset(
+    {"opt_state", "opt_states", "opt", "optimizer", "optim", "optimizer_state", "momentum", "momenta", "velocity", "mu", "nu", "trace"}
+)
+_STATE_NAMES = frozenset({"batch_stats", "stats", "step", "steps", "count", "ema", "cache", "carry", "hidden", "model_state"})
+_KEY_WORDS = ("key", "rng", "seed")
+
+
+class Argument:
+    """One dynamic argument of the call, with its run of flat leaves."""
+
+    def __init__(self, name: str, argument: int | str, span: Span, leaves: Sequence[Leaf], avals: Sequence[Any]) -> None:
+        self.name = name
+        self.argument = argument
+        self.span = span
+        self.leaves = leaves
+        self.avals = avals
+
+    @property
+    def is_object(self) -> bool:
+        """Whether nnx or linen knows what its leaves are."""
+        return any(leaf.owned for leaf in self.leaves) or _has_linen_node(self.span.tree)
+
+    @property
+    def is_key(self) -> bool:
+        """Whether all leaves are PRNG keys."""
+        return bool(self.avals) and all(is_key(aval, self.name) for aval in self.avals)
+
+
+def is_key(aval: Any, name: str) -> bool:
+    """Whether a leaf is a PRNG key: typed, a raw pair (or four) of uint32 words, or an array of those that is named so."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return True
+    if str(aval.dtype) != "uint32" or not aval.shape or aval.shape[-1] not in (2, 4):
+        return False
+    return len(aval.shape) == 1 or any(word in name.lower() for word in _KEY_WORDS)
+
+
+def roles_of(arguments: Sequence[Argument], carried: frozenset[int], batch: Selection | None) -> list[Role]:
+    """One role per flat input, of all `arguments` in order.
+
+    The batch is what `batch` selects; without it, every argument that is no nnx or linen object, no PRNG key, and not
+    carried; where nothing is carried and there is no such object, all of those but the first argument.
+    """
+    is_state = [argument.is_object or not carried.isdisjoint(range(argument.span.start, argument.span.stop)) for argument in arguments]
+    first_is_state = not any(is_state)
+    parameters: Any = None
+    roles: list[Role] = []
+    for index, (argument, state) in enumerate(zip(arguments, is_state, strict=True)):
+        if batch is not None:
+            is_batch = batch.holds(argument.argument)
+        else:
+            is_batch = not state and not argument.is_key and not (first_is_state and index == 0)
+        if is_batch:
+            roles += [_batch_role(argument, leaf, aval) for leaf, aval in zip(argument.leaves, argument.avals, strict=True)]
+            continue
+        follows = parameters is not None and argument.span.tree == parameters
+        own = _state_roles(argument, Role.OPTIMIZER if follows else Role.PARAMETER)
+        roles += own
+        if parameters is None and Role.PARAMETER in own:
+            parameters = argument.span.tree
+    return roles
+
+
+def _batch_role(argument: Argument, leaf: Leaf, aval: Any) -> Role:
+    if leaf.role is not None:
+        return leaf.role
+    if is_key(aval, _leaf_name(argument, leaf)):
+        return Role.KEY
+    return Role.BATCH if aval.shape else Role.ARGUMENT
+
+
+def _leaf_name(argument: Argument, leaf: Leaf) -> str:
+    return key_text(leaf.keys[-1]) if len(leaf.keys) > 2 else argument.name
+
+
+def _state_roles(argument: Argument, default: Role) -> list[Role]:
+    from_optax = _optax_leaves(argument.span)
+    roles = []
+    for offset, (leaf, aval) in enumerate(zip(argument.leaves, argument.avals, strict=True)):
+        if leaf.role is not None:
+            roles.append(leaf.role)
+        elif argument.span.start + offset in from_optax:
+            roles.append(Role.OPTIMIZER)
+        else:
+            roles.append(_named_role(argument, leaf, aval, default))
+    return roles
+
+
+def _named_role(argument: Argument, leaf: Leaf, aval: Any, default: Role) -> Role:
+    words = [argument.name, *[key_text(key) for key in leaf.keys[2:]]]
+    if is_key(aval, words[-1]):
+        return Role.KEY
+    for word in words:
+        for names, role in ((_PARAMETER_NAMES, Role.PARAMETER), (_OPTIMIZER_NAMES, Role.OPTIMIZER), (_STATE_NAMES, Role.STATE)):
+            if word.lower() in names:
+                return role
+    if not jnp.issubdtype(aval.dtype, jnp.inexact) or not aval.shape:
+        return Role.STATE
+    return default
+
+
+def _optax_leaves(span: Span) -> frozenset[int]:
+    """Flat leaves that lie in a state of optax."""
+    kind = span.tree.node_data()
+    if kind is None:
+        return frozenset()
+    if kind[0].__module__.startswith("optax"):
+        return frozenset(range(span.start, span.stop))
+    return frozenset().union(*[_optax_leaves(child) for child in children(span)])
+
+
+def _has_linen_node(tree: Any) -> bool:
+    """Whether a TrainState, a FrozenDict or a metadata box lies in a structure."""
+    kinds = tuple(
+        getattr(sys.modules[module], name)
+        for module, name in (
+            ("flax.training.train_state", "TrainState"),
+            ("flax.core.frozen_dict", "FrozenDict"),
+            ("flax.core.meta", "AxisMetadata"),
+        )
+        if module in sys.modules
+    )
+    return bool(kinds) and _has_kind(tree, kinds)
+
+
+def _has_kind(tree: Any, kinds: tuple[type, ...]) -> bool:
+    kind = tree.node_data()
+    return kind is not None and (issubclass(kind[0], kinds) or any(_has_kind(child, kinds) for child in tree.children()))
