@@ -1,7 +1,9 @@
 """Holds compiled collectives against planned ones, execution by execution, and names how each planned one was realised.
 
 A planned collective is found where a compiled one has its axes and its payload within 10 %, or where the compiler is known
-to write it otherwise: each such way is a line of `_WAYS`, or a split or fusion over axes, and is named in the result.
+to write it otherwise. Each such way has a name, which the result carries together with the bytes really moved:
+`WAYS` are one for one; the functions below find collectives over several axes done one axis at a time, or those over one
+axis each done at once, those moved out of a loop, and partial results added up before they are reduced.
 """
 
 from __future__ import annotations
@@ -12,14 +14,22 @@ from typing import NamedTuple
 
 from spmdctx.audit.collectives import CompiledCollective
 from spmdctx.audit.groups import in_mesh_order
-from spmdctx.ir import AxisNames, Collective
+from spmdctx.ir import COLLECTIVE_KINDS, AxisNames, Collective
 from spmdctx.mesh import LogicalMesh
 
 TOLERANCE = 0.1
 AS_PLANNED = "as planned"
+SLICED = "all_reduce and slice"
+WIDENED = "float32 for bfloat16"
+NARROWED = "bfloat16 for float32"
+STACKED = "once after its loop, stacked"
+HOISTED = "once after its loop"
+JOINED = "added to another before the reduction"
+PER_AXIS = "one per axis"
+AT_ONCE = "one over all axes"
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """One way to write a planned kind: the compiled kind, its payload over the planned one's, and its dtype if that tells."""
 
     planned: str
@@ -29,45 +39,43 @@ class _Way(NamedTuple):
     name: str
 
 
-_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
-_NARROW = ("bfloat16", "float16")
-_WIDE = ("float32",)
-_WAYS: tuple[_Way, ...] = (
-    *(_Way(kind, kind, 1.0, (), AS_PLANNED) for kind in _KINDS),
-    _Way("reduce_scatter", "all_reduce", 1.0, (), "all_reduce and slice"),
-    *(_Way(kind, kind, 2.0, _WIDE, "float32 for bfloat16") for kind in _KINDS),
-    _Way("reduce_scatter", "all_reduce", 2.0, _WIDE, "all_reduce and slice, float32 for bfloat16"),
-    *(_Way(kind, kind, 0.5, _NARROW, "bfloat16 for float32") for kind in _KINDS),
+WAYS: tuple[Way, ...] = (
+    *(Way(kind, kind, 1.0, (), AS_PLANNED) for kind in COLLECTIVE_KINDS),
+    Way("reduce_scatter", "all_reduce", 1.0, (), SLICED),
+    # TPU gathers small tensors by reducing them, each device's shard padded with zeros.
+    Way("all_gather", "all_reduce", 1.0, (), "all_reduce of padded shards"),
+    # CPU communicates bfloat16 as float32; TPU gathers float32 as bfloat16 where only its matrix unit reads the result.
+    *(Way(kind, kind, 2.0, ("float32",), WIDENED) for kind in COLLECTIVE_KINDS),
+    Way("reduce_scatter", "all_reduce", 2.0, ("float32",), f"{SLICED}, {WIDENED}"),
+    *(Way(kind, kind, 0.5, ("bfloat16", "float16"), NARROWED) for kind in COLLECTIVE_KINDS),
 )
 
 
 @dataclass(slots=True)
-class _Open:
-    """Executions of one collective that are not matched yet."""
+class _Planned:
+    """A planned collective and how many of its executions are not found yet."""
 
-    kind: str
+    item: Collective
     axes: AxisNames
-    payload: int
     left: int
 
 
 @dataclass(slots=True)
-class _OpenPlanned(_Open):
-    item: Collective
+class _Compiled:
+    """A compiled collective and how many of its executions realise nothing yet; `spare` more may be inside its sums."""
 
-
-@dataclass(slots=True)
-class _OpenCompiled(_Open):
     item: CompiledCollective
+    left: int
+    spare: int
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`count` executions of a planned collective, and the compiled ones that realise each of them."""
+    """`count` executions of a planned collective, found in the way named, in `realised_bytes` of the compiled program."""
 
     planned: Collective
-    compiled: tuple[CompiledCollective, ...]
     count: int
+    realised_bytes: int
     way: str
 
 
@@ -82,15 +90,18 @@ class Comparison:
 
 @dataclass
 class _Ledger:
-    planned: list[_OpenPlanned]
-    compiled: list[_OpenCompiled]
+    planned: list[_Planned]
+    compiled: list[_Compiled]
     matches: list[Match] = field(default_factory=list)
 
-    def close(self, planned: _OpenPlanned, compiled: tuple[_OpenCompiled, ...], way: str) -> None:
-        count = min(planned.left, *(one.left for one in compiled))
-        for one in (planned, *compiled):
-            one.left -= count
-        self.matches.append(Match(planned.item, tuple(one.item for one in compiled), count, way))
+    def close(self, planned: _Planned, count: int, used: Iterable[tuple[_Compiled, int]], way: str) -> None:
+        """Books `count` executions as found in the executions `used`."""
+        planned.left -= count
+        realised = 0
+        for one, executions in used:
+            one.left -= executions
+            realised += executions * one.item.payload_bytes
+        self.matches.append(Match(planned.item, count, realised, way))
 
 
 def compare(planned: Iterable[Collective], compiled: Iterable[CompiledCollective], mesh: LogicalMesh) -> Comparison:
@@ -101,15 +112,18 @@ def compare(planned: Iterable[Collective], compiled: Iterable[CompiledCollective
         compiled: What `parse_collectives` found for the same mesh.
         mesh: The plan's mesh.
     """
-    open_planned = [_OpenPlanned(one.kind, in_mesh_order(one.axes, mesh), one.payload_bytes, one.repeats, one) for one in planned]
+    own = [_Planned(one, in_mesh_order(one.axes, mesh), one.repeats) for one in planned if one.payload_bytes]
     ledger = _Ledger(
-        sorted((one for one in open_planned if one.axes and one.payload), key=lambda one: -one.payload),
-        [_OpenCompiled(one.kind, one.axes, one.payload_bytes, one.repeats, one) for one in compiled],
+        sorted((one for one in own if one.axes), key=lambda one: -one.item.payload_bytes),
+        [_Compiled(one, one.repeats, one.repeats * (one.summands - 1)) for one in compiled],
     )
-    for way in _WAYS:
+    for way in WAYS:
         _match_way(ledger, way)
-    _match_split(ledger, mesh)
-    _match_fused(ledger, mesh)
+    _match_per_axis(ledger, mesh)
+    _match_at_once(ledger, mesh)
+    _match_stacked(ledger)
+    _match_hoisted(ledger)
+    _match_joined(ledger)
     return Comparison(
         tuple(ledger.matches),
         tuple(replace(one.item, repeats=one.left) for one in ledger.planned if one.left),
@@ -117,64 +131,110 @@ def compare(planned: Iterable[Collective], compiled: Iterable[CompiledCollective
     )
 
 
-def _match_way(ledger: _Ledger, way: _Way) -> None:
-    candidates: dict[AxisNames, list[_OpenCompiled]] = {}
+def _match_way(ledger: _Ledger, way: Way) -> None:
+    candidates: dict[AxisNames, list[_Compiled]] = {}
     for one in ledger.compiled:
-        if one.left and one.kind == way.compiled and (not way.dtypes or one.item.dtype in way.dtypes):
-            candidates.setdefault(one.axes, []).append(one)
+        if one.left and one.item.kind == way.compiled and (not way.dtypes or one.item.dtype in way.dtypes):
+            candidates.setdefault(one.item.axes, []).append(one)
     for planned in ledger.planned:
-        if planned.kind != way.planned or not planned.left:
+        if planned.item.kind != way.planned or not planned.left:
             continue
-        wanted = planned.payload * way.ratio
-        fitting = [one for one in candidates.get(planned.axes, ()) if abs(one.payload - wanted) <= TOLERANCE * wanted]
-        # The nearest payload first; then the same loop, then the same source line.
-        for one in sorted(fitting, key=lambda one: _distance(planned, one, wanted)):
-            if planned.left and one.left:
-                ledger.close(planned, (one,), way.name)
+        wanted = round(planned.item.payload_bytes * way.ratio)
+        fitting = [one for one in candidates.get(planned.axes, ()) if one.left and _near(one.item.payload_bytes, wanted)]
+        for one in sorted(fitting, key=lambda one: _distance(planned.item, one.item, wanted)):
+            if planned.left:
+                count = min(planned.left, one.left)
+                ledger.close(planned, count, [(one, count)], way.name)
 
 
-def _distance(planned: _OpenPlanned, compiled: _OpenCompiled, wanted: float) -> tuple[float, bool, bool]:
-    return abs(compiled.payload - wanted), planned.item.repeats != compiled.item.repeats, planned.item.source != compiled.item.source
+def _distance(planned: Collective, compiled: CompiledCollective, wanted: int) -> tuple[int, bool, bool]:
+    """The nearest payload first; then the same loop, then the same source line."""
+    return abs(compiled.payload_bytes - wanted), planned.repeats != compiled.repeats, planned.source != compiled.source
 
 
-def _match_split(ledger: _Ledger, mesh: LogicalMesh) -> None:
-    """One planned collective over several axes, compiled as one per axis, or part of the axes."""
+def _match_per_axis(ledger: _Ledger, mesh: LogicalMesh) -> None:
+    """One planned collective over several axes, compiled as one over some axes and one over the rest."""
     for planned in ledger.planned:
-        for steps in _compiled_steps(planned, ledger, mesh) if len(planned.axes) > 1 else ():
-            if planned.left and all(one.left for one in steps):
-                ledger.close(planned, steps, "one per axis")
+        for whole, part in _pairs_within(planned, ledger, mesh) if len(planned.axes) > 1 else ():
+            count = min(planned.left, whole.left, part.left)
+            if count:
+                ledger.close(planned, count, [(whole, count), (part, count)], PER_AXIS)
 
 
-def _compiled_steps(planned: _OpenPlanned, ledger: _Ledger, mesh: LogicalMesh) -> Iterator[tuple[_OpenCompiled, _OpenCompiled]]:
-    own = [one for one in ledger.compiled if one.left and one.kind == planned.kind and set(one.axes) < set(planned.axes)]
+def _pairs_within(planned: _Planned, ledger: _Ledger, mesh: LogicalMesh) -> Iterator[tuple[_Compiled, _Compiled]]:
+    payload = planned.item.payload_bytes
+    own = [one for one in ledger.compiled if one.left and one.item.kind == planned.item.kind and set(one.item.axes) < set(planned.axes)]
     for whole in own:
-        for part in own:
-            rest = tuple(name for name in planned.axes if name not in whole.axes)
-            share = _second_payload(planned.kind, planned.payload, mesh.num_slices(whole.axes))
-            if part.axes == rest and _near(whole.payload, planned.payload) and _near(part.payload, share):
+        rest = tuple(name for name in planned.axes if name not in whole.item.axes)
+        share = _second_payload(planned.item.kind, payload, mesh.num_slices(whole.item.axes))
+        for part in own if _near(whole.item.payload_bytes, payload) else ():
+            if part.item.axes == rest and _near(part.item.payload_bytes, share):
                 yield whole, part
 
 
-def _match_fused(ledger: _Ledger, mesh: LogicalMesh) -> None:
+def _match_at_once(ledger: _Ledger, mesh: LogicalMesh) -> None:
     """Two planned collectives over different axes, compiled as one over both."""
     for compiled in ledger.compiled:
-        own = [one for one in ledger.planned if one.left and one.kind == compiled.kind and set(one.axes) < set(compiled.axes)]
-        for whole in own if compiled.left and len(compiled.axes) > 1 else ():
-            rest = tuple(name for name in compiled.axes if name not in whole.axes)
-            share = _second_payload(compiled.kind, compiled.payload, mesh.num_slices(whole.axes))
-            part = next((one for one in own if one.left and one.axes == rest and _near(one.payload, share)), None)
-            if part is None or not _near(whole.payload, compiled.payload) or not whole.left or not compiled.left:
-                continue
-            count = min(whole.left, part.left, compiled.left)
-            for one in (whole, part, compiled):
-                one.left -= count
-            ledger.matches.append(Match(whole.item, (compiled.item,), count, f"one over {'+'.join(compiled.axes)}"))
-            ledger.matches.append(Match(part.item, (), count, f"one over {'+'.join(compiled.axes)}"))
+        item = compiled.item
+        own = [one for one in ledger.planned if one.left and one.item.kind == item.kind and set(one.axes) < set(item.axes)]
+        for whole in own if compiled.left else ():
+            rest = tuple(name for name in item.axes if name not in whole.axes)
+            share = _second_payload(item.kind, item.payload_bytes, mesh.num_slices(whole.axes))
+            part = next((one for one in own if one.left and one.axes == rest and _near(one.item.payload_bytes, share)), None)
+            if part is not None and _near(whole.item.payload_bytes, item.payload_bytes):
+                count = min(whole.left, part.left, compiled.left)
+                ledger.close(whole, count, [(compiled, count)], AT_ONCE)
+                ledger.close(part, count, [], AT_ONCE)
 
 
 def _second_payload(kind: str, payload: int, num_slices: int) -> int:
     """Payload of the smaller step when a collective is done over one axis after the other."""
     return payload // num_slices if kind in ("all_gather", "reduce_scatter") else payload
+
+
+def _match_stacked(ledger: _Ledger) -> None:
+    """Planned once per iteration, compiled once for the stacked results of all iterations."""
+    for planned in ledger.planned:
+        for one in ledger.compiled if planned.left > 1 else ():
+            same = one.left and (one.item.kind, one.item.axes) == (planned.item.kind, planned.axes)
+            iterations = round(one.item.payload_bytes / planned.item.payload_bytes) if same else 0
+            wanted = iterations * planned.item.payload_bytes
+            if 1 < iterations <= planned.left and planned.item.repeats % iterations == 0 and _near(one.item.payload_bytes, wanted):
+                count = min(planned.left // iterations, one.left)
+                ledger.close(planned, count * iterations, [(one, count)], STACKED)
+
+
+def _match_hoisted(ledger: _Ledger) -> None:
+    """Planned once per iteration, compiled once: a sum over the iterations is reduced after the loop."""
+    groups: dict[tuple[str, AxisNames, int], list[_Planned]] = {}
+    for one in ledger.planned:
+        groups.setdefault((one.item.kind, one.axes, one.item.payload_bytes), []).append(one)
+    for group in groups.values():
+        found = sum(one.item.repeats - one.left for one in group)
+        open_ones = [one for one in group if one.left]
+        if found >= len(group) and all(one.item.repeats > 1 for one in open_ones):
+            for one in open_ones:
+                ledger.close(one, one.left, [], HOISTED)
+
+
+def _match_joined(ledger: _Ledger) -> None:
+    """Several planned reductions of terms of one sum, compiled as one reduction of the sum."""
+    for planned in ledger.planned:
+        for one in ledger.compiled if planned.item.kind in ("all_reduce", "reduce_scatter") else ():
+            count = min(planned.left, one.spare)
+            if count > 0 and one.item.axes == planned.axes and _realises(one.item, planned.item):
+                one.spare -= count
+                ledger.close(planned, count, [], JOINED)
+
+
+def _realises(compiled: CompiledCollective, planned: Collective) -> bool:
+    """Whether some way writes the planned collective so."""
+    return any(
+        (way.planned, way.compiled) == (planned.kind, compiled.kind)
+        and (not way.dtypes or compiled.dtype in way.dtypes)
+        and _near(compiled.payload_bytes, round(planned.payload_bytes * way.ratio))
+        for way in WAYS
+    )
 
 
 def _near(value: int, wanted: int) -> bool:

@@ -18,7 +18,7 @@ _STYLE = (
     ".spmdctx-audit th:first-child,.spmdctx-audit td:first-child,.spmdctx-audit th:last-child,.spmdctx-audit td:last-child{text-align:left}"
     ".spmdctx-audit.ok>p:first-of-type>b{color:#2a8f4a}.spmdctx-audit.differs>p:first-of-type>b{color:#c4541c}</style>"
 )
-_HEADER = ("collective", "axes", "planned", "bytes", "found", "bytes", "unplanned", "bytes", "realised")
+_HEADER = ("collective", "axes", "planned", "bytes", "found", "compiled", "unplanned", "bytes", "realised")
 
 
 def report_text(report: AuditReport) -> str:
@@ -52,12 +52,9 @@ def _verdict(report: AuditReport) -> str:
 
 
 def _cells(row: AuditRow) -> tuple[str, ...]:
-    def pair(count: int, num_bytes: int) -> tuple[str, str]:
-        return (str(count), _bytes_text(num_bytes)) if count else ("-", "-")
-
-    planned = pair(row.planned_count, row.planned_bytes)
-    found = pair(row.found_count, row.found_bytes)
-    extra = pair(row.unplanned_count, row.unplanned_bytes)
+    planned = (str(row.planned_count), _bytes_text(row.planned_bytes)) if row.planned_count else ("-", "-")
+    found = (str(row.found_count), _bytes_text(row.compiled_bytes)) if row.found_count else ("-", "-")
+    extra = (str(row.unplanned_count), _bytes_text(row.unplanned_bytes)) if row.unplanned_count else ("-", "-")
     ways = "; ".join(name if len(row.ways) == 1 else f"{name} ({count})" for name, count in row.ways if row.ways != ((AS_PLANNED, count),))
     return (row.kind, "+".join(row.axes), *planned, *found, *extra, ways)
 

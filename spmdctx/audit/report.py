@@ -188,8 +188,8 @@ def _rows(planned: Iterable[Collective], found: Comparison, mesh: LogicalMesh) -
             add(one.kind, axes, planned_count=one.repeats, planned_bytes=one.repeats * one.payload_bytes)
     for match in found.matches:
         key = (match.planned.kind, in_mesh_order(match.planned.axes, mesh))
-        realised = sum(one.payload_bytes for one in match.compiled) * match.count
-        add(*key, found_count=match.count, found_bytes=match.count * match.planned.payload_bytes, compiled_bytes=realised)
+        planned_bytes = match.count * match.planned.payload_bytes
+        add(*key, found_count=match.count, found_bytes=planned_bytes, compiled_bytes=match.realised_bytes)
         own = ways.setdefault(key, {})
         own[match.way] = own.get(match.way, 0) + match.count
     for extra in found.unplanned:
