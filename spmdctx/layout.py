@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spmdctx.errors import StrategyError, message
+from spmdctx.errors import StrategyError, UnsupportedError, message
 from spmdctx.ir import OpRule
 
 Strategy = tuple[int, ...]
@@ -214,9 +214,11 @@ def _check_aliases(alias_name: object, rank: int) -> None:
             raise TypeError(message("alias_name holds strings.", got=f"{name!r} of type {type(name).__name__}"))
         if name in ("", _NONE):
             raise StrategyError(f"A layout axis cannot be called {name!r}.", need="a non-empty name other than 'None'")
-        if name == _INTERLEAVED:
-            raise StrategyError(f"The layout axis {_INTERLEAVED!r} is not supported.", fix="leave the axis out: XLA overlaps by itself")
     if len(alias_name) != rank:
         raise StrategyError(f"device_matrix has {rank} axes, alias_name {len(alias_name)}.", got=f"alias_name {alias_name}")
     if len(set(alias_name)) != len(alias_name):
         raise StrategyError("A layout axis name is used twice.", got=f"alias_name {alias_name}")
+    if _INTERLEAVED in alias_name[:-1]:
+        raise StrategyError(f"The layout axis {_INTERLEAVED!r} must be the last.", got=f"alias_name {alias_name}")
+    if _INTERLEAVED in alias_name:
+        raise UnsupportedError(f"The layout axis {_INTERLEAVED!r} is not supported.", fix="leave it out: XLA overlaps by itself")

@@ -78,19 +78,24 @@ def place(matrices: Sequence[DeviceMatrix], num_devices: int, mesh: LogicalMesh 
     if mesh is not None:
         return _place_on(matrices, mesh)
     cuts = [1, num_devices] if num_devices > 1 else [1]
-    in_order, others = [], []
-    for matrix in matrices:
+    in_order, by_size, others = [], [], []
+    for matrix in sorted(matrices, key=lambda matrix: matrix.num_slices < num_devices):
         joined = sorted({*cuts, *_cuts(matrix)})
-        if all(minor % major == 0 for major, minor in itertools.pairwise(joined)):
+        if joined == cuts:
+            in_order.append(matrix)
+        elif matrix.num_slices < num_devices and _pick([leaf.size for leaf in matrix.leaves()], _sizes(cuts)) is not None:
+            # What repeats its calculation takes whole axes that others have made, rather than parts of them.
+            by_size.append(matrix)
+        elif all(minor % major == 0 for major, minor in itertools.pairwise(joined)):
             cuts = joined
             in_order.append(matrix)
         else:
             others.append(matrix)
-    sizes = [minor // major for major, minor in itertools.pairwise(cuts)]
+    sizes = _sizes(cuts)
     if any(_pick([leaf.size for leaf in matrix.leaves()], sizes) is None for matrix in others):
         sizes = [prime for size in sizes for prime in _primes(size)]
     chosen = {leaf: axes for matrix in in_order for leaf, axes in zip(matrix.leaves(), _in_order(matrix, sizes), strict=True)}
-    for matrix in others:
+    for matrix in (*by_size, *others):
         leaves = matrix.leaves()
         picked = _pick([leaf.size for leaf in leaves], sizes)
         if picked is None:
@@ -103,6 +108,10 @@ def place(matrices: Sequence[DeviceMatrix], num_devices: int, mesh: LogicalMesh 
     )
     axes = {leaf: tuple(names[index] for index in indices) for leaf, indices in chosen.items()}
     return Placement(LogicalMesh(tuple(zip(names, sizes or [1], strict=True))), axes, notes)
+
+
+def _sizes(cuts: Sequence[int]) -> list[int]:
+    return [minor // major for major, minor in itertools.pairwise(cuts)]
 
 
 def _cuts(matrix: DeviceMatrix) -> list[int]:

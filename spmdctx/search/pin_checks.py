@@ -12,8 +12,8 @@ from spmdctx.ir import LITERAL, Mark, Op
 from spmdctx.layout import FREE, Layout, fitting_strategy
 from spmdctx.search.regions import Links, base_side
 
-REGION_SCOPE = re.compile(r"shard\d+:")
-"""How a region's number stands in name scopes; the number differs between traces of the same program."""
+_REGION_SCOPE = re.compile(r"shard\d*:")
+"""How a region begins in name scopes."""
 
 
 def check_mark(links: Links, members: Sequence[Mark], mark: Mark, op: Op | None, num_devices: int) -> None:
@@ -156,7 +156,9 @@ def _text(strategy: object) -> str:
 
 def _where(links: Links, mark: Mark) -> str:
     op = links.reader(mark)
+    if op is None and mark.op < 0:
+        return f"'{links.graph.values[mark.value].path}'"
     origin = links.graph.origins[op.id if op is not None else mark.op]
-    name = REGION_SCOPE.sub("", origin.name) or mark.label
+    name = _REGION_SCOPE.sub("", origin.name) or mark.label
     source = f" ({origin.source})" if origin.source else ""
     return f"{op.primitive if op is not None else 'shard'} '{name}'{source}"

@@ -71,7 +71,8 @@ class DimClasses:
     def __init__(self, links: Links, marks: Sequence[Mark]) -> None:
         self._parents: dict[Node, Node] = {}
         self._links = links
-        self._walk(marks)
+        if len({(base_side(mark), mark.index) for mark in marks if mark.strategy is not None}) > 1:
+            self._walk(marks)
         # The copies of one region (recomputation, tangents, a cached trace) carry the same strategies.
         first: dict[tuple[str, int], Mark] = {}
         for mark in marks:

@@ -129,6 +129,15 @@ def test_mixed_device_matrices_share_one_refined_mesh():
     assert shown(resolved, *third[:2]) == ["[data+model, axis2]", "[axis2, -]"]
 
 
+def test_a_repeated_calculation_takes_a_whole_axis_that_others_have_made():
+    b = Builder()
+    weight_only = b.region_matmul((None, (1, 2)))
+    whole = b.region_matmul(((4, 1), (1, 2)))
+    resolved = b.resolve()
+    assert resolved.mesh.sizes == {"data": 4, "model": 2}
+    assert shown(resolved, weight_only[1], whole[0], whole[1]) == ["[-, model]", "[data, -]", "[-, model]"]
+
+
 def test_matrices_that_share_no_refinement_take_axes_out_of_order():
     b = Builder()
     first = b.region_matmul(((2, 3), (3, 1)), ((6, 6), (6, 6)))
@@ -318,6 +327,16 @@ def test_a_layout_for_more_devices_than_there_are_is_refused():
     b.region_matmul((LAYOUT("dp", "None"), None))
     with pytest.raises(StrategyError, match="needs 8 devices"):
         b.resolve(4)
+
+
+def test_a_dataset_strategy_takes_part_in_finding_the_mesh():
+    b = Builder()
+    batch = b.value(16, 16)
+    b.marks.append(Mark(-1, batch, -1, "in", 0, (8, 1), "dataset_strategy"))
+    b.region_matmul(((2, 4), (4, 1)))
+    resolved = b.resolve()
+    assert resolved.mesh.sizes == {"data": 2, "model": 4}
+    assert shown(resolved, batch) == ["[data+model, -]"]
 
 
 def test_the_result_does_not_depend_on_region_numbers():
