@@ -30,12 +30,12 @@ def dot_general(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params
 def ragged_dot_general(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
     """A dot whose ragged dimension is cut into groups; the group dimension leads the right operand or the result.
 
-    The ragged dimension and the groups stay whole, as a device would need the group sizes of the others to place its rows.
+    XLA masks the rows of each group, so the ragged dimension splits like any other; the groups stay whole, which it would gather.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     lhs, rhs, *others = operands
-    ragged, groups = set(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
+    groups = tuple(numbers.rhs_group_dimensions)
     builder = RuleBuilder()
     lhs_dims, rhs_dims = _dot_dims(
         builder,
@@ -43,12 +43,11 @@ def ragged_dot_general(operands: tuple[Shape, ...], results: tuple[Shape, ...], 
         rhs,
         list(zip(lhs_batch, rhs_batch, strict=True)),
         zip(lhs_contracting, rhs_contracting, strict=True),
-        whole_lhs=ragged,
-        whole_rhs=set(groups),
+        whole_rhs=frozenset(groups),
     )
     lhs_free, rhs_free = _free(lhs, lhs_batch, lhs_contracting), _free(rhs, rhs_batch, (*rhs_contracting, *groups))
     result = [lhs_dims[dim] for dim in (*lhs_batch, *lhs_free)] + [rhs_dims[dim] for dim in rhs_free]
-    if ragged & set(lhs_contracting):
+    if set(numbers.lhs_ragged_dimensions) & set(lhs_contracting):
         result.insert(0, builder.factor(results[0][0], blocked=True))
     return builder.build([lhs_dims, rhs_dims, *(((),) * len(shape) for shape in others)], [result])
 
@@ -59,15 +58,14 @@ def _dot_dims(
     rhs: Shape,
     batch: Pairs,
     contracting: Pairs,
-    whole_lhs: set[int] | frozenset[int] = frozenset(),
-    whole_rhs: set[int] | frozenset[int] = frozenset(),
+    whole_rhs: frozenset[int] = frozenset(),
 ) -> tuple[list[DimFactors], list[DimFactors]]:
     lhs_dims: dict[int, DimFactors] = {}
     rhs_dims: dict[int, DimFactors] = {}
     for pairs, kind in ((batch, FactorKind.PASS_THROUGH), (contracting, FactorKind.REDUCTION)):
         for left, right in pairs:
-            lhs_dims[left] = rhs_dims[right] = builder.factor(lhs[left], kind, blocked=left in whole_lhs)
-    for dims, shape, whole in ((lhs_dims, lhs, whole_lhs), (rhs_dims, rhs, whole_rhs)):
+            lhs_dims[left] = rhs_dims[right] = builder.factor(lhs[left], kind)
+    for dims, shape, whole in ((lhs_dims, lhs, frozenset[int]()), (rhs_dims, rhs, whole_rhs)):
         for dim, size in enumerate(shape):
             if dim not in dims:
                 dims[dim] = builder.factor(size, blocked=dim in whole)

@@ -22,6 +22,9 @@ _COMBINERS = {
     "argmin": "argmin",
 }
 
+_ALL_REDUCED = frozenset({"add", "max", "min", "mul", "and", "or", "argmax", "argmin"})
+"""What XLA can combine across devices: it has no all-reduce for xor or for a reducer of the user's own."""
+
 
 def _reduce_axes(combiner: str, operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
     return _reduction(operands[:1], params["axes"], 1, combiner)
@@ -39,7 +42,11 @@ def reduce(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapp
 
 def _reduction(operands: tuple[Shape, ...], axes: Sequence[int], num_results: int, combiner: str) -> OpRule:
     builder = RuleBuilder()
-    dims = [builder.factor(size, FactorKind.REDUCTION if dim in axes else FactorKind.PASS_THROUGH) for dim, size in enumerate(operands[0])]
+    whole = combiner not in _ALL_REDUCED
+    dims: list[DimFactors] = []
+    for dim, size in enumerate(operands[0]):
+        reduced = dim in axes
+        dims.append(builder.factor(size, FactorKind.REDUCTION if reduced else FactorKind.PASS_THROUGH, blocked=reduced and whole))
     kept = [factors for dim, factors in enumerate(dims) if dim not in axes]
     return builder.build([dims if shape else [] for shape in operands], [kept] * num_results, combiner=combiner)
 

@@ -19,7 +19,7 @@ from spmdctx.rules import rule_for
 
 MESH = {"x": 2, "y": 4}
 Shardings = tuple[TensorSharding, ...]
-_COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -171,6 +171,6 @@ def _assert_quiet(
     reductions = [factor for factor, kind in enumerate(rule.kinds) if kind is FactorKind.REDUCTION]
     reduces = any(axes[factor] for axes, _, _ in cases for factor in reductions)
     allowed = {*also, *(("all-reduce",) if reduces else ())}
-    found = set(_COLLECTIVE.findall(text))
-    loud = [line.strip()[:300] for line in text.splitlines() if (own := _COLLECTIVE.search(line)) and own.group(1) not in allowed]
+    found = set(COLLECTIVE.findall(text))
+    loud = [line.strip()[:300] for line in text.splitlines() if (own := COLLECTIVE.search(line)) and own.group(1) not in allowed]
     assert found <= allowed, f"{rule} communicates:\n" + "\n".join(loud[:6])
