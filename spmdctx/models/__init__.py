@@ -1,0 +1,24 @@
+"""Models, training steps and text for the command line, the strategy files and the tests."""
+
+from spmdctx.models.config import PRESETS, DecoderConfig, preset
+from spmdctx.models.decoder import Decoder
+from spmdctx.models.strategies import UNSPLIT, Split
+from spmdctx.models.text import WordTokenizer, batches, read_text
+from spmdctx.models.training import abstract_batch, abstract_program, create, pure_step, train_step
+
+__all__ = [
+    "PRESETS",
+    "UNSPLIT",
+    "Decoder",
+    "DecoderConfig",
+    "Split",
+    "WordTokenizer",
+    "abstract_batch",
+    "abstract_program",
+    "batches",
+    "create",
+    "preset",
+    "pure_step",
+    "read_text",
+    "train_step",
+]
