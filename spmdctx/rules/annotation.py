@@ -11,7 +11,7 @@ from spmdctx.rules.registry import rule
 
 
 @rule(
-    *("sharding_constraint", "reshard", "mesh_cast", "layout_constraint", "with_memory_space_constraint", "device_put"),
+    *("sharding_constraint", "reshard", "layout_constraint", "with_memory_space_constraint", "device_put"),
     *("name", "stage", "zeros_like"),
 )
 def annotate(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:

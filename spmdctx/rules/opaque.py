@@ -15,16 +15,21 @@ def _keep(reason: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], 
     return replicate(operands, results, reason)
 
 
+REASONS: dict[str, str] = {}
+"""Why nothing of a primitive can be split, for each that is kept whole whatever its shapes; "<primitive> <reason>" is a sentence."""
+
+
 def keep_whole(reason: str, *primitives: str) -> None:
-    """Registers that `primitives` can't be split at all; `reason` completes the sentence "<primitive> ..."."""
+    """Registers that `primitives` can't be split at all, and why."""
     rule(*primitives)(partial(_keep, reason))
+    REASONS.update(dict.fromkeys(primitives, reason))
 
 
 keep_whole("orders effects and holds no elements", "after_all", "create_token", "empty2")
 
 keep_whole(
     "calls back into Python, which sees whole arrays",
-    *("pure_callback", "io_callback", "debug_callback", "debug_print", "outside_call", "inspect_sharding"),
+    *("pure_callback", "io_callback", "debug_callback", "debug_print", "inspect_sharding"),
 )
 
 keep_whole("calls foreign code, which sees whole arrays; wrap it in shard_map to split it", "ffi_call", "cudnn_fusion")
@@ -33,6 +38,14 @@ keep_whole(
     "runs a kernel that is written for whole arrays; wrap it in shard_map to split it",
     *("pallas_call", "core_map", "mpmd_map", "call_hi_primitive", "call_hi_primitive_linearized"),
 )
+
+keep_whole(
+    "exists only inside a kernel",
+    *("delay", "get_global", "jaxpr_call", "masked_load", "masked_swap", "multiple_of", "num_programs", "program_id"),
+    *("reciprocal", "run_scoped", "semaphore_read", "semaphore_signal", "semaphore_wait"),
+)
+
+keep_whole("exists only while JAX differentiates", "custom_lin", "custom_jvp_call_jaxpr")
 
 keep_whole("runs a program that was compiled for devices of its own", "call_exported")
 

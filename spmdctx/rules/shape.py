@@ -67,16 +67,6 @@ def squeeze(operands: Shapes, _results: Shapes, params: Params) -> OpRule:
     return builder.build([dims], [[dims[dim] for dim in range(rank) if dim not in dropped]])
 
 
-@rule("expand_dims")
-def expand_dims(_operands: Shapes, results: Shapes, params: Params) -> OpRule:
-    """Adds dimensions of size 1."""
-    builder = RuleBuilder()
-    rank = len(results[0])
-    added = {dim % rank for dim in params["dimensions"]}
-    dims = builder.factors(results[0])
-    return builder.build([[dims[dim] for dim in range(rank) if dim not in added]], [dims])
-
-
 @rule("rev")
 def rev(operands: Shapes, _results: Shapes, params: Params) -> OpRule:
     """A reversed dimension would swap blocks between devices, so it stays whole."""

@@ -128,7 +128,6 @@ def test_a_shift_keeps_its_dimension_whole_because_neighbours_would_exchange_ele
         ("iota", (), ((4, 8),), {"dimension": 1}, "()->([i, j]) {i=4, j=8}"),
         ("empty", (), ((4,),), {}, "()->([i]) {i=4}"),
         ("broadcast_to", ((8, 1),), ((4, 8, 2),), {}, "([j, 1])->([i, j, k]) {i=4, j=8, k=2}"),
-        ("expand_dims", ((4, 8),), ((4, 1, 8),), {"dimensions": (1,)}, "([i, j])->([i, 1, j]) {i=4, j=8}"),
         ("concatenate", ((4, 8),), ((4, 8),), {"dimension": 1}, "([i, j])->([i, j]) {i=4, j=8}"),
     ],
 )
