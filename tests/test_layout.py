@@ -76,7 +76,9 @@ def test_ranks_run_row_major_over_the_device_matrix():
     assert device_groups((2, 4), 1) == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
-@pytest.mark.parametrize(("size", "wanted", "num_devices", "best"), [(10, 3, 6, 2), (64, 8, 8, 8), (7, 4, 8, 1), (12, 6, 8, 4), (2, 4, 4, 2)])
+@pytest.mark.parametrize(
+    ("size", "wanted", "num_devices", "best"), [(10, 3, 6, 2), (64, 8, 8, 8), (7, 4, 8, 1), (12, 6, 8, 4), (2, 4, 4, 2)]
+)
 def test_the_nearest_number_of_slices_divides_dimension_and_devices(size, wanted, num_devices, best):
     assert nearest_fit(size, wanted, num_devices) == best
 
