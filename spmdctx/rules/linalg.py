@@ -46,15 +46,14 @@ def lu_pivots_to_permutation(operands: tuple[Shape, ...], results: tuple[Shape, 
 
 @rule("triangular_solve")
 def triangular_solve(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Batch and right-hand sides pass through; the dimension that is solved along stays whole."""
+    """Batch dimensions pass through; the matrix and its right-hand sides stay whole, as in Shardy's rule."""
     builder = RuleBuilder()
     matrix, sides = operands
     batch = builder.factors(matrix[:-_MATRIX])
-    order = builder.factor(matrix[-1], FactorKind.NEED_REPLICATION)
-    left = params["left_side"]
-    free = builder.factor(sides[-1] if left else sides[-2])
-    solved = [*batch, order, free] if left else [*batch, free, order]
-    return builder.build([[*batch, order, order], solved], [solved])
+    rows, columns = (builder.factor(size, FactorKind.NEED_REPLICATION) for size in sides[-_MATRIX:])
+    order = rows if params["left_side"] else columns
+    reason = "" if any(batch) else "each unknown of a triangular solve depends on the ones before it"
+    return builder.build([[*batch, order, order], [*batch, rows, columns]], [[*batch, rows, columns]], reason=reason)
 
 
 @rule("tridiagonal_solve")
@@ -63,9 +62,10 @@ def tridiagonal_solve(operands: tuple[Shape, ...], _results: tuple[Shape, ...], 
     builder = RuleBuilder()
     *diagonals, sides = operands
     batch = builder.factors(sides[:-_MATRIX])
-    order = builder.factor(sides[-2], FactorKind.NEED_REPLICATION)
-    solved = [*batch, order, builder.factor(sides[-1])]
-    return builder.build([[*batch, order]] * len(diagonals) + [solved], [solved])
+    order, free = (builder.factor(size, FactorKind.NEED_REPLICATION) for size in sides[-_MATRIX:])
+    solved = [*batch, order, free]
+    reason = "" if any(batch) else "each unknown of a tridiagonal solve depends on its neighbours"
+    return builder.build([[*batch, order]] * len(diagonals) + [solved], [solved], reason=reason)
 
 
 @rule("fft")

@@ -10,7 +10,7 @@ from spmdctx.rules.builder import RuleBuilder, Shape, broadcast_dims
 from spmdctx.rules.elementwise import elementwise
 from spmdctx.rules.registry import rule
 
-rule("random_seed", "random_clone", "random_fold_in", "random_gamma")(elementwise)
+rule("random_seed", "random_clone", "random_fold_in")(elementwise)
 rule("threefry2x32", "threefry4x32", "philox2x32", "philox4x32")(elementwise)
 
 
@@ -42,6 +42,16 @@ def rng_bit_generator(operands: tuple[Shape, ...], results: tuple[Shape, ...], _
     builder = RuleBuilder()
     state = [()] * len(operands[0])
     return builder.build([state], [state, builder.factors(results[1])])
+
+
+@rule("random_gamma")
+def random_gamma(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
+    """Keys and shape parameters, drawn flattened: only the leading dimension splits without gathering the parameters."""
+    builder = RuleBuilder()
+    (full,) = results
+    leading = next((dim for dim, size in enumerate(full) if size > 1), 0)
+    dims = [builder.factor(size, blocked=dim != leading) for dim, size in enumerate(full)]
+    return builder.build([broadcast_dims(dims, shape, full) for shape in operands], [dims])
 
 
 @rule("rng_uniform", "iota_2x32_shape")

@@ -31,6 +31,7 @@ class Case:
     explained: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     label: str = ""
+    platform: str = "cpu"
     tolerance: float = 1e-5
 
     def __str__(self) -> str:
@@ -43,9 +44,8 @@ class Case:
 
     def disagreements(self) -> list[str]:
         """What only one of Shardy's rule and ours splits."""
-        return disagreements(
-            self.function, *self.values(), primitive=self.primitive, op=self.op, operands=self.operands, results=self.results
-        )
+        own = {"primitive": self.primitive, "op": self.op, "operands": self.operands, "results": self.results, "platform": self.platform}
+        return disagreements(self.function, *self.values(), **own)
 
     def check(self) -> OpRule:
         """Runs the op under every legal sharding; returns the rule."""

@@ -21,9 +21,9 @@ Place = tuple[str, int, int, int]
 """Side, tensor, dimension, and elements of the dimension per step of the factor."""
 
 
-def shardy_rule(function: Callable[..., Any], *args: Any, op: str) -> OpRule:
-    """Shardy's rule of the one StableHLO op named `op` (`stablehlo.dot_general`, say) in `function(*args)`."""
-    module = jax.jit(function).lower(*args).compiler_ir("stablehlo")
+def shardy_rule(function: Callable[..., Any], *args: Any, op: str, platform: str = "cpu") -> OpRule:
+    """Shardy's rule of the one StableHLO op named `op` (`stablehlo.dot_general`, say) that `platform` lowers `function(*args)` to."""
+    module = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     found: list[str] = []
 
     def visit(operation: Any) -> Any:
@@ -66,6 +66,7 @@ def disagreements(
     op: str,
     operands: Sequence[int] | None = None,
     results: Sequence[int] | None = None,
+    platform: str = "cpu",
 ) -> list[str]:
     """What only one of the two rules splits, as sentences; none when they agree.
 
@@ -74,7 +75,7 @@ def disagreements(
     """
     eqn = equation(function, *args, primitive=primitive)
     assert_fits(eqn)
-    shardy = shardy_rule(function, *args, op=op)
+    shardy = shardy_rule(function, *args, op=op, platform=platform)
     selected = [
         side if chosen is None else tuple(side[index] for index in chosen)
         for side, chosen in ((shardy.operands, operands), (shardy.results, results))
