@@ -1,0 +1,54 @@
+# Everything needs Python 3.11 or newer and make; the rest is installed into .venv on the first run.
+#   make demo   train a small language model on 8 virtual CPU devices: plan, audit, numerics check
+#   make test   the tests
+#   make lint   formatting, lint, types
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# JAX's CUDA plugin compiles for GPU meshes without a GPU. It lies beside the environment, because JAX would try to start it.
+CUDA := $(VENV)/cuda-plugin
+TESTS ?=
+WORKERS ?= auto
+
+.DEFAULT_GOAL := demo
+.PHONY: demo test lint benchmark-matrix clean
+
+demo: $(VENV)/.installed
+	JAX_PLATFORMS=cpu $(BIN)/spmdctx train $(ARGS)
+
+test: $(VENV)/.installed-test
+	PYTHONPATH=$(CUDA) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+benchmark-matrix: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.matrix
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "spmdctx needs Python 3.11 or newer; give its path as PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml
+	$(PIP) --editable '.[pinned]'
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) --editable '.[test]'
+	test "$$(uname -s)" != Linux || { version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
+		$(PIP) --no-deps --upgrade --target $(CUDA) jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version; }
+	touch $@
+
+$(VENV)/.installed-lint: $(VENV)/.installed
+	$(PIP) --editable '.[pinned,lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) out build dist
