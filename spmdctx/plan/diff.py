@@ -1,0 +1,193 @@
+"""What changes from one plan to another."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from spmdctx.ir import AxisNames
+from spmdctx.plan.groups import TensorGroup, by_kind, group_tensors
+from spmdctx.plan.plan import Plan, PlannedTensor
+from spmdctx.plan.units import TIMES, bytes_text, mesh_text, seconds_text, split_text
+
+WIDTH = 120
+ARROW = "\N{RIGHTWARDS ARROW}"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One named thing before and after, as text; empty where it is missing."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationChange:
+    """All collectives of one kind over the same axes in a step, before and after."""
+
+    kind: str
+    axes: AxisNames
+    counts: tuple[int, int]
+    payload_bytes: tuple[int, int]
+    times_s: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDiff:
+    """Differences of two plans; false where there are none.
+
+    Attributes:
+        settings: program, mesh, modes, machine and options that differ.
+        costs: predicted time and memory that differ.
+        tensors: argument leaves whose shape or sharding differs, or that only one plan has.
+        communication: collectives that differ.
+        num_ops: ops that are split otherwise; None where the plans are for different programs.
+        notes_added, notes_removed: what the plans say that the other does not.
+        same: whether the plans are equal in everything, ops and reshards included.
+    """
+
+    settings: tuple[Change, ...]
+    costs: tuple[Change, ...]
+    tensors: tuple[Change, ...]
+    communication: tuple[CommunicationChange, ...]
+    num_ops: int | None
+    notes_added: tuple[str, ...]
+    notes_removed: tuple[str, ...]
+    same: bool
+
+    def __bool__(self) -> bool:
+        return not self.same
+
+    def __rich__(self) -> Group:
+        return Group(*_sections(self))
+
+    def __str__(self) -> str:
+        buffer = io.StringIO()
+        Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(self)
+        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+def diff_plans(before: Plan, after: Plan) -> PlanDiff:
+    """Compares two plans."""
+    num_ops = None
+    if before.fingerprint == after.fingerprint and len(before.op_table) == len(after.op_table):
+        num_ops = sum(old != new for old, new in zip(before.op_table.choices, after.op_table.choices, strict=True))
+    return PlanDiff(
+        settings=tuple(_settings(before, after)),
+        costs=tuple(_costs(before, after)),
+        tensors=tuple(_tensors(before, after)),
+        communication=tuple(_communication(before, after)),
+        num_ops=num_ops,
+        notes_added=tuple(note for note in after.notes if note not in before.notes),
+        notes_removed=tuple(note for note in before.notes if note not in after.notes),
+        same=before == after,
+    )
+
+
+def _settings(before: Plan, after: Plan) -> Iterator[Change]:
+    pairs = [
+        ("program", before.fingerprint[:12], after.fingerprint[:12]),
+        ("mesh", mesh_text(before.logical_mesh), mesh_text(after.logical_mesh)),
+        ("mode", before.mode, after.mode),
+        ("search_mode", before.search_mode, after.search_mode),
+        ("topology", before.topology, after.topology),
+    ]
+    old, new = dict(before.options), dict(after.options)
+    for name in [*old, *(name for name in new if name not in old)]:
+        pairs.append((name, repr(old[name]) if name in old else "", repr(new[name]) if name in new else ""))
+    return (Change(*pair) for pair in dict.fromkeys(pairs) if pair[1] != pair[2])
+
+
+def _costs(before: Plan, after: Plan) -> Iterator[Change]:
+    for name in ("total_s", "compute_s", "communication_s", "memory_bytes"):
+        old, new = getattr(before.cost, name), getattr(after.cost, name)
+        if old != new:
+            unit = bytes_text if name == "memory_bytes" else seconds_text
+            relative = f"  ({100 * (new / old - 1):+.1f} %)" if old else ""
+            yield Change(name.rsplit("_", 1)[0].replace("total", "step"), unit(old), unit(new) + relative)
+
+
+def _tensors(before: Plan, after: Plan) -> Iterator[Change]:
+    """Grouped by what they were and what they are, so that equal layers make one row."""
+    new = {tensor.path: tensor for tensor in after.inputs}
+    old = {tensor.path: tensor for tensor in before.inputs}
+    pairs: dict[tuple[str, str], list[PlannedTensor]] = {}
+    for path, tensor in {**new, **old}.items():
+        texts = (_tensor_text(old.get(path), new.get(path)), _tensor_text(new.get(path), old.get(path)))
+        if texts[0] != texts[1]:
+            pairs.setdefault(texts, []).append(tensor)
+    for (was, becomes), tensors in pairs.items():
+        for group in group_tensors(tensors):
+            yield Change(_group_name(group), was, becomes)
+
+
+def _group_name(group: TensorGroup) -> str:
+    return f"{group.pattern}  {TIMES}{len(group.tensors)}" if len(group.tensors) > 1 else group.pattern
+
+
+def _tensor_text(tensor: PlannedTensor | None, other: PlannedTensor | None) -> str:
+    if tensor is None:
+        return ""
+    text = split_text(tensor.sharding)
+    if other is None or (tensor.shape, tensor.dtype) == (other.shape, other.dtype):
+        return text
+    return f"{tensor.dtype}{list(tensor.shape)} {text}"
+
+
+def _communication(before: Plan, after: Plan) -> Iterator[CommunicationChange]:
+    old = {(group.kind, group.axes): group for group in by_kind(before.collectives)}
+    new = {(group.kind, group.axes): group for group in by_kind(after.collectives)}
+    for key in {**old, **new}:
+        was, becomes = old.get(key), new.get(key)
+        counts = (was.count if was else 0, becomes.count if becomes else 0)
+        payload = (was.payload_bytes if was else 0, becomes.payload_bytes if becomes else 0)
+        times = (was.time_s if was else 0.0, becomes.time_s if becomes else 0.0)
+        if (counts[0], payload[0]) != (counts[1], payload[1]):
+            yield CommunicationChange(*key, counts, payload, times)
+
+
+def _sections(diff: PlanDiff) -> Iterator[RenderableType]:
+    if diff.same:
+        yield Text("The plans are equal.")
+        return
+    for title, changes in (("Settings", diff.settings), ("Predicted", diff.costs), ("Inputs", diff.tensors)):
+        if changes:
+            table = _table(title, "before", "after")
+            for change in changes:
+                table.add_row(Text(change.name), Text(change.before or "none"), Text(change.after or "none"))
+            yield table
+    if diff.communication:
+        yield _communication_table(diff)
+    if diff.num_ops:
+        yield Text(f"  {diff.num_ops} ops are split otherwise.")
+    for sign, notes in (("-", diff.notes_removed), ("+", diff.notes_added)):
+        for note in notes:
+            yield Text(f"  {sign} {note}")
+
+
+def _communication_table(diff: PlanDiff) -> Table:
+    table = _table("Communication", "over", "count", "per device", "time")
+    for row in diff.communication:
+        table.add_row(
+            row.kind,
+            "+".join(row.axes),
+            f"{row.counts[0]} {ARROW} {row.counts[1]}",
+            f"{bytes_text(row.payload_bytes[0])} {ARROW} {bytes_text(row.payload_bytes[1])}",
+            f"{seconds_text(row.times_s[0])} {ARROW} {seconds_text(row.times_s[1])}",
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for index, name in enumerate(columns):
+        table.add_column(name, header_style="bold" if index == 0 else "dim", overflow="fold")
+    return table
