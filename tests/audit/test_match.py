@@ -1,0 +1,117 @@
+import pytest
+
+from spmdctx.audit.collectives import CompiledCollective
+from spmdctx.audit.match import AS_PLANNED, AT_ONCE, HOISTED, JOINED, NARROWED, PER_AXIS, SLICED, STACKED, WIDENED, compare
+from spmdctx.ir import Collective
+from spmdctx.mesh import LogicalMesh
+
+MESH = LogicalMesh.of({"data": 2, "model": 4, "pipe": 1})
+
+
+def plan(kind, axes, payload, repeats=1, source="net.py:1"):
+    return Collective(kind, tuple(axes.split()), payload, 0.0, repeats, "partial dot", source)
+
+
+def real(kind, axes, payload, repeats=1, dtype="float32", summands=1, source="net.py:1"):
+    return CompiledCollective(kind, tuple(axes.split()), payload, dtype, repeats, source, "op", summands=summands)
+
+
+def summary(planned, compiled):
+    found = compare(planned, compiled, MESH)
+    matches = [(one.planned.payload_bytes, one.count, one.realised_bytes, one.way) for one in found.matches]
+    return matches, [one.repeats for one in found.missing], [one.repeats for one in found.unplanned]
+
+
+@pytest.mark.parametrize("payload", [910, 1000, 1100])
+def test_a_payload_within_a_tenth_is_found(payload):
+    assert summary([plan("all_reduce", "data", 1000)], [real("all_reduce", "data", payload)]) == ([(1000, 1, payload, AS_PLANNED)], [], [])
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        real("all_reduce", "data", 1101),
+        real("all_reduce", "data", 899),
+        real("all_reduce", "model", 1000),
+        real("all_to_all", "data", 1000),
+        real("all_gather", "data", 1000),
+    ],
+)
+def test_another_payload_kind_or_axis_is_missing_and_unplanned(compiled):
+    assert summary([plan("all_reduce", "data", 1000)], [compiled]) == ([], [1], [1])
+
+
+def test_each_execution_is_used_once():
+    planned = [plan("all_gather", "model", 64, repeats=3), plan("all_gather", "model", 64)]
+    assert summary(planned, [real("all_gather", "model", 64, repeats=5)]) == ([(64, 3, 192, AS_PLANNED), (64, 1, 64, AS_PLANNED)], [], [1])
+
+
+def test_the_nearest_payload_is_taken_first():
+    planned = [plan("all_reduce", "data", 1050), plan("all_reduce", "data", 1000)]
+    matches, missing, unplanned = summary(planned, [real("all_reduce", "data", 1000), real("all_reduce", "data", 1050)])
+    assert matches == [(1050, 1, 1050, AS_PLANNED), (1000, 1, 1000, AS_PLANNED)]
+    assert (missing, unplanned) == ([], [])
+
+
+def test_the_order_of_axes_and_axes_of_size_one_do_not_matter():
+    assert summary([plan("all_reduce", "pipe model data", 8)], [real("all_reduce", "data model", 8)])[1:] == ([], [])
+    assert summary([plan("all_reduce", "pipe", 8)], []) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("planned", "compiled", "way"),
+    [
+        (plan("reduce_scatter", "data", 512), real("all_reduce", "data", 512), SLICED),
+        (plan("reduce_scatter", "data", 512), real("all_reduce", "data", 1024), f"{SLICED}, {WIDENED}"),
+        (plan("all_reduce", "data", 512), real("all_reduce", "data", 1024), WIDENED),
+        (plan("all_gather", "data", 512), real("all_gather", "data", 256, dtype="bfloat16"), NARROWED),
+        (plan("all_gather", "data", 512), real("all_reduce", "data", 512), "all_reduce of padded shards"),
+    ],
+)
+def test_a_known_way_to_write_it_is_named(planned, compiled, way):
+    assert summary([planned], [compiled]) == ([(512, 1, compiled.payload_bytes, way)], [], [])
+
+
+def test_half_or_twice_the_bytes_in_the_same_dtype_is_no_known_way():
+    assert summary([plan("all_gather", "data", 512)], [real("all_gather", "data", 256)]) == ([], [1], [1])
+    assert summary([plan("all_gather", "data", 512)], [real("all_gather", "data", 1024, dtype="bfloat16")]) == ([], [1], [1])
+
+
+@pytest.mark.parametrize(("kind", "second"), [("all_gather", 256), ("reduce_scatter", 256), ("all_reduce", 1024)])
+def test_one_over_two_axes_is_found_as_one_per_axis_and_the_other_way_round(kind, second):
+    both, split = (kind, "data model", 1024), [(kind, "model", 1024), (kind, "data", second)]
+    assert summary([plan(*both)], [real(*one) for one in split]) == ([(1024, 1, 1024 + second, PER_AXIS)], [], [])
+    matches, missing, unplanned = summary([plan(*one) for one in split], [real(*both)])
+    assert sorted(matches) == sorted([(1024, 1, 1024, AT_ONCE), (second, 1, 0, AT_ONCE)])
+    assert (missing, unplanned) == ([], [])
+
+
+def test_a_gather_over_part_of_the_axes_is_not_enough():
+    assert summary([plan("all_gather", "data model", 1024)], [real("all_gather", "model", 1024)]) == ([], [1], [1])
+
+
+def test_results_of_all_iterations_reduced_at_once_are_found():
+    assert summary([plan("all_reduce", "data", 64, repeats=6)], [real("all_reduce", "data", 384)]) == ([(64, 6, 384, STACKED)], [], [])
+
+
+def test_a_sum_over_iterations_reduced_after_the_loop_is_found_with_its_real_bytes():
+    planned = [plan("all_reduce", "data", 64, repeats=4), plan("all_reduce", "data", 64, repeats=4)]
+    compiled = [real("all_reduce", "data", 64), real("all_reduce", "data", 64)]
+    matches, missing, unplanned = summary(planned, compiled)
+    assert (missing, unplanned) == ([], [])
+    assert sum(one[2] for one in matches) == 128
+    assert {one[3] for one in matches} == {AS_PLANNED, HOISTED}
+
+
+def test_one_reduction_is_not_taken_for_two_loops():
+    planned = [plan("all_reduce", "data", 64, repeats=4), plan("all_reduce", "data", 64, repeats=4)]
+    assert sum(summary(planned, [real("all_reduce", "data", 64)])[1]) == 7
+
+
+def test_reductions_joined_by_an_addition_are_found_only_if_the_program_adds():
+    planned = [plan("all_reduce", "model", 64, source=f"net.py:{line}") for line in range(3)]
+    matches, missing, unplanned = summary(planned, [real("all_reduce", "model", 64, summands=3)])
+    assert matches == [(64, 1, 64, AS_PLANNED), (64, 1, 0, JOINED), (64, 1, 0, JOINED)]
+    assert (missing, unplanned) == ([], [])
+    assert summary(planned, [real("all_reduce", "model", 64, summands=2)])[1] == [1]
+    assert summary(planned, [real("all_reduce", "model", 64)])[1] == [1, 1]
