@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spmdctx.ir import Mark, OpRule
@@ -91,6 +92,12 @@ def _shape(var: Any) -> tuple[int, ...]:
     return getattr(var.aval, "shape", ())
 
 
+def _decided(shape: tuple[int, ...], num_operands: int) -> OpRule:
+    """The identity of tensors that a scalar predicate, the last operand, chooses among."""
+    rule = identity(shape, num_operands=num_operands)
+    return replace(rule, operands=(*rule.operands, ()))
+
+
 def _stacked(shape: tuple[int, ...], *, entering: bool) -> OpRule:
     """Relates a scanned array, whose leading dimension is never split, to one iteration's slice."""
     builder = RuleBuilder()
@@ -143,24 +150,36 @@ def _while(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> N
         with builder.body():
             builder.walk(jaxpr, inner, inside, scope(prefix, eqn))
     results = _results(builder, body, in_body)
+    (goes_on,) = builder.read(in_cond, cond.outvars)
     for var, start, value in zip(eqn.outvars, body.invars[num_body:], results, strict=True):
-        env[var] = _boundary(builder, "while.next", [value], var, identity(_shape(var)), inside, eqn, prefix)
+        env[var] = _boundary(builder, "while.next", [value, goes_on], var, _decided(_shape(var), 1), inside, eqn, prefix)
         builder.ties.append((in_body[start], env[var]))
 
 
 def _trip_count(builder: Builder, eqn: Any, cond: Any, body: Any, carried: Sequence[Any]) -> int:
-    """Trip count of a counting loop (`i < literal`, `i + 1`, literal start); 1 and a note where it cannot be known."""
-    counted = [item for item in cond.eqns if item.primitive.name == "lt"]
-    if len(cond.eqns) == 1 and counted and cond.outvars[0] is counted[0].outvars[0]:
-        counter, limit = counted[0].invars
-        start = carried[cond.invars.index(counter) - (len(cond.invars) - len(carried))] if counter in cond.invars else None
-        if hasattr(limit, "val") and hasattr(start, "val"):
-            return max(int(limit.val) - int(start.val), 1)
+    """Trip count of a counting loop (`i < literal`, `i + literal`, literal start); 1 and a note where it cannot be known."""
+    carries = list(cond.invars[len(cond.invars) - len(carried) :])
+    if len(cond.eqns) == 1 and cond.eqns[0].primitive.name == "lt" and cond.eqns[0].invars[0] in carries:
+        counter, limit = cond.eqns[0].invars
+        place = carries.index(counter)
+        start, step = carried[place], _step(body, body.invars[len(body.invars) - len(carried) + place], body.outvars[place])
+        if step and hasattr(limit, "val") and hasattr(start, "val"):
+            return max(-(-(int(limit.val) - int(start.val)) // step), 1)
     builder.notes.append("A while loop's trip count is not known before it runs: its collectives are counted once.")
     return 1
 
 
+def _step(body: Any, before: Any, after: Any) -> int:
+    """What a loop body adds to its counter in each iteration; 0 where that is no positive literal."""
+    for eqn in body.eqns:
+        if eqn.primitive.name == "add" and after is eqn.outvars[0]:
+            steps = [atom.val for atom in eqn.invars if hasattr(atom, "val")]
+            return max(int(steps[0]), 0) if len(steps) == 1 and before in eqn.invars else 0
+    return 0
+
+
 def _cond(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+    predicate = builder.read(env, eqn.invars[:1])
     per_branch = []
     for branch in eqn.params["branches"]:
         jaxpr, inner = _bind(builder, branch, eqn.invars[1:], env)
@@ -169,8 +188,8 @@ def _cond(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> No
         per_branch.append(_results(builder, jaxpr, inner))
     for index, var in enumerate(eqn.outvars):
         operands = [results[index] for results in per_branch]
-        rule = identity(_shape(var), num_operands=len(operands))
-        env[var] = _boundary(builder, "cond.exit", operands, var, rule, repeats, eqn, prefix)
+        rule = _decided(_shape(var), len(operands))
+        env[var] = _boundary(builder, "cond.exit", [*operands, *predicate], var, rule, repeats, eqn, prefix)
 
 
 def _constraint(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
