@@ -15,8 +15,10 @@ from jax.sharding import Mesh
 
 from spmdctx.cost.reshard import reshard_steps
 from spmdctx.ir import LITERAL, Assignment, FactorKind, Op, TensorSharding, item_bytes
+from spmdctx.lowering.islands import ISLANDS, island
 from spmdctx.lowering.specs import named_sharding
 from spmdctx.mesh import LogicalMesh
+from spmdctx.rules.control_flow import CALLS, call_body, call_operands
 from spmdctx.search.space import reduction_plan
 from spmdctx.search.transfer import partial_axes, project
 from spmdctx.trace.bodies import INLINED, KEPT, MARKER, open_jaxpr
@@ -151,10 +153,20 @@ class _Rewriter:
         op = self.next_op()
         if op is not None:
             operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
+            eqn = self._as_island(eqn, op)
         results = self.emit(eqn, operands, block)
         if op is not None:
             results = [self.settle(block, op, position, var) for position, var in enumerate(results)]
         return results
+
+    def _as_island(self, eqn: Any, op: Op) -> Any:
+        """The equation, made to work per block where the partitioner would not split it."""
+        axes = self.assignment.ops[op.id].axes
+        if op.primitive not in ISLANDS or not any(axes):
+            return eqn
+        operands = [project(dims, axes) for dims in op.rule.operands]
+        template = island(eqn, operands, [project(dims, axes) for dims in op.rule.results], self.jax_mesh)
+        return template.replace(outvars=eqn.outvars, source_info=eqn.source_info)
 
     def emit(self, eqn: Any, operands: Sequence[Any], block: _Block, **params: Any) -> list[Any]:
         """Writes the equation with new operands and fresh results."""
@@ -167,7 +179,9 @@ class _Rewriter:
         return operands if op is None else [self.settle(block, op, 0, self.use(block, op, 0, operands[0]))]
 
     def _inline(self, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
-        jaxpr, consts = open_jaxpr(eqn.params[INLINED[eqn.primitive.name]])
+        name = eqn.primitive.name
+        jaxpr, consts = open_jaxpr(call_body(name, eqn.params))
+        operands = [operands[index] for index in call_operands(name, eqn.params, len(operands))]
         operands = self._explicit(eqn.params.get("in_shardings", ()), operands, block)
         if consts:
             # Its constants can only be held by a call of its own.
@@ -216,7 +230,7 @@ def _is_tensor(var: Any) -> bool:
 
 
 def _kept_call(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
-    name = KEPT.get(eqn.primitive.name) or INLINED[eqn.primitive.name]
+    name = CALLS[eqn.primitive.name]
     body = eqn.params[name]
     jaxpr, _ = open_jaxpr(body)
     inner, fresh = rewriter.body(jaxpr)

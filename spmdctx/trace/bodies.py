@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmdctx.ir import Mark, OpRule
 from spmdctx.rules.builder import RuleBuilder, identity
+from spmdctx.rules.control_flow import CALLS, call_body, call_operands
 from spmdctx.trace import manual, user_pins
 
 if TYPE_CHECKING:
@@ -21,18 +22,13 @@ if TYPE_CHECKING:
 
 Handler = Callable[["Builder", Any, "Env", int, str], None]
 
-INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "core_closed_call": "call_jaxpr"}
-"""Calls that lowering dissolves into their caller, with the parameter that holds the body."""
+KEPT = frozenset(
+    {"remat2", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "linear_call"}
+)
+"""Calls that lowering keeps as calls, since their kind says how to differentiate, batch or recompute them."""
 
-KEPT = {
-    "remat2": "jaxpr",
-    "remat": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "call_jaxpr",
-}
-"""Calls that lowering keeps as calls, with the parameter that holds the body."""
+INLINED = frozenset(CALLS) - KEPT
+"""Calls that lowering dissolves into their caller."""
 
 ALWAYS_ALIVE = frozenset({"scan.next", "while.next"})
 NEVER_LOOSE = frozenset({"scan.enter", "scan.next", "scan.exit", "while.enter", "while.next", "cond.exit", "random_seed"})
@@ -70,7 +66,8 @@ def _results(builder: Builder, jaxpr: Any, inner: Env) -> list[int]:
 
 def _call(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
     name = eqn.primitive.name
-    jaxpr, inner = _bind(builder, eqn.params[INLINED.get(name) or KEPT[name]], eqn.invars, env)
+    taken = [eqn.invars[index] for index in call_operands(name, eqn.params, len(eqn.invars))]
+    jaxpr, inner = _bind(builder, call_body(name, eqn.params), taken, env)
     for var, sharding in zip(jaxpr.invars, eqn.params.get("in_shardings", ()), strict=False):
         inner[var] = user_pins.pin(builder, inner[var], sharding, repeats, eqn.source_info, prefix)
     with builder.body() if name in KEPT else nullcontext():
