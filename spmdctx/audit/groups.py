@@ -95,7 +95,6 @@ def _iota(text: str) -> _Ids:
 
 def _span_of_pairs(flat: list[int], mesh: LogicalMesh) -> Span:
     moves = np.array(flat, dtype=np.int64).reshape(-1, 2)
-    moves = moves[moves[:, 0] != moves[:, 1]]
     coordinates = _coordinates(moves, mesh)
     varying = (coordinates[:, 0] != coordinates[:, 1]).any(axis=0)
     axes = tuple(name for name, varies in zip(mesh.names, varying, strict=True) if varies)

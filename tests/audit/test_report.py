@@ -76,7 +76,7 @@ def test_the_way_a_planned_collective_is_written_is_named():
     collectives = (planned("all_gather", "data", 262144, 2), planned("reduce_scatter", "data", 262144, 2))
     report = audit_text(StandInPlan(DATA, collectives), programs.sharded_weights(jax.devices()))
     assert report.ok
-    assert dict((row.kind, row.ways) for row in report.rows) == {
+    assert {row.kind: row.ways for row in report.rows} == {
         "all_gather": (("as planned", 2),),
         "reduce_scatter": (("all_reduce and slice", 2),),
     }
