@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from spmdctx.ir import DimFactors, FactorKind, OpRule
 from spmdctx.rules.builder import RuleBuilder, Shape
 from spmdctx.rules.registry import rule
 
-Pairs = Iterable[tuple[int, int]]
+Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""((lhs contracting, rhs contracting), (lhs batch, rhs batch)), as JAX writes them."""
 
 
-@rule("dot_general", "scaled_dot")
+class _Dot(NamedTuple):
+    lhs: list[DimFactors]
+    rhs: list[DimFactors]
+    result: list[DimFactors]
+
+
+@rule("dot_general")
 def dot_general(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """`[batch, free_l, free_r]` from the two operands; scales of a scaled dot follow where they have the operand's size."""
-    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = params["dimension_numbers"]
-    lhs, rhs = operands[:2]
+    """`[batch, lhs free, rhs free]` from the two operands."""
     builder = RuleBuilder()
-    batch = list(zip(lhs_batch, rhs_batch, strict=True))
-    lhs_dims, rhs_dims = _dot_dims(builder, lhs, rhs, batch, zip(lhs_contracting, rhs_contracting, strict=True))
-    lhs_free, rhs_free = _free(lhs, lhs_batch, lhs_contracting), _free(rhs, rhs_batch, rhs_contracting)
-    result = [lhs_dims[dim] for dim in (*lhs_batch, *lhs_free)] + [rhs_dims[dim] for dim in rhs_free]
-    scales = [_scale(dims, shape, scale) for dims, shape, scale in zip((lhs_dims, rhs_dims), (lhs, rhs), operands[2:], strict=False)]
-    return builder.build([lhs_dims, rhs_dims, *scales], [result])
+    dot = _dot(builder, operands[0], operands[1], params["dimension_numbers"])
+    return builder.build([dot.lhs, dot.rhs], [dot.result])
+
+
+@rule("scaled_dot")
+def scaled_dot(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
+    """A dot whose operands have a scale each: one element per block of the contracted dimension, where only whole blocks split."""
+    lhs, rhs, lhs_scale, rhs_scale = operands
+    (lhs_contracting, rhs_contracting), _ = params["dimension_numbers"]
+    blocks = [max(lhs_scale[left], rhs_scale[right]) for left, right in zip(lhs_contracting, rhs_contracting, strict=True)]
+    lhs_blocks, rhs_blocks = _resize(lhs, lhs_contracting, blocks), _resize(rhs, rhs_contracting, blocks)
+    builder = RuleBuilder()
+    dot = _dot(builder, lhs_blocks, rhs_blocks, params["dimension_numbers"])
+    scales = [_scale_dims(dot.lhs, lhs_blocks, lhs_scale), _scale_dims(dot.rhs, rhs_blocks, rhs_scale)]
+    for left, right, count in zip(lhs_contracting, rhs_contracting, blocks, strict=True):
+        within = builder.factor(lhs[left] // count, FactorKind.REDUCTION, blocked=True)
+        dot.lhs[left] += within
+        dot.rhs[right] += within
+    return builder.build([dot.lhs, dot.rhs, *scales], [dot.result])
 
 
 @rule("ragged_dot_general")
@@ -33,49 +51,38 @@ def ragged_dot_general(operands: tuple[Shape, ...], results: tuple[Shape, ...], 
     XLA masks the rows of each group, so the ragged dimension splits like any other; the groups stay whole, which it would gather.
     """
     numbers = params["ragged_dot_dimension_numbers"]
-    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
-    lhs, rhs, *others = operands
-    groups = tuple(numbers.rhs_group_dimensions)
+    lhs, rhs, *sizes = operands
     builder = RuleBuilder()
-    lhs_dims, rhs_dims = _dot_dims(
-        builder,
-        lhs,
-        rhs,
-        list(zip(lhs_batch, rhs_batch, strict=True)),
-        zip(lhs_contracting, rhs_contracting, strict=True),
-        whole_rhs=frozenset(groups),
-    )
-    lhs_free, rhs_free = _free(lhs, lhs_batch, lhs_contracting), _free(rhs, rhs_batch, (*rhs_contracting, *groups))
-    result = [lhs_dims[dim] for dim in (*lhs_batch, *lhs_free)] + [rhs_dims[dim] for dim in rhs_free]
+    dot = _dot(builder, lhs, rhs, numbers.dot_dimension_numbers, groups=tuple(numbers.rhs_group_dimensions))
+    (lhs_contracting, _), _ = numbers.dot_dimension_numbers
     if set(numbers.lhs_ragged_dimensions) & set(lhs_contracting):
-        result.insert(0, builder.factor(results[0][0], blocked=True))
-    return builder.build([lhs_dims, rhs_dims, *(((),) * len(shape) for shape in others)], [result])
+        dot.result.insert(0, builder.factor(results[0][0], blocked=True))
+    return builder.build([dot.lhs, dot.rhs, *(((),) * len(shape) for shape in sizes)], [dot.result])
 
 
-def _dot_dims(
-    builder: RuleBuilder,
-    lhs: Shape,
-    rhs: Shape,
-    batch: Pairs,
-    contracting: Pairs,
-    whole_rhs: frozenset[int] = frozenset(),
-) -> tuple[list[DimFactors], list[DimFactors]]:
-    lhs_dims: dict[int, DimFactors] = {}
-    rhs_dims: dict[int, DimFactors] = {}
-    for pairs, kind in ((batch, FactorKind.PASS_THROUGH), (contracting, FactorKind.REDUCTION)):
-        for left, right in pairs:
-            lhs_dims[left] = rhs_dims[right] = builder.factor(lhs[left], kind)
-    for dims, shape, whole in ((lhs_dims, lhs, frozenset[int]()), (rhs_dims, rhs, whole_rhs)):
-        for dim, size in enumerate(shape):
-            if dim not in dims:
-                dims[dim] = builder.factor(size, blocked=dim in whole)
-    return [lhs_dims[dim] for dim in range(len(lhs))], [rhs_dims[dim] for dim in range(len(rhs))]
+def _dot(builder: RuleBuilder, lhs: Shape, rhs: Shape, numbers: Numbers, groups: Sequence[int] = ()) -> _Dot:
+    """Factors of both operands and the result; `groups` are dimensions of the right operand that the result lacks."""
+    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers
+    lhs_dims: list[DimFactors] = [()] * len(lhs)
+    rhs_dims: list[DimFactors] = [()] * len(rhs)
+    for left, right in zip(lhs_batch, rhs_batch, strict=True):
+        lhs_dims[left] = rhs_dims[right] = builder.factor(lhs[left])
+    for left, right in zip(lhs_contracting, rhs_contracting, strict=True):
+        lhs_dims[left] = rhs_dims[right] = builder.factor(lhs[left], FactorKind.REDUCTION)
+    result = [lhs_dims[dim] for dim in lhs_batch]
+    for dims, shape, taken in ((lhs_dims, lhs, {*lhs_batch, *lhs_contracting}), (rhs_dims, rhs, {*rhs_batch, *rhs_contracting, *groups})):
+        for dim in (dim for dim in range(len(shape)) if dim not in taken):
+            dims[dim] = builder.factor(shape[dim])
+            result.append(dims[dim])
+    for dim in groups:
+        rhs_dims[dim] = builder.factor(rhs[dim], blocked=True)
+    return _Dot(lhs_dims, rhs_dims, result)
 
 
-def _free(shape: Shape, *taken: Sequence[int]) -> list[int]:
-    used = {dim for dims in taken for dim in dims}
-    return [dim for dim in range(len(shape)) if dim not in used]
+def _resize(shape: Shape, dims: Sequence[int], sizes: Sequence[int]) -> Shape:
+    changed = dict(zip(dims, sizes, strict=True))
+    return tuple(changed.get(dim, size) for dim, size in enumerate(shape))
 
 
-def _scale(dims: list[DimFactors], shape: Shape, scale: Shape) -> list[DimFactors]:
+def _scale_dims(dims: list[DimFactors], shape: Shape, scale: Shape) -> list[DimFactors]:
     return [factors if own == size else () for factors, own, size in zip(dims, shape, scale, strict=True)]

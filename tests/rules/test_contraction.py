@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from spmdctx.rules import rule_for
 from tests.rules.cases import Case
 
 
@@ -32,12 +33,25 @@ RAGGED = [
     Case("ragged_dot_general", ragged(((0,), (0,)), ((), ()), [0], []), ((16, 8), (16, 8), SIZES), label="ragged contraction"),
 ]
 
+TINY = jnp.arange(8 * 64).reshape(8, 64) % 5
+SCALED = Case(
+    "scaled_dot",
+    lambda x, y, left, right: lax.scaled_dot(x, y, lhs_scale=left, rhs_scale=right),
+    (TINY.astype(jnp.float8_e4m3fn), TINY.T.astype(jnp.float8_e4m3fn), jnp.ones((8, 2), jnp.bfloat16), jnp.ones((2, 8), jnp.bfloat16)),
+)
+
 
 @pytest.mark.parametrize("case", DOTS, ids=str)
 def test_dots_have_the_factors_that_shardy_gives_them(case):
     assert replace(case, op="stablehlo.dot_general").disagreements() == []
 
 
-@pytest.mark.parametrize("case", [*DOTS, *RAGGED], ids=str)
+@pytest.mark.parametrize("case", [*DOTS, *RAGGED, SCALED], ids=str)
 def test_every_sharding_of_a_dot_gives_the_one_device_result(case):
     case.check()
+
+
+def test_a_scaled_dot_splits_its_contraction_by_whole_blocks():
+    rule = rule_for("scaled_dot", ((8, 64), (64, 8), (8, 2), (2, 8)), ((8, 8),), {"dimension_numbers": (((1,), (0,)), ((), ()))})
+    assert str(rule).startswith("([j, (i l)], [(i l), k], [j, i], [i, k])->([j, k]) {i=2, j=8, k=8, l=32} reduction={i, l}")
+    assert rule.splittable == (True, True, True, False)

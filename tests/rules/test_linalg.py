@@ -26,6 +26,7 @@ DECOMPOSITIONS = [
     Case("hessenberg", linalg.hessenberg, (SQUARE,)),
     Case("tridiagonal", linalg.tridiagonal, (POSITIVE,)),
     Case("householder_product", linalg.householder_product, (SQUARE, (8, 4))),
+    Case("ormqr", linalg.ormqr, (SQUARE, (8, 4), (8, 4, 3))),
     Case("symmetric_product", lambda a, c: linalg.symmetric_product(a, c, beta=0.5, symmetrize_output=False), (SQUARE, POSITIVE)),
     Case("lu_pivots_to_permutation", lambda p: linalg.lu_pivots_to_permutation(p, 4), (jnp.tile(jnp.array([1, 1, 3, 3]), (8, 1)),)),
 ]

@@ -18,6 +18,10 @@ def pool(init, reducer, window=(1, 2, 1), strides=(1, 1, 1), padding="SAME"):
     return lambda x: lax.reduce_window(x, init, reducer, window, strides, padding)
 
 
+def pool_tangent(tangents, x):
+    return jax.jvp(pool(-jnp.inf, lax.max), (x,), (tangents,))[1]
+
+
 def pool_gradient(source, x):
     _, pull = jax.vjp(pool(-jnp.inf, lax.max), x)
     return pull(source)[0]
@@ -47,6 +51,7 @@ WINDOWS = [
     Case("reduce_window", pool(1.0, lax.mul), ((8, 8, 8),), "stablehlo.reduce_window"),
     Case("select_and_scatter_add", pool_gradient, ((8, 8, 8), (8, 8, 8)), "stablehlo.select_and_scatter", (1, 0)),
 ]
+TANGENT = Case("select_and_gather_add", pool_tangent, ((8, 8, 8), (8, 8, 8)))
 
 
 @pytest.mark.parametrize("case", [*REDUCTIONS, *WINDOWS], ids=str)
@@ -54,7 +59,7 @@ def test_reductions_have_the_factors_that_shardy_gives_them(case):
     assert case.disagreements() == sorted(case.explained)
 
 
-@pytest.mark.parametrize("case", [*REDUCTIONS, *WINDOWS], ids=str)
+@pytest.mark.parametrize("case", [*REDUCTIONS, *WINDOWS, TANGENT], ids=str)
 def test_every_sharding_of_a_reduction_gives_the_one_device_result(case):
     case.check()
 
