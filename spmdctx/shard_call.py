@@ -14,12 +14,11 @@ from flax import nnx
 from spmdctx.context import current_context
 from spmdctx.errors import ContextWarning, StrategyError
 from spmdctx.layout import Layout
+from spmdctx.shard_eager import SPLITTING_MODES, run_split, runs_eagerly
 from spmdctx.sharding_marks import mark, new_region, traced_mode
 
 Spec = tuple[int, ...] | Layout | None
 """How one tensor is split: slices per dimension, a layout, or None (free)."""
-
-SPLITTING_MODES = ("semi_auto_parallel", "auto_parallel")
 
 
 class Strategies(NamedTuple):
@@ -80,30 +79,19 @@ def call_marked(
         kwargs: keyword arguments.
         names: of a function: names of its positional arguments, for the paths of its parameters. None for a module.
         owner: the module whose variables tell whether the call is traced.
-        split: what to hand to `parallel` when the call is eager; None: run as it is.
+        split: what runs as a step of its own when the call is eager; None: nothing, the call stays as it is.
     """
     mode = traced_mode() or current_context().parallel_mode
     if mode not in SPLITTING_MODES:
         warnings.warn(f"shard() of {label} has no effect in parallel_mode {mode!r}.", ContextWarning, stacklevel=3)
-    elif split is not None and not _is_traced((owner, args, kwargs)):
-        return _run_split(split, args if owner is None else (owner, *args), kwargs)
+    elif split is not None and runs_eagerly(owner, args, kwargs):
+        return run_split(split, args if owner is None else (owner, *args), kwargs)
     # The marks are made in every mode: JAX caches what it traces, and a later step in another mode may need them.
     region = Region(new_region(), label, strategies)
     with jax.named_scope(f"shard{region.number}:{label}"):
         with _marked_arguments(region, args, kwargs, names) as (args, kwargs):
             result = body(region)(*args, **kwargs)
         return _marked_results(region, result)
-
-
-def _is_traced(tree: Any) -> bool:
-    return traced_mode() is not None or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
-def _run_split(split: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """MindSpore's functional sharding: the eager call becomes a step of its own."""
-    from spmdctx.api import parallel  # the step is made of shard() too
-
-    return parallel(split)(*args, **kwargs)
 
 
 class _Leaf(NamedTuple):

@@ -11,11 +11,12 @@ import jax
 from flax import linen, nnx
 
 from spmdctx.shard_call import Region, Strategies, call_marked, marked_variables, path_part, variables_of
+from spmdctx.shard_eager import run_split, runs_eagerly
 
 
 def shard_nnx(module: nnx.Module, strategies: Strategies) -> nnx.Module:
     """An instance of a subclass of the module's type, sharing the module's variables and submodules."""
-    sharded = object.__new__(_nnx_subclass(type(module), strategies))
+    sharded: nnx.Module = object.__new__(_nnx_subclass(type(module), strategies))
     vars(sharded).update(vars(module))
     return sharded
 
@@ -34,26 +35,28 @@ def _nnx_subclass(base: type[nnx.Module], strategies: Strategies) -> Any:
 
         return call_marked(strategies, base.__name__, body, args, kwargs, owner=self, split=_call_module)
 
-    return _subclass(base, call, pytree=base._pytree__is_pytree)
+    return _subclass(base, {"pytree": base._pytree__is_pytree}, __call__=call)
 
 
 def _call_module(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _subclass(base: type, call: Any, **options: Any) -> Any:
-    """A subclass whose call is `call`, and which looks like `base`: Flax names submodules after their class."""
-    functools.update_wrapper(call, base.__call__, updated=())
-    body = {"__call__": call, "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+def _subclass(base: type, options: dict[str, Any], **methods: Any) -> Any:
+    """A subclass with other methods, which looks like `base`: Flax names submodules after their class."""
+    for name, method in methods.items():
+        functools.update_wrapper(method, getattr(base, name), updated=())
+    body = {**methods, "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base)(base.__name__, (base,), body, **options)
 
 
 def shard_linen(module: linen.Module, strategies: Strategies) -> linen.Module:
     """A copy of the module whose type is a subclass; inside a parent's setup or compact method it takes the module's place."""
     alone = module.parent is None and module.scope is None
-    sharded = module.clone() if alone else copy.copy(module)
-    object.__setattr__(sharded, "__class__", _linen_subclass(type(module), strategies))
-    return sharded
+    sharded: Any = module.clone() if alone else copy.copy(module)
+    base: Any = type(module)
+    object.__setattr__(sharded, "__class__", _linen_subclass(base, strategies))
+    return sharded  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -67,7 +70,16 @@ def _linen_subclass(base: Any, strategies: Strategies) -> Any:
 
         return call_marked(strategies, base.__name__, body, args, kwargs)
 
-    return _subclass(base, call)
+    def apply(self: linen.Module, *args: Any, **kwargs: Any) -> Any:
+        if runs_eagerly(args, kwargs):
+            return run_split(_apply_module, (self, *args), kwargs)
+        return base.apply(self, *args, **kwargs)
+
+    return _subclass(base, {}, __call__=call, apply=apply)
+
+
+def _apply_module(module: linen.Module, *args: Any, **kwargs: Any) -> Any:
+    return module.apply(*args, **kwargs)
 
 
 def _marked_collection(region: Region, variables: Any) -> Any:

@@ -47,7 +47,11 @@ def new_region() -> int:
 
 def mark(x: Any, *, region: int, side: str, index: int, strategy: tuple[int, ...] | Layout | None, label: str) -> Any:
     """Marks one boundary value of a region; see `ir.Mark` for the meaning of the parameters."""
-    return shard_p.bind(x, region=region, side=side, index=index, strategy=strategy, label=label)
+    return _bind(x, region=region, side=side, index=index, strategy=strategy, label=label)
+
+
+def _bind(x: Any, **params: Any) -> Any:
+    return shard_p.bind(x, **params)  # type: ignore[no-untyped-call]
 
 
 def _identity(x: Any, **_: Any) -> Any:
@@ -59,12 +63,12 @@ def _transpose(cotangent: Any, operand: Any, *, side: str, **params: Any) -> lis
     if isinstance(cotangent, ad.Zero):
         return [cotangent]
     other_side = side.removesuffix(_GRAD) if side.endswith(_GRAD) else side + _GRAD
-    return [shard_p.bind(cotangent, side=other_side, **params)]
+    return [_bind(cotangent, side=other_side, **params)]
 
 
 def _batch(args: tuple[Any], dims: tuple[int], *, strategy: tuple[int, ...] | Layout | None, **params: Any) -> tuple[Any, int]:
     (dim,) = dims
-    return shard_p.bind(args[0], strategy=_with_free_dim(strategy, dim), **params), dim
+    return _bind(args[0], strategy=_with_free_dim(strategy, dim), **params), dim
 
 
 def _with_free_dim(strategy: tuple[int, ...] | Layout | None, dim: int) -> tuple[int, ...] | Layout | None:
