@@ -17,6 +17,7 @@ ISLANDS = frozenset(
         "cholesky",
         "eig",
         "eigh",
+        "fft",
         "geqrf",
         "hessenberg",
         "householder_product",
