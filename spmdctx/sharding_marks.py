@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
+from jax.extend import source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -21,6 +23,10 @@ shard_p = Primitive(MARKER)
 
 _regions = itertools.count()
 
+
+# A marker's source line is the user's call of what is sharded, not a line of this package.
+for _file in ("sharding_marks", "shard", "shard_call", "shard_modules"):
+    source_info_util.register_exclusion(str(Path(__file__).with_name(f"{_file}.py")))
 
 _traced_mode: ContextVar[str | None] = ContextVar("spmdctx_traced_mode", default=None)
 

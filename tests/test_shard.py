@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax.extend import source_info_util
 
 import spmdctx.context as context
 from spmdctx.errors import ContextWarning, StrategyError
@@ -65,6 +66,12 @@ def test_a_marker_keeps_weak_types_and_keys():
     assert jax.jit(marked)(keys).dtype == keys.dtype
     weak = jax.ShapeDtypeStruct((), jnp.float32, weak_type=True)
     assert jax.make_jaxpr(marked)(weak).out_avals[0].weak_type
+
+
+def test_a_marker_has_the_source_line_of_the_users_call():
+    for fn, args in ((MATMUL, (X, W)), (shard(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), ((2, 1),)), (X,))):
+        eqn = jax.make_jaxpr(lambda *args, fn=fn: fn(*args))(*args).eqns[0]
+        assert "test_shard.py" in source_info_util.summarize(eqn.source_info)
 
 
 def test_cotangents_are_marked_as_such():
