@@ -204,7 +204,8 @@ def _use_lines(one: TensorExplanation) -> Iterator[str]:
     for label, writes in (("read", False), ("written", True)):
         uses = [use for use in one.uses if use.writes is writes]
         for use in uses[:MAX_USES]:
-            yield f"  {label:<8} as {split_text(use.needs)} by {use.primitive} ({place_text(use.source)}){', after a cast' if use.cast else ''}"
+            cast = ", after a cast" if use.cast else ""
+            yield f"  {label:<8} as {split_text(use.needs)} by {use.primitive} ({place_text(use.source)}){cast}"
         if len(uses) > MAX_USES:
             yield f"           and by {len(uses) - MAX_USES} more"
 

@@ -103,7 +103,7 @@ def _inputs(plan: Plan) -> Table:
     total = sum(tensor.local_bytes(plan.logical_mesh) for tensor in plan.inputs)
     whole = sum(tensor.num_bytes for tensor in plan.inputs)
     table.add_section()
-    table.add_row("all", "", "", f"{bytes_text(whole)} unsplit", "", Text(bytes_text(total), style="bold"))
+    table.add_row("all", "", "", "", Text(f"of {bytes_text(whole)}", style="dim"), Text(bytes_text(total), style="bold"))
     return table
 
 
