@@ -64,7 +64,10 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes on one device: the plan's estimate, and what the compiler reserved. `peak_bytes` counts donated buffers once."""
+    """Bytes on one device: the plan's estimate, and what the compiler reserved.
+
+    `peak_bytes` is the compiler's own figure, or the sum, shared buffers counted once, where it has none.
+    """
 
     planned_bytes: int
     argument_bytes: int
