@@ -21,7 +21,7 @@ from spmdctx.trace.arguments import Call, Names, Parameters, Positions, Selectio
 from spmdctx.trace.carry import Span, carried_leaves
 from spmdctx.trace.partitioning import PartitionNames
 from spmdctx.trace.roles import Argument, roles_of
-from spmdctx.trace.structure import Flattening, Keys, PureFlattening, Result, Structure, argument_of, key_text, path_text
+from spmdctx.trace.structure import Flattening, Keys, NotPure, PureFlattening, Result, Structure, argument_of, key_text, path_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ class Captured:
     """A traced step over flat leaves.
 
     `jaxpr` takes one variable per entry of `inputs` and gives one per entry of `outputs`; closed-over arrays are its
-    consts. `structure` is what the step needs to flatten arguments and to rebuild results.
+    consts. `structure` is what the step needs to flatten arguments and to rebuild results. `owned` marks the inputs that
+    belong to nnx objects.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Captured:
     outputs: tuple[OutputLeaf, ...]
     structure: Structure
     trace_s: float
+    owned: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -153,11 +155,13 @@ def _may_hold_objects(tree: Any) -> bool:
 
 def flattening_of(call: Call) -> Flattening:
     """Flattens the dynamic arguments of one call."""
-    if _may_hold_objects(call):
-        from spmdctx.trace.objects import ObjectFlattening
+    return _object_flattening(call) if _may_hold_objects(call) else PureFlattening(call, _may_hold_objects)
 
-        return ObjectFlattening(call)
-    return PureFlattening(call)
+
+def _object_flattening(call: Call) -> Flattening:
+    from spmdctx.trace.objects import ObjectFlattening  # Flax is loaded where objects of it exist
+
+    return ObjectFlattening(call)
 
 
 def capture(
@@ -205,8 +209,14 @@ def capture(
 
 def capture_call(target: Target, call: Call, static: Static) -> Captured:
     """Traces one call whose static arguments are already set apart."""
+    try:
+        return _capture_flat(target, static, flattening_of(call))
+    except NotPure:  # known once it is traced: an initialiser, for example
+        return _capture_flat(target, static, _object_flattening(call))
+
+
+def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Captured:
     started = time.perf_counter()
-    flattening = flattening_of(call)
     paths = [_path(target, static, leaf.keys) for leaf in flattening.leaves]
     avals = [abstract(leaf.value, path) for leaf, path in zip(flattening.leaves, paths, strict=True)]
     donated = [target.donated.holds(_argument(static, leaf.keys)) for leaf in flattening.leaves]
@@ -223,7 +233,15 @@ def capture_call(target: Target, call: Call, static: Static) -> Captured:
         for result, aval, source in zip(traced.results, traced.jaxpr.out_avals, carried, strict=True)
     )
     structure = flattening.structure(traced.kept)
-    return Captured(target.name, traced.jaxpr, inputs, outputs, structure, time.perf_counter() - started)
+    return Captured(
+        target.name,
+        traced.jaxpr,
+        inputs,
+        outputs,
+        structure,
+        time.perf_counter() - started,
+        tuple(leaf.owned for leaf in flattening.leaves),
+    )
 
 
 class _Traced(NamedTuple):

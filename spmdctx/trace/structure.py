@@ -137,10 +137,15 @@ class PureStructure:
         return self.out_tree.unflatten(leaves)
 
 
+class NotPure(Exception):
+    """A function of pytrees gives back an nnx object."""
+
+
 class PureFlattening:
     """Flattens one call of a pure function, and remembers the structure of its results when it is traced."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, holds_objects: Callable[[Any], bool]) -> None:
+        self._holds_objects = holds_objects
         entries, self._in_tree = jax.tree_util.tree_flatten_with_path(call)
         names = boxed_names(call)
         self.leaves = [Leaf(keys, value, names=names.get(index)) for index, (keys, value) in enumerate(entries)]
@@ -153,8 +158,15 @@ class PureFlattening:
         return self._call[1][argument] if isinstance(argument, str) else self._call[0][argument]
 
     def run(self, fn: Callable[[Call], Any], leaves: Sequence[Any]) -> list[Result]:
-        """Calls `fn` on the call with traced leaves in it."""
-        entries, self.result_tree = jax.tree_util.tree_flatten_with_path(fn(self._in_tree.unflatten(leaves)))
+        """Calls `fn` on the call with traced leaves in it.
+
+        Raises:
+            NotPure: it gives back an nnx object.
+        """
+        result = fn(self._in_tree.unflatten(leaves))
+        if self._holds_objects(result):
+            raise NotPure
+        entries, self.result_tree = jax.tree_util.tree_flatten_with_path(result)
         return [Result(keys, value) for keys, value in entries]
 
     def kept(self, unchanged: Sequence[bool]) -> list[int]:

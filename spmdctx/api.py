@@ -1,0 +1,56 @@
+"""What users call: `parallel`, `plan`, and what they call inside a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, overload
+
+from spmdctx.gradients import grad, value_and_grad
+from spmdctx.mesh_scope import get_mesh
+from spmdctx.plan.plan import Plan
+from spmdctx.step import ParallelStep
+
+__all__ = ["ParallelStep", "get_mesh", "grad", "parallel", "plan", "value_and_grad"]
+
+
+@overload
+def parallel(fn: Callable[..., Any], **options: Any) -> ParallelStep: ...
+@overload
+def parallel(**options: Any) -> Callable[[Callable[..., Any]], ParallelStep]: ...
+def parallel(fn: Callable[..., Any] | None = None, **options: Any) -> ParallelStep | Callable[[Callable[..., Any]], ParallelStep]:
+    """Makes a step run split over devices, as the auto-parallel context says. A decorator, with or without options.
+
+    Args:
+        fn: a function, a method, or a function of jax.jit or nnx.jit.
+        options: every option of the context, which then holds for this step whatever the context says, and:
+            devices: real, virtual or compile-only devices; default `jax.devices()`.
+            mesh: a Mesh, an AbstractMesh or {"axis": size}.
+            topology: "tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu" or a Topology; default that of the devices.
+            memory_bytes: budget per device.
+            strict: refuse primitives without a sharding rule, which otherwise are computed whole on every device.
+            batch_argnums, batch_argnames: the batch arguments; found by default.
+            donate_argnums, donate_argnames: arguments whose memory the step may reuse; none by default.
+            static_argnums, static_argnames: compile-time constants.
+            layerwise_parallel: path patterns of parameters that stay split in hybrid_parallel.
+
+    Raises:
+        ContextError: an unknown option or a bad value.
+        TypeError: a value of a wrong type.
+    """
+    if fn is None:
+        return functools.partial(parallel, **options)
+    if isinstance(fn, ParallelStep):
+        return fn.with_options(**options)
+    return ParallelStep(fn, options)
+
+
+def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
+    """Plans a step without running it: `plan(train_step, state, batch, device_num=64, topology="tpu-v5p")`.
+
+    Args:
+        fn: as for `parallel`.
+        args: the step's arguments, arrays or `jax.ShapeDtypeStruct`.
+        options: as for `parallel`.
+    """
+    return parallel(fn, **options).plan(*args)

@@ -1,0 +1,157 @@
+"""One step for one set of shapes and one context: its trace, its plan, its program, and the fast path of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from spmdctx.errors import UnsupportedError
+from spmdctx.lowering.compile import CompiledProgram, jit_program
+from spmdctx.lowering.xla_options import compile_options
+from spmdctx.plan.plan import Plan
+from spmdctx.planner import Planned, plan_program
+from spmdctx.step_options import Environment
+from spmdctx.trace.arguments import Call
+from spmdctx.trace.capture import Captured
+from spmdctx.trace.structure import Read
+
+Signature = tuple[tuple[tuple[int, ...], Any, bool], ...]
+
+
+def signature(avals: Sequence[Any]) -> Signature:
+    """Shapes, dtypes and weak types: what a compiled program depends on, without shardings."""
+    return tuple([(tuple(aval.shape), aval.dtype, aval.weak_type) for aval in avals])
+
+
+def aval_of(leaf: Any) -> Any:
+    """The abstract value of a leaf; jax arrays and tracers know theirs."""
+    try:
+        return leaf.aval
+    except AttributeError:
+        return jax.typeof(leaf)
+
+
+class Entry:
+    """A captured step with its plan; the program is compiled when it is first needed.
+
+    `run` is the hot path: the last seen abstract values and shardings are compared first by identity, so that a training
+    loop costs little more than `jax.jit` with the same shardings.
+    """
+
+    def __init__(self, captured: Captured, environment: Environment, notes: Sequence[str] = ()) -> None:
+        self.captured = captured
+        self.environment = environment
+        self.structure = captured.structure
+        self.signature = signature(captured.in_avals)
+        self.moved: dict[int, str] = {}
+        self._notes = (*environment.notes, *notes)
+        self._owned = captured.owned
+        self._seen_avals: list[Any] = []
+        self._seen_shardings: list[Any] = []
+        self._loose: tuple[int, ...] = ()
+
+    @cached_property
+    def planned(self) -> Planned:
+        """The plan with what lowering needs."""
+        captured = replace(self.captured, notes=(*self.captured.notes, *self._notes))
+        return plan_program(captured, self.environment.settings)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of this step for these shapes."""
+        return self.planned.plan
+
+    @cached_property
+    def program(self) -> CompiledProgram:
+        """The jitted flat program.
+
+        Raises:
+            ContextError: fewer devices than the plan is for.
+        """
+        self.environment.check_running()
+        planned = self.planned
+        devices = self.environment.devices[: planned.mesh.num_devices]
+        donated = [index for index, leaf in enumerate(self.captured.inputs) if leaf.donated]
+        return jit_program(
+            planned.program,
+            planned.assignment,
+            planned.mesh,
+            devices,
+            donated=donated,
+            compiler_options=compile_options(devices),
+            name=self.captured.name,
+        )
+
+    @cached_property
+    def call(self) -> Callable[..., tuple[Any, ...]]:
+        """The jitted flat program as a function, looked up once."""
+        return self.program.jitted
+
+    def lower(self) -> jax.stages.Lowered:
+        """The flat program, lowered for abstract arguments."""
+        avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in self.captured.in_avals]
+        lowered: jax.stages.Lowered = self.program.jitted.lower(*avals)
+        return lowered
+
+    @cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled program, for the audit."""
+        return self.lower().compile()
+
+    def read(self, call: Call) -> Read | None:
+        """The leaves of a call, None where it is not one of this entry's."""
+        read = self.structure.read(call)
+        if read is None:
+            return None
+        try:
+            avals = [leaf.aval for leaf in read.leaves]
+        except AttributeError:
+            avals = [aval_of(leaf) for leaf in read.leaves]
+        if avals != self._seen_avals:
+            if signature(avals) != self.signature:
+                return None
+            self._seen_avals = avals
+        return read
+
+    def run(self, read: Read) -> Any:
+        """Runs the step on leaves that `read` gave."""
+        leaves = read.leaves
+        try:
+            known = [leaf.sharding for leaf in leaves] == self._seen_shardings
+        except AttributeError:  # leaves of NumPy or Python, or tracers
+            known = [getattr(leaf, "sharding", None) for leaf in leaves] == self._seen_shardings
+        for index in self._loose:
+            known = known and not leaves[index].committed
+        if not known:
+            leaves = self._placed(read)
+        return self.structure.finish(read.handle, self.call(*leaves))
+
+    def _placed(self, read: Read) -> list[Any]:
+        """The leaves, those that are committed elsewhere moved to where the plan wants them."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
+            if compile_options(self.environment.devices[:1]):
+                raise UnsupportedError(
+                    f"{self.captured.name} needs compiler options, which a step inside of jit, grad or vmap cannot have.",
+                    fix="call the step outside, or leave out the options that need them",
+                )
+            return read.leaves
+        placed, loose, moves = list(read.leaves), [], False
+        for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
+            sharding = getattr(leaf, "sharding", None)
+            if sharding is None or sharding.is_equivalent_to(target, leaf.ndim):
+                continue
+            if not leaf.committed and not self._owned[index]:
+                loose.append(index)  # jit places it itself, on each call
+                continue
+            placed[index] = jax.device_put(leaf, target)
+            moves = True
+            self.moved.setdefault(index, f"{self.captured.inputs[index].path} was on {sharding}; it is moved to {target.spec}.")
+        if moves:
+            self.structure.place(read.handle, placed)
+        else:
+            self._seen_shardings, self._loose = [getattr(leaf, "sharding", None) for leaf in placed], tuple(loose)
+        return placed

@@ -1,0 +1,55 @@
+"""The mesh that the user's own code sees while a step is traced: `get_mesh()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from spmdctx.errors import ContextError
+from spmdctx.lowering.specs import make_mesh
+from spmdctx.mesh import LogicalMesh
+from spmdctx.step_options import Environment
+
+_environment: ContextVar[Environment | None] = ContextVar("spmdctx_environment", default=None)
+
+
+@contextmanager
+def traced_for(environment: Environment) -> Iterator[None]:
+    """While a step is traced: what `get_mesh` answers from."""
+    token = _environment.set(environment)
+    try:
+        yield
+    finally:
+        _environment.reset(token)
+
+
+def get_mesh() -> Mesh | AbstractMesh:
+    """The mesh of the step that is being traced: for shard_map, and for constraints with a NamedSharding.
+
+    A step in data_parallel or hybrid_parallel has the mesh given as `mesh=`, else one axis, "data". Where there are fewer
+    devices than the plan is for, the mesh is abstract.
+
+    Raises:
+        ContextError: outside of a step, or in a mode that finds its mesh after the trace.
+    """
+    environment = _environment.get()
+    if environment is None:
+        raise ContextError("get_mesh() is called outside of a step.", fix="call it inside the function given to spmdctx.parallel")
+    mesh, mode = environment.settings.mesh, environment.context.parallel_mode
+    if mesh is None:
+        if mode in ("semi_auto_parallel", "auto_parallel") and environment.settings.num_devices > 1:
+            raise ContextError(
+                f"In {mode} the mesh is found after the step is traced.", fix='name it: spmdctx.parallel(fn, mesh={"data": 4, "model": 2})'
+            )
+        mesh = LogicalMesh.of({"data": environment.settings.num_devices})
+    return _jax_mesh(mesh, environment.devices)
+
+
+def _jax_mesh(mesh: LogicalMesh, devices: tuple[Any, ...]) -> Mesh | AbstractMesh:
+    if mesh.num_devices <= len(devices):
+        return make_mesh(mesh, devices)
+    return AbstractMesh(mesh.shape, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes))

@@ -1,0 +1,163 @@
+"""Puts things where a plan wants them: a state that is made split, and batches of one process or of the whole."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import numpy as np
+from jax.sharding import NamedSharding
+
+from spmdctx.entry import Entry
+from spmdctx.errors import PlanError, StrategyError, message
+from spmdctx.ir import Role
+from spmdctx.lowering.specs import named_sharding
+from spmdctx.mesh import replicated
+from spmdctx.trace.arguments import NO_STATIC, Call
+from spmdctx.trace.capture import Captured, Target, capture_call, flattening_of, target_of
+from spmdctx.trace.structure import Read
+
+
+def abstract_call(entry: Entry) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that an entry was made for, as shapes and dtypes; nnx objects as states."""
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in entry.captured.in_avals]
+    args, kwargs = entry.structure.inputs(avals)
+    return tuple(args), dict(kwargs)
+
+
+def arguments_tree(entry: Entry, leaves: Sequence[Any], num_leading: int) -> tuple[Any, ...]:
+    """One tree per dynamic argument of the user's call with `leaves` in it; keyword arguments follow as one dict."""
+    args, kwargs = entry.structure.inputs(list(leaves))
+    return (*args[num_leading:], kwargs) if kwargs else tuple(args[num_leading:])
+
+
+class Init:
+    """An initialiser whose result is the state of a step."""
+
+    def __init__(self, init_fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        target = target_of(init_fn)
+        self._call: Call = ((*target.leading, *args), {})
+        with _no_eager_sharding():
+            self._captured: Captured = capture_call(target, self._call, NO_STATIC)
+        avals = self._captured.jaxpr.out_avals
+        self._abstract = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
+        self._result = self._finish(self._abstract)
+
+    def arguments(self, target: Target, batch: Any, known: Entry | None) -> tuple[Any, ...]:
+        """The abstract arguments of the step: its state as the initialiser makes it, then the batch.
+
+        Raises:
+            PlanError: no batch is given and none is known.
+            TypeError: state and batch do not make up the step's arguments.
+        """
+        states = [(self._result,)]
+        if type(self._result) is tuple:
+            states.append(self._result)
+        if batch is not None:
+            batches = [(batch,), tuple(batch)] if type(batch) in (tuple, list) else [(batch,)]
+            return _fitting(target, [(*state, *rest) for rest in batches for state in states])
+        if known is None:
+            raise PlanError("init needs a batch to plan for: no call was planned yet.", fix="pass batch=, arrays or jax.ShapeDtypeStruct")
+        args, _ = abstract_call(known)
+        args = args[len(target.leading) :]
+        if args and type(args[0]) is not tuple:  # then a tuple of states is no first argument
+            states.reverse()
+        return _fitting(target, [(*state, *args[len(state) :]) for state in states if len(state) <= len(args)])
+
+    def run(self, entry: Entry, call: Call) -> Any:
+        """Makes the state, each leaf split as the step takes it; leaves that the step does not take are whole everywhere."""
+        taken = zip(flattening_of(call).leaves, entry.program.in_shardings, strict=True)
+        targets = {id(leaf.value): sharding for leaf, sharding in taken}
+        mesh = entry.program.mesh
+        shardings = [targets.get(id(leaf), named_sharding(mesh, replicated(len(leaf.shape)))) for leaf in self._abstract]
+        run = jax.jit(jexc.jaxpr_as_fun(self._captured.jaxpr), out_shardings=shardings)
+        return self._finish(run(*self._read().leaves))
+
+    def _read(self) -> Read:
+        read = self._captured.structure.read(self._call)
+        assert read is not None, "a structure reads the call it was made from"
+        return read
+
+    def _finish(self, leaves: Sequence[Any]) -> Any:
+        with _no_eager_sharding():
+            return self._captured.structure.finish(self._read().handle, leaves)
+
+
+def _fitting(target: Target, candidates: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The first candidate that the step can be called with."""
+    signature = inspect.signature(target.fn)
+    for candidate in candidates:
+        try:
+            signature.bind(*target.leading, *candidate)
+        except TypeError:
+            continue
+        return candidate
+    raise TypeError(
+        message(
+            f"What init makes and the batch do not make up the arguments of {target.name}.",
+            need=f"{target.name}{signature}",
+            fix="let init_fn return the step's first argument, or a tuple of the first ones, and pass the others as batch=",
+        )
+    )
+
+
+def _no_eager_sharding() -> AbstractContextManager[Any]:
+    """nnx would place annotated variables on the mesh that is set; here the plan places them."""
+    if "flax.nnx" not in sys.modules:
+        return nullcontext()
+    from flax import nnx
+
+    scope: AbstractContextManager[Any] = nnx.use_eager_sharding(False)
+    return scope
+
+
+def shard_batch(batch: Any, entry: Entry | None, *, whole: bool) -> Any:
+    """Places one batch argument of the step, or a tuple of all of them.
+
+    Args:
+        batch: the arrays: this process's block, or the whole batch.
+        entry: the planned step.
+        whole: whether each process has the whole batch.
+
+    Raises:
+        PlanError: nothing is planned, or the plan has no such batch.
+        StrategyError: a dimension that does not divide.
+    """
+    if entry is None:
+        raise PlanError("The batch cannot be placed: nothing was planned yet.", fix="call step.plan, step.init or the step first")
+    planned = _batch_arguments(entry)
+    structure = jax.tree.structure(batch)
+    for tree in (*planned, tuple(planned), list(planned)):
+        if jax.tree.structure(tree) == structure:
+            return jax.tree.map(lambda leaf, sharding: _place(leaf, sharding, whole=whole), batch, tree)
+    raise PlanError(
+        "The plan has no batch of this structure.",
+        got=str(structure),
+        need=" or ".join(str(jax.tree.structure(tree)) for tree in planned) or "a step with a batch",
+    )
+
+
+def _batch_arguments(entry: Entry) -> list[Any]:
+    """Per argument with batch leaves, in order: its shardings."""
+    roles, names = entry.structure.inputs([leaf.role for leaf in entry.captured.inputs])
+    shardings, named = entry.structure.inputs(list(entry.program.in_shardings))
+    pairs = [*zip(roles, shardings, strict=True), *((names[name], named[name]) for name in names)]
+    return [own for role, own in pairs if Role.BATCH in jax.tree.leaves(role)]
+
+
+def _place(leaf: Any, sharding: NamedSharding, *, whole: bool) -> jax.Array:
+    try:
+        if jax.process_count() == 1:
+            sharding.shard_shape(np.shape(leaf))
+            return jax.device_put(leaf, sharding)
+        if whole:
+            array = np.asarray(leaf)
+            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+    except ValueError as error:
+        raise StrategyError("A batch leaf cannot be split as planned.", got=f"shape {np.shape(leaf)}", need=str(sharding.spec)) from error

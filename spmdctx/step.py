@@ -1,0 +1,186 @@
+"""ParallelStep: a user's step that plans, compiles and runs itself split over devices."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+
+from spmdctx import placement, verify
+from spmdctx.audit import AuditReport, audit_program
+from spmdctx.context import AutoParallelContext, current_context, version, warn_ineffective
+from spmdctx.entry import Entry
+from spmdctx.mesh_scope import traced_for
+from spmdctx.plan.plan import Plan
+from spmdctx.sharding_marks import tracing_in
+from spmdctx.step_options import StepOptions, environment, step_options
+from spmdctx.trace.arguments import Call, Static, split_static
+from spmdctx.trace.capture import capture_call, target_of
+
+
+class _Last(NamedTuple):
+    """The entry of the last call, and what must not have changed for the next call to use it at once."""
+
+    version: int
+    x64: bool
+    static: Static
+    entry: Entry
+
+
+class ParallelStep:
+    """A step that runs split over devices; made by `spmdctx.parallel`.
+
+    Calling it runs it. It is planned and compiled once per shapes, static arguments and context; `plan`, `lower`, `audit`
+    and `verify` take the arguments of a call, real or abstract (`jax.ShapeDtypeStruct`).
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._options: StepOptions = step_options(options)
+        self._target = target_of(fn, **self._options.arguments)  # type: ignore[arg-type]
+        self._given = (fn, dict(options))
+        self._entries: dict[Any, list[Entry]] = {}
+        self._last: _Last | None = None
+        self._bound: WeakKeyDictionary[Any, ParallelStep] = WeakKeyDictionary()
+        self._lock = threading.RLock()
+        functools.update_wrapper(self, self._target.fn if self._target.leading else fn, updated=())
+
+    def __repr__(self) -> str:
+        return f"<spmdctx.ParallelStep {self._target.name}>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A step that is a method: bound to its object, with plans of its own per object."""
+        if instance is None:
+            return self
+        fn, options = self._given
+        try:
+            bound = self._bound.get(instance)
+            if bound is None:
+                bound = self._bound[instance] = ParallelStep(MethodType(fn, instance), options)
+        except TypeError:  # an object without weak references or hash
+            return ParallelStep(MethodType(fn, instance), options)
+        return bound
+
+    def with_options(self, **options: Any) -> ParallelStep:
+        """The same function with further options, or other values of the same ones."""
+        fn, given = self._given
+        return ParallelStep(fn, {**given, **options})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; results, and nnx objects that are mutated, are split as the plan says.
+
+        Raises:
+            ContextError: options that contradict each other or the devices.
+            StrategyError: strategies or a batch that do not fit.
+        """
+        call, static = self._split(args, kwargs)
+        last = self._last
+        if last is not None and last.version == version() and last.x64 == jax.config.jax_enable_x64 and last.static == static:
+            read = last.entry.read(call)
+            if read is not None:
+                return last.entry.run(read)
+        entry = self._entry(call, static, stacklevel=3)
+        read = entry.read(call)
+        assert read is not None, "an entry reads the call it was made for"
+        return entry.run(read)
+
+    @property
+    def context(self) -> AutoParallelContext:
+        """The context as this step sees it: its own options over those set."""
+        return current_context().with_checked(self._options.context)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the last call had to move, said once per argument leaf."""
+        return () if self._last is None else tuple(self._last.entry.moved.values())
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """How the step would run: needs no devices, arguments may be abstract."""
+        return self._entry_of(args, kwargs).plan
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The step's program over flat leaves, lowered by JAX; `.compile()` compiles it."""
+        return self._entry_of(args, kwargs).lower()
+
+    def in_shardings(self, *args: Any, **kwargs: Any) -> Any:
+        """A NamedSharding per argument leaf, as a tuple of the dynamic arguments; keyword arguments follow as one dict.
+
+        nnx objects appear as states.
+        """
+        entry = self._entry_of(args, kwargs)
+        return placement.arguments_tree(entry, entry.program.in_shardings, len(self._target.leading))
+
+    def out_shardings(self, *args: Any, **kwargs: Any) -> Any:
+        """A NamedSharding per leaf of what the step returns."""
+        entry = self._entry_of(args, kwargs)
+        return entry.structure.outputs(entry.program.out_shardings)
+
+    def audit(self, *args: Any, **kwargs: Any) -> AuditReport:
+        """The compiled program held against the plan: collectives and memory."""
+        entry = self._entry_of(args, kwargs)
+        return audit_program(entry.plan, entry.compiled)
+
+    def verify(self, *args: Any, **kwargs: Any) -> verify.VerifyReport:
+        """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated."""
+        entry = self._entry_of(args, kwargs)
+        call, _ = self._split(args, kwargs)
+        read = entry.read(call)
+        assert read is not None, "an entry reads the call it was made for"
+        return verify.verify_entry(entry, read.leaves)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
+        """Calls `init_fn(*args)` so that its result is made split, as this step takes it, never whole on one device.
+
+        Args:
+            init_fn: makes the state: a pytree, a TrainState, an nnx object, or a tuple of the step's first arguments.
+            args: arguments of `init_fn`, a PRNG key for example.
+            batch: the step's other arguments, real or abstract; a tuple where they are several. May be left out after a
+                plan or a call.
+
+        Raises:
+            PlanError: no batch is given, and nothing was planned yet.
+        """
+        made = placement.Init(init_fn, args)
+        known = None if self._last is None else self._last.entry
+        call, static = self._split(made.arguments(self._target, batch, known), {})
+        return made.run(self._entry(call, static, stacklevel=3), call)
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Places a batch as the plan takes it: this process's block of it, or the whole with full_batch.
+
+        Args:
+            batch: one batch argument of the step, or a tuple of all of them.
+
+        Raises:
+            PlanError: nothing was planned yet, or the plan has no such batch.
+        """
+        return placement.shard_batch(batch, None if self._last is None else self._last.entry, whole=self.context.full_batch)
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Static]:
+        target = self._target
+        return split_static(target.static, (*target.leading, *args) if target.leading else args, kwargs)
+
+    def _entry_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        return self._entry(*self._split(args, kwargs), stacklevel=4)
+
+    def _entry(self, call: Call, static: Static, stacklevel: int) -> Entry:
+        """The entry of a call, found or made; it becomes the last one."""
+        with self._lock:
+            number, x64 = version(), bool(jax.config.jax_enable_x64)
+            around = environment(self._options, self.context)
+            # Tracing reads the x64 flag, and the types of the arguments do not show it.
+            entries = self._entries.setdefault((around.settings, around.devices, static, x64), [])
+            entry = next((entry for entry in entries if entry.read(call) is not None), None)
+            if entry is None:
+                notes = warn_ineffective(around.context, stacklevel=stacklevel + 1)
+                with tracing_in(around.context.parallel_mode), traced_for(around):
+                    captured = capture_call(self._target, call, static)
+                entry = Entry(captured, around, notes)
+                entries.append(entry)
+            entry.planned  # noqa: B018  errors of planning belong to this call
+            self._last = _Last(number, x64, static, entry)
+            return entry

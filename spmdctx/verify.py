@@ -1,0 +1,135 @@
+"""Numerics of a split step against the same step on one device."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import numpy as np
+
+from spmdctx.entry import Entry
+
+FLOOR = 1e-3
+"""A result smaller than this is compared as if it were this large."""
+
+_TOLERANCES = {"float64": 1e-5, "complex128": 1e-5, "float32": 1e-4, "complex64": 1e-4}
+_HALF_TOLERANCE = 3e-2
+
+
+class VerifyRow(NamedTuple):
+    """One result: `difference` is max|a-b| / max(max|b|, 1e-3), b being the one-device result.
+
+    `change` is the norm of a-b over the norm of b; `is_state` marks the next value of an argument.
+    """
+
+    path: str
+    dtype: str
+    difference: float
+    change: float
+    tolerance: float
+    is_state: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is within the tolerance.
+
+        State in less than float64 is judged by its norm: a parameter whose true gradient is zero moves by a whole step of
+        an adaptive optimizer in the direction of the rounding error.
+        """
+        by_norm = self.is_state and self.tolerance > _TOLERANCES["float64"]
+        return (min(self.change / 10, self.difference) if by_norm else self.difference) <= self.tolerance
+
+
+class VerifyReport(NamedTuple):
+    """What `step.verify` found."""
+
+    rows: tuple[VerifyRow, ...]
+    num_devices: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether every result is within its tolerance."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def worst(self) -> VerifyRow | None:
+        """The result with the largest difference."""
+        return max(self.rows, key=lambda row: row.difference, default=None)
+
+    def __str__(self) -> str:
+        verdict = "same" if self.ok else "NOT the same"
+        lines = [f"{verdict} on {self.num_devices} devices as on one: {len(self.rows)} results"]
+        shown = sorted(self.rows, key=lambda row: (row.ok, -row.difference))[:10]
+        lines += [
+            f"  {'' if row.ok else '! '}{row.path}: {row.difference:.1e} ({row.dtype}, tolerance {row.tolerance:.0e})" for row in shown
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def verify_entry(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
+    """Runs an entry's program on all its devices and on the first one, and compares the results."""
+    program = entry.program
+    # Copies: the step may have been told to reuse the memory of its arguments.
+    split = program.jitted(*[_copied(leaf, sharding) for leaf, sharding in zip(leaves, program.in_shardings, strict=True)])
+    device = program.mesh.devices.flat[0]
+    whole = jax.jit(jexc.jaxpr_as_fun(_unconstrained(entry.captured.jaxpr)))(*[_copied(leaf, device) for leaf in leaves])
+    rows = tuple(
+        _row(leaf.path, leaf.carried_from is not None, ours, reference)
+        for leaf, ours, reference in zip(entry.captured.outputs, split, whole, strict=True)
+    )
+    return VerifyReport(rows, program.mesh.devices.size)
+
+
+def _copied(leaf: Any, target: Any) -> Any:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.device_put(jax.random.clone(leaf), target)
+    return jax.device_put(np.array(leaf), target) if isinstance(leaf, jax.Array) else leaf
+
+
+def _row(path: str, is_state: bool, ours: Any, reference: Any) -> VerifyRow:
+    dtype = str(reference.dtype)
+    if jnp.issubdtype(reference.dtype, jax.dtypes.prng_key):
+        ours, reference = jax.random.key_data(ours), jax.random.key_data(reference)
+    a, b = np.asarray(ours), np.asarray(reference)
+    if not jnp.issubdtype(reference.dtype, jnp.inexact):
+        return VerifyRow(path, dtype, float(np.count_nonzero(a != b)), 0.0, 0.0, False)
+    kind = np.complex128 if jnp.issubdtype(reference.dtype, jnp.complexfloating) else np.float64
+    a, b = a.astype(kind), b.astype(kind)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    distance = np.where(same, 0.0, np.abs(np.where(same, 0, a) - np.where(same, 0, b)))
+    size = np.abs(b[np.isfinite(b)])
+    largest = _finite(distance.max(initial=0.0)) / max(float(size.max(initial=0.0)), FLOOR)
+    norm = _finite(np.linalg.norm(distance.ravel())) / max(float(np.linalg.norm(size.ravel())), FLOOR)
+    return VerifyRow(path, dtype, largest, norm, _TOLERANCES.get(dtype, _HALF_TOLERANCE), is_state)
+
+
+def _finite(value: Any) -> float:
+    return math.inf if math.isnan(value) else float(value)
+
+
+def _unconstrained(jaxpr: Any) -> Any:
+    """The program without sharding constraints, so that it runs on one device; bodies of shard_map stay as they are."""
+    is_open = isinstance(jaxpr, jexc.Jaxpr)
+    body = jaxpr if is_open else jaxpr.jaxpr
+    plain = body.replace(eqns=[_without_constraint(eqn) for eqn in body.eqns])
+    return plain if is_open else jexc.ClosedJaxpr(plain, jaxpr.consts)
+
+
+def _without_constraint(eqn: Any) -> Any:
+    if eqn.primitive.name == "sharding_constraint":
+        return eqn.replace(primitive=jexc.primitives.copy_p, params={})
+    params = {}
+    for name, value in eqn.params.items():
+        if isinstance(value, jexc.Jaxpr | jexc.ClosedJaxpr):
+            params[name] = _unconstrained(value)
+        elif isinstance(value, tuple) and value and all(isinstance(entry, jexc.Jaxpr | jexc.ClosedJaxpr) for entry in value):
+            params[name] = tuple(_unconstrained(entry) for entry in value)
+    return eqn.replace(params={**eqn.params, **params}) if params else eqn
