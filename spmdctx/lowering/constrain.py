@@ -68,6 +68,7 @@ class _Rewriter:
         self.graph, self.assignment, self.mesh, self.jax_mesh = program.graph, assignment, mesh, jax_mesh
         self._sites = iter(program.op_of_site)
         self._templates: dict[Any, Any] = {}
+        self._info: Any = None
 
     def next_op(self) -> Op | None:
         """The op of the next site, None where it is dead."""
@@ -75,7 +76,7 @@ class _Rewriter:
         return self.graph.ops[index] if index >= 0 else None
 
     def constraint(self, source: Any, target: Any, sharding: TensorSharding) -> Any:
-        """An equation that constrains `source` to `sharding` and calls the result `target`."""
+        """An equation, at the source line now being rewritten, that constrains `source` to `sharding` and calls the result `target`."""
         aval = source.aval
         key = (aval.shape, aval.dtype, aval.weak_type, sharding)
         template = self._templates.get(key)
@@ -84,7 +85,7 @@ class _Rewriter:
             struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
             template = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, named))(struct).jaxpr.eqns[0]
             self._templates[key] = template
-        return template.replace(invars=[source], outvars=[target])
+        return template.replace(invars=[source], outvars=[target], source_info=self._info)
 
     def steps(self, value: int, source: TensorSharding, target: TensorSharding) -> list[TensorSharding]:
         """The shardings that a value passes through between two shardings."""
@@ -133,11 +134,13 @@ class _Rewriter:
 
     def rewrite(self, jaxpr: Any, substitution: Substitution, block: _Block, outer: Any) -> list[Any]:
         """Appends the rewritten equations to `block`; returns the atoms of the results."""
+        caller = self._info
         for eqn in jaxpr.eqns:
             operands = [atom if isinstance(atom, jexc.Literal) else substitution[atom] for atom in eqn.invars]
             name = eqn.primitive.name
             if outer is not None:
                 eqn = eqn.replace(source_info=_nested(eqn.source_info, outer))
+            self._info = eqn.source_info
             if name in INLINED:
                 results = self._inline(eqn, operands, block)
             elif name in _BODIES:
@@ -147,6 +150,7 @@ class _Rewriter:
             else:
                 results = self._equation(eqn, operands, block)
             substitution.update(zip(eqn.outvars, results, strict=True))
+        self._info = caller
         return [atom if isinstance(atom, jexc.Literal) else substitution[atom] for atom in jaxpr.outvars]
 
     def _equation(self, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
@@ -266,7 +270,7 @@ def _scan(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> 
 def _while(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
     params = eqn.params
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    num_cond = params["cond_nconsts"]
     in_cond, fresh_cond = rewriter.body(cond.jaxpr)
     in_body, fresh_body = rewriter.body(body.jaxpr)
     sub_cond, sub_body = dict(fresh_cond), dict(fresh_body)

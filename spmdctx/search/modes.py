@@ -144,7 +144,8 @@ def _check_dataset_entry(graph: Graph, value: int, strategy: object, num_devices
     for dim, (slices, size) in enumerate(zip(strategy, known.shape, strict=True)):
         if not isinstance(slices, int) or slices < 1 or size % slices:
             raise StrategyError(
-                f"dataset_strategy splits dimension {dim} of '{known.path}' into {slices} slices, but its size {size} is not divisible by {slices}.",
+                f"dataset_strategy splits dimension {dim} of '{known.path}' into {slices} slices, "
+                f"but its size {size} is not divisible by {slices}.",
                 got=f"{strategy} for shape {known.shape}",
             )
     if num_devices % _product(strategy):

@@ -42,6 +42,7 @@ class Bill:
 
     @property
     def communication_s(self) -> float:
+        """Seconds of all collectives of a step, one after the other."""
         return sum(row.time_s * row.repeats for row in self.collectives)
 
 

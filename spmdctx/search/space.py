@@ -21,6 +21,9 @@ from spmdctx.search.transfer import FactorAxes, legal, merge, partial_axes, proj
 
 NO_SLOT = -1
 
+OUTSIDE = frozenset({"scan.enter", "while.enter", "scan.exit"})
+"""Boundaries of loops that are executed once, outside the loop."""
+
 
 class Choice(NamedTuple):
     """The cheapest way to do one op: axes per factor and seconds per execution."""
@@ -95,7 +98,7 @@ class Space:
         return best
 
     def _price(self, op: Op, axes: FactorAxes, shardings: list[TensorSharding], free: tuple[bool, ...]) -> float:
-        rule, values = op.rule, self.graph.values
+        rule = op.rule
         time_s = self._compute_time_s(op, axes)
         for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):
             if value != LITERAL and not (free and free[position]):
@@ -169,9 +172,13 @@ def candidates(op: Op, shardings: list[TensorSharding], splittable: tuple[bool, 
     """Ways to split an op that its tensors' shardings suggest: each tensor once in the lead.
 
     Where one of them takes all operands as they are (or a slice of them), only such are returned; else each axis is left out
-    once too, and last everything is kept whole.
+    once too, and last everything is kept whole. The boundary of a loop follows the tensor inside, so that what must be
+    resharded is resharded once, outside.
     """
     rule = op.rule
+    if op.primitive in OUTSIDE:
+        inside = (rule.operands[0], shardings[0]) if op.primitive == "scan.exit" else (rule.results[0], shardings[-1])
+        return [merge(rule, [inside], splittable, mesh)]
     tensors = [(dims, sharding) for dims, sharding in zip((*rule.operands, *rule.results), shardings, strict=True) if sharding]
     found: dict[FactorAxes, None] = {}
     split = [pair for pair in tensors if any(pair[1])]

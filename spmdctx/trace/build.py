@@ -142,7 +142,7 @@ class Builder:
         operands = tuple([getattr(var.aval, "shape", ()) for var in eqn.invars])
         results = tuple([getattr(var.aval, "shape", ()) for var in eqn.outvars])
         params = tuple(eqn.params.values())
-        key = (name, operands, results, params)
+        key: tuple[Any, ...] = (name, operands, results, params)
         try:
             known = self._known.get(key)
         except TypeError:
