@@ -16,7 +16,7 @@ from spmdctx.layout import Layout
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.device_matrix import DeviceMatrix, Piece, place
 from spmdctx.search.pin_checks import check_mark, check_single_op
-from spmdctx.search.regions import DimClasses, Links, Node, base_side, single_op, spoken_dims
+from spmdctx.search.regions import DimClasses, Links, Node, base_side, node, single_op, spoken_dims
 
 PinnedDims = tuple[AxisNames | None, ...]
 """Axes per dimension; None where the strategy leaves the dimension free (one that vmap added)."""
@@ -116,12 +116,12 @@ class _Region:
         self.pieces[key] = [tuple(by_alias[alias] for alias in dims[dim] or ()) for dim in spoken_dims(mark)]
         for dim, named in zip(spoken_dims(mark), self.pieces[key], strict=True):
             if named:
-                self._chains.setdefault(self._classes.find((mark.value, dim)), list(named))
+                self._chains.setdefault(self._classes.find(node(mark.value, dim)), list(named))
 
     def _take_slices(self, key: Key, mark: Mark) -> None:
         """A tuple of slices takes axes by the class of each dimension; a tensor that cannot gets a matrix of its own."""
         assert isinstance(mark.strategy, tuple)
-        dims = [(self._classes.find((mark.value, dim)), mark.strategy[dim]) for dim in spoken_dims(mark)]
+        dims = [(self._classes.find(node(mark.value, dim)), mark.strategy[dim]) for dim in spoken_dims(mark)]
         later = {leaf for name, number in dims if number > 1 for piece in self._chains.get(name, ()) for leaf in piece.leaves()}
         result: list[tuple[Piece, ...]] = []
         used: set[Piece] = set()
@@ -138,7 +138,7 @@ class _Region:
         """Pieces with the product `number` for a dimension of class `name`, apart from those `used`; None if there are none."""
         chain = [leaf for piece in self._chains.get(name, ()) for leaf in piece.leaves()]
         if used.intersection(chain):
-            chain, name = [], (name[0], -1 - len(self._chains))
+            chain, name = [], -1 - len(self._chains)
         taken: list[Piece] = []
         rest = number
         for piece in chain:

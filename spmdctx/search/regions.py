@@ -6,11 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from spmdctx.ir import LITERAL, Graph, Mark, Op
+from spmdctx.ir import LITERAL, Graph, Mark, Op, OpRule
 from spmdctx.layout import FREE, Layout
 
-Node = tuple[int, int]
-"""(value, dimension), or (-1 - op, factor)."""
+Node = int
+"""A dimension of a value."""
+
+_MAX_RANK = 256
+
+
+def node(value: int, dim: int) -> Node:
+    """The node of a value's dimension."""
+    return value * _MAX_RANK + dim
+
 
 _GRAD = "_grad"
 
@@ -37,6 +45,19 @@ class Links:
     def __init__(self, graph: Graph, marks: Iterable[Mark]) -> None:
         self.graph = graph
         self.mark_of_op = {mark.op: mark for mark in marks}
+        self._joints: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = {}
+
+    def joints(self, rule: OpRule) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Groups of (tensor, dimension) that belong together in an op; a compound dimension goes by its major factor."""
+        known = self._joints.get(id(rule))
+        if known is None:
+            groups: dict[int, list[tuple[int, int]]] = {}
+            for position, dims in enumerate((*rule.operands, *rule.results)):
+                for dim, factors in enumerate(dims):
+                    if factors:
+                        groups.setdefault(factors[0], []).append((position, dim))
+            known = self._joints[id(rule)] = tuple(tuple(group) for group in groups.values() if len(group) > 1)
+        return known
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
@@ -78,19 +99,23 @@ class DimClasses:
         for mark in marks:
             other = first.setdefault((base_side(mark), mark.index), mark)
             for own, theirs in zip(spoken_dims(mark), spoken_dims(other), strict=False):
-                self._join((mark.value, own), (other.value, theirs))
+                self._join(node(mark.value, own), node(other.value, theirs))
 
-    def find(self, node: Node) -> Node:
+    def find(self, item: Node) -> Node:
         """The class of a dimension."""
         parents = self._parents
-        while (parent := parents.get(node, node)) != node:
-            parents[node] = node = parents.get(parent, parent)
-        return node
+        parent = parents.get(item, item)
+        while parent != item:
+            parents[item] = item = parents.get(parent, parent)
+            parent = parents.get(item, item)
+        return item
 
     def _join(self, a: Node, b: Node) -> None:
         root_a, root_b = self.find(a), self.find(b)
-        if root_a != root_b:
-            self._parents[max(root_a, root_b)] = min(root_a, root_b)
+        if root_a < root_b:
+            self._parents[root_b] = root_a
+        elif root_b < root_a:
+            self._parents[root_a] = root_b
 
     def _walk(self, marks: Sequence[Mark]) -> None:
         """Joins dimensions along all ops that depend on the region's arguments, up to its results and all cotangents."""
@@ -103,7 +128,7 @@ class DimClasses:
             following = []
             for tied in self._links.ties.get(value, ()):
                 for dim in range(len(values[value].shape)):
-                    self._join((value, dim), (tied, dim))
+                    self._join(node(value, dim), node(tied, dim))
                 following.append(tied)
             for index in self._links.readers.get(value, ()):
                 if index in done:
@@ -121,11 +146,12 @@ class DimClasses:
                     pending.append(result)
 
     def _join_op(self, op: Op) -> None:
-        """Relates dimensions through the op's factors; a compound dimension through its major one."""
-        for tensor, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True):
-            for dim, factors in enumerate(dims):
-                if tensor != LITERAL and factors:
-                    self._join((tensor, dim), (-1 - op.id, factors[0]))
+        """Relates dimensions through the op's factors."""
+        tensors = (*op.operands, *op.results)
+        for (first, dim), *others in self._links.joints(op.rule):
+            start = node(tensors[first], dim)
+            for position, other in others:
+                self._join(start, node(tensors[position], other))
 
 
 def single_op(links: Links, marks: Sequence[Mark]) -> Op | None:
