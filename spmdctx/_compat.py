@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+
+
+def x64_is_on() -> bool:
+    """Whether 64-bit types are enabled here; the type stubs of `jax.config` do not know its flags."""
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+
 
 class JitOptions(NamedTuple):
     """What the user told `jax.jit` or `nnx.jit` about the arguments of the function."""

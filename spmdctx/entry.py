@@ -17,7 +17,7 @@ from spmdctx.planner import Planned, plan_program
 from spmdctx.step_options import Environment
 from spmdctx.trace.arguments import Call
 from spmdctx.trace.capture import Captured
-from spmdctx.trace.structure import Read
+from spmdctx.trace.structure import Read, shape_of
 
 Signature = tuple[tuple[tuple[int, ...], Any, bool], ...]
 
@@ -93,7 +93,7 @@ class Entry:
 
     def lower(self) -> jax.stages.Lowered:
         """The flat program, lowered for abstract arguments."""
-        avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in self.captured.in_avals]
+        avals = [shape_of(aval) for aval in self.captured.in_avals]
         lowered: jax.stages.Lowered = self.program.jitted.lower(*avals)
         return lowered
 

@@ -20,12 +20,12 @@ from spmdctx.lowering.specs import named_sharding
 from spmdctx.mesh import replicated
 from spmdctx.trace.arguments import NO_STATIC, Call
 from spmdctx.trace.capture import Captured, Target, capture_call, flattening_of, target_of
-from spmdctx.trace.structure import Read
+from spmdctx.trace.structure import Read, shape_of
 
 
 def abstract_call(entry: Entry) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that an entry was made for, as shapes and dtypes; nnx objects as states."""
-    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in entry.captured.in_avals]
+    avals = [shape_of(aval) for aval in entry.captured.in_avals]
     args, kwargs = entry.structure.inputs(avals)
     return tuple(args), dict(kwargs)
 
@@ -45,7 +45,7 @@ class Init:
         with _no_eager_sharding():
             self._captured: Captured = capture_call(target, self._call, NO_STATIC)
         avals = self._captured.jaxpr.out_avals
-        self._abstract = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
+        self._abstract = [shape_of(aval) for aval in avals]
         self._result = self._finish(self._abstract)
 
     def arguments(self, target: Target, batch: Any, known: Entry | None) -> tuple[Any, ...]:
@@ -112,7 +112,7 @@ def _no_eager_sharding() -> AbstractContextManager[Any]:
         return nullcontext()
     from flax import nnx
 
-    scope: AbstractContextManager[Any] = nnx.use_eager_sharding(False)
+    scope: AbstractContextManager[Any] = nnx.use_eager_sharding(False)  # type: ignore[no-untyped-call]
     return scope
 
 
@@ -131,7 +131,7 @@ def shard_batch(batch: Any, entry: Entry | None, *, whole: bool) -> Any:
     if entry is None:
         raise PlanError("The batch cannot be placed: nothing was planned yet.", fix="call step.plan, step.init or the step first")
     planned = _batch_arguments(entry)
-    structure = jax.tree.structure(batch)
+    structure: Any = jax.tree.structure(batch)
     for tree in (*planned, tuple(planned), list(planned)):
         if jax.tree.structure(tree) == structure:
             return jax.tree.map(lambda leaf, sharding: _place(leaf, sharding, whole=whole), batch, tree)
@@ -150,7 +150,7 @@ def _batch_arguments(entry: Entry) -> list[Any]:
     return [own for role, own in pairs if Role.BATCH in jax.tree.leaves(role)]
 
 
-def _place(leaf: Any, sharding: NamedSharding, *, whole: bool) -> jax.Array:
+def _place(leaf: Any, sharding: NamedSharding, *, whole: bool) -> Any:
     try:
         if jax.process_count() == 1:
             sharding.shard_shape(np.shape(leaf))
@@ -158,6 +158,6 @@ def _place(leaf: Any, sharding: NamedSharding, *, whole: bool) -> jax.Array:
         if whole:
             array = np.asarray(leaf)
             return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))  # type: ignore[no-untyped-call]
     except ValueError as error:
         raise StrategyError("A batch leaf cannot be split as planned.", got=f"shape {np.shape(leaf)}", need=str(sharding.spec)) from error

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import jax
 
 from spmdctx import placement, verify
+from spmdctx._compat import x64_is_on
 from spmdctx.audit import AuditReport, audit_program
 from spmdctx.context import AutoParallelContext, current_context, version, warn_ineffective
 from spmdctx.entry import Entry
@@ -79,7 +80,7 @@ class ParallelStep:
         """
         call, static = self._split(args, kwargs)
         last = self._last
-        if last is not None and last.version == version() and last.x64 == jax.config.jax_enable_x64 and last.static == static:
+        if last is not None and last.version == version() and last.x64 == x64_is_on() and last.static == static:
             read = last.entry.read(call)
             if read is not None:
                 return last.entry.run(read)
@@ -170,7 +171,7 @@ class ParallelStep:
     def _entry(self, call: Call, static: Static, stacklevel: int) -> Entry:
         """The entry of a call, found or made; it becomes the last one."""
         with self._lock:
-            number, x64 = version(), bool(jax.config.jax_enable_x64)
+            number, x64 = version(), x64_is_on()
             around = environment(self._options, self.context)
             # Tracing reads the x64 flag, and the types of the arguments do not show it.
             entries = self._entries.setdefault((around.settings, around.devices, static, x64), [])

@@ -90,7 +90,9 @@ def verify_entry(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
 
 def _copied(leaf: Any, target: Any) -> Any:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.device_put(jax.random.clone(leaf), target)
+        return jax.device_put(
+            jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf)), target
+        )
     return jax.device_put(np.array(leaf), target) if isinstance(leaf, jax.Array) else leaf
 
 

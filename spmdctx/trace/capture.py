@@ -21,7 +21,7 @@ from spmdctx.trace.arguments import Call, Names, Parameters, Positions, Selectio
 from spmdctx.trace.carry import Span, carried_leaves
 from spmdctx.trace.partitioning import PartitionNames
 from spmdctx.trace.roles import Argument, roles_of
-from spmdctx.trace.structure import Flattening, Keys, NotPure, PureFlattening, Result, Structure, argument_of, key_text, path_text
+from spmdctx.trace.structure import Flattening, Keys, NotPure, PureFlattening, Result, Structure, argument_of, key_text, path_text, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
     )
     outputs = tuple(
         OutputLeaf(
-            paths[source] if result.source is not None else path_text(("out", *result.keys)), tuple(aval.shape), str(aval.dtype), source
+            path_text(("out", *result.keys)) if result.source is None else paths[result.source], tuple(aval.shape), str(aval.dtype), source
         )
         for result, aval, source in zip(traced.results, traced.jaxpr.out_avals, carried, strict=True)
     )
@@ -266,7 +266,7 @@ def _trace(target: Target, static: Static, flattening: Flattening, avals: list[A
         results[:] = [made[index]._replace(value=None) for index in kept]
         return [made[index].value for index in kept]
 
-    jaxpr = jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals])
+    jaxpr = jax.make_jaxpr(flat)(*[shape_of(aval) for aval in avals])
     return _Traced(jaxpr, results, kept)
 
 

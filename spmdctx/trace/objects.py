@@ -164,10 +164,11 @@ class ObjectFlattening:
         owned: list[Leaf] = []
         self._held: list[_Held] = []
         for path, item in zip(state.paths, state.leaves, strict=True):
+            position: Any = path[1]
             start = len(owned)
-            owned.extend(_leaves_of(item, (*object_keys[path[1]], *path[2:])))
+            owned.extend(_leaves_of(item, (*object_keys[position], *path[2:])))
             self._held.append(_Held(numbers.get(item) if isinstance(item, nnx.Variable) else None, start, len(owned), _tree_of(item)))
-        self._values = jax.tree.structure([_value_of(item) for item in state.leaves])
+        self._values: Any = jax.tree.structure([_value_of(item) for item in state.leaves])
         self.leaves = owned + [Leaf(keys, value) for keys, value in zip(rest_keys, rest, strict=True)]
         self._num_owned = len(owned)
         self._call = call
@@ -213,7 +214,8 @@ class ObjectFlattening:
     def structure(self, kept: Sequence[int]) -> ObjectStructure:
         """The structure of this call, for a flat program that gives the `kept` results."""
         position = {index: place for place, index in enumerate(kept)}
-        updates, regrown = (), None
+        updates: tuple[_Update, ...] = ()
+        regrown: _Regrown | None = None
         if self._is_same:
             updates = tuple(
                 _Update(held.number, position[held.start], position[held.start] + held.stop - held.start, held.tree)

@@ -87,6 +87,11 @@ class Flattening(Protocol):
         """The structure of this call, for a flat program that gives the `kept` results."""
 
 
+def shape_of(aval: Any) -> Any:
+    """An abstract value as an argument: shape, dtype and weak type, no sharding."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)  # type: ignore[no-untyped-call]
+
+
 def path_text(keys: Sequence[Any]) -> str:
     """`layers/3/w`: the keys of a path, joined."""
     return "/".join([key_text(key) for key in keys])
@@ -100,7 +105,7 @@ def key_text(key: Any) -> str:
         case SequenceKey(idx=index):
             return str(index)
         case GetAttrKey(name=name):
-            return name
+            return str(name)
     return str(key)
 
 
@@ -146,6 +151,7 @@ class PureFlattening:
 
     def __init__(self, call: Call, holds_objects: Callable[[Any], bool]) -> None:
         self._holds_objects = holds_objects
+        self._in_tree: Any
         entries, self._in_tree = jax.tree_util.tree_flatten_with_path(call)
         names = boxed_names(call)
         self.leaves = [Leaf(keys, value, names=names.get(index)) for index, (keys, value) in enumerate(entries)]
