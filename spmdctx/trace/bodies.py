@@ -89,10 +89,10 @@ def _shape(var: Any) -> tuple[int, ...]:
     return getattr(var.aval, "shape", ())
 
 
-def _decided(shape: tuple[int, ...], num_operands: int) -> OpRule:
-    """The identity of tensors that a scalar predicate, the last operand, chooses among."""
+def _decided(shape: tuple[int, ...], num_operands: int, predicate: Any) -> OpRule:
+    """The identity of tensors that a predicate, the last operand, chooses among; vmap gives a loop's predicate leading dimensions."""
     rule = identity(shape, num_operands=num_operands)
-    return replace(rule, operands=(*rule.operands, ()))
+    return replace(rule, operands=(*rule.operands, rule.results[0][: len(_shape(predicate))]))
 
 
 def _stacked(shape: tuple[int, ...], *, entering: bool) -> OpRule:
@@ -149,7 +149,7 @@ def _while(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> N
     results = _results(builder, body, in_body)
     (goes_on,) = builder.read(in_cond, cond.outvars)
     for var, start, value in zip(eqn.outvars, body.invars[num_body:], results, strict=True):
-        env[var] = _boundary(builder, "while.next", [value, goes_on], var, _decided(_shape(var), 1), inside, eqn, prefix)
+        env[var] = _boundary(builder, "while.next", [value, goes_on], var, _decided(_shape(var), 1, cond.outvars[0]), inside, eqn, prefix)
         builder.ties.append((in_body[start], env[var]))
 
 
@@ -185,7 +185,7 @@ def _cond(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> No
         per_branch.append(_results(builder, jaxpr, inner))
     for index, var in enumerate(eqn.outvars):
         operands = [results[index] for results in per_branch]
-        rule = _decided(_shape(var), len(operands))
+        rule = _decided(_shape(var), len(operands), eqn.invars[0])
         env[var] = _boundary(builder, "cond.exit", [*operands, *predicate], var, rule, repeats, eqn, prefix)
 
 

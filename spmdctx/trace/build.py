@@ -133,8 +133,7 @@ class Builder:
         self.infos.append(info)
         self.prefixes.append(prefix)
         self.scopes.append(self.scope)
-        self._trail.append(known.number)
-        self._trail.extend(operands)
+        self._trail.extend((known.number, self.scope, repeats, *operands))
         return index
 
     def _rule_of(self, eqn: Any) -> _Known:
@@ -176,7 +175,7 @@ class Builder:
             outputs=outputs,
             ties=(*self.ties, *ties),
             origins=origins,
-            fingerprint=self._fingerprint(inputs, outputs),
+            fingerprint=self._fingerprint(inputs, outputs, ties),
             notes=tuple(dict.fromkeys(self.notes)),
         )
         return Program(
@@ -202,18 +201,21 @@ class Builder:
         alive.reverse()
         return alive
 
-    def _fingerprint(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> str:
-        """Hash of the program: kinds of equations with their parameters, who reads what, and the arguments."""
+    def _fingerprint(self, inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]) -> str:
+        """Hash of the program: kinds of equations with their parameters, who reads what how often, and the arguments."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update("\n".join(self._kinds).encode())
         digest.update(self._trail.tobytes())
-        digest.update(array("q", outputs).tobytes())
+        digest.update(array("q", [*outputs, *(value for tie in ties for value in tie)]).tobytes())
         regions: dict[int, int] = {}
         for mark in self.marks:
             number = regions.setdefault(mark.region, len(regions))
             digest.update(f"{mark.op} {number} {mark.side} {mark.index} {mark.strategy}".encode())
         for pin in self.user_pins:
             digest.update(repr(pin).encode())
+        for region in self.manual:
+            written = [(row.kind, row.axes, row.payload_bytes, row.repeats) for row in region.collectives]
+            digest.update(repr((region.mesh_axes, region.operands, region.results, written)).encode())
         for index in inputs:
             value = self.values[index]
             digest.update(f"{value.path} {value.shape} {value.dtype} {value.role}".encode())
