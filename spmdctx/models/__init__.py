@@ -4,11 +4,12 @@ from spmdctx.models.config import PRESETS, DecoderConfig, preset
 from spmdctx.models.decoder import Decoder
 from spmdctx.models.strategies import UNSPLIT, Split
 from spmdctx.models.text import WordTokenizer, batches, read_text
-from spmdctx.models.training import abstract_batch, abstract_program, create, pure_step, train_step
+from spmdctx.models.training import Batch, abstract_batch, abstract_program, create, pure_step, train_step
 
 __all__ = [
     "PRESETS",
     "UNSPLIT",
+    "Batch",
     "Decoder",
     "DecoderConfig",
     "Split",

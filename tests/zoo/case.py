@@ -89,16 +89,20 @@ class Case:
         """The step on one device, as its framework compiles it."""
         return nnx.jit(step) if self.flavor == "nnx" else jax.jit(step)
 
-    def run(self, step: Step, args: tuple[Any, ...]) -> Any:
-        """One call's outputs and the state after it, as a pytree of NumPy arrays."""
+    def run(self, step: Step, args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+        """One call's outputs and the state after it, by path."""
         result = step(*args)
         everything = (result, nnx.state(args[:2])) if self.flavor == "nnx" else result
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(everything)]
+        return {jax.tree_util.keystr(path): _numpy(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(everything)}
 
     def dataset_strategy(self, split: Split, args: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
         """Dimension 0 of every batch leaf over the data slices."""
         leaves = jax.tree.leaves(args[self.num_state_args :])
         return tuple((split.data,) + (1,) * (leaf.ndim - 1) for leaf in leaves)
+
+
+def _numpy(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
 
 
 class Numbers:

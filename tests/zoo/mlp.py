@@ -11,9 +11,9 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from tests.zoo.case import BATCH, LEARNING_RATE, Numbers, Split, Step, cross_entropy, linen_program, nnx_program, pure_program
+from tests.zoo.case import LEARNING_RATE, Numbers, Split, Step, cross_entropy, linen_program, nnx_program, pure_program
 
-WIDTH, HIDDEN, CLASSES = 48, 96, 24
+BATCH, WIDTH, HIDDEN, CLASSES = 192, 48, 96, 24
 
 
 def _batch(numbers: Numbers) -> tuple[Any, ...]:

@@ -1,0 +1,191 @@
+"""What a command is about: the program, the devices, the context options and the strategies, read from its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmdctx.api import parallel
+from spmdctx.context import ContextConfig, auto_parallel_context, load_config
+from spmdctx.context_docs import add_context_arguments, options_from_arguments
+from spmdctx.errors import ContextError
+from spmdctx.lowering.targets import gpu_devices, tpu_devices
+from spmdctx.models import PRESETS, UNSPLIT, Batch, DecoderConfig, Split, abstract_batch, abstract_program, create, preset, train_step
+from spmdctx.step import ParallelStep
+
+DEFAULT_DEVICES = 8
+_SPLITS = {"semi_auto_parallel": "megatron", "auto_parallel": "pins"}
+_TARGET_TOPOLOGIES = {"v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e", "h100": "h100"}
+
+
+def add_program_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that choose the program and how it is planned."""
+    program = parser.add_argument_group("program")
+    program.add_argument("--model", default="tiny", help=f"decoder to train: {', '.join(PRESETS)} (default: %(default)s)")
+    program.add_argument("--program", metavar="MODULE:FUNCTION", help="your own: FUNCTION() returns (step, arguments)")
+    program.add_argument("--layers", type=_positive, metavar="N", help="number of layers instead of the model's")
+    program.add_argument("--batch-size", type=_positive, default=24, metavar="N", help="sequences per step (default: %(default)s)")
+    program.add_argument("--seq", type=_positive, metavar="N", help="tokens per sequence (default: the model's)")
+    program.add_argument("--scan-layers", action="store_true", help="run the layers by one scan")
+    program.add_argument("--remat", action="store_true", help="recompute activations in the backward pass")
+    program.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations (default: the model's)")
+    planning = parser.add_argument_group("planning")
+    planning.add_argument("--config", metavar="FILE.yaml", help="options from a file: MindFormers' keys, or plain option names")
+    planning.add_argument("--strategies", choices=("auto", "none", "megatron", "pins"), default="auto", help=_STRATEGIES_HELP)
+    planning.add_argument("--model-parallel", type=_positive, metavar="N", help="slices of the weights in them (default: 2 or 1)")
+    planning.add_argument("--topology", metavar="NAME", help="machine that costs are predicted for, such as tpu-v5p, h100 or cpu")
+    planning.add_argument("--memory-gib", type=float, metavar="N", help="memory budget per device")
+    planning.add_argument("--strict", action="store_true", help="refuse ops without a sharding rule instead of replicating them")
+    add_context_arguments(parser)
+
+
+_STRATEGIES_HELP = (
+    "shard() strategies of the model: megatron (default in semi_auto_parallel), pins (two weights per layer, the rest follows; "
+    "default in auto_parallel) or none"
+)
+
+
+def add_target_argument(parser: argparse.ArgumentParser) -> None:
+    """The argument that chooses what to compile for."""
+    parser.add_argument("--target", default="cpu", help="cpu, or a compile-only machine: tpu-v5e:2x4, tpu-v5p:2x2x2, tpu-v6e:2x4, h100:8")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A command's arguments and configuration file, resolved.
+
+    Attributes:
+        options: context options.
+        num_devices: of the mesh.
+        split: strategies for the decoder.
+        step_options: what `parallel` takes besides.
+    """
+
+    arguments: argparse.Namespace
+    options: Mapping[str, Any]
+    num_devices: int
+    split: Split
+    step_options: Mapping[str, Any]
+
+    def context(self) -> Any:
+        """The context layer to plan and run in."""
+        return auto_parallel_context(**self.options)
+
+    def parallel(self, fn: Callable[..., Any], **options: Any) -> ParallelStep:
+        """`fn` as a step with this command's options."""
+        return fn if isinstance(fn, ParallelStep) else parallel(fn, **{**self.step_options, **options})
+
+    def decoder(self) -> DecoderConfig:
+        """The decoder's sizes."""
+        config, own = preset(self.arguments.model), self.arguments
+        changes = {"num_layers": own.layers, "dtype": own.dtype, "scan_layers": own.scan_layers or None, "remat": own.remat or None}
+        return replace(config, **{name: value for name, value in changes.items() if value is not None})
+
+    @property
+    def seq(self) -> int:
+        """Tokens per sequence."""
+        return int(self.arguments.seq or self.decoder().max_seq)
+
+    def batch(self) -> Batch:
+        """Shapes of the decoder's batch."""
+        return abstract_batch(self.arguments.batch_size, self.seq)
+
+    def program(self, *, concrete: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The step and its arguments; for the decoder, shapes alone unless they must be `concrete`."""
+        if self.arguments.program:
+            return _load(self.arguments.program)
+        if not concrete:
+            return abstract_program(self.decoder(), self.arguments.batch_size, self.seq, split=self.split)
+        tokens = jax.random.randint(jax.random.key(0), (self.arguments.batch_size, self.seq), 0, self.decoder().vocab_size, jnp.int32)
+        batch = {"inputs": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+        return train_step, (*nnx.jit(lambda: create(self.decoder(), split=self.split))(), batch)
+
+
+def choose(arguments: argparse.Namespace) -> Choice:
+    """Reads the arguments and the configuration file; the arguments win.
+
+    Raises:
+        ContextError: a bad option, or a configuration that is none.
+        OSError: the configuration cannot be read.
+    """
+    config = load_config(arguments.config) if arguments.config else ContextConfig({})
+    options = {**config.options, **options_from_arguments(arguments)}
+    options.setdefault("parallel_mode", "auto_parallel")
+    if options["parallel_mode"] == "auto_parallel" and not {"search_mode", "auto_parallel_search_mode"} & set(options):
+        options["search_mode"] = "sharding_propagation"
+    num_devices = options.setdefault("device_num", DEFAULT_DEVICES)
+    split = UNSPLIT if arguments.program else _split(arguments, config, options["parallel_mode"], num_devices)
+    if split.kind == "pins" and not {"dataset_strategy", "full_batch"} & set(options):
+        options["dataset_strategy"] = ((split.data, 1),) * 2
+    memory_bytes = config.memory_bytes if arguments.memory_gib is None else int(arguments.memory_gib * 2**30)
+    step_options = {"topology": arguments.topology, "memory_bytes": memory_bytes, "strict": arguments.strict}
+    return Choice(arguments, options, num_devices, split, {name: value for name, value in step_options.items() if value})
+
+
+def _split(arguments: argparse.Namespace, config: ContextConfig, mode: str, num_devices: int) -> Split:
+    kind = _SPLITS.get(mode, "none") if arguments.strategies == "auto" else arguments.strategies
+    if kind == "none":
+        return UNSPLIT
+    model = arguments.model_parallel or config.parallel_config.get("model_parallel") or (2 if num_devices % 2 == 0 else 1)
+    if num_devices % model:
+        raise ContextError("--model-parallel does not divide the devices.", got=f"{model} slices, {num_devices} devices")
+    data = num_devices // model if arguments.model_parallel else config.parallel_config.get("data_parallel") or num_devices // model
+    return Split(kind, data, model)
+
+
+def start_devices(num_devices: int) -> None:
+    """Gives this process virtual CPU devices; where accelerators are, they are used instead. Comes before JAX's first use."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX has started; a call that needs more devices will say so
+            jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def target_options(target: str) -> dict[str, Any]:
+    """Devices to compile for, and their topology, as options of a step.
+
+    Raises:
+        ContextError: no such target.
+        UnsupportedError: the compiler for it is not installed.
+    """
+    if target == "cpu":
+        return {}
+    kind, _, size = target.removeprefix("tpu-").removeprefix("gpu-").partition(":")
+    if kind not in _TARGET_TOPOLOGIES or not size:
+        raise ContextError(f"There is no target {target!r}.", need="cpu, tpu-v5e:2x4, tpu-v5p:2x2x2, tpu-v6e:2x4 or h100:8")
+    if kind != "h100":
+        return {"devices": tpu_devices(f"{kind}:{size}"), "topology": _TARGET_TOPOLOGIES[kind]}
+    if not size.isdecimal():
+        raise ContextError("A GPU target ends in the number of GPUs.", got=target, need="such as h100:8")
+    return {"devices": gpu_devices(int(size)), "topology": "h100"}
+
+
+def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    module_name, _, function_name = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        program = getattr(importlib.import_module(module_name), function_name or "program")
+    except (ImportError, AttributeError) as error:
+        raise ContextError(f"--program {name!r} cannot be loaded.", got=str(error), need="MODULE:FUNCTION") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    made = program()
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
+        raise ContextError(f"--program {name!r} must return (step, arguments).", got=type(made).__name__)
+    return made
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value

@@ -1,0 +1,116 @@
+"""`spmdctx train`: a language model on real text, from plan to audit, with everything it found written down."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from spmdctx.cli_output import Output, audit_data, plan_data, verify_data
+from spmdctx.cli_program import Choice, add_program_arguments, choose, start_devices
+from spmdctx.models import Batch, DecoderConfig, WordTokenizer, batches, create, read_text, train_step
+from spmdctx.plan.plan import Plan
+from spmdctx.step import ParallelStep
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `train`."""
+    add_program_arguments(parser)
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=int, default=40, metavar="N", help="training steps (default: %(default)s)")
+    training.add_argument("--text", metavar="FILE", help="UTF-8 text to train on (default: Python's language reference)")
+    training.add_argument("--learning-rate", type=float, default=3e-3, metavar="X", help="of AdamW (default: %(default)s)")
+    training.add_argument("--seed", type=int, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
+    training.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where state and plan go (default: %(default)s)")
+
+
+def train(arguments: argparse.Namespace, output: Output) -> int:
+    """Plans, trains, audits, verifies and saves; 1 where the audit or the numbers fail."""
+    choice = choose(arguments)
+    start_devices(choice.num_devices)
+    config, data = _data(choice)
+    with choice.context():
+        step = choice.parallel(train_step)
+        with output.waiting("making the model, split over the devices"):
+            model, optimizer = step.init(
+                lambda: create(config, seed=arguments.seed, split=choice.split, learning_rate=arguments.learning_rate), batch=choice.batch()
+            )
+            batch = next(data)
+            plan = step.plan(model, optimizer, batch)
+        output.show(plan)
+        losses, seconds = _run(step, model, optimizer, data, arguments.steps, output)
+        return _check_and_save(step, (model, optimizer, batch), plan, losses, seconds, arguments.out, output)
+
+
+def _data(choice: Choice) -> tuple[DecoderConfig, Iterator[Batch]]:
+    config = choice.decoder()
+    text = read_text(choice.arguments.text)
+    tokenizer = WordTokenizer.train(text, config.vocab_size)
+    data = batches(tokenizer.encode(text), choice.arguments.batch_size, choice.seq, seed=choice.arguments.seed)
+    return replace(config, max_seq=choice.seq), data
+
+
+def _run(step: ParallelStep, model: Any, optimizer: Any, data: Iterator[Batch], count: int, output: Output) -> tuple[list[float], float]:
+    """Losses, and the median seconds of a step."""
+    times: list[float] = []
+
+    def one(_: int) -> float:
+        start = time.perf_counter()
+        loss = float(step(model, optimizer, next(data)))
+        times.append(time.perf_counter() - start)
+        return loss
+
+    output.title("Training")
+    losses = list(output.steps(count, one))
+    seconds = sorted(times)[len(times) // 2] if times else 0.0
+    if losses:
+        output.say(f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {count} steps, {1000 * seconds:.0f} ms each")
+    return losses, seconds
+
+
+def _check_and_save(
+    step: ParallelStep, args: tuple[Any, ...], plan: Plan, losses: list[float], seconds: float, out: Path, output: Output
+) -> int:
+    with output.waiting("auditing the compiled program"):
+        audit = step.audit(*args)
+    output.title("Audit: planned against compiled")
+    output.show(audit)
+    with output.waiting("running the step on one device"):
+        verify = step.verify(*args)
+    output.title("Verification: against one device")
+    output.show(verify)
+    files = _save(plan, args[:2], out)
+    output.title("Written")
+    output.say("  ".join(files.values()))
+    output.finish(
+        {
+            "plan": plan_data(plan),
+            "losses": losses,
+            "step_s": seconds,
+            "audit": audit_data(audit),
+            "verify": verify_data(verify),
+            "files": files,
+        }
+    )
+    return 0 if audit.ok and verify.ok else 1
+
+
+def _save(plan: Plan, state: tuple[Any, ...], out: Path) -> dict[str, str]:
+    from orbax.checkpoint import StandardCheckpointer  # slow to import, and only needed here
+
+    out.mkdir(parents=True, exist_ok=True)
+    files = {"plan": out / "plan.json", "page": out / "plan.html", "state": out / "state"}
+    plan.save(files["plan"])
+    plan.save_html(files["page"])
+    if files["state"].exists():
+        shutil.rmtree(files["state"])
+    with StandardCheckpointer() as checkpointer:
+        checkpointer.save(files["state"].resolve(), jax.tree.map(lambda leaf: leaf, nnx.to_pure_dict(nnx.state(state))))
+    return {name: str(path) for name, path in files.items()}
