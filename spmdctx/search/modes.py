@@ -10,7 +10,7 @@ from spmdctx.errors import StrategyError, UnsupportedError
 from spmdctx.ir import AxisNames, Graph, Mark, Op, OpRule, Role, TensorSharding
 from spmdctx.mesh import LogicalMesh, axes_of, divides, format_sharding, replicated
 from spmdctx.search.batch import batch_dims, dividing_axes
-from spmdctx.search.pins import resolve_marks
+from spmdctx.search.pins import PinnedDims, resolve_marks
 from spmdctx.search.transfer import FactorAxes
 
 MeshAxes = tuple[tuple[str, int], ...]
@@ -21,7 +21,7 @@ class ValuePin(NamedTuple):
 
     value: int
     mesh_axes: MeshAxes
-    dims: tuple[AxisNames | None, ...]
+    dims: PinnedDims
     origin: str
 
 
@@ -72,7 +72,8 @@ def prepare(graph: Graph, request: Request) -> Setup:
     mesh, marked, notes = _mesh_of(graph, request)
     setup = Setup(mesh, notes=list(notes))
     _force_manual(graph, request, setup)
-    setup.pins.update(marked)
+    for value, dims in marked.items():
+        _fix(setup, value, dims)
     _pin_user_shardings(graph, request, setup)
     _MODES[request.parallel_mode](graph, request, setup)
     return setup
@@ -98,7 +99,7 @@ def _stand_alone(request: Request) -> Setup:
     return setup
 
 
-def _mesh_of(graph: Graph, request: Request) -> tuple[LogicalMesh, dict[int, TensorSharding], tuple[str, ...]]:
+def _mesh_of(graph: Graph, request: Request) -> tuple[LogicalMesh, dict[int, PinnedDims], tuple[str, ...]]:
     """The user's mesh, else that of his own constraints or shard_maps, else what the strategies need."""
     mesh = request.mesh
     if mesh is None:
@@ -201,10 +202,14 @@ def _pin_user_shardings(graph: Graph, request: Request, setup: Setup) -> None:
         sharding = tuple(dim or () for dim in pin.dims)
         if not divides(known.shape, sharding, setup.mesh):
             setup.notes.append(f"{pin.origin} {format_sharding(sharding)} does not divide shape {known.shape} of '{known.path}': ignored.")
-        elif all(dim is not None for dim in pin.dims):
-            setup.pins[pin.value] = sharding
         else:
-            setup.seeds[pin.value] = sharding
+            _fix(setup, pin.value, pin.dims)
+
+
+def _fix(setup: Setup, value: int, dims: PinnedDims) -> None:
+    """A pin where every dimension is fixed; else a sharding to start from."""
+    where = setup.seeds if None in dims else setup.pins
+    where[value] = tuple(dim or () for dim in dims)
 
 
 def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:
