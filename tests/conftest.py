@@ -1,7 +1,19 @@
-"""Eight CPU devices for every test; set before jax is imported."""
+"""Eight CPU devices for every test, set before jax is imported, and the default context after it."""
 
 import os
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+@pytest.fixture(autouse=True)
+def fresh_context():
+    """Whatever a test sets in the context is gone after it."""
+    yield
+    from spmdctx.context import reset_algo_parameters, reset_auto_parallel_context
+
+    reset_auto_parallel_context()
+    reset_algo_parameters()
