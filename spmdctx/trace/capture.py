@@ -287,7 +287,7 @@ def abstract(value: Any, path: str) -> Any:
                 fix="pass it as a static argument (static_argnames), or close over it",
             )
         ) from None
-    if not hasattr(aval, "shape") or not hasattr(aval, "weak_type"):
+    if not isinstance(aval, jax.core.ShapedArray):
         raise UnsupportedError(
             f"Argument {path!r} is a mutable array reference.", got=str(aval), fix="pass an array and return its next value"
         )
