@@ -158,7 +158,7 @@ class Op(NamedTuple):
 class Mark(NamedTuple):
     """One `shard()` marker in the graph: the identity op that stands for it and the value it marks (the op's result).
 
-    `side` is "in", "out" or "parameter", with "_grad" appended on the cotangent's marker. `index` counts the region's
+    `side` is "in", "out" or "parameter", with "_grad" appended on the cotangent's marker. `position` counts the region's
     flattened arguments or results. `strategy` is None (free), a tuple of slices per dimension, or a Layout.
     """
 
@@ -166,7 +166,7 @@ class Mark(NamedTuple):
     value: int
     region: int
     side: str
-    index: int
+    position: int
     strategy: object
     label: str
 

@@ -112,7 +112,11 @@ class _Rewriter:
         stored = self.assignment.values[value]
         partial = partial_axes(op.rule, axes)
         if partial:
-            natural = reduction_plan(natural, stored, partial).after
+            reduction = reduction_plan(op, natural, stored, partial)
+            if reduction.scattered and not reduction.reduced:
+                # Asked for the scattered result alone, XLA may use idle axes and permute instead.
+                var = block.constrain(var, natural)
+            natural = reduction.after
         if partial or natural != stored or self._is_anchor(op):
             var = block.constrain(var, natural)
         return block.reshard(var, value, natural, stored)

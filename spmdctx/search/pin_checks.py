@@ -43,7 +43,7 @@ def check_mark(links: Links, members: Sequence[Mark], mark: Mark, op: Op | None,
     if not fault and num_devices % product:
         fault = f"needs {product} devices, which {num_devices} devices are no multiple of."
     if fault:
-        fixes = {mark.index: fitting_strategy(shape, slices, num_devices)}
+        fixes = {mark.position: fitting_strategy(shape, slices, num_devices)}
         if op is not None and base_side(mark) == "in":
             fixes = _fitting_op(op, members, num_devices)
         raise _error(links, members, mark, f"{_verb(mark)} {fault}", fixes)
@@ -59,7 +59,7 @@ def check_single_op(links: Links, members: Sequence[Mark], op: Op, num_devices: 
     for item in _splits(op, members):
         known = chosen.setdefault(item.factor, item)
         if known.slices != item.slices:
-            whose = f"dimension {known.dim} of operand {known.mark.index}, which has {known.slices}"
+            whose = f"dimension {known.dim} of operand {known.mark.position}, which has {known.slices}"
             fault = f"splits dimension {item.dim} into {item.slices} slices, but it belongs to {whose}."
             raise _error(links, members, item.mark, f"{_verb(item.mark)} {fault}", _fitting_op(op, members, num_devices))
     matrix = [item.slices for item in chosen.values()]
@@ -98,9 +98,9 @@ def _fitting_op(op: Op, members: Sequence[Mark], num_devices: int) -> dict[int, 
     fitting = dict(
         zip(wanted, fitting_strategy([op.rule.sizes[factor] for factor in wanted], list(wanted.values()), num_devices), strict=True)
     )
-    result = {mark.index: list(_slices(mark)) for mark in members if mark.side == "in" and mark.strategy is not None}
+    result = {mark.position: list(_slices(mark)) for mark in members if mark.side == "in" and mark.strategy is not None}
     for item in splits:
-        result[item.mark.index][item.dim] = fitting[item.factor]
+        result[item.mark.position][item.dim] = fitting[item.factor]
     return {index: tuple(slices) for index, slices in result.items()}
 
 
@@ -119,7 +119,7 @@ def _verb(mark: Mark) -> str:
     side = base_side(mark)
     if side == "parameter":
         return f"parameter_plan of '{mark.label.partition('/')[2]}'"
-    return f"in_strategy of operand {mark.index}" if side == "in" else f"out_strategy of result {mark.index}"
+    return f"in_strategy of operand {mark.position}" if side == "in" else f"out_strategy of result {mark.position}"
 
 
 def _error(
@@ -127,9 +127,9 @@ def _error(
 ) -> StrategyError:
     """The message: the op, what it got, and the same argument with the entries of `fixes` put in."""
     side = base_side(mark)
-    own = {member.index: member for member in reversed(members) if base_side(member) == side}
+    own = {member.position: member for member in reversed(members) if base_side(member) == side}
     if side == "parameter":
-        own = {mark.index: mark}
+        own = {mark.position: mark}
     texts = {index: _text(own[index].strategy) for index in sorted(own)}
     shapes = " and ".join(str(links.graph.values[own[index].value].shape) for index in texts)
     fixed = {**texts, **{index: str(entry) for index, entry in (fixes or {}).items()}}

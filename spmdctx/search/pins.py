@@ -68,7 +68,7 @@ def resolve_marks(graph: Graph, marks: Sequence[Mark], num_devices: int, mesh: L
             if mark.strategy is None:
                 continue
             dims: list[AxisNames | None] = [None] * len(graph.values[mark.value].shape)
-            for dim, pieces in zip(spoken_dims(mark), region.pieces[base_side(mark), mark.index], strict=True):
+            for dim, pieces in zip(spoken_dims(mark), region.pieces[base_side(mark), mark.position], strict=True):
                 dims[dim] = placement.axes_of(pieces)
             pins[mark.value] = tuple(dims)
     notes = dict.fromkeys([*(note for region in regions for note in region.notes), *placement.notes])
@@ -89,7 +89,7 @@ class _Region:
         self._chains: dict[Node, list[Piece]] = {}
         self._matrix = DeviceMatrix(f"shard({marks[0].label})")
         self.matrices = [self._matrix]
-        tensors = {(base_side(mark), mark.index): mark for mark in reversed(marks) if mark.strategy is not None}
+        tensors = {(base_side(mark), mark.position): mark for mark in reversed(marks) if mark.strategy is not None}
         order = sorted(tensors, key=lambda key: (_SIDES.index(key[0]), key[1]))
         for key in order:
             self._take_layout(key, tensors[key], layouts)

@@ -157,8 +157,10 @@ class _Biller:
         for position, value in enumerate(op.results):
             natural = project(op.rule.results[position], self.assignment.ops[op.id].axes)
             stored = self.assignment.values[value]
-            if need.partial:
-                plan = reduction_plan(natural, stored, need.partial)
+            if need.partial and op.rule.combiner in ("argmax", "argmin"):
+                self._gather_candidates(op, value, natural, need.partial)
+            elif need.partial:
+                plan = reduction_plan(op, natural, stored, need.partial)
                 payload = self._bytes(value, natural)
                 cause = f"partial result of {op.primitive}"
                 if plan.scattered:
@@ -171,6 +173,13 @@ class _Biller:
                 natural = plan.after
             if natural != stored and value not in self.loose:
                 self._move(op, scope, value, natural, stored, f"result of {op.primitive}")
+
+    def _gather_candidates(self, op: Op, value: int, natural: TensorSharding, partial: AxisNames) -> None:
+        """XLA gathers every device's best value and its index, and compares them."""
+        slices = self.mesh.num_slices(partial)
+        for dtype in (self.graph.values[op.operands[0]].dtype, self.graph.values[value].dtype):
+            payload = self._bytes(value, natural) // item_bytes(self.graph.values[value].dtype) * item_bytes(dtype) * slices
+            self._collect("all_gather", partial, payload, op, f"partial result of {op.primitive}")
 
     def _move(self, op: Op, scope: int, value: int, source: TensorSharding, target: TensorSharding, role: str) -> None:
         known = self.graph.values[value]

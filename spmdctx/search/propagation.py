@@ -186,7 +186,11 @@ def _try_options(space: Space, state: list[int], slot: int, options: list[int], 
     around = [index for index in space.neighbours[slot] if index not in forced]
     kept = best = state[slot]
     best_s = sum(space.choose(index, state).time_s * space.graph.ops[index].repeats for index in around)
+    num_slices = space.mesh.num_slices(name for dim in space.shardings[kept] for name in dim)
     for option in options:
+        if space.mesh.num_slices(name for dim in space.shardings[option] for name in dim) < num_slices:
+            # Holding and computing more on every device is no way to save a collective.
+            continue
         if any(size % space.mesh.num_slices(dim) for size, dim in zip(space.shapes[slot], space.shardings[option], strict=True)):
             continue
         state[slot] = option

@@ -92,12 +92,12 @@ class DimClasses:
     def __init__(self, links: Links, marks: Sequence[Mark]) -> None:
         self._parents: dict[Node, Node] = {}
         self._links = links
-        if len({(base_side(mark), mark.index) for mark in marks if mark.strategy is not None}) > 1:
+        if len({(base_side(mark), mark.position) for mark in marks if mark.strategy is not None}) > 1:
             self._walk(marks)
         # The copies of one region (recomputation, tangents, a cached trace) carry the same strategies.
         first: dict[tuple[str, int], Mark] = {}
         for mark in marks:
-            other = first.setdefault((base_side(mark), mark.index), mark)
+            other = first.setdefault((base_side(mark), mark.position), mark)
             for own, theirs in zip(spoken_dims(mark), spoken_dims(other), strict=False):
                 self._join(node(mark.value, own), node(other.value, theirs))
 

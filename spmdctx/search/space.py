@@ -107,7 +107,7 @@ class Space:
         for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True), len(op.operands)):
             natural = project(dims, axes)
             if partial:
-                time_s += self.reduction_time_s(value, natural, shardings[position], partial)
+                time_s += self._reduction_time_s(op, value, natural, shardings[position], partial)
             else:
                 time_s += self._reshard(value, natural, shardings[position])
         return time_s
@@ -118,9 +118,9 @@ class Space:
         size = item_bytes(self.graph.values[value].dtype)
         return reshard_time_s(self.shapes[value], size, source, target, self.mesh, self.topology)
 
-    def reduction_time_s(self, value: int, natural: TensorSharding, stored: TensorSharding, partial: AxisNames) -> float:
+    def _reduction_time_s(self, op: Op, value: int, natural: TensorSharding, stored: TensorSharding, partial: AxisNames) -> float:
         """Seconds to turn an unreduced result into its stored sharding."""
-        plan = reduction_plan(natural, stored, partial)
+        plan = reduction_plan(op, natural, stored, partial)
         payload = self._local_bytes(value, natural)
         time_s = 0.0
         if plan.reduced:
@@ -158,13 +158,18 @@ class ReductionPlan(NamedTuple):
     after: TensorSharding
 
 
-def reduction_plan(natural: TensorSharding, stored: TensorSharding, partial: AxisNames) -> ReductionPlan:
-    """Scatters over the axes by which `stored` extends `natural` in one dimension, and all-reduces over the rest."""
-    for dim, (own, wanted) in enumerate(zip(natural, stored, strict=True)):
-        extra = wanted[len(own) :]
-        if extra and wanted[: len(own)] == own and set(extra) <= set(partial):
-            after = (*natural[:dim], wanted, *natural[dim + 1 :])
-            return ReductionPlan(tuple(name for name in partial if name not in extra), extra, after)
+def reduction_plan(op: Op, natural: TensorSharding, stored: TensorSharding, partial: AxisNames) -> ReductionPlan:
+    """Scatters over the axes by which `stored` extends `natural` in one dimension, and all-reduces over the rest.
+
+    Only sums are scattered; and only for dots does XLA scatter over some axes and reduce over others.
+    """
+    if op.rule.combiner == "add":
+        for dim, (own, wanted) in enumerate(zip(natural, stored, strict=True)):
+            extra = wanted[len(own) :]
+            fits = extra and wanted[: len(own)] == own and set(extra) <= set(partial)
+            if fits and (len(extra) == len(partial) or op.primitive == "dot_general"):
+                after = (*natural[:dim], wanted, *natural[dim + 1 :])
+                return ReductionPlan(tuple(name for name in partial if name not in extra), extra, after)
     return ReductionPlan(partial, (), natural)
 
 
