@@ -19,7 +19,6 @@ from spmdctx.plan.explain import Explanation
 from spmdctx.plan.plan import Plan
 from spmdctx.verify import VerifyReport
 
-
 WIDTH = 120
 """Columns of what is written to a file or a pipe."""
 

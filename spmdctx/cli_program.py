@@ -20,11 +20,23 @@ from spmdctx.context import ContextConfig, auto_parallel_context, load_config
 from spmdctx.context_docs import add_context_arguments, options_from_arguments
 from spmdctx.errors import ContextError
 from spmdctx.lowering.targets import gpu_devices, tpu_devices
-from spmdctx.models import PRESETS, UNSPLIT, Batch, DecoderConfig, Split, abstract_batch, abstract_program, create, preset, train_step
+from spmdctx.models import (
+    PRESETS,
+    UNSPLIT,
+    Batch,
+    DecoderConfig,
+    Split,
+    SplitKind,
+    abstract_batch,
+    abstract_program,
+    create,
+    preset,
+    train_step,
+)
 from spmdctx.step import ParallelStep
 
 DEFAULT_DEVICES = 8
-_SPLITS = {"semi_auto_parallel": "megatron", "auto_parallel": "pins"}
+_SPLITS: dict[str, SplitKind] = {"semi_auto_parallel": "megatron", "auto_parallel": "pins"}
 _TARGET_TOPOLOGIES = {"v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e", "h100": "h100"}
 
 
@@ -133,7 +145,7 @@ def choose(arguments: argparse.Namespace) -> Choice:
 
 
 def _split(arguments: argparse.Namespace, config: ContextConfig, mode: str, num_devices: int) -> Split:
-    kind = _SPLITS.get(mode, "none") if arguments.strategies == "auto" else arguments.strategies
+    kind: SplitKind = _SPLITS.get(mode, "none") if arguments.strategies == "auto" else arguments.strategies
     if kind == "none":
         return UNSPLIT
     model = arguments.model_parallel or config.parallel_config.get("model_parallel") or (2 if num_devices % 2 == 0 else 1)
@@ -147,7 +159,7 @@ def start_devices(num_devices: int) -> None:
     """Gives this process virtual CPU devices; where accelerators are, they are used instead. Comes before JAX's first use."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # JAX has started; a call that needs more devices will say so
-            jax.config.update("jax_num_cpu_devices", num_devices)
+            jax.config.update("jax_num_cpu_devices", num_devices)  # type: ignore[no-untyped-call]
 
 
 def target_options(target: str) -> dict[str, Any]:

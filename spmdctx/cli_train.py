@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import nnx
 
 from spmdctx.cli_output import Output, audit_data, plan_data, verify_data
@@ -111,6 +110,7 @@ def _save(plan: Plan, state: tuple[Any, ...], out: Path) -> dict[str, str]:
     plan.save_html(files["page"])
     if files["state"].exists():
         shutil.rmtree(files["state"])
+    tree = {name: nnx.to_pure_dict(nnx.state(one)) for name, one in zip(("model", "optimizer"), state, strict=True)}
     with StandardCheckpointer() as checkpointer:
-        checkpointer.save(files["state"].resolve(), jax.tree.map(lambda leaf: leaf, nnx.to_pure_dict(nnx.state(state))))
+        checkpointer.save(files["state"].resolve(), tree)
     return {name: str(path) for name, path in files.items()}

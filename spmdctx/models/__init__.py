@@ -2,7 +2,7 @@
 
 from spmdctx.models.config import PRESETS, DecoderConfig, preset
 from spmdctx.models.decoder import Decoder
-from spmdctx.models.strategies import UNSPLIT, Split
+from spmdctx.models.strategies import UNSPLIT, Split, SplitKind
 from spmdctx.models.text import WordTokenizer, batches, read_text
 from spmdctx.models.training import Batch, abstract_batch, abstract_program, create, pure_step, train_step
 
@@ -13,6 +13,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "Split",
+    "SplitKind",
     "WordTokenizer",
     "abstract_batch",
     "abstract_program",

@@ -11,6 +11,7 @@ from spmdctx.shard import shard
 from spmdctx.shard_call import Spec
 
 M = TypeVar("M", bound=nnx.Module)
+SplitKind = Literal["none", "megatron", "pins"]
 
 ATTENTION = {"query/kernel": "-m", "key/kernel": "-m", "value/kernel": "-m", "out/kernel": "m-"}
 FEED_FORWARD = {"gate/kernel": "-m", "up/kernel": "-m", "down/kernel": "m-"}
@@ -30,7 +31,7 @@ class Split:
         model: slices of the weights.
     """
 
-    kind: Literal["none", "megatron", "pins"] = "none"
+    kind: SplitKind = "none"
     data: int = 1
     model: int = 1
 

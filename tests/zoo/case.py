@@ -20,6 +20,12 @@ Step = Callable[..., Any]
 BATCH = 24
 LEARNING_RATE = 1e-2
 
+COLUMN = {"kernel": "-m", "bias": "m"}
+"""Specs of a dense layer whose outputs are split."""
+
+ROW = {"kernel": "m-", "bias": "-"}
+"""Specs of a dense layer whose inputs are split."""
+
 _FACTORS = {1: (1, 1), 2: (1, 2), 3: (1, 3), 6: (2, 3), 8: (4, 2)}
 
 
@@ -63,15 +69,11 @@ class Split:
 UNSPLIT = Split()
 
 
-def split_for(kind: Kind, num_devices: int) -> Split:
-    """The Split of a device count: slices over data times slices over model."""
-    data, model = _FACTORS[num_devices]
-    return Split(kind, data, model)
-
-
 @dataclass(frozen=True)
 class Case:
     """One model in one flavor. `make(split, dtype)` gives the training step and its arguments.
+
+    Where the model's layers give nothing to split (`splits_model`), all devices split the batch.
 
     Pure steps are `(state, *batch) -> (state, loss)`; nnx steps are `(model, optimizer, *batch) -> loss` and change both.
     """
@@ -79,6 +81,12 @@ class Case:
     name: str
     flavor: Literal["pytree", "linen", "nnx"]
     make: Callable[[Split, Any], tuple[Step, tuple[Any, ...]]]
+    splits_model: bool = True
+
+    def split(self, kind: Kind, num_devices: int) -> Split:
+        """The Split of a device count: slices over data times slices over model."""
+        data, model = _FACTORS[num_devices] if self.splits_model else (num_devices, 1)
+        return Split(kind, data, model)
 
     @property
     def num_state_args(self) -> int:

@@ -11,9 +11,23 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from tests.zoo.case import BATCH, LEARNING_RATE, Numbers, Split, Step, cross_entropy, layer_norm, linen_program, nnx_program, pure_program
+from tests.zoo.case import (
+    BATCH,
+    COLUMN,
+    LEARNING_RATE,
+    ROW,
+    Numbers,
+    Split,
+    Step,
+    cross_entropy,
+    layer_norm,
+    linen_program,
+    nnx_program,
+    pure_program,
+)
 from tests.zoo.transformer import (
     ATTENTION,
+    ATTENTION_WEIGHTS,
     FEED_FORWARD,
     HEADS,
     HIDDEN,
@@ -89,21 +103,23 @@ class LinenEncoderDecoder(nn.Module):
         kwargs = {"dtype": self.dtype, "param_dtype": self.dtype}
         lookup = nn.Embed(VOCAB, WIDTH, name="embed", **kwargs)
         memory, x = lookup(source), lookup(target)
-        memory = memory + self._attend("encode")(nn.LayerNorm(**kwargs)(memory))
+        memory = memory + self._attend("encode", "d--")(nn.LayerNorm(**kwargs)(memory))
         memory = memory + self._mlp("encode", nn.LayerNorm(**kwargs)(memory))
         mask = nn.make_causal_mask(jnp.ones(target.shape))
-        x = x + self._attend("decode")(nn.LayerNorm(**kwargs)(x), mask=mask)
-        x = x + self._attend("cross")(nn.LayerNorm(**kwargs)(x), memory)
+        x = x + self._attend("decode", "d-- *")(nn.LayerNorm(**kwargs)(x), mask=mask)
+        x = x + self._attend("cross", "d-- d--")(nn.LayerNorm(**kwargs)(x), memory)
         x = x + self._mlp("decode", nn.LayerNorm(**kwargs)(x))
-        return nn.Dense(VOCAB, name="head", **kwargs)(x)
+        return self.split.module(nn.Dense(VOCAB, name="head", **kwargs), "d--", COLUMN, "d-m", pin=True)(x)
 
-    def _attend(self, name: str) -> nn.Module:
-        return nn.MultiHeadDotProductAttention(HEADS, dtype=self.dtype, param_dtype=self.dtype, name=f"{name}_attention")
+    def _attend(self, name: str, spec: str) -> nn.Module:
+        kwargs = {"dtype": self.dtype, "param_dtype": self.dtype}
+        attend = nn.MultiHeadDotProductAttention(HEADS, use_bias=False, name=f"{name}_attention", **kwargs)
+        return self.split.module(attend, spec, ATTENTION_WEIGHTS, "d--", pin=True)
 
     def _mlp(self, name: str, x: Any) -> Any:
         kwargs = {"dtype": self.dtype, "param_dtype": self.dtype}
-        up = self.split.module(nn.Dense(HIDDEN, name=f"{name}_up", **kwargs), "d--", {"kernel": "-m", "bias": "m"}, "d-m", pin=True)
-        down = self.split.module(nn.Dense(WIDTH, name=f"{name}_down", **kwargs), "d-m", {"kernel": "m-", "bias": "-"}, "d--")
+        up = self.split.module(nn.Dense(HIDDEN, name=f"{name}_up", **kwargs), "d--", COLUMN, "d-m", pin=True)
+        down = self.split.module(nn.Dense(WIDTH, name=f"{name}_down", **kwargs), "d-m", ROW, "d--")
         return down(nn.gelu(up(x)))
 
 
@@ -123,19 +139,20 @@ class NnxEncoderDecoder(nnx.Module):
     def __init__(self, split: Split, dtype: Any) -> None:
         kwargs = {"dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
 
-        def attend() -> nnx.Module:
-            return nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, **kwargs)
+        def attend(spec: str) -> nnx.Module:
+            attention = nnx.MultiHeadAttention(HEADS, WIDTH, use_bias=False, decode=False, **kwargs)
+            return split.module(attention, spec, ATTENTION_WEIGHTS, "d--", pin=True)
 
         def mlp() -> nnx.Module:
-            up = split.module(nnx.Linear(WIDTH, HIDDEN, **kwargs), "d--", {"kernel": "-m", "bias": "m"}, "d-m", pin=True)
-            down = split.module(nnx.Linear(HIDDEN, WIDTH, **kwargs), "d-m", {"kernel": "m-", "bias": "-"}, "d--")
+            up = split.module(nnx.Linear(WIDTH, HIDDEN, **kwargs), "d--", COLUMN, "d-m", pin=True)
+            down = split.module(nnx.Linear(HIDDEN, WIDTH, **kwargs), "d-m", ROW, "d--")
             return nnx.Sequential(up, nnx.gelu, down)
 
         self.embed = nnx.Embed(VOCAB, WIDTH, **kwargs)
-        self.encoder_attention, self.decoder_attention, self.cross_attention = attend(), attend(), attend()
+        self.encoder_attention, self.decoder_attention, self.cross_attention = attend("d--"), attend("d-- *"), attend("d-- d--")
         self.encoder_mlp, self.decoder_mlp = mlp(), mlp()
         self.norms = nnx.List([nnx.LayerNorm(WIDTH, **kwargs) for _ in range(5)])
-        self.head = nnx.Linear(WIDTH, VOCAB, **kwargs)
+        self.head = split.module(nnx.Linear(WIDTH, VOCAB, **kwargs), "d--", COLUMN, "d-m", pin=True)
 
     def __call__(self, source: Any, target: Any) -> Any:
         memory, x = self.embed(source), self.embed(target)

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from tests.zoo.case import LEARNING_RATE, Numbers, Split, Step, cross_entropy, linen_program, nnx_program, pure_program
+from tests.zoo.case import COLUMN, LEARNING_RATE, ROW, Numbers, Split, Step, cross_entropy, linen_program, nnx_program, pure_program
 
 NODES, EDGES, WIDTH, HIDDEN, CLASSES = 96, 384, 48, 96, 24
 
@@ -62,8 +62,8 @@ class LinenGNN(nn.Module):
     @nn.compact
     def __call__(self, nodes: Any, senders: Any, receivers: Any) -> Any:
         kwargs = {"dtype": self.dtype, "param_dtype": self.dtype}
-        message = self.split.module(nn.Dense(HIDDEN, name="message", **kwargs), "d-", {"kernel": "-m", "bias": "m"}, "dm", pin=True)
-        update = self.split.module(nn.Dense(WIDTH, name="update", **kwargs), "dm", {"kernel": "m-", "bias": "-"}, "d-")
+        message = self.split.module(nn.Dense(HIDDEN, name="message", **kwargs), "d-", COLUMN, "dm", pin=True)
+        update = self.split.module(nn.Dense(WIDTH, name="update", **kwargs), "dm", ROW, "d-")
         messages = nn.relu(message(jnp.concatenate([nodes[senders], nodes[receivers]], axis=-1)))
         received = jax.ops.segment_sum(messages, receivers, num_segments=NODES)
         return nn.Dense(CLASSES, name="head", **kwargs)(nodes + update(received))

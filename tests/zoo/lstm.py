@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from tests.zoo.case import BATCH, LEARNING_RATE, Numbers, Split, Step, cross_entropy, linen_program, nnx_program, pure_program
+from tests.zoo.case import BATCH, COLUMN, LEARNING_RATE, Numbers, Split, Step, cross_entropy, linen_program, nnx_program, pure_program
 
 TIME, WIDTH, HIDDEN, CLASSES = 24, 48, 96, 24
 
@@ -62,7 +62,7 @@ class LinenLSTM(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         kwargs = {"dtype": self.dtype, "param_dtype": self.dtype}
-        inward = self.split.module(nn.Dense(HIDDEN, name="inward", **kwargs), "d--", {"kernel": "-m", "bias": "m"}, pin=True)
+        inward = self.split.module(nn.Dense(HIDDEN, name="inward", **kwargs), "d--", COLUMN, pin=True)
         x = nn.RNN(nn.OptimizedLSTMCell(HIDDEN, name="cell", **kwargs))(nn.relu(inward(x)))
         return nn.Dense(CLASSES, name="head", **kwargs)(x)
 
@@ -83,7 +83,7 @@ class NnxLSTM(nnx.Module):
     def __init__(self, split: Split, dtype: Any) -> None:
         kwargs = {"dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
         inward = nnx.Linear(WIDTH, HIDDEN, **kwargs)
-        self.inward = split.module(inward, "d--", {"kernel": "-m", "bias": "m"}, pin=True)
+        self.inward = split.module(inward, "d--", COLUMN, pin=True)
         self.rnn = nnx.RNN(nnx.OptimizedLSTMCell(HIDDEN, HIDDEN, **kwargs), rngs=nnx.Rngs(1))
         self.head = nnx.Linear(HIDDEN, CLASSES, **kwargs)
 

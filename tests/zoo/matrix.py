@@ -14,7 +14,7 @@ import numpy as np
 import spmdctx
 from spmdctx.audit import AuditReport
 from spmdctx.plan.plan import Plan
-from tests.zoo import CASES, DEVICE_COUNTS, UNSPLIT, Case, Kind, case, split_for
+from tests.zoo import CASES, DEVICE_COUNTS, UNSPLIT, Case, Kind, case
 
 Mode = Literal["stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel"]
 MODES: tuple[Mode, ...] = ("stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel")
@@ -78,15 +78,17 @@ def _pairs(cell: Cell) -> set[Any]:
 def run_cell(cell: Cell) -> Outcome:
     """Plans, compiles, audits and runs one cell in float64, and compares it with one device."""
     one = case(cell.model, cell.flavor)
-    split = split_for(_KINDS.get(cell.mode, "none"), cell.num_devices)
+    split = one.split(_KINDS.get(cell.mode, "none"), cell.num_devices)
     with jax.enable_x64(True):
-        fn, args = one.make(split, np.float64)
-        options: dict[str, Any] = {"parallel_mode": cell.mode, "device_num": cell.num_devices}
-        if cell.mode == "auto_parallel":
-            options |= {"search_mode": "sharding_propagation", "dataset_strategy": one.dataset_strategy(split, args)}
-        step = spmdctx.parallel(fn, **options)
-        plan, audit = step.plan(*args), step.audit(*args)
-        difference, place = _largest_difference(one.run(step, args), _expected(one))
+        expected = _expected(one)
+        with spmdctx.auto_parallel_context(parallel_mode=cell.mode, device_num=cell.num_devices):
+            fn, args = one.make(split, np.float64)
+            if cell.mode == "auto_parallel":
+                dataset_strategy = one.dataset_strategy(split, args)
+                spmdctx.set_auto_parallel_context(search_mode="sharding_propagation", dataset_strategy=dataset_strategy)
+            step = spmdctx.parallel(fn)
+            plan, audit = step.plan(*args), step.audit(*args)
+            difference, place = _largest_difference(one.run(step, args), expected)
     return Outcome(difference, place, split_share(plan), audit, plan)
 
 

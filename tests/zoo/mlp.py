@@ -6,12 +6,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from tests.zoo.case import LEARNING_RATE, Numbers, Split, Step, cross_entropy, linen_program, nnx_program, pure_program
+from tests.zoo.case import COLUMN, LEARNING_RATE, ROW, Numbers, Split, Step, cross_entropy, linen_program, nnx_program, pure_program
 
 BATCH, WIDTH, HIDDEN, CLASSES = 192, 48, 96, 24
 
@@ -40,7 +39,7 @@ def make_pytree(split: Split, dtype: Any) -> tuple[Step, tuple[Any, ...]]:
         up, down, head = params["up"], params["down"], params["head"]
         hidden = split(_dense, "d- -m m", "dm", pin="* -m *")(x, up["w"], up["b"])
         x = x + split(_contract, "dm m-", "d-")(hidden, down["w"]) + down["b"]
-        logits = split(_contract, "d- -m", "dm")(x, head["w"]) + head["b"]
+        logits = split(_contract, "d- -m", "dm", pin="* -m")(x, head["w"]) + head["b"]
         return cross_entropy(logits, labels)
 
     return pure_program(loss, params, _batch(numbers))
@@ -53,15 +52,16 @@ class LinenMLP(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         kwargs = {"dtype": self.dtype, "param_dtype": self.dtype}
-        up = self.split.module(nn.Dense(HIDDEN, name="up", **kwargs), "d-", {"kernel": "-m", "bias": "m"}, "dm", pin=True)
-        down = self.split.module(nn.Dense(WIDTH, name="down", **kwargs), "dm", {"kernel": "m-", "bias": "-"}, "d-")
-        return nn.Dense(CLASSES, name="head", **kwargs)(x + down(nn.gelu(up(x))))
+        up = self.split.module(nn.Dense(HIDDEN, name="up", **kwargs), "d-", COLUMN, "dm", pin=True)
+        down = self.split.module(nn.Dense(WIDTH, name="down", **kwargs), "dm", ROW, "d-")
+        head = self.split.module(nn.Dense(CLASSES, name="head", **kwargs), "d-", COLUMN, "dm", pin=True)
+        return head(x + down(nn.gelu(up(x))))
 
 
 def make_linen(split: Split, dtype: Any) -> tuple[Step, tuple[Any, ...]]:
     batch = _batch(Numbers(dtype))
     model = LinenMLP(split, dtype)
-    params = model.init(jax.random.key(0), jnp.zeros((BATCH, WIDTH), dtype))["params"]
+    params = jax.jit(model.init)(jax.random.key(0), batch[0])["params"]
 
     def loss(params: Any, state: Any, x: Any, labels: Any) -> Any:
         return cross_entropy(state.apply_fn({"params": params}, x), labels), {}
@@ -73,9 +73,9 @@ def make_linen(split: Split, dtype: Any) -> tuple[Step, tuple[Any, ...]]:
 class NnxMLP(nnx.Module):
     def __init__(self, split: Split, dtype: Any) -> None:
         kwargs = {"dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
-        self.up = split.module(nnx.Linear(WIDTH, HIDDEN, **kwargs), "d-", {"kernel": "-m", "bias": "m"}, "dm", pin=True)
-        self.down = split.module(nnx.Linear(HIDDEN, WIDTH, **kwargs), "dm", {"kernel": "m-", "bias": "-"}, "d-")
-        self.head = nnx.Linear(WIDTH, CLASSES, **kwargs)
+        self.up = split.module(nnx.Linear(WIDTH, HIDDEN, **kwargs), "d-", COLUMN, "dm", pin=True)
+        self.down = split.module(nnx.Linear(HIDDEN, WIDTH, **kwargs), "dm", ROW, "d-")
+        self.head = split.module(nnx.Linear(WIDTH, CLASSES, **kwargs), "d-", COLUMN, "dm", pin=True)
 
     def __call__(self, x: Any) -> Any:
         return self.head(x + self.down(nnx.gelu(self.up(x))))

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from tests.zoo.case import BATCH, LEARNING_RATE, Numbers, Split, Step, cross_entropy, linen_program, nnx_program, pure_program
+from tests.zoo.case import BATCH, COLUMN, LEARNING_RATE, ROW, Numbers, Split, Step, cross_entropy, linen_program, nnx_program, pure_program
 from tests.zoo.transformer import embed, feed_forward
 
 SEQ, WIDTH, HIDDEN, VOCAB = 24, 48, 96, 192
@@ -49,8 +49,8 @@ class LinenTied(nn.Module):
         kwargs = {"dtype": self.dtype, "param_dtype": self.dtype}
         table = nn.Embed(VOCAB, WIDTH, name="table", **kwargs)
         x = table(tokens)
-        up = self.split.module(nn.Dense(HIDDEN, name="up", **kwargs), "d--", {"kernel": "-m", "bias": "m"}, "d-m", pin=True)
-        down = self.split.module(nn.Dense(WIDTH, name="down", **kwargs), "d-m", {"kernel": "m-", "bias": "-"}, "d--")
+        up = self.split.module(nn.Dense(HIDDEN, name="up", **kwargs), "d--", COLUMN, "d-m", pin=True)
+        down = self.split.module(nn.Dense(WIDTH, name="down", **kwargs), "d-m", ROW, "d--")
         return table.attend(x + down(nn.gelu(up(x))))
 
 
@@ -70,8 +70,8 @@ class NnxTied(nnx.Module):
     def __init__(self, split: Split, dtype: Any) -> None:
         kwargs = {"dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
         self.table = nnx.Embed(VOCAB, WIDTH, **kwargs)
-        self.up = split.module(nnx.Linear(WIDTH, HIDDEN, **kwargs), "d--", {"kernel": "-m", "bias": "m"}, "d-m", pin=True)
-        self.down = split.module(nnx.Linear(HIDDEN, WIDTH, **kwargs), "d-m", {"kernel": "m-", "bias": "-"}, "d--")
+        self.up = split.module(nnx.Linear(WIDTH, HIDDEN, **kwargs), "d--", COLUMN, "d-m", pin=True)
+        self.down = split.module(nnx.Linear(HIDDEN, WIDTH, **kwargs), "d-m", ROW, "d--")
 
     def __call__(self, tokens: Any) -> Any:
         x = self.table(tokens)

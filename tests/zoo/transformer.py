@@ -11,12 +11,27 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from tests.zoo.case import BATCH, LEARNING_RATE, Numbers, Split, Step, cross_entropy, layer_norm, linen_program, nnx_program, pure_program
+from tests.zoo.case import (
+    BATCH,
+    COLUMN,
+    LEARNING_RATE,
+    ROW,
+    Numbers,
+    Split,
+    Step,
+    cross_entropy,
+    layer_norm,
+    linen_program,
+    nnx_program,
+    pure_program,
+)
 
 LAYERS, SEQ, WIDTH, HEADS, HEAD_DIM, HIDDEN, VOCAB = 2, 24, 48, 24, 2, 96, 96
 
 ATTENTION = "d-- -m- -m- -m- m--"
 FEED_FORWARD = "d-- -m m-"
+ATTENTION_WEIGHTS = {"query/kernel": "-m-", "key/kernel": "-m-", "value/kernel": "-m-", "out/kernel": "m--"}
+"""Specs of the parameters of Flax's attention layers."""
 
 
 def attention(x: Any, memory: Any, weights: Any, *, causal: bool) -> Any:
@@ -95,9 +110,10 @@ class LinenBlock(nn.Module):
     def __call__(self, x: Any, _: Any) -> Any:
         kwargs = {"dtype": self.dtype, "param_dtype": self.dtype}
         attend = nn.MultiHeadDotProductAttention(HEADS, use_bias=False, name="attention", **kwargs)
+        attend = self.split.module(attend, "d-- *", ATTENTION_WEIGHTS, "d--", pin=True)
         x = x + attend(nn.LayerNorm(**kwargs)(x), mask=nn.make_causal_mask(jnp.ones(x.shape[:2])))
-        up = self.split.module(nn.Dense(HIDDEN, name="up", **kwargs), "d--", {"kernel": "-m", "bias": "m"}, "d-m", pin=True)
-        down = self.split.module(nn.Dense(WIDTH, name="down", **kwargs), "d-m", {"kernel": "m-", "bias": "-"}, "d--")
+        up = self.split.module(nn.Dense(HIDDEN, name="up", **kwargs), "d--", COLUMN, "d-m", pin=True)
+        down = self.split.module(nn.Dense(WIDTH, name="down", **kwargs), "d-m", ROW, "d--")
         return x + down(nn.gelu(up(nn.LayerNorm(**kwargs)(x)))), None
 
 
@@ -111,7 +127,7 @@ class LinenTransformer(nn.Module):
         x = nn.Embed(VOCAB, WIDTH, name="embed", **kwargs)(tokens)
         stack = nn.scan(nn.remat(LinenBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
         x, _ = stack(self.split, self.dtype, name="layers")(x, None)
-        return nn.Dense(VOCAB, name="head", **kwargs)(x)
+        return self.split.module(nn.Dense(VOCAB, name="head", **kwargs), "d--", COLUMN, "d-m", pin=True)(x)
 
 
 def make_linen(split: Split, dtype: Any) -> tuple[Step, tuple[Any, ...]]:
@@ -136,8 +152,8 @@ class NnxBlock(nnx.Module):
         for name, shape in shapes.items():
             weight = init(rngs.params(), shape, dtype)
             setattr(self, name, nnx.Param(weight.reshape((HEADS, HEAD_DIM, WIDTH) if name == "out" else (WIDTH, HEADS, HEAD_DIM))))
-        self.up = split.module(nnx.Linear(WIDTH, HIDDEN, **kwargs), "d--", {"kernel": "-m", "bias": "m"}, "d-m", pin=True)
-        self.down = split.module(nnx.Linear(HIDDEN, WIDTH, **kwargs), "d-m", {"kernel": "m-", "bias": "-"}, "d--")
+        self.up = split.module(nnx.Linear(WIDTH, HIDDEN, **kwargs), "d--", COLUMN, "d-m", pin=True)
+        self.down = split.module(nnx.Linear(HIDDEN, WIDTH, **kwargs), "d-m", ROW, "d--")
 
     def __call__(self, x: Any) -> Any:
         weights = [weight[...] for weight in (self.query, self.key, self.value, self.out)]
@@ -157,7 +173,7 @@ class NnxTransformer(nnx.Module):
 
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs, **kwargs)
         self.layers = stack(rngs)
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs, **kwargs)
+        self.head = split.module(nnx.Linear(WIDTH, VOCAB, rngs=rngs, **kwargs), "d--", COLUMN, "d-m", pin=True)
 
     def __call__(self, tokens: Any) -> Any:
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
