@@ -153,9 +153,7 @@ def test_bad_usage_is_named_and_returns_2(arguments: list[str], words: str, caps
     assert captured.out == ""
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["plan", "--device-num", "0"], ["plan", "--layers", "0"], ["plan", "--parallel-mode", "manual"]]
-)
+@pytest.mark.parametrize("text", ["", "fly", "plan --device-num 0", "plan --layers 0", "plan --parallel-mode manual"])
 def test_unreadable_arguments_stop_with_2(text: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(text.split())
