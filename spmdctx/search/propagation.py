@@ -172,14 +172,24 @@ def _wishes(space: Space, state: list[int], fixed: set[int], forced: Mapping[int
     wishes: dict[int, dict[int, None]] = {}
     for index in ops:
         op, slots = space.graph.ops[index], space.op_slots[index]
-        axes = forced[index] if index in forced else space.choose(index, state).axes
-        for slot, dims in zip(slots, (*op.rule.operands, *op.rule.results), strict=True):
-            if slot == NO_SLOT or slot in fixed or slot in space.loose_slots:
-                continue
-            wanted = space.number(project(dims, axes))
-            if wanted != state[slot]:
-                wishes.setdefault(slot, {})[wanted] = None
+        for axes in [forced[index]] if index in forced else _ways(space, state, index):
+            for slot, dims in zip(slots, (*op.rule.operands, *op.rule.results), strict=True):
+                if slot == NO_SLOT or slot in fixed or slot in space.loose_slots:
+                    continue
+                wanted = space.number(project(dims, axes))
+                if wanted != state[slot]:
+                    wishes.setdefault(slot, {})[wanted] = None
     return {slot: list(options) for slot, options in wishes.items()}
+
+
+def _ways(space: Space, state: list[int], index: int) -> list[FactorAxes]:
+    """How an op would be done: as it is cheapest now, and where that reshards a result, as the result's sharding asks for."""
+    op, slots = space.graph.ops[index], space.op_slots[index]
+    own = space.choose(index, state).axes
+    results = [(dims, space.shardings[state[slot]]) for slot, dims in zip(slots[len(op.operands) :], op.rule.results, strict=True)]
+    if all(project(dims, own) == sharding for dims, sharding in results):
+        return [own]
+    return [own, merge(op.rule, results, space.splittable(op.rule), space.mesh)]
 
 
 def _try_options(space: Space, state: list[int], slot: int, options: list[int], forced: Mapping[int, FactorAxes]) -> int:
