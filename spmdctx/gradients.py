@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
 from spmdctx.context import current_context
 from spmdctx.errors import ContextWarning
 from spmdctx.sharding_marks import traced_mode
+from spmdctx.trace.objects import has_objects
 
 
 def value_and_grad(fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
@@ -40,9 +41,7 @@ def _transformed(fun: Callable[..., Any], name: str, argnums: Any, has_aux: bool
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         _warn_of_sum()
-        if pure is None or _holds_objects((args, kwargs)):
-            from flax import nnx  # loaded already, where there are objects of it
-
+        if pure is None or has_objects((args, kwargs)):
             return getattr(nnx, name)(fun, argnums=argnums, has_aux=has_aux, **options)(*args, **kwargs)
         return pure(*args, **kwargs)
 
@@ -52,14 +51,6 @@ def _transformed(fun: Callable[..., Any], name: str, argnums: Any, has_aux: bool
 def _is_of_nnx(argnums: Any) -> bool:
     entries = argnums if isinstance(argnums, tuple | list) else (argnums,)
     return not all(isinstance(entry, int) for entry in entries)
-
-
-def _holds_objects(tree: Any) -> bool:
-    if "flax.nnx" not in sys.modules:
-        return False
-    from spmdctx.trace.objects import has_objects
-
-    return has_objects(tree)
 
 
 def _warn_of_sum() -> None:

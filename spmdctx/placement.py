@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from spmdctx.entry import Entry
@@ -108,10 +108,6 @@ def _fitting(target: Target, candidates: Sequence[tuple[Any, ...]]) -> tuple[Any
 
 def _no_eager_sharding() -> AbstractContextManager[Any]:
     """nnx would place annotated variables on the mesh that is set; here the plan places them."""
-    if "flax.nnx" not in sys.modules:
-        return nullcontext()
-    from flax import nnx
-
     scope: AbstractContextManager[Any] = nnx.use_eager_sharding(False)  # type: ignore[no-untyped-call]
     return scope
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir import Role
 from spmdctx.trace.arguments import Call, Names, Parameters, Positions, Selection, Static, parameters_of, split_static
 from spmdctx.trace.carry import Span, carried_leaves
+from spmdctx.trace.objects import ObjectFlattening, has_objects
 from spmdctx.trace.partitioning import PartitionNames
+from spmdctx.trace.pure import NotPure, PureFlattening
 from spmdctx.trace.roles import Argument, roles_of
-from spmdctx.trace.structure import Flattening, Keys, NotPure, PureFlattening, Result, Structure, argument_of, key_text, path_text, shape_of
+from spmdctx.trace.structure import Flattening, Keys, Result, Structure, argument_of, key_text, path_text, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,33 +136,19 @@ def target_of(
 
 def _unbound(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A function and the nnx objects it is bound to, which are state and no constants."""
-    if inspect.ismethod(fn) and _may_hold_objects(fn.__self__):
+    if inspect.ismethod(fn) and has_objects(fn.__self__):
         return fn.__func__, (fn.__self__,)
-    if isinstance(fn, functools.partial) and fn.args and not fn.keywords and _may_hold_objects(fn.args):
+    if isinstance(fn, functools.partial) and fn.args and not fn.keywords and has_objects(fn.args):
         inner, leading = _unbound(fn.func)
         return inner, (*leading, *fn.args)
-    if not inspect.isroutine(fn) and _may_hold_objects(fn):
+    if not inspect.isroutine(fn) and has_objects(fn):
         return type(fn).__call__, (fn,)
     return fn, ()
 
 
-def _may_hold_objects(tree: Any) -> bool:
-    if "flax.nnx" not in sys.modules:  # then no object of it exists, and importing it takes a second
-        return False
-    from spmdctx.trace.objects import has_objects
-
-    return has_objects(tree)
-
-
 def flattening_of(call: Call) -> Flattening:
     """Flattens the dynamic arguments of one call."""
-    return _object_flattening(call) if _may_hold_objects(call) else PureFlattening(call, _may_hold_objects)
-
-
-def _object_flattening(call: Call) -> Flattening:
-    from spmdctx.trace.objects import ObjectFlattening  # Flax is loaded where objects of it exist
-
-    return ObjectFlattening(call)
+    return ObjectFlattening(call) if has_objects(call) else PureFlattening(call)
 
 
 def capture(
@@ -212,7 +199,7 @@ def capture_call(target: Target, call: Call, static: Static) -> Captured:
     try:
         return _capture_flat(target, static, flattening_of(call))
     except NotPure:  # known once it is traced: an initialiser, for example
-        return _capture_flat(target, static, _object_flattening(call))
+        return _capture_flat(target, static, ObjectFlattening(call))
 
 
 def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Captured:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import jax
+import numpy as np
+from flax import linen, nnx
+from flax.core import meta
 
 PartitionNames = tuple[str | tuple[str, ...] | None, ...]
 """Axis names per dimension, as Flax metadata gives them; None where a dimension is whole."""
@@ -23,9 +25,6 @@ def spec_names(spec: Any, rank: int) -> PartitionNames | None:
 
 def boxed_names(tree: Any) -> dict[int, PartitionNames]:
     """Flat index to names, for the leaves that lie in linen's metadata boxes."""
-    meta = sys.modules.get("flax.core.meta")
-    if meta is None:  # without it no box can exist, and importing Flax takes a second
-        return {}
     found: dict[int, PartitionNames] = {}
     index = 0
     for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, meta.AxisMetadata)):
@@ -33,7 +32,7 @@ def boxed_names(tree: Any) -> dict[int, PartitionNames]:
             index += 1
             continue
         for leaf in jax.tree.leaves(node):
-            names = spec_names(_box_spec(node), len(jax.numpy.shape(leaf)) if not hasattr(leaf, "shape") else len(leaf.shape))
+            names = spec_names(_box_spec(node), np.ndim(leaf))
             if names is not None:
                 found[index] = names
             index += 1
@@ -44,18 +43,15 @@ def _box_spec(box: Any) -> Any:
     get_spec = getattr(box, "get_partition_spec", None)
     if get_spec is None:
         return None
-    linen_spmd = sys.modules.get("flax.linen.spmd")
-    if linen_spmd is not None and isinstance(box, linen_spmd.LogicallyPartitioned):
-        rules = box.rules or linen_spmd.get_logical_axis_rules()
+    if isinstance(box, linen.LogicallyPartitioned):
+        rules = box.rules or linen.get_logical_axis_rules()
         if rules:
-            return linen_spmd.logical_to_mesh_axes(box.names, rules)
+            return linen.spmd.logical_to_mesh_axes(box.names, rules)
     return get_spec()
 
 
 def variable_names(variable: Any) -> PartitionNames | None:
     """Names per dimension of an nnx variable's metadata, None where it has none."""
-    from flax import nnx  # only called where nnx is loaded
-
     shape = getattr(variable.get_raw_value(), "shape", None)
     if shape is None:
         return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core import FrozenDict, meta
+from flax.training.train_state import TrainState
 
 from spmdctx.ir import Role
 from spmdctx.trace.arguments import Selection
@@ -19,6 +20,7 @@ _OPTIMIZER_NAMES = frozenset(
     {"opt_state", "opt_states", "opt", "optimizer", "optim", "optimizer_state", "momentum", "momenta", "velocity", "mu", "nu", "trace"}
 )
 _STATE_NAMES = frozenset({"batch_stats", "stats", "step", "steps", "count", "ema", "cache", "carry", "hidden", "model_state"})
+_LINEN_KINDS = (TrainState, FrozenDict, meta.AxisMetadata)
 _KEY_WORDS = ("key", "rng", "seed")
 
 
@@ -128,18 +130,5 @@ def _optax_leaves(span: Span) -> frozenset[int]:
 
 def _has_linen_node(tree: Any) -> bool:
     """Whether a TrainState, a FrozenDict or a metadata box lies in a structure."""
-    kinds = tuple(
-        getattr(sys.modules[module], name)
-        for module, name in (
-            ("flax.training.train_state", "TrainState"),
-            ("flax.core.frozen_dict", "FrozenDict"),
-            ("flax.core.meta", "AxisMetadata"),
-        )
-        if module in sys.modules
-    )
-    return bool(kinds) and _has_kind(tree, kinds)
-
-
-def _has_kind(tree: Any, kinds: tuple[type, ...]) -> bool:
     kind = tree.node_data()
-    return kind is not None and (issubclass(kind[0], kinds) or any(_has_kind(child, kinds) for child in tree.children()))
+    return kind is not None and (issubclass(kind[0], _LINEN_KINDS) or any(_has_linen_node(child) for child in tree.children()))

@@ -1,0 +1,82 @@
+"""The public surface: the names that users type, pinned."""
+
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmdctx
+import spmdctx.plan.page
+import spmdctx.shard_call  # importing submodules must not hide the functions of the same names
+
+FUNCTIONS = [
+    "auto_parallel_context",
+    "get_algo_parameters",
+    "get_auto_parallel_context",
+    "get_mesh",
+    "grad",
+    "load_context",
+    "parallel",
+    "plan",
+    "reset_algo_parameters",
+    "reset_auto_parallel_context",
+    "set_algo_parameters",
+    "set_auto_parallel_context",
+    "shard",
+    "value_and_grad",
+]
+CLASSES = ["AuditReport", "Layout", "ParallelStep", "Plan", "Topology", "VerifyReport"]
+ERRORS = [
+    "ContextError",
+    "ContextWarning",
+    "InfeasibleError",
+    "PlanError",
+    "PlanFormatError",
+    "PlanMismatchError",
+    "SpmdctxError",
+    "StrategyError",
+    "UnsupportedError",
+]
+
+
+def test_the_public_names_are_these():
+    assert sorted(spmdctx.__all__) == sorted(FUNCTIONS + CLASSES + ERRORS)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions_are_documented(name):
+    assert inspect.isfunction(getattr(spmdctx, name))
+    assert getattr(spmdctx, name).__doc__
+
+
+@pytest.mark.parametrize("name", CLASSES + ERRORS)
+def test_public_classes_are_documented(name):
+    assert inspect.isclass(getattr(spmdctx, name))
+    assert getattr(spmdctx, name).__doc__
+
+
+def test_a_step_has_these_methods():
+    methods = [name for name in vars(spmdctx.ParallelStep) if not name.startswith("_")]
+    assert sorted(methods) == [
+        "audit",
+        "context",
+        "in_shardings",
+        "init",
+        "lower",
+        "notes",
+        "out_shardings",
+        "plan",
+        "shard_batch",
+        "verify",
+        "with_options",
+    ]
+
+
+def test_a_plan_is_made_without_a_step():
+    plan = spmdctx.plan(lambda w, x: x @ w, jnp.ones((4, 4)), np.ones((8, 4)), parallel_mode="data_parallel", device_num=4)
+    assert plan.mesh == {"data": 4}
+
+
+def test_the_version_is_that_of_the_package():
+    assert spmdctx.__version__.count(".") == 2

@@ -1,0 +1,61 @@
+"""get_mesh: the mesh that the code of a step sees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+
+import spmdctx
+from spmdctx.errors import ContextError
+
+X = np.arange(16.0, dtype=np.float32).reshape(8, 2)
+
+
+def seen(**options):
+    found = []
+
+    def step(w, x):
+        found.append(spmdctx.get_mesh())
+        return x * w
+
+    spmdctx.parallel(step, **options).plan(jnp.ones(2), X)
+    return found[0]
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "hybrid_parallel"])
+def test_a_mode_with_one_axis_has_a_mesh_at_once(mode):
+    mesh = seen(parallel_mode=mode)
+    assert isinstance(mesh, Mesh)
+    assert dict(mesh.shape) == {"data": 8}
+
+
+def test_a_mesh_that_is_given_is_seen_in_every_mode():
+    mesh = seen(parallel_mode="auto_parallel", search_mode="sharding_propagation", mesh={"data": 4, "model": 2})
+    assert dict(mesh.shape) == {"data": 4, "model": 2}
+
+
+def test_the_mesh_is_abstract_where_devices_are_missing():
+    mesh = seen(parallel_mode="hybrid_parallel", device_num=16, batch_argnums=())
+    assert isinstance(mesh, AbstractMesh)
+    assert mesh.size == 16
+
+
+def test_a_shard_map_of_the_user_runs_on_the_mesh():
+    def step(w, x):
+        mesh = spmdctx.get_mesh()
+        total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+        return total(x * w)
+
+    result = spmdctx.parallel(step, parallel_mode="hybrid_parallel")(jnp.ones(2), X)
+    np.testing.assert_allclose(result, X.sum(0, keepdims=True))
+
+
+def test_there_is_no_mesh_before_it_is_found():
+    with pytest.raises(ContextError, match="In semi_auto_parallel the mesh is found after"):
+        seen(parallel_mode="semi_auto_parallel")
+
+
+def test_there_is_no_mesh_outside_of_a_step():
+    with pytest.raises(ContextError, match="called outside of a step"):
+        spmdctx.get_mesh()

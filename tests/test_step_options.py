@@ -1,0 +1,121 @@
+"""Options of a step: names, types, devices, meshes and topologies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+import spmdctx
+from spmdctx.context import current_context
+from spmdctx.cost.topology import PRESETS
+from spmdctx.errors import ContextError
+from spmdctx.step_options import environment, step_options
+
+X = np.ones((8, 4), np.float32)
+
+
+def forward(w, x):
+    return x @ w
+
+
+def resolved(mode="data_parallel", **options):
+    return environment(step_options(options), current_context().with_checked({"parallel_mode": mode}))
+
+
+def test_all_devices_are_used_by_default():
+    around = resolved()
+    assert around.settings.num_devices == 8
+    assert around.devices == tuple(jax.devices())
+    assert around.settings.topology is PRESETS["cpu"]
+
+
+def test_stand_alone_uses_one_device_whatever_the_mesh():
+    assert resolved("stand_alone", mesh={"data": 8}).settings.num_devices == 1
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 2, "model": 4},
+        AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2),
+        AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2),
+    ],
+    ids=["mapping", "abstract", "explicit"],
+)
+def test_a_mesh_may_be_a_mapping_or_of_jax(mesh):
+    around = resolved(mesh=mesh)
+    assert around.settings.mesh.axes == (("data", 2), ("model", 4))
+    explicit = not isinstance(mesh, dict) and mesh.axis_types[0] is AxisType.Explicit
+    assert any("treated as Auto" in note for note in around.notes) is explicit
+
+
+def test_a_mesh_brings_its_devices_in_its_order():
+    devices = np.array(jax.devices()[::-1]).reshape(2, 4)
+    step = spmdctx.parallel(forward, mesh=Mesh(devices, ("data", "model")), parallel_mode="data_parallel")
+    result = step(jnp.ones((4, 4)), X)
+    assert list(result.sharding.mesh.devices.flat) == list(devices.flat)
+
+
+def test_devices_limit_the_step():
+    step = spmdctx.parallel(forward, devices=jax.devices()[2:6], parallel_mode="data_parallel")
+    assert step(jnp.ones((4, 4)), X).sharding.device_set == set(jax.devices()[2:6])
+
+
+def test_a_topology_is_named_or_made():
+    assert resolved(topology="tpu-v5p").settings.topology is PRESETS["tpu-v5p"]
+    assert resolved(topology=PRESETS["h100"]).settings.topology is PRESETS["h100"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "device", "noted"),
+    [
+        ("TPU v5 lite", "tpu", "tpu-v5e", False),
+        ("TPU v5", "tpu", "tpu-v5p", False),
+        ("TPU v6 lite", "tpu", "tpu-v6e", False),
+        ("NVIDIA H100 80GB HBM3", "gpu", "h100", False),
+        ("NVIDIA B200", "gpu", "h100", True),
+        ("TPU v9", "tpu", "tpu-v5p", True),
+    ],
+)
+def test_the_topology_is_that_of_the_devices(kind, platform, device, noted):
+    class Device:
+        def __init__(self):
+            self.device_kind, self.platform = kind, platform
+
+    around = resolved(devices=[Device()])
+    assert around.settings.topology.device == device
+    assert bool(around.notes) is noted
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"paralel_mode": "data_parallel"}, ContextError, "paralel_mode"),
+        ({"device_num": 0}, ContextError, "device_num"),
+        ({"mesh": {"data": 0}}, ContextError, "at least one device"),
+        ({"mesh": {"data": 2.0}}, TypeError, "must have an int"),
+        ({"mesh": (2, 4)}, TypeError, "mesh must be"),
+        ({"devices": []}, ContextError, "devices is empty"),
+        ({"topology": "tpu-v1"}, ContextError, "tpu-v1"),
+        ({"memory_bytes": -1}, ContextError, "memory_bytes must be positive"),
+        ({"memory_bytes": "16GB"}, TypeError, "memory_bytes must be a number"),
+        ({"strict": 1}, TypeError, "strict must be a bool"),
+        ({"layerwise_parallel": [1]}, TypeError, "layerwise_parallel must be"),
+    ],
+)
+def test_a_bad_option_is_refused_when_the_step_is_made(options, error, words):
+    with pytest.raises(error, match=words):
+        spmdctx.parallel(forward, **options)
+
+
+def test_devices_and_a_mesh_with_devices_contradict_each_other():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    with pytest.raises(ContextError, match="both given"):
+        spmdctx.parallel(forward, mesh=mesh, devices=jax.devices())
+
+
+def test_device_num_and_the_mesh_must_agree():
+    step = spmdctx.parallel(forward, mesh={"data": 4}, device_num=8, parallel_mode="data_parallel")
+    with pytest.raises(ContextError, match="device_num is 8, but the mesh has 4"):
+        step.plan(jnp.ones((4, 4)), X)

@@ -1,0 +1,69 @@
+"""The numerics check: differences by the documented measure, and verdicts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmdctx
+from spmdctx.verify import VerifyReport, VerifyRow
+
+
+def parallel(fn, **options):
+    return spmdctx.parallel(fn, parallel_mode="data_parallel", **options)
+
+
+def row(difference=0.0, change=0.0, dtype="float32", tolerance=1e-4, is_state=False):
+    return VerifyRow("out", dtype, difference, change, tolerance, is_state)
+
+
+def test_a_step_is_the_same_on_one_device():
+    def step(w, x, key):
+        noise = jax.random.normal(key, x.shape, x.dtype)
+        return w - jax.grad(lambda w: jnp.mean(((x + noise) @ w) ** 2))(w), jnp.argmax(x), jax.random.split(key)[0]
+
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).normal(size=(16, 4))
+        report = parallel(step).verify(jnp.ones((4, 4)), x, jax.random.key(0))
+    assert report.ok
+    assert report.num_devices == 8
+    assert [entry.dtype for entry in report.rows] == ["float64", "int64", "key<fry>"]
+    assert report.worst.difference < 1e-12
+
+
+def test_arguments_that_are_donated_survive():
+    w, x = jnp.ones((4, 4)), np.ones((8, 4), np.float32)
+    step = parallel(lambda w, x: w - x.mean(), donate_argnums=0)
+    assert step.verify(w, x).ok
+    assert not w.is_deleted()
+
+
+def test_constraints_of_the_user_do_not_bind_the_one_device_run():
+    def step(w, x):
+        sharding = jax.NamedSharding(spmdctx.get_mesh(), jax.P("data"))
+        body = jax.checkpoint(lambda x: jax.lax.with_sharding_constraint(x @ w, sharding))
+        return body(x).sum()
+
+    assert parallel(step).verify(jnp.ones((4, 4)), np.ones((8, 4), np.float32)).ok
+
+
+@pytest.mark.parametrize(
+    ("rows", "ok"),
+    [
+        ((row(1e-5),), True),
+        ((row(2e-4),), False),
+        ((row(2e-4, 2e-4, is_state=True),), True),
+        ((row(2e-4, 2e-3, is_state=True),), False),
+        ((row(2e-5, 0.0, "float64", 1e-5, is_state=True),), False),
+        ((row(1.0, 0.0, "int32", 0.0),), False),
+        ((row(), row(float("inf"))), False),
+    ],
+)
+def test_a_verdict_follows_the_dtype(rows, ok):
+    assert VerifyReport(rows, 8).ok is ok
+
+
+def test_a_report_names_the_worst_results_first():
+    text = str(VerifyReport((row(1e-6), VerifyRow("loss", "float32", 0.5, 0.5, 1e-4, False)), 4))
+    assert text.splitlines()[0] == "NOT the same on 4 devices as on one: 2 results"
+    assert text.splitlines()[1] == "  ! loss: 5.0e-01 (float32, tolerance 1e-04)"
