@@ -123,10 +123,11 @@ class Space:
         plan = reduction_plan(op, natural, stored, partial)
         payload = self._local_bytes(value, natural)
         time_s = 0.0
-        if plan.reduced:
-            time_s += collective_time_s("all_reduce", payload, plan.reduced, self.mesh, self.topology)
         if plan.scattered:
             time_s += collective_time_s("reduce_scatter", payload, plan.scattered, self.mesh, self.topology)
+            payload //= self.mesh.num_slices(plan.scattered)
+        if plan.reduced:
+            time_s += collective_time_s("all_reduce", payload, plan.reduced, self.mesh, self.topology)
         return time_s + self._reshard(value, plan.after, stored)
 
     def _local_bytes(self, value: int, sharding: TensorSharding) -> int:
