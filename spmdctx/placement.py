@@ -71,6 +71,7 @@ class Init:
 
     def run(self, entry: Entry, call: Call) -> Any:
         """Makes the state, each leaf split as the step takes it; leaves that the step does not take are whole everywhere."""
+        entry.environment.check_running()
         taken = zip(flattening_of(call).leaves, entry.program.in_shardings, strict=True)
         targets = {id(leaf.value): sharding for leaf, sharding in taken}
         mesh = entry.program.mesh
@@ -108,7 +109,7 @@ def _fitting(target: Target, candidates: Sequence[tuple[Any, ...]]) -> tuple[Any
 
 def _no_eager_sharding() -> AbstractContextManager[Any]:
     """nnx would place annotated variables on the mesh that is set; here the plan places them."""
-    scope: AbstractContextManager[Any] = nnx.use_eager_sharding(False)  # type: ignore[no-untyped-call]
+    scope: AbstractContextManager[Any] = nnx.use_eager_sharding(False)
     return scope
 
 
@@ -154,6 +155,6 @@ def _place(leaf: Any, sharding: NamedSharding, *, whole: bool) -> Any:
         if whole:
             array = np.asarray(leaf)
             return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))  # type: ignore[no-untyped-call]
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
     except ValueError as error:
         raise StrategyError("A batch leaf cannot be split as planned.", got=f"shape {np.shape(leaf)}", need=str(sharding.spec)) from error

@@ -13,7 +13,7 @@ from spmdctx.context import AutoParallelContext
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir import LITERAL, Assignment, OpSharding, Role
-from spmdctx.mesh import LogicalMesh, replicated
+from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedTensor, Reshard, Timing
 from spmdctx.search.modes import ManualSpecs, Request, Setup, ValuePin, prepare
 from spmdctx.search.price import Bill, price
@@ -61,7 +61,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         assignment = _assign(program, setup, settings)
         written = [row for region in program.manual for row in region.collectives]
         bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology)
-        notes = _notes(program, captured, setup, settings)
+        notes = _notes(program, captured, setup, settings, assignment, bill)
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
         plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing)
     return Planned(plan, program, assignment, setup.mesh)
@@ -125,7 +125,7 @@ def _assign(program: Program, setup: Setup, settings: Settings) -> Assignment:
     return propagate(space, setup.pins, setup.forced, setup.seeds)
 
 
-def _notes(program: Program, captured: Captured, setup: Setup, settings: Settings) -> tuple[str, ...]:
+def _notes(program: Program, captured: Captured, setup: Setup, settings: Settings, assignment: Assignment, bill: Bill) -> tuple[str, ...]:
     """Everything guessed, padded, replicated or without effect, each said once."""
     notes = [*captured.notes, *program.graph.notes, *setup.notes]
     missing: dict[str, str] = {}
@@ -143,6 +143,17 @@ def _notes(program: Program, captured: Captured, setup: Setup, settings: Setting
         )
     if setup.mesh.num_devices > 1:
         notes += missing.values()
+    for value, wanted in setup.seeds.items():
+        known, stored = program.graph.values[value], assignment.values[value]
+        if known.role is Role.BATCH and stored != wanted:
+            notes.append(
+                f"Batch leaf '{known.path}' is stored {format_sharding(stored)}, not {format_sharding(wanted)}: the ops that read it do so."
+            )
+    if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes:
+        notes.append(
+            f"The predicted peak of {bill.memory_bytes} bytes per device is over memory_bytes={settings.memory_bytes}; "
+            "only a search can meet a budget."
+        )
     return tuple(dict.fromkeys(notes))
 
 
@@ -158,7 +169,7 @@ def _assemble(
 ) -> Plan:
     graph, context = program.graph, settings.context
     inputs = tuple(
-        PlannedTensor(leaf.path, leaf.role, leaf.shape, leaf.dtype, assignment.values[value])
+        PlannedTensor(leaf.path, leaf.role, leaf.shape, leaf.dtype, assignment.values[value], _reason(setup, assignment, value))
         for leaf, value in zip(captured.inputs, graph.inputs, strict=True)
     )
     outputs = tuple(
@@ -189,6 +200,16 @@ def _assemble(
         notes=notes,
         timing=timing,
     )
+
+
+def _reason(setup: Setup, assignment: Assignment, value: int) -> str:
+    """Where an input's sharding comes from."""
+    if setup.mesh.num_devices == 1:
+        return "there is one device"
+    known = setup.reasons.get(value)
+    if known is not None and (value in setup.pins or setup.seeds.get(value) == assignment.values[value]):
+        return known
+    return "spread from what is pinned" if any(assignment.values[value]) else "nothing pinned reaches it"
 
 
 def _reshards(program: Program, bill: Bill) -> tuple[Reshard, ...]:

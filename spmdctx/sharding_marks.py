@@ -57,7 +57,7 @@ def mark(x: Any, *, region: int, side: str, index: int, strategy: tuple[int, ...
 
 
 def _bind(x: Any, **params: Any) -> Any:
-    return shard_p.bind(x, **params)  # type: ignore[no-untyped-call]
+    return shard_p.bind(x, **params)
 
 
 def _identity(x: Any, **_: Any) -> Any:
@@ -85,8 +85,8 @@ def _with_free_dim(strategy: tuple[int, ...] | Layout | None, dim: int) -> tuple
     return (*strategy[:dim], FREE, *strategy[dim:])
 
 
-shard_p.def_impl(_identity)  # type: ignore[no-untyped-call]
-shard_p.def_abstract_eval(_identity)  # type: ignore[no-untyped-call]
-ad.deflinear2(shard_p, _transpose)  # type: ignore[no-untyped-call]
+shard_p.def_impl(_identity)
+shard_p.def_abstract_eval(_identity)
+ad.deflinear2(shard_p, _transpose)
 batching.primitive_batchers[shard_p] = _batch
 mlir.register_lowering(shard_p, lambda ctx, x, **_: [x])

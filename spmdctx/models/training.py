@@ -47,7 +47,7 @@ def create(
 
 def abstract_batch(batch_size: int, seq: int) -> Batch:
     """The shapes of a batch."""
-    tokens = jax.ShapeDtypeStruct((batch_size, seq), jnp.int32)  # type: ignore[no-untyped-call]
+    tokens = jax.ShapeDtypeStruct((batch_size, seq), jnp.int32)
     return {"inputs": tokens, "targets": tokens}
 
 

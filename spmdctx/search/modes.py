@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from spmdctx.errors import StrategyError, UnsupportedError
 from spmdctx.ir import AxisNames, Graph, Mark, Op, OpRule, Role, TensorSharding
 from spmdctx.mesh import LogicalMesh, axes_of, divides, format_sharding, replicated
 from spmdctx.search.batch import batch_dims, dividing_axes
+from spmdctx.search.dataset import dataset_marks
 from spmdctx.search.pins import PinnedDims, resolve_marks
 from spmdctx.search.transfer import FactorAxes
 
@@ -51,13 +52,17 @@ class Request:
 
 @dataclass(slots=True)
 class Setup:
-    """Where a search starts from. Keys of `pins` and `seeds` are value ids, of `forced` op ids."""
+    """Where a search starts from. Keys of `pins`, `seeds` and `reasons` are value ids, of `forced` op ids.
+
+    `reasons` says of a pinned or seeded value who asked for it.
+    """
 
     mesh: LogicalMesh
     pins: dict[int, TensorSharding] = field(default_factory=dict)
     seeds: dict[int, TensorSharding] = field(default_factory=dict)
     forced: dict[int, FactorAxes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    reasons: dict[int, str] = field(default_factory=dict)
 
 
 def prepare(graph: Graph, request: Request) -> Setup:
@@ -106,61 +111,20 @@ def _mesh_of(graph: Graph, request: Request) -> tuple[LogicalMesh, dict[int, Pin
         own = dict.fromkeys([*(spec.mesh_axes for spec in request.manual), *(pin.mesh_axes for pin in request.value_pins if pin.mesh_axes)])
         fitting = [axes for axes in own if LogicalMesh(axes).num_devices == request.num_devices]
         mesh = LogicalMesh(fitting[0]) if fitting else None
-    marks = request.marks
     if request.parallel_mode == "data_parallel" or request.parallel_mode == "hybrid_parallel":
         return mesh or LogicalMesh.of({"data": request.num_devices}), {}, ()
-    marks = (*marks, *_dataset_marks(graph, request))
+    marks = (*request.marks, *dataset_marks(graph, batch_leaves(graph), request.dataset, request.num_devices))
+    if not marks and mesh is None:
+        mesh = _mesh_for_batch(graph, request.num_devices)
     found, pins, notes = resolve_marks(graph, marks, request.num_devices, mesh)
     return found, dict(pins), tuple(notes)
 
 
-def _dataset_marks(graph: Graph, request: Request) -> list[Mark]:
-    """A tuple dataset_strategy as marks on the batch leaves, so that it takes part in finding the mesh."""
-    if not isinstance(request.dataset, tuple):
-        return []
-    leaves = batch_leaves(graph)
-    if len(request.dataset) != len(leaves):
-        paths = ", ".join(graph.values[value].path for value in leaves)
-        raise StrategyError(
-            f"dataset_strategy has {len(request.dataset)} entries, but the step has {len(leaves)} batch leaves.",
-            got=f"dataset_strategy {request.dataset}",
-            need=f"one entry per batch leaf: {paths}",
-        )
-    marks = []
-    for index, (value, strategy) in enumerate(zip(leaves, request.dataset, strict=True)):
-        _check_dataset_entry(graph, value, strategy, request.num_devices)
-        marks.append(Mark(-1, value, -1 - index, "in", index, strategy, "dataset_strategy"))
-    return marks
-
-
-def _check_dataset_entry(graph: Graph, value: int, strategy: object, num_devices: int) -> None:
-    known = graph.values[value]
-    if not isinstance(strategy, tuple):
-        return
-    if len(strategy) != len(known.shape):
-        raise StrategyError(
-            f"dataset_strategy gives {len(strategy)} dimensions for '{known.path}', which has {len(known.shape)}.",
-            got=f"{strategy} for shape {known.shape}",
-        )
-    for dim, (slices, size) in enumerate(zip(strategy, known.shape, strict=True)):
-        if not isinstance(slices, int) or slices < 1 or size % slices:
-            raise StrategyError(
-                f"dataset_strategy splits dimension {dim} of '{known.path}' into {slices} slices, "
-                f"but its size {size} is not divisible by {slices}.",
-                got=f"{strategy} for shape {known.shape}",
-            )
-    if num_devices % _product(strategy):
-        raise StrategyError(
-            f"dataset_strategy splits '{known.path}' into {_product(strategy)} blocks, which does not divide {num_devices} devices.",
-            got=f"{strategy}",
-        )
-
-
-def _product(numbers: Sequence[int]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
+def _mesh_for_batch(graph: Graph, num_devices: int) -> LogicalMesh:
+    """One axis; two where the batch divides over some of the devices only."""
+    sizes = [graph.values[value].shape[0] for value in batch_leaves(graph) if graph.values[value].shape]
+    common = math.gcd(num_devices, *sizes)
+    return LogicalMesh.of((common, num_devices // common) if 1 < common < num_devices else (num_devices,))
 
 
 def _force_manual(graph: Graph, request: Request, setup: Setup) -> None:
@@ -196,6 +160,7 @@ def _pin_user_shardings(graph: Graph, request: Request, setup: Setup) -> None:
                 got=f"{dict(pin.mesh_axes)}, the step's mesh is {dict(setup.mesh.axes)}",
                 fix="pass the mesh of the constraint as mesh=, or use axes of spmdctx.get_mesh()",
             )
+        setup.reasons[pin.value] = pin.origin
         if unknown:
             setup.notes.append(f"{pin.origin} of '{known.path}' names {', '.join(unknown)}, which is no mesh axis: ignored.")
             continue
@@ -226,7 +191,11 @@ def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:
                     fix="change the batch size or device_num, or name the batch with batch_argnums",
                 )
             setup.pins[value] = (setup.mesh.names, *replicated(len(known.shape) - 1))
-        elif value not in request.layerwise:
+            setup.reasons[value] = "data_parallel splits the batch"
+        elif value in request.layerwise:
+            setup.reasons[value] = "layerwise_parallel"
+        else:
+            setup.reasons[value] = "data_parallel keeps it whole"
             setup.pins.setdefault(value, replicated(len(known.shape)))
 
 
@@ -276,8 +245,9 @@ def _auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
         if shape and value not in setup.pins and axes:
             own = dividing_axes(shape[0], axes, setup.mesh)
             if own != axes:
-                setup.notes.append(f"Batch leaf '{graph.values[value].path}' of shape {shape} does not divide over {'+'.join(axes)}.")
+                setup.notes.append(_indivisible(graph, value, axes, own))
             setup.seeds[value] = (own, *replicated(len(shape) - 1))
+            setup.reasons[value] = "the batch takes the axes that no strategy uses"
 
 
 def _split_batch(graph: Graph, request: Request, setup: Setup, leaves: list[int], axes: AxisNames) -> None:
@@ -288,16 +258,20 @@ def _split_batch(graph: Graph, request: Request, setup: Setup, leaves: list[int]
         shape = graph.values[value].shape
         if not shape or value in setup.pins:
             continue
+        setup.reasons[value] = f"dataset_strategy {request.dataset!r}"
         if request.dataset == "full_batch":
             setup.pins[value] = replicated(len(shape))
             continue
         own = dividing_axes(shape[0], axes, setup.mesh)
         if own != axes:
-            setup.notes.append(
-                f"Batch leaf '{graph.values[value].path}' of shape {shape} does not divide over {'+'.join(axes)}: "
-                + (f"split over {'+'.join(own)} only." if own else "every device holds it whole.")
-            )
+            setup.notes.append(_indivisible(graph, value, axes, own))
         setup.pins[value] = (own, *replicated(len(shape) - 1))
+
+
+def _indivisible(graph: Graph, value: int, axes: AxisNames, own: AxisNames) -> str:
+    known = graph.values[value]
+    kept = f"split over {'+'.join(own)} only" if own else "every device holds it whole"
+    return f"Batch leaf '{known.path}' of shape {known.shape} does not divide over {'+'.join(axes)}: {kept}."
 
 
 _MODES = {

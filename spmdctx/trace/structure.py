@@ -88,7 +88,7 @@ class Flattening(Protocol):
 
 def shape_of(aval: Any) -> Any:
     """An abstract value as an argument: shape, dtype and weak type, no sharding."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def path_text(keys: Sequence[Any]) -> str:
