@@ -113,7 +113,7 @@ def _scan(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> No
         scanned = index >= num_consts + num_carry
         rule = _stacked(_shape(atom), entering=True) if scanned else identity(_shape(var))
         inner[var] = _boundary(builder, "scan.enter", builder.read(env, [atom]), var, rule, repeats, eqn, prefix)
-    inside = repeats * max(int(params["length"]), 1)
+    inside = repeats * int(params["length"])
     with builder.body():
         builder.walk(jaxpr, inner, inside, scope(prefix, eqn))
     results = _results(builder, jaxpr, inner)
@@ -161,7 +161,7 @@ def _trip_count(builder: Builder, eqn: Any, cond: Any, body: Any, carried: Seque
         place = carries.index(counter)
         start, step = carried[place], _step(body, body.invars[len(body.invars) - len(carried) + place], body.outvars[place])
         if step and hasattr(limit, "val") and hasattr(start, "val"):
-            return max(-(-(int(limit.val) - int(start.val)) // step), 1)
+            return max(-(-(int(limit.val) - int(start.val)) // step), 0)
     builder.notes.append("A while loop's trip count is not known before it runs: its collectives are counted once.")
     return 1
 
