@@ -1,0 +1,171 @@
+"""Planning LLaMA2-7B takes no longer than tracing it once: all of `plan` but the trace, against the first `jax.jit(step).trace`.
+
+    python -m benchmarks.plan_speed [--samples 5] [--devices 8,64,4096] [--model llama2-7b] [--layers 32]
+
+Every sample is a fresh process: one that plans the step, and one that only traces it. The median ratio must be at most 1 on the
+first number of devices, and no process may use more than 2 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+MODES = ("data_parallel", "semi_auto_parallel", "auto_parallel")
+SPLITS = {"data_parallel": "none", "semi_auto_parallel": "megatron", "auto_parallel": "pins"}
+MODEL_SLICES = 4
+MAX_RATIO, MAX_BYTES = 1.0, 2e9
+
+
+class Seconds(NamedTuple):
+    """Wall clock, and time of the processor, which other people on the machine disturb less."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Seconds:
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, start: Seconds) -> Seconds:
+        return Seconds(self.wall - start.wall, self.cpu - start.cpu)
+
+
+def make_step(model: str, layers: int, mode: str, num_devices: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The pure training step with the strategies that go with a mode, and abstract arguments."""
+    from spmdctx.models import Split, abstract_program, preset, pure_step
+
+    model_slices = 1 if mode == "data_parallel" else min(MODEL_SLICES, num_devices)
+    split = Split(SPLITS[mode], num_devices // model_slices, model_slices)  # type: ignore[arg-type]
+    config = replace(preset(model), num_layers=layers)
+    _, (decoder, optimizer, batch) = abstract_program(config, max(8, num_devices), split=split)
+    step, state = pure_step(decoder, optimizer)
+    return step, (state, batch)
+
+
+def options_of(mode: str, num_devices: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"parallel_mode": mode, "device_num": num_devices, "topology": "tpu-v5p"}
+    return {**options, "search_mode": "sharding_propagation"} if mode == "auto_parallel" else options
+
+
+def sample_plan(step: Callable[..., Any], arguments: tuple[Any, ...], mode: str, num_devices: int) -> tuple[Seconds, Seconds]:
+    """All of `plan`, and the part of it in which JAX traces."""
+    import jax
+
+    import spmdctx
+
+    make_jaxpr, spent = jax.make_jaxpr, [Seconds(0.0, 0.0)]
+
+    def timed(fn: Callable[..., Any]) -> Callable[..., Any]:
+        trace = make_jaxpr(fn)
+
+        def run(*leaves: Any) -> Any:
+            start = Seconds.now()
+            result = trace(*leaves)
+            spent.append(Seconds.now().since(start))
+            return result
+
+        return run
+
+    jax.make_jaxpr = timed  # type: ignore[assignment]
+    start = Seconds.now()
+    spmdctx.plan(step, *arguments, **options_of(mode, num_devices))
+    total = Seconds.now().since(start)
+    return total, Seconds(*map(sum, zip(*spent, strict=True)))
+
+
+def sample_trace(step: Callable[..., Any], arguments: tuple[Any, ...], mode: str) -> Seconds:
+    """The first trace of the step by itself; `shard()` marks its regions as when it is planned."""
+    import jax
+
+    import spmdctx
+
+    with spmdctx.auto_parallel_context(parallel_mode=mode):
+        start = Seconds.now()
+        jax.jit(step).trace(*arguments)
+        return Seconds.now().since(start)
+
+
+def worker(kind: str, model: str, layers: int, mode: str, num_devices: int) -> dict[str, Any]:
+    """One sample, in this process."""
+    import jax
+
+    jax.devices()  # starting the backend belongs to neither
+    step, arguments = make_step(model, layers, mode, num_devices)
+    if kind == "trace":
+        figures = {"trace": sample_trace(step, arguments, mode)}
+    else:
+        total, traced = sample_plan(step, arguments, mode, num_devices)
+        figures = {"plan": total.since(traced), "inner_trace": traced}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {**figures, "peak_bytes": peak}
+
+
+def run_worker(kind: str, *words: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.plan_speed", "--worker", kind, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def measure(model: str, layers: int, mode: str, num_devices: int, samples: int) -> tuple[float, float]:
+    """Prints one row; returns the ratio and the largest memory."""
+    plans, traces = [], []
+    for _ in range(samples):  # in turn, so that both see the same machine
+        plans.append(run_worker("plan", model, layers, mode, num_devices))
+        traces.append(run_worker("trace", model, layers, mode, num_devices))
+    columns = {}
+    for index, clock in enumerate(("wall", "cpu")):
+        plan = statistics.median(row["plan"][index] for row in plans)
+        trace = statistics.median(row["trace"][index] for row in traces)
+        columns[clock] = (plan, trace, plan / trace)
+    peak = max(row["peak_bytes"] for row in plans)
+    text = "  ".join(f"{clock} {plan:6.3f} / {trace:6.3f} s = {ratio:5.2f}" for clock, (plan, trace, ratio) in columns.items())
+    print(f"{mode:<20} {num_devices:>5} devices  {text}  peak {peak / 1e9:.2f} GB", flush=True)
+    return columns["wall"][2], peak
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--devices", default="8")
+    parser.add_argument("--model", default="llama2-7b")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        kind, model, layers, mode, num_devices = arguments.worker
+        print(json.dumps(worker(kind, model, int(layers), mode, int(num_devices))))
+        return 0
+    import flax
+    import jax
+
+    print(f"{datetime.date.today()}  {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}", end="")
+    print(f", jax {jax.__version__}, flax {flax.__version__}; {arguments.model}, {arguments.layers} layers, median of {arguments.samples}")
+    print("plan without tracing / first jax.jit(step).trace")
+    counts = [int(count) for count in arguments.devices.split(",")]
+    rows = {
+        (mode, count): measure(arguments.model, arguments.layers, mode, count, arguments.samples)
+        for count in counts
+        for mode in arguments.modes.split(",")
+    }
+    fits = all(rows[mode, counts[0]][0] <= MAX_RATIO for mode in arguments.modes.split(","))
+    return 0 if fits and all(peak < MAX_BYTES for _, peak in rows.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
