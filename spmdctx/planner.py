@@ -122,7 +122,7 @@ def _assign(program: Program, setup: Setup, settings: Settings) -> Assignment:
         whole = tuple([replicated(len(value.shape)) for value in graph.values])
         return Assignment(tuple([OpSharding(((),) * len(op.rule.sizes)) for op in graph.ops]), whole, settings.context.parallel_mode)
     space = Space(graph, setup.mesh, settings.topology, program.loose)
-    return propagate(space, setup.pins, setup.forced, setup.seeds)
+    return propagate(space, setup.pins, setup.forced, setup.seeds, setup.one_way)
 
 
 def _notes(program: Program, captured: Captured, setup: Setup, settings: Settings, assignment: Assignment, bill: Bill) -> tuple[str, ...]:

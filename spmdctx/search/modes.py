@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(slots=True)
 class Setup:
-    """Where a search starts from. Keys of `pins`, `seeds` and `reasons` are value ids, of `forced` op ids.
+    """Where a search starts from. Keys of `pins`, `seeds` and `reasons` are value ids, of `forced` and `one_way` op ids.
 
     `reasons` says of a pinned or seeded value who asked for it.
     """
@@ -61,6 +61,7 @@ class Setup:
     pins: dict[int, TensorSharding] = field(default_factory=dict)
     seeds: dict[int, TensorSharding] = field(default_factory=dict)
     forced: dict[int, FactorAxes] = field(default_factory=dict)
+    one_way: dict[int, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     reasons: dict[int, str] = field(default_factory=dict)
 
@@ -212,6 +213,8 @@ def _semi_auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
     traced = batch_dims(graph, leaves)
     if request.dataset == "full_batch":
         traced = {value: dim for value, dim in traced.items() if value not in leaves}
+    # What leaves a region does not decide what happens in it.
+    setup.one_way.update({mark.op: mark.side == "out" for mark in request.marks if mark.side in ("out", "out_grad")})
     out_marks = {mark.value for mark in request.marks if mark.side == "out"}
     for op in graph.ops:
         if op.id in request.region_ops or _is_boundary(op):

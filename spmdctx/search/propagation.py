@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from spmdctx.ir import LITERAL, Assignment, FactorKind, OpSharding, TensorSharding
 from spmdctx.search.space import NO_SLOT, Space
@@ -17,10 +18,15 @@ from spmdctx.search.transfer import FactorAxes, joined, merge, project
 
 MAX_SWEEPS = 8
 SETTLE_ROUNDS = 4
+NOTHING: Mapping[int, bool] = MappingProxyType({})
 
 
 def propagate(
-    space: Space, pins: Mapping[int, TensorSharding], forced: Mapping[int, FactorAxes], seeds: Mapping[int, TensorSharding]
+    space: Space,
+    pins: Mapping[int, TensorSharding],
+    forced: Mapping[int, FactorAxes],
+    seeds: Mapping[int, TensorSharding],
+    one_way: Mapping[int, bool] = NOTHING,
 ) -> Assignment:
     """Assigns a sharding to every value and op.
 
@@ -29,8 +35,9 @@ def propagate(
         pins: value id to the sharding it must have.
         forced: op id to the axes its factors must have (manual regions).
         seeds: value id to a sharding that spreads like a pin, but may be overruled.
+        one_way: id of an identity op to whether shardings spread from its operand to its result only, or back only.
     """
-    spreader = _Spreader(space, pins, forced)
+    spreader = _Spreader(space, pins, forced, one_way)
     for value, sharding in seeds.items():
         slot = space.slot_of[value]
         if slot not in spreader.fixed:
@@ -47,12 +54,15 @@ def propagate(
 class _Spreader:
     """State of the spreading: a sharding number per slot, the fixed slots, and the ops that must be looked at again."""
 
-    def __init__(self, space: Space, pins: Mapping[int, TensorSharding], forced: Mapping[int, FactorAxes]) -> None:
+    def __init__(
+        self, space: Space, pins: Mapping[int, TensorSharding], forced: Mapping[int, FactorAxes], one_way: Mapping[int, bool]
+    ) -> None:
         self.space = space
         self.state = list(space.whole)
         self.fixed: set[int] = set()
         self.dirty: set[int] = set()
         self.forced = forced
+        self.one_way = one_way
         self._memo: dict[tuple[object, ...], tuple[int, ...]] = {}
         for value, sharding in pins.items():
             slot = space.slot_of[value]
@@ -112,6 +122,8 @@ class _Spreader:
         """Spreads between the tensors of one op; returns the slots that changed."""
         if index in self.forced:
             return []
+        if index in self.one_way:
+            return self._visit_one_way(index)
         slots = self.space.op_slots[index]
         state = self.state
         before = tuple([state[slot] if slot != NO_SLOT else NO_SLOT for slot in slots])
@@ -127,6 +139,17 @@ class _Spreader:
                 state[slot] = new
                 changed.append(slot)
         return changed
+
+    def _visit_one_way(self, index: int) -> list[int]:
+        source, target = self.space.op_slots[index] if self.one_way[index] else reversed(self.space.op_slots[index])
+        if target in self.fixed or source == NO_SLOT:
+            return []
+        space, state = self.space, self.state
+        new = space.number(joined(space.shardings[state[target]], space.shardings[state[source]], space.shapes[target], space.mesh))
+        if new == state[target]:
+            return []
+        state[target] = new
+        return [target]
 
     def _transfer(self, index: int, before: tuple[int, ...]) -> tuple[int, ...]:
         space, op = self.space, self.space.graph.ops[index]
