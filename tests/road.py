@@ -95,10 +95,10 @@ def run(function, *args, pins, mesh=MESH, carried=(), forced=None):
 def _counted(rows):
     counts = Counter()
     for row in rows:
-        # A sum over several axes may be done one axis after the other; the payload is the same each time.
-        parts = [(axis,) for axis in row.axes] if row.kind == "all_reduce" else [row.axes]
-        for axes in parts:
-            counts[row.kind, axes, row.payload_bytes] += row.repeats
+        # The CPU compiler scatters by an all_reduce and a slice, and may sum over several axes one after the other.
+        kind = "all_reduce" if row.kind == "reduce_scatter" else row.kind
+        for axes in [(axis,) for axis in row.axes] if kind == "all_reduce" else [row.axes]:
+            counts[kind, axes, row.payload_bytes] += row.repeats
     return counts
 
 
