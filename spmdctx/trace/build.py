@@ -210,7 +210,7 @@ class Builder:
         regions: dict[int, int] = {}
         for mark in self.marks:
             number = regions.setdefault(mark.region, len(regions))
-            digest.update(f"{mark.op} {number} {mark.side} {mark.index} {mark.strategy}".encode())
+            digest.update(f"{mark.op} {number} {mark.side} {mark.position} {mark.strategy}".encode())
         for pin in self.user_pins:
             digest.update(repr(pin).encode())
         for region in self.manual:
