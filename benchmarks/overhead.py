@@ -1,6 +1,6 @@
 """A decorated step costs little more per call than jax.jit with the same shardings, and nnx no more than nnx.jit.
 
-    python benchmarks/overhead.py [--rounds 30] [--calls 20]
+    python benchmarks/overhead.py [--pairs 400]
 
 Runs the decorated and the plain step in turn, so that both see the same machine, and prints the median of the ratios.
 """
@@ -109,40 +109,39 @@ def nnx_pair() -> tuple[Advance, Advance, int]:
     return loop(step, (model, optimizer)), loop(plain, other), len(jax.tree.leaves((nnx.state((model, optimizer)), batch)))
 
 
-def timed(advance: Advance, calls: int) -> float:
+def timed(advance: Advance) -> float:
     start = time.perf_counter()
-    for _ in range(calls):
-        advance()
-    return (time.perf_counter() - start) / calls
+    advance()
+    return time.perf_counter() - start
 
 
-def measure(name: str, pair: Callable[[], tuple[Advance, Advance, int]], rounds: int, calls: int) -> None:
+def measure(name: str, pair: Callable[[], tuple[Advance, Advance, int]], num_pairs: int) -> None:
     ours, plain, num_leaves = pair()
-    for advance in (ours, plain):
-        timed(advance, 3)
+    for _ in range(10):
+        ours()
+        plain()
     ratios, extra, times = [], [], []
-    for index in range(rounds):
+    for index in range(num_pairs):
         order = (ours, plain) if index % 2 else (plain, ours)
-        seconds = {advance: timed(advance, calls) for advance in order}
+        seconds = {advance: timed(advance) for advance in order}
         ratios.append(seconds[ours] / seconds[plain])
         extra.append(seconds[ours] - seconds[plain])
         times.append(seconds[plain])
+    low, _, high = statistics.quantiles(ratios)
     print(
-        f"{name:8} {num_leaves:4d} leaves  step {statistics.median(times) * 1e3:6.2f} ms  median ratio {statistics.median(ratios):.4f}"
-        f"  (quartiles {statistics.quantiles(ratios)[0]:.4f} {statistics.quantiles(ratios)[2]:.4f})"
-        f"  median difference {statistics.median(extra) * 1e6:+.0f} us"
+        f"{name:7}{num_leaves:4d} leaves  step {statistics.median(times) * 1e3:6.2f} ms  median ratio {statistics.median(ratios):.4f}"
+        f"  (quartiles {low:.4f} {high:.4f})  median difference {statistics.median(extra) * 1e6:+.0f} us"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=400, help="pairs of calls")
     arguments = parser.parse_args()
     print(f"{datetime.date.today()}  {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}", end="")
     print(f", jax {jax.__version__}, flax {flax.__version__}, {len(jax.devices())} CPU devices")
-    measure("pytree", pytree_pair, arguments.rounds, arguments.calls)
-    measure("nnx", nnx_pair, arguments.rounds, arguments.calls)
+    measure("pytree", pytree_pair, arguments.pairs)
+    measure("nnx", nnx_pair, arguments.pairs)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,11 @@ def x64_is_on() -> bool:
     return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
+def is_compile_only(device: Any) -> bool:
+    """Whether a device is a description to compile for; JAX has no public way to ask, and fails late when it is used."""
+    return "CompileOnly" in type(getattr(device, "client", None)).__name__
+
+
 class JitOptions(NamedTuple):
     """What the user told `jax.jit` or `nnx.jit` about the arguments of the function."""
 

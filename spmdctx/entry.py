@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from spmdctx.direct import direct_call, signature
 from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile import CompiledProgram, jit_program
 from spmdctx.lowering.xla_options import compile_options
@@ -17,14 +18,8 @@ from spmdctx.planner import Planned, plan_program
 from spmdctx.step_options import Environment
 from spmdctx.trace.arguments import Call
 from spmdctx.trace.capture import Captured
+from spmdctx.trace.pure import PureStructure
 from spmdctx.trace.structure import Read, shape_of
-
-Signature = tuple[tuple[tuple[int, ...], Any, bool], ...]
-
-
-def signature(avals: Sequence[Any]) -> Signature:
-    """Shapes, dtypes and weak types: what a compiled program depends on, without shardings."""
-    return tuple([(tuple(aval.shape), aval.dtype, aval.weak_type) for aval in avals])
 
 
 def aval_of(leaf: Any) -> Any:
@@ -38,8 +33,8 @@ def aval_of(leaf: Any) -> Any:
 class Entry:
     """A captured step with its plan; the program is compiled when it is first needed.
 
-    `run` is the hot path: the last seen abstract values and shardings are compared first by identity, so that a training
-    loop costs little more than `jax.jit` with the same shardings.
+    `direct` runs a call of pytrees that is the last one's like. `read` and `run` take every call: they compare the last seen
+    abstract values and shardings first by identity, so that a training loop of nnx objects costs no more than `nnx.jit`.
     """
 
     def __init__(self, captured: Captured, environment: Environment, notes: Sequence[str] = ()) -> None:
@@ -47,6 +42,7 @@ class Entry:
         self.environment = environment
         self.structure = captured.structure
         self.signature = signature(captured.in_avals)
+        self.misses = 0
         self.moved: dict[int, str] = {}
         self._notes = (*environment.notes, *notes)
         self._owned = captured.owned
@@ -72,7 +68,6 @@ class Entry:
         Raises:
             ContextError: fewer devices than the plan is for.
         """
-        self.environment.check_running()
         planned = self.planned
         devices = self.environment.devices[: planned.mesh.num_devices]
         donated = [index for index, leaf in enumerate(self.captured.inputs) if leaf.donated]
@@ -88,8 +83,23 @@ class Entry:
 
     @cached_property
     def call(self) -> Callable[..., tuple[Any, ...]]:
-        """The jitted flat program as a function, looked up once."""
+        """The jitted flat program, to be run.
+
+        Raises:
+            ContextError: fewer devices than the plan is for, or devices that cannot run.
+        """
+        self.environment.check_running()
         return self.program.jitted
+
+    @cached_property
+    def direct(self) -> Callable[..., Any] | None:
+        """The short way to run a call, None where there is none; see `spmdctx.direct`."""
+        if not isinstance(self.structure, PureStructure):
+            return None
+        self.environment.check_running()
+        options = compile_options(self.program.mesh.devices.flat)
+        donated = [leaf.donated for leaf in self.captured.inputs]
+        return direct_call(self.program, self.structure, self.captured.in_avals, donated, options)
 
     def lower(self) -> jax.stages.Lowered:
         """The flat program, lowered for abstract arguments."""
@@ -128,17 +138,20 @@ class Entry:
             known = known and not leaves[index].committed
         if not known:
             leaves = self._placed(read)
+        if self.direct is not None:
+            return self.direct(*self.structure.inputs(leaves)[0])
         return self.structure.finish(read.handle, self.call(*leaves))
 
     def _placed(self, read: Read) -> list[Any]:
         """The leaves, those that are committed elsewhere moved to where the plan wants them."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
-            if compile_options(self.environment.devices[:1]):
+            if compile_options(self.program.mesh.devices.flat):
                 raise UnsupportedError(
                     f"{self.captured.name} needs compiler options, which a step inside of jit, grad or vmap cannot have.",
                     fix="call the step outside, or leave out the options that need them",
                 )
             return read.leaves
+        self.environment.check_running()
         placed, loose, moves = list(read.leaves), [], False
         for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
             sharding = getattr(leaf, "sharding", None)

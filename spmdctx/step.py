@@ -15,13 +15,18 @@ from spmdctx import placement, verify
 from spmdctx._compat import x64_is_on
 from spmdctx.audit import AuditReport, audit_program
 from spmdctx.context import AutoParallelContext, current_context, version, warn_ineffective
+from spmdctx.direct import OtherArgumentsError
 from spmdctx.entry import Entry
 from spmdctx.mesh_scope import traced_for
 from spmdctx.plan.plan import Plan
 from spmdctx.sharding_marks import tracing_in
 from spmdctx.step_options import StepOptions, environment, step_options
-from spmdctx.trace.arguments import Call, Static, split_static
+from spmdctx.trace.arguments import NO_STATIC, Call, Static, split_static
 from spmdctx.trace.capture import capture_call, target_of
+from spmdctx.trace.structure import Read
+
+_MOST_MISSES = 50
+"""A program that is called with other arguments in turn is looked up by the long way, which fails faster."""
 
 
 class _Last(NamedTuple):
@@ -30,6 +35,14 @@ class _Last(NamedTuple):
     version: int
     x64: bool
     static: Static
+    entry: Entry
+
+
+class _Direct(NamedTuple):
+    """The short way to run the next call, while the context stays the same."""
+
+    version: int
+    run: Callable[..., Any]
     entry: Entry
 
 
@@ -46,6 +59,7 @@ class ParallelStep:
         self._given = (fn, dict(options))
         self._entries: dict[Any, list[Entry]] = {}
         self._last: _Last | None = None
+        self._direct: _Direct | None = None
         self._bound: WeakKeyDictionary[Any, ParallelStep] = WeakKeyDictionary()
         self._lock = threading.RLock()
         functools.update_wrapper(self, self._target.fn if self._target.leading else fn, updated=())
@@ -78,16 +92,19 @@ class ParallelStep:
             ContextError: options that contradict each other or the devices.
             StrategyError: strategies or a batch that do not fit.
         """
+        direct = self._direct
+        if direct is not None and direct.version == version() and not kwargs:
+            try:
+                return direct.run(*args)
+            except (OtherArgumentsError, ValueError):  # the long way finds out what it is
+                direct.entry.misses += 1
+                self._direct = None
         call, static = self._split(args, kwargs)
-        last = self._last
-        if last is not None and last.version == version() and last.x64 == x64_is_on() and last.static == static:
-            read = last.entry.read(call)
-            if read is not None:
-                return last.entry.run(read)
-        entry = self._entry(call, static, stacklevel=3)
-        read = entry.read(call)
-        assert read is not None, "an entry reads the call it was made for"
-        return entry.run(read)
+        entry, read = self._found(call, static)
+        result = entry.run(read)
+        if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
+            self._direct = _Direct(version(), entry.direct, entry)
+        return result
 
     @property
     def context(self) -> AutoParallelContext:
@@ -129,9 +146,7 @@ class ParallelStep:
         """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated."""
         entry = self._entry_of(args, kwargs)
         call, _ = self._split(args, kwargs)
-        read = entry.read(call)
-        assert read is not None, "an entry reads the call it was made for"
-        return verify.verify_entry(entry, read.leaves)
+        return verify.verify_entry(entry, self._read(entry, call).leaves)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
         """Calls `init_fn(*args)` so that its result is made split, as this step takes it, never whole on one device.
@@ -164,6 +179,22 @@ class ParallelStep:
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Static]:
         target = self._target
         return split_static(target.static, (*target.leading, *args) if target.leading else args, kwargs)
+
+    def _found(self, call: Call, static: Static) -> tuple[Entry, Read]:
+        """The entry of a call, the last one where it fits, and the call's leaves."""
+        last = self._last
+        if last is not None and last.version == version() and last.x64 == x64_is_on() and last.static == static:
+            read = last.entry.read(call)
+            if read is not None:
+                return last.entry, read
+        entry = self._entry(call, static, stacklevel=4)
+        return entry, self._read(entry, call)
+
+    @staticmethod
+    def _read(entry: Entry, call: Call) -> Read:
+        read = entry.read(call)
+        assert read is not None, "an entry reads the call it was made for"
+        return read
 
     def _entry_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         return self._entry(*self._split(args, kwargs), stacklevel=4)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from spmdctx._compat import is_compile_only
 from spmdctx.context import AutoParallelContext, check_consistency, device_count
 from spmdctx.context_options import checked
 from spmdctx.cost.topology import Topology, topology
@@ -134,8 +135,13 @@ class Environment:
         return self.settings.context
 
     def check_running(self) -> None:
-        """Raises ContextError where there are fewer devices than the plan is for."""
+        """Raises ContextError where there are fewer devices than the plan is for, or none that can run."""
         mesh = self.settings.mesh
+        if is_compile_only(self.devices[0]):
+            raise ContextError(
+                f"The devices can be compiled for, but they cannot run: {self.devices[0].device_kind}.",
+                fix="use step.plan, step.lower or step.audit; to run, pass devices that are there",
+            )
         check_consistency(self.context, len(self.devices), running=True, mesh_devices=None if mesh is None else mesh.num_devices)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdctx.entry import Entry
+from spmdctx.errors import UnsupportedError
 
 FLOOR = 1e-3
 """A result smaller than this is compared as if it were this large."""
@@ -75,10 +76,17 @@ class VerifyReport(NamedTuple):
 
 
 def verify_entry(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
-    """Runs an entry's program on all its devices and on the first one, and compares the results."""
+    """Runs an entry's program on all its devices and on the first one, and compares the results.
+
+    Raises:
+        ContextError: devices that are not there.
+        UnsupportedError: a step that one device cannot run.
+    """
+    if any(math.prod(size for _, size in region.mesh_axes) > 1 for region in entry.planned.program.manual):
+        raise UnsupportedError(f"{entry.captured.name} holds a shard_map over several devices, which one device cannot run.")
     program = entry.program
     # Copies: the step may have been told to reuse the memory of its arguments.
-    split = program.jitted(*[_copied(leaf, sharding) for leaf, sharding in zip(leaves, program.in_shardings, strict=True)])
+    split = entry.call(*[_copied(leaf, sharding) for leaf, sharding in zip(leaves, program.in_shardings, strict=True)])
     device = program.mesh.devices.flat[0]
     whole = jax.jit(jexc.jaxpr_as_fun(_unconstrained(entry.captured.jaxpr)))(*[_copied(leaf, device) for leaf in leaves])
     rows = tuple(

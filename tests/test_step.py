@@ -294,6 +294,22 @@ def test_what_is_placed_otherwise_is_moved_and_noted():
     assert [note.split(" ")[0] for note in step.notes] == ["params/v", "params/w"]
 
 
+def test_a_sharding_that_changes_between_calls_is_moved():
+    step, params, batch = parallel(mean_error), params_of(), batch_of()
+    expected = mean_error(params, batch)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.device_put(params, jax.NamedSharding(mesh, PartitionSpec("data")))
+    for arguments in ((params, batch), (split, batch), (params, batch), (split, batch)):
+        assert_same(step(*arguments), expected)
+
+
+def test_shapes_may_alternate_for_long():
+    step, params = parallel(mean_error), params_of()
+    for size in (16, 32) * 60:
+        loss = step(params, batch_of(size))
+    assert_same(loss, mean_error(params, batch_of(32)))
+
+
 def test_nnx_variables_stay_where_they_were_moved():
     step, model, batch = parallel(lambda model, x: model.first(x).sum()), Net(nnx.Rngs(0)), batch_of()
     step(model, batch["x"])
