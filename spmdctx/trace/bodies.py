@@ -30,7 +30,6 @@ KEPT = frozenset(
 INLINED = frozenset(CALLS) - KEPT
 """Calls that lowering dissolves into their caller."""
 
-ALWAYS_ALIVE = frozenset({"scan.next", "while.next"})
 NEVER_LOOSE = frozenset({"scan.enter", "scan.next", "scan.exit", "while.enter", "while.next", "cond.exit", "random_seed"})
 MARKER = "spmdctx_shard"
 

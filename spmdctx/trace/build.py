@@ -191,15 +191,18 @@ class Builder:
         )
 
     def _alive(self, outputs: tuple[int, ...]) -> list[int]:
-        """Sites of the ops that some output, loop carry or effect needs."""
+        """Sites of the ops that some output or effect needs; a carry is needed with what the loop makes of it."""
         needed = set(outputs)
-        alive = []
-        for op in reversed(self.ops):
-            if op.primitive in bodies.ALWAYS_ALIVE or not needed.isdisjoint(op.results) or not op.results:
-                needed.update(op.operands)
-                alive.append(op.id)
-        alive.reverse()
-        return alive
+        while True:
+            alive = []
+            for op in reversed(self.ops):
+                if not op.results or not needed.isdisjoint(op.results):
+                    needed.update(op.operands)
+                    alive.append(op.id)
+            size = len(needed)
+            needed.update(*[tie for tie in self.ties if not needed.isdisjoint(tie)])
+            if len(needed) == size:
+                return alive[::-1]
 
     def _fingerprint(self, inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]) -> str:
         """Hash of the program: kinds of equations with their parameters, who reads what how often, and the arguments."""

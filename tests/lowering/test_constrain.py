@@ -98,6 +98,9 @@ CONSTRUCTS = {
     "keys through": lambda x, w: (jax.random.split(jax.random.key(0)), layer(x, w)),
     "inputs and literals as results": lambda x, w: (x, layer(x, w), 3.0, w),
     "dead code": lambda x, w: (jnp.cos(x) @ w, layer(x, w))[1],
+    "dead loop": lambda x, w: (repeated(x, w), layer(x, w))[1],
+    "dead carries": lambda x, w: lax.scan(lambda c, _: ((layer(c[0], w), jnp.sin(c[1])), c[0]), (x, x), None, length=3)[0][1],
+    "dead while carry": lambda x, w: counted(x, w)[0],
     "one operand twice": lambda x, w: (x * x, x.T @ x),
 }
 

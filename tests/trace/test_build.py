@@ -229,6 +229,25 @@ def test_dead_code_is_dropped():
     assert program.graph.ops[0].id == 0
 
 
+def test_a_dead_loop_is_dropped_and_a_dead_carry_with_what_feeds_it():
+    def step(x, w):
+        lax.scan(lambda c, _: (c @ w, None), x, None, length=3)
+        (_, kept), sums = lax.scan(lambda c, _: ((jnp.cos(c[0]), jnp.sin(c[1])), c[1].sum()), (x, x), None, length=3)
+        del sums
+        return kept
+
+    program = trace(step, X, W)
+    assert primitives(program) == ["scan.enter", "sin", "scan.next"]
+    assert len(program.op_of_site) > 3
+
+
+def test_a_carry_that_only_another_carry_reads_is_alive():
+    def step(x):
+        return lax.scan(lambda c, _: ((jnp.cos(c[0]), c[1] + c[2], jnp.sin(c[2] * c[0])), None), (x, x, x), None, length=3)[0][1]
+
+    assert {"cos", "sin", "add", "mul"} <= set(primitives(trace(step, X)))
+
+
 def test_effects_are_not_dead():
     program = trace(lambda x: (jax.debug.print("{}", x.sum()), jnp.sin(x))[1], X)
     assert "reduce_sum" in primitives(program)
