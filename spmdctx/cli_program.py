@@ -159,7 +159,7 @@ def start_devices(num_devices: int) -> None:
     """Gives this process virtual CPU devices; where accelerators are, they are used instead. Comes before JAX's first use."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # JAX has started; a call that needs more devices will say so
-            jax.config.update("jax_num_cpu_devices", num_devices)  # type: ignore[no-untyped-call]
+            jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def target_options(target: str) -> dict[str, Any]:
