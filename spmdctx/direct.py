@@ -13,6 +13,7 @@ import jax
 
 from spmdctx._compat import x64_is_on
 from spmdctx.lowering.compile import CompiledProgram
+from spmdctx.mesh_scope import has_explicit_axes
 from spmdctx.trace.pure import PureStructure
 
 Signature = tuple[tuple[tuple[int, ...], Any, bool], ...]
@@ -42,7 +43,7 @@ def direct_call(
 
     def step(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, {}))
-        if tree != structure.in_tree or signature([leaf.aval for leaf in leaves]) != expected or x64_is_on() != wide:
+        if has_explicit_axes() or tree != structure.in_tree or signature([leaf.aval for leaf in leaves]) != expected or x64_is_on() != wide:
             raise OtherArgumentsError
         return structure.out_tree.unflatten(flat(*leaves))
 

@@ -13,6 +13,7 @@ from spmdctx.direct import direct_call, signature
 from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile import CompiledProgram, jit_program
 from spmdctx.lowering.xla_options import compile_options
+from spmdctx.mesh_scope import auto_axes, has_explicit_type
 from spmdctx.plan.plan import Plan
 from spmdctx.planner import Planned, plan_program
 from spmdctx.step_options import Environment
@@ -104,7 +105,8 @@ class Entry:
     def lower(self) -> jax.stages.Lowered:
         """The flat program, lowered for abstract arguments."""
         avals = [shape_of(aval) for aval in self.captured.in_avals]
-        lowered: jax.stages.Lowered = self.program.jitted.lower(*avals)
+        with auto_axes():
+            lowered: jax.stages.Lowered = self.program.jitted.lower(*avals)
         return lowered
 
     @cached_property
@@ -155,13 +157,16 @@ class Entry:
         placed, loose, moves = list(read.leaves), [], False
         for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
             sharding = getattr(leaf, "sharding", None)
-            if sharding is None or sharding.is_equivalent_to(target, leaf.ndim):
+            if sharding is None:
+                continue
+            if sharding.is_equivalent_to(target, leaf.ndim):
+                if has_explicit_type(leaf):
+                    placed[index], moves = jax.device_put(leaf, target), True  # the same bytes, of another type
                 continue
             if not leaf.committed and not self._owned[index]:
                 loose.append(index)  # jit places it itself, on each call
                 continue
-            placed[index] = jax.device_put(leaf, target)
-            moves = True
+            placed[index], moves = jax.device_put(leaf, target), True
             self.moved.setdefault(index, f"{self.captured.inputs[index].path} was on {sharding}; it is moved to {target.spec}.")
         if moves:
             self.structure.place(read.handle, placed)

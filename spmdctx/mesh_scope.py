@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from spmdctx.errors import ContextError
@@ -47,6 +48,28 @@ def get_mesh() -> Mesh | AbstractMesh:
             )
         mesh = LogicalMesh.of({"data": environment.settings.num_devices})
     return _jax_mesh(mesh, environment.devices)
+
+
+def has_explicit_axes() -> bool:
+    """Whether the mesh that the user set has Explicit axes, which put shardings into the types of what is traced."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def has_explicit_type(array: jax.Array) -> bool:
+    """Whether an array's type holds a sharding over Explicit axes."""
+    return AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types
+
+
+@contextmanager
+def auto_axes() -> Iterator[None]:
+    """The mesh that the user set with its Explicit axes made Auto, so that the plan says how they are used."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not has_explicit_axes():
+        yield
+        return
+    types = tuple(AxisType.Auto if kind is AxisType.Explicit else kind for kind in mesh.axis_types)
+    with jax.sharding.use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)):
+        yield
 
 
 def _jax_mesh(mesh: LogicalMesh, devices: tuple[Any, ...]) -> Mesh | AbstractMesh:

@@ -18,6 +18,7 @@ from spmdctx.errors import PlanError, StrategyError, message
 from spmdctx.ir import Role
 from spmdctx.lowering.specs import named_sharding
 from spmdctx.mesh import replicated
+from spmdctx.mesh_scope import auto_axes
 from spmdctx.trace.arguments import NO_STATIC, Call
 from spmdctx.trace.capture import Captured, Target, capture_call, flattening_of, target_of
 from spmdctx.trace.structure import Read, shape_of
@@ -77,7 +78,8 @@ class Init:
         mesh = entry.program.mesh
         shardings = [targets.get(id(leaf), named_sharding(mesh, replicated(len(leaf.shape)))) for leaf in self._abstract]
         run = jax.jit(jexc.jaxpr_as_fun(self._captured.jaxpr), out_shardings=shardings)
-        return self._finish(run(*self._read().leaves))
+        with auto_axes():
+            return self._finish(run(*self._read().leaves))
 
     def _read(self) -> Read:
         read = self._captured.structure.read(self._call)

@@ -17,7 +17,7 @@ from spmdctx.audit import AuditReport, audit_program
 from spmdctx.context import AutoParallelContext, current_context, version, warn_ineffective
 from spmdctx.direct import OtherArgumentsError
 from spmdctx.entry import Entry
-from spmdctx.mesh_scope import traced_for
+from spmdctx.mesh_scope import auto_axes, traced_for
 from spmdctx.plan.plan import Plan
 from spmdctx.sharding_marks import tracing_in
 from spmdctx.step_options import StepOptions, environment, step_options
@@ -100,8 +100,9 @@ class ParallelStep:
                 direct.entry.misses += 1
                 self._direct = None
         call, static = self._split(args, kwargs)
-        entry, read = self._found(call, static)
-        result = entry.run(read)
+        with auto_axes():
+            entry, read = self._found(call, static)
+            result = entry.run(read)
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
             self._direct = _Direct(version(), entry.direct, entry)
         return result
@@ -201,7 +202,7 @@ class ParallelStep:
 
     def _entry(self, call: Call, static: Static, stacklevel: int) -> Entry:
         """The entry of a call, found or made; it becomes the last one."""
-        with self._lock:
+        with self._lock, auto_axes():
             number, x64 = version(), x64_is_on()
             around = environment(self._options, self.context)
             # Tracing reads the x64 flag, and the types of the arguments do not show it.

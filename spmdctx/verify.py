@@ -14,6 +14,9 @@ import numpy as np
 
 from spmdctx.entry import Entry
 from spmdctx.errors import UnsupportedError
+from spmdctx.lowering.specs import make_mesh
+from spmdctx.mesh import LogicalMesh
+from spmdctx.mesh_scope import auto_axes
 
 FLOOR = 1e-3
 """A result smaller than this is compared as if it were this large."""
@@ -84,11 +87,17 @@ def verify_entry(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
     """
     if any(math.prod(size for _, size in region.mesh_axes) > 1 for region in entry.planned.program.manual):
         raise UnsupportedError(f"{entry.captured.name} holds a shard_map over several devices, which one device cannot run.")
+    with auto_axes():
+        return _compared(entry, leaves)
+
+
+def _compared(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
     program = entry.program
     # Copies: the step may have been told to reuse the memory of its arguments.
     split = entry.call(*[_copied(leaf, sharding) for leaf, sharding in zip(leaves, program.in_shardings, strict=True)])
     device = program.mesh.devices.flat[0]
-    whole = jax.jit(jexc.jaxpr_as_fun(_unconstrained(entry.captured.jaxpr)))(*[_copied(leaf, device) for leaf in leaves])
+    with jax.set_mesh(make_mesh(LogicalMesh.of({"device": 1}), [device])):  # whatever mesh the user set
+        whole = jax.jit(jexc.jaxpr_as_fun(_unconstrained(entry.captured.jaxpr)))(*[_copied(leaf, device) for leaf in leaves])
     rows = tuple(
         _row(leaf.path, leaf.carried_from is not None, ours, reference)
         for leaf, ours, reference in zip(entry.captured.outputs, split, whole, strict=True)

@@ -326,6 +326,22 @@ def test_a_step_runs_inside_jit_grad_and_vmap():
     assert_same(step(params, batch), expected)
 
 
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_mesh_that_is_set_does_not_disturb_the_step(kind):
+    step, params, batch = parallel(mean_error), params_of(), batch_of()
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    placed = jax.device_put((params, batch), (jax.NamedSharding(mesh, PartitionSpec()), jax.NamedSharding(mesh, PartitionSpec("data"))))
+    expected = mean_error(params, batch)
+    for _ in range(2):
+        with jax.set_mesh(mesh):
+            results = [step(params, batch), step(*placed)]
+            assert step.audit(*placed).ok
+            assert step.verify(*placed).ok
+            assert step.init(params_of, batch=batch)["w"].shape == (8, 8)
+        for loss in (*results, step(*placed), step(params, batch)):
+            assert_same(loss, expected)
+
+
 @pytest.mark.parametrize("make", [lambda key: (params_of(), SGD.init(params_of())), lambda key: [params_of()]], ids=["tuple", "one"])
 def test_a_state_is_made_where_the_step_takes_it(make):
     one = parallel(lambda state, batch: (state, mean_error(state[0], batch)))
