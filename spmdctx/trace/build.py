@@ -15,7 +15,7 @@ from spmdctx.ir import LITERAL, Graph, Mark, Op, OpRule, Role, Value
 from spmdctx.rules import rule_for
 from spmdctx.rules.flops import op_flops
 from spmdctx.trace import bodies
-from spmdctx.trace.origins import LazyOrigins
+from spmdctx.trace.origins import LazyOrigins, Place
 from spmdctx.trace.program import ManualRegion, Program, UserPin
 
 Env = dict[Any, int]
@@ -62,7 +62,8 @@ class Builder:
     def __init__(self) -> None:
         self.values: list[Value] = []
         self.ops: list[Op] = []
-        self.infos: list[Any] = []
+        self.places: list[Place] = []
+        self.caller: Place | None = None
         self.prefixes: list[str] = []
         self.scopes: list[int] = []
         self.scope = 0
@@ -94,7 +95,9 @@ class Builder:
             if handler is None:
                 self._add_equation(eqn, env, repeats, prefix)
             else:
+                outer, self.caller = self.caller, Place(eqn.source_info, self.caller)
                 handler(self, eqn, env, repeats, prefix)
+                self.caller = outer
 
     @contextmanager
     def body(self) -> Iterator[None]:
@@ -130,7 +133,7 @@ class Builder:
     ) -> int:
         index = len(self.ops)
         self.ops.append(Op(index, primitive, operands, results, known.rule, known.flops, repeats))
-        self.infos.append(info)
+        self.places.append(Place(info, self.caller))
         self.prefixes.append(prefix)
         self.scopes.append(self.scope)
         self._trail.extend((known.number, self.scope, repeats, *operands))
@@ -167,7 +170,7 @@ class Builder:
         for number, site in enumerate(alive):
             op_of_site[site] = number
         ops = tuple([self.ops[site]._replace(id=number) if site != number else self.ops[site] for number, site in enumerate(alive)])
-        origins = LazyOrigins(self.infos, self.prefixes).select(alive)
+        origins = LazyOrigins(self.places, self.prefixes).select(alive)
         graph = Graph(
             values=tuple(self.values),
             ops=ops,

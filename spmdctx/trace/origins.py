@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from jax.extend import source_info_util
 
@@ -14,15 +14,28 @@ from spmdctx.ir import Origin
 _REGION = re.compile(r"\bshard\d+:")
 
 
-class LazyOrigins(Sequence[Origin]):
-    """Origins of ops, one source info per op; None stands for an op without one."""
+class Place(NamedTuple):
+    """JAX's source info of an equation, and the place of the call or loop around it."""
 
-    def __init__(self, infos: Sequence[Any], prefixes: Sequence[str]) -> None:
-        self._infos = infos
+    info: Any
+    caller: Place | None
+
+    @property
+    def source(self) -> str:
+        """The source line; the caller's for what JAX's own jitted functions do, which has none."""
+        line = source_line(self.info)
+        return line if line or self.caller is None else self.caller.source
+
+
+class LazyOrigins(Sequence[Origin]):
+    """Origins of ops, one place and name scope of the enclosing calls per op."""
+
+    def __init__(self, places: Sequence[Place], prefixes: Sequence[str]) -> None:
+        self._places = places
         self._prefixes = prefixes
 
     def __len__(self) -> int:
-        return len(self._infos)
+        return len(self._places)
 
     @overload
     def __getitem__(self, index: int) -> Origin: ...
@@ -31,25 +44,22 @@ class LazyOrigins(Sequence[Origin]):
     def __getitem__(self, index: int | slice) -> Origin | Sequence[Origin]:
         if isinstance(index, slice):
             return [self[item] for item in range(*index.indices(len(self)))]
-        info = self._infos[index]
-        if info is None:
-            return Origin(self._prefixes[index], "")
-        name = "/".join(part for part in (self._prefixes[index], str(info.name_stack)) if part)
+        place = self._places[index]
+        name = "/".join(part for part in (self._prefixes[index], str(place.info.name_stack)) if part)
         # Region numbers depend on what was traced before in this process.
-        return Origin(_REGION.sub("shard:", name), source_line(info))
+        return Origin(_REGION.sub("shard:", name), place.source)
 
     def inside_regions(self) -> frozenset[int]:
         """Indices of the ops that were traced inside a `shard()` region, their backward ops included."""
         names = (
-            (index, f"{prefix}/{info.name_stack}")
-            for index, (prefix, info) in enumerate(zip(self._prefixes, self._infos, strict=True))
-            if info
+            (index, f"{prefix}/{place.info.name_stack}")
+            for index, (prefix, place) in enumerate(zip(self._prefixes, self._places, strict=True))
         )
         return frozenset(index for index, name in names if _REGION.search(name))
 
     def select(self, indices: Sequence[int]) -> LazyOrigins:
         """The origins of some of the ops, in the given order."""
-        return LazyOrigins([self._infos[index] for index in indices], [self._prefixes[index] for index in indices])
+        return LazyOrigins([self._places[index] for index in indices], [self._prefixes[index] for index in indices])
 
 
 def source_line(info: Any) -> str:

@@ -281,6 +281,15 @@ def test_an_op_knows_its_scope_and_source_line():
     assert origin.source.startswith(f"test_build.py:{step.__code__.co_firstlineno + 2} ")
 
 
+def test_what_jaxs_own_functions_do_has_the_source_line_of_their_call():
+    def step(x):
+        return jax.nn.gelu(jnp.sort(x)), jnp.linalg.cholesky(x[:, :8])
+
+    program = trace(step, X)
+    lines = {origin.source.split(" ")[0] for origin in program.graph.origins}
+    assert lines == {f"test_build.py:{step.__code__.co_firstlineno + 1}"}
+
+
 def test_an_op_in_a_loop_knows_the_scope_of_the_loop():
     def step(x):
         with jax.named_scope("layers"):
