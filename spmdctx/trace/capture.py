@@ -21,7 +21,7 @@ from spmdctx.trace.carry import Span, carried_leaves
 from spmdctx.trace.objects import ObjectFlattening, has_objects
 from spmdctx.trace.partitioning import PartitionNames
 from spmdctx.trace.pure import NotPure, PureFlattening
-from spmdctx.trace.roles import Argument, roles_of
+from spmdctx.trace.roles import Argument, guesses, roles_of
 from spmdctx.trace.structure import Flattening, Keys, Result, Structure, argument_of, key_text, path_text, shape_of
 
 
@@ -208,7 +208,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
     avals = [abstract(leaf.value, path) for leaf, path in zip(flattening.leaves, paths, strict=True)]
     donated = [target.donated.holds(_argument(static, leaf.keys)) for leaf in flattening.leaves]
     traced = _trace(target, static, flattening, avals, donated)
-    roles, carried = _roles(target, static, flattening, traced)
+    roles, carried, notes = _roles(target, static, flattening, traced)
     inputs = tuple(
         InputLeaf(path, tuple(aval.shape), str(aval.dtype), role, given, leaf.names)
         for path, aval, role, given, leaf in zip(paths, traced.jaxpr.in_avals, roles, donated, flattening.leaves, strict=True)
@@ -228,6 +228,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
         structure,
         time.perf_counter() - started,
         tuple(leaf.owned for leaf in flattening.leaves),
+        notes,
     )
 
 
@@ -291,8 +292,8 @@ def _path(target: Target, static: Static, keys: Keys) -> str:
     return "/".join([target.parameters.name(_argument(static, keys)), *[key_text(key) for key in keys[2:]]])
 
 
-def _roles(target: Target, static: Static, flattening: Flattening, traced: _Traced) -> tuple[list[Role], list[int | None]]:
-    """A role per input, and per output the input whose next value it is."""
+def _roles(target: Target, static: Static, flattening: Flattening, traced: _Traced) -> tuple[list[Role], list[int | None], tuple[str, ...]]:
+    """A role per input, per output the input whose next value it is, and what of that is a guess."""
     arguments = list(_arguments(target, static, flattening, traced.jaxpr.in_avals))
     sources = [result.source for result in traced.results]
     first = sum(index < flattening.num_state for index in traced.kept)
@@ -306,7 +307,8 @@ def _roles(target: Target, static: Static, flattening: Flattening, traced: _Trac
     )
     for source, output in found.items():
         sources[output] = source
-    return roles_of(arguments, frozenset(found), target.batch), sources
+    roles = roles_of(arguments, frozenset(found), target.batch)
+    return roles, sources, guesses(arguments, roles, frozenset(found), target.batch)
 
 
 def _arguments(target: Target, static: Static, flattening: Flattening, avals: Sequence[Any]) -> Iterator[Argument]:

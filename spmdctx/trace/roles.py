@@ -80,6 +80,29 @@ def roles_of(arguments: Sequence[Argument], carried: frozenset[int], batch: Sele
     return roles
 
 
+def guesses(arguments: Sequence[Argument], roles: Sequence[Role], carried: frozenset[int], batch: Selection | None) -> tuple[str, ...]:
+    """What was guessed about the arguments and cannot be seen from their structure, for the plan's notes."""
+    notes = [
+        f"{argument.name}: {leaf_text(aval)} is taken as a raw PRNG key."
+        for argument in arguments
+        for aval, role in zip(argument.avals, roles[argument.span.start : argument.span.stop], strict=True)
+        if role is Role.KEY and str(aval.dtype) == "uint32" and aval.shape
+    ]
+    own = [argument for argument in arguments if argument.leaves]
+    taken = [argument.name for argument in own if Role.BATCH in roles[argument.span.start : argument.span.stop]]
+    if batch is None and not carried and taken and not any(argument.is_object for argument in own):
+        notes.append(
+            f"{', '.join(taken)}: taken as the batch, and {own[0].name} not, as no argument comes back as a result; "
+            "batch_argnums= says it otherwise."
+        )
+    return tuple(notes)
+
+
+def leaf_text(aval: Any) -> str:
+    """`uint32[2]`."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
 def _batch_role(argument: Argument, leaf: Leaf, aval: Any) -> Role:
     if leaf.role is not None:
         return leaf.role

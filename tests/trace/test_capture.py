@@ -296,6 +296,19 @@ def test_positions_do_not_count_a_bound_nnx_object():
     assert [leaf.path for leaf in captured.inputs if leaf.donated] == ["x"]
 
 
+def test_guesses_about_arguments_are_noted():
+    captured = capture(lambda params, x, key: params["b"] + x + jax.random.normal(key, (4,)), (PARAMS, BATCH["x"], jax.random.PRNGKey(0)))
+    assert captured.notes == (
+        "key: uint32[2] is taken as a raw PRNG key.",
+        "x: taken as the batch, and params not, as no argument comes back as a result; batch_argnums= says it otherwise.",
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_argnames": "batch"}])
+def test_a_training_step_needs_no_guess(options):
+    assert capture(train_step, (PARAMS, ADAM.init(PARAMS), BATCH), **options).notes == ()
+
+
 def test_the_trace_is_timed():
     assert capture(lambda x: x, (jnp.ones(3),)).trace_s > 0
 
