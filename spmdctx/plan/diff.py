@@ -71,7 +71,7 @@ class PlanDiff:
 
     def __str__(self) -> str:
         buffer = io.StringIO()
-        Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(self)
+        Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False, force_jupyter=False).print(self)
         return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 

@@ -27,7 +27,7 @@ AXIS_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
 def rendered(plan: Plan) -> str:
     """The plan as plain text, 120 columns wide, without colours."""
     buffer = io.StringIO()
-    console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
+    console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False, force_jupyter=False)
     console.print(plan_table(plan))
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
