@@ -82,7 +82,20 @@ def prepare(graph: Graph, request: Request) -> Setup:
         _fix(setup, value, dims)
     _pin_user_shardings(graph, request, setup)
     _MODES[request.parallel_mode](graph, request, setup)
+    _reconcile(graph, setup)
     return setup
+
+
+def _reconcile(graph: Graph, setup: Setup) -> None:
+    """State comes out as it goes in, whatever a constraint on its next value says."""
+    for before, after in graph.ties:
+        kept, dropped = setup.pins.get(before), setup.pins.get(after)
+        if kept is not None and dropped is not None and kept != dropped:
+            del setup.pins[after]
+            setup.notes.append(
+                f"'{graph.values[before].path}' goes in as {format_sharding(kept)}, so its next value comes out so too, "
+                f"and not as {format_sharding(dropped)}."
+            )
 
 
 def batch_leaves(graph: Graph) -> list[int]:
@@ -167,7 +180,8 @@ def _pin_user_shardings(graph: Graph, request: Request, setup: Setup) -> None:
             continue
         sharding = tuple(dim or () for dim in pin.dims)
         if not divides(known.shape, sharding, setup.mesh):
-            setup.notes.append(f"{pin.origin} {format_sharding(sharding)} does not divide shape {known.shape} of '{known.path}': ignored.")
+            place = f"of '{known.path}'" if known.path else f"at {graph.origins[graph.producers[pin.value]].source}"
+            setup.notes.append(f"{pin.origin} {format_sharding(sharding)} does not divide shape {known.shape} {place}: ignored.")
         else:
             _fix(setup, pin.value, pin.dims)
 

@@ -211,6 +211,25 @@ def test_a_constraint_that_does_not_divide_is_ignored_and_noted():
     assert [note for note in setup.notes if "does not divide shape (64, 32)" in note]
 
 
+def test_an_ignored_constraint_on_a_nameless_value_is_found_by_its_line():
+    pin = ValuePin(DOT, (), (("axis3",), ()), "a sharding constraint")
+    setup = prepare(layer(), request("auto_parallel", num_devices=3, mesh=LogicalMesh.of({"axis3": 3}), value_pins=(pin,)))
+    assert [note for note in setup.notes if "at made.py:0: ignored" in note]
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("data_parallel", ((), ())), ("auto_parallel", (M, ()))])
+def test_state_comes_out_as_it_goes_in_whatever_a_constraint_says(mode, kept):
+    make = GraphMaker()
+    state = make.input(16, 16, role=Role.PARAMETER, path="state/w")
+    after = make.op("tanh", identity((16, 16)), state, shape=(16, 16))
+    pins = [ValuePin(after, AXES, (D, ()), "a sharding constraint")]
+    if mode == "auto_parallel":
+        pins.append(ValuePin(state, (), (M, ()), "partitioning metadata"))
+    setup = prepare(make.graph(after, ties=[(state, after)]), request(mode, mesh=MESH, value_pins=tuple(pins)))
+    assert setup.pins == {state: kept}
+    assert [note for note in setup.notes if "'state/w' goes in as" in note]
+
+
 def test_the_batch_is_followed_through_dots_transposes_and_ties():
     make = GraphMaker()
     weight, batch = make.input(8, 8), make.input(4, 8, role=Role.BATCH)
