@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from functools import cache, wraps
 from itertools import count
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from spmdctx.context_checks import check_consistency, device_count, ineffective, warn_ineffective
 from spmdctx.context_config import ContextConfig, load_config
@@ -179,6 +179,7 @@ class ContextLayer:
     """What `auto_parallel_context` returns: a layer for a `with` block, or a decorator; can be used again and nested."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
         self._values = checked(options)
 
     def __enter__(self) -> AutoParallelContext:
@@ -192,7 +193,9 @@ class ContextLayer:
         _inner.set(layer.outer if layer is not None else None)
 
     def __call__(self, function: F) -> F:
-        """The function, called inside the layer."""
+        """The function, called inside the layer; a parallel step stays one, with the options below its own."""
+        if hasattr(function, "with_context"):
+            return cast(F, function.with_context(**self._options))
         if inspect.isclass(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             # Their bodies would run after the layer has ended.
             raise TypeError(

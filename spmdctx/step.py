@@ -85,6 +85,11 @@ class ParallelStep:
         fn, given = self._given
         return ParallelStep(fn, {**given, **options})
 
+    def with_context(self, **options: Any) -> ParallelStep:
+        """The same step with context options that its own ones override; `@auto_parallel_context(...)` above it does this."""
+        fn, given = self._given
+        return ParallelStep(fn, {**options, **given})
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; results, and nnx objects that are mutated, are split as the plan says.
 

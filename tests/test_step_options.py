@@ -119,3 +119,11 @@ def test_device_num_and_the_mesh_must_agree():
     step = spmdctx.parallel(forward, mesh={"data": 4}, device_num=8, parallel_mode="data_parallel")
     with pytest.raises(ContextError, match="device_num is 8, but the mesh has 4"):
         step.plan(jnp.ones((4, 4)), X)
+
+
+def test_a_context_above_a_step_leaves_it_a_step_and_its_own_options_stronger():
+    step = spmdctx.parallel(forward, parallel_mode="data_parallel")
+    around = spmdctx.auto_parallel_context(parallel_mode="stand_alone", device_num=4)(step)
+    assert isinstance(around, spmdctx.ParallelStep)
+    assert (around.context.parallel_mode, around.context.device_num) == ("data_parallel", 4)
+    assert around.plan(np.ones((4, 2), np.float32), X).mesh == {"data": 4}
