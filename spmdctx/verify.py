@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdctx.entry import Entry
-from spmdctx.errors import UnsupportedError
-from spmdctx.lowering.specs import make_mesh
+from spmdctx.lowering.specs import make_mesh, named_sharding
 from spmdctx.mesh import LogicalMesh
 from spmdctx.mesh_scope import auto_axes
 
@@ -54,6 +53,7 @@ class VerifyReport(NamedTuple):
 
     rows: tuple[VerifyRow, ...]
     num_devices: int
+    reference: str = "on one"
 
     @property
     def ok(self) -> bool:
@@ -67,7 +67,7 @@ class VerifyReport(NamedTuple):
 
     def __str__(self) -> str:
         verdict = "same" if self.ok else "NOT the same"
-        lines = [f"{verdict} on {self.num_devices} devices as on one: {len(self.rows)} results"]
+        lines = [f"{verdict} on {self.num_devices} devices as {self.reference}: {len(self.rows)} results"]
         shown = sorted(self.rows, key=lambda row: (row.ok, -row.difference))[:10]
         lines += [
             f"  {'' if row.ok else '! '}{row.path}: {row.difference:.1e} ({row.dtype}, tolerance {row.tolerance:.0e})" for row in shown
@@ -81,28 +81,35 @@ class VerifyReport(NamedTuple):
 def verify_entry(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
     """Runs an entry's program on all its devices and on the first one, and compares the results.
 
+    A step that holds a shard_map over several devices is compared with itself on all of them, its arguments whole.
+
     Raises:
         ContextError: devices that are not there.
-        UnsupportedError: a step that one device cannot run.
     """
-    if any(math.prod(size for _, size in region.mesh_axes) > 1 for region in entry.planned.program.manual):
-        raise UnsupportedError(f"{entry.captured.name} holds a shard_map over several devices, which one device cannot run.")
-    with auto_axes():
-        return _compared(entry, leaves)
-
-
-def _compared(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
     program = entry.program
-    # Copies: the step may have been told to reuse the memory of its arguments.
-    split = entry.call(*[_copied(leaf, sharding) for leaf, sharding in zip(leaves, program.in_shardings, strict=True)])
-    device = program.mesh.devices.flat[0]
-    with jax.set_mesh(make_mesh(LogicalMesh.of({"device": 1}), [device])):  # whatever mesh the user set
-        whole = jax.jit(jexc.jaxpr_as_fun(_unconstrained(entry.captured.jaxpr)))(*[_copied(leaf, device) for leaf in leaves])
+    is_manual = any(math.prod(size for _, size in region.mesh_axes) > 1 for region in entry.planned.program.manual)
+    with auto_axes():
+        # Copies: the step may have been told to reuse the memory of its arguments.
+        split = entry.call(*[_copied(leaf, sharding) for leaf, sharding in zip(leaves, program.in_shardings, strict=True)])
+        whole = _whole_on_all(entry, leaves) if is_manual else _on_one_device(entry, leaves)
     rows = tuple(
         _row(leaf.path, leaf.carried_from is not None, ours, reference)
         for leaf, ours, reference in zip(entry.captured.outputs, split, whole, strict=True)
     )
-    return VerifyReport(rows, program.mesh.devices.size)
+    return VerifyReport(rows, program.mesh.devices.size, *(("with whole arguments",) if is_manual else ()))
+
+
+def _on_one_device(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:
+    device = entry.program.mesh.devices.flat[0]
+    with jax.set_mesh(make_mesh(LogicalMesh.of({"device": 1}), [device])):  # whatever mesh the user set
+        whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(_unconstrained(entry.captured.jaxpr)))(*[_copied(leaf, device) for leaf in leaves])
+    return whole
+
+
+def _whole_on_all(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:
+    everywhere = named_sharding(entry.program.mesh, ())
+    whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(entry.captured.jaxpr))(*[_copied(leaf, everywhere) for leaf in leaves])
+    return whole
 
 
 def _copied(leaf: Any, target: Any) -> Any:

@@ -47,6 +47,22 @@ def test_constraints_of_the_user_do_not_bind_the_one_device_run():
     assert parallel(step).verify(jnp.ones((4, 4)), np.ones((8, 4), np.float32)).ok
 
 
+def test_a_shard_map_over_several_devices_is_compared_on_all_of_them():
+    def step(w, x):
+        product = jax.shard_map(
+            lambda x, w: jax.lax.psum(x @ w, "data"),
+            mesh=spmdctx.get_mesh(),
+            in_specs=(jax.P(None, "data"), jax.P("data")),
+            out_specs=jax.P(),
+        )
+        return w - jax.grad(lambda w: jnp.mean(product(x, w) ** 2))(w)
+
+    x = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
+    report = spmdctx.parallel(step, parallel_mode="hybrid_parallel").verify(jnp.ones((16, 4)), x)
+    assert report.ok
+    assert report.reference == "with whole arguments"
+
+
 @pytest.mark.parametrize(
     ("rows", "ok"),
     [
