@@ -20,6 +20,7 @@ from spmdctx.mesh import LogicalMesh, local_shape, replicated
 from spmdctx.search.transfer import FactorAxes, legal, merge, partial_axes, project
 
 NO_SLOT = -1
+MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 OUTSIDE = frozenset({"scan.enter", "while.enter", "scan.exit"})
 """Boundaries of loops that are executed once, outside the loop."""
@@ -177,8 +178,9 @@ def reduction_plan(op: Op, natural: TensorSharding, stored: TensorSharding, part
 def candidates(op: Op, shardings: list[TensorSharding], splittable: tuple[bool, ...], mesh: LogicalMesh) -> list[FactorAxes]:
     """Ways to split an op that its tensors' shardings suggest: each tensor once in the lead.
 
-    Where one of them takes all operands as they are (or a slice of them), only such are returned; else each axis is left out
-    once too, and last everything is kept whole. The boundary of a loop follows the tensor inside, so that what must be
+    Where one of them takes all operands as they are (or a slice of them), only such are returned. Else a matrix product is split
+    as far as it can be, since computing it more than once per device is no way to save a collective; of other ops each axis is
+    left out once too, and last everything is kept whole. The boundary of a loop follows the tensor inside, so that what must be
     resharded is resharded once, outside.
     """
     rule = op.rule
@@ -194,6 +196,9 @@ def candidates(op: Op, shardings: list[TensorSharding], splittable: tuple[bool, 
     smooth = [axes for axes in found if all(_extends(project(dims, axes), sharding) for dims, sharding in operands)]
     if smooth:
         return smooth
+    if found and op.primitive in MATRIX_PRODUCTS:
+        most = max(mesh.num_slices(name for own in axes for name in own) for axes in found)
+        return [axes for axes in found if mesh.num_slices(name for own in axes for name in own) == most]
     for axes in list(found):
         for name in {name: None for own in axes for name in own}:
             dropped = tuple(own[: own.index(name)] if name in own else own for own in axes)
