@@ -34,8 +34,12 @@ class Topology:
         interconnect: How the fast domain is wired.
         torus_dims: Directions of the torus; 1 for a switch.
         wraps_from: Smallest number of devices whose torus closes its rings.
-        merges_partial_sums: Whether the device's compiler adds partial results before it reduces them (XLA does on TPU
-            and GPU, not on CPU), so that a sum of unreduced values costs one all_reduce.
+        merges_partial_sums: Whether the device's compiler adds partial results before it reduces them, so that a sum of
+            unreduced values costs one all_reduce, and reduce-scatters a sum of which every device keeps only its slice.
+            XLA does both on TPU and GPU, not on CPU.
+        sinks_slices: Whether it does so too where element-wise ops stand between the sum and the slice (XLA on TPU).
+        narrows_matrix_operands: Whether float32 values that only matrix products read are communicated as bfloat16, the
+            products' own precision (XLA on TPU).
         source: Where the figures were published.
     """
 
@@ -52,6 +56,8 @@ class Topology:
     torus_dims: int = 1
     wraps_from: int = 1
     merges_partial_sums: bool = True
+    sinks_slices: bool = False
+    narrows_matrix_operands: bool = False
     source: str = "user"
 
     def __post_init__(self) -> None:
@@ -82,6 +88,8 @@ PRESETS: dict[str, Topology] = {
         interconnect=Interconnect.TORUS,
         torus_dims=2,
         wraps_from=256,
+        sinks_slices=True,
+        narrows_matrix_operands=True,
         source="cloud.google.com/tpu/docs/v5e; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "tpu-v5p": Topology(
@@ -96,6 +104,8 @@ PRESETS: dict[str, Topology] = {
         network_latency_s=25e-6,
         interconnect=Interconnect.TORUS,
         torus_dims=3,
+        sinks_slices=True,
+        narrows_matrix_operands=True,
         source="cloud.google.com/tpu/docs/v5p; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "tpu-v6e": Topology(
@@ -111,6 +121,8 @@ PRESETS: dict[str, Topology] = {
         interconnect=Interconnect.TORUS,
         torus_dims=2,
         wraps_from=256,
+        sinks_slices=True,
+        narrows_matrix_operands=True,
         source="cloud.google.com/tpu/docs/v6e; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "h100": Topology(

@@ -27,6 +27,8 @@ from spmdctx.trace.user_pins import has_explicit_spec
 
 Substitution = dict[Any, Any]
 
+_IDENTITIES = frozenset({"sharding_constraint", "reshard", MARKER})
+
 
 def constrain(program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh) -> jexc.ClosedJaxpr:
     """The program's jaxpr with the assignment's shardings as constraints."""
@@ -53,6 +55,8 @@ class _Block:
         known = self._done.get((var, sharding))
         if known is None:
             known = self._done[var, sharding] = jexc.Var(var.aval)
+            # Once more on the result would be a chain, and the partitioner gives the end of a chain to all readers of its start.
+            self._done[known, sharding] = known
             self.eqns.append(self._rewriter.constraint(var, known, sharding))
         return known
 
@@ -67,6 +71,7 @@ class _Rewriter:
     def __init__(self, program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh) -> None:
         self.graph, self.assignment, self.mesh, self.jax_mesh = program.graph, assignment, mesh, jax_mesh
         self._sites = iter(program.op_of_site)
+        self._moved = _moved(program.graph.ops, assignment)
         self._templates: dict[Any, Any] = {}
         self._info: Any = None
 
@@ -117,7 +122,8 @@ class _Rewriter:
                 # Asked for the scattered result alone, XLA may use idle axes and permute instead.
                 var = block.constrain(var, natural)
             natural = reduction.after
-        if partial or natural != stored or self._is_anchor(op):
+        # What another op takes elsewise needs its own sharding said, or the partitioner gives it the other's.
+        if partial or natural != stored or value in self._moved or self._is_anchor(op):
             var = block.constrain(var, natural)
         return block.reshard(var, value, natural, stored)
 
@@ -149,7 +155,7 @@ class _Rewriter:
                 results = self._inline(eqn, operands, block)
             elif name in _BODIES:
                 results = _BODIES[name](self, eqn, operands, block)
-            elif name in ("sharding_constraint", "reshard", MARKER):
+            elif name in _IDENTITIES:
                 results = self._identity(operands, block)
             else:
                 results = self._equation(eqn, operands, block)
@@ -227,6 +233,20 @@ class _Rewriter:
             return atom, var
         atom = self.use(block, op, 0, atom)
         return atom, inner.constrain(var, self.assignment.values[op.results[0]])
+
+
+def _moved(ops: Sequence[Op], assignment: Assignment) -> frozenset[int]:
+    """The values that some op takes in another sharding than they are stored in, or passes on in another."""
+    found = set()
+    for op in ops:
+        axes = assignment.ops[op.id].axes
+        for value, dims in zip(op.operands, op.rule.operands, strict=True):
+            if value != LITERAL and project(dims, axes) != assignment.values[value]:
+                found.add(value)
+        first = op.operands[0] if op.primitive in _IDENTITIES else LITERAL
+        if first != LITERAL and assignment.values[op.results[0]] != assignment.values[first]:
+            found.add(first)
+    return frozenset(found)
 
 
 def _nested(info: Any, outer: Any) -> Any:

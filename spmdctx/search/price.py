@@ -7,7 +7,7 @@ merges equal ones.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spmdctx.cost.collectives import collective_time_s
@@ -15,6 +15,7 @@ from spmdctx.cost.reshard import reshard_steps
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
+from spmdctx.search.rewrites import Readers, Sums
 from spmdctx.search.space import reduction_plan
 from spmdctx.search.transfer import partial_axes, project
 
@@ -69,8 +70,8 @@ def price(
     biller = _Biller(graph, loose, assignment, mesh, topology)
     for op, scope in zip(graph.ops, scopes, strict=True):
         biller.add(op, scope)
+    biller.settle_sums()
     bill = biller.bill
-    bill.collectives = [row for place, row in enumerate(bill.collectives) if place not in biller.merged]
     for row in manual:
         time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
@@ -84,15 +85,13 @@ class _Biller:
         self.bill = Bill()
         self._needs: dict[tuple[object, ...], _Need] = {}
         self._done: set[tuple[object, ...]] = set()
+        self._same = _aliases(graph)
         numbers: dict[TensorSharding, int] = {}
         self._numbers = [numbers.setdefault(sharding, len(numbers)) for sharding in assignment.values]
         choices: dict[object, int] = {}
         self._choices = [choices.setdefault(choice.axes, len(choices)) for choice in assignment.ops]
-        self._merge = topology.merges_partial_sums
-        self._readers = _count_readers(graph) if self._merge else []
-        # Values that are an all_reduce's result and nothing else, with the place of that all_reduce in the bill.
-        self._reduced: dict[int, int] = {}
-        self.merged: set[int] = set()
+        self._readers = Readers(graph, assignment)
+        self._sums = Sums(self._readers, assignment, topology.sinks_slices) if topology.merges_partial_sums else None
 
     def add(self, op: Op, scope: int) -> None:
         """Adds what one op costs."""
@@ -112,22 +111,33 @@ class _Biller:
         for value_position, target in need.operands:
             value = op.operands[value_position]
             if value not in self.loose:
-                self._move(op, scope, value, self.assignment.values[value], target, f"operand {value_position} of {op.primitive}")
+                source = self.assignment.values[value]
+                narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value, target)
+                self._move(op, scope, value, source, target, f"operand {value_position} of {op.primitive}", narrow)
         if need.partial or need.results:
             self._finish(op, scope, need)
-        elif self._merge and op.primitive in ("add", "add_any") and not need.operands:
-            self._merge_sum(op)
+        elif self._sums and op.primitive in ("add", "add_any") and not need.operands:
+            self._join_terms(self._sums, op)
 
-    def _merge_sum(self, op: Op) -> None:
+    def _join_terms(self, sums: Sums, op: Op) -> None:
         """A sum of two reduced values is reduced once, after it."""
-        places = [self._reduced.get(value) for value in op.operands]
-        if len(places) != 2 or places[0] is None or places[1] is None or op.operands[0] == op.operands[1]:
+        places = sums.terms(op)
+        if places is not None:
+            first, second = (self.bill.collectives[place] for place in places)
+            if (first.axes, first.repeats) == (second.axes, second.repeats) and first.repeats == op.repeats:
+                sums.join(op, *places)
+
+    def settle_sums(self) -> None:
+        """Takes joined all_reduces out of the bill, and makes reduce_scatters of those that are only sliced."""
+        if self._sums is None:
             return
-        first, second = (self.bill.collectives[place] for place in places if place is not None)
-        if (first.axes, first.repeats) == (second.axes, second.repeats) and first.repeats == op.repeats:
-            self.merged.add(places[1])
-            if self._readers[op.results[0]] == 1:
-                self._reduced[op.results[0]] = places[0]
+        rows = self.bill.collectives
+        for place, axes in self._sums.slices():
+            row = rows[place]
+            if axes and set(axes) == set(row.axes):
+                time_s = collective_time_s("reduce_scatter", row.payload_bytes, axes, self.mesh, self.topology)
+                rows[place] = replace(row, kind="reduce_scatter", axes=axes, time_s=time_s)
+        self.bill.collectives = [row for place, row in enumerate(rows) if place not in self._sums.joined]
 
     def _need(self, op: Op) -> _Need:
         rule, axes, stored = op.rule, self.assignment.ops[op.id].axes, self.assignment.values
@@ -168,11 +178,14 @@ class _Biller:
                     payload //= self.mesh.num_slices(plan.scattered)
                 if plan.reduced:
                     self._collect("all_reduce", plan.reduced, payload, op, cause)
-                    if self._merge and not plan.scattered and plan.after == stored and self._readers[value] == 1:
-                        self._reduced[value] = len(self.bill.collectives) - 1
+                    # Rows outside of the table are masked after the reduction of a gather.
+                    direct = op.primitive != "gather" or self.topology.sinks_slices
+                    if self._sums and direct and not plan.scattered and plan.after == stored:
+                        self._sums.reduced(value, len(self.bill.collectives) - 1)
                 natural = plan.after
             if natural != stored and value not in self.loose:
-                self._move(op, scope, value, natural, stored, f"result of {op.primitive}")
+                narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value)
+                self._move(op, scope, value, natural, stored, f"result of {op.primitive}", narrow)
 
     def _gather_candidates(self, op: Op, value: int, natural: TensorSharding, partial: AxisNames) -> None:
         """XLA gathers every device's best value and its index, and compares them."""
@@ -181,11 +194,12 @@ class _Biller:
             payload = self._bytes(value, natural) // item_bytes(self.graph.values[value].dtype) * item_bytes(dtype) * slices
             self._collect("all_gather", partial, payload, op, f"partial result of {op.primitive}")
 
-    def _move(self, op: Op, scope: int, value: int, source: TensorSharding, target: TensorSharding, role: str) -> None:
+    def _move(self, op: Op, scope: int, value: int, source: TensorSharding, target: TensorSharding, role: str, narrow: bool) -> None:
         known = self.graph.values[value]
         time_s, current = 0.0, source
-        for step in reshard_steps(known.shape, item_bytes(known.dtype), source, target, self.mesh):
-            key = (scope, value, current, step.sharding)
+        size = item_bytes("bfloat16" if narrow else known.dtype)
+        for step in reshard_steps(known.shape, size, source, target, self.mesh):
+            key = (scope, self._same[value], current, step.sharding)
             if step.kind != "slice" and key not in self._done:
                 cause = f"{role}: {known.path or 'value'} {format_sharding(current)} -> {format_sharding(step.sharding)}"
                 time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause)
@@ -206,16 +220,13 @@ class _Biller:
         return count
 
 
-def _count_readers(graph: Graph) -> list[int]:
-    readers = [0] * len(graph.values)
+def _aliases(graph: Graph) -> list[int]:
+    """Value id to the value that it is another name of: marks and constraints change nothing but the sharding."""
+    same = list(range(len(graph.values)))
     for op in graph.ops:
-        for value in op.operands:
-            if value != LITERAL:
-                readers[value] += 1
-    for value in graph.outputs:
-        if value != LITERAL:
-            readers[value] += 1
-    return readers
+        if op.primitive in ("spmdctx_shard", "sharding_constraint") and op.operands[0] != LITERAL:
+            same[op.results[0]] = same[op.operands[0]]
+    return same
 
 
 def _peak_bytes(graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> int:

@@ -1,0 +1,154 @@
+"""What XLA makes of a bill's collectives after partitioning, so that the bill says what really runs.
+
+Sums of partial results are reduced once; a sum of which every device keeps only its slice is reduce-scattered; and what
+only a matrix unit reads is communicated in the unit's own precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmdctx.ir import LITERAL, Assignment, AxisNames, FactorKind, Graph, Op, TensorSharding
+from spmdctx.mesh import axes_of
+from spmdctx.search.transfer import project
+
+_PASSED = frozenset({"spmdctx_shard", "sharding_constraint", "name"})
+"""Ops that are nothing in the compiled program."""
+
+_LAYOUT = _PASSED | {"reshape", "squeeze", "expand_dims", "transpose", "copy"}
+_MATRIX = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+
+class Readers:
+    """Who reads each value of a graph, and in which sharding."""
+
+    def __init__(self, graph: Graph, assignment: Assignment) -> None:
+        self._graph, self._assignment = graph, assignment
+        self._of: list[list[Op]] = [[] for _ in graph.values]
+        for op in graph.ops:
+            for value in op.operands:
+                if value != LITERAL:
+                    self._of[value].append(op)
+        self.outputs = frozenset(graph.outputs)
+
+    def of(self, value: int) -> list[Op]:
+        """The ops that read a value, one that reads it twice twice."""
+        return self._of[value]
+
+    def taken(self, op: Op, position: int) -> TensorSharding:
+        """The sharding in which an op takes an operand."""
+        return project(op.rule.operands[position], self._assignment.ops[op.id].axes)
+
+    def are_matrix_products(self, value: int, sharding: TensorSharding | None = None) -> bool:
+        """Whether only matrix products read a float32 value, if need be in another layout.
+
+        With a sharding, only readers that take the value in it count.
+        """
+        if self._graph.values[value].dtype != "float32" or (value in self.outputs and sharding is None):
+            return False
+        found = False
+        for op in self._of[value]:
+            if sharding is not None and sharding != self.taken(op, op.operands.index(value)):
+                continue
+            found = True
+            if op.primitive not in _MATRIX and not (op.primitive in _LAYOUT and self.are_matrix_products(op.results[0])):
+                return False
+        return found
+
+
+class Sums:
+    """The all_reduces of a bill by their place in it: which are joined to others, and which end as reduce_scatters.
+
+    Args:
+        readers: of the traced step.
+        assignment: its shardings.
+        sinks_slices: whether slices move up through element-wise ops.
+    """
+
+    def __init__(self, readers: Readers, assignment: Assignment, sinks_slices: bool) -> None:
+        self._readers, self._assignment, self._sinks = readers, assignment, sinks_slices
+        self._places: dict[int, int] = {}
+        self._kept_memo: dict[int, TensorSharding | None] = {}
+        self.joined: set[int] = set()
+
+    def reduced(self, value: int, place: int) -> None:
+        """`value` is what the all_reduce at `place` makes, and nothing else."""
+        self._places[value] = place
+
+    def is_read_once(self, value: int) -> bool:
+        """Whether one op reads the value, and the step does not return it."""
+        return len(self._readers.of(value)) == 1 and value not in self._readers.outputs
+
+    def terms(self, op: Op) -> tuple[int, int] | None:
+        """The places of the two all_reduces whose results an op adds, if no other op reads them."""
+        first, second = op.operands
+        if first == second or first not in self._places or second not in self._places:
+            return None
+        if not self.is_read_once(first) or not self.is_read_once(second):
+            return None
+        return self._places[first], self._places[second]
+
+    def join(self, op: Op, first: int, second: int) -> None:
+        """The all_reduce at `first` now reduces the op's sum, and the one at `second` is gone."""
+        self.joined.add(second)
+        for value in op.operands:
+            del self._places[value]
+        self._places[op.results[0]] = first
+
+    def slices(self) -> Iterator[tuple[int, AxisNames]]:
+        """Places of all_reduces of whose result only a slice is kept, and the axes that the slice adds."""
+        for value, place in self._places.items():
+            kept = self._kept(value)
+            if kept is not None:
+                yield place, _extension(self._assignment.values[value], kept)
+
+    def _kept(self, value: int) -> TensorSharding | None:
+        """The one sharding in which all readers take the value, None where they differ or take it as it is."""
+        if value not in self._kept_memo:
+            self._kept_memo[value] = None if value in self._readers.outputs else self._agreed(value)
+        return self._kept_memo[value]
+
+    def _agreed(self, value: int) -> TensorSharding | None:
+        agreed: TensorSharding | None = None
+        for op in self._readers.of(value):
+            for position, operand in enumerate(op.operands):
+                if operand == value:
+                    taken = self._taken(op, position)
+                    if taken is None or (agreed is not None and taken != agreed):
+                        return None
+                    agreed = taken
+        return agreed
+
+    def _taken(self, op: Op, position: int) -> TensorSharding | None:
+        stored = self._assignment.values
+        wanted = self._readers.taken(op, position)
+        if wanted != stored[op.operands[position]]:
+            return wanted
+        if not self._lets_pass(op):
+            return None
+        result = op.results[0]
+        natural = project(op.rule.results[0], self._assignment.ops[op.id].axes)
+        return stored[result] if natural != stored[result] else self._kept(result)
+
+    def _lets_pass(self, op: Op) -> bool:
+        """Whether a slice of the op's result is the op on slices of its operands, and the compiler computes it so."""
+        if op.primitive in _PASSED:
+            return True
+        rule = op.rule
+        return (
+            self._sinks
+            and len(op.results) == 1
+            and "." not in op.primitive
+            and op.primitive != "optimization_barrier"
+            and all(kind is FactorKind.PASS_THROUGH for kind in rule.kinds)
+            and len({dims for dims in (*rule.operands, *rule.results) if dims}) == 1
+        )
+
+
+def _extension(stored: TensorSharding, kept: TensorSharding) -> AxisNames:
+    """The axes by which `kept` splits one dimension further than `stored`; none where it differs otherwise."""
+    changed = [(own, new) for own, new in zip(stored, kept, strict=True) if own != new]
+    if len(changed) != 1 or changed[0][1][: len(changed[0][0])] != changed[0][0]:
+        return ()
+    extra = changed[0][1][len(changed[0][0]) :]
+    return () if set(extra) & set(axes_of(stored)) else extra
