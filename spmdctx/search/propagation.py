@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from spmdctx.ir import LITERAL, Assignment, FactorKind, OpSharding, TensorSharding
+from spmdctx.ir import LITERAL, Assignment, FactorKind, OpRule, OpSharding, TensorSharding
 from spmdctx.search.space import NO_SLOT, Space
 from spmdctx.search.transfer import FactorAxes, joined, merge, project
 
@@ -46,7 +46,7 @@ def propagate(
     state, fixed = spreader.state, spreader.fixed
     _settle(space, state, fixed, forced)
     _free_loose_values(space, state, fixed)
-    chosen = [OpSharding(forced[i]) if i in forced else OpSharding(space.choose(i, state).axes) for i in range(len(space.op_slots))]
+    chosen = [OpSharding(forced[i]) if i in forced else space.choose(i, state).sharding for i in range(len(space.op_slots))]
     values = tuple([space.shardings[state[slot]] for slot in space.slot_of])
     return Assignment(tuple(chosen), values, "sharding_propagation")
 
@@ -63,7 +63,7 @@ class _Spreader:
         self.dirty: set[int] = set()
         self.forced = forced
         self.one_way = one_way
-        self._memo: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._memo: dict[tuple[int, ...], tuple[int, ...]] = {}
         for value, sharding in pins.items():
             slot = space.slot_of[value]
             self.fixed.add(slot)
@@ -81,12 +81,14 @@ class _Spreader:
 
     def spread(self) -> None:
         """First through ops that keep every dimension, then through all; alternately forwards and backwards."""
-        simple = [_keeps_dimensions(op.rule.kinds, op.rule.operands, op.rule.results) for op in self.space.graph.ops]
+        rules = {id(op.rule): op.rule for op in self.space.graph.ops}
+        simple_kinds = [_keeps_dimensions(rules[kind.rule]) for kind in self.space.kinds]
+        simple = [simple_kinds[kind] for kind in self.space.kind_of]
         for only_simple in (True, False):
             if not only_simple:
-                self.dirty.update(
-                    i for i, slots in enumerate(self.space.op_slots) if any(s != NO_SLOT and self._is_split(s) for s in slots)
-                )
+                for neighbours, number, whole in zip(self.space.neighbours, self.state, self.space.whole, strict=False):
+                    if number != whole:
+                        self.dirty.update(neighbours)
             backwards = False
             for _ in range(MAX_SWEEPS * 2):
                 batch = sorted((i for i in self.dirty if simple[i]) if only_simple else self.dirty, reverse=backwards)
@@ -94,9 +96,6 @@ class _Spreader:
                     break
                 self._sweep(batch, simple if only_simple else None, backwards)
                 backwards = not backwards
-
-    def _is_split(self, slot: int) -> bool:
-        return self.state[slot] != self.space.whole[slot]
 
     def _sweep(self, batch: list[int], allowed: list[bool] | None, backwards: bool) -> None:
         """Visits the ops in order, and those that wake up further on in the same direction too."""
@@ -118,23 +117,23 @@ class _Spreader:
                     elif not ahead:
                         self.dirty.add(other)
 
-    def _visit(self, index: int) -> list[int]:
+    def _visit(self, index: int) -> Sequence[int]:
         """Spreads between the tensors of one op; returns the slots that changed."""
         if index in self.forced:
-            return []
+            return ()
         if index in self.one_way:
             return self._visit_one_way(index)
-        slots = self.space.op_slots[index]
         state = self.state
-        before = tuple([state[slot] if slot != NO_SLOT else NO_SLOT for slot in slots])
-        key = (id(self.space.graph.ops[index].rule), before)
+        key = self.space.key(index, state)
         after = self._memo.get(key)
         if after is None:
-            after = self._memo[key] = self._transfer(index, before)
-        if after is before or after == before:
-            return []
+            before = key[1:]
+            after = self._transfer(index, before)
+            after = self._memo[key] = after if after != before else ()
+        if not after:
+            return ()
         changed = []
-        for slot, old, new in zip(slots, before, after, strict=True):
+        for slot, old, new in zip(self.space.op_slots[index], key[1:], after, strict=True):
             if old != new and slot not in self.fixed and state[slot] == old:
                 state[slot] = new
                 changed.append(slot)
@@ -169,16 +168,22 @@ class _Spreader:
         )
 
 
-def _keeps_dimensions(kinds: tuple[FactorKind, ...], operands: tuple[object, ...], results: tuple[object, ...]) -> bool:
+def _keeps_dimensions(rule: OpRule) -> bool:
     """Whether an op only passes dimensions through: all its tensors of full rank have the same factors."""
-    return all(kind is FactorKind.PASS_THROUGH for kind in kinds) and len({dims for dims in (*operands, *results) if dims}) <= 1
+    sides = {dims for dims in (*rule.operands, *rule.results) if dims}
+    return all(kind is FactorKind.PASS_THROUGH for kind in rule.kinds) and len(sides) <= 1
+
+
+_Wanted = dict[tuple[int, ...], tuple[tuple[int, int], ...]]
+"""The wishes of an op by its key."""
 
 
 def _settle(space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes]) -> None:
     """Lets slots whose neighbours want another sharding try it, as long as the sum of the ops around gets cheaper."""
     suspects = list(range(len(space.op_slots)))
+    memo: _Wanted = {}
     for _ in range(SETTLE_ROUNDS):
-        wishes = _wishes(space, state, fixed, forced, suspects)
+        wishes = _wishes(space, state, fixed, forced, suspects, memo)
         moved: set[int] = set()
         for slot, options in wishes.items():
             best = _try_options(space, state, slot, options, forced)
@@ -190,19 +195,34 @@ def _settle(space: Space, state: list[int], fixed: set[int], forced: Mapping[int
         suspects = sorted({op for slot in moved for op in space.neighbours[slot]})
 
 
-def _wishes(space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes], ops: list[int]) -> dict[int, list[int]]:
+def _wishes(
+    space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes], ops: list[int], memo: _Wanted
+) -> dict[int, list[int]]:
     """Slot to the numbers of other shardings that an op around it would take it in."""
     wishes: dict[int, dict[int, None]] = {}
     for index in ops:
-        op, slots = space.graph.ops[index], space.op_slots[index]
-        for axes in [forced[index]] if index in forced else _ways(space, state, index):
-            for slot, dims in zip(slots, (*op.rule.operands, *op.rule.results), strict=True):
-                if slot == NO_SLOT or slot in fixed or slot in space.loose_slots:
-                    continue
-                wanted = space.number(project(dims, axes))
-                if wanted != state[slot]:
-                    wishes.setdefault(slot, {})[wanted] = None
+        if index in forced:
+            wanted = _wanted(space, state, index, [forced[index]])
+        else:
+            key = space.key(index, state)
+            known = memo.get(key)
+            wanted = memo[key] = _wanted(space, state, index, _ways(space, state, index)) if known is None else known
+        for position, number in wanted:
+            slot = space.op_slots[index][position]
+            if slot not in fixed and slot not in space.loose_slots:
+                wishes.setdefault(slot, {})[number] = None
     return {slot: list(options) for slot, options in wishes.items()}
+
+
+def _wanted(space: Space, state: list[int], index: int, ways: list[FactorAxes]) -> tuple[tuple[int, int], ...]:
+    """Position and number of each sharding in which an op would take a slot otherwise than it is."""
+    rule = space.graph.ops[index].rule
+    wanted = []
+    for axes in ways:
+        for position, (slot, dims) in enumerate(zip(space.op_slots[index], (*rule.operands, *rule.results), strict=True)):
+            if slot != NO_SLOT and (number := space.number(project(dims, axes))) != state[slot]:
+                wanted.append((position, number))
+    return tuple(wanted)
 
 
 def _ways(space: Space, state: list[int], index: int) -> list[FactorAxes]:
@@ -238,7 +258,8 @@ def _free_loose_values(space: Space, state: list[int], fixed: set[int]) -> None:
     """Values that depend on no input take the sharding on which all their readers agree, dimension by dimension."""
     if not space.loose_slots:
         return
-    for index in range(len(space.op_slots) - 1, -1, -1):
+    touching = [index for index, kind in enumerate(space.kind_of) if space.kinds[kind].free]
+    for index in reversed(touching):
         for value in space.graph.ops[index].results:
             slot = space.slot_of[value]
             if slot in space.loose_slots and slot not in fixed:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import Topology
-from spmdctx.ir import LITERAL, AxisNames, Graph, Op, OpRule, TensorSharding, item_bytes
+from spmdctx.ir import LITERAL, AxisNames, Graph, Op, OpRule, OpSharding, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape, replicated
 from spmdctx.search.transfer import FactorAxes, legal, merge, partial_axes, project
 
@@ -27,28 +27,46 @@ OUTSIDE = frozenset({"scan.enter", "while.enter", "scan.exit"})
 
 
 class Choice(NamedTuple):
-    """The cheapest way to do one op: axes per factor and seconds per execution."""
+    """The cheapest way to do one op: axes per factor (also as a sharding) and seconds per execution."""
 
     axes: FactorAxes
     time_s: float
+    sharding: OpSharding
+
+
+class Kind(NamedTuple):
+    """What ops of one kind have in common: all that prices depend on, but for the shardings of their slots.
+
+    `rule` is the id of the rule object. `free` says for each operand and result whether it is loose; empty where none is.
+    """
+
+    rule: int
+    primitive: str
+    dtype: str
+    free: tuple[bool, ...]
 
 
 class Space:
-    """A graph on a mesh. Shardings are numbered, so that memo keys are tuples of small integers."""
+    """A graph on a mesh. Shardings and kinds of ops are numbered, so that memo keys are tuples of small integers.
+
+    A state is a list with the number of each slot's sharding, and `NO_SLOT` at its end, which so answers for literals.
+    """
 
     def __init__(self, graph: Graph, mesh: LogicalMesh, topology: Topology, loose: frozenset[int]) -> None:
         self.graph, self.mesh, self.topology = graph, mesh, topology
         self.shardings: list[TensorSharding] = []
         self._numbers: dict[TensorSharding, int] = {}
-        self._rules: dict[int, int] = {}
         self._splittable: dict[int, tuple[bool, ...]] = {}
-        self._choices: dict[tuple[object, ...], Choice] = {}
+        self._choices: dict[tuple[int, ...], Choice] = {}
         self.slot_of = _union(len(graph.values), graph.ties)
         self.loose_slots = frozenset(self.slot_of[value] for value in loose)
-        self.op_slots = [tuple([self.slot_of[v] if v != LITERAL else NO_SLOT for v in (*op.operands, *op.results)]) for op in graph.ops]
+        slots = [*self.slot_of, NO_SLOT]
+        self.op_slots = [tuple([slots[value] for value in (*op.operands, *op.results)]) for op in graph.ops]
+        self.kinds: list[Kind] = []
+        self.kind_of = self._number_kinds()
         self.neighbours = self._adjacency()
         self.shapes = [value.shape for value in graph.values]
-        self.whole = [self.number(replicated(len(value.shape))) for value in graph.values]
+        self.whole = [*(self.number(replicated(len(shape))) for shape in self.shapes), NO_SLOT]
 
     def number(self, sharding: TensorSharding) -> int:
         """The sharding's number; equal shardings have equal numbers."""
@@ -57,10 +75,6 @@ class Space:
             known = self._numbers[sharding] = len(self.shardings)
             self.shardings.append(sharding)
         return known
-
-    def rule_number(self, rule: OpRule) -> int:
-        """A number per rule object; the graph shares rule objects between equal equations."""
-        return self._rules.setdefault(id(rule), len(self._rules))
 
     def splittable(self, rule: OpRule) -> tuple[bool, ...]:
         """`rule.splittable`, computed once per rule object."""
@@ -77,16 +91,29 @@ class Space:
                     neighbours[slot].append(index)
         return neighbours
 
+    def _number_kinds(self) -> list[int]:
+        """The number of each op's kind."""
+        numbers: dict[tuple[int, str, str, tuple[bool, ...]], int] = {}
+        values, loose = self.graph.values, self.loose_slots
+        kinds = []
+        for op, slots in zip(self.graph.ops, self.op_slots, strict=True):
+            free = () if loose.isdisjoint(slots) else tuple([slot in loose for slot in slots])
+            key = (id(op.rule), op.primitive, values[op.results[0]].dtype if op.results else "", free)
+            kinds.append(numbers.setdefault(key, len(numbers)))
+        self.kinds = [Kind(*key) for key in numbers]
+        return kinds
+
+    def key(self, index: int, state: list[int]) -> tuple[int, ...]:
+        """What the price of an op depends on: the number of its kind, then those of its slots' shardings."""
+        return (self.kind_of[index], *map(state.__getitem__, self.op_slots[index]))
+
     def choose(self, index: int, state: list[int]) -> Choice:
-        """The cheapest candidate of an op when its slots have the shardings numbered in `state`."""
-        op, slots = self.graph.ops[index], self.op_slots[index]
-        numbers = tuple([state[slot] if slot != NO_SLOT else NO_SLOT for slot in slots])
-        free = tuple([slot in self.loose_slots for slot in slots]) if self.loose_slots else ()
-        key = (id(op.rule), op.primitive, numbers, self.graph.values[op.results[0]].dtype if op.results else "", free)
+        """The cheapest candidate of an op in a state."""
+        key = self.key(index, state)
         known = self._choices.get(key)
         if known is None:
-            shardings = [self.shardings[number] if number != NO_SLOT else () for number in numbers]
-            known = self._choices[key] = self._cheapest(op, shardings, free)
+            shardings = [self.shardings[number] if number != NO_SLOT else () for number in key[1:]]
+            known = self._choices[key] = self._cheapest(self.graph.ops[index], shardings, self.kinds[key[0]].free)
         return known
 
     def _cheapest(self, op: Op, shardings: list[TensorSharding], free: tuple[bool, ...]) -> Choice:
@@ -94,7 +121,7 @@ class Space:
         for axes in candidates(op, shardings, self.splittable(op.rule), self.mesh):
             time_s = self._price(op, axes, shardings, free)
             if best is None or time_s < best.time_s * (1 - 1e-9):
-                best = Choice(axes, time_s)
+                best = Choice(axes, time_s, OpSharding(axes))
         assert best is not None
         return best
 
