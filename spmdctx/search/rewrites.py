@@ -10,13 +10,16 @@ from collections.abc import Iterator
 
 from spmdctx.ir import LITERAL, Assignment, AxisNames, FactorKind, Graph, Op, TensorSharding
 from spmdctx.mesh import axes_of
+from spmdctx.search.space import MATRIX_PRODUCTS
 from spmdctx.search.transfer import project
 
 _PASSED = frozenset({"spmdctx_shard", "sharding_constraint", "name"})
 """Ops that are nothing in the compiled program."""
 
 _LAYOUT = _PASSED | {"reshape", "squeeze", "expand_dims", "transpose", "copy"}
-_MATRIX = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+_FARTHEST = 100
+"""Element-wise ops that a slice is followed through; chains between two matrix products are shorter."""
 
 
 class Readers:
@@ -51,7 +54,7 @@ class Readers:
             if sharding is not None and sharding != self.taken(op, op.operands.index(value)):
                 continue
             found = True
-            if op.primitive not in _MATRIX and not (op.primitive in _LAYOUT and self.are_matrix_products(op.results[0])):
+            if op.primitive not in MATRIX_PRODUCTS and not (op.primitive in _LAYOUT and self.are_matrix_products(op.results[0])):
                 return False
         return found
 
@@ -102,24 +105,28 @@ class Sums:
             if kept is not None:
                 yield place, _extension(self._assignment.values[value], kept)
 
-    def _kept(self, value: int) -> TensorSharding | None:
-        """The one sharding in which all readers take the value, None where they differ or take it as it is."""
+    def _kept(self, value: int, passed: int = 0) -> TensorSharding | None:
+        """The one sharding in which all readers take the value, None where they differ or take it as it is.
+
+        `passed` counts the ops that the slice has moved up through so far.
+        """
         if value not in self._kept_memo:
-            self._kept_memo[value] = None if value in self._readers.outputs else self._agreed(value)
+            far = passed > _FARTHEST or value in self._readers.outputs
+            self._kept_memo[value] = None if far else self._agreed(value, passed)
         return self._kept_memo[value]
 
-    def _agreed(self, value: int) -> TensorSharding | None:
+    def _agreed(self, value: int, passed: int) -> TensorSharding | None:
         agreed: TensorSharding | None = None
         for op in self._readers.of(value):
             for position, operand in enumerate(op.operands):
                 if operand == value:
-                    taken = self._taken(op, position)
+                    taken = self._taken(op, position, passed)
                     if taken is None or (agreed is not None and taken != agreed):
                         return None
                     agreed = taken
         return agreed
 
-    def _taken(self, op: Op, position: int) -> TensorSharding | None:
+    def _taken(self, op: Op, position: int, passed: int) -> TensorSharding | None:
         stored = self._assignment.values
         wanted = self._readers.taken(op, position)
         if wanted != stored[op.operands[position]]:
@@ -128,7 +135,7 @@ class Sums:
             return None
         result = op.results[0]
         natural = project(op.rule.results[0], self._assignment.ops[op.id].axes)
-        return stored[result] if natural != stored[result] else self._kept(result)
+        return stored[result] if natural != stored[result] else self._kept(result, passed + 1)
 
     def _lets_pass(self, op: Op) -> bool:
         """Whether a slice of the op's result is the op on slices of its operands, and the compiler computes it so."""
