@@ -107,6 +107,9 @@ class _Rewriter:
         if value == LITERAL or isinstance(atom, jexc.Literal):
             return atom
         stored = self.assignment.values[value]
+        if value in self._moved:
+            # All readers take the value from here, or the partitioner would give them what one of them asks for.
+            atom = block.constrain(atom, stored)
         return block.reshard(atom, value, stored, project(op.rule.operands[position], self.assignment.ops[op.id].axes))
 
     def settle(self, block: _Block, op: Op, position: int, var: Any) -> Any:
@@ -122,8 +125,7 @@ class _Rewriter:
                 # Asked for the scattered result alone, XLA may use idle axes and permute instead.
                 var = block.constrain(var, natural)
             natural = reduction.after
-        # What another op takes elsewise needs its own sharding said, or the partitioner gives it the other's.
-        if partial or natural != stored or value in self._moved or self._is_anchor(op):
+        if partial or natural != stored or self._is_anchor(op):
             var = block.constrain(var, natural)
         return block.reshard(var, value, natural, stored)
 
