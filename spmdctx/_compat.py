@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jexc
 
 
 def x64_is_on() -> bool:
@@ -55,3 +56,25 @@ def _nnx_jitted(fn: Any) -> Any | None:
     if not type(fn).__module__.startswith("flax.nnx") or not hasattr(fn, "__wrapped__"):
         return None
     return getattr(fn, "jitted_fn", None)
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants of its body, and how many are carried; the rest are scanned."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    # JAX 0.11 replaced the two numbers by a tree of the operands.
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(constants), len(carried)
+
+
+def without_high_primitives(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
+    """The program with every `hijax` primitive replaced by what it does; source lines and name scopes stay.
+
+    JAX does this where it lowers, and has no public way to ask for it before.
+    """
+    # JAX 0.11 made such primitives of functions of jax.numpy (searchsorted); before, they were only the user's own.
+    if not getattr(jaxpr.jaxpr, "is_high", False):
+        return jaxpr
+    from jax._src.interpreters import partial_eval
+
+    return partial_eval.lower_jaxpr2(jaxpr)

@@ -13,12 +13,13 @@ import jax
 import jax.extend.core as jexc
 from jax.sharding import Mesh
 
+from spmdctx._compat import scan_counts
 from spmdctx.cost.reshard import reshard_steps
 from spmdctx.ir import LITERAL, Assignment, FactorKind, Op, TensorSharding, item_bytes
 from spmdctx.lowering.islands import ISLANDS, island
 from spmdctx.lowering.specs import named_sharding
 from spmdctx.mesh import LogicalMesh
-from spmdctx.rules.control_flow import CALLS, call_body, call_operands
+from spmdctx.rules.control_flow import body_parameter, call_body, call_operands
 from spmdctx.search.space import reduction_plan
 from spmdctx.search.transfer import partial_axes, project
 from spmdctx.trace.bodies import INLINED, KEPT, MARKER, open_jaxpr
@@ -260,7 +261,7 @@ def _is_tensor(var: Any) -> bool:
 
 
 def _kept_call(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
-    name = CALLS[eqn.primitive.name]
+    name = body_parameter(eqn.primitive.name, eqn.params)
     body = eqn.params[name]
     jaxpr, _ = open_jaxpr(body)
     inner, fresh = rewriter.body(jaxpr)
@@ -269,7 +270,7 @@ def _kept_call(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block
 
 
 def _scan(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
-    body, num_carry = eqn.params["jaxpr"], eqn.params["num_carry"]
+    body, (_, num_carry) = eqn.params["jaxpr"], scan_counts(eqn.params)
     jaxpr, _ = open_jaxpr(body)
     inner, fresh = rewriter.body(jaxpr)
     substitution = dict(fresh)

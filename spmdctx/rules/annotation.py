@@ -12,7 +12,7 @@ from spmdctx.rules.registry import rule
 
 @rule(
     *("sharding_constraint", "reshard", "layout_constraint", "with_memory_space_constraint", "device_put"),
-    *("name", "stage", "zeros_like"),
+    *("name", "relayout", "stage", "xla_metadata_value", "zeros_like"),
 )
 def annotate(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
     """Each operand passes through to its own result."""

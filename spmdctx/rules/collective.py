@@ -11,8 +11,8 @@ keep_whole(
     *_STARTED,
     *(f"{name}_start" for name in _STARTED),
     *(f"{name}_done" for name in _STARTED),
-    *("all_gather_invariant", "pmax", "pmin", "ragged_all_to_all", "psend", "precv"),
-    *("psum_invariant", "psum_invariant_start", "unreduced_psum", "unreduced_psum_start"),
+    *("all_gather_invariant", "pbroadcast_dynamic", "pmax", "pmin", "ragged_all_to_all", "psend", "precv"),
+    *("psum_invariant", "psum_invariant_start", "unreduced_pmax", "unreduced_pmin", "unreduced_psum", "unreduced_psum_start"),
     *("unreduced_reduce_scatter", "unreduced_reduce_scatter_start"),
 )
 
@@ -20,5 +20,5 @@ keep_whole("is a device's place in a shard_map", "axis_index")
 
 keep_whole(
     "marks how a block differs between the devices of a shard_map",
-    *("pvary", "preduced", "reduced_vary_cast_p", "vary_unreduced_cast_p"),
+    *("pvary", "preduced", "reduced_vary_cast", "reduced_vary_cast_p", "vary_unreduced_cast", "vary_unreduced_cast_p"),
 )

@@ -12,7 +12,7 @@ CALLS: Mapping[str, str] = {
     "core_call": "call_jaxpr",
     "closed_call": "call_jaxpr",
     "core_closed_call": "call_jaxpr",
-    "eval_jaxpr": "jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "remat2": "jaxpr",
     "remat": "jaxpr",
     "checkpoint": "jaxpr",
@@ -24,6 +24,7 @@ CALLS: Mapping[str, str] = {
     "custom_linear_solve": "jaxprs",
     "linear_call": "callee",
     "composite": "jaxpr",
+    "xla_metadata_call": "jaxpr",
 }
 """Calls, whose operands and results are those of one body, with the parameter that holds it."""
 
@@ -40,9 +41,15 @@ CONTROL_FLOW = frozenset(CALLS) | LOOPS | BRANCHES | MANUAL
 """Everything that the trace handles by structure instead of by a rule."""
 
 
+def body_parameter(primitive: str, params: Mapping[str, Any]) -> str:
+    """The parameter of a call that holds its body; newer versions of JAX call that of a composite `call_jaxpr` too."""
+    name = CALLS[primitive]
+    return name if name in params else "call_jaxpr"
+
+
 def call_body(primitive: str, params: Mapping[str, Any]) -> Any:
     """The body that a call runs: of a linear solve, which carries four, the solver that its forward pass runs."""
-    body = params[CALLS[primitive]]
+    body = params[body_parameter(primitive, params)]
     return body.solve if primitive == "custom_linear_solve" else body
 
 

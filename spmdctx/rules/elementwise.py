@@ -12,15 +12,16 @@ from spmdctx.rules.registry import rule
 UNARY = (
     *("abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clz", "conj"),
     *("convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1"),
-    *("floor", "imag", "integer_pow", "is_finite", "lgamma", "log", "log1p", "logistic", "neg", "not", "population_count"),
-    *("real", "reduce_precision", "round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "tan", "tanh"),
+    *("floor", "imag", "integer_pow", "is_finite", "lgamma", "log", "log1p", "log2", "logistic", "neg", "not"),
+    *("one_minus_square", "population_count", "real", "reduce_precision", "round", "rsqrt", "sign", "sin", "sinh", "sqrt"),
+    *("square", "stop_gradient", "tan", "tanh"),
 )
 BINARY = (
     *("add", "add_any", "and", "atan2", "complex", "div", "eq", "eq_to", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "le"),
     *("le_to", "lt", "lt_to", "max", "min", "mul", "mulhi", "ne", "nextafter", "or", "polygamma", "pow", "rem", "shift_left"),
     *("shift_right_arithmetic", "shift_right_logical", "sub", "xor", "zeta"),
 )
-MANY = ("clamp", "regularized_incomplete_beta", "select_n")
+MANY = ("clamp", "polynomial", "regularized_incomplete_beta", "select_n")
 
 
 @rule(*UNARY, *BINARY, *MANY)

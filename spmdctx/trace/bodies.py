@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from spmdctx._compat import scan_counts
 from spmdctx.ir import Mark, OpRule
 from spmdctx.rules.builder import RuleBuilder, identity
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
 Handler = Callable[["Builder", Any, "Env", int, str], None]
 
 KEPT = frozenset(
-    {"remat2", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "linear_call"}
+    {
+        *("remat2", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
+        *("linear_call", "xla_metadata_call"),
+    }
 )
-"""Calls that lowering keeps as calls, since their kind says how to differentiate, batch or recompute them."""
+"""Calls that lowering keeps as calls, since their kind says how to differentiate, batch, recompute or compile them."""
 
 INLINED = frozenset(CALLS) - KEPT
 """Calls that lowering dissolves into their caller."""
@@ -105,7 +109,7 @@ def _stacked(shape: tuple[int, ...], *, entering: bool) -> OpRule:
 
 def _scan(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
     params = eqn.params
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_counts(params)
     jaxpr, _ = open_jaxpr(params["jaxpr"])
     inner: Env = {}
     for index, (var, atom) in enumerate(zip(jaxpr.invars, eqn.invars, strict=True)):

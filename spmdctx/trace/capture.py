@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jexc
 
-from spmdctx._compat import unwrap_jit
+from spmdctx._compat import unwrap_jit, without_high_primitives
 from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir import Role
 from spmdctx.trace.arguments import Call, Names, Parameters, Positions, Selection, Static, parameters_of, split_static
@@ -254,7 +254,7 @@ def _trace(target: Target, static: Static, flattening: Flattening, avals: list[A
         results[:] = [made[index]._replace(value=None) for index in kept]
         return [made[index].value for index in kept]
 
-    jaxpr = jax.make_jaxpr(flat)(*[shape_of(aval) for aval in avals])
+    jaxpr = without_high_primitives(jax.make_jaxpr(flat)(*[shape_of(aval) for aval in avals]))
     return _Traced(jaxpr, results, kept)
 
 

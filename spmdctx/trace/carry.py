@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 
 Avals = Sequence[Any]
-_CALLS = ("jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+_CALLS = ("jit", "closed_call", "eval_jaxpr", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 _MIXING = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "gather", "sort", "reshape", "transpose", "broadcast_in_dim"})
 
 

@@ -50,6 +50,11 @@ def test_an_operand_of_size_one_broadcasts_and_takes_no_part_in_that_dimension()
     assert str(rule) == "([i, 1], [i, j], [])->([i, j]) {i=8, j=4}"
 
 
+def test_the_coefficients_of_a_polynomial_broadcast_against_its_argument():
+    rule = rule_for("polynomial", ((4, 8), (), (4, 1)), ((4, 8),), {})
+    assert str(rule) == "([i, j], [], [i, 1])->([i, j]) {i=4, j=8}"
+
+
 def test_each_operand_of_an_optimization_barrier_has_its_own_factors():
     rule = rule_for("optimization_barrier", ((8, 4), (4,)), ((8, 4), (4,)), {})
     assert str(rule) == "([i, j], [k])->([i, j], [k]) {i=8, j=4, k=4}"
@@ -65,6 +70,7 @@ SPLIT_UNARY = [
     *real("neg", "round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh"),
     ("integer_pow", lambda x: lax.integer_pow(x, 3)),
     ("copy", jnp.copy),
+    *real(*(name for name in ("log2", "one_minus_square") if hasattr(lax, name))),  # they came after jax 0.10.2
 ]
 SPLIT_BINARY = [
     *real("add", "atan2", "div", "eq", "ge", "gt", "le", "max", "min", "mul", "ne", "nextafter", "pow", "rem", "sub"),

@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 
 from spmdctx.errors import ContextError, UnsupportedError
 from spmdctx.ir import Role
+from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import capture
 
 PARAMS = {"w": jnp.ones((4, 4)), "b": jnp.zeros(4)}
@@ -307,6 +308,16 @@ def test_guesses_about_arguments_are_noted():
 @pytest.mark.parametrize("options", [{}, {"batch_argnames": "batch"}])
 def test_a_training_step_needs_no_guess(options):
     assert capture(train_step, (PARAMS, ADAM.init(PARAMS), BATCH), **options).notes == ()
+
+
+def test_a_search_is_traced_to_the_bottom():
+    """Newer versions of JAX trace it to a primitive that only their lowering takes apart."""
+    program = build(
+        capture(jnp.searchsorted, (jnp.ones(8), jnp.ones(4))).jaxpr, [Argument("sorted", Role.ARGUMENT), Argument("x", Role.BATCH)]
+    )
+    primitives = {op.primitive for op in program.graph.ops}
+    assert "gather" in primitives
+    assert "call_hi_primitive" not in primitives
 
 
 def test_the_trace_is_timed():
