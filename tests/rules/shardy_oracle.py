@@ -86,8 +86,8 @@ def disagreements(
 
 def compare(eqn: Equation, shardy: OpRule) -> list[str]:
     """Compares the factors that may be split, up to their names; those of size 1 say nothing."""
-    ours_split, ours_whole = _factors(eqn.rule)
-    shardy_split, shardy_whole = _factors(shardy)
+    ours_split, ours_whole = _factors(eqn.rule, eqn)
+    shardy_split, shardy_whole = _factors(shardy, eqn)
     messages = [
         f"we split {_text(key)} {kind}, Shardy {_verdict(key, shardy_split, shardy_whole)}"
         for key, kind in ours_split.items()
@@ -106,16 +106,18 @@ def _verdict(key: frozenset[Place], split: dict[frozenset[Place], str], whole: d
     return split.get(key) or whole.get(key) or "doesn't relate them"
 
 
-def _factors(rule: OpRule) -> tuple[dict[frozenset[Place], str], dict[frozenset[Place], str]]:
+def _factors(rule: OpRule, eqn: Equation) -> tuple[dict[frozenset[Place], str], dict[frozenset[Place], str]]:
     """Where each factor occurs and its kind: those that may be split, and the others."""
     places: dict[int, set[Place]] = {}
-    for side, tensors in (("operand", rule.operands), ("result", rule.results)):
-        for tensor, dims in enumerate([dims for dims in tensors if dims]):
-            for dim, factors in enumerate(dims):
-                stride = 1
-                for factor in reversed(factors):
-                    places.setdefault(factor, set()).add((side, tensor, dim, stride))
-                    stride *= rule.sizes[factor]
+    for side, tensors, shapes in (("operand", rule.operands, eqn.operands), ("result", rule.results, eqn.results)):
+        ranked = zip([dims for dims in tensors if dims], [shape for shape in shapes if shape], strict=True)
+        for tensor, (dims, shape) in enumerate(ranked):
+            for dim, (factors, size) in enumerate(zip(dims, shape, strict=True)):
+                steps = size
+                for factor in factors:
+                    # Counted from the major side: Shardy's whole minor factors may be larger or smaller than what is left.
+                    steps = 1 if factor == factors[-1] else max(steps // rule.sizes[factor], 1)
+                    places.setdefault(factor, set()).add((side, tensor, dim, steps))
     split: dict[frozenset[Place], str] = {}
     whole: dict[frozenset[Place], str] = {}
     for factor, own in places.items():
