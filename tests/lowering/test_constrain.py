@@ -249,3 +249,21 @@ def test_every_argument_and_result_has_its_planned_sharding():
         assert sharding.is_equivalent_to(named_sharding(found.lowered.mesh, values[value]), len(graph.values[value].shape))
     for array, sharding in zip(found.got, found.lowered.out_shardings, strict=True):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+def test_readers_of_a_value_that_is_resharded_for_one_of_them_take_it_from_one_constraint():
+    mesh = make_mesh(MESH, jax.devices())
+
+    def step(x, w):
+        hidden = jnp.sin(x)
+        return lax.with_sharding_constraint(hidden, NamedSharding(mesh, P("data"))) @ w, hidden * 2
+
+    program = trace(step, X, W)
+    (mark,) = ops(program, "sharding_constraint")
+    split = (("data", "model"), ())
+    pins = {0: split, 1: ((), M), ops(program, "sin")[0]: split, mark: (D, ()), ops(program, "mul")[0]: split}
+    found = run(step, X, W, pins=pins)
+    found.check()
+    closed = constrain(program, found.assignment, MESH, mesh)
+    (made,) = [eqn.outvars[0] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "sin"]
+    assert [eqn.primitive.name for eqn in closed.jaxpr.eqns if made in eqn.invars] == ["sharding_constraint"]
