@@ -62,7 +62,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many operands of a scan are constants of its body, and how many are carried; the rest are scanned."""
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
-    # JAX 0.11 replaced the two numbers by a tree of the operands.
+    # After 0.10 JAX replaced the two numbers by a tree of the operands.
     constants, carried, _ = params["ft_in"].unpack()
     return len(constants), len(carried)
 
@@ -72,7 +72,7 @@ def without_high_primitives(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
 
     JAX does this where it lowers, and has no public way to ask for it before.
     """
-    # JAX 0.11 made such primitives of functions of jax.numpy (searchsorted); before, they were only the user's own.
+    # After 0.10 JAX made one of a function of its own (jnp.searchsorted); before, they were only those that users write.
     if not getattr(jaxpr.jaxpr, "is_high", False):
         return jaxpr
     from jax._src.interpreters import partial_eval

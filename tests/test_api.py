@@ -69,6 +69,7 @@ def test_a_step_has_these_methods():
         "plan",
         "shard_batch",
         "verify",
+        "with_context",
         "with_options",
     ]
 

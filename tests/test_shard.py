@@ -116,7 +116,8 @@ def test_marks_survive_scan_and_remat():
     assert ("in", 1, (1, 4)) in found
     assert ("in_grad", 1, (1, 4)) in found
     plain = jax.grad(lambda ws, h: jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), h, ws)[0].sum())
-    np.testing.assert_allclose(jax.grad(loss)(weights, X), plain(weights, X), rtol=1e-6)
+    small = X / 32  # a tanh that saturates has a derivative of rounding errors
+    np.testing.assert_allclose(jax.grad(loss)(weights, small), plain(weights, small), rtol=1e-6)
 
 
 def test_nested_regions_have_numbers_and_scopes_of_their_own():
