@@ -10,8 +10,9 @@ import jax.extend.core as jexc
 
 
 def x64_is_on() -> bool:
-    """Whether 64-bit types are enabled here; the type stubs of `jax.config` do not know its flags."""
-    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+    """Whether 64-bit types are enabled here; the type stubs of `jax.config` know its flags in some versions only."""
+    config: Any = jax.config
+    return bool(config.jax_enable_x64)
 
 
 def is_compile_only(device: Any) -> bool:
