@@ -17,3 +17,8 @@ def fresh_context():
 
     reset_auto_parallel_context()
     reset_algo_parameters()
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names of functions without their addresses, so that every process collects the same ids."""
+    return str(getattr(val, "__name__", argname)).strip("<>") if callable(val) else None
