@@ -39,14 +39,17 @@ class LogicalMesh:
 
     @property
     def names(self) -> AxisNames:
+        """Axis names, major first."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Axis sizes, major first."""
         return tuple(size for _, size in self.axes)
 
     @property
     def num_devices(self) -> int:
+        """Product of the axis sizes."""
         return math.prod(size for _, size in self.axes)
 
     def num_slices(self, axes: Iterable[str]) -> int:
