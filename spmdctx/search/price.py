@@ -86,21 +86,17 @@ class _Biller:
         self._needs: dict[tuple[object, ...], _Need] = {}
         self._done: set[tuple[object, ...]] = set()
         self._same = _aliases(graph)
-        numbers: dict[TensorSharding, int] = {}
-        self._numbers = [numbers.setdefault(sharding, len(numbers)) for sharding in assignment.values]
-        choices: dict[object, int] = {}
-        self._choices = [choices.setdefault(choice.axes, len(choices)) for choice in assignment.ops]
+        # All that matters of a value that its op's rule does not say, as a number; the last one answers for literals.
+        kinds: dict[tuple[int, str], int] = {}
+        pairs = zip(map(id, assignment.values), [value.dtype for value in graph.values], strict=True)
+        self._kinds = [*[kinds.setdefault(pair, len(kinds)) for pair in pairs], LITERAL]
         self._readers = Readers(graph, assignment)
         self._sums = Sums(self._readers, assignment, topology.sinks_slices) if topology.merges_partial_sums else None
 
     def add(self, op: Op, scope: int) -> None:
         """Adds what one op costs."""
-        key = (
-            id(op.rule),
-            op.primitive,
-            self._choices[op.id],
-            tuple([self._numbers[value] if value != LITERAL else LITERAL for value in (*op.operands, *op.results)]),
-        )
+        kind = self._kinds.__getitem__
+        key = (id(op.rule), op.primitive, id(self.assignment.ops[op.id]), *map(kind, op.operands), *map(kind, op.results))
         need = self._needs.get(key)
         if need is None:
             need = self._needs[key] = self._need(op)
@@ -233,17 +229,20 @@ def _peak_bytes(graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> int:
     """Largest sum of live local bytes over the step; arguments live throughout, results until their last reader."""
     last_use: dict[int, int] = {}
     for op in graph.ops:
-        for value in op.operands:
+        for value in (*op.results, *op.operands):
             last_use[value] = op.id
-    kept = {*graph.inputs, *graph.outputs}
     sizes = _local_bytes(graph, assignment, mesh)
+    freed = [0] * len(graph.ops)
+    kept = {*graph.inputs, *graph.outputs, LITERAL}
+    for value, index in last_use.items():
+        if value not in kept:
+            freed[index] += sizes[value]
     live = peak = sum(sizes[value] for value in graph.inputs)
-    for op in graph.ops:
-        live += sum(sizes[value] for value in op.results)
+    for op, gone in zip(graph.ops, freed, strict=True):
+        for value in op.results:
+            live += sizes[value]
         peak = max(peak, live)
-        for value in {*op.operands, *op.results}:
-            if value not in kept and value != LITERAL and last_use.get(value, op.id) == op.id:
-                live -= sizes[value]
+        live -= gone
     return peak
 
 

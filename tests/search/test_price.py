@@ -114,6 +114,14 @@ def test_a_sum_of_partial_results_is_reduced_once_where_the_compiler_does_so(top
     assert rows(found) == [("all_reduce", M, 32 * 64 * 4, 1)] * count
 
 
+def test_equal_ops_on_other_dtypes_move_other_numbers_of_bytes():
+    make, rule = GraphMaker(), identity((32, 64))
+    wide = make.op("sin", rule, make.input(32, 64), shape=(32, 64))
+    narrow = make.op("sin", rule, make.input(32, 64, dtype="bfloat16"), shape=(32, 64), dtype="bfloat16")
+    found = bill(make.graph(wide, narrow), [WHOLE] * 2, [WHOLE] * 4)
+    assert found.compute_s == pytest.approx(2 * 32 * 64 * (4 + 2) / CPU.memory_bytes_per_s)
+
+
 def test_collectives_that_the_user_wrote_are_on_the_bill_with_a_price():
     graph, axes = one_dot()
     written = Collective("all_reduce", M, 4096, 0.0, 3, "psum written in shard_map", "model.py:7")
