@@ -75,6 +75,10 @@ def _no_garbage_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        if enabled and gc.get_freeze_count() == 0:
+            # Moves the plan to the oldest generation, where it belongs, without a walk through all of its objects.
+            gc.freeze()
+            gc.unfreeze()
         if enabled:
             gc.enable()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from spmdctx.ir import LITERAL, AxisNames, FactorKind, Graph, Op
+from spmdctx.ir import AxisNames, FactorKind, Graph, Op
 from spmdctx.mesh import LogicalMesh
 
 
@@ -15,15 +15,16 @@ def batch_dims(graph: Graph, leaves: Iterable[int]) -> dict[int, int]:
     for left, right in graph.ties:
         tied.setdefault(left, []).append(right)
         tied.setdefault(right, []).append(left)
-    memo: dict[tuple[object, ...], tuple[int | None, ...]] = {}
-    size = -1
-    while size != len(found):
-        size = len(found)
+    memo: dict[tuple[int, ...], tuple[int | None, ...]] = {}
+    # Ops are in execution order, so that only what a tie carries back must be followed once more.
+    again = True
+    while again:
+        again = False
         for op in graph.ops:
-            positions = tuple([found.get(value, -1) if value != LITERAL else -1 for value in op.operands])
-            if not any(position >= 0 for position in positions):
+            if found.keys().isdisjoint(op.operands):
                 continue
-            key = (id(op.rule), positions)
+            positions = tuple([found.get(value, -1) for value in op.operands])
+            key = (id(op.rule), *positions)
             dims = memo.get(key)
             if dims is None:
                 dims = memo[key] = _result_dims(op, positions)
@@ -31,6 +32,7 @@ def batch_dims(graph: Graph, leaves: Iterable[int]) -> dict[int, int]:
                 if dim is not None and value not in found:
                     found[value] = dim
                     for other in tied.get(value, ()):
+                        again = again or other not in found
                         found.setdefault(other, dim)
     return found
 

@@ -111,11 +111,16 @@ class DimClasses:
         return item
 
     def _join(self, a: Node, b: Node) -> None:
-        root_a, root_b = self.find(a), self.find(b)
-        if root_a < root_b:
-            self._parents[root_b] = root_a
-        elif root_b < root_a:
-            self._parents[root_a] = root_b
+        self._unite(self.find(a), self.find(b))
+
+    def _unite(self, a: Node, b: Node) -> Node:
+        """Makes one class of two, given by their roots; returns its root."""
+        if a < b:
+            self._parents[b] = a
+            return a
+        if b < a:
+            self._parents[a] = b
+        return b
 
     def _walk(self, marks: Sequence[Mark]) -> None:
         """Joins dimensions along all ops that depend on the region's arguments, up to its results and all cotangents."""
@@ -149,9 +154,9 @@ class DimClasses:
         """Relates dimensions through the op's factors."""
         tensors = (*op.operands, *op.results)
         for (first, dim), *others in self._links.joints(op.rule):
-            start = node(tensors[first], dim)
+            root = self.find(node(tensors[first], dim))
             for position, other in others:
-                self._join(start, node(tensors[position], other))
+                root = self._unite(root, self.find(node(tensors[position], other)))
 
 
 def single_op(links: Links, marks: Sequence[Mark]) -> Op | None:

@@ -20,12 +20,21 @@ from spmdctx.trace.program import ManualRegion, Program, UserPin
 
 Env = dict[Any, int]
 
+_Literal = jexc.Literal
+
 
 class Argument(NamedTuple):
     """What the builder must know of one flat argument."""
 
     path: str
     role: Role
+
+
+class _Tensor(NamedTuple):
+    """What the graph keeps of an abstract value."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class _Known(NamedTuple):
@@ -75,18 +84,22 @@ class Builder:
         self.notes: list[str] = []
         self._known: dict[Any, _Known] = {}
         self._kinds: list[str] = []
-        self._dtypes: dict[Any, str] = {}
-        self._trail = array("q")
+        self._tensors: dict[int, _Tensor] = {}
+        self._trail: list[int] = []
 
     def add_value(self, aval: Any, role: Role = Role.INTERMEDIATE, path: str = "") -> int:
         """A new value with the shape and dtype of `aval`; tokens and other things without a shape count as scalars."""
-        dtype = getattr(aval, "dtype", None)
-        text = self._dtypes.get(dtype)
-        if text is None:
-            text = self._dtypes[dtype] = str(dtype)
+        shape, dtype = self._tensor(aval)
         index = len(self.values)
-        self.values.append(Value(index, getattr(aval, "shape", ()), text, role, path))
+        self.values.append(Value(index, shape, dtype, role, path))
         return index
+
+    def _tensor(self, aval: Any) -> _Tensor:
+        # JAX shares abstract values between variables, and the jaxpr keeps them alive: identity spares hashing and text.
+        known = self._tensors.get(id(aval))
+        if known is None:
+            known = self._tensors[id(aval)] = _Tensor(getattr(aval, "shape", ()), str(getattr(aval, "dtype", None)))
+        return known
 
     def walk(self, jaxpr: Any, env: Env, repeats: int, prefix: str) -> None:
         """Adds the ops of `jaxpr`, whose inputs `env` already knows; `prefix` is the name scope of the enclosing calls."""
@@ -109,7 +122,7 @@ class Builder:
 
     def read(self, env: Env, atoms: Sequence[Any]) -> tuple[int, ...]:
         """Value ids of an equation's operands."""
-        return tuple([LITERAL if isinstance(atom, jexc.Literal) else env[atom] for atom in atoms])
+        return tuple([LITERAL if isinstance(atom, _Literal) else env[atom] for atom in atoms])
 
     def _add_equation(self, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
         known = self._rule_of(eqn)
@@ -136,13 +149,13 @@ class Builder:
         self.places.append(Place(info, self.caller))
         self.prefixes.append(prefix)
         self.scopes.append(self.scope)
-        self._trail.extend((known.number, self.scope, repeats, *operands))
+        self._trail += (known.number, self.scope, repeats, *operands)
         return index
 
     def _rule_of(self, eqn: Any) -> _Known:
         name = eqn.primitive.name
-        operands = tuple([getattr(var.aval, "shape", ()) for var in eqn.invars])
-        results = tuple([getattr(var.aval, "shape", ()) for var in eqn.outvars])
+        operands = tuple([self._tensor(var.aval).shape for var in eqn.invars])
+        results = tuple([self._tensor(var.aval).shape for var in eqn.outvars])
         params = tuple(eqn.params.values())
         key: tuple[Any, ...] = (name, operands, results, params)
         try:
@@ -169,7 +182,7 @@ class Builder:
         op_of_site = [-1] * len(self.ops)
         for number, site in enumerate(alive):
             op_of_site[site] = number
-        ops = tuple([self.ops[site]._replace(id=number) if site != number else self.ops[site] for number, site in enumerate(alive)])
+        ops = tuple([Op(number, *self.ops[site][1:]) if site != number else self.ops[site] for number, site in enumerate(alive)])
         origins = LazyOrigins(self.places, self.prefixes).select(alive)
         graph = Graph(
             values=tuple(self.values),
@@ -211,7 +224,7 @@ class Builder:
         """Hash of the program: kinds of equations with their parameters, who reads what how often, and the arguments."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update("\n".join(self._kinds).encode())
-        digest.update(self._trail.tobytes())
+        digest.update(array("q", self._trail).tobytes())
         digest.update(array("q", [*outputs, *(value for tie in ties for value in tie)]).tobytes())
         regions: dict[int, int] = {}
         for mark in self.marks:
@@ -238,8 +251,8 @@ def _stable_text(params: dict[str, Any]) -> str:
 
 def _loose_values(graph: Graph) -> frozenset[int]:
     """Values computed from literals alone: no input, no constant array, no random key."""
-    loose: set[int] = set()
+    loose = {LITERAL}
     for op in graph.ops:
-        if op.primitive not in bodies.NEVER_LOOSE and all(value == LITERAL or value in loose for value in op.operands):
+        if loose.issuperset(op.operands) and op.primitive not in bodies.NEVER_LOOSE:
             loose.update(op.results)
-    return frozenset(loose)
+    return frozenset(loose - {LITERAL})

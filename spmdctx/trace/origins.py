@@ -51,11 +51,17 @@ class LazyOrigins(Sequence[Origin]):
 
     def inside_regions(self) -> frozenset[int]:
         """Indices of the ops that were traced inside a `shard()` region, their backward ops included."""
-        names = (
-            (index, f"{prefix}/{place.info.name_stack}")
-            for index, (prefix, place) in enumerate(zip(self._prefixes, self._places, strict=True))
-        )
-        return frozenset(index for index, name in names if _REGION.search(name))
+        # Ops traced in one scope share its name stack, so that few have to be written out.
+        known: dict[tuple[str, int], bool] = {}
+        inside = []
+        for index, (prefix, place) in enumerate(zip(self._prefixes, self._places, strict=True)):
+            stack = place.info.name_stack
+            key = (prefix, id(stack))
+            if key not in known:
+                known[key] = _REGION.search(f"{prefix}/{stack}") is not None
+            if known[key]:
+                inside.append(index)
+        return frozenset(inside)
 
     def select(self, indices: Sequence[int]) -> LazyOrigins:
         """The origins of some of the ops, in the given order."""
