@@ -33,7 +33,6 @@ def flops(primitive, function, *args):
         ("fft", lambda x: lax.fft(x, "RFFT", (16,)), ((8, 16),), 5 * 8 * 16 * 4),
         ("cholesky", lambda x: lax.linalg.cholesky(x, symmetrize_input=False), ((2, 6, 6),), 2 * 6**3 // 3),
     ],
-    ids=str,
 )
 def test_operations_are_those_counted_by_hand(primitive, function, shapes, expected):
     assert flops(primitive, function, *(jnp.ones(shape) for shape in shapes)) == expected
