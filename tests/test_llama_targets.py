@@ -18,9 +18,8 @@ def test_a_llama_step_communicates_what_its_plan_says(topology, strategy):
     assert report.unplanned_share <= 0.05, str(report)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_llama_step_with_scanned_layers_communicates_what_its_plan_says(strategy):
-    report = audit(STRATEGIES[strategy], need_gpu(), "h100", config(scan_layers=True))
+def test_a_llama_step_with_scanned_layers_communicates_what_its_plan_says():
+    report = audit(STRATEGIES["megatron"], need_gpu(), "h100", config(scan_layers=True))
     assert exact_share(report) >= 0.95, str(report)
     assert report.unplanned_share <= 0.05, str(report)
 
