@@ -149,7 +149,7 @@ class _Walk:
                 yield from ((part, leaf) for leaf in part.instruction.leaves)
 
     def span(self, instruction: Instruction) -> Span:
-        found = re.search(r"(?:replica_groups|source_target_pairs)=.*?(?=, \w+=|$)", instruction.attributes)
+        found = re.search(r"(?:replica_groups|source_target_pairs)=.*?(?=, (?!device_ids=)\w+=|$)", instruction.attributes)
         key = found.group(0) if found else ""
         if key not in self.spans:
             self.spans[key] = read_span(instruction.attributes, self.mesh)

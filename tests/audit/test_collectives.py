@@ -110,6 +110,12 @@ def test_a_collective_among_groups_of_one_is_none():
     assert facts(entry(*PARAMETERS, line)) == []
 
 
+def test_groups_along_different_axes_of_one_permuted_mesh_are_told_apart():
+    groups = "replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0))"
+    lines = [f"%r{axis} = f32[8]{{0}} all-reduce(%b), channel_id=1, {groups} {{'axis_{axis}'}}, to_apply=%add" for axis in (0, 2)]
+    assert [axes for _, axes, *_ in facts(entry(*PARAMETERS, *lines), DATA_MODEL)] == [("model",), ("data",)]
+
+
 def test_a_program_of_one_device_has_none():
     text = jax.jit(lambda x: x.sum()).lower(programs.shape(4)).compile().as_text()
     assert parse_collectives(text, LogicalMesh.of({"data": 1})) == ()
