@@ -195,6 +195,8 @@ def _cond(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> No
 def _constraint(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
     value = builder.read(env, eqn.invars)[0]
+    if value < 0:  # the derivative of tanh, for example, reshards a literal 1.0
+        value = builder.add_value(eqn.invars[0].aval)
     env[eqn.outvars[0]] = user_pins.pin(builder, value, sharding, repeats, eqn.source_info, prefix, always=True)
 
 

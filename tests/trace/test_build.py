@@ -199,6 +199,14 @@ def test_a_constraint_and_the_shardings_of_a_nested_jit_are_pins():
     assert {pin.mesh_axes for pin in program.user_pins} == {(("data", 4), ("model", 2))}
 
 
+def test_a_literal_that_a_constraint_reshards_has_its_own_shape():
+    sharding = NamedSharding(mesh(), P(None, "model"))
+    program = trace(jax.grad(lambda w, x: jnp.tanh(x @ lax.with_sharding_constraint(w, sharding)).mean()), W, X)
+    pinned = [program.graph.values[pin.value].shape for pin in program.user_pins]
+    assert () in pinned
+    assert all(len(shape) == len(pin.dims) for shape, pin in zip(pinned, program.user_pins, strict=True))
+
+
 @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
 def test_random_numbers_depend_on_their_key(key):
     program = trace(lambda k, x: x + jax.random.normal(k, x.shape), key, X)
