@@ -51,7 +51,7 @@ class LinenTied(nn.Module):
         x = table(tokens)
         up = self.split.module(nn.Dense(HIDDEN, name="up", **kwargs), "d--", COLUMN, "d-m", pin=True)
         down = self.split.module(nn.Dense(WIDTH, name="down", **kwargs), "d-m", ROW, "d--")
-        return table.attend(x + down(nn.gelu(up(x))))
+        return self.split(_attend, "d-- m-", "d-m", pin="* m-")(x + down(nn.gelu(up(x))), table.embedding)
 
 
 def make_linen(split: Split, dtype: Any) -> tuple[Step, tuple[Any, ...]]:
@@ -69,13 +69,14 @@ def make_linen(split: Split, dtype: Any) -> tuple[Step, tuple[Any, ...]]:
 class NnxTied(nnx.Module):
     def __init__(self, split: Split, dtype: Any) -> None:
         kwargs = {"dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
+        self.split = split
         self.table = nnx.Embed(VOCAB, WIDTH, **kwargs)
         self.up = split.module(nnx.Linear(WIDTH, HIDDEN, **kwargs), "d--", COLUMN, "d-m", pin=True)
         self.down = split.module(nnx.Linear(HIDDEN, WIDTH, **kwargs), "d-m", ROW, "d--")
 
     def __call__(self, tokens: Any) -> Any:
         x = self.table(tokens)
-        return self.table.attend(x + self.down(nnx.gelu(self.up(x))))
+        return self.split(_attend, "d-- m-", "d-m", pin="* m-")(x + self.down(nnx.gelu(self.up(x))), self.table.embedding[...])
 
 
 def make_nnx(split: Split, dtype: Any) -> tuple[Step, tuple[Any, ...]]:
