@@ -47,6 +47,8 @@ class Entry:
         self.moved: dict[int, str] = {}
         self._notes = (*environment.notes, *notes)
         self._owned = captured.owned
+        sources = {leaf.carried_from for leaf in captured.outputs} - {None}
+        self._carried = {index for index, owned in enumerate(captured.owned) if index in sources and not owned}
         self._seen_avals: list[Any] = []
         self._seen_shardings: list[Any] = []
         self._loose: tuple[int, ...] = ()
@@ -157,6 +159,10 @@ class Entry:
         placed, loose, moves = list(read.leaves), [], False
         for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
             sharding = getattr(leaf, "sharding", None)
+            if index in self._carried and not getattr(leaf, "committed", False):
+                # jit would place it too, but then compile again for the next call, whose leaf has the mesh in its type.
+                placed[index], moves = jax.device_put(leaf, target, donate=self.captured.inputs[index].donated), True
+                continue
             if sharding is None:
                 continue
             if sharding.is_equivalent_to(target, leaf.ndim):
