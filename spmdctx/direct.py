@@ -43,7 +43,8 @@ def direct_call(
 
     def step(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, {}))
-        if has_explicit_axes() or tree != structure.in_tree or signature([leaf.aval for leaf in leaves]) != expected or x64_is_on() != wide:
+        given = signature([jax.typeof(leaf) for leaf in leaves])  # tracers; with disable_jit, what the user gave
+        if has_explicit_axes() or tree != structure.in_tree or given != expected or x64_is_on() != wide:
             raise OtherArgumentsError
         return structure.out_tree.unflatten(flat(*leaves))
 

@@ -285,6 +285,23 @@ def test_shardings_of_nnx_objects_are_states():
     assert len(model.first.kernel[...].sharding.device_set) == 8
 
 
+@pytest.mark.parametrize("as_given", [jnp.asarray, np.asarray])
+def test_a_state_that_is_not_placed_yet_does_not_compile_twice(as_given, caplog):
+    step, params, batch = parallel(pytree_step), jax.tree.map(as_given, params_of()), batch_of()
+    opt_state = SGD.init(params)
+    with jax.log_compiles(True):
+        for _ in range(3):
+            params, opt_state, _ = step(params, opt_state, batch)
+    assert sum("Finished XLA compilation of jit(pytree_step)" in record.message for record in caplog.records) == 1
+    assert step.notes == ()
+
+
+def test_a_step_runs_without_jit():
+    params, batch = params_of(), batch_of()
+    with jax.disable_jit():
+        assert_same(parallel(mean_error)(params, batch), mean_error(params, batch))
+
+
 def test_what_is_placed_otherwise_is_moved_and_noted():
     step, batch = parallel(mean_error), batch_of()
     params = jax.device_put(params_of(), jax.devices()[3])

@@ -38,10 +38,11 @@ NOTHING = Selection()
 
 @dataclass(frozen=True)
 class Parameters:
-    """The positional parameters of a function; `rest` names its `*args`."""
+    """The positional parameters of a function; `rest` names its `*args`, `keywords` those by name only, None with `**kwargs`."""
 
     names: tuple[str, ...]
     rest: str | None
+    keywords: tuple[str, ...] | None = None
 
     def name(self, argument: int | str) -> str:
         """What paths call the argument at a position, or of a keyword."""
@@ -65,6 +66,9 @@ class Parameters:
             raise ContextError(
                 f"{what}_argnums is out of range.", got=str(positions), need=f"positions of {', '.join(self.names) or 'no arguments'}"
             )
+        known = None if self.keywords is None else (*self.names, *self.keywords)
+        if known is not None and not set(words) <= set(known):
+            raise ContextError(f"{what}_argnames names no argument.", got=str(names), need=f"names among {', '.join(known) or 'none'}")
         chosen = {number % count if number < 0 else number for number in numbers}
         chosen |= {self.names.index(word) for word in words if word in self.names}
         return Selection(frozenset(chosen), frozenset(words) | {self.names[number] for number in chosen if number < count})
@@ -87,7 +91,9 @@ def parameters_of(fn: Callable[..., Any]) -> Parameters:
         return Parameters((), "args")
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     rest = next((parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.VAR_POSITIONAL), None)
-    return Parameters(tuple(parameter.name for parameter in parameters if parameter.kind in positional), rest)
+    by_name = tuple(parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY)
+    is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return Parameters(tuple(parameter.name for parameter in parameters if parameter.kind in positional), rest, None if is_open else by_name)
 
 
 @dataclass(frozen=True)

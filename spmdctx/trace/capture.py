@@ -7,7 +7,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -115,7 +115,7 @@ def target_of(
     fn, leading = _unbound(fn)
     fn, jitted = unwrap_jit(fn)
     parameters = parameters_of(fn)
-    visible = Parameters(parameters.names[len(leading) :], parameters.rest)
+    visible = replace(parameters, names=parameters.names[len(leading) :])
 
     def select(what: str, positions: Positions, names: Names) -> Selection:
         return visible.select(what, positions, names).shifted(len(leading))

@@ -344,6 +344,14 @@ def test_what_is_no_function_is_refused():
         capture(3, ())
 
 
+@pytest.mark.parametrize("option", ["batch_argnames", "donate_argnames", "static_argnames"])
+def test_a_name_that_is_no_argument_is_refused(option):
+    with pytest.raises(ContextError, match=f"(?s){option} names no argument.*among x, flag"):
+        capture(lambda x, *, flag=True: x, (jnp.ones(3),), **{option: "flg"})
+    capture(lambda x, **rest: x, (jnp.ones(3),), **{option: "flg"})
+    capture(lambda x, *, flag=True: x, (jnp.ones(3),), **{option: "flag"})
+
+
 @pytest.mark.parametrize("option", ["batch_argnums", "donate_argnums", "static_argnums"])
 def test_a_position_out_of_range_is_refused(option):
     with pytest.raises(ContextError, match=f"{option} is out of range"):
