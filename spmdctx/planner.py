@@ -117,7 +117,11 @@ def _dataset(context: AutoParallelContext) -> str | tuple[object, ...] | None:
 
 
 def _is_layerwise(leaf: InputLeaf, patterns: Sequence[str]) -> bool:
-    return leaf.layerwise or any(fnmatch(leaf.path, pattern) or fnmatch(leaf.path, f"*/{pattern}") for pattern in patterns)
+    return leaf.layerwise or any(_matches(leaf.path, pattern) for pattern in patterns)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatch(path, pattern) or fnmatch(path, f"*/{pattern}")
 
 
 def _assign(program: Program, setup: Setup, settings: Settings) -> Assignment:
@@ -158,7 +162,41 @@ def _notes(program: Program, captured: Captured, setup: Setup, settings: Setting
             f"The predicted peak of {bill.memory_bytes} bytes per device is over memory_bytes={settings.memory_bytes}; "
             "only a search can meet a budget."
         )
+    if setup.mesh.num_devices > 1:
+        notes += _batch_notes(program)
+        notes += _repeated_work(program, setup, assignment, bill)
+        notes += _unmatched_patterns(captured, settings)
     return tuple(dict.fromkeys(notes))
+
+
+def _batch_notes(program: Program) -> list[str]:
+    """What was found to be the batch, where that may surprise."""
+    leaves = [known for known in map(program.graph.values.__getitem__, program.graph.inputs) if known.role is Role.BATCH and known.shape]
+    if not leaves:
+        return ["No argument is taken as the batch: name it with batch_argnums if there is one."]
+    if len({known.shape[0] for known in leaves}) > 1:
+        sizes = ", ".join(f"'{known.path}' {known.shape[0]}" for known in leaves[:4])
+        return [f"Batch leaves differ in dimension 0 ({sizes}): if some are no batch, name the batch with batch_argnums."]
+    return []
+
+
+def _repeated_work(program: Program, setup: Setup, assignment: Assignment, bill: Bill) -> list[str]:
+    """Says when devices do alike what they could share."""
+    if not bill.flops or bill.split_flops / bill.flops >= 0.5:
+        return []
+    graph, mesh = program.graph, setup.mesh
+    whole = [op for op in graph.ops if mesh.num_slices(name for own in assignment.ops[op.id].axes for name in own) < mesh.num_devices]
+    largest = max(whole, key=lambda op: op.flops * op.repeats)
+    ways = bill.split_flops / bill.flops * mesh.num_devices
+    return [
+        f"Devices repeat each other's work: the step's FLOPs are split {ways:.1f} ways on average over {mesh.num_devices} devices; "
+        f"the largest op that is not split over all of them is {largest.primitive} ({graph.origins[largest.id].source})."
+    ]
+
+
+def _unmatched_patterns(captured: Captured, settings: Settings) -> list[str]:
+    unmatched = [one for one in settings.layerwise_parallel if not any(_matches(leaf.path, one) for leaf in captured.inputs)]
+    return [f"layerwise_parallel pattern {pattern!r} matches no argument." for pattern in unmatched]
 
 
 def _assemble(

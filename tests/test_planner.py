@@ -200,3 +200,23 @@ def test_a_mesh_of_the_users_is_taken_as_it_is():
     found = plan(step, PARAMETERS, X, mesh=mesh, parallel_mode="data_parallel")
     assert found.plan.logical_mesh == mesh
     assert shardings(found)["x"] == (("rows", "columns"), ())
+
+
+def test_a_batch_that_cannot_stay_split_is_said_to_be_computed_alike():
+    def accumulate(w, x):
+        def micro(total, rows):
+            return total + jax.grad(lambda w: jnp.mean((rows @ w) ** 2))(w), ()
+
+        return w - lax.scan(micro, jnp.zeros_like(w), x.reshape(4, -1, 64))[0]
+
+    (note,) = [note for note in plan(accumulate, jnp.eye(64), X).plan.notes if "repeat each other's work" in note]
+    assert "dot_general (test_planner.py" in note
+    assert not [note for note in plan(step, PARAMETERS, X).plan.notes if "repeat" in note]
+
+
+def test_guesses_about_the_batch_and_patterns_without_a_match_are_noted():
+    assert [note for note in plan(lambda w: w @ w, jnp.eye(64)).plan.notes if "No argument is taken as the batch" in note]
+    teacher = plan(lambda p, t, x: (p - jnp.mean(x @ t), 0), jnp.eye(64), jnp.eye(64), X).plan.notes
+    assert [note for note in teacher if "differ in dimension 0" in note]
+    hybrid = plan(step, PARAMETERS, X, parallel_mode="hybrid_parallel", layerwise=("q*",)).plan.notes
+    assert [note for note in hybrid if "'q*' matches no argument" in note]
