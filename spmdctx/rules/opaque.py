@@ -47,6 +47,11 @@ keep_whole(
 
 keep_whole("exists only while JAX differentiates", "custom_lin", "custom_jvp_call_jaxpr")
 
+keep_whole(
+    "turns one process's arrays into the job's or back, which is no part of a step",
+    *("host_local_array_to_global_array", "global_array_to_host_local_array"),
+)
+
 keep_whole("runs a program that was compiled for devices of its own", "call_exported")
 
 keep_whole(

@@ -23,6 +23,7 @@ MODULES = (
     *("jax.numpy", "jax.nn", "jax.random", "jax.scipy.linalg", "jax.scipy.special", "jax.scipy.stats", "jax.image", "jax.ffi"),
     *("jax.extend.core.primitives", "jax.experimental.pallas", "jax.experimental.sparse", "jax.experimental.checkify"),
     *("jax.experimental.shard_map", "jax.experimental.custom_partitioning", "jax.custom_batching", "jax.export", "jax.debug"),
+    *("jax.experimental.multihost_utils", "jax.experimental.array_serialization"),
 )
 
 
