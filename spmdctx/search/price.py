@@ -16,6 +16,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
 from spmdctx.search.rewrites import Readers, Sums
+from spmdctx.search.roofline import compute_time_s, local_bytes
 from spmdctx.search.space import reduction_plan
 from spmdctx.search.transfer import partial_axes, project
 
@@ -148,16 +149,7 @@ class _Biller:
             if (natural := project(dims, axes)) != stored[value]
         )
         slices = self.mesh.num_slices(name for own in axes for name in own)
-        return _Need(operands, results, partial_axes(rule, axes), self._compute_s(op, slices), slices)
-
-    def _compute_s(self, op: Op, slices: int) -> float:
-        axes = self.assignment.ops[op.id].axes
-        moved = 0
-        for sides, tensors in ((op.rule.operands, op.operands), (op.rule.results, op.results)):
-            for dims, value in zip(sides, tensors, strict=True):
-                if value != LITERAL:
-                    moved += self._bytes(value, project(dims, axes))
-        return max(op.flops / slices / self.topology.peak_flops_per_s, moved / self.topology.memory_bytes_per_s)
+        return _Need(operands, results, partial_axes(rule, axes), compute_time_s(self.graph, op, axes, self.mesh, self.topology), slices)
 
     def _finish(self, op: Op, scope: int, need: _Need) -> None:
         for position, value in enumerate(op.results):
@@ -209,11 +201,7 @@ class _Biller:
         return time_s * op.repeats
 
     def _bytes(self, value: int, sharding: TensorSharding) -> int:
-        known = self.graph.values[value]
-        count = item_bytes(known.dtype)
-        for size in local_shape(known.shape, sharding, self.mesh):
-            count *= size
-        return count
+        return local_bytes(self.graph.values[value], sharding, self.mesh)
 
 
 def _aliases(graph: Graph) -> list[int]:

@@ -17,6 +17,7 @@ from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, AxisNames, Graph, Op, OpRule, OpSharding, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape, replicated
+from spmdctx.search.roofline import compute_time_s
 from spmdctx.search.transfer import FactorAxes, legal, merge, partial_axes, project
 
 NO_SLOT = -1
@@ -127,7 +128,7 @@ class Space:
 
     def _price(self, op: Op, axes: FactorAxes, shardings: list[TensorSharding], free: tuple[bool, ...]) -> float:
         rule = op.rule
-        time_s = self._compute_time_s(op, axes)
+        time_s = compute_time_s(self.graph, op, axes, self.mesh, self.topology)
         for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):
             if value != LITERAL and not (free and free[position]):
                 time_s += self._reshard(value, shardings[position], project(dims, axes))
@@ -167,16 +168,6 @@ class Space:
         for size in local_shape(self.shapes[value], sharding, self.mesh):
             count *= size
         return count
-
-    def _compute_time_s(self, op: Op, axes: FactorAxes) -> float:
-        """Roofline of one device's share: FLOPs against the peak, bytes against the memory's bandwidth."""
-        slices = self.mesh.num_slices(name for own in axes for name in own)
-        moved = 0
-        for side, tensors in ((op.rule.operands, op.operands), (op.rule.results, op.results)):
-            for dims, value in zip(side, tensors, strict=True):
-                if value != LITERAL:
-                    moved += self._local_bytes(value, project(dims, axes))
-        return max(op.flops / slices / self.topology.peak_flops_per_s, moved / self.topology.memory_bytes_per_s)
 
 
 class ReductionPlan(NamedTuple):
