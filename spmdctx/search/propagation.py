@@ -37,21 +37,21 @@ def propagate(
         seeds: value id to a sharding that spreads like a pin, but may be overruled.
         one_way: id of an identity op to whether shardings spread from its operand to its result only, or back only.
     """
-    spreader = _Spreader(space, pins, forced, one_way)
+    spreader = Spreader(space, pins, forced, one_way)
     for value, sharding in seeds.items():
         slot = space.slot_of[value]
         if slot not in spreader.fixed:
             spreader.put(slot, sharding)
     spreader.spread()
     state, fixed = spreader.state, spreader.fixed
-    _settle(space, state, fixed, forced)
-    _free_loose_values(space, state, fixed)
+    settle(space, state, fixed, forced)
+    free_loose_values(space, state, fixed)
     chosen = [OpSharding(forced[i]) if i in forced else space.choose(i, state).sharding for i in range(len(space.op_slots))]
     values = tuple([space.shardings[state[slot]] for slot in space.slot_of])
     return Assignment(tuple(chosen), values, "sharding_propagation")
 
 
-class _Spreader:
+class Spreader:
     """State of the spreading: a sharding number per slot, the fixed slots, and the ops that must be looked at again."""
 
     def __init__(
@@ -82,7 +82,7 @@ class _Spreader:
     def spread(self) -> None:
         """First through ops that keep every dimension, then through all; alternately forwards and backwards."""
         rules = {id(op.rule): op.rule for op in self.space.graph.ops}
-        simple_kinds = [_keeps_dimensions(rules[kind.rule]) for kind in self.space.kinds]
+        simple_kinds = [keeps_dimensions(rules[kind.rule]) for kind in self.space.kinds]
         simple = [simple_kinds[kind] for kind in self.space.kind_of]
         for only_simple in (True, False):
             if not only_simple:
@@ -168,7 +168,7 @@ class _Spreader:
         )
 
 
-def _keeps_dimensions(rule: OpRule) -> bool:
+def keeps_dimensions(rule: OpRule) -> bool:
     """Whether an op only passes dimensions through: all its tensors of full rank have the same factors."""
     sides = {dims for dims in (*rule.operands, *rule.results) if dims}
     return all(kind is FactorKind.PASS_THROUGH for kind in rule.kinds) and len(sides) <= 1
@@ -178,7 +178,7 @@ _Wanted = dict[tuple[int, ...], tuple[tuple[int, int], ...]]
 """The wishes of an op by its key."""
 
 
-def _settle(space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes]) -> None:
+def settle(space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes]) -> None:
     """Lets slots whose neighbours want another sharding try it, as long as the sum of the ops around gets cheaper."""
     suspects = list(range(len(space.op_slots)))
     memo: _Wanted = {}
@@ -254,7 +254,7 @@ def _try_options(space: Space, state: list[int], slot: int, options: list[int], 
     return best
 
 
-def _free_loose_values(space: Space, state: list[int], fixed: set[int]) -> None:
+def free_loose_values(space: Space, state: list[int], fixed: set[int]) -> None:
     """Values that depend on no input take the sharding on which all their readers agree, dimension by dimension."""
     if not space.loose_slots:
         return

@@ -10,6 +10,7 @@ in predicted seconds, minimised over the op's candidates.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from typing import NamedTuple
 
 from spmdctx.cost.collectives import collective_time_s
@@ -17,6 +18,7 @@ from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, AxisNames, Graph, Op, OpRule, OpSharding, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape, replicated
+from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.roofline import compute_time_s
 from spmdctx.search.transfer import FactorAxes, legal, merge, partial_axes, project
 
@@ -53,8 +55,11 @@ class Space:
     A state is a list with the number of each slot's sharding, and `NO_SLOT` at its end, which so answers for literals.
     """
 
-    def __init__(self, graph: Graph, mesh: LogicalMesh, topology: Topology, loose: frozenset[int]) -> None:
+    def __init__(
+        self, graph: Graph, mesh: LogicalMesh, topology: Topology, loose: frozenset[int], limits: AlgoLimits | None = None
+    ) -> None:
         self.graph, self.mesh, self.topology = graph, mesh, topology
+        self.limits = limits if limits is not None and limits.restricts else None
         self.shardings: list[TensorSharding] = []
         self._numbers: dict[TensorSharding, int] = {}
         self._splittable: dict[int, tuple[bool, ...]] = {}
@@ -68,6 +73,13 @@ class Space:
         self.neighbours = self._adjacency()
         self.shapes = [value.shape for value in graph.values]
         self.whole = [*(self.number(replicated(len(shape))) for shape in self.shapes), NO_SLOT]
+
+    def on(self, mesh: LogicalMesh) -> Space:
+        """The same graph on another mesh."""
+        other = copy(self)
+        other.mesh, other.shardings, other._numbers, other._choices = mesh, [], {}, {}
+        other.whole = [*(other.number(replicated(len(shape))) for shape in self.shapes), NO_SLOT]
+        return other
 
     def number(self, sharding: TensorSharding) -> int:
         """The sharding's number; equal shardings have equal numbers."""
@@ -119,7 +131,10 @@ class Space:
 
     def _cheapest(self, op: Op, shardings: list[TensorSharding], free: tuple[bool, ...]) -> Choice:
         best: Choice | None = None
-        for axes in candidates(op, shardings, self.splittable(op.rule), self.mesh):
+        ways = candidates(op, shardings, self.splittable(op.rule), self.mesh)
+        if self.limits:
+            ways = [axes for axes in ways if self.limits.allows(op, axes, self.mesh, shardings)] or [((),) * len(op.rule.sizes)]
+        for axes in ways:
             time_s = self._price(op, axes, shardings, free)
             if best is None or time_s < best.time_s * (1 - 1e-9):
                 best = Choice(axes, time_s, OpSharding(axes))
