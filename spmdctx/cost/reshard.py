@@ -1,14 +1,8 @@
 """How a tensor gets from one sharding to another: the cheapest chain of steps that XLA does in one collective each.
 
-A state is a sharding. Steps out of it, with `b` the bytes of one device's block and `n` the slices of the moved axes:
-
-    slice               append an unused axis to a dimension, minor-most     moves nothing
-    all_to_all          minor-most axes of one dimension become another's        b (n - 1) / n
-    collective_permute  other axes or another order, the same slices per dimension   b
-    all_gather          drop minor-most axes of one dimension                b (n - 1)
-
-The chain moves the fewest bytes (Dijkstra), and of those has the fewest steps. Only the dimensions that change, and how
-the mesh divides them, matter for the chain, so it is found once per such pattern and then applied to every shape.
+On meshes of up to three axes the chain is read from `reshard_table`, which says what the steps are and move. On larger ones, and
+where a dimension has to be padded, it is searched (Dijkstra) among the steps that lead towards the target; only the dimensions
+that change, and how the mesh divides them, matter for it, so it is found once per such pattern and then applied to every shape.
 """
 
 from __future__ import annotations
@@ -20,7 +14,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from spmdctx.cost.collectives import collective_time_s
+from spmdctx.cost.reshard_table import chain
 from spmdctx.cost.topology import Topology
+from spmdctx.domains import MAX_ORDERED_AXES, domain
 from spmdctx.ir import AxisNames, TensorSharding
 from spmdctx.mesh import LogicalMesh, axes_of
 
@@ -53,22 +49,50 @@ def reshard_steps(
         return ()
     if 1 in mesh.sizes.values():
         return _without_single_axes(shape, item_bytes, source, target, mesh)
+    tabled = _tabled_steps(shape, item_bytes, source, target, mesh)
+    if tabled is not None:
+        return tabled
     changed = tuple(dim for dim in range(len(shape)) if source[dim] != target[dim])
     kept = frozenset(name for dim, axes in enumerate(source) if dim not in changed for name in axes)
-    chain = _chain(
+    found = _chain(
         tuple(source[dim] for dim in changed),
         tuple(target[dim] for dim in changed),
         tuple(math.gcd(shape[dim], mesh.num_devices) for dim in changed),
         kept,
         mesh,
     )
+    whole = tuple((kind, axes, _with_dims(source, changed, state)) for kind, axes, state in found)
+    return _with_payloads(shape, item_bytes, source, whole, mesh)
+
+
+def _tabled_steps(
+    shape: tuple[int, ...], item_bytes: int, source: TensorSharding, target: TensorSharding, mesh: LogicalMesh
+) -> tuple[ReshardStep, ...] | None:
+    """The steps of `reshard_table`, where the mesh is small enough for it and no dimension is padded."""
+    if len(mesh.axes) > MAX_ORDERED_AXES:
+        return None
+    known = domain(mesh, shape)
+    first, last = known.number(source), known.number(target)
+    if first < 0 or last < 0:
+        return None
+    path: list[_Move] = []
+    for hop in chain(known, first, last):
+        path.append(_Move(hop.kind, hop.axes, known.shardings[hop.after], 0))
+    return _with_payloads(shape, item_bytes, source, _merge_slices(path), mesh)
+
+
+def _with_payloads(
+    shape: tuple[int, ...],
+    item_bytes: int,
+    source: TensorSharding,
+    path: tuple[tuple[str, AxisNames, TensorSharding], ...],
+    mesh: LogicalMesh,
+) -> tuple[ReshardStep, ...]:
     steps: list[ReshardStep] = []
-    current = source
-    for kind, axes, state in chain:
-        after = _with_dims(source, changed, state)
-        payload = _payload_bytes(kind, shape, item_bytes, current, after, mesh)
+    for kind, axes, after in path:
+        payload = _payload_bytes(kind, shape, item_bytes, source, after, mesh)
         steps.append(ReshardStep(kind, axes, payload, after))
-        current = after
+        source = after
     return tuple(steps)
 
 
