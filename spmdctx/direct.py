@@ -6,14 +6,14 @@ planned for, it traces again, or finds that a sharding does not fit; both end th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from spmdctx._compat import x64_is_on
 from spmdctx.lowering.compile import CompiledProgram
-from spmdctx.mesh_scope import has_explicit_axes
+from spmdctx.mesh_scope import has_explicit_axes, has_mesh_type
 from spmdctx.trace.pure import PureStructure
 
 Signature = tuple[tuple[tuple[int, ...], Any, bool], ...]
@@ -29,11 +29,17 @@ def signature(avals: Sequence[Any]) -> Signature:
 
 
 def direct_call(
-    program: CompiledProgram, structure: PureStructure, avals: Sequence[Any], donated: Sequence[bool], compiler_options: Mapping[str, Any]
-) -> Callable[..., Any] | None:
+    program: CompiledProgram,
+    structure: PureStructure,
+    avals: Sequence[Any],
+    donated: Sequence[bool],
+    carried: Collection[int],
+    compiler_options: Mapping[str, Any],
+) -> jax.stages.Wrapped | None:
     """The program as a jitted function of the step's positional arguments; None for a step that takes keywords.
 
-    The function raises OtherArgumentsError, or jax's ValueError, for arguments that are not `avals` placed as planned.
+    The function raises OtherArgumentsError, or jax's ValueError, for arguments that are not `avals` placed as planned. Leaves that
+    are `carried` from call to call must be on the mesh: else the program would be compiled for this call alone.
     """
     positional, keywords = structure.in_tree.children()
     if keywords.num_leaves:
@@ -44,6 +50,8 @@ def direct_call(
     def step(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, {}))
         given = signature([jax.typeof(leaf) for leaf in leaves])  # tracers; with disable_jit, what the user gave
+        if any(not has_mesh_type(leaves[index]) for index in carried if index < len(leaves)):
+            raise OtherArgumentsError
         if has_explicit_axes() or tree != structure.in_tree or given != expected or x64_is_on() != wide:
             raise OtherArgumentsError
         return structure.out_tree.unflatten(flat(*leaves))

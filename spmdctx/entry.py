@@ -9,18 +9,19 @@ from typing import Any
 
 import jax
 
-from spmdctx.direct import direct_call, signature
+from spmdctx.direct import OtherArgumentsError, direct_call, signature
 from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile import CompiledProgram, jit_program
 from spmdctx.lowering.xla_options import compile_options
-from spmdctx.mesh_scope import auto_axes, has_explicit_type
+from spmdctx.mesh_scope import auto_axes, has_explicit_type, has_mesh_type
 from spmdctx.plan.plan import Plan
-from spmdctx.planner import Planned, plan_program
+from spmdctx.planner import Planned
 from spmdctx.step_options import Environment
+from spmdctx.strategy_files import planned_with_files
 from spmdctx.trace.arguments import Call
 from spmdctx.trace.capture import Captured
 from spmdctx.trace.pure import PureStructure
-from spmdctx.trace.structure import Read, shape_of
+from spmdctx.trace.structure import Read
 
 
 def aval_of(leaf: Any) -> Any:
@@ -50,14 +51,14 @@ class Entry:
         sources = {leaf.carried_from for leaf in captured.outputs} - {None}
         self._carried = {index for index, owned in enumerate(captured.owned) if index in sources and not owned}
         self._seen_avals: list[Any] = []
-        self._seen_shardings: list[Any] = []
+        self._seen_shardings: list[Any] | None = None
         self._loose: tuple[int, ...] = ()
 
     @cached_property
     def planned(self) -> Planned:
         """The plan with what lowering needs."""
         captured = replace(self.captured, notes=(*self.captured.notes, *self._notes))
-        return plan_program(captured, self.environment.settings)
+        return planned_with_files(captured, self.environment.settings)
 
     @property
     def plan(self) -> Plan:
@@ -95,26 +96,44 @@ class Entry:
         return self.program.jitted
 
     @cached_property
-    def direct(self) -> Callable[..., Any] | None:
+    def direct(self) -> jax.stages.Wrapped | None:
         """The short way to run a call, None where there is none; see `spmdctx.direct`."""
         if not isinstance(self.structure, PureStructure):
             return None
-        self.environment.check_running()
         options = compile_options(self.program.mesh.devices.flat)
         donated = [leaf.donated for leaf in self.captured.inputs]
-        return direct_call(self.program, self.structure, self.captured.in_avals, donated, options)
+        return direct_call(self.program, self.structure, self.captured.in_avals, donated, self._carried, options)
 
-    def lower(self) -> jax.stages.Lowered:
-        """The flat program, lowered for abstract arguments."""
-        avals = [shape_of(aval) for aval in self.captured.in_avals]
+    def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
+        """The program that a call with these leaves, real or abstract, runs: lowered by JAX, which compiles it once for all."""
+        avals = [self.type_as_called(index, leaf) for index, leaf in enumerate(leaves)]
         with auto_axes():
-            lowered: jax.stages.Lowered = self.program.jitted.lower(*avals)
+            lowered: jax.stages.Lowered = (
+                self.program.jitted.lower(*avals) if self.direct is None else self.direct.lower(*self.structure.inputs(avals)[0])
+            )
         return lowered
 
-    @cached_property
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled program, for the audit."""
-        return self.lower().compile()
+    def type_as_called(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
+        """A leaf's type as the program sees it in a call; its sharding is None where the program places the leaf itself."""
+        aval, target = self.captured.in_avals[index], self.program.in_shardings[index]
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(leaf, jax.Array) and index not in self._carried:
+            moves = (leaf.committed or self._owned[index]) and not target.is_equivalent_to(leaf.sharding, leaf.ndim)
+            on_mesh = moves or has_mesh_type(leaf)
+        else:
+            on_mesh = index in self._carried or self._owned[index] or sharding is not None
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=target if on_mesh else None)
+
+    def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The program's flat results for leaves that are where it takes them; nothing of the user's is changed."""
+        self.environment.check_running()
+        if self.direct is not None:
+            try:
+                return jax.tree.leaves(self.direct(*self.structure.inputs(leaves)[0]))
+            except OtherArgumentsError:  # a copy without its weak type
+                pass
+        outputs: Sequence[Any] = self.call(*leaves)
+        return outputs
 
     def read(self, call: Call) -> Read | None:
         """The leaves of a call, None where it is not one of this entry's."""
@@ -142,9 +161,9 @@ class Entry:
             known = known and not leaves[index].committed
         if not known:
             leaves = self._placed(read)
-        if self.direct is not None:
-            return self.direct(*self.structure.inputs(leaves)[0])
-        return self.structure.finish(read.handle, self.call(*leaves))
+        if self.direct is None or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return self.structure.finish(read.handle, self.call(*leaves))
+        return self.direct(*self.structure.inputs(leaves)[0])
 
     def _placed(self, read: Read) -> list[Any]:
         """The leaves, those that are committed elsewhere moved to where the plan wants them."""
@@ -159,7 +178,7 @@ class Entry:
         placed, loose, moves = list(read.leaves), [], False
         for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
             sharding = getattr(leaf, "sharding", None)
-            if index in self._carried and not getattr(leaf, "committed", False):
+            if index in self._carried and not (getattr(leaf, "committed", False) and has_mesh_type(leaf)):
                 # jit would place it too, but then compile again for the next call, whose leaf has the mesh in its type.
                 placed[index], moves = jax.device_put(leaf, target, donate=self.captured.inputs[index].donated), True
                 continue

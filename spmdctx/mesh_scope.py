@@ -60,6 +60,11 @@ def has_explicit_type(array: jax.Array) -> bool:
     return AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types
 
 
+def has_mesh_type(array: Any) -> bool:
+    """Whether an array's type names the mesh that it is placed on; a program is compiled again for one that does not."""
+    return not jax.typeof(array).sharding.mesh.empty
+
+
 @contextmanager
 def auto_axes() -> Iterator[None]:
     """The mesh that the user set with its Explicit axes made Auto, so that the plan says how they are used."""

@@ -21,6 +21,7 @@ from spmdctx.mesh_scope import auto_axes, traced_for
 from spmdctx.plan.plan import Plan
 from spmdctx.sharding_marks import tracing_in
 from spmdctx.step_options import StepOptions, environment, step_options
+from spmdctx.strategy_files import loaded_plan
 from spmdctx.trace.arguments import NO_STATIC, Call, Static, split_static
 from spmdctx.trace.capture import capture_call, target_of
 from spmdctx.trace.structure import Read
@@ -127,8 +128,11 @@ class ParallelStep:
         return self._entry_of(args, kwargs).plan
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The step's program over flat leaves, lowered by JAX; `.compile()` compiles it."""
-        return self._entry_of(args, kwargs).lower()
+        """The step's program, lowered by JAX; `.compile()` compiles it, once for this, the audit and the calls.
+
+        It takes the step's own positional arguments; of a step with nnx objects or keyword arguments, their flat leaves.
+        """
+        return self._lowered(args, kwargs)[1]
 
     def in_shardings(self, *args: Any, **kwargs: Any) -> Any:
         """A NamedSharding per argument leaf, as a tuple of the dynamic arguments; keyword arguments follow as one dict.
@@ -145,8 +149,8 @@ class ParallelStep:
 
     def audit(self, *args: Any, **kwargs: Any) -> AuditReport:
         """The compiled program held against the plan: collectives and memory."""
-        entry = self._entry_of(args, kwargs)
-        return audit_program(entry.plan, entry.compiled)
+        entry, lowered = self._lowered(args, kwargs)
+        return audit_program(entry.plan, lowered.compile())
 
     def verify(self, *args: Any, **kwargs: Any) -> verify.VerifyReport:
         """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated."""
@@ -161,13 +165,20 @@ class ParallelStep:
             init_fn: makes the state: a pytree, a TrainState, an nnx object, or a tuple of the step's first arguments.
             args: arguments of `init_fn`, a PRNG key for example.
             batch: the step's other arguments, real or abstract; a tuple where they are several. May be left out after a
-                plan or a call.
+                plan or a call, and where strategy_ckpt_load_file names a saved plan.
 
         Raises:
             PlanError: no batch is given, and nothing was planned yet.
+            PlanMismatchError: the saved plan is for another state, mesh, machine or context.
         """
         made = placement.Init(init_fn, args)
         known = None if self._last is None else self._last.entry
+        if batch is None and known is None:
+            around = environment(self._options, self.context)
+            saved = loaded_plan(around.settings)
+            if saved is not None:
+                around.check_running()
+                return made.run_as_saved(saved, self._target, around.devices, self.context.strategy_ckpt_load_file)
         call, static = self._split(made.arguments(self._target, batch, known), {})
         return made.run(self._entry(call, static, stacklevel=3), call)
 
@@ -201,6 +212,11 @@ class ParallelStep:
         read = entry.read(call)
         assert read is not None, "an entry reads the call it was made for"
         return read
+
+    def _lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, jax.stages.Lowered]:
+        call, static = self._split(args, kwargs)
+        entry = self._entry(call, static, stacklevel=4)
+        return entry, entry.lower(self._read(entry, call).leaves)
 
     def _entry_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         return self._entry(*self._split(args, kwargs), stacklevel=4)

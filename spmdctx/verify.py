@@ -90,7 +90,7 @@ def verify_entry(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
     is_manual = any(math.prod(size for _, size in region.mesh_axes) > 1 for region in entry.planned.program.manual)
     with auto_axes():
         # Copies: the step may have been told to reuse the memory of its arguments.
-        split = entry.call(*[_copied(leaf, sharding) for leaf, sharding in zip(leaves, program.in_shardings, strict=True)])
+        split = entry.execute([_copied(leaf, entry.type_as_called(index, leaf).sharding) for index, leaf in enumerate(leaves)])
         whole = _whole_on_all(entry, leaves) if is_manual else _on_one_device(entry, leaves)
     rows = tuple(
         _row(leaf.path, leaf.carried_from is not None, ours, reference)
@@ -117,7 +117,9 @@ def _copied(leaf: Any, target: Any) -> Any:
         return jax.device_put(
             jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf)), target
         )
-    return jax.device_put(np.array(leaf), target) if isinstance(leaf, jax.Array) else leaf
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(np.array(leaf), target)
+    return leaf if target is None else jax.device_put(leaf, target)
 
 
 def _row(path: str, is_state: bool, ours: Any, reference: Any) -> VerifyRow:

@@ -296,6 +296,31 @@ def test_a_state_that_is_not_placed_yet_does_not_compile_twice(as_given, caplog)
     assert step.notes == ()
 
 
+@pytest.mark.parametrize("as_given", [jnp.asarray, np.asarray])
+def test_audit_verify_lower_and_calls_share_one_compiled_program(as_given, caplog):
+    step, params, batch = parallel(pytree_step), jax.tree.map(as_given, params_of()), batch_of()
+    args = params, SGD.init(params), batch
+    with jax.log_compiles(True):
+        step.audit(*args)
+        step.lower(*args).compile()
+        step.verify(*args)
+        for _ in range(3):
+            step(*args)
+        step.audit(*args)
+    assert sum("Finished XLA compilation of jit(pytree_step)" in record.message for record in caplog.records) == 1
+
+
+def test_audit_and_calls_of_an_nnx_step_share_one_compiled_program(caplog):
+    model, optimizer = make_nnx()
+    step = parallel(nnx_step)
+    with jax.log_compiles(True):
+        step.audit(model, optimizer, batch_of())
+        for _ in range(3):
+            step(model, optimizer, batch_of())
+        step.lower(model, optimizer, batch_of()).compile()
+    assert sum("Finished XLA compilation of jit(nnx_step)" in record.message for record in caplog.records) == 1
+
+
 def test_a_step_runs_without_jit():
     params, batch = params_of(), batch_of()
     with jax.disable_jit():
