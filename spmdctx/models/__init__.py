@@ -1,8 +1,9 @@
 """Models, training steps and text for the command line, the strategy files and the tests."""
 
-from spmdctx.models.config import PRESETS, DecoderConfig, preset
+from spmdctx.models.config import DecoderConfig, Lora
 from spmdctx.models.decoder import Decoder
-from spmdctx.models.strategies import UNSPLIT, Split, SplitKind
+from spmdctx.models.presets import PRESETS, preset
+from spmdctx.models.strategies import UNSPLIT, RegionStrategy, Split, SplitKind
 from spmdctx.models.text import WordTokenizer, batches, read_text
 from spmdctx.models.training import Batch, abstract_batch, abstract_program, create, pure_step, train_step
 
@@ -12,6 +13,8 @@ __all__ = [
     "Batch",
     "Decoder",
     "DecoderConfig",
+    "Lora",
+    "RegionStrategy",
     "Split",
     "SplitKind",
     "WordTokenizer",

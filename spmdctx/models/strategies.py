@@ -1,22 +1,38 @@
-"""Strategies for the decoder: tensor parallelism as in Megatron-LM, or only the pins from which it follows."""
+"""Strategies for the decoder: tensor parallelism as in Megatron-LM, only the pins from which it follows, or those of a file."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from flax import nnx
 
+from spmdctx.models.config import DecoderConfig, Target
 from spmdctx.shard import shard
-from spmdctx.shard_call import Spec
 
 M = TypeVar("M", bound=nnx.Module)
 SplitKind = Literal["none", "megatron", "pins"]
+Slices = tuple[int, ...]
 
-ATTENTION = {"query/kernel": "-m", "key/kernel": "-m", "value/kernel": "-m", "out/kernel": "m-"}
-FEED_FORWARD = {"gate/kernel": "-m", "up/kernel": "-m", "down/kernel": "m-"}
-ATTENTION_PIN = {"query/kernel": "-m"}
-FEED_FORWARD_PIN = {"gate/kernel": "-m"}
+_ATTENTION: dict[Target, str] = {"query": "-m", "key": "-m", "value": "-m", "out": "m-"}
+_FEED_FORWARD: dict[Target, str] = {"gate": "-m", "up": "-m", "down": "m-"}
+BLOCKS = ("layers/*", "query_layer")
+"""Paths of the blocks; the second is PanGu-alpha's."""
+
+
+class RegionStrategy(NamedTuple):
+    """What `shard()` is given for one module.
+
+    Attributes:
+        inputs: slices of each array argument; None leaves them free.
+        outputs: slices of each array result.
+        parameters: slices by parameter path.
+    """
+
+    inputs: tuple[Slices, ...] | None
+    outputs: tuple[Slices, ...] | None
+    parameters: Mapping[str, Slices]
 
 
 @dataclass(frozen=True)
@@ -29,39 +45,63 @@ class Split:
             from which sharding propagation finds the rest.
         data: slices of the batch.
         model: slices of the weights.
+        regions: strategies by module path, such as those of a file, in place of the kind's own.
     """
 
     kind: SplitKind = "none"
     data: int = 1
     model: int = 1
+    regions: Mapping[str, RegionStrategy] | None = None
 
-    def layer(self, module: M, weights: dict[str, str], pins: dict[str, str]) -> M:
-        """A module from [batch, seq, features] to the same, the batch split and its weights by path."""
-        if self.kind == "none":
-            return module
+    def layer(self, module: M, path: str, config: DecoderConfig) -> M:
+        """The module, sharded if there is a strategy for its path."""
+        region = self.regions_of(config).get(path)
+        return module if region is None else shard(module, region.inputs, region.outputs, region.parameters)
+
+    def regions_of(self, config: DecoderConfig) -> Mapping[str, RegionStrategy]:
+        """The strategies by module path: those of a file, or those of the kind for a decoder of these sizes."""
+        if self.regions is not None:
+            return self.regions
         if self.kind == "pins":
-            return shard(module, None, parameter_plan=self._plan(pins)) if pins else module
-        whole = (self.slices("d--"),)
-        return shard(module, whole, whole, self._plan(weights))
+            return self._pins(config)
+        return self._megatron(config) if self.kind == "megatron" else {}
 
-    def embedding(self, module: M) -> M:
-        """Token embedding: the vocabulary split, partial rows summed."""
-        if self.kind != "megatron":
-            return module
-        return shard(module, (self.slices("d-"),), (self.slices("d--"),), self._plan({"embedding": "m-"}))
-
-    def head(self, module: M) -> M:
-        """Output layer: the vocabulary split, and the logits with it."""
-        if self.kind != "megatron":
-            return module
-        return shard(module, (self.slices("d--"),), (self.slices("d-m"),), self._plan({"kernel": "-m"}))
-
-    def slices(self, word: str) -> tuple[int, ...]:
+    def slices(self, word: str) -> Slices:
         """A strategy from a word: `d` data slices, `m` model slices, `-` whole."""
         return tuple({"d": self.data, "m": self.model, "-": 1}[letter] for letter in word)
 
-    def _plan(self, words: dict[str, str]) -> dict[str, Spec]:
-        return {path: self.slices(word) for path, word in words.items()}
+    def _pins(self, config: DecoderConfig) -> dict[str, RegionStrategy]:
+        first = {"attention": "query", "mlp": "gate" if config.feed_forward == "swiglu" else "up"}
+        return {
+            f"{block}/{part}": RegionStrategy(None, None, {f"{weight}/kernel": self.slices("-m")})
+            for block in BLOCKS[: 1 + config.query_layer]
+            for part, weight in first.items()
+        }
+
+    def _megatron(self, config: DecoderConfig) -> dict[str, RegionStrategy]:
+        whole = (self.slices("d--"),)
+        regions = {"embedding": RegionStrategy((self.slices("d-"),), whole, {"embedding": self.slices("m-")})}
+        for block in BLOCKS[: 1 + config.query_layer]:
+            sources = (self.slices("---"),) if block == "query_layer" else ()
+            regions[f"{block}/attention"] = RegionStrategy(whole + sources, whole, self._weights(_ATTENTION, config))
+            regions[f"{block}/mlp"] = RegionStrategy(whole, whole, self._weights(_FEED_FORWARD, config))
+        logits = (self.slices("d-m"),)
+        if config.head == "tied":
+            return regions | {"head": RegionStrategy((*whole, self.slices("m-")), logits, {})}
+        return regions | {"head": RegionStrategy(whole, logits, {"kernel": self.slices("-m")})}
+
+    def _weights(self, words: Mapping[Target, str], config: DecoderConfig) -> dict[str, Slices]:
+        """Strategies of a layer's weights, with the biases and low-rank updates that they have."""
+        found = {}
+        for weight in (name for name in config.weights if name in words):
+            word = words[weight]
+            inputs, outputs = word[0], word[1]
+            found[f"{weight}/kernel"] = word
+            if config.has_bias(weight):
+                found[f"{weight}/bias"] = outputs
+            if config.lora_of(weight) is not None:
+                found |= {f"{weight}/lora_a": f"{inputs}-", f"{weight}/lora_b": f"-{outputs}"}
+        return {path: self.slices(word) for path, word in found.items()}
 
 
 UNSPLIT = Split()

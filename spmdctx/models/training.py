@@ -30,9 +30,9 @@ def loss_fn(model: Decoder, batch: Batch) -> jax.Array:
 
 
 def train_step(model: Decoder, optimizer: nnx.Optimizer[Decoder], batch: Batch) -> jax.Array:
-    """One AdamW step that changes the model and the optimizer in place, and returns the loss."""
+    """One AdamW step of the parameters that the optimizer holds; model and optimizer change in place. Returns the loss."""
     loss: jax.Array
-    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+    loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt))(model, batch)
     optimizer.update(model, grads)
     return loss
 
@@ -40,9 +40,9 @@ def train_step(model: Decoder, optimizer: nnx.Optimizer[Decoder], batch: Batch) 
 def create(
     config: DecoderConfig, *, seed: int = 0, split: Split = UNSPLIT, learning_rate: float = 3e-4
 ) -> tuple[Decoder, nnx.Optimizer[Decoder]]:
-    """A new model and its optimizer."""
+    """A new model and its optimizer, which holds the low-rank updates alone where there are any."""
     model = Decoder(config, nnx.Rngs(seed), split)
-    return model, nnx.Optimizer(model, optax.adamw(learning_rate), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, optax.adamw(learning_rate), wrt=nnx.LoRAParam if config.lora else nnx.Param)
 
 
 def abstract_batch(batch_size: int, seq: int) -> Batch:

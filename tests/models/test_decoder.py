@@ -12,7 +12,7 @@ from flax import nnx
 
 from spmdctx.errors import ContextError
 from spmdctx.models import PRESETS, Decoder, DecoderConfig, Split, abstract_program, batches, create, preset, pure_step, train_step
-from spmdctx.models.decoder import Attention, rotate
+from spmdctx.models.attention import Attention, rotate
 
 CONFIG = DecoderConfig(vocab_size=48, width=24, num_layers=2, num_heads=6, num_kv_heads=3, hidden=48, max_seq=12)
 
