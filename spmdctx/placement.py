@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,16 +11,18 @@ import jax
 import jax.extend.core as jexc
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from spmdctx.entry import Entry
-from spmdctx.errors import PlanError, StrategyError, message
+from spmdctx.errors import PlanError, PlanMismatchError, StrategyError, message
 from spmdctx.ir import Role
-from spmdctx.lowering.specs import named_sharding
+from spmdctx.lowering.specs import make_mesh, named_sharding
 from spmdctx.mesh import replicated
 from spmdctx.mesh_scope import auto_axes
-from spmdctx.trace.arguments import NO_STATIC, Call
-from spmdctx.trace.capture import Captured, Target, capture_call, flattening_of, target_of
+from spmdctx.plan.mismatch import differences_text, leaf_differences
+from spmdctx.plan.plan import Plan
+from spmdctx.trace.arguments import NO_STATIC, Call, split_static
+from spmdctx.trace.capture import Captured, Target, capture_call, flattening_of, leaf_paths, target_of
 from spmdctx.trace.structure import Read, shape_of
 
 
@@ -63,7 +65,10 @@ class Init:
             batches = [(batch,), tuple(batch)] if type(batch) in (tuple, list) else [(batch,)]
             return _fitting(target, [(*state, *rest) for rest in batches for state in states])
         if known is None:
-            raise PlanError("init needs a batch to plan for: no call was planned yet.", fix="pass batch=, arrays or jax.ShapeDtypeStruct")
+            raise PlanError(
+                "init needs a batch to plan for: no call was planned yet.",
+                fix="pass batch=, arrays or jax.ShapeDtypeStruct, or load a saved plan with strategy_ckpt_load_file",
+            )
         args, _ = abstract_call(known)
         args = args[len(target.leading) :]
         if args and type(args[0]) is not tuple:  # then a tuple of states is no first argument
@@ -74,8 +79,34 @@ class Init:
         """Makes the state, each leaf split as the step takes it; leaves that the step does not take are whole everywhere."""
         entry.environment.check_running()
         taken = zip(flattening_of(call).leaves, entry.program.in_shardings, strict=True)
-        targets = {id(leaf.value): sharding for leaf, sharding in taken}
-        mesh = entry.program.mesh
+        return self._place({id(leaf.value): sharding for leaf, sharding in taken}, entry.program.mesh)
+
+    def run_as_saved(self, plan: Plan, target: Target, devices: Sequence[Any], where: str) -> Any:
+        """Makes the state as a saved plan splits the step's first arguments.
+
+        Raises:
+            PlanMismatchError: the plan has no leaf of that path, shape and dtype.
+        """
+        saved = {tensor.path: tensor for tensor in plan.inputs}
+        found: list[str] = []
+        for state in [(self._result,), *([self._result] if type(self._result) is tuple else [])]:
+            call, static = split_static(target.static, (*target.leading, *state), {})
+            leaves = flattening_of(call).leaves
+            here = [
+                (path, tuple(leaf.value.shape), str(leaf.value.dtype))
+                for path, leaf in zip(leaf_paths(target, call, static), leaves, strict=True)
+            ]
+            known = [saved[path] for path, _, _ in here if path in saved]
+            found = list(leaf_differences([(leaf.path, leaf.shape, leaf.dtype) for leaf in known], here))
+            if not found:
+                mesh = make_mesh(plan.logical_mesh, devices)
+                pairs = zip(leaves, here, strict=True)
+                return self._place({id(leaf.value): named_sharding(mesh, saved[path].sharding) for leaf, (path, _, _) in pairs}, mesh)
+        raise PlanMismatchError(
+            f"What init makes is not what the saved plan of {target.name} takes.", where=where, got=differences_text(found[:4])
+        )
+
+    def _place(self, targets: Mapping[int, NamedSharding], mesh: Mesh) -> Any:
         shardings = [targets.get(id(leaf), named_sharding(mesh, replicated(len(leaf.shape)))) for leaf in self._abstract]
         run = jax.jit(jexc.jaxpr_as_fun(self._captured.jaxpr), out_shardings=shardings)
         with auto_axes():

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from spmdctx.errors import PlanFormatError
 from spmdctx.ir import Assignment, AxisNames, Collective, FactorKind, Op, OpRule, OpSharding, Origin, Role, TensorSharding
 from spmdctx.mesh import LogicalMesh
+from spmdctx.plan.mindspore import MindSporeStrategy, is_mindspore, parse_mindspore
 from spmdctx.plan.plan import FORMAT_VERSION, Cost, OpTable, Plan, PlannedTensor, Reshard
 
 FORMAT = "spmdctx plan"
@@ -60,10 +61,39 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         PlanFormatError: the file is no plan, is damaged, or has another format version.
     """
     where = os.fspath(path)
+    return _plan_of(_parsed(path, where), where)
+
+
+def read_strategy(path: str | os.PathLike[str]) -> Plan | MindSporeStrategy:
+    """Reads a plan file or a strategy file of MindSpore in JSON; what it holds decides, and not its name.
+
+    Raises:
+        PlanFormatError: the file is neither, is damaged, or has another format version.
+    """
+    where = os.fspath(path)
+    body = _parsed(path, where)
+    return parse_mindspore(body, where) if is_mindspore(body) else _plan_of(body, where)
+
+
+def _parsed(path: str | os.PathLike[str], where: str) -> Any:
     try:
-        body = json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise PlanFormatError("The file is no plan: it does not hold JSON text.", where=where, got=str(error)) from error
+        raise PlanFormatError(
+            "The file is no plan: it does not hold JSON text.",
+            where=where,
+            got=str(error),
+            fix="of MindSpore's strategy files only those whose name ends in .json are JSON; save such a one",
+        ) from error
+
+
+def _plan_of(body: Any, where: str) -> Plan:
+    if is_mindspore(body):
+        raise PlanFormatError(
+            "The file is a strategy file of MindSpore, which holds layouts and no plan.",
+            where=where,
+            fix="give it as strategy_ckpt_load_file: its layouts are then pins of the step's parameters",
+        )
     _check(body, where)
     try:
         return _decode(body)

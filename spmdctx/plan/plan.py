@@ -177,7 +177,7 @@ class Plan:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", tuple((name, _plain(value)) for name, value in self.options))
+        object.__setattr__(self, "options", tuple((name, plain_option(value)) for name, value in self.options))
 
     def __hash__(self) -> int:
         return hash((self.fingerprint, self.logical_mesh))
@@ -197,6 +197,21 @@ class Plan:
         from spmdctx.plan.file import write_plan
 
         write_plan(self, path)
+
+    def save_mindspore(self, path: str | os.PathLike[str], *, only_parameters: bool = True, several_axes: bool = False) -> None:
+        """Writes the parameters' layouts and the strategies of the ops that read them as MindSpore's strategy JSON.
+
+        Args:
+            path: a file whose name ends in `.json`.
+            only_parameters: leave out optimizer state and other state.
+            several_axes: allow what only newer versions of MindSpore read: a dimension over axes that do not lie side by side.
+
+        Raises:
+            UnsupportedError: shardings that the format cannot hold, by name.
+        """
+        from spmdctx.plan.mindspore import write_mindspore
+
+        write_mindspore(self, path, only_parameters=only_parameters, several_axes=several_axes)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -260,14 +275,14 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return count
 
 
-def _plain(value: Any) -> Any:
+def plain_option(value: Any) -> Any:
     """An option's value as JSON could hold it, with tuples for lists; anything else becomes its text."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
         return str(value)
     if isinstance(value, (list, tuple)):
-        return tuple(_plain(item) for item in value)
+        return tuple(plain_option(item) for item in value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_option(item) for key, item in value.items()}
     return str(value)

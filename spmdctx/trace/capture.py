@@ -288,6 +288,11 @@ def _argument(static: Static, keys: Keys) -> int | str:
     return argument if isinstance(argument, str) else static.position(argument)
 
 
+def leaf_paths(target: Target, call: Call, static: Static) -> list[str]:
+    """What plans call the leaves of a call, which may have the step's first arguments only."""
+    return [_path(target, static, leaf.keys) for leaf in flattening_of(call).leaves]
+
+
 def _path(target: Target, static: Static, keys: Keys) -> str:
     return "/".join([target.parameters.name(_argument(static, keys)), *[key_text(key) for key in keys[2:]]])
 

@@ -1,0 +1,199 @@
+"""Whether a plan is for this program, on this machine, in this context; and if not, the first things that differ."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmdctx.errors import PlanMismatchError
+from spmdctx.ir import LITERAL, Graph, Op
+from spmdctx.mesh import LogicalMesh
+from spmdctx.plan.plan import Plan, plain_option
+from spmdctx.plan.units import bytes_text, mesh_text, place_text, tensor_text
+
+MAX_DIFFERENCES = 4
+SEARCH_OPTIONS = frozenset(
+    {
+        "search_mode",
+        "sharding_propagation",
+        "auto_pipeline",
+        "mem_coeff",
+        "fully_use_devices",
+        "elementwise_op_strategy_follow",
+        "tensor_slice_align_enable",
+        "tensor_slice_align_size",
+        "enable_algo_approxi",
+        "algo_approxi_epsilon",
+    }
+)
+"""Options that say how a plan is found, and nothing about what it must be."""
+
+
+LeafKind = tuple[str, tuple[int, ...], str]
+"""Path, shape and dtype of one argument leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a plan is to be used for; `mesh` is None where any mesh of `num_devices` will do."""
+
+    num_devices: int
+    mesh: LogicalMesh | None
+    topology: str
+    mode: str
+    options: tuple[tuple[str, Any], ...]
+    memory_bytes: int | None = None
+
+
+def check_plan(plan: Plan, wanted: Wanted, graph: Graph | None, where: str) -> None:
+    """Refuses a plan that was made for something else.
+
+    Args:
+        plan: the plan, from a file.
+        wanted: what it is to be used for.
+        graph: the traced step; None where only the machine and the context can be compared.
+        where: the file, for the message.
+
+    Raises:
+        PlanMismatchError: it names the first things that differ.
+    """
+    parts = {
+        "program": [] if graph is None else list(program_differences(plan, graph)),
+        "mesh": list(_mesh_differences(plan, wanted)),
+        "topology": [] if plan.topology == wanted.topology else [f"topology: {plan.topology} in the file, {wanted.topology} here"],
+        "context": list(_context_differences(plan, wanted)),
+        "memory budget": list(_memory_differences(plan, wanted)),
+    }
+    found = [name for name, rows in parts.items() if rows]
+    if found:
+        raise PlanMismatchError(
+            f"The plan was made for another {' and another '.join(found)}.",
+            where=where,
+            got=differences_text([row for rows in parts.values() for row in rows[:MAX_DIFFERENCES]]),
+            fix="leave strategy_ckpt_load_file out to plan again, and save the new plan with strategy_ckpt_save_file",
+        )
+
+
+def differences_text(rows: Sequence[str]) -> str:
+    """One row per line, aligned with the label of the message they stand in."""
+    return "\n         ".join(rows)
+
+
+def program_differences(plan: Plan, graph: Graph) -> Iterator[str]:
+    """Inputs, then ops, then all else in which a traced program is not the one of a plan; nothing where it is the one."""
+    if plan.fingerprint == graph.fingerprint:
+        return
+    here = [(value.path, value.shape, value.dtype) for value in map(graph.values.__getitem__, graph.inputs)]
+    rows = list(leaf_differences([(leaf.path, leaf.shape, leaf.dtype) for leaf in plan.inputs], here))
+    rows += _role_differences(plan, graph)
+    yield from _counted(rows)
+    op = _op_difference(plan, graph, by_size=not rows)
+    if op:
+        yield op
+    elif not rows:
+        yield (
+            f"fingerprint: {plan.fingerprint[:12]} in the file, {graph.fingerprint[:12]} here; all inputs and ops have equal shapes, so "
+            "it is a parameter of an op, a literal, a dtype inside of the step, a shard() strategy or a sharding constraint"
+        )
+
+
+def leaf_differences(saved: Iterable[LeafKind], here: Iterable[LeafKind]) -> Iterator[str]:
+    """Argument leaves that differ in shape or dtype, or that only one side has."""
+    old = {path: (shape, dtype) for path, shape, dtype in saved}
+    new = {path: (shape, dtype) for path, shape, dtype in here}
+    for path, kind in old.items():
+        if path in new and new[path] != kind:
+            yield f"input '{path}': {tensor_text(*kind)} in the file, {tensor_text(*new[path])} here"
+    gone, added = [path for path in old if path not in new], [path for path in new if path not in old]
+    for path in gone:
+        yield f"input '{path}' {tensor_text(*old[path])} is in the file, but not here{nearest(path, added)}"
+    for path in added:
+        yield f"input '{path}' {tensor_text(*new[path])} is here, but not in the file{nearest(path, gone)}"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """` (nearest: 'a', 'b')`, empty where nothing is near."""
+    close = difflib.get_close_matches(name, list(names), n=2, cutoff=0.6)
+    return f" (nearest: {', '.join(map(repr, close))})" if close else ""
+
+
+def _role_differences(plan: Plan, graph: Graph) -> list[str]:
+    roles = {graph.values[value].path: graph.values[value].role for value in graph.inputs}
+    return [
+        f"input '{leaf.path}': {leaf.role.value} in the file, {roles[leaf.path].value} here"
+        for leaf in plan.inputs
+        if leaf.path in roles and roles[leaf.path] is not leaf.role
+    ]
+
+
+def _op_difference(plan: Plan, graph: Graph, *, by_size: bool) -> str:
+    """The first op, in execution order, that is not the plan's; with inputs of other sizes its own sizes say nothing new."""
+    table = plan.op_table
+    for index, (old, new) in enumerate(zip(table.operations, graph.ops, strict=False)):
+        if old.primitive != new.primitive:
+            kinds = (old.primitive, new.primitive)
+        elif by_size and old.rule != new.rule:
+            kinds = (f"{old.primitive} {old.rule}", f"{new.primitive} {new.rule}")
+        elif old.repeats != new.repeats:
+            kinds = (f"{old.primitive} {old.repeats} times", f"{new.primitive} {new.repeats} times")
+        elif old[2:4] != new[2:4]:
+            kinds = (f"{old.primitive} of {_names(old, plan)}", f"{new.primitive} of {_names(new, plan)}")
+        else:
+            continue
+        saved, here = place_text(table.origins[index].source), place_text(graph.origins[index].source)
+        return f"op {index + 1}: {kinds[0]} ({saved}) in the file, {kinds[1]} ({here}) here"
+    if len(table) == len(graph.ops):
+        return ""
+    rest, side = (table.operations, "in the file") if len(table) > len(graph.ops) else (graph.ops, "here")
+    origins = table.origins if rest is table.operations else graph.origins
+    first = min(len(table), len(graph.ops))
+    more = abs(len(table) - len(graph.ops))
+    return f"op {first + 1}: {rest[first].primitive} ({place_text(origins[first].source)}) is only {side}, {more} ops more"
+
+
+def _names(op: Op, plan: Plan) -> str:
+    paths = {value: leaf.path for value, leaf in zip(plan.op_table.inputs, plan.inputs, strict=False)}
+    return ", ".join("a literal" if value == LITERAL else paths.get(value, f"value {value}") for value in op.operands)
+
+
+def _mesh_differences(plan: Plan, wanted: Wanted) -> Iterator[str]:
+    mesh = plan.logical_mesh
+    if wanted.mesh is None:
+        if mesh.num_devices != wanted.num_devices:
+            yield f"mesh: {mesh_text(mesh)} in the file, {wanted.num_devices} devices here"
+        return
+    for name, size in mesh.axes:
+        if name not in wanted.mesh.sizes:
+            yield f"mesh axis '{name}': {size} in the file, none of that name here (the mesh is {mesh_text(wanted.mesh)})"
+        elif wanted.mesh.sizes[name] != size:
+            yield f"mesh axis '{name}': {size} in the file, {wanted.mesh.sizes[name]} here"
+    for name, size in wanted.mesh.axes:
+        if name not in mesh.sizes:
+            yield f"mesh axis '{name}': none of that name in the file, {size} here"
+    if sorted(mesh.axes) == sorted(wanted.mesh.axes) and mesh.axes != wanted.mesh.axes:
+        yield f"mesh: {mesh_text(mesh)} in the file, {mesh_text(wanted.mesh)} here"
+
+
+def _context_differences(plan: Plan, wanted: Wanted) -> Iterator[str]:
+    if plan.mode != wanted.mode:
+        yield f"parallel_mode: {plan.mode!r} in the file, {wanted.mode!r} here"
+    skipped = SEARCH_OPTIONS | {"parallel_mode", "device_num"}
+    old: Mapping[str, Any] = dict(plan.options)
+    new: Mapping[str, Any] = {name: plain_option(value) for name, value in wanted.options}
+    for name in [*old, *(name for name in new if name not in old)]:
+        if name not in skipped and old.get(name) != new.get(name):
+            texts = [repr(side[name]) if name in side else "its default" for side in (old, new)]
+            yield f"{name}: {texts[0]} in the file, {texts[1]} here"
+
+
+def _memory_differences(plan: Plan, wanted: Wanted) -> Iterator[str]:
+    if wanted.memory_bytes is not None and plan.cost.memory_bytes > wanted.memory_bytes:
+        yield f"memory per device: the plan needs {bytes_text(plan.cost.memory_bytes)}, memory_bytes is {bytes_text(wanted.memory_bytes)}"
+
+
+def _counted(rows: Sequence[str]) -> Iterator[str]:
+    yield from rows[: MAX_DIFFERENCES - 1]
+    if len(rows) > MAX_DIFFERENCES - 1:
+        yield f"and {len(rows) - MAX_DIFFERENCES + 1} more"

@@ -1,0 +1,111 @@
+"""The options strategy_ckpt_save_file and strategy_ckpt_load_file: plans written when they are made, and used instead of a search."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from spmdctx.errors import PlanMismatchError
+from spmdctx.ir import TensorSharding
+from spmdctx.mesh import format_sharding
+from spmdctx.plan.file import read_strategy, write_plan
+from spmdctx.plan.mindspore import MindSporeStrategy
+from spmdctx.plan.mindspore_pins import FilePins, Parameter, file_pins
+from spmdctx.plan.mismatch import Wanted, check_plan
+from spmdctx.plan.plan import Plan, PlannedTensor, Timing
+from spmdctx.planner import Planned, Settings, plan_program
+from spmdctx.trace.build import Argument, build
+from spmdctx.trace.capture import Captured
+
+MODES = ("semi_auto_parallel", "auto_parallel")
+REASON = "the strategy file"
+
+
+def planned_with_files(captured: Captured, settings: Settings) -> Planned:
+    """Plans a captured step as `planner.plan_program` does, with the strategy files of the context.
+
+    A plan in strategy_ckpt_load_file is used as it is, with no search; the layouts of a MindSpore strategy file are pins.
+
+    Raises:
+        PlanFormatError: the file is no plan and no strategy file, is damaged, or has another format version.
+        PlanMismatchError: it is for another program, mesh, machine or context.
+        OSError: a file that is not there or cannot be written.
+    """
+    context = settings.context
+    if context.parallel_mode not in MODES:
+        return plan_program(captured, settings)
+    load, save = context.strategy_ckpt_load_file, context.strategy_ckpt_save_file
+    made = _loaded(captured, settings, load) if load else plan_program(captured, settings)
+    # Every process makes the same plan; one of them writes it.
+    if save and not (jax.distributed.is_initialized() and jax.process_index()):
+        Path(save).parent.mkdir(parents=True, exist_ok=True)
+        write_plan(made.plan, save)
+    return made
+
+
+def loaded_plan(settings: Settings) -> Plan | None:
+    """The plan in strategy_ckpt_load_file, checked as far as it can be without the step; None where there is no such plan."""
+    context = settings.context
+    load = context.strategy_ckpt_load_file
+    if not load or context.parallel_mode not in MODES:
+        return None
+    found = read_strategy(load)
+    if not isinstance(found, Plan):
+        return None
+    check_plan(found, _wanted(settings), None, load)
+    return found
+
+
+def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
+    found = read_strategy(load)
+    if isinstance(found, MindSporeStrategy):
+        return _pinned(captured, settings, found, Path(load).name)
+    start = time.perf_counter()
+    program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
+    check_plan(found, _wanted(settings), program.graph, load)
+    timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
+    return Planned(replace(found, timing=timing), program, found.assignment, found.logical_mesh)
+
+
+def _wanted(settings: Settings) -> Wanted:
+    context = settings.context
+    return Wanted(
+        num_devices=settings.num_devices,
+        mesh=settings.mesh,
+        topology=settings.topology.device,
+        mode=context.parallel_mode,
+        options=context.plan_options(),
+        memory_bytes=settings.memory_bytes,
+    )
+
+
+def _pinned(captured: Captured, settings: Settings, strategy: MindSporeStrategy, name: str) -> Planned:
+    """Plans with the parameters of a MindSpore strategy file pinned."""
+    parameters = [Parameter(leaf.path, leaf.role, leaf.shape) for leaf in captured.inputs]
+    pins = file_pins(strategy, parameters, settings.num_devices, settings.mesh, name)
+    marked = [leaf.path for leaf in captured.inputs if leaf.path in pins.shardings and leaf.metadata is not None]
+    if marked:
+        raise PlanMismatchError(
+            "The strategy file and partitioning metadata both say how a parameter is split.", where=name, got=", ".join(marked[:4])
+        )
+    inputs = tuple(replace(leaf, metadata=pins.shardings.get(leaf.path, leaf.metadata)) for leaf in captured.inputs)
+    pinned = replace(captured, inputs=inputs, notes=(*captured.notes, *pins.notes, _summary(pins, name)))
+    made = plan_program(pinned, replace(settings, mesh=pins.mesh))
+    own = tuple(_with_reason(tensor, pins.shardings) for tensor in made.plan.inputs)
+    return replace(made, plan=replace(made.plan, inputs=own))
+
+
+def _summary(pins: FilePins, name: str) -> str:
+    return f"Strategy file {name}: {len(pins.shardings)} parameters are split as it says."
+
+
+def _with_reason(tensor: PlannedTensor, shardings: Mapping[str, TensorSharding]) -> PlannedTensor:
+    wanted = shardings.get(tensor.path)
+    if wanted is None:
+        return tensor
+    reason = REASON if wanted == tensor.sharding else f"{REASON} asks for {format_sharding(wanted)}"
+    return tensor._replace(reason=reason)
