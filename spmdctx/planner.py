@@ -60,7 +60,8 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         setup = prepare(program.graph, _request(program, captured, settings))
         assignment = _assign(program, setup, settings)
         written = [row for region in program.manual for row in region.collectives]
-        bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology)
+        donated = frozenset([value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if leaf.donated])
+        bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology, donated)
         notes = _notes(program, captured, setup, settings, assignment, bill)
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
         plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing)

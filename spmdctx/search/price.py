@@ -15,6 +15,7 @@ from spmdctx.cost.reshard import reshard_steps
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
+from spmdctx.search.memory import lives, peak
 from spmdctx.search.rewrites import Readers, Sums
 from spmdctx.search.roofline import compute_time_s, local_bytes
 from spmdctx.search.space import reduction_plan
@@ -66,8 +67,10 @@ def price(
     assignment: Assignment,
     mesh: LogicalMesh,
     topology: Topology,
+    donated: frozenset[int] = frozenset(),
 ) -> Bill:
-    """Prices an assignment; `manual` are the collectives that the user wrote himself."""
+    """Prices an assignment; `manual` are the collectives that the user wrote himself, `donated` inputs lend their memory."""
+    scopes = tuple(scopes)
     biller = _Biller(graph, loose, assignment, mesh, topology)
     for op, scope in zip(graph.ops, scopes, strict=True):
         biller.add(op, scope)
@@ -76,7 +79,7 @@ def price(
     for row in manual:
         time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
-    bill.memory_bytes = _peak_bytes(graph, assignment, mesh)
+    bill.memory_bytes = peak(lives(graph, scopes, donated), _local_bytes(graph, assignment, mesh), len(graph.ops)).bytes
     return bill
 
 
@@ -211,27 +214,6 @@ def _aliases(graph: Graph) -> list[int]:
         if op.primitive in ("spmdctx_shard", "sharding_constraint") and op.operands[0] != LITERAL:
             same[op.results[0]] = same[op.operands[0]]
     return same
-
-
-def _peak_bytes(graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> int:
-    """Largest sum of live local bytes over the step; arguments live throughout, results until their last reader."""
-    last_use: dict[int, int] = {}
-    for op in graph.ops:
-        for value in (*op.results, *op.operands):
-            last_use[value] = op.id
-    sizes = _local_bytes(graph, assignment, mesh)
-    freed = [0] * len(graph.ops)
-    kept = {*graph.inputs, *graph.outputs, LITERAL}
-    for value, index in last_use.items():
-        if value not in kept:
-            freed[index] += sizes[value]
-    live = peak = sum(sizes[value] for value in graph.inputs)
-    for op, gone in zip(graph.ops, freed, strict=True):
-        for value in op.results:
-            live += sizes[value]
-        peak = max(peak, live)
-        live -= gone
-    return peak
 
 
 def _local_bytes(graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> list[int]:

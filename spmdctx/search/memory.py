@@ -1,0 +1,215 @@
+"""Memory over a step: which values exist in memory from when to when, whatever their shardings, and how much that is.
+
+With the values `v` that are materialised, each alive from op `start(v)` to op `end(v)`, the peak of an assignment is
+
+    max over ops t of  sum of bytes(v) over v with start(v) <= t <= end(v)
+
+Lives depend on the program alone, bytes on the assignment alone. Arguments live throughout; a donated one lends its memory to
+the state it becomes. A loop keeps what it reads and what it stacks up as long as it runs, and carries its state in place. An
+element-wise op writes over an operand that nothing reads later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmdctx.ir import LITERAL, FactorKind, Graph, Op, item_bytes
+from spmdctx.search.fusion import materialised
+
+_CARRIED = frozenset({"scan.next", "while.next"})
+_ENTERING = frozenset({"scan.enter", "while.enter"})
+_LEAVING = _CARRIED | {"scan.exit"}
+_IN_PLACE = ("scatter", "dynamic_update_slice")
+
+
+class ValueLife(NamedTuple):
+    """A value is in memory from the op `start` to the op `end`, both included."""
+
+    value: int
+    start: int
+    end: int
+
+
+class Peak(NamedTuple):
+    """The op at which most bytes are alive, and how many those are."""
+
+    time: int
+    bytes: int
+
+
+def lives(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset()) -> tuple[ValueLife, ...]:
+    """The lives of all values that exist in memory.
+
+    Args:
+        graph: the step.
+        scopes: per op the computation that it belongs to (`Program.scopes`).
+        donated: inputs whose memory the step may reuse.
+    """
+    return _Liveness(graph, scopes, donated).find()
+
+
+def profile(found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int) -> NDArray[np.int64]:
+    """Bytes alive at each op. `sizes` are one device's bytes of each value of the graph."""
+    change = np.zeros(num_ops + 2, dtype=np.int64)
+    if found:
+        table = np.array(found, dtype=np.int64)
+        size = np.fromiter((sizes[value] for value in table[:, 0]), dtype=np.int64, count=len(table))
+        np.add.at(change, table[:, 1], size)
+        np.subtract.at(change, table[:, 2] + 1, size)
+    return np.cumsum(change)[: max(num_ops, 1)]
+
+
+def peak(found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int) -> Peak:
+    """The largest entry of `profile`, the first where there are several."""
+    alive = profile(found, sizes, num_ops)
+    time = int(alive.argmax())
+    return Peak(time, int(alive[time]))
+
+
+class _Loops:
+    """Where loops begin and end: `last[i]` of an op that enters one, `first[i]` of one that leaves one, else the op itself."""
+
+    def __init__(self, graph: Graph, scopes: Sequence[int]) -> None:
+        count = len(graph.ops)
+        self.first, self.last = list(range(count)), list(range(count))
+        open_loops: dict[int, list[int]] = {}
+        entered: set[int] = set()
+        for op in reversed(graph.ops):
+            scope = scopes[op.id]
+            if op.primitive in _LEAVING:
+                if scope in entered or scope not in open_loops:
+                    open_loops[scope] = []
+                    entered.discard(scope)
+                open_loops[scope].append(op.id)
+            elif op.primitive in _ENTERING and scope in open_loops:
+                entered.add(scope)
+                self.last[op.id] = open_loops[scope][0]
+                for leaving in open_loops[scope]:
+                    self.first[leaving] = op.id
+            elif scope in open_loops:
+                del open_loops[scope]
+                entered.discard(scope)
+
+
+class _Liveness:
+    def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int]) -> None:
+        self.graph, self.donated = graph, donated
+        self.held = materialised(graph)
+        self.loops = _Loops(graph, scopes)
+        self.end = [-1] * (len(graph.values) + 1)
+        self.start: dict[int, int] = {}
+        self.carried = dict(graph.ties)
+        self.inputs = frozenset(graph.inputs)
+
+    def find(self) -> tuple[ValueLife, ...]:
+        self._find_ends()
+        last = max(len(self.graph.ops) - 1, 0)
+        reused = {self.carried[value] for value in self.donated if self._becomes(value)}
+        for value in self.graph.outputs:
+            self.end[value] = last
+        self._write_in_place()
+        found = [ValueLife(value, 0, last) for value in self.graph.inputs]
+        for op in self.graph.ops:
+            for value in op.results:
+                if self.held[value] and value not in reused:
+                    start = self.start.get(value, op.id)
+                    found.append(ValueLife(value, start, max(self.end[value], start)))
+        return tuple(found)
+
+    def _becomes(self, value: int) -> bool:
+        """Whether a donated input has a next value of its kind to lend its memory to."""
+        after = self.carried.get(value)
+        return after is not None and self.graph.values[after][1:3] == self.graph.values[value][1:3]
+
+    def _find_ends(self) -> None:
+        """Last op by which each value is read; what a chain reads is read when its last reader runs."""
+        end, held = self.end, self.held
+        for op in reversed(self.graph.ops):
+            name = op.primitive
+            if name in _ENTERING:
+                self._enter(op)
+                continue
+            if name in _LEAVING:
+                self._leave(op)
+                continue
+            time = op.id
+            for value in op.results:
+                if held[value]:
+                    time = op.id
+                    break
+                if end[value] > time:
+                    time = end[value]
+            for value in op.operands:
+                if end[value] < time:
+                    end[value] = time
+
+    def _enter(self, op: Op) -> None:
+        """What a loop reads it keeps to its end; what it carries is in the memory of what it starts from."""
+        value, result = op.operands[0], op.results[0]
+        after = self.carried.get(result)
+        time = max(self.loops.last[op.id], self.end[result])
+        if after is not None:
+            time = max(time, self.end[after])
+        self.held[result] = 0
+        if after is not None and (value == LITERAL or value in self.inputs or not self.held[value]):
+            self.held[result] = 1
+            self.end[result] = time
+            time = op.id
+        if self.end[value] < time:
+            self.end[value] = time
+
+    def _leave(self, op: Op) -> None:
+        """A carry is copied at the end of each turn; a slice is written into its stack at once."""
+        value, result = op.operands[0], op.results[0]
+        if op.primitive in _CARRIED:
+            self.held[result] = 0
+        else:
+            self.start[result] = self.loops.first[op.id]
+        for operand in op.operands[1:]:
+            self.end[operand] = max(self.end[operand], op.id)
+        if op.primitive in _CARRIED and value != LITERAL:
+            self.end[value] = max(self.end[value], self.loops.last[op.id])
+
+    def _write_in_place(self) -> None:
+        """Ends the life of an operand one op earlier where a result of its kind takes its memory."""
+        held, end = self.held, self.end
+        kinds = self._kinds()
+        # The value whose memory a value of the same kind, itself not in memory, would take.
+        roots = list(range(len(kinds)))
+        simple: dict[tuple[int, str], bool] = {}
+        for op in self.graph.ops:
+            key = (id(op.rule), op.primitive)
+            known = simple.get(key)
+            if known is None:
+                known = simple[key] = _writes_in_place(op)
+            if not known:
+                continue
+            result = op.results[0]
+            for operand in op.operands:
+                root = roots[operand]
+                if kinds[root] != kinds[result] or not held[root]:
+                    continue
+                if not held[result]:
+                    roots[result] = root
+                    break
+                if end[root] == op.id:
+                    end[root] = op.id - 1
+                    break
+
+    def _kinds(self) -> list[int]:
+        """Equal numbers for values of one shape and size; the last, for literals, and those of inputs are like no other."""
+        numbers: dict[tuple[object, ...], int] = {}
+        kinds = [numbers.setdefault((value.shape, item_bytes(value.dtype)), len(numbers)) for value in self.graph.values]
+        for value in self.inputs:
+            kinds[value] = -1
+        return [*kinds, -2]
+
+
+def _writes_in_place(op: Op) -> bool:
+    if len(op.results) != 1:
+        return False
+    return op.primitive.startswith(_IN_PLACE) or all(kind is FactorKind.PASS_THROUGH for kind in op.rule.kinds)
