@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from tests.zoo import cnn, encoder_decoder, gnn, lstm, mlp, moe, tied, transformer
-from tests.zoo.case import UNSPLIT, Case, Kind, Split
+from tests.zoo import cnn, encoder_decoder, gnn, gshard, lstm, mlp, moe, resnet50, ssm, tied, transformer, unet, vit
+from tests.zoo.case import UNSPLIT, Case, Kind, Maker, Split
 
 _MODELS: dict[str, ModuleType] = {
     "mlp": mlp,
@@ -16,6 +16,11 @@ _MODELS: dict[str, ModuleType] = {
     "lstm": lstm,
     "gnn": gnn,
     "tied": tied,
+    "vit": vit,
+    "resnet50": resnet50,
+    "unet": unet,
+    "ssm": ssm,
+    "gshard": gshard,
 }
 
 # Flax's cells concatenate the weights of their gates, so that no split of the hidden units survives.
@@ -28,9 +33,12 @@ CASES: tuple[Case, ...] = tuple(
     if hasattr(module, f"make_{flavor}")
 )
 
+LARGE: dict[str, Maker] = {name: module.make_large for name, module in _MODELS.items() if hasattr(module, "make_large")}
+"""Models at a published size, with abstract arguments: `make(split, dtype)`."""
+
 DEVICE_COUNTS = (1, 2, 3, 6, 8)
 
-__all__ = ["CASES", "DEVICE_COUNTS", "UNSPLIT", "Case", "Kind", "Split", "case"]
+__all__ = ["CASES", "DEVICE_COUNTS", "LARGE", "UNSPLIT", "Case", "Kind", "Split", "case"]
 
 
 def case(name: str, flavor: str) -> Case:

@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import spmdctx
 
 Kind = Literal["none", "strategies", "pins"]
 Step = Callable[..., Any]
+Maker = Callable[["Split", Any], tuple[Step, tuple[Any, ...]]]
 
 BATCH = 24
 LEARNING_RATE = 1e-2
@@ -80,7 +83,7 @@ class Case:
 
     name: str
     flavor: Literal["pytree", "linen", "nnx"]
-    make: Callable[[Split, Any], tuple[Step, tuple[Any, ...]]]
+    make: Maker
     splits_model: bool = True
 
     def split(self, kind: Kind, num_devices: int) -> Split:
@@ -118,27 +121,49 @@ class Numbers:
 
     def __init__(self, dtype: Any, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
-        self._dtype = dtype
+        self.dtype = dtype
 
     def normal(self, *shape: int) -> np.ndarray:
         """Standard normal values: inputs."""
-        return self._rng.normal(size=shape).astype(self._dtype)
+        return self._rng.normal(size=shape).astype(self.dtype)
 
     def weight(self, *shape: int, fan_in: int | None = None) -> np.ndarray:
         """Normal values over the square root of the fan-in (all dimensions but the last, unless given)."""
-        return (self._rng.normal(size=shape) / math.sqrt(fan_in or math.prod(shape[:-1]))).astype(self._dtype)
+        return (self._rng.normal(size=shape) / math.sqrt(fan_in or math.prod(shape[:-1]))).astype(self.dtype)
 
     def zeros(self, *shape: int) -> np.ndarray:
         """Biases."""
-        return np.zeros(shape, self._dtype)
+        return np.zeros(shape, self.dtype)
 
     def ones(self, *shape: int) -> np.ndarray:
         """Scales."""
-        return np.ones(shape, self._dtype)
+        return np.ones(shape, self.dtype)
 
     def integers(self, high: int, *shape: int) -> np.ndarray:
         """Class and token numbers below `high`."""
         return self._rng.integers(high, size=shape).astype(np.int32)
+
+
+class Shapes(Numbers):
+    """Abstract arrays in place of numbers: for models at a size at which they are planned only."""
+
+    def normal(self, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, self.dtype)
+
+    def weight(self, *shape: int, fan_in: int | None = None) -> Any:
+        return jax.ShapeDtypeStruct(shape, self.dtype)
+
+    zeros = ones = normal
+
+    def integers(self, high: int, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, np.int32)
+
+
+def _evaluated(init: Step, *args: Any) -> Any:
+    """`init(*args)`, abstract where an argument is."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
+        return jax.eval_shape(init, *args)
+    return init(*args)
 
 
 def pure_program(loss: Step, params: Any, batch: tuple[Any, ...]) -> tuple[Step, tuple[Any, ...]]:
@@ -150,8 +175,28 @@ def pure_program(loss: Step, params: Any, batch: tuple[Any, ...]) -> tuple[Step,
         updates, moments = optimizer.update(grads, state["optimizer"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, value
 
-    params = jax.tree.map(jax.numpy.asarray, params)
-    return step, ({"params": params, "optimizer": optimizer.init(params)}, *batch)
+    def init(params: Any) -> Any:
+        params = jax.tree.map(jax.numpy.asarray, params)
+        return {"params": params, "optimizer": optimizer.init(params)}
+
+    return step, (_evaluated(init, params), *batch)
+
+
+class LinenState(TrainState):
+    """The state of a linen model with running statistics, if it has any."""
+
+    batch_stats: Any = None
+
+
+def linen_model_program(loss: Step, model: nn.Module, batch: tuple[Any, ...], num_inputs: int = 1) -> tuple[Step, tuple[Any, ...]]:
+    """`linen_program` on a new LinenState of a model that takes the first arrays of the batch."""
+
+    @jax.jit
+    def init(*inputs: Any) -> LinenState:
+        variables = model.init(jax.random.key(0), *inputs)
+        return LinenState.create(apply_fn=model.apply, tx=optax.adamw(LEARNING_RATE), **variables)
+
+    return linen_program(loss, _evaluated(init, *batch[:num_inputs]), batch)
 
 
 def linen_program(loss: Step, state: Any, batch: tuple[Any, ...]) -> tuple[Step, tuple[Any, ...]]:
