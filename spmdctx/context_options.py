@@ -24,7 +24,7 @@ from spmdctx.errors import ContextError, message
 
 PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
 SEARCH_MODES = ("recursive_programming", "dynamic_programming", "sharding_propagation")
-BUILT_SEARCH_MODES = ("sharding_propagation",)
+BUILT_SEARCH_MODES = ("recursive_programming", "sharding_propagation")
 
 _DISTRIBUTED = PARALLEL_MODES[1:]
 _LOCAL_LOSS = ("data_parallel", "hybrid_parallel")
@@ -338,7 +338,6 @@ OPTIONS: tuple[Option, ...] = (
         _AUTO,
         "recursive_programming: price of splitting a matmul along its rows, which keeps the weight whole; a larger one splits weights more "
         "and saves memory.",
-        built=False,
     ),
 )
 
@@ -351,7 +350,6 @@ ALGO_OPTIONS: tuple[Option, ...] = (
         "",
         _AUTO,
         "Each op uses all devices or none. Unset (`get` gives True): nothing is restricted.",
-        built=False,
         quiet=False,
     ),
     Option(
@@ -362,7 +360,6 @@ ALGO_OPTIONS: tuple[Option, ...] = (
         "",
         _AUTO,
         "Element-wise ops take the sharding of their operands.",
-        built=False,
     ),
     Option(
         "tensor_slice_align_enable",
@@ -372,11 +369,10 @@ ALGO_OPTIONS: tuple[Option, ...] = (
         "",
         _AUTO,
         "Slices of matmul operands keep a multiple of tensor_slice_align_size.",
-        built=False,
     ),
-    Option("tensor_slice_align_size", "int", values.integer(1, 1024), 16, "1 to 1024", _AUTO, "The multiple.", built=False),
-    Option("enable_algo_approxi", "bool", values.boolean, False, "", _AUTO, "The search may approximate.", built=False),
-    Option("algo_approxi_epsilon", "float", values.positive_number(1.0), 0.1, "in (0, 1]", _AUTO, "How far it may.", built=False),
+    Option("tensor_slice_align_size", "int", values.integer(1, 1024), 16, "1 to 1024", _AUTO, "The multiple."),
+    Option("enable_algo_approxi", "bool", values.boolean, False, "", _AUTO, "The search may approximate."),
+    Option("algo_approxi_epsilon", "float", values.positive_number(1.0), 0.1, "in (0, 1]", _AUTO, "How far it may."),
 )
 
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}

@@ -15,9 +15,11 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.ir import LITERAL, Assignment, OpSharding, Role
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedTensor, Reshard, Timing
+from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.modes import ManualSpecs, Request, Setup, ValuePin, prepare
 from spmdctx.search.price import Bill, price
 from spmdctx.search.propagation import propagate
+from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions, plan_recursive
 from spmdctx.search.space import Space
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
@@ -57,8 +59,12 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
     start = time.perf_counter()
     with _no_garbage_collection():
         program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
-        setup = prepare(program.graph, _request(program, captured, settings))
-        assignment = _assign(program, setup, settings)
+        request = _request(program, captured, settings)
+        if settings.context.parallel_mode == "auto_parallel" and settings.context.effective_search_mode == "recursive_programming":
+            setup, assignment = plan_recursive(program.graph, request, settings.topology, program.loose, _recursive_options(settings))
+        else:
+            setup = prepare(program.graph, request)
+            assignment = _assign(program, setup, settings)
         written = [row for region in program.manual for row in region.collectives]
         donated = frozenset([value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if leaf.donated])
         bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology, donated)
@@ -125,12 +131,22 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatch(path, pattern) or fnmatch(path, f"*/{pattern}")
 
 
+def _recursive_options(settings: Settings) -> RecursiveOptions:
+    context = settings.context
+    return RecursiveOptions(
+        mem_coeff=context.mem_coeff,
+        binding=context.mem_coeff != DEFAULT_MEM_COEFF,
+        memory_bytes=settings.memory_bytes,
+        limits=AlgoLimits.of(context.algo),
+    )
+
+
 def _assign(program: Program, setup: Setup, settings: Settings) -> Assignment:
     graph = program.graph
     if setup.mesh.num_devices == 1:
         whole = tuple([replicated(len(value.shape)) for value in graph.values])
         return Assignment(tuple([OpSharding(((),) * len(op.rule.sizes)) for op in graph.ops]), whole, settings.context.parallel_mode)
-    space = Space(graph, setup.mesh, settings.topology, program.loose)
+    space = Space(graph, setup.mesh, settings.topology, program.loose, AlgoLimits.of(settings.context.algo))
     return propagate(space, setup.pins, setup.forced, setup.seeds, setup.one_way)
 
 

@@ -106,7 +106,7 @@ class Spreader:
             index = sign * heapq.heappop(heap)
             queued.discard(index)
             self.dirty.discard(index)
-            for slot in self._visit(index):
+            for slot in self.visit(index):
                 for other in self.space.neighbours[slot]:
                     if other == index:
                         continue
@@ -117,7 +117,7 @@ class Spreader:
                     elif not ahead:
                         self.dirty.add(other)
 
-    def _visit(self, index: int) -> Sequence[int]:
+    def visit(self, index: int) -> Sequence[int]:
         """Spreads between the tensors of one op; returns the slots that changed."""
         if index in self.forced:
             return ()
