@@ -1,4 +1,4 @@
-"""The command line: `spmdctx train | plan | explain | audit | diff | verify`."""
+"""The command line: `spmdctx train | plan | explain | audit | diff | verify | strategies`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from spmdctx import __version__
 from spmdctx.cli_output import Output, audit_data, diff_data, explain_data, plan_data, verify_data
 from spmdctx.cli_program import add_program_arguments, add_target_argument, choose, start_devices, target_options
+from spmdctx.cli_strategies import add_strategies_arguments, strategies
 from spmdctx.cli_train import add_train_arguments, train
 from spmdctx.errors import SpmdctxError
 from spmdctx.plan.plan import Plan
@@ -95,6 +97,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="spmdctx", description="Automatic parallelism for JAX training steps.", epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"spmdctx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_train_arguments(_command(commands, "train", train, "train a small language model: plan, progress, audit, numerics check"))
     one = _command(commands, "plan", plan, "show how a program would be split, and what it would communicate")
@@ -111,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("before", type=Path, help="a plan file")
     one.add_argument("after", type=Path, help="another")
     add_program_arguments(_command(commands, "verify", verify, "run a step split and on one device, and compare the numbers"))
+    add_strategies_arguments(_command(commands, "strategies", strategies, "make the library of ready strategies, or check its files"))
     return parser
 
 

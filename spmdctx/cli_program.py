@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdctx.api import parallel
+from spmdctx.cli_library import ready_strategy
 from spmdctx.context import ContextConfig, auto_parallel_context, load_config
 from spmdctx.context_docs import add_context_arguments, options_from_arguments
 from spmdctx.errors import ContextError
@@ -36,7 +37,7 @@ from spmdctx.models import (
 from spmdctx.step import ParallelStep
 
 DEFAULT_DEVICES = 8
-_SPLITS: dict[str, SplitKind] = {"semi_auto_parallel": "megatron", "auto_parallel": "pins"}
+DEFAULT_BATCH_SIZE = 24
 _TARGET_TOPOLOGIES = {"v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e", "h100": "h100"}
 
 
@@ -46,24 +47,31 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     program.add_argument("--model", default="tiny", help=f"decoder to train: {', '.join(PRESETS)} (default: %(default)s)")
     program.add_argument("--program", metavar="MODULE:FUNCTION", help="your own: FUNCTION() returns (step, arguments)")
     program.add_argument("--layers", type=_positive, metavar="N", help="number of layers instead of the model's")
-    program.add_argument("--batch-size", type=_positive, default=24, metavar="N", help="sequences per step (default: %(default)s)")
+    program.add_argument("--batch-size", type=_positive, metavar="N", help=f"sequences per step (default: {DEFAULT_BATCH_SIZE})")
     program.add_argument("--seq", type=_positive, metavar="N", help="tokens per sequence (default: the model's)")
-    program.add_argument("--scan-layers", action="store_true", help="run the layers by one scan")
-    program.add_argument("--remat", action="store_true", help="recompute activations in the backward pass")
+    program.add_argument("--scan-layers", action=argparse.BooleanOptionalAction, help="run the layers by one scan")
+    program.add_argument("--remat", action=argparse.BooleanOptionalAction, help="recompute activations in the backward pass")
     program.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations (default: the model's)")
     planning = parser.add_argument_group("planning")
     planning.add_argument("--config", metavar="FILE.yaml", help="options from a file: MindFormers' keys, or plain option names")
     planning.add_argument("--strategies", choices=("auto", "none", "megatron", "pins"), default="auto", help=_STRATEGIES_HELP)
+    planning.add_argument("--strategy", metavar="hand|searched|FILE", help=_STRATEGY_HELP)
     planning.add_argument("--model-parallel", type=_positive, metavar="N", help="slices of the weights in them (default: 2 or 1)")
     planning.add_argument("--topology", metavar="NAME", help="machine that costs are predicted for, such as tpu-v5p, h100 or cpu")
-    planning.add_argument("--memory-gib", type=float, metavar="N", help="memory budget per device")
+    memory = planning.add_mutually_exclusive_group()
+    memory.add_argument("--memory-gib", type=float, metavar="N", help="memory budget per device")
+    memory.add_argument("--memory-bytes", type=_positive, metavar="N", help="the same in bytes")
     planning.add_argument("--strict", action="store_true", help="refuse ops without a sharding rule instead of replicating them")
     add_context_arguments(parser)
 
 
 _STRATEGIES_HELP = (
     "shard() strategies of the model: megatron (default in semi_auto_parallel), pins (two weights per layer, the rest follows; "
-    "default in auto_parallel) or none"
+    "default where sharding_propagation searches) or none (default otherwise)"
+)
+
+_STRATEGY_HELP = (
+    "a ready strategy of the library for this model and --device-num, with its program and context; or a file: YAML strategies, or a plan"
 )
 
 
@@ -100,7 +108,7 @@ class Choice:
     def decoder(self) -> DecoderConfig:
         """The decoder's sizes."""
         config, own = preset(self.arguments.model), self.arguments
-        changes = {"num_layers": own.layers, "dtype": own.dtype, "scan_layers": own.scan_layers or None, "remat": own.remat or None}
+        changes = {"num_layers": own.layers, "dtype": own.dtype, "scan_layers": own.scan_layers, "remat": own.remat}
         return replace(config, **{name: value for name, value in changes.items() if value is not None})
 
     @property
@@ -128,31 +136,50 @@ def choose(arguments: argparse.Namespace) -> Choice:
 
     Raises:
         ContextError: a bad option, or a configuration that is none.
-        OSError: the configuration cannot be read.
+        PlanError: --strategy names none.
+        OSError: the configuration or the strategy cannot be read.
     """
-    config = load_config(arguments.config) if arguments.config else ContextConfig({})
-    options = {**config.options, **options_from_arguments(arguments)}
+    given = options_from_arguments(arguments)
+    ready = ready_strategy(arguments.strategy, arguments, given.get("device_num", DEFAULT_DEVICES)) if arguments.strategy else None
+    arguments = _with_defaults(arguments, {} if ready is None else ready.program)
+    config = load_config(arguments.config) if arguments.config else ContextConfig({}) if ready is None else ready.config
+    options = {**config.options, **given}
     options.setdefault("parallel_mode", "auto_parallel")
     if options["parallel_mode"] == "auto_parallel" and not {"search_mode", "auto_parallel_search_mode"} & set(options):
         options["search_mode"] = "sharding_propagation"
     num_devices = options.setdefault("device_num", DEFAULT_DEVICES)
-    split = UNSPLIT if arguments.program else _split(arguments, config, options["parallel_mode"], num_devices)
+    split = _split(arguments, config, options, num_devices) if ready is None else ready.split
     if split.kind == "pins" and not {"dataset_strategy", "full_batch"} & set(options):
         options["dataset_strategy"] = ((split.data, 1),) * 2
-    memory_bytes = config.memory_bytes if arguments.memory_gib is None else int(arguments.memory_gib * 2**30)
+    memory_bytes = arguments.memory_bytes or (int(arguments.memory_gib * 2**30) if arguments.memory_gib else config.memory_bytes)
     step_options = {"topology": arguments.topology, "memory_bytes": memory_bytes, "strict": arguments.strict}
     return Choice(arguments, options, num_devices, split, {name: value for name, value in step_options.items() if value})
 
 
-def _split(arguments: argparse.Namespace, config: ContextConfig, mode: str, num_devices: int) -> Split:
-    kind: SplitKind = _SPLITS.get(mode, "none") if arguments.strategies == "auto" else arguments.strategies
-    if kind == "none":
+def _with_defaults(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> argparse.Namespace:
+    """The arguments, those that are not given from `defaults`."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    return argparse.Namespace(**{**vars(arguments), "batch_size": DEFAULT_BATCH_SIZE, **defaults, **given})
+
+
+def _split(arguments: argparse.Namespace, config: ContextConfig, options: Mapping[str, Any], num_devices: int) -> Split:
+    kind: SplitKind = _default_split(options) if arguments.strategies == "auto" else arguments.strategies
+    if kind == "none" or arguments.program:
         return UNSPLIT
     model = arguments.model_parallel or config.parallel_config.get("model_parallel") or (2 if num_devices % 2 == 0 else 1)
     if num_devices % model:
         raise ContextError("--model-parallel does not divide the devices.", got=f"{model} slices, {num_devices} devices")
     data = num_devices // model if arguments.model_parallel else config.parallel_config.get("data_parallel") or num_devices // model
     return Split(kind, data, model)
+
+
+def _default_split(options: Mapping[str, Any]) -> SplitKind:
+    """Propagation needs pins to start from; a search needs none."""
+    if options["parallel_mode"] == "semi_auto_parallel":
+        return "megatron"
+    modes = (options.get("search_mode"), options.get("auto_parallel_search_mode"), options.get("sharding_propagation"))
+    propagates = "sharding_propagation" in modes or True in modes
+    return "pins" if options["parallel_mode"] == "auto_parallel" and propagates else "none"
 
 
 def start_devices(num_devices: int) -> None:

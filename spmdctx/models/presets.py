@@ -62,13 +62,13 @@ _ATTENTION_LORA = Lora(rank=16, alpha=16.0, targets=("query", "key", "value", "o
 _BAICHUAN2_LORA = Lora(rank=1, alpha=32.0, targets=("query", "key", "value"))
 _QWEN_LORA = Lora(rank=64, alpha=16.0, targets=("query", "key", "value", "out", "gate", "up", "down"))
 
-# Ranks and targets of MindFormers' lora_llama2_*.yaml, finetune_baichuan2_*_lora.yaml and finetune_qwen_*_lora.yaml; the last one trains
-# embedding and head too, here everything else is frozen.
+# Ranks, scales and targets of MindFormers' lora_llama2_*.yaml, finetune_baichuan2_*_lora.yaml and finetune_qwen_*_lora.yaml; there is
+# none for LLaMA2-70B. Those of Qwen train embedding and head too; here everything but the updates is frozen.
 PRESETS |= {
     f"{name}-lora": replace(PRESETS[name], lora=lora)
     for name, lora in (
         ("llama2-7b", _ATTENTION_LORA),
-        ("llama2-13b", _ATTENTION_LORA),
+        ("llama2-13b", Lora(rank=8, alpha=16.0, targets=("query", "value"))),
         ("llama2-70b", _ATTENTION_LORA),
         ("baichuan2-7b", _BAICHUAN2_LORA),
         ("baichuan2-13b", _BAICHUAN2_LORA),
