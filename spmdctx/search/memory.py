@@ -34,6 +34,26 @@ class ValueLife(NamedTuple):
     end: int
 
 
+class Copy(NamedTuple):
+    """Bytes that a resharded copy of a value takes from the op `start` to the op `end`, both included."""
+
+    start: int
+    end: int
+    bytes: int
+
+
+class StepMemory(NamedTuple):
+    """All that is known of a step's memory before its shardings are.
+
+    `held` says per value whether it exists in memory (a last 0 stands for literals); `times` when each op runs: a fused op
+    with the op that it is fused into, the last one where these are several.
+    """
+
+    lives: tuple[ValueLife, ...]
+    held: bytearray
+    times: tuple[int, ...]
+
+
 class Peak(NamedTuple):
     """The op at which most bytes are alive, and how many those are."""
 
@@ -49,23 +69,27 @@ def lives(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozens
         scopes: per op the computation that it belongs to (`Program.scopes`).
         donated: inputs whose memory the step may reuse.
     """
+    return step_memory(graph, scopes, donated).lives
+
+
+def step_memory(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset()) -> StepMemory:
+    """The same, with what else is known before the shardings are."""
     return _Liveness(graph, scopes, donated).find()
 
 
-def profile(found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int) -> NDArray[np.int64]:
+def profile(found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int, copies: Sequence[Copy] = ()) -> NDArray[np.int64]:
     """Bytes alive at each op. `sizes` are one device's bytes of each value of the graph."""
     change = np.zeros(num_ops + 2, dtype=np.int64)
-    if found:
-        table = np.array(found, dtype=np.int64)
-        size = np.fromiter((sizes[value] for value in table[:, 0]), dtype=np.int64, count=len(table))
-        np.add.at(change, table[:, 1], size)
-        np.subtract.at(change, table[:, 2] + 1, size)
+    table = np.array([(start, end, sizes[value]) for value, start, end in found] + [tuple(copy) for copy in copies], dtype=np.int64)
+    if table.size:
+        np.add.at(change, table[:, 0], table[:, 2])
+        np.subtract.at(change, table[:, 1] + 1, table[:, 2])
     return np.cumsum(change)[: max(num_ops, 1)]
 
 
-def peak(found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int) -> Peak:
+def peak(found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int, copies: Sequence[Copy] = ()) -> Peak:
     """The largest entry of `profile`, the first where there are several."""
-    alive = profile(found, sizes, num_ops)
+    alive = profile(found, sizes, num_ops, copies)
     time = int(alive.argmax())
     return Peak(time, int(alive[time]))
 
@@ -104,8 +128,9 @@ class _Liveness:
         self.start: dict[int, int] = {}
         self.carried = dict(graph.ties)
         self.inputs = frozenset(graph.inputs)
+        self.times = list(range(len(graph.ops)))
 
-    def find(self) -> tuple[ValueLife, ...]:
+    def find(self) -> StepMemory:
         self._find_ends()
         last = max(len(self.graph.ops) - 1, 0)
         reused = {self.carried[value] for value in self.donated if self._becomes(value)}
@@ -118,7 +143,7 @@ class _Liveness:
                 if self.held[value] and value not in reused:
                     start = self.start.get(value, op.id)
                     found.append(ValueLife(value, start, max(self.end[value], start)))
-        return tuple(found)
+        return StepMemory(tuple(found), self.held, tuple(self.times))
 
     def _becomes(self, value: int) -> bool:
         """Whether a donated input has a next value of its kind to lend its memory to."""
@@ -142,7 +167,7 @@ class _Liveness:
                     time = op.id
                     break
                 if end[value] > time:
-                    time = end[value]
+                    time = self.times[op.id] = end[value]
             for value in op.operands:
                 if end[value] < time:
                     end[value] = time

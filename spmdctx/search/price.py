@@ -15,7 +15,7 @@ from spmdctx.cost.reshard import reshard_steps
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
-from spmdctx.search.memory import lives, peak
+from spmdctx.search.memory import Copy, StepMemory, peak, step_memory
 from spmdctx.search.rewrites import Readers, Sums
 from spmdctx.search.roofline import compute_time_s, local_bytes
 from spmdctx.search.space import reduction_plan
@@ -71,7 +71,8 @@ def price(
 ) -> Bill:
     """Prices an assignment; `manual` are the collectives that the user wrote himself, `donated` inputs lend their memory."""
     scopes = tuple(scopes)
-    biller = _Biller(graph, loose, assignment, mesh, topology)
+    memory = step_memory(graph, scopes, donated)
+    biller = _Biller(graph, loose, assignment, mesh, topology, memory)
     for op, scope in zip(graph.ops, scopes, strict=True):
         biller.add(op, scope)
     biller.settle_sums()
@@ -79,12 +80,15 @@ def price(
     for row in manual:
         time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
-    bill.memory_bytes = peak(lives(graph, scopes, donated), _local_bytes(graph, assignment, mesh), len(graph.ops)).bytes
+    bill.memory_bytes = peak(memory.lives, _local_bytes(graph, assignment, mesh), len(graph.ops), biller.copies.found).bytes
     return bill
 
 
 class _Biller:
-    def __init__(self, graph: Graph, loose: frozenset[int], assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> None:
+    def __init__(
+        self, graph: Graph, loose: frozenset[int], assignment: Assignment, mesh: LogicalMesh, topology: Topology, memory: StepMemory
+    ) -> None:
+        self.copies = _Copies(memory)
         self.graph, self.loose, self.assignment, self.mesh, self.topology = graph, loose, assignment, mesh, topology
         self.bill = Bill()
         self._needs: dict[tuple[object, ...], _Need] = {}
@@ -174,7 +178,10 @@ class _Biller:
                     if self._sums and direct and not plan.scattered and plan.after == stored:
                         self._sums.reduced(value, len(self.bill.collectives) - 1)
                 natural = plan.after
+            if need.partial and not self.copies.is_held(value):
+                self.copies.make(op, ("reduced", value), self._bytes(value, natural))
             if natural != stored and value not in self.loose:
+                self.copies.pass_on(op, value, self._bytes(value, natural))
                 narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value)
                 self._move(op, scope, value, natural, stored, f"result of {op.primitive}", narrow)
 
@@ -195,6 +202,8 @@ class _Biller:
                 cause = f"{role}: {known.path or 'value'} {format_sharding(current)} -> {format_sharding(step.sharding)}"
                 time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause)
             self._done.add(key)
+            if step.kind != "slice" and not (step.sharding == self.assignment.values[value] and self.copies.is_held(value)):
+                self.copies.make(op, key, self._bytes(value, step.sharding) // item_bytes(known.dtype) * size)
             current = step.sharding
         self.bill.moves.append(Moved(value, source, target, op.id, time_s))
 
@@ -205,6 +214,32 @@ class _Biller:
 
     def _bytes(self, value: int, sharding: TensorSharding) -> int:
         return local_bytes(self.graph.values[value], sharding, self.mesh)
+
+
+class _Copies:
+    """The copies of values in other shardings than their own, each alive from its first reader to its last."""
+
+    def __init__(self, memory: StepMemory) -> None:
+        self._memory = memory
+        self._of: dict[object, Copy] = {}
+
+    @property
+    def found(self) -> list[Copy]:
+        return list(self._of.values())
+
+    def is_held(self, value: int) -> bool:
+        """Whether the value exists in memory in its own sharding."""
+        return bool(self._memory.held[value])
+
+    def pass_on(self, op: Op, value: int, num_bytes: int) -> None:
+        """`op` makes the value in another sharding than its own."""
+        self._of["made", value] = Copy(op.id, op.id, num_bytes)
+
+    def make(self, op: Op, key: object, num_bytes: int) -> None:
+        """`op` reads the copy that `key` names."""
+        time = self._memory.times[op.id]
+        known = self._of.get(key)
+        self._of[key] = Copy(min(op.id, time), time, num_bytes) if known is None else known._replace(end=max(known.end, time))
 
 
 def _aliases(graph: Graph) -> list[int]:

@@ -142,13 +142,25 @@ def test_split_flops_are_counted_by_the_devices_that_share_them(axes, slices):
 def test_peak_memory_is_of_what_lives_at_once_on_one_device():
     make = GraphMaker()
     start = make.input(32, 64)
-    first = make.op("sin", identity((32, 64)), start, shape=(32, 64))
-    second = make.op("cos", identity((32, 64)), first, shape=(32, 64))
-    third = make.op("tan", identity((32, 64)), second, shape=(32, 64))
+    first = make.op("sort", identity((32, 64)), start, shape=(32, 64))
+    third = make.op("sort", identity((32, 64)), first, shape=(32, 64))
     size = 32 * 64 * 4
     graph = make.graph(third)
-    assert bill(graph, [WHOLE] * 3, [WHOLE] * 4).memory_bytes == 3 * size
-    assert bill(graph, [(D, M)] * 3, [(D, M)] * 4).memory_bytes == 3 * size // 8
+    assert bill(graph, [WHOLE] * 2, [WHOLE] * 3).memory_bytes == 2 * size
+    assert bill(graph, [(D, M)] * 2, [(D, M)] * 3).memory_bytes == 2 * size // 8
+
+
+def test_a_gathered_copy_is_in_memory_from_its_first_reader_to_its_last():
+    make = GraphMaker()
+    start, other = make.input(64, 64), make.input(64, 64)
+    square = rule_for("dot_general", ((64, 64), (64, 64)), ((64, 64),), {"dimension_numbers": (((1,), (0,)), ((), ()))})
+    first = make.op("dot_general", square, start, other, shape=(64, 64))
+    second = make.op("dot_general", square, first, first, shape=(64, 64))
+    third = make.op("dot_general", square, second, start, shape=(64, 64))
+    found = bill(make.graph(third), [((),) * 3] * 3, [(D, ()), WHOLE, WHOLE, WHOLE, WHOLE])
+    assert [(row.kind, row.cause.partition(":")[0]) for row in found.collectives] == [("all_gather", "operand 0 of dot_general")]
+    # The arguments' blocks, the gathered copy of one, and two results.
+    assert found.memory_bytes == 64 * 64 * 4 * (1 + 4 + 4 + 4 + 4) // 4
 
 
 @pytest.mark.parametrize(

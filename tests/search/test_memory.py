@@ -1,0 +1,126 @@
+"""Lives of values: what the compiled program keeps in memory, from when to when."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from spmdctx.search.memory import Copy, Peak, ValueLife, lives, peak, profile, step_memory
+from tests.road import trace
+
+X = jnp.ones((32, 64))
+W = jnp.ones((64, 64))
+
+
+def found(function, *args, donated=()):
+    """Lives of all but the arguments, by the primitive that makes the value."""
+    program, _ = traced(function, *args)
+    graph = program.graph
+    kept = lives(graph, program.scopes, frozenset(graph.inputs[index] for index in donated))
+    return [(graph.ops[graph.producers[value]].primitive, start, end) for value, start, end in kept if value in graph.producers]
+
+
+def traced(function, *args):
+    program = trace(function, *args)
+    return program, program.graph
+
+
+def test_a_chain_of_elementwise_ops_is_computed_in_the_op_that_reads_it():
+    assert [name for name, _, _ in found(lambda x, w: jnp.exp(jnp.sin(x) * 2) @ w, X, W)] == ["dot_general"]
+
+
+def test_a_chain_behind_a_product_is_computed_in_it_and_keeps_what_it_adds():
+    kept = found(lambda x, w: jnp.tanh(x @ w + 1) @ w, X, W)
+    assert [name for name, _, _ in kept] == ["tanh", "dot_general"]
+
+
+def test_a_product_that_two_ops_read_is_in_memory():
+    kept = found(lambda x, w: (lambda y: (jnp.tanh(y) @ w, jnp.exp(y) @ w))(x @ w), X, W)
+    assert [name for name, _, _ in kept] == ["dot_general"] * 3
+
+
+def test_what_a_fused_op_reads_lives_until_the_op_that_it_is_fused_into():
+    def function(x, w):
+        first = x @ w
+        used = jnp.sin(first)
+        return ((first @ w) @ w) + used
+
+    kept = found(function, X, W)
+    assert kept[0][:2] == ("dot_general", 0)
+    assert kept[0][2] >= 3
+
+
+def test_arguments_live_throughout_and_donated_state_is_written_in_place():
+    program, graph = traced(lambda state, x: state + (x @ x.T), jnp.ones((32, 32)), X)
+    state, _ = graph.inputs
+    tied = graph.__class__(**{**graph.__dict__, "ties": ((state, graph.outputs[0]),)})
+    last = len(graph.ops) - 1
+    kept = lives(tied, program.scopes)
+    assert [(life.start, life.end) for life in kept if life.value in graph.inputs] == [(0, last)] * 2
+    assert graph.outputs[0] in [life.value for life in kept]
+    assert graph.outputs[0] not in [life.value for life in lives(tied, program.scopes, frozenset([state]))]
+
+
+def test_a_loop_keeps_what_it_stacks_and_what_it_reads_from_its_start_to_its_end():
+    def function(x, ws):
+        def body(carry, w):
+            carry = lax.sort(carry @ w)
+            return carry, carry
+
+        return lax.scan(body, lax.sort(x), ws)
+
+    program, graph = traced(function, X, jnp.ones((3, 64, 64)))
+    kept = {life.value: life for life in lives(graph, program.scopes)}
+    stacked = kept[graph.outputs[1]]
+    enters = [op.id for op in graph.ops if op.primitive == "scan.enter"]
+    assert graph.values[stacked.value].shape == (3, 32, 64)
+    assert stacked.start == enters[0]
+    assert stacked.end == len(graph.ops) - 1
+
+
+def test_a_carry_that_an_elementwise_op_changes_is_changed_in_place():
+    def function(x, w):
+        return lax.scan(lambda carry, _: (carry + carry @ w, None), lax.sort(x), None, length=3)[0]
+
+    program, graph = traced(function, X, W)
+    sizes = [int(np.prod(value.shape)) * 4 for value in graph.values]
+    top = peak(lives(graph, program.scopes), sizes, len(graph.ops))
+    assert top.bytes <= (2 * 32 * 64 + 64 * 64 + 32 * 64) * 4
+
+
+def test_activations_saved_for_the_backward_pass_outweigh_those_computed_again():
+    def loss(remat):
+        layer = lambda x: jnp.tanh(jnp.tanh(jnp.tanh(x @ W) @ W) @ W)  # noqa: E731
+        layer = jax.checkpoint(layer) if remat else layer
+
+        def run(x):
+            for _ in range(4):
+                x = layer(x)
+            return x.sum()
+
+        return jax.grad(run)
+
+    def top(remat):
+        program, graph = traced(loss(remat), jnp.ones((4096, 64)))
+        sizes = [int(np.prod(value.shape)) * 4 for value in graph.values]
+        return peak(lives(graph, program.scopes), sizes, len(graph.ops)).bytes
+
+    assert top(True) < 0.75 * top(False)
+
+
+def test_the_profile_adds_up_lives_and_copies():
+    kept = (ValueLife(0, 0, 2), ValueLife(1, 1, 1))
+    assert profile(kept, [10, 5], 3).tolist() == [10, 15, 10]
+    assert profile(kept, [10, 5], 3, [Copy(1, 2, 7)]).tolist() == [10, 22, 17]
+    assert peak(kept, [10, 5], 3) == Peak(1, 15)
+
+
+@pytest.mark.parametrize("num_ops", [0, 1])
+def test_a_step_of_no_ops_has_a_peak_too(num_ops):
+    assert peak((ValueLife(0, 0, 0),), [8], num_ops) == Peak(0, 8)
+
+
+def test_a_fused_op_runs_when_its_last_reader_does():
+    program, graph = traced(lambda x, w: jnp.sin(x) @ w, X, W)
+    assert step_memory(graph, program.scopes).times == (1, 1)
