@@ -1,0 +1,206 @@
+"""A lower bound by sequential reparametrisation (Kolmogorov's TRW-S, 2006), many edges at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.search.solver.graph import Graph
+from spmdctx.search.solver.problem import FloatArray, IntArray
+
+SMALL_TABLE = 2048
+"""Tables of at most this many entries are stacked even if they differ."""
+CHUNK = 1 << 20
+
+
+class Batch(NamedTuple):
+    """Edges of one shape whose messages are sent at once, from `left` to `right`.
+
+    `left`, `right` index the flat state arrays, [edge, state]; `into_left`, `into_right` the flat messages; `share` is the weight of the
+    sender; `tables` is [edge or 1, state of left, state of right].
+    """
+
+    left: IntArray
+    right: IntArray
+    into_left: IntArray
+    into_right: IntArray
+    share: FloatArray
+    tables: FloatArray
+
+
+class Bound(NamedTuple):
+    """A cost that nothing goes below, and for every node a cost that nothing with that state goes below."""
+
+    value: float
+    beliefs: dict[int, FloatArray]
+
+
+class Dual:
+    """Messages on the edges of a graph. Any messages give a valid bound; `sweep` improves it.
+
+    All costs must be finite where a state is alone, and every state must have a finite entry with each neighbour.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = graph.nodes()
+        self._graph = graph
+        self._start, start = {}, 0
+        for node in self.nodes:
+            self._start[node] = start
+            start += graph.size(node)
+        self._costs: FloatArray = np.concatenate([graph.costs(node) for node in self.nodes]) if self.nodes else np.zeros(0)
+        self._edges = [(node, other) for node in self.nodes for other in sorted(graph.links[node]) if node < other]
+        self._message: dict[tuple[int, int], int] = {}
+        length = 0
+        for node, other in self._edges:
+            for sender, receiver in ((node, other), (other, node)):
+                self._message[sender, receiver] = length
+                length += graph.size(receiver)
+        self._messages: FloatArray = np.zeros(length)
+        self._owner: IntArray = np.zeros(length, dtype=np.int64)
+        for (_, receiver), at in self._message.items():
+            size, first = graph.size(receiver), self._start[receiver]
+            self._owner[at : at + size] = np.arange(first, first + size)
+        self._forward = self._batches(self._levels(forward=True), forward=True)
+        self._backward = self._batches(self._levels(forward=False), forward=False)
+        self._all = self._batches(dict.fromkeys(self.nodes, 0), forward=True)
+        sizes = [graph.size(node) for node in self.nodes]
+        behind = [sum(other < node for other in graph.links[node]) for node in self.nodes]
+        shares = np.array([1.0 / self._chains(node) for node in self.nodes])
+        self._share = np.repeat(shares, sizes)
+        self._own = np.repeat(1.0 - shares * np.array(behind), sizes)
+        self._firsts = np.array([self._start[node] for node in self.nodes], dtype=np.int64)
+
+    def _levels(self, forward: bool) -> dict[int, int]:
+        """Nodes of one level send after all of lower levels have sent, and not to each other."""
+        level = dict.fromkeys(self.nodes, 0)
+        for node in self.nodes if forward else reversed(self.nodes):
+            for other in self._graph.links[node]:
+                if (node < other) == forward:
+                    level[other] = max(level[other], level[node] + 1)
+        return level
+
+    def _batches(self, level: dict[int, int], forward: bool) -> list[Batch]:
+        graph = self._graph
+        groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for first, second in self._edges:
+            node, other = (first, second) if forward else (second, first)
+            shape = graph.table(node, other).shape
+            same = graph.links[node][other] if shape[0] * shape[1] > SMALL_TABLE else -1
+            groups.setdefault((level[node], *shape, same), []).append((node, other))
+        return [self._batch(groups[key]) for key in sorted(groups)]
+
+    def _batch(self, edges: list[tuple[int, int]]) -> Batch:
+        graph = self._graph
+        shape = graph.table(*edges[0]).shape
+        lefts, rights = np.arange(shape[0]), np.arange(shape[1])
+
+        def at(starts: list[int], states: IntArray) -> IntArray:
+            indices: IntArray = np.array(starts, dtype=np.int64)[:, None] + states
+            return indices
+
+        numbers = [graph.links[node][other] for node, other in edges]
+        tables = [graph.pool.arrays[number] for number in (numbers if len(set(numbers)) > 1 else numbers[:1])]
+        return Batch(
+            at([self._start[node] for node, _ in edges], lefts),
+            at([self._start[other] for _, other in edges], rights),
+            at([self._message[other, node] for node, other in edges], lefts),
+            at([self._message[node, other] for node, other in edges], rights),
+            np.array([[1.0 / self._chains(node)] for node, _ in edges]),
+            np.stack(tables) if len(tables) > 1 else tables[0][None],
+        )
+
+    def _chains(self, node: int) -> int:
+        ahead = sum(other > node for other in self._graph.links[node])
+        return max(ahead, len(self._graph.links[node]) - ahead, 1)
+
+    def add(self, node: int, costs: FloatArray) -> None:
+        """Adds to the costs of a node's states."""
+        start = self._start[node]
+        self._costs[start : start + len(costs)] += costs
+
+    def _totals(self) -> FloatArray:
+        """Costs of the states with all messages that they receive."""
+        return self._costs + np.bincount(self._owner, self._messages, len(self._costs))
+
+    def sweep(self, num_sweeps: int, expired: Callable[[], bool]) -> None:
+        """Sends messages along all edges forward and backward, `num_sweeps` times; the bound does not fall."""
+        for _ in range(num_sweeps):
+            for batches in (self._forward, self._backward):
+                if expired():
+                    return
+                totals = self._totals()
+                for batch in batches:
+                    self._send(batch, totals)
+
+    def _send(self, batch: Batch, totals: FloatArray) -> None:
+        known = batch.share * totals[batch.left] - self._messages[batch.into_left]
+        sent = _least(batch.tables, known)
+        # Only differences matter; this keeps the numbers small.
+        sent -= sent.min(axis=1, keepdims=True)
+        np.add.at(totals, batch.right, sent - self._messages[batch.into_right])
+        self._messages[batch.into_right] = sent
+
+    def bound(self) -> Bound:
+        """The bound of the present messages."""
+        if not self.nodes:
+            return Bound(0.0, {})
+        totals = self._totals()
+        # After a backward pass a node's costs belong in equal shares to its edges to the nodes before.
+        beliefs = totals * self._own
+        lowest = np.minimum.reduceat(beliefs, self._firsts)
+        value = float(lowest.sum()) - self._rounding(totals)
+        beliefs -= np.repeat(lowest, np.diff(self._firsts, append=len(totals)))
+        for batch in self._all:
+            into_left = self._messages[batch.into_left]
+            into_right = self._messages[batch.into_right] - (totals * self._share)[batch.right]
+            rows = _least_of_rows(batch.tables, into_right) - into_left
+            columns = _least(batch.tables, -into_left) - into_right
+            least = rows.min(axis=1, keepdims=True)
+            value += float(least.sum())
+            np.add.at(beliefs, batch.left, rows - least)
+            np.add.at(beliefs, batch.right, columns - least)
+        beliefs += value
+        return Bound(value, {node: beliefs[start : start + self._graph.size(node)] for node, start in self._start.items()})
+
+    def _rounding(self, totals: FloatArray) -> float:
+        """More than the error of the bound's additions."""
+        sizes = np.abs(np.minimum.reduceat(totals, self._firsts)).sum() + np.maximum.reduceat(totals, self._firsts).sum()
+        return float(8 * np.finfo(np.float64).eps * (sizes + np.abs(self._messages).sum()))
+
+    def decode(self) -> list[int]:
+        """States chosen one node after the other, by the costs to the nodes before and the messages of the nodes after."""
+        graph, states = self._graph, [0] * len(self._graph.unary)
+        for node in self.nodes:
+            start = self._start[node]
+            total = self._costs[start : start + graph.size(node)].copy()
+            for other, number in graph.links[node].items():
+                if other < node:
+                    total += graph.pool.arrays[number][:, states[other]]
+                else:
+                    at = self._message[other, node]
+                    total += self._messages[at : at + len(total)]
+            states[node] = int(total.argmin())
+        return states
+
+
+def _least(tables: FloatArray, added: FloatArray) -> FloatArray:
+    """The least over the rows of each table, [edge, column], after adding to its rows."""
+    step = max(1, CHUNK // (tables.shape[1] * tables.shape[2]))
+    parts = []
+    for start in range(0, len(added), step):
+        part = tables[start : start + step] if len(tables) > 1 else tables
+        parts.append((part + added[start : start + step, :, None]).min(axis=1))
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _least_of_rows(tables: FloatArray, removed: FloatArray) -> FloatArray:
+    """The least over the columns of each table, [edge, row], after subtracting from its columns."""
+    step = max(1, CHUNK // (tables.shape[1] * tables.shape[2]))
+    parts = []
+    for start in range(0, len(removed), step):
+        part = tables[start : start + step] if len(tables) > 1 else tables
+        parts.append((part - removed[start : start + step, None, :]).min(axis=2))
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]

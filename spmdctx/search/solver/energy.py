@@ -1,0 +1,168 @@
+"""The least cost without memory: reduce and eliminate; where that is too wide, bound, keep a shell around the bound, and eliminate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.search.solver.dominance import discard, supported
+from spmdctx.search.solver.dual import Bound, Dual
+from spmdctx.search.solver.eliminate import Memo, eliminate, order
+from spmdctx.search.solver.graph import Graph
+from spmdctx.search.solver.local import descend
+from spmdctx.search.solver.memory import Rows
+
+MAX_TABLE = 1 << 23
+DIRECT_WORK = 60_000_000
+"""Additions up to which elimination is cheaper than a bound."""
+WORK = 1_000_000_000
+SHELL_WORK = 30_000_000
+MAX_SHELLS = 8
+SWEEPS = (10, 15, 25, 50, 100)
+
+
+class Minimum(NamedTuple):
+    """A choice of states, its cost and a valid lower bound, both with the graph's constant."""
+
+    states: list[int]
+    cost: float
+    bound: float
+
+
+@dataclass
+class Search:
+    """What all solves of one problem share.
+
+    `work` limits one elimination, `rounds` the times that a bound is improved; `expired` is true when the time is over.
+    """
+
+    effort: int = 2
+    work: int = WORK
+    rounds: int = len(SWEEPS)
+    tolerance: float = 0.0
+    expired: Callable[[], bool] = lambda: False
+    memo: Memo = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def count(self, name: str, number: int) -> None:
+        """Adds to a count."""
+        self.counts[name] = self.counts.get(name, 0) + number
+
+    def reach(self, name: str, number: int) -> None:
+        """Raises a count to a number."""
+        self.counts[name] = max(self.counts.get(name, 0), number)
+
+
+def shrink(graph: Graph, search: Search, rows: Rows | None = None) -> bool:
+    """Makes a graph smaller without changing its optimum, with the memory of `rows` if given; False if nothing is finite."""
+    while True:
+        if not supported(graph):
+            return False
+        graph.split()
+        graph.peel(None if rows is None else rows.live)
+        removed = discard(graph, None if rows is None else rows.priced)
+        search.count("dominated", removed)
+        if not removed or search.expired():
+            return True
+
+
+def minimise(graph: Graph, search: Search) -> Minimum | None:
+    """The states of least cost, or the best found with its bound; None if every choice is infinite. `graph` is left as it is."""
+    core = graph.copy()
+    if not shrink(core, search):
+        return None
+    found = _eliminated(core, search, DIRECT_WORK) or _Shells(core, search).run()
+    return None if found is None else found._replace(states=core.complete(found.states))
+
+
+def _eliminated(graph: Graph, search: Search, work: int) -> Minimum | None:
+    """The optimum by elimination; None if that is too much work."""
+    found = order(graph, MAX_TABLE, work)
+    if found is None:
+        return None
+    search.count("eliminated", len(found.nodes))
+    search.reach("largest_table", found.largest)
+    result = eliminate(graph, found.nodes, search.memo, search.expired)
+    if result is None:
+        return None
+    states, value = result
+    return Minimum(states, value + graph.base, value + graph.base)
+
+
+class _Shells:
+    """Shells around the dual bound of one graph, until the bound is reached or the rounds are spent."""
+
+    def __init__(self, core: Graph, search: Search) -> None:
+        self.core = core
+        self.search = search
+        self.best: Minimum | None = None
+        self.bound = -np.inf
+
+    def run(self) -> Minimum | None:
+        dual = Dual(self.core)
+        for num_sweeps in SWEEPS[: self.search.rounds]:
+            dual.sweep(num_sweeps, self.search.expired)
+            self.search.count("sweeps", num_sweeps)
+            bound = dual.bound()
+            self.bound = max(self.bound, bound.value)
+            states = dual.decode()
+            value = descend(self.core, states)
+            self._offer(Minimum(states, value + self.core.base, 0.0))
+            if self._is_proven() or self._closed(bound) or self.search.expired():
+                break
+        if not self._is_proven():
+            exact = _eliminated(self.core, self.search, self.search.work)
+            if exact is not None:
+                self._offer(exact)
+                self.bound = exact.cost - self.core.base
+        if self.best is None:
+            return None
+        return self.best._replace(bound=min(self.best.cost, self.bound + self.core.base))
+
+    def _offer(self, found: Minimum) -> None:
+        if np.isfinite(found.cost) and (self.best is None or found.cost < self.best.cost):
+            self.best = found
+
+    def _gap(self) -> float:
+        return np.inf if self.best is None else self.best.cost - self.core.base - self.bound
+
+    def _is_proven(self) -> bool:
+        scale = 0.0 if self.best is None else abs(self.best.cost)
+        return self._gap() <= max(self.search.tolerance, 1e-12) * scale
+
+    def _closed(self, bound: Bound) -> bool:
+        """Solves shells of the bound: as wide as the gap if that can be done, else narrower ones for better states and a better bound."""
+        delta = self._gap() if self.best else max(1.0, abs(bound.value))
+        too_wide = np.inf
+        for _ in range(MAX_SHELLS):
+            if self.search.expired():
+                break
+            shell = self._shell(bound, delta)
+            found = None
+            if shell is not None:
+                found = _eliminated(shell, self.search, SHELL_WORK)
+                if found is None:
+                    too_wide = delta
+                    delta /= 4
+                    continue
+                self._offer(found._replace(states=shell.complete(found.states)))
+            # Everything outside the shell costs more than bound + delta.
+            inside = np.inf if found is None else found.cost - self.core.base
+            self.bound = max(self.bound, min(inside, bound.value + delta))
+            delta = min(self._gap(), 4 * delta)
+            if self._is_proven() or delta >= too_wide:
+                break
+        return self._is_proven()
+
+    def _shell(self, bound: Bound, delta: float) -> Graph | None:
+        """The graph without the states whose bound is more than `delta` above the graph's; None if nothing finite is left."""
+        most = bound.value + delta + 1e-12 * abs(bound.value)
+        kept = {node: np.flatnonzero(beliefs <= most) for node, beliefs in bound.beliefs.items()}
+        if any(not len(states) for states in kept.values()):
+            return None
+        shell = self.core.copy()
+        shell.restrict({node: states for node, states in kept.items() if len(states) < self.core.size(node)})
+        return shell if shrink(shell, self.search) else None

@@ -1,0 +1,41 @@
+"""Improving a choice of states by changing one node at a time."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from spmdctx.search.solver.graph import Graph
+
+
+def descend(graph: Graph, states: list[int]) -> float:
+    """Gives nodes their best state, given their neighbours, until none improves. Changes `states`; returns the cost less `graph.base`."""
+    arrays = graph.pool.arrays
+    waiting = graph.nodes()
+    queued = set(waiting)
+    heapify(waiting)
+    while waiting:
+        node = heappop(waiting)
+        queued.discard(node)
+        total = graph.costs(node)
+        for other, number in graph.links[node].items():
+            total = total + arrays[number][:, states[other]]
+        best = int(total.argmin())
+        # An improvement within rounding could go round in circles.
+        if total[best] + 1e-12 * abs(total[best]) < total[states[node]]:
+            states[node] = best
+            for other in graph.links[node]:
+                if other not in queued:
+                    queued.add(other)
+                    heappush(waiting, other)
+    return cost(graph, states)
+
+
+def cost(graph: Graph, states: list[int]) -> float:
+    """The cost of the nodes that are left, in their present states, less `graph.base`."""
+    total = 0.0
+    for node in graph.nodes():
+        total += float(graph.costs(node)[states[node]])
+        for other, number in graph.links[node].items():
+            if node < other:
+                total += float(graph.pool.arrays[number][states[node], states[other]])
+    return total

@@ -1,0 +1,150 @@
+"""Interned arrays: equal costs get one number, so that repeated structure is computed once."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmdctx.search.solver.join import least
+from spmdctx.search.solver.problem import FloatArray, IntArray
+
+BoolArray = NDArray[np.bool_]
+
+
+class Pool:
+    """Arrays by number. Operations on them are memoised by the numbers of their operands.
+
+    `arrays[i]` is the array of number i; none is changed after it is added.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: list[FloatArray] = []
+        self._objects: dict[int, int] = {}
+        self._held: list[FloatArray] = []
+        self._contents: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self._transposed: dict[int, int] = {}
+        self._totals: dict[tuple[int, int], int] = {}
+        self._rows: dict[tuple[int, int], int] = {}
+        self._selected: dict[tuple[int, int, int], int] = {}
+        self._supports: dict[int, BoolArray | None] = {}
+        self._worst: dict[int, FloatArray] = {}
+        self._parts: dict[int, tuple[int, int] | None] = {}
+        self._best: dict[tuple[int, ...], int] = {}
+        self._choices: dict[bytes, int] = {}
+        self.choices: list[IntArray] = []
+
+    def new(self, array: FloatArray) -> int:
+        """Adds an array without comparing it to the others."""
+        self.arrays.append(array)
+        return len(self.arrays) - 1
+
+    def intern(self, array: FloatArray) -> int:
+        """The number of an array, the same for equal contents."""
+        data = np.ascontiguousarray(array)
+        key = (data.shape, data.tobytes() if data.size <= 8 else blake2b(data.tobytes(), digest_size=16).digest())
+        number = self._contents.get(key)
+        if number is None:
+            number = self._contents[key] = self.new(data)
+        return number
+
+    def intern_object(self, array: FloatArray) -> int:
+        """Like `intern`, and looks at the contents of one object only once."""
+        number = self._objects.get(id(array))
+        if number is None:
+            number = self._objects[id(array)] = self.intern(np.asarray(array, dtype=np.float64))
+            # An object that dies could leave its address to another array.
+            self._held.append(array)
+        return number
+
+    def transposed(self, number: int) -> int:
+        """The number of the transposed table."""
+        found = self._transposed.get(number)
+        if found is None:
+            found = self.new(np.ascontiguousarray(self.arrays[number].T))
+            self._transposed[number], self._transposed[found] = found, number
+        return found
+
+    def total(self, first: int, second: int) -> int:
+        """The number of the sum of two arrays of one shape."""
+        key = (first, second) if first <= second else (second, first)
+        found = self._totals.get(key)
+        if found is None:
+            found = self._totals[key] = self.new(self.arrays[first] + self.arrays[second])
+        return found
+
+    def row(self, number: int, state: int) -> int:
+        """The number of one row of a table."""
+        found = self._rows.get((number, state))
+        if found is None:
+            found = self._rows[number, state] = self.intern(self.arrays[number][state])
+        return found
+
+    def best(self, unary: int, tables: tuple[int, ...]) -> int:
+        """The number of the least of `unary[x] + tables[0][x, i] + tables[1][x, j]` over x, for one or two tables."""
+        key = (unary, *tables)
+        found = self._best.get(key)
+        if found is None:
+            scopes: list[tuple[tuple[int, ...], FloatArray]] = [((-1,), self.arrays[unary])]
+            scopes += [((-1, place), self.arrays[table]) for place, table in enumerate(tables)]
+            found = self._best[key] = self.new(least(scopes, len(tables)))
+        return found
+
+    def choice(self, states: IntArray) -> int:
+        """The number of a list of states."""
+        key = states.tobytes()
+        found = self._choices.get(key)
+        if found is None:
+            found = self._choices[key] = len(self.choices)
+            self.choices.append(states)
+        return found
+
+    def selected(self, number: int, left: int, right: int) -> int:
+        """The number of the rows `left` and columns `right` (numbers of choices; -1 keeps all) of a table."""
+        key = (number, left, right)
+        found = self._selected.get(key)
+        if found is None:
+            array = self.arrays[number]
+            if left >= 0:
+                array = array[self.choices[left]]
+            if right >= 0:
+                array = array[:, self.choices[right]]
+            found = self._selected[key] = self.intern(array)
+        return found
+
+    def support(self, number: int) -> BoolArray | None:
+        """Which rows of a table have a finite entry; None if all have."""
+        if number not in self._supports:
+            finite: BoolArray = np.any(np.isfinite(self.arrays[number]), axis=1)
+            self._supports[number] = None if finite.all() else finite
+        return self._supports[number]
+
+    def worst(self, number: int) -> FloatArray:
+        """`D[a, b]`: the most that row a of a table can cost beyond row b. Rows must have a finite entry."""
+        found = self._worst.get(number)
+        if found is None:
+            table = self.arrays[number]
+            # Where b is forbidden, a is never worse.
+            lower = np.where(np.isinf(table), -np.inf, -table)
+            found = np.empty((len(table), len(table)))
+            for state, row in enumerate(table):
+                found[state] = (row + lower).max(axis=1) if np.isfinite(row).all() else _worst_row(row, lower)
+            self._worst[number] = found
+        return found
+
+    def parts(self, number: int) -> tuple[int, int] | None:
+        """If a table is exactly `rows[i] + columns[j]`: the numbers of both, else None."""
+        if number not in self._parts:
+            table = self.arrays[number]
+            with np.errstate(invalid="ignore"):
+                rows, columns = table[:, 0], table[0] - table[0, 0]
+                split = bool(((rows[:, None] + columns) == table).all())
+            self._parts[number] = (self.intern(rows), self.intern(columns)) if split else None
+        return self._parts[number]
+
+
+def _worst_row(row: FloatArray, lower: FloatArray) -> FloatArray:
+    """As in `worst` for a row with infinite entries: where both rows are infinite, neither is worse."""
+    worst: FloatArray = np.where(np.isneginf(lower), -np.inf, row + np.where(np.isneginf(lower), 0.0, lower)).max(axis=1)
+    return worst

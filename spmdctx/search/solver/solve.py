@@ -1,0 +1,71 @@
+"""The solver's entry: the least cost, or the least cost that fits the memory, each with a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+import numpy as np
+
+from spmdctx.search.solver.constrained import Constrained
+from spmdctx.search.solver.dominance import supported
+from spmdctx.search.solver.energy import SWEEPS, WORK, Minimum, Search, minimise, shrink
+from spmdctx.search.solver.graph import Graph, cost_of
+from spmdctx.search.solver.memory import Rows
+from spmdctx.search.solver.pool import Pool
+from spmdctx.search.solver.problem import Infeasible, Problem, Solution
+
+HOPELESS = Infeasible(-1, 0.0, float("inf"))
+"""No choice of states has a finite cost, whatever the memory."""
+
+
+def solve(
+    problem: Problem, *, effort: int = 2, tolerance: float = 0.0, deadline: float | Callable[[], bool] | None = None
+) -> Solution | Infeasible:
+    """Chooses the states of least cost that fit the memory.
+
+    The result depends on the arguments only, unless a deadline stops it.
+
+    Args:
+        problem: Costs, tables and memory.
+        effort: How much work may go into closing the gap, 0 to 5; each step allows four times more. Small and narrow problems are
+            solved exactly at any effort.
+        tolerance: The gap, relative to the cost, at which to stop.
+        deadline: Seconds from now, or a function that says that the time is over. For benchmarks.
+
+    Returns:
+        A solution and its lower bound, equal to the cost if it is proven optimal, or what memory cannot be met. If nothing is finite,
+        `Infeasible` at time -1 with an infinite limit.
+    """
+    expired = _expiry(deadline)
+    search = Search(work=WORK // 16 * 4**effort, rounds=min(len(SWEEPS), effort + 3), tolerance=tolerance, effort=effort, expired=expired)
+    graph = Graph.of(problem.costs, problem.edges, Pool())
+    with np.errstate(invalid="ignore"):
+        if not supported(graph):
+            return HOPELESS
+        rows = None if problem.memory is None else Rows(problem.memory, graph.origin)
+        if rows is None or not len(rows.times):
+            found: Minimum | Infeasible | None = minimise(graph, search)
+        elif shrink(graph, search, rows):
+            found = Constrained(graph, rows, search).run()
+        else:
+            found = None
+    if found is None:
+        return HOPELESS
+    if isinstance(found, Infeasible):
+        return found
+    states = tuple(graph.complete(found.states))
+    cost = cost_of(problem.costs, problem.edges, states)
+    # The same cost summed in another order; a proven optimum stays proven.
+    bound = cost if found.bound == found.cost else min(cost, found.bound)
+    return Solution(states, cost, bound, search.counts)
+
+
+def _expiry(deadline: float | Callable[[], bool] | None) -> Callable[[], bool]:
+    """A function that says whether the time is over."""
+    if deadline is None:
+        return lambda: False
+    if callable(deadline):
+        return deadline
+    end = monotonic() + deadline
+    return lambda: monotonic() > end
