@@ -255,10 +255,15 @@ def _assemble(
         assignment=assignment,
         reshards=_reshards(program, bill),
         collectives=tuple(bill.collectives),
-        cost=Cost(bill.compute_s, bill.communication_s, bill.compute_s + bill.communication_s, bill.memory_bytes),
+        cost=_cost(bill),
         notes=notes,
         timing=timing,
     )
+
+
+def _cost(bill: Bill) -> Cost:
+    total_s = bill.compute_s + bill.exposed_communication_s
+    return Cost(bill.compute_s, bill.communication_s, total_s, bill.memory_bytes, bill.hidden_communication_s)
 
 
 def _reason(setup: Setup, assignment: Assignment, value: int) -> str:

@@ -40,6 +40,8 @@ class Topology:
         sinks_slices: Whether it does so too where element-wise ops stand between the sum and the slice (XLA on TPU).
         narrows_matrix_operands: Whether float32 values that only matrix products read are communicated as bfloat16, the
             products' own precision (XLA on TPU).
+        gather_overlap: Largest share of a weight gather's time that hides behind matrix products.
+        reduction_overlap: The same of a gradient reduction.
         source: Where the figures were published.
     """
 
@@ -58,6 +60,8 @@ class Topology:
     merges_partial_sums: bool = True
     sinks_slices: bool = False
     narrows_matrix_operands: bool = False
+    gather_overlap: float = 0.0
+    reduction_overlap: float = 0.0
     source: str = "user"
 
     def __post_init__(self) -> None:
@@ -72,6 +76,9 @@ class Topology:
         ):
             if not getattr(self, name) > 0:
                 raise ContextError(f"Topology.{name} must be positive.", got=repr(getattr(self, name)))
+        for name in ("gather_overlap", "reduction_overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ContextError(f"Topology.{name} must be a share, from 0 to 1.", got=repr(getattr(self, name)))
 
 
 PRESETS: dict[str, Topology] = {

@@ -69,6 +69,8 @@ def _summary(plan: Plan) -> Table:
     grid.add_column()
     grid.add_row("mode", " · ".join(part for part in (plan.mode, plan.search_mode) if part))
     communication = seconds_text(cost.communication_s)
+    if cost.hidden_communication_s:
+        communication += f", {seconds_text(cost.hidden_communication_s)} of it hidden"
     share = share_text(cost.communication_s, cost.compute_s + cost.communication_s)
     detail = f"  compute {seconds_text(cost.compute_s)}, communication {communication}" + (f" ({share})" if share else "")
     grid.add_row("step", Text.assemble((seconds_text(cost.total_s), "bold"), detail))

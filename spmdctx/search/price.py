@@ -15,7 +15,8 @@ from spmdctx.cost.reshard import reshard_steps
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
-from spmdctx.search.memory import Copy, StepMemory, peak, step_memory
+from spmdctx.search.memory import Copy, StepMemory, profile, step_memory
+from spmdctx.search.overlap import sides
 from spmdctx.search.rewrites import Readers, Sums
 from spmdctx.search.roofline import compute_time_s, local_bytes
 from spmdctx.search.space import reduction_plan
@@ -34,12 +35,14 @@ class Moved(NamedTuple):
 
 @dataclass(slots=True)
 class Bill:
-    """All that an assignment costs in one step, per device."""
+    """All that an assignment costs in one step, per device. `memory_profile` holds the bytes alive at each op."""
 
     collectives: list[Collective] = field(default_factory=list)
     moves: list[Moved] = field(default_factory=list)
     compute_s: float = 0.0
     memory_bytes: int = 0
+    memory_profile: tuple[int, ...] = ()
+    hidden_communication_s: float = 0.0
     flops: float = 0.0
     split_flops: float = 0.0
 
@@ -47,6 +50,11 @@ class Bill:
     def communication_s(self) -> float:
         """Seconds of all collectives of a step, one after the other."""
         return sum(row.time_s * row.repeats for row in self.collectives)
+
+    @property
+    def exposed_communication_s(self) -> float:
+        """What is left of them where weight gathers and gradient reductions hide behind matrix products as far as they can."""
+        return self.communication_s - self.hidden_communication_s
 
 
 class _Need(NamedTuple):
@@ -77,10 +85,12 @@ def price(
         biller.add(op, scope)
     biller.settle_sums()
     bill = biller.bill
+    bill.hidden_communication_s = sum(row.time_s * row.repeats * share for row, share in zip(bill.collectives, biller.shares, strict=True))
     for row in manual:
         time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
-    bill.memory_bytes = peak(memory.lives, _local_bytes(graph, assignment, mesh), len(graph.ops), biller.copies.found).bytes
+    alive = profile(memory.lives, _local_bytes(graph, assignment, mesh), len(graph.ops), biller.copies.found)
+    bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
     return bill
 
 
@@ -91,6 +101,8 @@ class _Biller:
         self.copies = _Copies(memory)
         self.graph, self.loose, self.assignment, self.mesh, self.topology = graph, loose, assignment, mesh, topology
         self.bill = Bill()
+        self.shares: list[float] = []
+        self._sides = sides(graph)
         self._needs: dict[tuple[object, ...], _Need] = {}
         self._done: set[tuple[object, ...]] = set()
         self._same = _aliases(graph)
@@ -141,7 +153,8 @@ class _Biller:
             if axes and set(axes) == set(row.axes):
                 time_s = collective_time_s("reduce_scatter", row.payload_bytes, axes, self.mesh, self.topology)
                 rows[place] = replace(row, kind="reduce_scatter", axes=axes, time_s=time_s)
-        self.bill.collectives = [row for place, row in enumerate(rows) if place not in self._sums.joined]
+        kept = [place for place in range(len(rows)) if place not in self._sums.joined]
+        self.bill.collectives, self.shares = [rows[place] for place in kept], [self.shares[place] for place in kept]
 
     def _need(self, op: Op) -> _Need:
         rule, axes, stored = op.rule, self.assignment.ops[op.id].axes, self.assignment.values
@@ -168,11 +181,12 @@ class _Biller:
                 plan = reduction_plan(op, natural, stored, need.partial)
                 payload = self._bytes(value, natural)
                 cause = f"partial result of {op.primitive}"
+                share = self._sides.reduction_share(value, self.topology)
                 if plan.scattered:
-                    self._collect("reduce_scatter", plan.scattered, payload, op, cause)
+                    self._collect("reduce_scatter", plan.scattered, payload, op, cause, share)
                     payload //= self.mesh.num_slices(plan.scattered)
                 if plan.reduced:
-                    self._collect("all_reduce", plan.reduced, payload, op, cause)
+                    self._collect("all_reduce", plan.reduced, payload, op, cause, share)
                     # Rows outside of the table are masked after the reduction of a gather.
                     direct = op.primitive != "gather" or self.topology.sinks_slices
                     if self._sums and direct and not plan.scattered and plan.after == stored:
@@ -195,21 +209,23 @@ class _Biller:
     def _move(self, op: Op, scope: int, value: int, source: TensorSharding, target: TensorSharding, role: str, narrow: bool) -> None:
         known = self.graph.values[value]
         time_s, current = 0.0, source
+        share = self._sides.gather_share(value, self.topology)
         size = item_bytes("bfloat16" if narrow else known.dtype)
         for step in reshard_steps(known.shape, size, source, target, self.mesh):
             key = (scope, self._same[value], current, step.sharding)
             if step.kind != "slice" and key not in self._done:
                 cause = f"{role}: {known.path or 'value'} {format_sharding(current)} -> {format_sharding(step.sharding)}"
-                time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause)
+                time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause, share)
             self._done.add(key)
             if step.kind != "slice" and not (step.sharding == self.assignment.values[value] and self.copies.is_held(value)):
                 self.copies.make(op, key, self._bytes(value, step.sharding) // item_bytes(known.dtype) * size)
             current = step.sharding
         self.bill.moves.append(Moved(value, source, target, op.id, time_s))
 
-    def _collect(self, kind: str, axes: AxisNames, payload: int, op: Op, cause: str) -> float:
+    def _collect(self, kind: str, axes: AxisNames, payload: int, op: Op, cause: str, share: float = 0.0) -> float:
         time_s = collective_time_s(kind, payload, axes, self.mesh, self.topology)
         self.bill.collectives.append(Collective(kind, axes, payload, time_s, op.repeats, cause, self.graph.origins[op.id].source))
+        self.shares.append(share)
         return time_s * op.repeats
 
     def _bytes(self, value: int, sharding: TensorSharding) -> int:

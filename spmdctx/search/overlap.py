@@ -1,0 +1,85 @@
+"""Which communication can hide behind matrix products: gathers of weights, and reductions of gradients.
+
+A weight value comes from parameters alone through no matrix product, so it can be gathered before its product's turn comes. A
+terminal value reaches no matrix product, so its reduction can run while the products of earlier layers' gradients do.
+`Topology.gather_overlap` and `.reduction_overlap` say how much of such a collective's time hides at most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from spmdctx.cost.topology import Topology
+from spmdctx.ir import LITERAL, Graph, Role
+
+MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "shard_map"})
+"""Ops long enough to hide communication behind them."""
+
+_NO_WEIGHTS = frozenset({Role.BATCH, Role.KEY, Role.ARGUMENT, Role.INTERMEDIATE})
+_CARRIED = ("scan.next", "while.next")
+_CONSTANT = 2
+
+
+class Sides(NamedTuple):
+    """Per value of a graph, 1 where it is a weight value (`weights`), and where it is terminal (`terminal`)."""
+
+    weights: bytearray
+    terminal: bytearray
+
+    def gather_share(self, value: int, topology: Topology) -> float:
+        """Largest share of a reshard of the value that can hide."""
+        return topology.gather_overlap if self.weights[value] else 0.0
+
+    def reduction_share(self, value: int, topology: Topology) -> float:
+        """Largest share of a reduction of the value's partial results that can hide."""
+        return topology.reduction_overlap if self.terminal[value] else 0.0
+
+
+def sides(graph: Graph) -> Sides:
+    """Classifies all values of a graph. Depends on no sharding."""
+    carries = {op.results[0] for op in graph.ops if op.primitive in _CARRIED}
+    loops = [pair for pair in graph.ties if pair[1] in carries]
+    return Sides(_weights(graph, loops), _terminal(graph, loops))
+
+
+def _weights(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
+    """Values that depend on some parameter, on nothing of the batch, and on no matrix product."""
+    # Of each value: 0 where it depends on the batch or a product, 1 on parameters, 2 on nothing.
+    found = bytearray([_CONSTANT]) * (len(graph.values) + 1)
+    for value in graph.inputs:
+        found[value] = 0 if graph.values[value].role in _NO_WEIGHTS else 1
+    carried: dict[int, int] = {}
+    while True:
+        for op in graph.ops:
+            kind = 0 if op.primitive in MATRIX_PRODUCTS else carried.get(op.results[0], _CONSTANT) if op.results else 0
+            for value in op.operands:
+                if found[value] < kind:
+                    kind = found[value]
+            for value in op.results:
+                found[value] = kind
+        # What one turn of a loop hands on, the next one starts from.
+        more = {before: found[after] for before, after in loops if found[after] < found[before]}
+        if not more:
+            return bytearray(kind == 1 for kind in found)
+        carried |= more
+
+
+def _terminal(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
+    """Values from which no matrix product can be reached."""
+    leads = bytearray(len(graph.values) + 1)
+    while True:
+        for op in reversed(graph.ops):
+            onward = op.primitive in MATRIX_PRODUCTS
+            for value in op.results:
+                if leads[value]:
+                    onward = True
+            if onward:
+                for value in op.operands:
+                    leads[value] = 1
+        leads[LITERAL] = 0
+        # What one turn of a loop hands on, the next one reads.
+        more = [after for before, after in loops if leads[before] and not leads[after]]
+        if not more:
+            return bytearray(not flag for flag in leads)
+        for value in more:
+            leads[value] = 1
