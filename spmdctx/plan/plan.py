@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.ir import Assignment, Collective, Graph, Op, OpRule, OpSharding, Origin, Role, TensorSharding, factor_name, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape
 
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from spmdctx.plan.alternatives import Alternatives
     from spmdctx.plan.diff import PlanDiff
     from spmdctx.plan.explain import Explanation
+    from spmdctx.plan.pareto import Pareto
 
 FORMAT_VERSION = 1
 """Of plan files; a file of another version is refused."""
@@ -64,12 +67,21 @@ class Reshard(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Predicted seconds of one step and peak bytes of one device."""
+    """Predicted seconds of one step and peak bytes of one device.
+
+    `communication_s` is raw, one collective after the other; `total_s` counts what does not hide behind compute.
+    """
 
     compute_s: float
     communication_s: float
     total_s: float
     memory_bytes: int
+    hidden_communication_s: float = 0.0
+
+    @property
+    def exposed_communication_s(self) -> float:
+        """Communication that does not hide behind compute."""
+        return self.communication_s - self.hidden_communication_s
 
 
 class Timing(NamedTuple):
@@ -153,7 +165,14 @@ class Plan:
         memory_limit_bytes: The budget per device, if there was one.
         lower_bound_s, gap: No plan of the declared space costs less; `gap` is total / lower bound - 1. None where not computed.
         notes: Every guess, fallback, padding and replication.
-        timing: How long planning took; neither compared nor saved.
+        timing: How long planning took.
+        alternatives: What else could have been chosen, worked out when it is asked for.
+        memory_profile: Bytes of one device that are alive at each op.
+        replan: The same step under another budget or on another number of devices: `replan(memory_bytes=..., num_devices=...)`,
+            None for a value that stays. Raises InfeasibleError where nothing fits.
+        certifier: Returns this plan with `lower_bound_s` and `gap`.
+
+    The last five are neither compared nor saved; all but `timing` are None for plans from files.
     """
 
     fingerprint: str
@@ -174,6 +193,10 @@ class Plan:
     gap: float | None = None
     notes: tuple[str, ...] = ()
     timing: Timing = field(default=Timing(), compare=False)
+    alternatives: Alternatives | None = field(default=None, compare=False, repr=False)
+    memory_profile: Sequence[int] | None = field(default=None, compare=False, repr=False)
+    replan: Callable[..., Plan] | None = field(default=None, compare=False, repr=False)
+    certifier: Callable[[], Plan] | None = field(default=None, compare=False, repr=False)
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -239,6 +262,38 @@ class Plan:
         from spmdctx.plan.explain import explain_plan
 
         return explain_plan(self, pattern)
+
+    def certify(self) -> Plan:
+        """This plan with its certificate: `lower_bound_s`, below which nothing of the declared space costs, and `gap`.
+
+        A plan that has one is returned as it is.
+
+        Raises:
+            UnsupportedError: the plan is from a file, or was not searched for; plan the step again.
+        """
+        if self.lower_bound_s is not None:
+            return self
+        if self.certifier is None:
+            raise UnsupportedError(
+                "This plan cannot be certified: it does not hold the step that it was made for.",
+                got=f"a plan of mode {self.mode!r}{', without its search' if self.search_mode else ''}",
+                fix="plan the step again in auto_parallel, and certify that plan",
+            )
+        return self.certifier()
+
+    def pareto(self, memory_bytes: Sequence[int] = (), num_devices: Sequence[int] = ()) -> Pareto:
+        """Time against memory: the step planned again under each budget on each number of devices.
+
+        Args:
+            memory_bytes: budgets per device; empty for this plan's memory and fractions of it, down to where nothing fits.
+            num_devices: device counts; empty for half as many, as many and twice as many.
+
+        Raises:
+            UnsupportedError: the plan is from a file; plan the step again.
+        """
+        from spmdctx.plan.pareto import pareto
+
+        return pareto(self, memory_bytes, num_devices)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as one self-contained page."""
