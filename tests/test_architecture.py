@@ -27,7 +27,7 @@ ROWS = (
 FAMILIES = {
     **dict.fromkeys(("entry", "direct", "mesh_scope", "placement", "verify", "gradients", "step_options"), "step"),
     "domains": "mesh",
-    "strategy_files": "planner",
+    **dict.fromkeys(("strategy_files", "insight"), "planner"),
     **dict.fromkeys(("shard_call", "shard_eager", "shard_modules"), "shard"),
 }
 """Modules that belong to a unit without being in its folder, beside those whose name starts with `context_` or `cli_`."""

@@ -1,10 +1,10 @@
-"""Why a tensor or an op is split as it is: what reads it, what that costs, and what another split of it alone would cost.
+"""Why a tensor or an op is split as it is: what reads it, the runner-up, what that would cost, and what would make it win.
 
-For an argument with chosen sharding `c`, other sharding `a`, and the shardings `r` its readers and its writer need:
+A plan that knows its program prices whole steps: the tensor or op is forced, what is around it is chosen anew. A plan from a
+file does not. For an argument with chosen sharding `c`, other sharding `a`, and the shardings `r` that its readers and its
+writer need, it then gives the first-order answer, with everything else as planned:
 
     extra seconds of a = sum over distinct r of reshard(a, r) - reshard(c, r)
-
-with everything else as planned. It is a first-order answer: a search may move the neighbours along.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import NamedTuple
 
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import PRESETS
-from spmdctx.ir import Collective, TensorSharding, item_bytes
-from spmdctx.mesh import axes_of, divides
-from spmdctx.plan.groups import by_cause, group_tensors
-from spmdctx.plan.plan import Plan, PlannedOp, PlannedTensor, Reshard
-from spmdctx.plan.units import TIMES, bytes_text, place_text, seconds_text, split_text, tensor_text
+from spmdctx.ir import Collective, OpSharding, TensorSharding, item_bytes
+from spmdctx.mesh import divides
+from spmdctx.plan.alternatives import Alternative, Flip
+from spmdctx.plan.groups import group_tensors
+from spmdctx.plan.plan import Plan, PlannedOp, PlannedTensor, Reshard, sharding_text
+from spmdctx.plan.units import bytes_text, place_text, seconds_text
 from spmdctx.search.transfer import project
 
 CASTS = ("convert_element_type", "reduce_precision", "copy")
-MAX_USES = 6
-MAX_ALTERNATIVES = 4
-MAX_OPS = 12
+MAX_PRICED = 4
+"""Groups of tensors or kinds of ops whose alternatives are priced as whole steps, which takes a moment each."""
 
 
 class Use(NamedTuple):
@@ -40,24 +40,44 @@ class Use(NamedTuple):
     num_ops: int
 
 
-class Alternative(NamedTuple):
-    """Another sharding of the tensor alone: seconds per step and bytes per device more than the chosen one (less if negative)."""
+class Instead(NamedTuple):
+    """Another choice: seconds per step and bytes per device more than the chosen one (less if negative).
+
+    `split` is an op's axes as text, empty for a tensor. `num_moved` counts the tensors that move along, and `flips` says what
+    would make this the better choice; both are known for whole steps only.
+    """
 
     sharding: TensorSharding
     extra_s: float
     extra_bytes: int
+    split: str = ""
+    num_moved: int = 0
+    flips: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorExplanation:
-    """One argument, or equal ones of all layers (`paths`); alternatives come cheapest first."""
+    """One argument, or equal ones of all layers (`paths`); alternatives come cheapest first.
+
+    `whole_step` says whether they are priced with everything that follows from them.
+    """
 
     pattern: str
     paths: tuple[str, ...]
     tensor: PlannedTensor
     uses: tuple[Use, ...]
     reshards: tuple[Reshard, ...]
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[Instead, ...]
+    whole_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpExplanation:
+    """Ops of one kind at one place that are split alike: the first one, how often they run, and its alternatives."""
+
+    op: PlannedOp
+    num_runs: int
+    alternatives: tuple[Instead, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +89,67 @@ class Explanation:
     tensors: tuple[TensorExplanation, ...]
     ops: tuple[PlannedOp, ...]
     collectives: tuple[Collective, ...]
+    op_kinds: tuple[OpExplanation, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.ops)
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        from spmdctx.plan.explain_text import explanation_text
+
+        return explanation_text(self)
 
 
 def explain_plan(plan: Plan, pattern: str) -> Explanation:
     """Explains the tensors whose path matches; where none does, the ops whose name or source line does."""
     matching = [index for index, tensor in enumerate(plan.inputs) if _matches(tensor.path, pattern)]
     tensors = tuple(_explain_tensors(plan, matching))
-    ops: tuple[PlannedOp, ...] = ()
+    ops: list[int] = []
     if tensors:
         places = {use.source for one in tensors for use in one.uses if use.source}
     else:
-        ops = tuple(op for op in plan.ops if _matches(op.name, pattern) or _matches(op.source, pattern))
-        places = {op.source for op in ops if op.source}
+        ops = [
+            number
+            for number, op in enumerate(plan.ops)
+            if op.primitive == pattern or any(_matches(text, pattern) for text in (op.name, op.source))
+        ]
+        places = {source for number in ops if (source := plan.op_table.origins[number].source)}
     collectives = tuple(row for row in plan.collectives if row.source in places)
-    return Explanation(pattern, plan, tensors, ops, collectives)
+    return Explanation(pattern, plan, tensors, tuple(plan.ops[number] for number in ops), collectives, tuple(_op_kinds(plan, ops)))
+
+
+def _op_kinds(plan: Plan, ops: Sequence[int]) -> Iterator[OpExplanation]:
+    """The heaviest kinds are explained with their alternatives, the others without."""
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
+    for number in ops:
+        op = plan.ops[number]
+        groups.setdefault((op.primitive, place_text(op.source), op.sharding, str(op.rule)), []).append(number)
+    operations = plan.op_table.operations
+    runs = [sum(operations[number].repeats for number in rows) for rows in groups.values()]
+    weights = [operations[rows[0]].flops * count for rows, count in zip(groups.values(), runs, strict=True)]
+    heaviest = sorted(range(len(weights)), key=lambda index: -weights[index])[:MAX_PRICED]
+    for index, (rows, count) in enumerate(zip(groups.values(), runs, strict=True)):
+        found = plan.alternatives.of_op(rows[0]) if plan.alternatives is not None and index in heaviest else ()
+        yield OpExplanation(plan.ops[rows[0]], count, tuple(_instead(plan, found)))
+
+
+def _instead(plan: Plan, found: Sequence[Alternative]) -> Iterator[Instead]:
+    """Alternatives as rows; what would flip the choice is worked out for the runner-up."""
+    for position, row in enumerate(found):
+        flips = () if position or plan.alternatives is None else tuple(map(flip_text, plan.alternatives.flips(row)))
+        split = "" if row.axes is None else sharding_text(OpSharding(row.axes)) or "nothing"
+        yield Instead(row.sharding, row.delta_s, row.delta_bytes, split, row.num_moved, flips)
+
+
+def flip_text(flip: Flip) -> str:
+    """A flip as the condition under which it holds: `with links below 12.5 GB/s (now 45 GB/s)`."""
+    side = "below" if flip.below else "above"
+    if flip.figure == "link_bytes_per_s":
+        return f"with links {side} {flip.value / 1e9:.3g} GB/s (now {(flip.now or 0) / 1e9:.3g} GB/s)"
+    if flip.figure == "memory_bytes":
+        now = "no budget" if flip.now is None else bytes_text(flip.now)
+        return f"with memory_bytes {side} {bytes_text(flip.value)} (now {now}), where what is chosen no longer fits"
+    return f"at a batch of {flip.value:.0f} (now {flip.now:.0f}): {seconds_text(-flip.delta_s)} faster there"
 
 
 def _matches(text: str, pattern: str) -> bool:
@@ -98,12 +159,17 @@ def _matches(text: str, pattern: str) -> bool:
 def _explain_tensors(plan: Plan, indices: Sequence[int]) -> Iterator[TensorExplanation]:
     numbers = {plan.inputs[index].path: index for index in indices}
     touching = _ops_by_value(plan)
-    for group in group_tensors(plan.inputs[index] for index in indices):
+    for position, group in enumerate(group_tensors(plan.inputs[index] for index in indices)):
         paths = tuple(tensor.path for tensor in group.tensors)
         values = _values_of(plan, numbers[paths[0]])
         uses = tuple(_uses(plan, values, touching))
         reshards = tuple(row for row in plan.reshards if row.value in paths)
-        yield TensorExplanation(group.pattern, paths, group.first, uses, reshards, tuple(_alternatives(plan, group.first, uses)))
+        whole_step = plan.alternatives is not None and bool(values) and position < MAX_PRICED
+        if plan.alternatives is not None and whole_step:
+            rows = tuple(_instead(plan, plan.alternatives.of_value(values[0])))
+        else:
+            rows = tuple(_first_order(plan, group.first, uses))
+        yield TensorExplanation(group.pattern, paths, group.first, uses, reshards, rows, whole_step)
 
 
 def _values_of(plan: Plan, index: int) -> tuple[int, ...]:
@@ -144,7 +210,7 @@ def _uses(plan: Plan, values: Sequence[int], touching: dict[int, list[int]]) -> 
     return (Use(*key, num_ops) for key, num_ops in counts.items())
 
 
-def _alternatives(plan: Plan, tensor: PlannedTensor, uses: Sequence[Use]) -> Iterator[Alternative]:
+def _first_order(plan: Plan, tensor: PlannedTensor, uses: Sequence[Use]) -> Iterator[Instead]:
     """Whole, and every single axis on every dimension, if it divides."""
     mesh, topology = plan.logical_mesh, PRESETS.get(plan.topology)
     if topology is None or not tensor.shape or not uses:
@@ -161,82 +227,5 @@ def _alternatives(plan: Plan, tensor: PlannedTensor, uses: Sequence[Use]) -> Ite
                     ends = (needs, sharding) if writes else (sharding, needs)
                     extra_s += sign * reshard_time_s(tensor.shape, size, *ends, mesh, topology)
             other = tensor._replace(sharding=option)
-            rows.append(Alternative(option, extra_s, other.local_bytes(mesh) - tensor.local_bytes(mesh)))
+            rows.append(Instead(option, extra_s, other.local_bytes(mesh) - tensor.local_bytes(mesh)))
     yield from sorted(rows, key=lambda row: (row.extra_s, row.extra_bytes, row.sharding))
-
-
-def _lines(explanation: Explanation) -> Iterator[str]:
-    if not explanation:
-        yield f"Nothing in the plan matches {explanation.pattern!r}."
-        some = [tensor.path for tensor in explanation.plan.inputs[:3]]
-        yield f"  Patterns are parts of paths such as {', '.join(some)}, globs, op names or source lines."
-        return
-    for one in explanation.tensors:
-        yield from _tensor_lines(one, explanation.plan)
-    if explanation.ops:
-        yield from _op_lines(explanation.ops)
-        yield ""
-    if explanation.collectives:
-        yield "communication at the same places in the program"
-        for group in by_cause(explanation.collectives)[:MAX_USES]:
-            payload = f"{group.count} {TIMES} {group.kind} over {'+'.join(group.axes)}, {bytes_text(group.payload_bytes)}"
-            yield f"  {payload}, {seconds_text(group.time_s)}: {group.cause} ({place_text(group.source)})"
-
-
-def _tensor_lines(one: TensorExplanation, plan: Plan) -> Iterator[str]:
-    tensor = one.tensor
-    count = f"  {TIMES}{len(one.paths)}" if len(one.paths) > 1 else ""
-    yield f"{one.pattern}{count}"
-    local = bytes_text(tensor.local_bytes(plan.logical_mesh))
-    whole = bytes_text(tensor.num_bytes)
-    yield f"  chosen   {split_text(tensor.sharding)} for {tensor_text(tensor.shape, tensor.dtype)}, {local} of {whole} per device"
-    yield f"  because  {tensor.reason or f'{plan.assignment.mode} found it'}"
-    yield from _use_lines(one)
-    for row in _distinct(one.reshards):
-        yield f"  moves    {split_text(row.source_sharding)} to {split_text(row.target_sharding)} for {row.op} ({place_text(row.location)})"
-    if not one.reshards:
-        yield "  moves    nothing: every op takes it as it is stored"
-    yield from _alternative_lines(one)
-    yield ""
-
-
-def _use_lines(one: TensorExplanation) -> Iterator[str]:
-    for label, writes in (("read", False), ("written", True)):
-        uses = [use for use in one.uses if use.writes is writes]
-        for use in uses[:MAX_USES]:
-            cast = ", after a cast" if use.cast else ""
-            yield f"  {label:<8} as {split_text(use.needs)} by {use.primitive} ({place_text(use.source)}){cast}"
-        if len(uses) > MAX_USES:
-            yield f"           and by {len(uses) - MAX_USES} more"
-
-
-def _alternative_lines(one: TensorExplanation) -> Iterator[str]:
-    for position, row in enumerate(one.alternatives[:MAX_ALTERNATIVES]):
-        label = "instead" if position == 0 else ""
-        time = "as fast" if row.extra_s == 0 else f"{seconds_text(abs(row.extra_s))} {'slower' if row.extra_s > 0 else 'faster'}"
-        memory = (
-            "as much memory" if row.extra_bytes == 0 else f"{bytes_text(abs(row.extra_bytes))} {'more' if row.extra_bytes > 0 else 'less'}"
-        )
-        each = " each" if len(one.paths) > 1 else ""
-        yield f"  {label:<8} {split_text(row.sharding)}: {time}, {memory} per device{each}"
-    if one.alternatives:
-        used = axes_of(one.tensor.sharding)
-        yield f"           (with all else as planned{'' if used else ', the gain of splitting other ops along with it not counted'})"
-
-
-def _distinct(reshards: Sequence[Reshard]) -> list[Reshard]:
-    seen = {(row.source_sharding, row.target_sharding, row.op, row.location): row for row in reversed(reshards)}
-    return list(reversed(seen.values()))[:MAX_USES]
-
-
-def _op_lines(ops: Sequence[PlannedOp]) -> Iterator[str]:
-    groups: dict[tuple[str, str, str, str], int] = {}
-    for op in ops:
-        key = (op.primitive, place_text(op.source), op.sharding, str(op.rule))
-        groups[key] = groups.get(key, 0) + op.repeats
-    for (primitive, place, sharding, rule), count in list(groups.items())[:MAX_OPS]:
-        yield f"{primitive}  {TIMES}{count}  ({place})"
-        yield f"  split    {sharding or 'nothing: every device does all of it'}"
-        yield f"  rule     {rule}"
-    if len(groups) > MAX_OPS:
-        yield f"and {len(groups) - MAX_OPS} more kinds of op"

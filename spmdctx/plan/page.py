@@ -38,7 +38,12 @@ def plan_document(plan: Plan) -> str:
 def plan_page(plan: Plan) -> str:
     """The page as a fragment; its style reaches nothing outside."""
     parts = [_header(plan), _tiles(plan), _mesh(plan), _inputs(plan), _ops(plan), _communication(plan), _notes(plan)]
-    return f'<div class="spmdctx-plan"><style>{_style()}</style>{"".join(parts)}</div>'
+    return styled("".join(parts))
+
+
+def styled(body: str) -> str:
+    """A fragment with the style of pages; the style reaches nothing outside."""
+    return f'<div class="spmdctx-plan"><style>{_style()}</style>{body}</div>'
 
 
 @cache

@@ -54,7 +54,7 @@ def test_ops_are_found_by_name_or_line_where_no_tensor_matches(pattern):
     found = small_plan().explain(pattern)
     assert found.tensors == ()
     assert [op.primitive for op in found.ops] == ["sub", "sub"]
-    assert "split    i=data" in str(found)
+    assert "split     i=data" in str(found)
 
 
 def test_collectives_at_the_same_places_are_told():
@@ -65,16 +65,16 @@ def test_collectives_at_the_same_places_are_told():
 
 def test_the_text_says_chosen_because_and_instead():
     text = str(small_plan().explain("layers/1/w"))
-    assert "chosen   [data, -] for f32[32, 32], 512 B of 4.00 KiB per device" in text
-    assert "because  sharding_propagation found it" in text
-    assert "moves    [data, -] to whole for dot_general (model.py:12 (loss))" in text
+    assert "chosen    [data, -] for f32[32, 32], 512 B of 4.00 KiB per device" in text
+    assert "because   sharding_propagation found it" in text
+    assert "moves     [data, -] to whole for dot_general (model.py:12 (loss))" in text
     assert "instead" in text
 
 
 def test_a_reason_given_by_the_planner_is_passed_on():
     plan = small_plan()
     pinned = (plan.inputs[0]._replace(reason="pinned by shard()"), *plan.inputs[1:])
-    assert "because  pinned by shard()" in str(small_plan(inputs=pinned).explain("layers/0"))
+    assert "because   pinned by shard()" in str(small_plan(inputs=pinned).explain("layers/0"))
 
 
 def test_nothing_found_is_false_and_says_what_patterns_look_like():

@@ -1,0 +1,112 @@
+"""An explanation as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from spmdctx.mesh import axes_of
+from spmdctx.plan.explain import Explanation, Instead, OpExplanation, TensorExplanation
+from spmdctx.plan.groups import by_cause
+from spmdctx.plan.plan import Plan, Reshard
+from spmdctx.plan.units import TIMES, bytes_text, place_text, seconds_text, split_text, tensor_text
+
+MAX_USES = 6
+MAX_ALTERNATIVES = 4
+MAX_OPS = 12
+
+
+def explanation_text(explanation: Explanation) -> str:
+    """All lines of an explanation."""
+    return "\n".join(_lines(explanation))
+
+
+def _lines(explanation: Explanation) -> Iterator[str]:
+    if not explanation:
+        yield f"Nothing in the plan matches {explanation.pattern!r}."
+        some = [tensor.path for tensor in explanation.plan.inputs[:3]]
+        yield f"  Patterns are parts of paths such as {', '.join(some)}, globs, op names or source lines."
+        return
+    for one in explanation.tensors:
+        yield from _tensor_lines(one, explanation.plan)
+    if explanation.op_kinds:
+        yield from _op_lines(explanation.op_kinds)
+        yield ""
+    if explanation.collectives:
+        yield "communication at the same places in the program"
+        for group in by_cause(explanation.collectives)[:MAX_USES]:
+            payload = f"{group.count} {TIMES} {group.kind} over {'+'.join(group.axes)}, {bytes_text(group.payload_bytes)}"
+            yield f"  {payload}, {seconds_text(group.time_s)}: {group.cause} ({place_text(group.source)})"
+
+
+def _tensor_lines(one: TensorExplanation, plan: Plan) -> Iterator[str]:
+    tensor = one.tensor
+    count = f"  {TIMES}{len(one.paths)}" if len(one.paths) > 1 else ""
+    yield f"{one.pattern}{count}"
+    local = bytes_text(tensor.local_bytes(plan.logical_mesh))
+    whole = bytes_text(tensor.num_bytes)
+    yield f"  chosen    {split_text(tensor.sharding)} for {tensor_text(tensor.shape, tensor.dtype)}, {local} of {whole} per device"
+    yield f"  because   {tensor.reason or f'{plan.assignment.mode} found it'}"
+    yield from _use_lines(one)
+    for row in _distinct(one.reshards):
+        move = f"{split_text(row.source_sharding)} to {split_text(row.target_sharding)}"
+        yield f"  moves     {move} for {row.op} ({place_text(row.location)})"
+    if not one.reshards:
+        yield "  moves     nothing: every op takes it as it is stored"
+    yield from _alternative_lines(one)
+    yield ""
+
+
+def _use_lines(one: TensorExplanation) -> Iterator[str]:
+    for label, writes in (("read", False), ("written", True)):
+        uses = [use for use in one.uses if use.writes is writes]
+        for use in uses[:MAX_USES]:
+            cast = ", after a cast" if use.cast else ""
+            yield f"  {label:<9} as {split_text(use.needs)} by {use.primitive} ({place_text(use.source)}){cast}"
+        if len(uses) > MAX_USES:
+            yield f"            and by {len(uses) - MAX_USES} more"
+
+
+def _alternative_lines(one: TensorExplanation) -> Iterator[str]:
+    first = "runner-up" if one.whole_step else "instead"
+    yield from _instead_lines(one.alternatives, first, [split_text(row.sharding) for row in one.alternatives], len(one.paths) > 1)
+    if one.alternatives and not one.whole_step:
+        used = axes_of(one.tensor.sharding)
+        yield f"            (with all else as planned{'' if used else ', the gain of splitting other ops along with it not counted'})"
+
+
+def _instead_lines(rows: Sequence[Instead], first: str, names: Sequence[str], several: bool) -> Iterator[str]:
+    for position, (row, name) in enumerate(zip(rows[:MAX_ALTERNATIVES], names, strict=False)):
+        label = first if position == 0 else ""
+        time = "as fast" if row.extra_s == 0 else f"{seconds_text(abs(row.extra_s))} {'slower' if row.extra_s > 0 else 'faster'}"
+        memory = (
+            "as much memory" if row.extra_bytes == 0 else f"{bytes_text(abs(row.extra_bytes))} {'more' if row.extra_bytes > 0 else 'less'}"
+        )
+        along = f"; {row.num_moved} other tensors move along" if row.num_moved else ""
+        yield f"  {label:<9} {name}: {time}, {memory} per device{' each' if several else ''}{along}"
+        if position == 0 and first == "runner-up":
+            yield from _flip_lines(row)
+
+
+def _flip_lines(row: Instead) -> Iterator[str]:
+    """What would make the runner-up win; what was tried where nothing does."""
+    for position, text in enumerate(row.flips):
+        yield f"  {'it wins' if position == 0 else '':<9} {text}"
+    if not row.flips and row.extra_s > 0:
+        yield "  it wins   nowhere: not with links 64 times as fast or slow, nor a batch 16 times as large or small, nor any budget"
+
+
+def _distinct(reshards: Sequence[Reshard]) -> list[Reshard]:
+    seen = {(row.source_sharding, row.target_sharding, row.op, row.location): row for row in reversed(reshards)}
+    return list(reversed(seen.values()))[:MAX_USES]
+
+
+def _op_lines(kinds: Sequence[OpExplanation]) -> Iterator[str]:
+    for kind in kinds[:MAX_OPS]:
+        op = kind.op
+        yield f"{op.primitive}  {TIMES}{kind.num_runs}  ({place_text(op.source)})"
+        yield f"  split     {op.sharding or 'nothing: every device does all of it'}"
+        yield f"  rule      {op.rule}"
+        names = [f"{row.split}, result {split_text(row.sharding)}" for row in kind.alternatives]
+        yield from _instead_lines(kind.alternatives, "runner-up", names, several=kind.num_runs > 1)
+    if len(kinds) > MAX_OPS:
+        yield f"and {len(kinds) - MAX_OPS} more kinds of op"

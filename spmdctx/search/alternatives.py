@@ -1,0 +1,251 @@
+"""What else could have been chosen, what that would cost the whole step, and what would have to change for it to win.
+
+An alternative is a whole assignment with one value (or op) forced. Its price is that of `search.price`, like the plan's own:
+
+    delta = price(alternative) - price(plan)
+
+A flip is a figure of the machine or of the program at which the sign of delta changes; both assignments are priced again there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple
+
+from spmdctx.cost.collectives import collective_time_s
+from spmdctx.cost.topology import Topology
+from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, OpSharding, TensorSharding
+from spmdctx.mesh import LogicalMesh, divides
+from spmdctx.search.neighbourhood import Neighbourhood
+from spmdctx.search.price import Bill, price
+from spmdctx.search.rescale import batch_size, with_batch
+from spmdctx.search.space import Space
+from spmdctx.search.transfer import FactorAxes, legal, project
+
+MAX_POLISHED = 8
+MAX_PRICED = 3
+BANDWIDTH_SCALES = tuple(2.0**power for power in range(-6, 7))
+BATCH_SCALES = (Fraction(2), Fraction(4), Fraction(8), Fraction(16))
+BISECTIONS = 24
+
+Force = Callable[[Mapping[int, TensorSharding], Mapping[int, FactorAxes]], Assignment]
+"""Value to sharding and op to axes that are forced, to the best assignment that has them."""
+
+
+_Option = tuple[dict[int, TensorSharding], FactorAxes | None]
+"""Shardings that are forced, and the axes of the op that they are for."""
+
+
+class Alternative(NamedTuple):
+    """Another way for one value or op, with everything that follows from it.
+
+    `sharding` is the value's (of an op's first result), `axes` the op's, None for a value. `delta_s` and `delta_bytes` are
+    seconds of the step and bytes at the peak of one device more than the plan's. `num_moved` counts the other values that
+    change their sharding along.
+    """
+
+    sharding: TensorSharding
+    axes: FactorAxes | None
+    delta_s: float
+    delta_bytes: int
+    num_moved: int
+    assignment: Assignment
+
+
+class Flip(NamedTuple):
+    """A `figure` at which the alternative wins: below or above `value`, where it is `now`.
+
+    `figure` is "link_bytes_per_s", "memory_bytes" or "batch". The threshold of a batch is the first size tried at which the
+    alternative is faster; `delta_s` is its lead there (negative), 0 at a threshold that was found exactly.
+    """
+
+    figure: str
+    below: bool
+    value: float
+    now: float | None
+    delta_s: float
+
+
+@dataclass(frozen=True)
+class PricedAlternatives:
+    """The alternatives of one plan, worked out when they are asked for.
+
+    Attributes:
+        graph, scopes, loose, manual, assignment, mesh, topology, donated: as for `price`.
+        pinned: values that the user fixed; they move only when they are themselves asked about.
+        forced: ops whose axes the user fixed.
+        memory_bytes: the budget per device, if there is one.
+        force: the search that finds what follows from a forced value or op; a local one where it is None.
+    """
+
+    graph: Graph
+    scopes: tuple[int, ...]
+    loose: frozenset[int]
+    manual: tuple[Collective, ...]
+    assignment: Assignment
+    mesh: LogicalMesh
+    topology: Topology
+    donated: frozenset[int] = frozenset()
+    pinned: frozenset[int] = frozenset()
+    forced: frozenset[int] = frozenset()
+    memory_bytes: int | None = None
+    force: Force | None = None
+    _known: dict[tuple[str, int], tuple[Alternative, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def of_value(self, value: int) -> tuple[Alternative, ...]:
+        """The best other shardings of a value, the fastest first."""
+        key = ("value", value)
+        if key not in self._known:
+            options: list[_Option] = [({value: sharding}, None) for sharding in self._around.options(value)]
+            self._known[key] = tuple(self._priced(value, None, options))
+        return self._known[key]
+
+    def of_op(self, op: int) -> tuple[Alternative, ...]:
+        """The best other ways to split an op, the fastest first."""
+        key = ("op", op)
+        if key not in self._known:
+            results = self.graph.ops[op].results
+            self._known[key] = tuple(self._priced(results[0], op, list(self._ways(op)))) if results else ()
+        return self._known[key]
+
+    def flips(self, alternative: Alternative) -> tuple[Flip, ...]:
+        """What would make the alternative the better choice; nothing where it already is."""
+        if alternative.delta_s <= 0:
+            return ()
+        found = [*self._memory_flips(alternative), *self._bandwidth_flips(alternative), *self._batch_flips(alternative)]
+        return tuple(found)
+
+    @cached_property
+    def _around(self) -> Neighbourhood:
+        space = Space(self.graph, self.mesh, self.topology, self.loose)
+        return Neighbourhood(space, self.assignment, self.pinned, self.forced)
+
+    @cached_property
+    def _bill(self) -> Bill:
+        return self._price(self.assignment)
+
+    def _price(self, assignment: Assignment, graph: Graph | None = None) -> Bill:
+        graph = graph or self.graph
+        return price(graph, self.scopes, self.loose, self.manual, assignment, self.mesh, self.topology, self.donated)
+
+    def _priced(self, value: int, op: int | None, options: list[_Option]) -> list[Alternative]:
+        """The best few options by the prices of the ops around, then by the price of the whole step."""
+        quick = sorted(options, key=lambda option: self._around.move(option[0], polish=False)[0])[:MAX_POLISHED]
+        polished = [(*self._around.move(wanted), wanted, axes) for wanted, axes in quick]
+        found: dict[tuple[TensorSharding, FactorAxes | None], Alternative] = {}
+        for _, changes, wanted, axes in sorted(polished, key=lambda row: row[0])[:MAX_PRICED]:
+            if self.force is not None:
+                assignment = self.force({} if op is not None else wanted, {op: axes} if op is not None and axes is not None else {})
+            else:
+                assignment = self._around.assignment_with(changes)
+            own = None if op is None else assignment.ops[op].axes
+            if op is not None and axes is not None and self.force is None and own != axes:
+                assignment = _with_axes(assignment, op, axes)
+                own = axes
+            found.setdefault((assignment.values[value], own), self._alternative(value, own, assignment))
+        return sorted(found.values(), key=lambda row: (row.delta_s, row.delta_bytes, row.sharding))
+
+    def _alternative(self, value: int, axes: FactorAxes | None, assignment: Assignment) -> Alternative:
+        bill = self._price(assignment)
+        pairs = zip(self.assignment.values, assignment.values, strict=True)
+        slots = {slot for slot, (old, new) in zip(self._around.space.slot_of, pairs, strict=True) if old != new}
+        moved = len(slots - {self._around.space.slot_of[value]})
+        delta_s = _total_s(bill) - _total_s(self._bill)
+        return Alternative(assignment.values[value], axes, delta_s, bill.memory_bytes - self._bill.memory_bytes, moved, assignment)
+
+    def _ways(self, op: int) -> Iterator[_Option]:
+        """Each axis of an op moved to another factor, or left out; a free axis added: with the shardings that this suggests."""
+        known = self.graph.ops[op]
+        own = self.assignment.ops[op].axes
+        for axes in dict.fromkeys(_moved_axes(own, known.rule.splittable, [name for name, size in self.mesh.axes if size > 1])):
+            axes = legal(known.rule, axes, self.mesh)
+            if axes == own or any(size % self.mesh.num_slices(names) for size, names in zip(known.rule.sizes, axes, strict=True)):
+                continue
+            wanted = {}
+            sides = zip((*known.operands, *known.results), (*known.rule.operands, *known.rule.results), strict=True)
+            for value, dims in sides:
+                if value != LITERAL and value not in self.pinned and value not in self.loose:
+                    sharding = project(dims, axes)
+                    if divides(self.graph.values[value].shape, sharding, self.mesh):
+                        wanted[value] = sharding
+            yield wanted, axes
+
+    def _memory_flips(self, alternative: Alternative) -> Iterator[Flip]:
+        if alternative.delta_bytes < 0:
+            yield Flip("memory_bytes", True, float(self._bill.memory_bytes), self.memory_bytes, alternative.delta_s)
+
+    def _bandwidth_flips(self, alternative: Alternative) -> Iterator[Flip]:
+        """Where faster or slower links make up for the difference; compute stays as it is."""
+        mine, its = self._bill, self._price(alternative.assignment)
+        rows = _difference(its.collectives, mine.collectives)
+        compute_s = its.compute_s - mine.compute_s
+
+        def delta_s(scale: float) -> float:
+            machine = replace(
+                self.topology,
+                link_bytes_per_s=self.topology.link_bytes_per_s * scale,
+                network_bytes_per_s=self.topology.network_bytes_per_s * scale,
+            )
+            return compute_s + sum(
+                count * collective_time_s(kind, payload, axes, self.mesh, machine) for (kind, axes, payload), count in rows
+            )
+
+        for scales in (BANDWIDTH_SCALES[6::-1], BANDWIDTH_SCALES[6:]):
+            flipped = next((scale for scale in scales[1:] if delta_s(scale) < 0), None)
+            if flipped is not None:
+                near = flipped * 2 if flipped < 1 else flipped / 2
+                scale = _bisected(delta_s, near, flipped)
+                now = self.topology.link_bytes_per_s
+                yield Flip("link_bytes_per_s", scale < 1, now * scale, now, 0.0)
+
+    def _batch_flips(self, alternative: Alternative) -> Iterator[Flip]:
+        size = batch_size(self.graph)
+        for below in (False, True):
+            for scale in (1 / scale if below else scale for scale in BATCH_SCALES) if size else ():
+                graph = with_batch(self.graph, scale)
+                if graph is None:
+                    break
+                delta_s = _total_s(self._price(alternative.assignment, graph)) - _total_s(self._price(self.assignment, graph))
+                if delta_s < 0:
+                    yield Flip("batch", below, float(size * scale), size, delta_s)
+                    break
+
+
+def _moved_axes(own: FactorAxes, splittable: Collection[bool], names: Iterable[str]) -> Iterator[FactorAxes]:
+    """Every way in which one axis is elsewhere: on another factor, on none, or on one where it was on none."""
+    for name in names:
+        without = tuple(tuple(axis for axis in axes if axis != name) for axes in own)
+        yield without
+        for factor, free in enumerate(splittable):
+            if free:
+                yield tuple((*axes, name) if index == factor else axes for index, axes in enumerate(without))
+
+
+def _with_axes(assignment: Assignment, op: int, axes: FactorAxes) -> Assignment:
+    return replace(assignment, ops=(*assignment.ops[:op], OpSharding(axes), *assignment.ops[op + 1 :]))
+
+
+def _total_s(bill: Bill) -> float:
+    return bill.compute_s + bill.communication_s
+
+
+def _difference(its: Iterable[Collective], mine: Iterable[Collective]) -> list[tuple[tuple[str, AxisNames, int], int]]:
+    """Executions per kind, axes and bytes that only one side has, negative where they are `mine`."""
+    counts: Counter[tuple[str, AxisNames, int]] = Counter()
+    for rows, sign in ((its, 1), (mine, -1)):
+        for row in rows:
+            counts[row.kind, row.axes, row.payload_bytes] += sign * row.repeats
+    return [(key, count) for key, count in counts.items() if count]
+
+
+def _bisected(delta_s: Callable[[float], float], near: float, far: float) -> float:
+    """The scale between `near`, where the plan wins, and `far`, where the alternative does, at which both are even."""
+    for _ in range(BISECTIONS):
+        middle = math.sqrt(near * far)
+        near, far = (middle, far) if delta_s(middle) >= 0 else (near, middle)
+    return math.sqrt(near * far)
