@@ -143,6 +143,11 @@ class Numbers:
         """Class and token numbers below `high`."""
         return self._rng.integers(high, size=shape).astype(np.int32)
 
+    def initial(self, path: tuple[Any, ...], leaf: Any) -> Any:
+        """The first value of a linen variable, by its name."""
+        name = path[-1].key
+        return {"bias": self.zeros, "mean": self.zeros, "scale": self.ones, "var": self.ones}.get(name, self.weight)(*leaf.shape)
+
 
 class Shapes(Numbers):
     """Abstract arrays in place of numbers: for models at a size at which they are planned only."""
@@ -159,11 +164,17 @@ class Shapes(Numbers):
         return jax.ShapeDtypeStruct(shape, np.int32)
 
 
-def _evaluated(init: Step, *args: Any) -> Any:
-    """`init(*args)`, abstract where an argument is."""
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
-        return jax.eval_shape(init, *args)
-    return init(*args)
+def _is_abstract(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def _as_arrays(tree: Any) -> Any:
+    return tree if _is_abstract(tree) else jax.tree.map(jax.numpy.asarray, tree)
+
+
+def _created(create: Step, tree: Any) -> Any:
+    """`create(tree)`, abstract where the tree is."""
+    return jax.eval_shape(create, tree) if _is_abstract(tree) else create(tree)
 
 
 def pure_program(loss: Step, params: Any, batch: tuple[Any, ...]) -> tuple[Step, tuple[Any, ...]]:
@@ -175,11 +186,8 @@ def pure_program(loss: Step, params: Any, batch: tuple[Any, ...]) -> tuple[Step,
         updates, moments = optimizer.update(grads, state["optimizer"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, value
 
-    def init(params: Any) -> Any:
-        params = jax.tree.map(jax.numpy.asarray, params)
-        return {"params": params, "optimizer": optimizer.init(params)}
-
-    return step, (_evaluated(init, params), *batch)
+    params = _as_arrays(params)
+    return step, ({"params": params, "optimizer": _created(optimizer.init, params)}, *batch)
 
 
 class LinenState(TrainState):
@@ -188,15 +196,16 @@ class LinenState(TrainState):
     batch_stats: Any = None
 
 
-def linen_model_program(loss: Step, model: nn.Module, batch: tuple[Any, ...], num_inputs: int = 1) -> tuple[Step, tuple[Any, ...]]:
-    """`linen_program` on a new LinenState of a model that takes the first arrays of the batch."""
+def linen_model_program(loss: Step, model: nn.Module, numbers: Numbers, batch: tuple[Any, ...], num_inputs: int = 1) -> tuple[Step, Any]:
+    """`linen_program` on a new LinenState of a model that takes the first `num_inputs` arrays of the batch."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0), *batch[:num_inputs])
+    # JAX's own initialisers in float64 take longer to compile than the step.
+    variables = _as_arrays(jax.tree_util.tree_map_with_path(numbers.initial, shapes))
 
-    @jax.jit
-    def init(*inputs: Any) -> LinenState:
-        variables = model.init(jax.random.key(0), *inputs)
+    def create(variables: Any) -> LinenState:
         return LinenState.create(apply_fn=model.apply, tx=optax.adamw(LEARNING_RATE), **variables)
 
-    return linen_program(loss, _evaluated(init, *batch[:num_inputs]), batch)
+    return linen_program(loss, _created(create, variables), batch)
 
 
 def linen_program(loss: Step, state: Any, batch: tuple[Any, ...]) -> tuple[Step, tuple[Any, ...]]:

@@ -78,7 +78,7 @@ def _linen(split: Split, numbers: Numbers, sizes: Sizes) -> tuple[Step, tuple[An
         logits, changed = state.apply_fn(variables, images, mutable=["batch_stats"])
         return cross_entropy(logits, labels), changed
 
-    return linen_model_program(loss, ResNet50(split, numbers.dtype, sizes), batch)
+    return linen_model_program(loss, ResNet50(split, numbers.dtype, sizes), numbers, batch)
 
 
 def make_linen(split: Split, dtype: Any) -> tuple[Step, tuple[Any, ...]]:

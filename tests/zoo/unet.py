@@ -97,7 +97,7 @@ def _linen(split: Split, numbers: Numbers, sizes: Sizes) -> tuple[Step, tuple[An
         return ((state.apply_fn({"params": params}, mixed, times) - noise) ** 2).mean(), {}
 
     batch = numbers.normal(*shape), numbers.normal(sizes.batch), numbers.normal(*shape)
-    return linen_model_program(loss, UNet(split, numbers.dtype, sizes), batch, num_inputs=2)
+    return linen_model_program(loss, UNet(split, numbers.dtype, sizes), numbers, batch, num_inputs=2)
 
 
 def make_linen(split: Split, dtype: Any) -> tuple[Step, tuple[Any, ...]]:

@@ -65,7 +65,7 @@ def _linen(split: Split, numbers: Numbers, sizes: Sizes) -> tuple[Step, tuple[An
     def loss(params: Any, state: Any, images: Any, labels: Any) -> Any:
         return cross_entropy(state.apply_fn({"params": params}, images), labels), {}
 
-    return linen_model_program(loss, LinenViT(split, numbers.dtype, sizes), _batch(numbers, sizes))
+    return linen_model_program(loss, LinenViT(split, numbers.dtype, sizes), numbers, _batch(numbers, sizes))
 
 
 def make_linen(split: Split, dtype: Any) -> tuple[Step, tuple[Any, ...]]:
