@@ -24,7 +24,7 @@ from spmdctx.errors import ContextError, message
 
 PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
 SEARCH_MODES = ("recursive_programming", "dynamic_programming", "sharding_propagation")
-BUILT_SEARCH_MODES = ("recursive_programming", "sharding_propagation")
+BUILT_SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
 
 _DISTRIBUTED = PARALLEL_MODES[1:]
 _LOCAL_LOSS = ("data_parallel", "hybrid_parallel")

@@ -12,15 +12,13 @@ from fnmatch import fnmatch
 from spmdctx.context import AutoParallelContext
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import UnsupportedError
-from spmdctx.ir import LITERAL, Assignment, OpSharding, Role
+from spmdctx.ir import LITERAL, Assignment, Role
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedTensor, Reshard, Timing
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.modes import ManualSpecs, Request, Setup, ValuePin, prepare
+from spmdctx.search.modes import ManualSpecs, Request, Setup, ValuePin
 from spmdctx.search.price import Bill, price
-from spmdctx.search.propagation import propagate
-from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions, plan_recursive
-from spmdctx.search.space import Space
+from spmdctx.search.select import SearchOptions, Step, search
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
 from spmdctx.trace.program import Program
@@ -60,17 +58,14 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
     with _no_garbage_collection():
         program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
         request = _request(program, captured, settings)
-        if settings.context.parallel_mode == "auto_parallel" and settings.context.effective_search_mode == "recursive_programming":
-            setup, assignment = plan_recursive(program.graph, request, settings.topology, program.loose, _recursive_options(settings))
-        else:
-            setup = prepare(program.graph, request)
-            assignment = _assign(program, setup, settings)
-        written = [row for region in program.manual for row in region.collectives]
         donated = frozenset([value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if leaf.donated])
+        step = Step(program.graph, program.scopes, program.loose, donated)
+        setup, assignment, lower_bound_s = search(step, request, _search_options(settings))
+        written = [row for region in program.manual for row in region.collectives]
         bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology, donated)
         notes = _notes(program, captured, setup, settings, assignment, bill)
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
-        plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing)
+        plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing, lower_bound_s)
     return Planned(plan, program, assignment, setup.mesh)
 
 
@@ -131,23 +126,15 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatch(path, pattern) or fnmatch(path, f"*/{pattern}")
 
 
-def _recursive_options(settings: Settings) -> RecursiveOptions:
+def _search_options(settings: Settings) -> SearchOptions:
     context = settings.context
-    return RecursiveOptions(
-        mem_coeff=context.mem_coeff,
-        binding=context.mem_coeff != DEFAULT_MEM_COEFF,
+    return SearchOptions(
+        search_mode=context.effective_search_mode if context.parallel_mode == "auto_parallel" else "",
+        topology=settings.topology,
         memory_bytes=settings.memory_bytes,
         limits=AlgoLimits.of(context.algo),
+        mem_coeff=context.mem_coeff,
     )
-
-
-def _assign(program: Program, setup: Setup, settings: Settings) -> Assignment:
-    graph = program.graph
-    if setup.mesh.num_devices == 1:
-        whole = tuple([replicated(len(value.shape)) for value in graph.values])
-        return Assignment(tuple([OpSharding(((),) * len(op.rule.sizes)) for op in graph.ops]), whole, settings.context.parallel_mode)
-    space = Space(graph, setup.mesh, settings.topology, program.loose, AlgoLimits.of(settings.context.algo))
-    return propagate(space, setup.pins, setup.forced, setup.seeds, setup.one_way)
 
 
 def _notes(program: Program, captured: Captured, setup: Setup, settings: Settings, assignment: Assignment, bill: Bill) -> tuple[str, ...]:
@@ -225,6 +212,7 @@ def _assemble(
     bill: Bill,
     notes: tuple[str, ...],
     timing: Timing,
+    lower_bound_s: float | None,
 ) -> Plan:
     graph, context = program.graph, settings.context
     inputs = tuple(
@@ -258,6 +246,8 @@ def _assemble(
         cost=_cost(bill),
         notes=notes,
         timing=timing,
+        lower_bound_s=lower_bound_s,
+        gap=None if lower_bound_s is None else (bill.compute_s + bill.communication_s) / lower_bound_s - 1,
     )
 
 

@@ -54,6 +54,8 @@ class Request:
 class Setup:
     """Where a search starts from. Keys of `pins`, `seeds` and `reasons` are value ids, of `forced` and `one_way` op ids.
 
+    `partial_pins` are those of the seeds that the user asked for, with None for the dimensions that he left free.
+
     `reasons` says of a pinned or seeded value who asked for it.
     """
 
@@ -62,6 +64,7 @@ class Setup:
     seeds: dict[int, TensorSharding] = field(default_factory=dict)
     forced: dict[int, FactorAxes] = field(default_factory=dict)
     one_way: dict[int, bool] = field(default_factory=dict)
+    partial_pins: dict[int, PinnedDims] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     reasons: dict[int, str] = field(default_factory=dict)
 
@@ -190,6 +193,8 @@ def _fix(setup: Setup, value: int, dims: PinnedDims) -> None:
     """A pin where every dimension is fixed; else a sharding to start from."""
     where = setup.seeds if None in dims else setup.pins
     where[value] = tuple(dim or () for dim in dims)
+    if None in dims and any(dim is not None for dim in dims):
+        setup.partial_pins[value] = dims
 
 
 def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:

@@ -1,0 +1,208 @@
+"""The planning problem as nodes and edges: who hands which value to whom, how often. Knows no mesh and no seconds.
+
+    op node    one class of ops; its results are stored as its state says
+    slot node  one class of slots that no single op decides: arguments, tied values, pinned values
+    use node   one class of values that several matrix products of one computation read: they share what is gathered for them
+
+An edge carries a value from the node that stores it to one that takes it, `weight` times a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from spmdctx.ir import Role
+from spmdctx.search.fold import Fold, fold
+from spmdctx.search.space import MATRIX_PRODUCTS, NO_SLOT, Space
+from spmdctx.search.states import ADDITIONS, Joins
+from spmdctx.search.transfer import FactorAxes
+
+PLAIN = Joins(False, False)
+
+
+class Source(NamedTuple):
+    """Where a value is stored: a node, and which of its results it is (0 for slot and use nodes)."""
+
+    node: int
+    result: int
+
+
+class Carry(NamedTuple):
+    """An edge: `source` hands a value to operand `position` of `target`; slot and use nodes take at position 0."""
+
+    source: Source
+    target: int
+    position: int
+
+
+class Node(NamedTuple):
+    """A node: its sort ("op", "slot" or "use"), the op or value that stands for its class, and how often it is executed."""
+
+    sort: str
+    member: int
+    weight: int
+    joins: Joins = PLAIN
+
+
+@dataclass
+class Network:
+    """Nodes and edges of a folded graph. `carries` maps an edge to its weight and a value that it carries."""
+
+    space: Space
+    folded: Fold
+    nodes: list[Node] = field(default_factory=list)
+    carries: dict[Carry, list[int]] = field(default_factory=dict)
+    slot_nodes: dict[int, int] = field(default_factory=dict)
+    uses: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int, int], forced: Mapping[int, FactorAxes]) -> Network:
+    """The network of a space.
+
+    Args:
+        space: the graph; only its slots and kinds matter.
+        scopes: per op the number of the computation that it belongs to.
+        slot_marks: slots that are fixed, with a number for each way in which they are.
+        forced: ops whose split is fixed.
+    """
+    joins = _joins(space, slot_marks)
+    op_marks = [3 if index in forced else own.takes + 2 * own.hands_on for index, own in enumerate(joins)]
+    folded = fold(space, op_marks, slot_marks)
+    network = Network(space, folded)
+    ops = space.graph.ops
+    for members in folded.op_members:
+        network.nodes.append(Node("op", members[0], sum([ops[member].repeats for member in members]), joins[members[0]]))
+    for slot_class, standalone in enumerate(_standalone(space, folded, slot_marks)):
+        if standalone:
+            network.slot_nodes[slot_class] = len(network.nodes)
+            network.nodes.append(Node("slot", folded.slot_members[slot_class][0], 1))
+    _add_uses(network, scopes)
+    _add_carries(network, scopes)
+    return network
+
+
+def _standalone(space: Space, folded: Fold, slot_marks: Mapping[int, int]) -> list[bool]:
+    """Per class of slots: whether its sharding is a decision of its own."""
+    makers = [0] * len(space.graph.values)
+    for slot, value in zip(space.slot_of, space.graph.values, strict=True):
+        makers[slot] += 1
+        if value.role is not Role.INTERMEDIATE:
+            makers[slot] += 1
+    made = [False] * len(makers)
+    for op in space.graph.ops:
+        for result in op.results:
+            made[space.slot_of[result]] = True
+    return [makers[own[0]] > 1 or not made[own[0]] or own[0] in slot_marks for own in folded.slot_members]
+
+
+def _joins(space: Space, slot_marks: Mapping[int, int]) -> list[Joins]:
+    """Which additions may take their terms unreduced, and which ops may so hand them on."""
+    graph = space.graph
+    if not space.topology.merges_partial_sums:
+        return [PLAIN] * len(graph.ops)
+    reads = [0] * len(graph.values)
+    for op in graph.ops:
+        for value in op.operands:
+            reads[value] += 1
+    for value in graph.outputs:
+        reads[value] += 1
+    sizes = [0] * len(graph.values)
+    for slot in space.slot_of:
+        sizes[slot] += 1
+    sums = [False] * len(graph.values)
+    takes = [False] * len(graph.ops)
+    for index, op in enumerate(graph.ops):
+        if len(op.results) != 1:
+            continue
+        if op.primitive in ADDITIONS:
+            first, second = op.operands
+            takes[index] = first != second and first >= 0 and second >= 0 and sums[first] and sums[second]
+        (value,) = op.results
+        slot = space.slot_of[value]
+        alone = reads[value] == 1 and sizes[slot] == 1 and slot not in slot_marks and slot not in space.loose_slots
+        sums[value] = alone and (takes[index] or _reduces(space, index))
+    hands_on = [False] * len(graph.ops)
+    for index, op in enumerate(graph.ops):
+        if takes[index]:
+            for value in op.operands:
+                hands_on[graph.producers[value]] = True
+    return [Joins(take, hand) for take, hand in zip(takes, hands_on, strict=True)]
+
+
+def _reduces(space: Space, index: int) -> bool:
+    op = space.graph.ops[index]
+    direct = op.primitive != "gather" or space.topology.sinks_slices
+    return direct and op.rule.combiner == "add" and any(kind.value == "reduction" for kind in op.rule.kinds)
+
+
+def _source(network: Network, value: int) -> Source:
+    slot = network.space.slot_of[value]
+    node = network.slot_nodes.get(network.folded.slot_class[slot])
+    if node is not None:
+        return Source(node, 0)
+    op = network.space.graph.producers[value]
+    return Source(network.folded.op_class[op], network.space.graph.ops[op].results.index(value))
+
+
+def _add_uses(network: Network, scopes: tuple[int, ...]) -> None:
+    """Use nodes for values that more than one matrix product of a computation reads."""
+    space, folded = network.space, network.folded
+    readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for index, op in enumerate(space.graph.ops):
+        if op.primitive in MATRIX_PRODUCTS:
+            for position, slot in enumerate(space.op_slots[index][: len(op.operands)]):
+                if slot != NO_SLOT and slot not in space.loose_slots:
+                    readers.setdefault((op.operands[position], scopes[index]), []).append((folded.op_class[index], position))
+    classes: dict[tuple[object, ...], int] = {}
+    for (value, scope), own in readers.items():
+        if len(own) < 2:
+            continue
+        slot_class = folded.slot_class[space.slot_of[value]]
+        key = (slot_class, *sorted(own))
+        node = classes.get(key)
+        if node is None:
+            node = classes[key] = len(network.nodes)
+            network.nodes.append(Node("use", value, 1))
+        network.uses[value, scope] = node
+
+
+def _add_carries(network: Network, scopes: tuple[int, ...]) -> None:
+    space, folded = network.space, network.folded
+    loose, slot_class = space.loose_slots, folded.slot_class
+    sources: dict[int, Source] = {}
+    fed: set[tuple[int, int]] = set()
+    for index, op in enumerate(space.graph.ops):
+        node = folded.op_class[index]
+        if node < 0:
+            continue
+        slots = space.op_slots[index]
+        product = op.primitive in MATRIX_PRODUCTS
+        for position, value in enumerate(op.operands):
+            slot = slots[position]
+            if slot == NO_SLOT or slot in loose:
+                continue
+            source = sources.get(value)
+            if source is None:
+                source = sources[value] = _source(network, value)
+            use = network.uses.get((value, scopes[index])) if product else None
+            if use is not None:
+                if (value, scopes[index]) not in fed:
+                    fed.add((value, scopes[index]))
+                    _count(network, Carry(source, use, 0), op.repeats, value)
+                source = Source(use, 0)
+            _count(network, Carry(source, node, position), op.repeats, value)
+        for result, value in enumerate(op.results):
+            slot = slots[len(op.operands) + result]
+            target = network.slot_nodes.get(slot_class[slot]) if slot not in loose else None
+            if target is not None:
+                _count(network, Carry(Source(node, result), target, 0), op.repeats, value)
+
+
+def _count(network: Network, carry: Carry, repeats: int, value: int) -> None:
+    known = network.carries.get(carry)
+    if known is None:
+        network.carries[carry] = [repeats, value]
+    else:
+        known[0] += repeats

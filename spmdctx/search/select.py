@@ -1,0 +1,86 @@
+"""Which search a mode runs: the one place where search modes are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from spmdctx.cost.topology import Topology
+from spmdctx.ir import Assignment, Graph, OpSharding
+from spmdctx.mesh import replicated
+from spmdctx.search.algo import AlgoLimits
+from spmdctx.search.dynamic import DynamicOptions, plan_dynamic
+from spmdctx.search.memory import step_memory
+from spmdctx.search.modes import Request, Setup, prepare
+from spmdctx.search.propagation import propagate
+from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions, plan_recursive
+from spmdctx.search.space import Space
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step that is planned, without JAX; see `trace.program.Program`. `donated` are input values."""
+
+    graph: Graph
+    scopes: Sequence[int]
+    loose: frozenset[int]
+    donated: frozenset[int]
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How to search. `search_mode` is empty where the parallel mode leaves nothing to search."""
+
+    search_mode: str
+    topology: Topology
+    memory_bytes: int | None = None
+    limits: AlgoLimits = field(default_factory=AlgoLimits)
+    mem_coeff: float = DEFAULT_MEM_COEFF
+
+
+class Chosen(NamedTuple):
+    """What a search found, and the bound that it proved, if any."""
+
+    setup: Setup
+    assignment: Assignment
+    lower_bound_s: float | None = None
+
+
+def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
+    """Runs the search that the options name.
+
+    Raises:
+        StrategyError: strategies, batch or constraints that do not fit the mesh.
+        InfeasibleError: a budget that cannot be met.
+    """
+    if request.num_devices > 1 and options.search_mode == "recursive_programming":
+        coeff = options.mem_coeff
+        own = RecursiveOptions(mem_coeff=coeff, binding=coeff != DEFAULT_MEM_COEFF, limits=options.limits)
+        return Chosen(*plan_recursive(step.graph, request, options.topology, step.loose, own))
+    if request.num_devices > 1 and options.search_mode == "dynamic_programming":
+        return _dynamic(step, request, options)
+    setup = prepare(step.graph, request)
+    if setup.mesh.num_devices == 1:
+        return Chosen(setup, _whole(step.graph, request.parallel_mode))
+    space = Space(step.graph, setup.mesh, options.topology, step.loose, options.limits)
+    return Chosen(setup, propagate(space, setup.pins, setup.forced, setup.seeds, setup.one_way))
+
+
+def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
+    found = plan_dynamic(
+        step.graph,
+        step.scopes,
+        request,
+        options.topology,
+        step.loose,
+        lambda: step_memory(step.graph, step.scopes, step.donated),
+        DynamicOptions(options.memory_bytes, options.limits),
+    )
+    return Chosen(found.setup, found.assignment, found.lower_bound_s)
+
+
+def _whole(graph: Graph, mode: str) -> Assignment:
+    """Everything whole, as on one device."""
+    ops = tuple([OpSharding(((),) * len(op.rule.sizes)) for op in graph.ops])
+    return Assignment(ops, tuple([replicated(len(value.shape)) for value in graph.values]), mode)

@@ -1,0 +1,184 @@
+"""The solver's problem for a network on one mesh, and the assignment that its solution means."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.cost.reshard_table import reshard_table
+from spmdctx.domains import axis_codes, domain
+from spmdctx.errors import UnsupportedError
+from spmdctx.ir import Assignment, Op, OpSharding, TensorSharding, item_bytes
+from spmdctx.search.algo import AlgoLimits
+from spmdctx.search.modes import Setup
+from spmdctx.search.network import Carry, Network, Node
+from spmdctx.search.pins import PinnedDims
+from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Problem
+from spmdctx.search.space import Space
+from spmdctx.search.states import Split, States, shapes_of, split_of_axes, split_of_rule, states_of
+
+
+class Choices(NamedTuple):
+    """What the states of one node mean. `split` and `states` are those of op nodes; `stored` and `taken` serve all."""
+
+    stored: tuple[IntArray, ...]
+    taken: tuple[IntArray, ...]
+    seconds: FloatArray
+    split: Split | None = None
+    states: States | None = None
+
+
+class Tables:
+    """Choices per node and the problem, for one mesh (that of the space)."""
+
+    def __init__(self, network: Network, space: Space, setup: Setup, limits: AlgoLimits) -> None:
+        self.network, self.space, self.forced, self._limits = network, space, setup.forced, limits
+        self.pins: dict[int, PinnedDims] = {space.slot_of[value]: dims for value, dims in setup.partial_pins.items()}
+        self.pins.update({space.slot_of[value]: sharding for value, sharding in setup.pins.items()})
+        self._memo: dict[tuple[object, ...], Choices] = {}
+        self._edges: dict[tuple[object, ...], FloatArray] = {}
+        self._reshard_s: dict[tuple[object, ...], FloatArray] = {}
+        self.choices = [self._choices(node) for node in network.nodes]
+
+    def problem(self) -> Problem:
+        """The problem, without memory."""
+        costs = [choices.seconds * node.weight for choices, node in zip(self.choices, self.network.nodes, strict=True)]
+        edges = []
+        for carry, (weight, value) in self.network.carries.items():
+            table = self._table(carry, value, weight)
+            if table is None:
+                continue
+            if carry.source.node == carry.target:
+                costs[carry.target] = costs[carry.target] + np.diagonal(table)
+            else:
+                edges.append(Edge(carry.source.node, carry.target, table))
+        return Problem(tuple(costs), tuple(edges))
+
+    def _choices(self, node: Node) -> Choices:
+        if node.sort == "op":
+            return self._op_choices(node)
+        value = self.space.graph.values[node.member]
+        pin = self.pins.get(self.space.slot_of[node.member]) if node.sort == "slot" else None
+        key = (node.sort, value.shape, pin)
+        known = self._memo.get(key)
+        if known is None:
+            numbers = self._numbers(value.shape, pin)
+            known = self._memo[key] = Choices((numbers,), (numbers,), np.zeros(len(numbers)))
+        return known
+
+    def _numbers(self, shape: tuple[int, ...], pin: PinnedDims | None) -> IntArray:
+        """The shardings of a slot or use: all of its domain, or those that agree with a pin."""
+        known = domain(self.space.mesh, shape)
+        kept = np.ones(len(known), dtype=bool)
+        for dim, own in enumerate(pin or ()):
+            if own is not None:
+                kept &= known.rows[:, dim] == known.codes.code(own)
+        if not kept.any():
+            raise UnsupportedError(
+                f"The search cannot keep the sharding {pin} of a value of shape {shape}.",
+                need="splits that divide, and on meshes of more than three axes axes in the order of the mesh",
+            )
+        return np.nonzero(kept)[0]
+
+    def _op_choices(self, node: Node) -> Choices:
+        space, op = self.space, self.space.graph.ops[node.member]
+        shapes = shapes_of(space.graph, op)
+        forced = self.forced.get(op.id)
+        key = (space.kind_of[op.id], tuple(shapes), op.flops, forced, node.joins)
+        known = self._memo.get(key)
+        if known is None:
+            if forced is None:
+                split = self._allowed(op, split_of_rule(op, shapes, space.splittable(op.rule), space.mesh))
+            else:
+                split = split_of_axes(op, shapes, forced, space.mesh)
+            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology)
+            known = self._memo[key] = Choices(states.stored, states.wanted, states.seconds, split, states)
+        return known
+
+    def _allowed(self, op: Op, split: Split) -> Split:
+        """Without the splits that the search's parameters forbid."""
+        if not self._limits.restricts:
+            return split
+        codes = axis_codes(self.space.mesh)
+        kept = [place for place, row in enumerate(split.rows.tolist()) if self._limits.allows(op, codes.sharding(row), self.space.mesh)]
+        places = np.array(kept, dtype=np.int64)
+        operands, results = (tuple(own[places] for own in side) for side in (split.operands, split.results))
+        return Split(split.rows[places], operands, results)
+
+    def _table(self, carry: Carry, value: int, weight: int) -> FloatArray | None:
+        source, target = self.choices[carry.source.node], self.choices[carry.target]
+        stored, taken = source.stored[carry.source.result], target.taken[carry.position]
+        known = self.space.graph.values[value]
+        unreduced = self._unreduced(source, target)
+        key = (id(stored), id(taken), known.shape, known.dtype, weight, unreduced)
+        table = self._edges.get(key)
+        if table is None:
+            table = self._seconds(known.shape, known.dtype)[np.ix_(stored, taken)] * weight
+            if unreduced:
+                table = self._with_unreduced(table, source, target, stored, taken)
+            self._edges[key] = table
+        return table
+
+    @staticmethod
+    def _unreduced(source: Choices, target: Choices) -> bool:
+        given = source.states is not None and bool(source.states.unreduced_out.any())
+        asked = target.states is not None and bool(target.states.unreduced_in.any())
+        return given or asked
+
+    @staticmethod
+    def _with_unreduced(table: FloatArray, source: Choices, target: Choices, stored: IntArray, taken: IntArray) -> FloatArray:
+        """Unreduced values only go where they are taken over the same axes, and as they are."""
+        given = source.states.unreduced_out if source.states is not None else np.zeros(len(stored), dtype=np.int64)
+        asked = target.states.unreduced_in if target.states is not None else np.zeros(len(taken), dtype=np.int64)
+        misfit = given[:, None] != asked[None, :]
+        misfit |= (given[:, None] != 0) & (stored[:, None] != taken[None, :])
+        return np.where(misfit, np.inf, table)
+
+    def _seconds(self, shape: tuple[int, ...], dtype: str) -> FloatArray:
+        key = (shape, dtype)
+        known = self._reshard_s.get(key)
+        if known is None:
+            table = reshard_table(domain(self.space.mesh, shape), self.space.topology)
+            known = self._reshard_s[key] = table.fixed_s + table.s_per_byte * (item_bytes(dtype) * math.prod(shape))
+        return known
+
+    def assignment(self, states: tuple[int, ...], mode: str) -> Assignment:
+        """What a choice of states means for every op and value; values that are free to place are left whole."""
+        space, folded = self.space, self.network.folded
+        graph, mesh = space.graph, space.mesh
+        shardings = [self._op_sharding(node, states[node]) for node in range(len(folded.op_members))]
+        ops = []
+        values: list[TensorSharding] = [space.shardings[space.whole[value.id]] for value in graph.values]
+        for op, node in zip(graph.ops, folded.op_class, strict=True):
+            ops.append(shardings[node] if node >= 0 else OpSharding(((),) * len(op.rule.sizes)))
+            if node >= 0:
+                for value, own in zip(op.results, self._stored(node, states[node]), strict=True):
+                    values[value] = own
+        for slot_class, node in self.network.slot_nodes.items():
+            member = folded.slot_members[slot_class][0]
+            number = int(self.choices[node].stored[0][states[node]])
+            own = domain(mesh, graph.values[member].shape).shardings[number]
+            for slot in folded.slot_members[slot_class]:
+                values[slot] = own
+        apart = [own in self.network.slot_nodes for own in folded.slot_class]
+        return Assignment(tuple(ops), tuple([values[slot if apart[slot] else value] for value, slot in enumerate(space.slot_of)]), mode)
+
+    def _op_sharding(self, node: int, state: int) -> OpSharding:
+        choices = self.choices[node]
+        assert choices.split is not None
+        assert choices.states is not None
+        row = choices.split.rows[choices.states.split[state]].tolist()
+        return OpSharding(axis_codes(self.space.mesh).sharding(row))
+
+    def _stored(self, node: int, state: int) -> list[TensorSharding]:
+        """The shardings of an op's results; a sum that joins unreduced terms is only sliced by its readers."""
+        choices, op = self.choices[node], self.space.graph.ops[self.network.nodes[node].member]
+        assert choices.split is not None
+        assert choices.states is not None
+        joined = bool(choices.states.unreduced_in[state])
+        numbers = choices.split.results if joined else choices.stored
+        place = int(choices.states.split[state]) if joined else state
+        shapes = [self.space.graph.values[value].shape for value in op.results]
+        return [domain(self.space.mesh, shape).shardings[int(own[place])] for shape, own in zip(shapes, numbers, strict=True)]
