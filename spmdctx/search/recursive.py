@@ -1,18 +1,19 @@
 """recursive_programming: the devices are split axis by axis, each main op by element counts, then a polish in seconds.
 
-1. rounds    one per prime factor of the device count (or per axis of the user's mesh): `recursive_rounds`
-2. mesh      rounds that cut alike become one axis, three axes at most: `recursive_mesh`
-3. spread    the cuts spread through the other ops as in propagation
-4. polish    parameters change together with their optimizer state (`recursive_storage`), slots one by one (`propagation`);
-             the plan of the rounds competes with one that only splits the batch, and the cheaper by the common model stays
-5. budget    while the peak is over it, what is live there is split further: `recursive_memory`
+1. fold      repeated layers decide alike: `recursive_fold`
+2. rounds    one per prime factor of the device count (or per axis of the user's mesh): `recursive_rounds`
+3. mesh      rounds that cut alike become one axis, three axes at most: `recursive_mesh`
+4. spread    the cuts spread through the other ops as in propagation
+5. polish    parameters change together with their optimizer state (`recursive_storage`), slots one by one (`propagation`)
+6. compare   the same with rounds that prefer to cut weights on the last axis, for as long as that gets cheaper
+7. budget    the cheapest plan that fits, split further where none does: `recursive_memory`
 
-Where the user set mem_coeff, the cuts of step 1 stand: an op that was not cut is computed whole, whatever it costs.
+Where the user set mem_coeff, the cuts of step 2 stand: there is no step 6, and an op that was not cut is computed whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,14 +24,18 @@ from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.propagation import Spreader, free_loose_values, settle
+from spmdctx.search.recursive_fold import Folded, fold_program
 from spmdctx.search.recursive_mesh import join_axes, joined_mesh, round_mesh, translate_all
-from spmdctx.search.recursive_rounds import Decided, backward_products, decide, log_rounds
-from spmdctx.search.recursive_storage import settle_blocks, storage_blocks
+from spmdctx.search.recursive_rounds import Decided, decide, log_rounds
+from spmdctx.search.recursive_storage import Block, settle_blocks, storage_blocks
 from spmdctx.search.space import Choice, Space
 from spmdctx.search.transfer import FactorAxes
 
 MODE = "recursive_programming"
 DEFAULT_MEM_COEFF = 0.1
+_WEIGHTS_FIRST = 1e6
+"""A mem_coeff that cuts rows only where nothing else can be cut."""
+
 _POLISH_ROUNDS = 2
 
 
@@ -41,13 +46,11 @@ class RecursiveOptions:
     Attributes:
         mem_coeff: price of cutting the rows of a matrix product, against 1 for its other edges.
         binding: whether the cuts that follow from it stand against the common price.
-        memory_bytes: budget per device.
         limits: parameters of the search.
     """
 
     mem_coeff: float = DEFAULT_MEM_COEFF
     binding: bool = False
-    memory_bytes: int | None = None
     limits: AlgoLimits = field(default_factory=AlgoLimits)
 
 
@@ -63,7 +66,7 @@ class BoundSpace(Space):
             return space
         other = cls.__new__(cls)
         other.__dict__.update(space.__dict__)
-        other.bound = bound
+        other.bound = dict(bound)
         return other
 
     def choose(self, index: int, state: list[int]) -> Choice:
@@ -72,19 +75,18 @@ class BoundSpace(Space):
         return super().choose(index, state) if axes is None else self.price_of(index, axes, state)
 
 
-class _Start(NamedTuple):
-    """A sharding number per slot on some mesh, and the slots that must stay."""
+class Outcome(NamedTuple):
+    """One polished plan: a sharding number per slot of the folded graph on some mesh, the fixed slots, and seconds."""
 
     space: Space
     setup: Setup
     state: list[int]
     fixed: set[int]
+    time_s: float
 
 
-def plan_recursive(
-    graph: Graph, request: Request, topology: Topology, loose: frozenset[int], options: RecursiveOptions
-) -> tuple[Setup, Assignment]:
-    """Finds the mesh, where the user gave none, and an assignment on it.
+class Recursive:
+    """The search on one program; `outcomes` are all plans that were compared, the chosen one first.
 
     Args:
         graph: the traced step.
@@ -93,32 +95,146 @@ def plan_recursive(
         loose: values that depend on no input.
         options: see there.
 
-    Returns:
-        The set-up on the mesh that was found, and the assignment.
-
     Raises:
         StrategyError: pins that do not fit the devices.
-        InfeasibleError: the budget cannot be met.
     """
-    setup, is_free = _prepare(graph, request)
-    if setup.mesh.num_devices == 1:
-        return setup, _whole(graph)
-    space = Space(graph, setup.mesh, topology, loose, options.limits)
-    start = _round_start(space, setup, request if is_free else None, options)
-    starts = [start, *([] if options.binding else _batch_starts(start, graph, request, is_free))]
-    best, best_s = starts[0], _polish(starts[0])
-    for other in starts[1:]:
-        time_s = _polish(other)
-        if time_s < best_s * (1 - max(1e-6, options.limits.tolerance)):
-            best, best_s = other, time_s
-    best.setup.seeds = {value: axes for value, axes in best.setup.seeds.items() if graph.values[value].role is not Role.BATCH}
-    return best.setup, _assignment(best)
+
+    def __init__(self, graph: Graph, request: Request, topology: Topology, loose: frozenset[int], options: RecursiveOptions) -> None:
+        self._request, self._options = request, options
+        setup, self._is_free = _prepare(graph, request)
+        self.space = Space(graph, setup.mesh, topology, loose, options.limits)
+        self.folded: Folded = fold_program(self.space, setup)
+        self._small = Space(self.folded.graph, setup.mesh, topology, self.folded.loose, options.limits)
+        self._blocks: list[Block] = storage_blocks(self._small)
+        first = self._polished(*self._rounds(setup))
+        self.outcomes = [first]
+        for other in () if options.binding else self._others(setup):
+            cheaper = other.time_s < self.outcomes[0].time_s * (1 - max(1e-6, options.limits.tolerance))
+            self.outcomes.insert(0 if cheaper else len(self.outcomes), other)
+
+    def _rounds(self, setup: Setup) -> tuple[Space, Setup, Spreader]:
+        """Steps 2 to 4."""
+        small, folded = self._small, self.folded
+        decided = decide(small, folded.setup(setup, self.space), self._options.mem_coeff, folded.followers, folded.inputs)
+        log_rounds(folded.graph, small.mesh, decided.decisions, [members[0] for members in folded.members])
+        names = _same(small.mesh)
+        if self._is_free:
+            groups = join_axes(small.mesh, _uses(decided, setup))
+            mesh = joined_mesh(small.mesh, groups)
+            if mesh != small.mesh:
+                setup = self._setup_on(mesh)
+                if _is_exact(decided, groups):
+                    names = {name: (joined, group) for joined, group in zip(mesh.names, groups, strict=True) for name in group}
+                    return self._spread(small.on(mesh), setup, decided, names)
+                again = folded.setup(setup, self.space)
+                decided = decide(small.on(mesh), again, self._options.mem_coeff, folded.followers, folded.inputs)
+                names = _same(mesh)
+        return self._spread(decided.space, setup, decided, names)
+
+    def _setup_on(self, mesh: LogicalMesh) -> Setup:
+        return prepare(self.space.graph, replace(self._request, mesh=mesh))
+
+    def _spread(
+        self, space: Space, setup: Setup, decided: Decided, names: Mapping[str, tuple[str, AxisNames]], *, bind: bool | None = None
+    ) -> tuple[Space, Setup, Spreader]:
+        """The cuts on the final mesh, spread through all ops."""
+        cuts = {index: translate_all(decision.axes, names) for index, decision in decided.decisions.items()}
+        small = self.folded.setup(setup, self.space)
+        spreader = Spreader(space, small.pins, {**cuts, **small.forced}, small.one_way)
+        old = decided.spreader.state
+        numbers = {number: space.number(translate_all(decided.space.shardings[number], names)) for number in set(old[:-1])}
+        for slot, number in enumerate(old[:-1]):
+            if slot not in spreader.fixed:
+                spreader.state[slot] = numbers[number]
+        spreader.spread()
+        binding = self._options.binding if bind is None else bind
+        return BoundSpace.of(space, {**(cuts if binding else {}), **small.forced}), setup, spreader
+
+    def _others(self, setup: Setup) -> Iterator[Outcome]:
+        """Step 6: the last axis cuts weights, and grows as long as the plan gets cheaper; first it cuts nothing but the batch."""
+        best_s = float("inf")
+        for mesh, num_weight_axes in self._shapes(setup.mesh):
+            if mesh != setup.mesh:
+                try:
+                    setup = self._setup_on(mesh)
+                except StrategyError:
+                    continue
+            space = self._small.on(mesh) if mesh != self._small.mesh else self._small
+            small = self.folded.setup(setup, self.space)
+            rows = len(mesh.axes) - num_weight_axes
+            coefficients = [0.0] * rows + [_WEIGHTS_FIRST] * num_weight_axes
+            decided = decide(space, small, coefficients, self.folded.followers, self.folded.inputs)
+            outcome = self._polished(*self._spread(space, setup, decided, _same(mesh), bind=False))
+            yield outcome
+            if outcome.time_s > best_s:
+                return
+            best_s = outcome.time_s
+
+    def _shapes(self, mesh: LogicalMesh) -> Iterator[tuple[LogicalMesh, int]]:
+        """Meshes to try, and how many of their last axes cut weights."""
+        if not self._is_free:
+            yield from ((mesh, count) for count in range(len(mesh.axes) + 1))
+            return
+        total = mesh.num_devices
+        yield LogicalMesh.of((total,)), 0
+        columns = 1
+        for size in reversed(mesh.shape):
+            columns *= size
+            yield (LogicalMesh.of((total // columns, columns)), 1) if columns < total else (LogicalMesh.of((total,)), 1)
+
+    def _polished(self, space: Space, setup: Setup, spreader: Spreader) -> Outcome:
+        """Step 5."""
+        state, fixed = spreader.state, spreader.fixed
+        for _ in range(_POLISH_ROUNDS):
+            moved = settle_blocks(space, state, fixed, self._blocks)
+            settle(space, state, fixed, {})
+            if not moved:
+                break
+        free_loose_values(space, state, fixed)
+        return Outcome(space, setup, state, fixed, seconds(space, state))
+
+    def assignment(self, outcome: Outcome) -> Assignment:
+        """The plan of the whole program."""
+        small, space = outcome.space, self.space.on(outcome.space.mesh)
+        choices = [small.choose(index, outcome.state).sharding for index in range(len(small.op_slots))]
+        state = list(space.whole)
+        for slot, value in self.folded.value_of.items():
+            state[slot] = space.number(small.shardings[outcome.state[value]])
+        pinned = {space.slot_of[value] for value in outcome.setup.pins}
+        free_loose_values(space, state, pinned)
+        ops: list[OpSharding | None] = [None] * len(space.op_slots)
+        for own, choice in zip(self.folded.members, choices, strict=True):
+            for index in own:
+                ops[index] = choice
+        rest = [own if own is not None else space.choose(index, state).sharding for index, own in enumerate(ops)]
+        return Assignment(tuple(rest), tuple([space.shardings[state[slot]] for slot in space.slot_of]), MODE)
+
+
+def plan_recursive(
+    graph: Graph, request: Request, topology: Topology, loose: frozenset[int], options: RecursiveOptions
+) -> tuple[Setup, Assignment]:
+    """Finds the mesh, where the user gave none, and an assignment on it; arguments and errors as for `Recursive`.
+
+    Returns:
+        The set-up on the mesh that was found, and the assignment.
+    """
+    if request.num_devices == 1:
+        return prepare(graph, request), _whole(graph)
+    search = Recursive(graph, request, topology, loose, options)
+    best = search.outcomes[0]
+    # The batch lies as the plan has it; nobody asked for anything else.
+    seeds = {value: axes for value, axes in best.setup.seeds.items() if graph.values[value].role is not Role.BATCH}
+    return replace(best.setup, seeds=seeds), search.assignment(best)
+
+
+def seconds(space: Space, state: list[int]) -> float:
+    """Predicted seconds of a step."""
+    return sum([space.choose(index, state).time_s * op.repeats for index, op in enumerate(space.graph.ops)])
 
 
 def _prepare(graph: Graph, request: Request) -> tuple[Setup, bool]:
     """The set-up on one axis per round; on the user's own axes where he has any, which are then not joined either."""
-    owns_axes = request.mesh is not None or request.manual or any(pin.mesh_axes for pin in request.value_pins)
-    if owns_axes or request.num_devices == 1:
+    if request.mesh is not None or request.manual or any(pin.mesh_axes for pin in request.value_pins):
         return prepare(graph, request), False
     try:
         return prepare(graph, replace(request, mesh=round_mesh(request.num_devices))), True
@@ -131,21 +247,8 @@ def _whole(graph: Graph) -> Assignment:
     return Assignment(ops, tuple([((),) * len(value.shape) for value in graph.values]), MODE)
 
 
-def _round_start(space: Space, setup: Setup, free: Request | None, options: RecursiveOptions) -> _Start:
-    """Steps 1 to 3; `free` is the request where the axes of the rounds may be joined."""
-    followers = backward_products(space.graph)
-    decided = decide(space, setup, options.mem_coeff, followers)
-    log_rounds(space.graph, space.mesh, decided.decisions)
-    if free is not None:
-        groups = join_axes(space.mesh, _uses(decided, setup))
-        mesh = joined_mesh(space.mesh, groups)
-        if mesh != space.mesh:
-            names = {name: (joined, group) for joined, group in zip(mesh.names, groups, strict=True) for name in group}
-            setup = prepare(space.graph, replace(free, mesh=mesh))
-            if _is_exact(decided, groups):
-                return _spread(space.on(mesh), setup, decided, names, options.binding)
-            decided = decide(space.on(mesh), setup, options.mem_coeff, followers)
-    return _spread(decided.space, setup, decided, {name: (name, (name,)) for name in decided.space.mesh.names}, options.binding)
+def _same(mesh: LogicalMesh) -> dict[str, tuple[str, AxisNames]]:
+    return {name: (name, (name,)) for name in mesh.names}
 
 
 def _uses(decided: Decided, setup: Setup) -> list[tuple[AxisNames, float]]:
@@ -164,56 +267,5 @@ def _uses(decided: Decided, setup: Setup) -> list[tuple[AxisNames, float]]:
 
 def _is_exact(decided: Decided, groups: list[AxisNames]) -> bool:
     """Whether every cut takes whole groups."""
-    whole = [set(group) for group in groups]
     used = {names for decision in decided.decisions.values() for names in decision.axes}
-    return all(not group & set(names) or group <= set(names) for names in used for group in whole)
-
-
-def _spread(space: Space, setup: Setup, decided: Decided, names: Mapping[str, tuple[str, AxisNames]], binding: bool) -> _Start:
-    """The cuts on the final mesh, spread through all ops."""
-    cuts = {index: translate_all(decision.axes, names) for index, decision in decided.decisions.items()}
-    spreader = Spreader(space, setup.pins, {**cuts, **setup.forced}, setup.one_way)
-    old = decided.spreader.state
-    numbers = {number: space.number(translate_all(decided.space.shardings[number], names)) for number in set(old[:-1])}
-    for slot, number in enumerate(old[:-1]):
-        if slot not in spreader.fixed:
-            spreader.state[slot] = numbers[number]
-    spreader.spread()
-    bound = {**(cuts if binding else {}), **setup.forced}
-    return _Start(BoundSpace.of(space, bound), setup, spreader.state, spreader.fixed)
-
-
-def _batch_starts(start: _Start, graph: Graph, request: Request, is_free: bool) -> list[_Start]:
-    """The batch split over all devices, where the rounds did something else."""
-    space, setup = start.space, start.setup
-    if is_free and len(space.mesh.axes) > 1 and not setup.pins:
-        setup = prepare(graph, replace(request, mesh=LogicalMesh.of((request.num_devices,))))
-        space = space.on(setup.mesh)
-    spreader = Spreader(space, setup.pins, setup.forced, setup.one_way)
-    for value, sharding in setup.seeds.items():
-        slot = space.slot_of[value]
-        if slot not in spreader.fixed:
-            spreader.put(slot, sharding)
-    spreader.spread()
-    if space is start.space and spreader.state == start.state:
-        return []
-    return [_Start(BoundSpace.of(space, setup.forced), setup, spreader.state, spreader.fixed)]
-
-
-def _polish(start: _Start) -> float:
-    """Step 4 on one start; returns its predicted seconds."""
-    space, state = start.space, start.state
-    blocks = storage_blocks(space)
-    for _ in range(_POLISH_ROUNDS):
-        moved = settle_blocks(space, state, start.fixed, blocks)
-        settle(space, state, start.fixed, {})
-        if not moved:
-            break
-    free_loose_values(space, state, start.fixed)
-    return sum([space.choose(index, state).time_s * op.repeats for index, op in enumerate(space.graph.ops)])
-
-
-def _assignment(start: _Start) -> Assignment:
-    space, state = start.space, start.state
-    ops = tuple([space.choose(index, state).sharding for index in range(len(space.op_slots))])
-    return Assignment(ops, tuple([space.shardings[state[slot]] for slot in space.slot_of]), MODE)
+    return all(set(group).isdisjoint(names) or set(group) <= set(names) for names in used for group in groups)

@@ -27,6 +27,10 @@ _RENAMES = frozenset(
 _BOUNDARIES = frozenset({"scan.enter", "scan.exit", "while.enter"})
 
 
+Inputs = tuple[int, int]
+"""What the two operands of a main op are: `_ARGUMENT`, `_WEIGHT` or `_OTHER`."""
+
+
 class Round(NamedTuple):
     """One decision of the log: the op's local sizes by cut, the options, and the chosen one."""
 
@@ -51,19 +55,25 @@ class Decided(NamedTuple):
     spreader: Spreader
 
 
-def decide(space: Space, setup: Setup, mem_coeff: float, followers: frozenset[int]) -> Decided:
+def decide(
+    space: Space, setup: Setup, mem_coeff: float | Sequence[float], followers: frozenset[int], inputs: Mapping[int, Inputs]
+) -> Decided:
     """Runs all rounds on the axes of `space.mesh`, the first axis first.
 
     Args:
         space: the graph on a mesh with one axis per round.
         setup: pins and forced ops, which stand; seeds, which spread like the cuts of an op that came before.
-        mem_coeff: price of cutting the rows of a matrix product.
+        mem_coeff: price of cutting the rows of a matrix product, for all rounds or for each.
         followers: op ids of products that are not decided by themselves.
+        inputs: what the operands of each main op are.
     """
     spreader = Spreader(space, setup.pins, setup.forced, setup.one_way)
     if setup.forced or setup.pins:
         spreader.spread()
-    rounds = _Rounds(space, spreader, mem_coeff)
+    coefficients = (
+        dict.fromkeys(space.mesh.names, mem_coeff) if isinstance(mem_coeff, float) else dict(zip(space.mesh.names, mem_coeff, strict=True))
+    )
+    rounds = _Rounds(space, spreader, coefficients, inputs)
     for value, sharding in setup.seeds.items():
         slot = space.slot_of[value]
         if slot not in spreader.fixed:
@@ -84,20 +94,19 @@ def main_ops(graph: Graph) -> list[int]:
 
 
 class _Rounds:
-    def __init__(self, space: Space, spreader: Spreader, mem_coeff: float) -> None:
-        self.space, self.spreader, self.mem_coeff = space, spreader, mem_coeff
+    def __init__(self, space: Space, spreader: Spreader, mem_coeff: Mapping[str, float], inputs: Mapping[int, Inputs]) -> None:
+        self.space, self.spreader, self.mem_coeff, self.inputs = space, spreader, mem_coeff, inputs
         self.decisions: dict[int, Decision] = {}
         self.seeded: set[int] = set()
         self._given = list(spreader.state)
         self._roles: dict[tuple[int, bool], Roles] = {}
         self._memo: dict[tuple[int, ...], Decision] = {}
-        self._roots = Roots(space.graph)
 
     def take(self, index: int) -> None:
         """Decides one op, and gives its tensors the sharding that follows."""
         space, state = self.space, self.spreader.state
         op = space.graph.ops[index]
-        inputs = self._roots.inputs(op)
+        inputs = self.inputs[index]
         given = [self._given[slot] for slot in space.op_slots[index]]
         key = (*space.key(index, state), *given, *inputs)
         known = self._memo.get(key)
@@ -105,13 +114,14 @@ class _Rounds:
             known = self._memo[key] = self._decide(op, key[1 : 1 + len(given)], given, inputs)
         self.decisions[index] = known
         for slot, dims in zip(space.op_slots[index], (*op.rule.operands, *op.rule.results), strict=True):
-            if slot != NO_SLOT and slot not in self.spreader.fixed:
-                # The first main op that reads or makes a tensor decides how it is stored.
-                if state[slot] == space.whole[slot] or slot in self.seeded:
-                    state[slot] = space.number(project(dims, known.axes))
-                    self.seeded.discard(slot)
+            if slot == NO_SLOT or slot in self.spreader.fixed:
+                continue
+            # The first main op that reads or makes a tensor decides how it is stored.
+            if state[slot] == space.whole[slot] or slot in self.seeded:
+                self.seeded.discard(slot)
+                state[slot] = space.number(project(dims, known.axes))
 
-    def _decide(self, op: Op, numbers: tuple[int, ...], given: list[int], inputs: tuple[int, int]) -> Decision:
+    def _decide(self, op: Op, numbers: tuple[int, ...], given: list[int], inputs: Inputs) -> Decision:
         space, rule = self.space, op.rule
         sides = (*rule.operands, *rule.results)
         tensors = [(dims, self._sharding(number)) for dims, number in zip(sides, given, strict=True)]
@@ -174,7 +184,7 @@ class _Rounds:
     ) -> tuple[Option, ...]:
         sizes = [_product(local, tensor) for tensor in roles.tensors]
         options = []
-        for cut, cost in op_costs(roles, sizes, local, parts, self.mem_coeff).items():
+        for cut, cost in op_costs(roles, sizes, local, parts, self.mem_coeff[name]).items():
             if cut != NO_CUT and not roles.cuts[cut]:
                 continue
             factor = -1 if cut == NO_CUT else self._factor(op, roles, cut, axes, local, parts)
@@ -278,7 +288,7 @@ class Roots:
             known = self._simple[id(op.rule)] = len(op.rule.operands) == len(op.rule.results) == 1 and keeps_dimensions(op.rule)
         return known and op.primitive in _RENAMES
 
-    def inputs(self, op: Op) -> tuple[int, int]:
+    def inputs(self, op: Op) -> Inputs:
         """What the two operands of a main op are."""
         left, right = (self._kind(value) for value in op.operands[:2])
         return left, right
@@ -324,15 +334,18 @@ def _contracted(op: Op, position: int) -> frozenset[int]:
     return frozenset(len(dims) - dim for dim, factors in enumerate(dims) if factors and kept.isdisjoint(factors))
 
 
-def log_rounds(graph: Graph, mesh: LogicalMesh, decisions: Mapping[int, Decision]) -> None:
-    """Writes the decisions to the logger "spmdctx" at level INFO, round by round, in topological order."""
+def log_rounds(graph: Graph, mesh: LogicalMesh, decisions: Mapping[int, Decision], sites: Sequence[int]) -> None:
+    """Writes the decisions to the logger "spmdctx" at level INFO, round by round, in topological order.
+
+    `sites` are the ids under which `graph.origins` knows the ops.
+    """
     if not LOG.isEnabledFor(logging.INFO):
         return
     for number in range(len(mesh.axes)):
         for index, decision in decisions.items():
             if number >= len(decision.rounds):
                 continue
-            step, origin = decision.rounds[number], graph.origins[index]
+            step, origin = decision.rounds[number], graph.origins[sites[index]]
             LOG.info("Round %d: %s '%s' (%s), %s", number + 1, graph.ops[index].primitive, origin.name, origin.source, step.edges)
             for option in step.options:
                 LOG.info("%s", describe(option, step.parts))

@@ -40,13 +40,14 @@ def storage_blocks(space: Space) -> list[Block]:
     """A block per parameter or other stored tensor with dimensions, in the order of the arguments."""
     graph = space.graph
     simple = [keeps_dimensions(rule) for rule in _rules(space)]
+    parameters = frozenset([space.slot_of[value] for value in graph.inputs if graph.values[value].role is Role.PARAMETER])
     owner: dict[int, int] = {}
     blocks = []
     for value in graph.inputs:
         known = graph.values[value]
         slot = space.slot_of[value]
         if known.role in _STORED and known.shape and slot not in owner:
-            block = _grow(space, slot, simple, owner)
+            block = _grow(space, slot, simple, parameters, owner)
             if len(block.slots) <= _LARGEST:
                 blocks.append(block)
     return blocks
@@ -57,7 +58,7 @@ def _rules(space: Space) -> list[OpRule]:
     return [by_id[kind.rule] for kind in space.kinds]
 
 
-def _grow(space: Space, start: int, simple: list[bool], owner: dict[int, int]) -> Block:
+def _grow(space: Space, start: int, simple: list[bool], known: frozenset[int], owner: dict[int, int]) -> Block:
     shape = space.shapes[start]
     owner[start] = start
     slots, pending, around = [start], [start], dict[int, None]()
@@ -74,8 +75,7 @@ def _grow(space: Space, start: int, simple: list[bool], owner: dict[int, int]) -
                         pending.append(slot)
     ops = tuple(sorted(around))
     members = frozenset(slots)
-    roles = {space.slot_of[value]: space.graph.values[value].role for value in space.graph.inputs if space.slot_of[value] in members}
-    parameters = frozenset([slot for slot, role in roles.items() if role is Role.PARAMETER])
+    parameters = known & members
     return Block(tuple(sorted(slots)), parameters, _copies(space, ops, parameters, members), ops)
 
 
@@ -83,9 +83,11 @@ def _copies(space: Space, ops: tuple[int, ...], parameters: frozenset[int], memb
     found = set(parameters)
     for index in ops:
         op = space.graph.ops[index]
+        if op.primitive != "convert_element_type":
+            continue
         operands = [space.slot_of[value] for value in op.operands if value != LITERAL and space.graph.values[value].shape]
         results = [space.slot_of[value] for value in op.results]
-        if op.primitive == "convert_element_type" and operands and found.issuperset(operands) and members.issuperset(results):
+        if operands and found.issuperset(operands) and members.issuperset(results):
             found.update(results)
     return frozenset(found - parameters)
 
