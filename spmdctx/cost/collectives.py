@@ -4,11 +4,12 @@ With payload `P`, group size `n` and bandwidth `B` (Thakur, Rabenseifner, Gropp 
 
     all_gather, reduce_scatter    P (n - 1) / n / B
     all_reduce                    2 P (n - 1) / n / B
-    all_to_all                    P (n - 1) / n / B on a switch, P s / 8 / link on a torus with rings of s devices
+    all_to_all                    P (n - 1) / n / B on a switch, P s / 4 / B over the longest side s of a group on a torus
     collective_permute            P / B of one link
 
-On a torus an all_reduce over k of its directions uses the 2 k links of all of them, the others one direction's two, as the
-TPU compiler does. A group that leaves its fast domain (host or slice) is done in two phases: inside and across domains.
+On a torus an all_reduce uses every direction that its group spans at once, two links of a closed one and one of an open one.
+The others run on one ring through the group, both ways: two links, or one where the group is an open line. A group that leaves
+its fast domain (host or slice) is done in two phases: inside and across domains.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from spmdctx.cost.topology import Interconnect, Topology
+from spmdctx.cost.torus import Span, spans_of
 from spmdctx.errors import message
 from spmdctx.ir import COLLECTIVE_KINDS, AxisNames
 from spmdctx.mesh import LogicalMesh
@@ -51,7 +53,7 @@ def collective_price(kind: str, axes: AxisNames, mesh: LogicalMesh, topology: To
     group = group_of(axes, mesh, topology.devices_per_host)
     if group.local * group.domains == 1:
         return LinearPrice(0.0, 0.0)
-    inside = _fast_price(kind, group.local, mesh.num_devices, topology)
+    inside = _fast_price(kind, group.local, axes, mesh, topology)
     across = _network_price(kind, group, topology)
     return LinearPrice(inside.fixed_s + across.fixed_s, inside.s_per_byte + across.s_per_byte)
 
@@ -68,28 +70,27 @@ def group_of(axes: AxisNames, mesh: LogicalMesh, devices_per_host: int) -> Group
     return Group(local, domains)
 
 
-def _fast_price(kind: str, size: int, num_devices: int, topology: Topology) -> LinearPrice:
+def _fast_price(kind: str, size: int, axes: AxisNames, mesh: LogicalMesh, topology: Topology) -> LinearPrice:
     if size == 1:
         return LinearPrice(0.0, 0.0)
     if topology.interconnect is Interconnect.TORUS:
-        return _torus_price(kind, size, min(num_devices, topology.devices_per_host), topology)
+        return _torus_price(kind, size, spans_of(axes, mesh, topology), topology)
     return _ring_price(kind, size, math.ceil(math.log2(size)), topology.latency_s, topology.link_bytes_per_s)
 
 
-def _torus_price(kind: str, size: int, num_devices: int, topology: Topology) -> LinearPrice:
-    """`num_devices` form a torus as near to a cube as can be; a group fills one of its directions after the other."""
-    side = max(2.0, num_devices ** (1 / topology.torus_dims))
-    directions = min(topology.torus_dims, max(1, round(math.log(size) / math.log(side))))
-    ring = size ** (1 / directions)
-    # An open line passes everything through its one end link.
-    link_bytes_per_s = topology.link_bytes_per_s * (1.0 if num_devices >= topology.wraps_from else 0.5)
-    hops = math.ceil(directions * ring / 2)
-    if kind == "all_to_all":
-        return LinearPrice(hops * topology.latency_s, ring / 8 / link_bytes_per_s)
+def _torus_price(kind: str, size: int, spans: tuple[Span, ...], topology: Topology) -> LinearPrice:
+    link = topology.link_bytes_per_s
     if kind == "collective_permute":
-        return LinearPrice(hops * topology.latency_s, 1 / topology.link_bytes_per_s)
-    links = 2 * directions if kind == "all_reduce" else 2
-    return _ring_price(kind, size, hops, topology.latency_s, links * link_bytes_per_s)
+        return LinearPrice(topology.latency_s, 1 / link)
+    if kind == "all_to_all":
+        # Half of the payload crosses the middle of the longest side.
+        worst = max(spans, key=lambda span: span.side / (2 if span.is_closed else 1))
+        return LinearPrice(worst.side * topology.latency_s, worst.side / 4 / (link * (2 if worst.is_closed else 1)))
+    if kind == "all_reduce":
+        links = sum(2 if span.is_closed else 1 for span in spans)
+        return _ring_price(kind, size, sum(span.side - 1 for span in spans), topology.latency_s, links * link)
+    links = 2 if len(spans) > 1 or spans[0].is_closed else 1
+    return _ring_price(kind, size, size - 1, topology.latency_s, links * link)
 
 
 def _network_price(kind: str, group: Group, topology: Topology) -> LinearPrice:

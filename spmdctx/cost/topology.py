@@ -33,7 +33,7 @@ class Topology:
         network_latency_s: Time of one step between fast domains.
         interconnect: How the fast domain is wired.
         torus_dims: Directions of the torus; 1 for a switch.
-        wraps_from: Smallest number of devices whose torus closes its rings.
+        ring_side: A direction of the torus closes into a ring where the slice's side is a multiple of this.
         merges_partial_sums: Whether the device's compiler adds partial results before it reduces them, so that a sum of
             unreduced values costs one all_reduce, and reduce-scatters a sum of which every device keeps only its slice.
             XLA does both on TPU and GPU, not on CPU.
@@ -56,7 +56,7 @@ class Topology:
     network_latency_s: float
     interconnect: Interconnect = Interconnect.SWITCH
     torus_dims: int = 1
-    wraps_from: int = 1
+    ring_side: int = 1
     merges_partial_sums: bool = True
     sinks_slices: bool = False
     narrows_matrix_operands: bool = False
@@ -73,6 +73,7 @@ class Topology:
             "devices_per_host",
             "network_bytes_per_s",
             "torus_dims",
+            "ring_side",
         ):
             if not getattr(self, name) > 0:
                 raise ContextError(f"Topology.{name} must be positive.", got=repr(getattr(self, name)))
@@ -94,7 +95,7 @@ PRESETS: dict[str, Topology] = {
         network_latency_s=25e-6,
         interconnect=Interconnect.TORUS,
         torus_dims=2,
-        wraps_from=256,
+        ring_side=16,
         sinks_slices=True,
         narrows_matrix_operands=True,
         source="cloud.google.com/tpu/docs/v5e; links: jax-ml.github.io/scaling-book/tpus",
@@ -111,6 +112,7 @@ PRESETS: dict[str, Topology] = {
         network_latency_s=25e-6,
         interconnect=Interconnect.TORUS,
         torus_dims=3,
+        ring_side=4,
         sinks_slices=True,
         narrows_matrix_operands=True,
         source="cloud.google.com/tpu/docs/v5p; links: jax-ml.github.io/scaling-book/tpus",
@@ -127,7 +129,7 @@ PRESETS: dict[str, Topology] = {
         network_latency_s=25e-6,
         interconnect=Interconnect.TORUS,
         torus_dims=2,
-        wraps_from=256,
+        ring_side=16,
         sinks_slices=True,
         narrows_matrix_operands=True,
         source="cloud.google.com/tpu/docs/v6e; links: jax-ml.github.io/scaling-book/tpus",

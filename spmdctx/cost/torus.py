@@ -1,0 +1,69 @@
+"""Where the devices of a TPU slice sit, and what a group of them spans: directions of the torus, and whether they are closed.
+
+A slice of `n` chips is taken to be as near to a cube as powers of two allow, the shorter sides first (8 chips are 2x4 on a 2-D
+torus, 2x2x2 on a 3-D one), its devices in JAX's order: the four chips of a host in a square, hosts along x, then y, then z.
+A direction closes into a ring where its side is a multiple of `Topology.ring_side`; on a 3-D torus all sides must be
+(cloud.google.com/tpu/docs/system-architecture-tpu-vm).
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import lru_cache
+from typing import NamedTuple
+
+from spmdctx.cost.topology import Topology
+from spmdctx.ir import AxisNames
+from spmdctx.mesh import LogicalMesh
+
+_HOST_SIDE = 2
+
+
+class Span(NamedTuple):
+    """A direction that a group spans: how many chips from end to end, and whether a ring closes there for the group."""
+
+    side: int
+    is_closed: bool
+
+
+@lru_cache(maxsize=256)
+def slice_sides(num_devices: int, num_dims: int) -> tuple[int, ...]:
+    """Sides of the slice, the shorter first; a count that has no such slice is one long line."""
+    if num_devices & (num_devices - 1):
+        return (*(1,) * (num_dims - 1), num_devices)
+    exponent = num_devices.bit_length() - 1
+    return tuple(2 ** ((exponent + place) // num_dims) for place in range(num_dims))
+
+
+def coordinates(index: int, sides: tuple[int, ...]) -> tuple[int, ...]:
+    """Where the device of a number sits."""
+    blocks = [min(side, _HOST_SIDE) if place < 2 else 1 for place, side in enumerate(sides)]
+    inside, outside = [], []
+    for block in blocks:
+        index, rest = divmod(index, block)
+        inside.append(rest)
+    for block, side in zip(blocks, sides, strict=True):
+        index, rest = divmod(index, side // block)
+        outside.append(rest)
+    return tuple(block * far + near for block, far, near in zip(blocks, outside, inside, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def spans_of(axes: AxisNames, mesh: LogicalMesh, topology: Topology) -> tuple[Span, ...]:
+    """The directions that the group of `axes` spans inside one slice, the longest first.
+
+    All groups of the same axes are taken to lie as the one of device 0 does.
+    """
+    num_devices = min(mesh.num_devices, topology.devices_per_host)
+    sides = slice_sides(num_devices, topology.torus_dims)
+    stride, steps = 1, []
+    for name, size in reversed(mesh.axes):
+        if name in axes:
+            steps.append([stride * place for place in range(size) if stride * place < num_devices])
+        stride *= size
+    members = [sum(places) for places in itertools.product(*steps)]
+    places = [coordinates(index, sides) for index in members if index < num_devices]
+    boxes = [max(column) - min(column) + 1 for column in zip(*places, strict=True)]
+    whole = topology.torus_dims < 3 or all(side % topology.ring_side == 0 for side in sides)
+    found = [Span(box, whole and box == side and side % topology.ring_side == 0) for box, side in zip(boxes, sides, strict=True) if box > 1]
+    return tuple(sorted(found, reverse=True))
