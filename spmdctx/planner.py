@@ -16,9 +16,10 @@ from spmdctx.ir import LITERAL, Assignment, Role
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedTensor, Reshard, Timing
 from spmdctx.search.algo import AlgoLimits
+from spmdctx.search.dynamic import Step
 from spmdctx.search.modes import ManualSpecs, Request, Setup, ValuePin
 from spmdctx.search.price import Bill, price
-from spmdctx.search.select import SearchOptions, Step, search
+from spmdctx.search.select import SearchOptions, search
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
 from spmdctx.trace.program import Program
@@ -246,6 +247,7 @@ def _assemble(
         cost=_cost(bill),
         notes=notes,
         timing=timing,
+        memory_profile=bill.memory_profile,
         lower_bound_s=lower_bound_s,
         gap=None if lower_bound_s is None else (bill.compute_s + bill.communication_s) / lower_bound_s - 1,
     )

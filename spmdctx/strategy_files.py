@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from spmdctx.errors import PlanMismatchError
+from spmdctx.insight import with_insight
 from spmdctx.ir import TensorSharding
 from spmdctx.mesh import format_sharding
 from spmdctx.plan.file import read_strategy, write_plan
@@ -26,7 +27,7 @@ REASON = "the strategy file"
 
 
 def planned_with_files(captured: Captured, settings: Settings) -> Planned:
-    """Plans a captured step as `planner.plan_program` does, with the strategy files of the context.
+    """Plans a captured step as `planner.plan_program` does, with the strategy files of the context; the plan can be asked why.
 
     A plan in strategy_ckpt_load_file is used as it is, with no search; the layouts of a MindSpore strategy file are pins.
 
@@ -37,9 +38,9 @@ def planned_with_files(captured: Captured, settings: Settings) -> Planned:
     """
     context = settings.context
     if context.parallel_mode not in MODES:
-        return plan_program(captured, settings)
+        return with_insight(plan_program(captured, settings), captured, settings)
     load, save = context.strategy_ckpt_load_file, context.strategy_ckpt_save_file
-    made = _loaded(captured, settings, load) if load else plan_program(captured, settings)
+    made = _loaded(captured, settings, load) if load else with_insight(plan_program(captured, settings), captured, settings)
     # Every process makes the same plan; one of them writes it.
     if save and not (jax.distributed.is_initialized() and jax.process_index()):
         Path(save).parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +69,7 @@ def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
     program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
     check_plan(found, _wanted(settings), program.graph, load)
     timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
-    return Planned(replace(found, timing=timing), program, found.assignment, found.logical_mesh)
+    return with_insight(Planned(replace(found, timing=timing), program, found.assignment, found.logical_mesh), captured, settings)
 
 
 def _wanted(settings: Settings) -> Wanted:
@@ -94,9 +95,10 @@ def _pinned(captured: Captured, settings: Settings, strategy: MindSporeStrategy,
         )
     inputs = tuple(replace(leaf, metadata=pins.shardings.get(leaf.path, leaf.metadata)) for leaf in captured.inputs)
     pinned = replace(captured, inputs=inputs, notes=(*captured.notes, *pins.notes, _summary(pins, name)))
-    made = plan_program(pinned, replace(settings, mesh=pins.mesh))
+    placed = replace(settings, mesh=pins.mesh)
+    made = plan_program(pinned, placed)
     own = tuple(_with_reason(tensor, pins.shardings) for tensor in made.plan.inputs)
-    return replace(made, plan=replace(made.plan, inputs=own))
+    return with_insight(replace(made, plan=replace(made.plan, inputs=own)), pinned, placed)
 
 
 def _summary(pins: FilePins, name: str) -> str:
