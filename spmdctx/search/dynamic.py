@@ -10,25 +10,38 @@ over every legal split on every mesh that is tried. The solver minimises exactly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spmdctx.cost.topology import Topology
-from spmdctx.ir import Assignment, Graph, TensorSharding
+from spmdctx.ir import Assignment, Graph
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.free_values import place_free_values
-from spmdctx.search.memory import StepMemory
+from spmdctx.search.memory import Peak, StepMemory, step_memory
+from spmdctx.search.memory_rows import with_memory
 from spmdctx.search.meshes import candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.network import Network, build_network
-from spmdctx.search.solver.problem import Infeasible
+from spmdctx.search.price import price
+from spmdctx.search.solver.problem import Infeasible, Problem, Solution
 from spmdctx.search.solver.solve import solve
 from spmdctx.search.space import Space
 from spmdctx.search.tables import Tables
 
 MODE = "dynamic_programming"
+_BUDGET_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step that is planned, without JAX; see `trace.program.Program`. `donated` are input values."""
+
+    graph: Graph
+    scopes: tuple[int, ...]
+    loose: frozenset[int]
+    donated: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,72 +72,107 @@ class Found(NamedTuple):
     counts: Mapping[str, int]
 
 
-def plan_dynamic(
-    graph: Graph,
-    scopes: Sequence[int],
-    request: Request,
-    topology: Topology,
-    loose: frozenset[int],
-    step_memory: Callable[[], StepMemory],
-    options: DynamicOptions,
-) -> Found:
+class Shortfall(NamedTuple):
+    """No plan on the mesh fits: the op at which memory runs out, the least bytes alive there, and a budget that suffices."""
+
+    mesh: LogicalMesh
+    time: int
+    least_bytes: int
+    enough_bytes: int
+
+
+def plan_dynamic(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> Found | Shortfall:
     """The cheapest assignment over all meshes that may be tried, which are the user's where he or his strategies name one."""
-    searcher = _Searcher(graph, scopes, topology, loose, step_memory, options)
-    first = prepare(graph, request)
+    searcher = Searcher(step, topology, options)
+    first = prepare(step.graph, request)
     if request.mesh is not None or request.marks or request.value_pins or request.manual:
         return searcher.search(first)
     best: Found | None = None
+    least: Shortfall | None = None
     bound = float("inf")
     for mesh in candidate_meshes(request.num_devices, topology, options.max_axes):
-        found = searcher.search(prepare(graph, replace(request, mesh=mesh)))
+        found = searcher.search(prepare(step.graph, replace(request, mesh=mesh)))
+        if isinstance(found, Shortfall):
+            least = found if least is None or found.enough_bytes < least.enough_bytes else least
+            continue
         bound = min(bound, found.lower_bound_s)
         if best is None or found.cost_s < best.cost_s * (1 - 1e-6):
             best = found
-    assert best is not None
+    if best is None:
+        assert least is not None
+        return least
     return best._replace(lower_bound_s=bound)
 
 
-class _Searcher:
+class Searcher:
     """Searches one mesh after the other; the network is built once for each pattern of pins."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        scopes: Sequence[int],
-        topology: Topology,
-        loose: frozenset[int],
-        step_memory: Callable[[], StepMemory],
-        options: DynamicOptions,
-    ) -> None:
-        self._graph, self._scopes, self._topology, self._loose = graph, tuple(scopes), topology, loose
-        self._step_memory, self._options = step_memory, options
+    def __init__(self, step: Step, topology: Topology, options: DynamicOptions) -> None:
+        self._step, self._topology, self._options = step, topology, options
         self._space: Space | None = None
+        self._memory: StepMemory | None = None
         self._networks: dict[object, Network] = {}
 
-    def search(self, setup: Setup) -> Found:
+    def search(self, setup: Setup) -> Found | Shortfall:
         """The cheapest assignment on the mesh of a set-up."""
-        space = self._on(setup.mesh)
-        pins = {space.slot_of[value]: sharding for value, sharding in setup.pins.items()}
-        network = self._network(space, setup, pins)
-        tables = Tables(network, space, setup, self._options.limits)
+        tables = self._tables(setup)
         problem = tables.problem()
         solution = solve(problem, tolerance=self._options.limits.tolerance)
         assert not isinstance(solution, Infeasible)
-        assignment = place_free_values(space, tables.assignment(solution.states, MODE))
-        return Found(setup, assignment, solution.cost, solution.lower_bound, solution.counts)
+        found = self._found(setup, tables, solution)
+        budget = self._options.memory_bytes
+        if budget is None or self._peak(found).bytes <= budget:
+            return found
+        return self._within(budget, setup, tables, problem)
 
-    def _on(self, mesh: LogicalMesh) -> Space:
+    def _tables(self, setup: Setup) -> Tables:
         if self._space is None:
-            self._space = Space(self._graph, mesh, self._topology, self._loose)
-        return self._space.on(mesh)
+            self._space = Space(self._step.graph, setup.mesh, self._topology, self._step.loose)
+        space = self._space.on(setup.mesh)
+        return Tables(self._network(space, setup), space, setup, self._options.limits)
 
-    def _network(self, space: Space, setup: Setup, pins: Mapping[int, TensorSharding]) -> Network:
-        marks = _numbered({**{space.slot_of[v]: dims for v, dims in setup.partial_pins.items()}, **pins})
+    def _network(self, space: Space, setup: Setup) -> Network:
+        pins: dict[int, object] = {space.slot_of[value]: dims for value, dims in setup.partial_pins.items()}
+        pins.update({space.slot_of[value]: sharding for value, sharding in setup.pins.items()})
+        marks = _numbered(pins)
         key = (tuple(sorted(marks.items())), tuple(sorted(setup.forced)))
         known = self._networks.get(key)
         if known is None:
-            known = self._networks[key] = build_network(space, self._scopes, marks, setup.forced)
+            known = self._networks[key] = build_network(space, self._step.scopes, marks, setup.forced)
         return known
+
+    def _found(self, setup: Setup, tables: Tables, solution: Solution) -> Found:
+        states = solution.states[: len(tables.choices)]
+        assignment = place_free_values(tables.space, tables.assignment(states, MODE))
+        return Found(setup, assignment, solution.cost, solution.lower_bound, solution.counts)
+
+    def _within(self, budget: int, setup: Setup, tables: Tables, problem: Problem) -> Found | Shortfall:
+        """The cheapest assignment whose peak is in the budget.
+
+        The solver counts what is stored and what uses gather. What else is alive at the peak (copies for single readers, values
+        that are free to place) is taken from the limit, until the plan fits with all of it.
+        """
+        if self._memory is None:
+            self._memory = step_memory(self._step.graph, self._step.scopes, self._step.donated)
+        limit, bound = float(budget), None
+        for _ in range(_BUDGET_ROUNDS):
+            solution = solve(with_memory(tables, problem, self._memory, limit), tolerance=self._options.limits.tolerance)
+            if isinstance(solution, Infeasible):
+                spare = budget - limit
+                return Shortfall(setup.mesh, solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare))
+            bound = solution.lower_bound if bound is None else bound
+            found = self._found(setup, tables, solution)._replace(lower_bound_s=bound)
+            peak = self._peak(found)
+            if peak.bytes <= budget:
+                return found
+            limit -= peak.bytes - budget
+        return Shortfall(setup.mesh, peak.time, peak.bytes, peak.bytes)
+
+    def _peak(self, found: Found) -> Peak:
+        """The op at which most bytes are alive, copies and all."""
+        step = self._step
+        bill = price(step.graph, step.scopes, step.loose, (), found.assignment, found.setup.mesh, self._topology, step.donated)
+        return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes)
 
 
 def _numbered(pins: Mapping[int, object]) -> dict[int, int]:

@@ -52,6 +52,7 @@ class Network:
 
     space: Space
     folded: Fold
+    scopes: tuple[int, ...]
     nodes: list[Node] = field(default_factory=list)
     carries: dict[Carry, list[int]] = field(default_factory=dict)
     slot_nodes: dict[int, int] = field(default_factory=dict)
@@ -70,7 +71,7 @@ def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int
     joins = _joins(space, slot_marks)
     op_marks = [3 if index in forced else own.takes + 2 * own.hands_on for index, own in enumerate(joins)]
     folded = fold(space, op_marks, slot_marks)
-    network = Network(space, folded)
+    network = Network(space, folded, scopes)
     ops = space.graph.ops
     for members in folded.op_members:
         network.nodes.append(Node("op", members[0], sum([ops[member].repeats for member in members]), joins[members[0]]))
@@ -78,8 +79,8 @@ def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int
         if standalone:
             network.slot_nodes[slot_class] = len(network.nodes)
             network.nodes.append(Node("slot", folded.slot_members[slot_class][0], 1))
-    _add_uses(network, scopes)
-    _add_carries(network, scopes)
+    _add_uses(network)
+    _add_carries(network)
     return network
 
 
@@ -146,9 +147,9 @@ def _source(network: Network, value: int) -> Source:
     return Source(network.folded.op_class[op], network.space.graph.ops[op].results.index(value))
 
 
-def _add_uses(network: Network, scopes: tuple[int, ...]) -> None:
+def _add_uses(network: Network) -> None:
     """Use nodes for values that more than one matrix product of a computation reads."""
-    space, folded = network.space, network.folded
+    space, folded, scopes = network.space, network.folded, network.scopes
     readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for index, op in enumerate(space.graph.ops):
         if op.primitive in MATRIX_PRODUCTS:
@@ -168,8 +169,8 @@ def _add_uses(network: Network, scopes: tuple[int, ...]) -> None:
         network.uses[value, scope] = node
 
 
-def _add_carries(network: Network, scopes: tuple[int, ...]) -> None:
-    space, folded = network.space, network.folded
+def _add_carries(network: Network) -> None:
+    space, folded, scopes = network.space, network.folded, network.scopes
     loose, slot_class = space.loose_slots, folded.slot_class
     sources: dict[int, Source] = {}
     fed: set[tuple[int, int]] = set()

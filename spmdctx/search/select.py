@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import Assignment, Graph, OpSharding
 from spmdctx.mesh import replicated
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.dynamic import DynamicOptions, plan_dynamic
-from spmdctx.search.memory import step_memory
+from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, plan_dynamic
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.propagation import propagate
 from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions, plan_recursive
+from spmdctx.search.shortfall import infeasible
 from spmdctx.search.space import Space
-
-
-@dataclass(frozen=True)
-class Step:
-    """The step that is planned, without JAX; see `trace.program.Program`. `donated` are input values."""
-
-    graph: Graph
-    scopes: Sequence[int]
-    loose: frozenset[int]
-    donated: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -68,15 +57,17 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
 
 
 def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
-    found = plan_dynamic(
-        step.graph,
-        step.scopes,
-        request,
-        options.topology,
-        step.loose,
-        lambda: step_memory(step.graph, step.scopes, step.donated),
-        DynamicOptions(options.memory_bytes, options.limits),
-    )
+    """Keeps to the user's budget, or to the device's memory as far as that is possible."""
+    asked = DynamicOptions(options.memory_bytes, options.limits)
+    own = asked if options.memory_bytes is not None else replace(asked, memory_bytes=options.topology.memory_bytes)
+    found = plan_dynamic(step, request, options.topology, own)
+    if isinstance(found, Shortfall) and options.memory_bytes is not None:
+        raise infeasible(step, request, options.topology, own, found)
+    if isinstance(found, Shortfall):
+        note = f"No plan on {request.num_devices} devices fits in the {own.memory_bytes} bytes of a {options.topology.device}."
+        found = plan_dynamic(step, request, options.topology, asked)
+        assert not isinstance(found, Shortfall)
+        found.setup.notes.append(note)
     return Chosen(found.setup, found.assignment, found.lower_bound_s)
 
 

@@ -1,0 +1,73 @@
+"""The error where no plan fits in memory: what runs out where, and what would be enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spmdctx.cost.topology import Topology
+from spmdctx.errors import InfeasibleError
+from spmdctx.ir import item_bytes
+from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, plan_dynamic
+from spmdctx.search.memory import step_memory
+from spmdctx.search.modes import Request
+
+_LARGEST = 3
+_MOST_DEVICES = 4096
+
+
+def infeasible(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> InfeasibleError:
+    """The error for a budget that no plan meets; it searches on more devices for the smallest number that does."""
+    count = _enough_devices(step, request, topology, options)
+    enough = f"memory_bytes={found.enough_bytes}"
+    origin = step.graph.origins[found.time]
+    return InfeasibleError(
+        f"No plan on {request.num_devices} devices keeps the step within memory_bytes={options.memory_bytes}.",
+        where=f"{step.graph.ops[found.time].primitive} {origin.name!r} ({origin.source})",
+        got=f"at least {found.least_bytes} bytes alive there, the largest of them {_largest(step, found.time)}",
+        need=enough if count is None else f"{enough}, or device_num={count}",
+        fix="raise the budget or the number of devices, make the batch smaller, or recompute activations (jax.checkpoint)",
+    )
+
+
+def _largest(step: Step, time: int) -> str:
+    """The largest values alive at an op, by their whole size."""
+    graph = step.graph
+    alive = [life.value for life in step_memory(graph, step.scopes, step.donated).lives if life.start <= time <= life.end]
+    sizes = {value: item_bytes(graph.values[value].dtype) * _count(graph.values[value].shape) for value in alive}
+    shown = sorted(sizes, key=lambda value: (-sizes[value], value))[:_LARGEST]
+    return ", ".join(f"{_name(step, value)} {graph.values[value].dtype}{list(graph.values[value].shape)}" for value in shown)
+
+
+def _name(step: Step, value: int) -> str:
+    known = step.graph.values[value]
+    if known.path:
+        return f"'{known.path}'"
+    maker = step.graph.producers[value]
+    return f"{step.graph.ops[maker].primitive} ({step.graph.origins[maker].source})"
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _enough_devices(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> int | None:
+    """The first doubling of the devices on which the budget is met; None where the user's code fixes the mesh, or none does."""
+    if request.mesh is not None or request.marks or request.value_pins or request.manual:
+        return None
+    count = request.num_devices * 2
+    while count <= _MOST_DEVICES:
+        found = plan_dynamic(step, replace(request, num_devices=count), topology, options)
+        if not isinstance(found, Shortfall):
+            return count
+        if found.enough_bytes >= found.least_bytes and _is_fixed(found, options):
+            return None
+        count *= 2
+    return None
+
+
+def _is_fixed(found: Shortfall, options: DynamicOptions) -> bool:
+    """Whether more devices are no help: what is alive does not shrink with them."""
+    return options.memory_bytes is not None and found.least_bytes > 64 * options.memory_bytes
