@@ -12,6 +12,7 @@ import yaml
 
 from spmdctx.api import parallel
 from spmdctx.context import ContextConfig, auto_parallel_context, load_config
+from spmdctx.context_options import BY_NAME
 from spmdctx.errors import PlanError
 from spmdctx.models import UNSPLIT, DecoderConfig, Split, abstract_program, preset
 from spmdctx.models.strategy_files import context_text, read_strategy, strategy_text
@@ -98,9 +99,14 @@ def ready_strategy(name: str, arguments: argparse.Namespace, device_num: int) ->
 
 
 def _from_file(path: Path) -> Ready:
+    """Strategies or a plan; a plan tells the context and the machine it was made for, but not the model."""
     if path.suffix == PLAN_SUFFIX:
-        options = {"parallel_mode": "auto_parallel", "strategy_ckpt_load_file": str(path)}
-        return Ready(UNSPLIT, ContextConfig({**options, "device_num": Plan.load(path).logical_mesh.num_devices}), {})
+        plan = Plan.load(path)
+        options = {name: value for name, value in plan.options if name in BY_NAME}
+        options |= {"device_num": plan.logical_mesh.num_devices, "strategy_ckpt_load_file": str(path)}
+        if plan.search_mode:
+            options["search_mode"] = plan.search_mode
+        return Ready(UNSPLIT, ContextConfig(options, memory_bytes=plan.memory_limit_bytes), {"topology": plan.topology})
     split = read_strategy(path)
     return Ready(split, ContextConfig({"parallel_mode": "semi_auto_parallel", "device_num": split.data * split.model}), {})
 
