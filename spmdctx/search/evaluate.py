@@ -1,0 +1,287 @@
+"""The objective of all searches, written plainly: the seconds of an assignment, op by op. Knows no search and no candidates.
+
+    sum over ops that are not free to place, times their repeats:
+        compute + reshards of the operands + reductions of partial results + reshards of the results
+
+A value that several matrix products of one computation read goes through one sharding `u`: min over u of
+R(stored -> u) + sum R(u -> wanted). Where the compiler merges partial sums, two unreduced terms that only an addition reads are
+added first and reduced once, and a sum may be scattered to where its readers take slices of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import permutations
+from typing import NamedTuple
+
+from spmdctx.cost.collectives import collective_time_s
+from spmdctx.cost.reshard import reshard_time_s
+from spmdctx.cost.topology import Topology
+from spmdctx.ir import LITERAL, Assignment, AxisNames, Graph, Op, TensorSharding, item_bytes
+from spmdctx.mesh import LogicalMesh
+from spmdctx.search.roofline import compute_time_s, local_bytes
+from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
+from spmdctx.search.transfer import partial_axes, project
+
+ADDITIONS = ("add", "add_any")
+
+
+class Seconds(NamedTuple):
+    """Predicted seconds of one step."""
+
+    compute_s: float
+    reshard_s: float
+    reduction_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of them, one after the other."""
+        return self.compute_s + self.reshard_s + self.reduction_s
+
+
+class _Read(NamedTuple):
+    """An op takes a value in a sharding, so many times a step; products of one `scope` share what they take."""
+
+    wanted: TensorSharding
+    repeats: int
+    scope: int | None
+
+
+class _Partial(NamedTuple):
+    """A result before its reduction: how it is split, and over which axes its terms are spread."""
+
+    natural: TensorSharding
+    axes: AxisNames
+
+
+def evaluate(
+    graph: Graph,
+    scopes: Sequence[int],
+    loose: frozenset[int],
+    assignment: Assignment,
+    mesh: LogicalMesh,
+    topology: Topology,
+    pinned: frozenset[int] = frozenset(),
+) -> Seconds:
+    """The seconds of an assignment.
+
+    Args:
+        graph: the step.
+        scopes: per op the computation that it belongs to.
+        loose: values that depend on no input; they and the ops that make only such cost nothing.
+        assignment: a split per op and a stored sharding per value, equal ones for tied values.
+        mesh: the mesh.
+        topology: the machine.
+        pinned: values whose sharding the user fixed; they are reduced where they are made.
+    """
+    return _Evaluator(graph, scopes, loose, assignment, mesh, topology, pinned).seconds()
+
+
+@lru_cache(maxsize=4096)
+def all_shardings(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[TensorSharding, ...]:
+    """Every sharding of a shape that divides it, with the axes of a dimension in every order."""
+    found: list[TensorSharding] = [()]
+    for size in shape:
+        found = [(*known, own) for known in found for own in _choices(size, mesh) if not {*own} & {name for dim in known for name in dim}]
+    return tuple(found)
+
+
+def _choices(size: int, mesh: LogicalMesh) -> list[AxisNames]:
+    names = [name for name, number in mesh.axes if number > 1]
+    every = [own for count in range(len(names) + 1) for own in permutations(names, count)]
+    return [own for own in every if size % mesh.num_slices(own) == 0]
+
+
+def reductions(
+    op: Op, shape: tuple[int, ...], natural: TensorSharding, partial: AxisNames, mesh: LogicalMesh
+) -> Iterator[tuple[TensorSharding, AxisNames, AxisNames]]:
+    """How partial results can become whole: the sharding after it, the axes that are scattered, and those that are all-reduced."""
+    yield natural, (), partial
+    for dim, own in enumerate(natural):
+        for count in range(1, len(partial) + 1):
+            for extra in permutations(partial, count):
+                after = (*natural[:dim], own + extra, *natural[dim + 1 :])
+                plan = reduction_plan(op, natural, after, partial)
+                if plan.scattered == extra and plan.after == after and shape[dim] % mesh.num_slices(own + extra) == 0:
+                    yield after, plan.scattered, plan.reduced
+
+
+class Eligible:
+    """Which values of a graph can be handed on unreduced: those that one op reads, untied, and that nobody pinned."""
+
+    def __init__(self, graph: Graph, loose: frozenset[int], pinned: frozenset[int]) -> None:
+        reads = [0] * len(graph.values)
+        for op in graph.ops:
+            for value in op.operands:
+                if value != LITERAL:
+                    reads[value] += 1
+        for value in graph.outputs:
+            if value != LITERAL:
+                reads[value] += 1
+        tied = {value for pair in graph.ties for value in pair}
+        self.values = [count == 1 and value not in tied | pinned | loose for value, count in enumerate(reads)]
+
+
+class _Evaluator:
+    def __init__(
+        self,
+        graph: Graph,
+        scopes: Sequence[int],
+        loose: frozenset[int],
+        assignment: Assignment,
+        mesh: LogicalMesh,
+        topology: Topology,
+        pinned: frozenset[int],
+    ) -> None:
+        self.graph, self.assignment, self.mesh, self.topology = graph, assignment, mesh, topology
+        tied = _tied_with(graph, loose)
+        self.free = tied
+        self.ops = [op for op in graph.ops if not op.results or any(value not in tied for value in op.results)]
+        self.eligible = Eligible(graph, tied, pinned).values
+        self.decided = {value for pair in graph.ties for value in pair} | pinned | set(graph.outputs)
+        self.reads = self._reads(scopes)
+        self.memo: dict[tuple[object, ...], float] = {}
+
+    def seconds(self) -> Seconds:
+        compute_s = sum(
+            compute_time_s(self.graph, op, self.assignment.ops[op.id].axes, self.mesh, self.topology) * op.repeats for op in self.ops
+        )
+        moved_s = reduced_s = 0.0
+        partial = self._partial_results()
+        made = set()
+        for op in self.ops:
+            for value, dims in zip(op.results, op.rule.results, strict=True):
+                made.add(value)
+                stored = self.assignment.values[value]
+                natural = project(dims, self.assignment.ops[op.id].axes)
+                if value not in partial:
+                    if value not in self.free:
+                        moved_s += self._reshard(value, natural, stored) * op.repeats + self._read(value, stored)
+                    continue
+                known = partial[value]
+                if known is not None:
+                    less, more = self._reduce(op, value, known)
+                    reduced_s, moved_s = reduced_s + less, moved_s + more
+        moved_s += sum(self._read(value, self.assignment.values[value]) for value in self.reads if value not in made)
+        return Seconds(compute_s, moved_s, reduced_s)
+
+    def _reads(self, scopes: Sequence[int]) -> dict[int, list[_Read]]:
+        reads: dict[int, list[_Read]] = {}
+        for op in self.ops:
+            axes = self.assignment.ops[op.id].axes
+            scope = scopes[op.id] if op.primitive in MATRIX_PRODUCTS else None
+            for value, dims in zip(op.operands, op.rule.operands, strict=True):
+                if value != LITERAL and value not in self.free:
+                    reads.setdefault(value, []).append(_Read(project(dims, axes), op.repeats, scope))
+        return reads
+
+    def _partial_results(self) -> dict[int, _Partial | None]:
+        """The results that are partial where they are made, None for those that an addition takes so."""
+        found: dict[int, _Partial | None] = {}
+        kept: dict[int, _Partial] = {}
+        for op in self.ops:
+            axes = self.assignment.ops[op.id].axes
+            partial = partial_axes(op.rule, axes)
+            joined = self._joined(op, kept) if self.topology.merges_partial_sums else ()
+            for value in op.operands if joined else ():
+                found[value] = None
+            for value, dims in zip(op.results, op.rule.results, strict=True):
+                if partial or joined:
+                    known = found[value] = _Partial(project(dims, axes), joined or partial)
+                    direct = op.primitive != "gather" or self.topology.sinks_slices
+                    alone = len(op.results) == 1 and op.rule.combiner == "add" and self.eligible[value]
+                    if direct and alone and self.assignment.values[value] == known.natural:
+                        kept[value] = known
+        return found
+
+    def _joined(self, op: Op, kept: dict[int, _Partial]) -> AxisNames:
+        """The axes over which both terms of an addition are unreduced, if they are and it takes them as they are."""
+        if op.primitive not in ADDITIONS or op.operands[0] == op.operands[1] or any(value not in kept for value in op.operands):
+            return ()
+        first, second = (kept[value] for value in op.operands)
+        axes = self.assignment.ops[op.id].axes
+        taken = [project(dims, axes) for dims in op.rule.operands]
+        own = {name for names in axes for name in names}
+        same = {*first.axes} == {*second.axes} and taken == [first.natural, second.natural]
+        return first.axes if same and not own & {*first.axes} else ()
+
+    def _reduce(self, op: Op, value: int, partial: _Partial) -> tuple[float, float]:
+        """Seconds of reducing a result and of what is moved after it: of all ways, the cheapest."""
+        stored = self.assignment.values[value]
+        loose = value in self.free
+        as_made = self.topology.merges_partial_sums and stored == partial.natural and value not in self.decided
+        ways = []
+        for after, seconds in self._ways(op, value, partial):
+            if loose:
+                moved_s = 0.0
+            elif as_made:
+                moved_s = self._read(value, after)
+            else:
+                moved_s = self._reshard(value, after, stored) * op.repeats + self._read(value, stored)
+            ways.append((seconds * op.repeats, moved_s))
+        return min(ways, key=sum)
+
+    def _ways(self, op: Op, value: int, partial: _Partial) -> Iterator[tuple[TensorSharding, float]]:
+        known = self.graph.values[value]
+        payload = local_bytes(known, partial.natural, self.mesh)
+        if op.rule.combiner in ("argmax", "argmin"):
+            yield partial.natural, self._gather_candidates(op, value, payload, partial.axes)
+            return
+        for after, scattered, reduced in reductions(op, known.shape, partial.natural, partial.axes, self.mesh):
+            seconds = self._collective("reduce_scatter", payload, scattered)
+            left = payload // self.mesh.num_slices(scattered)
+            yield after, seconds + self._collective("all_reduce", left, reduced)
+
+    def _gather_candidates(self, op: Op, value: int, payload: int, axes: AxisNames) -> float:
+        """Every device's best value and its index are gathered and compared."""
+        values = self.graph.values
+        count = payload // item_bytes(values[value].dtype) * self.mesh.num_slices(axes)
+        sizes = (item_bytes(values[op.operands[0]].dtype), item_bytes(values[value].dtype))
+        return sum(self._collective("all_gather", count * size, axes) for size in sizes)
+
+    def _collective(self, kind: str, payload: int, axes: AxisNames) -> float:
+        return collective_time_s(kind, payload, axes, self.mesh, self.topology) if axes else 0.0
+
+    def _read(self, value: int, source: TensorSharding) -> float:
+        """Seconds in which all readers of a value get it from `source`."""
+        reads = self.reads.get(value, [])
+        products: dict[int, list[_Read]] = {}
+        seconds = 0.0
+        for read in reads:
+            if read.scope is None:
+                seconds += self._reshard(value, source, read.wanted) * read.repeats
+            else:
+                products.setdefault(read.scope, []).append(read)
+        return seconds + sum(self._shared(value, source, own) for own in products.values())
+
+    def _shared(self, value: int, source: TensorSharding, reads: list[_Read]) -> float:
+        """Through the best one sharding for all of them."""
+        if all(read.wanted == source for read in reads):
+            return 0.0
+        if len(reads) == 1:
+            return self._reshard(value, source, reads[0].wanted) * reads[0].repeats
+        known = self.graph.values[value]
+        key = (known.shape, known.dtype, source, *reads)
+        if key not in self.memo:
+            self.memo[key] = min(
+                self._reshard(value, source, use) * reads[0].repeats
+                + sum(self._reshard(value, use, read.wanted) * read.repeats for read in reads)
+                for use in all_shardings(known.shape, self.mesh)
+            )
+        return self.memo[key]
+
+    def _reshard(self, value: int, source: TensorSharding, target: TensorSharding) -> float:
+        if source == target:
+            return 0.0
+        known = self.graph.values[value]
+        return reshard_time_s(known.shape, item_bytes(known.dtype), source, target, self.mesh, self.topology)
+
+
+def _tied_with(graph: Graph, values: frozenset[int]) -> frozenset[int]:
+    """The values and all that are tied to them."""
+    found, grown = values, values
+    while grown:
+        grown = frozenset(other for a, b in graph.ties for one, other in ((a, b), (b, a)) if one in found and other not in found)
+        found |= grown
+    return found
