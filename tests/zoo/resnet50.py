@@ -42,14 +42,17 @@ class Bottleneck(nn.Module):
         kwargs = {"dtype": self.dtype, "param_dtype": self.dtype}
         conv = partial(nn.Conv, use_bias=False, **kwargs)
         norm = partial(nn.BatchNorm, use_running_average=False, momentum=0.9, **kwargs)
-        inner = self.split.module(conv(self.width, (1, 1), name="reduce"), "d---", COLUMN, "d--m", pin=True)
-        y = nn.relu(norm(name="norm1")(inner(x)))
+        y = nn.relu(norm(name="norm1")(self._outward(conv(self.width, (1, 1), name="reduce"))(x)))
         middle = self.split.module(conv(self.width, (3, 3), (self.stride, self.stride), name="spread"), "d--m", ROW, "d---")
         y = nn.relu(norm(name="norm2")(middle(y)))
-        y = norm(name="norm3")(conv(4 * self.width, (1, 1), name="expand")(y))
+        y = norm(name="norm3")(self._outward(conv(4 * self.width, (1, 1), name="expand"))(y))
         if x.shape != y.shape:
-            x = norm(name="shortcut_norm")(conv(4 * self.width, (1, 1), (self.stride, self.stride), name="shortcut")(x))
+            shortcut = conv(4 * self.width, (1, 1), (self.stride, self.stride), name="shortcut")
+            x = norm(name="shortcut_norm")(self._outward(shortcut)(x))
         return nn.relu(x + y)
+
+    def _outward(self, conv: nn.Module) -> Any:
+        return self.split.module(conv, "d---", COLUMN, "d--m", pin=True)
 
 
 class ResNet50(nn.Module):
@@ -60,7 +63,8 @@ class ResNet50(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         kwargs = {"dtype": self.dtype, "param_dtype": self.dtype}
-        x = nn.Conv(self.sizes.width, (7, 7), (2, 2), use_bias=False, name="stem", **kwargs)(x)
+        stem = nn.Conv(self.sizes.width, (7, 7), (2, 2), use_bias=False, name="stem", **kwargs)
+        x = self.split.module(stem, "d---", COLUMN, "d--m", pin=True)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9, name="stem_norm", **kwargs)(x))
         x = nn.max_pool(x, (3, 3), (2, 2), padding="SAME")
         for stage, count in enumerate(STAGES):

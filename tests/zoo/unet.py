@@ -60,12 +60,13 @@ class UNet(nn.Module):
         kwargs = {"dtype": self.dtype, "param_dtype": self.dtype}
         widths, groups = self.sizes.widths, self.sizes.groups
         time = nn.silu(nn.Dense(4 * TIME_WIDTH, name="time", **kwargs)(_embedded(times, self.dtype)))
-        x = nn.Conv(widths[0], KERNEL, name="inward", **kwargs)(images)
+        x = self.split.module(nn.Conv(widths[0], KERNEL, name="inward", use_bias=False, **kwargs), "d---", COLUMN, "d--m", pin=True)(images)
         skips = []
         for level, width in enumerate(widths[:-1]):
             x = Block(self.split, self.dtype, width, groups, name=f"down{level}")(x, time)
             skips.append(x)
-            x = nn.Conv(widths[level + 1], KERNEL, (2, 2), name=f"shrink{level}", **kwargs)(x)
+            shrink = nn.Conv(widths[level + 1], KERNEL, (2, 2), use_bias=False, name=f"shrink{level}", **kwargs)
+            x = self.split.module(shrink, "d---", COLUMN, "d--m", pin=True)(x)
         x = Block(self.split, self.dtype, widths[-1], groups, name="middle")(x, time)
         for level in reversed(range(len(skips))):
             x = self._enlarged(x, level)
@@ -75,12 +76,14 @@ class UNet(nn.Module):
 
     def _enlarged(self, x: Any, level: int) -> Any:
         """Twice the size: by a transposed convolution at the top level, by the nearest element and a convolution below."""
-        kwargs = {"dtype": self.dtype, "param_dtype": self.dtype, "name": f"enlarge{level}"}
+        kwargs = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.dtype, "name": f"enlarge{level}"}
         if not level:
-            return nn.ConvTranspose(self.sizes.widths[level], (2, 2), (2, 2), **kwargs)(x)
-        batch, height, width, channels = x.shape
-        x = jax.image.resize(x, (batch, 2 * height, 2 * width, channels), "nearest")
-        return nn.Conv(self.sizes.widths[level], KERNEL, **kwargs)(x)
+            conv = nn.ConvTranspose(self.sizes.widths[level], (2, 2), (2, 2), **kwargs)
+        else:
+            batch, height, width, channels = x.shape
+            x = jax.image.resize(x, (batch, 2 * height, 2 * width, channels), "nearest")
+            conv = nn.Conv(self.sizes.widths[level], KERNEL, **kwargs)
+        return self.split.module(conv, "d---", COLUMN, "d--m", pin=True)(x)
 
 
 def _embedded(times: Any, dtype: Any) -> Any:

@@ -54,7 +54,7 @@ class LinenViT(nn.Module):
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:]), self.dtype)
         for layer in range(sizes.layers):
             attend = nn.MultiHeadDotProductAttention(sizes.heads, use_bias=False, name=f"attention{layer}", **kwargs)
-            x = x + self.split.module(attend, "d-- *", ATTENTION, "d--", pin=True)(nn.LayerNorm(**kwargs)(x))
+            x = x + self.split.module(attend, "d--", ATTENTION, "d--", pin=True)(nn.LayerNorm(**kwargs)(x))
             up = self.split.module(nn.Dense(sizes.hidden, name=f"up{layer}", **kwargs), "d--", COLUMN, "d-m", pin=True)
             down = self.split.module(nn.Dense(sizes.width, name=f"down{layer}", **kwargs), "d-m", ROW, "d--")
             x = x + down(nn.gelu(up(nn.LayerNorm(**kwargs)(x))))
