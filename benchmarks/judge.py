@@ -1,0 +1,147 @@
+"""Judges compiled TPU programs by what is in them, not by the planner's own prices: two step times and a peak of memory.
+
+    python -m benchmarks.judge FILE.hlo --topology v5p:2x2x2
+
+Estimate `cycles_s` sums the compiler's estimated cycles over the clock, `roofline_s` each instruction's matrix FLOPs and HBM bytes
+at the published rates; both count loop bodies as often as they run and add what of the collectives (`judge_links`) no compute hides.
+No estimate has been held against hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.judge_links import Slice, slice_of
+from benchmarks.judge_timeline import Pricing, Timeline, Walk
+from benchmarks.judge_work import Work
+from spmdctx.audit.hlo import read_module
+from spmdctx.cost.topology import topology as preset
+
+if TYPE_CHECKING:
+    import jax
+
+# Published peaks over multiply-adds per cycle: four 128x128 units (v5e), eight (v5p), four 256x256 (v6e).
+CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Seconds of a step on one device, its parts, and its memory.
+
+    Attributes:
+        cycles_s: Estimate (a): scheduled cycles and exposed collectives; 0 of a program without cycles, as its other cycles figures.
+        roofline_s: Estimate (b): roofline of every instruction and exposed collectives.
+        cycles_compute_s: (a) without the collectives.
+        roofline_compute_s: (b) without the collectives.
+        cycles_exposed_s: Waiting for collectives under (a).
+        roofline_exposed_s: Waiting for collectives under (b).
+        peak_bytes: Arguments, results that share no argument's memory, and temporaries.
+        flops: Of matrix products, loops counted.
+        traffic: Rows of kind, group_size, is_async, count, payload_bytes, seconds, exposed_s (under (b)).
+        unknown_loops: Loops whose length depends on data; one iteration is counted.
+    """
+
+    cycles_s: float
+    roofline_s: float
+    cycles_compute_s: float
+    roofline_compute_s: float
+    cycles_exposed_s: float
+    roofline_exposed_s: float
+    peak_bytes: int
+    flops: float
+    traffic: tuple[dict[str, Any], ...]
+    unknown_loops: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {**vars(self), "traffic": list(self.traffic)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Judgement:
+        """Reads `to_dict`."""
+        return cls(**{**data, "traffic": tuple(data["traffic"])})
+
+
+def judge(compiled: jax.stages.Compiled, topology: str, devices: Sequence[object]) -> Judgement:
+    """Judges a program compiled for `devices` (in the order of its mesh) of a slice such as "v5p:2x2x2"."""
+    stats = compiled.memory_analysis()
+    peak = 0
+    if stats is not None:
+        peak = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    return judge_text(compiled.as_text() or "", slice_of(topology, devices), peak)
+
+
+def judge_text(hlo_text: str, chips: Slice, peak_bytes: int = 0) -> Judgement:
+    """The same from the program's text."""
+    module = read_module(hlo_text)
+    device = preset(f"tpu-{chips.generation}")
+    clock = CLOCK_HZ[chips.generation]
+
+    def roofline(work: Work) -> float:
+        return max(work.flops / device.peak_flops_per_s, work.hbm_bytes / device.memory_bytes_per_s)
+
+    by_cycles = Walk(module, chips, Pricing(lambda work: work.cycles / clock, lambda _: 0.0))
+    cycles = by_cycles.run()
+    by_roofline = Walk(module, chips, Pricing(roofline, lambda size: size / device.memory_bytes_per_s))
+    line = by_roofline.run()
+    flops = Walk(module, chips, Pricing(lambda work: work.flops, lambda _: 0.0)).run().compute_s
+    known = float(cycles.compute_s > 0)
+    return Judgement(
+        cycles_s=cycles.clock_s * known,
+        roofline_s=line.clock_s,
+        cycles_compute_s=cycles.compute_s,
+        roofline_compute_s=line.compute_s + line.copies_exposed_s,
+        cycles_exposed_s=cycles.exposed_s * known,
+        roofline_exposed_s=line.exposed_s,
+        peak_bytes=peak_bytes,
+        flops=flops,
+        traffic=_traffic(line),
+        unknown_loops=by_cycles.unknown_loops,
+    )
+
+
+def _traffic(line: Timeline) -> tuple[dict[str, Any], ...]:
+    return tuple(
+        {"kind": kind, "group_size": size, "is_async": is_async, **vars(row)}
+        for (kind, size, is_async), row in sorted(line.traffic.items(), key=lambda item: -item[1].seconds)
+    )
+
+
+def format_judgement(one: Judgement) -> str:
+    """A few lines for people."""
+    parts = (
+        ("cycles", one.cycles_s, one.cycles_compute_s, one.cycles_exposed_s),
+        ("roofline", one.roofline_s, one.roofline_compute_s, one.roofline_exposed_s),
+    )
+    lines = [f"{name:<8} {all_s * 1e3:9.3f} ms = compute {own * 1e3:.3f} + exposed {wait * 1e3:.3f}" for name, all_s, own, wait in parts]
+    lines.append(f"peak {one.peak_bytes / 2**30:.3f} GiB, {one.flops / 1e12:.3f} TFLOP in matrix products")
+    lines += [
+        f"  {row['kind']:<18} groups of {row['group_size']:<4} {'async' if row['is_async'] else 'sync':<5} {row['count']:6.0f} x  "
+        f"{row['payload_bytes'] / 2**20:10.2f} MiB  {row['seconds'] * 1e3:9.3f} ms, {row['exposed_s'] * 1e3:9.3f} exposed"
+        for row in one.traffic
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Judges a saved `compiled.as_text()`."""
+    from spmdctx.lowering.targets import tpu_devices
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--topology", default="v5p:2x2x2")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    one = judge_text(arguments.file.read_text(), slice_of(arguments.topology, tpu_devices(arguments.topology)))
+    print(json.dumps(one.to_dict()) if arguments.json else format_judgement(one))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

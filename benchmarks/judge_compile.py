@@ -1,0 +1,175 @@
+"""Compiles programs for the judge in processes of their own, and keeps what was judged.
+
+A job is plain data that says which program to build. Its worker builds and compiles it; with `codegen=False` it ends as soon as the
+compiler has written the scheduled, memory-assigned HLO, before code is generated: a tenth of the time, all collectives and the peak of
+memory, but no estimated cycles. Outcomes lie in a folder, by the job and the compiler's version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.judge import Judgement, judge_text
+from benchmarks.judge_links import slice_of
+
+if TYPE_CHECKING:
+    import jax
+
+    from spmdctx.plan.plan import Plan
+
+Job = dict[str, Any]
+SCHEDULED = "*after_optimizations_after_buffer_assignment.txt"
+POLL_S = 0.2
+
+
+class Built(NamedTuple):
+    """What a builder returns: the program, its devices in the order of its mesh, and its plan where it has one."""
+
+    lowered: jax.stages.Lowered
+    devices: Sequence[Any]
+    plan: Plan | None = None
+
+
+class Judged(NamedTuple):
+    """A job's outcome; `planned` is what its plan says, and how that compares. `error` says why there is no judgement."""
+
+    judgement: Judgement | None
+    planned: dict[str, Any]
+    seconds: float
+    error: str = ""
+
+
+def judged(job: Job, module: str, folder: Path, *, codegen: bool, again: bool = False) -> Judged:
+    """The outcome of a job, from the folder where it is known.
+
+    Args:
+        job: plain data with at least "topology" ("v5p:2x2x2").
+        module: the benchmark whose `build(job) -> Built` makes the program.
+        folder: where outcomes are kept.
+        codegen: compile to the end, for the compiler's cycles.
+        again: judge once more what is known.
+    """
+    place = folder / f"{key_of(job, module, codegen)}.json"
+    if again or not place.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        outcome = _run(job, module, codegen)
+        place.write_text(json.dumps({**outcome, "seconds": time.perf_counter() - start, "job": job}, indent=1))
+    known = json.loads(place.read_text())
+    made = Judgement.from_dict(known["judgement"]) if known["judgement"] else None
+    return Judged(made, known["planned"], known["seconds"], known["error"])
+
+
+def key_of(job: Job, module: str, codegen: bool) -> str:
+    """Names an outcome."""
+    versions = [importlib.metadata.version(name) for name in ("jax", "libtpu")]
+    text = json.dumps([job, module, codegen, versions], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def _run(job: Job, module: str, codegen: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "benchmarks.judge_compile", module, json.dumps(job), scratch, str(int(codegen))]
+        # Without codegen the worker leaves in the middle of a compilation, with whatever temporary files that has.
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TMPDIR": scratch}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        result = Path(scratch) / "result.json"
+        if result.exists():
+            outcome: dict[str, Any] = json.loads(result.read_text())
+            return outcome
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return {"judgement": None, "planned": {}, "error": lines[-1][:300] if lines else f"exit code {done.returncode}"}
+
+
+def work(module: str, job: Job, scratch: Path, codegen: bool) -> None:
+    """Builds, compiles and judges a job in this process, and writes `result.json`."""
+    build: Callable[[Job], Built] = importlib.import_module(module).build
+    built = build(job)
+    dump = scratch / "dump"
+    dump.mkdir()
+    finished: list[str | Exception] = []
+
+    def compile_all() -> None:
+        try:
+            compiled = built.lowered.compile(compiler_options={"xla_dump_to": str(dump)})
+            finished.append(compiled.as_text() or "")
+        except Exception as error:  # any failure of the compiler is the job's outcome
+            finished.append(error)
+
+    threading.Thread(target=compile_all, daemon=True).start()
+    while not finished and (codegen or not _is_scheduled(dump)):
+        time.sleep(POLL_S)
+    if finished and isinstance(finished[0], Exception):
+        raise finished[0]
+    scheduled = _program(dump)
+    text = str(finished[0]) if codegen else scheduled.read_text()
+    peak = read_peak(_beside(scheduled, "after_optimizations-memory-usage-report.txt").read_text())
+    judgement = judge_text(text, slice_of(job["topology"], built.devices), peak)
+    planned = describe_plan(built.plan, text) if built.plan else {}
+    (scratch / "result.json").write_text(json.dumps({"judgement": judgement.to_dict(), "planned": planned, "error": ""}))
+
+
+def _is_scheduled(dump: Path) -> bool:
+    found = sorted(dump.glob(SCHEDULED))
+    return bool(found) and _program(dump).read_text().rstrip().endswith("}")
+
+
+def _program(dump: Path) -> Path:
+    return max(dump.glob(SCHEDULED), key=lambda path: path.stat().st_size)
+
+
+def _beside(scheduled: Path, ending: str) -> Path:
+    return scheduled.with_name(scheduled.name.replace(SCHEDULED.removeprefix("*"), ending))
+
+
+def read_peak(report: str) -> int:
+    """Bytes that the compiler assigned in HBM, arguments included, from its memory usage report."""
+    lines = report.splitlines()
+    at = next(index for index, line in enumerate(lines) if "color=0" in line)
+    return int(lines[at + 1].split(":")[1].split()[0])
+
+
+def describe_plan(plan: Plan, hlo_text: str) -> dict[str, Any]:
+    """What a plan foresees, and what the audit finds of it in the program."""
+    from spmdctx.audit import audit_text
+
+    report = audit_text(plan, hlo_text)
+    sums: dict[str, dict[str, float]] = {}
+    mesh = plan.logical_mesh
+    for one in plan.collectives:
+        row = sums.setdefault(f"{one.kind} {mesh.num_slices(one.axes)}", {"count": 0, "payload_bytes": 0, "seconds": 0.0})
+        row["count"] += one.repeats
+        row["payload_bytes"] += one.payload_bytes * one.repeats
+        row["seconds"] += one.time_s * one.repeats
+    cost = {name: getattr(plan.cost, name) for name in ("compute_s", "communication_s", "total_s", "memory_bytes")}
+    exact = sum(row.found_bytes for row in report.rows if abs(row.compiled_bytes - row.found_bytes) <= 0.1 * row.found_bytes)
+    return {
+        **cost,
+        "mesh": dict(plan.mesh),
+        "collectives": dict(sorted(sums.items())),
+        "planned_bytes": report.planned_bytes,
+        "compiled_bytes": report.compiled_bytes,
+        "exact_bytes": exact,
+        "unplanned_bytes": report.unplanned_bytes,
+        "unplanned": [f"{one.kind} {one.axes} {one.total_bytes} {one.source}" for one in report.unplanned][:12],
+        "missing": [f"{one.kind} {one.axes} {one.payload_bytes * one.repeats} {one.source}" for one in report.missing][:12],
+    }
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]), bool(int(sys.argv[4])))
+    sys.stdout.flush()
+    # The compiler's thread may be generating code that nobody needs.
+    os._exit(0)

@@ -1,0 +1,167 @@
+"""What one instruction of a compiled TPU program does: FLOPs of its matrix products, bytes to and from HBM, the compiler's cycles."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.audit.hlo import Computation, Instruction, Module, read_leaves
+
+_ARRAY = re.compile(r"\b[a-z][a-z0-9]*\[[\d,]*\](?:\{[^}]*\})?")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all")
+_PICKING = ("dynamic-slice", "slice", "gather")
+
+_NAMES = "parameter constant bitcast tuple get-tuple-element after-all partition-id replica-id opt-barrier add-dependency custom-call"
+FREE = frozenset(_NAMES.split())
+"""Opcodes that take no time of their own (custom calls of a scheduled TPU program join or mark buffers)."""
+
+
+class Work(NamedTuple):
+    """Of one execution on one device."""
+
+    flops: float
+    hbm_bytes: float
+    cycles: float
+
+
+def work_of(instruction: Instruction, computation: Computation, module: Module) -> Work:
+    """What an instruction does; nothing for those that only name buffers."""
+    if instruction.opcode in FREE:
+        return Work(0.0, 0.0, 0.0)
+    found = _CYCLES.search(instruction.attributes)
+    called = _called(instruction, module)
+    flops = _flops(called, module) if called else _product_flops(instruction, computation)
+    return Work(flops, _hbm_bytes(instruction, computation, called), float(found.group(1)) if found else 0.0)
+
+
+def hbm_size(shape: str) -> int:
+    """Bytes of a shape's arrays that lie in HBM; memory spaces other than 0 are on the chip."""
+    return sum(_size(text) for text in _ARRAY.findall(shape) if "S(" not in text)
+
+
+def full_size(shape: str) -> int:
+    """Bytes of a shape's arrays, wherever they are."""
+    return sum(_size(text) for text in _ARRAY.findall(shape))
+
+
+def _size(text: str) -> int:
+    return sum(leaf.num_bytes for leaf in read_leaves(text))
+
+
+def _called(instruction: Instruction, module: Module) -> Computation | None:
+    names = instruction.callees("calls") if instruction.opcode == "fusion" else ()
+    return module.computations.get(names[0]) if names else None
+
+
+def _hbm_bytes(instruction: Instruction, computation: Computation, called: Computation | None) -> float:
+    reads = 0.0
+    for position, name in enumerate(instruction.operands):
+        operand = computation.instructions.get(name)
+        if operand is not None and not operand.shape.startswith("("):
+            whole = hbm_size(operand.shape)
+            reads += min(whole, _picked(called, position)) if called and whole else whole
+    if instruction.opcode in _PICKING:
+        reads = hbm_size(instruction.shape)
+    updated = _update(called)
+    return 2.0 * updated if updated is not None else reads + _written(instruction, called)
+
+
+def _written(instruction: Instruction, called: Computation | None) -> int:
+    """Bytes of the results; those of a collective inside, or that are only passed through it, are the collective's."""
+    if called is None or called.root is None:
+        return hbm_size(instruction.shape)
+    root = called.root
+    made = [called.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    results = _ARRAY.findall(instruction.shape)
+    if len(results) != len(made) or not any(map(_is_collective, called.instructions.values())):
+        return 0 if _is_collective(root) else hbm_size(instruction.shape)
+    return sum(hbm_size(shape) for shape, one in zip(results, made, strict=True) if not _is_collective(one) and one.opcode != "parameter")
+
+
+def _is_collective(one: Instruction) -> bool:
+    return one.opcode.startswith(_COLLECTIVES) or "AsyncCollective" in one.attributes
+
+
+def _picked(called: Computation, position: int) -> float:
+    """Bytes that a fusion reads of an operand: those of the slices, where it only takes slices of it; none of a collective's."""
+    parameters = called.parameters
+    if position >= len(parameters):
+        return math.inf
+    users = [one for one in called.instructions.values() if parameters[position] in one.operands]
+    if any(map(_is_collective, called.instructions.values())):
+        users = [one for one in users if not _is_collective(one) and one.opcode != "tuple"]
+        if not users:
+            return 0.0
+    if not users or any(one.opcode not in _PICKING or one.operands[0] != parameters[position] for one in users):
+        return math.inf
+    return float(sum(full_size(one.shape) for one in users))
+
+
+def _update(called: Computation | None) -> int | None:
+    """Bytes of the update, where a fusion writes into a part of a buffer in place."""
+    root = called.root if called else None
+    if called is None or root is None or root.opcode != "dynamic-update-slice":
+        return None
+    update = called.instructions.get(root.operands[1])
+    return full_size(update.shape) if update else None
+
+
+def _flops(computation: Computation, module: Module) -> float:
+    total = 0.0
+    for one in computation.instructions.values():
+        inner = _called(one, module)
+        total += _flops(inner, module) if inner else _product_flops(one, computation)
+    return total
+
+
+def _product_flops(one: Instruction, computation: Computation) -> float:
+    """2 per multiplication that meets no padding; the TPU compiler writes every matrix product as a convolution."""
+    labels = _LABELS.search(one.attributes)
+    if one.opcode != "convolution" or labels is None:
+        return 0.0
+    shapes = [read_leaves(computation.instructions[name].shape)[0].shape for name in one.operands]
+    return _convolution_flops(shapes[0], shapes[1], read_leaves(one.shape)[0].shape, labels.groups(), one.attributes)
+
+
+def _convolution_flops(left: Sequence[int], right: Sequence[int], out: Sequence[int], labels: Sequence[str], attributes: str) -> float:
+    left_labels, right_labels, out_labels = labels
+    flops = 2.0 * out[out_labels.index("b")] * out[out_labels.index("f")] * right[right_labels.index("i")]
+    window = _read_window(attributes)
+    for place, label in enumerate(sorted(label for label in out_labels if label.isdigit())):
+        sizes = (left[left_labels.index(label)], right[right_labels.index(label)], out[out_labels.index(label)])
+        flops *= _valid(*sizes, *(window[key][place] if place < len(window[key]) else default for key, default in _DEFAULTS))
+    return flops
+
+
+_DEFAULTS = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+
+
+def _read_window(attributes: str) -> dict[str, list[int]]:
+    window: dict[str, list[int]] = {key: [] for key, _ in _DEFAULTS}
+    found = _WINDOW.search(attributes)
+    for word in found.group(1).split() if found else ():
+        key, _, value = word.partition("=")
+        if key in window:
+            # Only the padding before the first element shifts positions.
+            window[key] = [int(part.split("_")[0]) for part in value.split("x")]
+    return window
+
+
+@lru_cache(maxsize=4096)
+def _valid(left: int, right: int, out: int, stride: int, pad: int, left_step: int, right_step: int) -> int:
+    """Pairs of output and kernel positions that meet a true element of the input."""
+    starts = np.arange(out, dtype=np.int64) * stride - pad
+    reach = (left - 1) * left_step
+    total = 0
+    for kernel in range(right):
+        places = starts + kernel * right_step
+        total += int(((places >= 0) & (places <= reach) & (places % left_step == 0)).sum())
+    return total

@@ -1,0 +1,213 @@
+"""Searched plans against hand strategies and expert templates, judged on compiled TPU programs: MindSpore's table, for spmdctx.
+
+    python -m benchmarks.speedup_table [--only llama2-7b] [--batch small] [--layers 2] [--quick] [--cache FOLDER] [--json]
+
+Per row and batch: the row's hand strategy, every expert template (`benchmarks.templates`), and the plans of the searches, all for the
+same `memory_bytes`; a program that exceeds it counts as none. Templates are first judged by the roofline of their scheduled program;
+the hand strategy, the best templates and the searched plans are then compiled to the end, for the compiler's cycles (`--quick` leaves
+that out). SpeedUp is the hand strategy's step time over the searched plan's, the lower of the two estimates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.judge_compile import Built, Job, Judged, judged
+
+MODULE = "benchmarks.speedup_table"
+TOPOLOGIES = {8: "v5p:2x2x2", 64: "v5p:4x4x4"}
+BATCHES = {"small": 1, "middle": 4, "large": 16}
+"""Sequences per device."""
+SEQ, LAYERS, FINALISTS = 2048, 2, 2
+SEARCHES = ("dynamic_programming", "recursive_programming")
+MOST_MODEL_SLICES = 8
+
+
+class Row(NamedTuple):
+    """A row of the table: the model, devices, and the hand strategies' slices of batch and weights."""
+
+    model: str
+    devices: int
+    hands: tuple[tuple[int, int], ...]
+
+
+ROWS = (
+    Row("llama2-7b", 8, ((8, 1),)),
+    Row("llama2-13b", 8, ((8, 1),)),
+    Row("llama2-70b", 8, ((2, 4),)),
+    Row("llama2-70b", 64, ((16, 4), (8, 8))),
+    Row("baichuan2-7b", 8, ((8, 1),)),
+    Row("baichuan2-13b", 8, ((8, 1),)),
+    Row("qwen-7b", 8, ((2, 4),)),
+    Row("qwen-14b", 8, ((1, 8),)),
+)
+
+
+class Contender(NamedTuple):
+    """One way to split the step, and how it was judged."""
+
+    name: str
+    outcome: Judged
+
+    def seconds(self, estimate: str, memory_bytes: int) -> float:
+        """Step time; infinite where there is no program within the memory."""
+        made = self.outcome.judgement
+        if made is None or made.peak_bytes > memory_bytes:
+            return math.inf
+        return float(getattr(made, estimate)) or math.inf
+
+
+def build(job: Job) -> Built:
+    """The program of a template, or of a search."""
+    from benchmarks.templates import Template, lower_decoder
+    from spmdctx.lowering.targets import tpu_devices
+    from spmdctx.models import preset
+
+    devices = tpu_devices(job["topology"])
+    config = replace(preset(job["model"]), num_layers=job["layers"], dtype="bfloat16", remat=True)
+    if "template" in job:
+        template = Template(*job["template"])
+        return Built(lower_decoder(config, job["batch"], job["seq"], template, devices), devices)
+    return _searched(config, job, devices)
+
+
+def _searched(config: Any, job: Job, devices: Any) -> Built:
+    import spmdctx
+    from spmdctx.models import abstract_program, pure_step
+
+    _, (model, optimizer, batch) = abstract_program(config, job["batch"], job["seq"])
+    step, state = pure_step(model, optimizer)
+    topology = f"tpu-{job['topology'].split(':')[0]}"
+    run = spmdctx.parallel(
+        step,
+        devices=devices,
+        topology=topology,
+        donate_argnums=0,
+        parallel_mode="auto_parallel",
+        search_mode=job["search"],
+        memory_bytes=job["memory_bytes"],
+    )
+    return Built(run.lower(state, batch), devices, run.plan(state, batch))
+
+
+def contenders(row: Row, batch: int, layers: int, memory_bytes: int, folder: Path, *, quick: bool) -> Iterator[Contender]:
+    """Every way to split one row's step, judged; finalists with cycles unless `quick`."""
+    from benchmarks.templates import Template, templates
+
+    start = {"topology": TOPOLOGIES[row.devices], "model": row.model, "layers": layers, "batch": batch, "seq": SEQ}
+    hands = [Template(*slices) for slices in row.hands]
+    known = [one for one in templates(row.devices) if batch % one.data == 0 and one.model <= MOST_MODEL_SLICES]
+    jobs = {str(one): {**start, "template": [one.data, one.model, one.zero]} for one in known}
+    screened = [Contender(name, judged(job, MODULE, folder, codegen=False)) for name, job in jobs.items()]
+    ranked = sorted(screened, key=lambda one: one.seconds("roofline_s", memory_bytes))
+    kept = {one.name for one in ranked[:FINALISTS]} | {str(hand) for hand in hands}
+    for one in screened:
+        final = one.name in kept and not quick
+        yield Contender(one.name, judged(jobs[one.name], MODULE, folder, codegen=True)) if final else one
+    for search in SEARCHES:
+        job = {**start, "search": search, "memory_bytes": memory_bytes}
+        yield Contender(search, judged(job, MODULE, folder, codegen=not quick))
+
+
+def main() -> int:
+    """Prints the figures of every row and batch, then the table."""
+    from spmdctx.context import get_auto_parallel_context
+    from spmdctx.cost.topology import topology
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="REGEX", help="models")
+    parser.add_argument("--devices", type=int, choices=TOPOLOGIES)
+    parser.add_argument("--batch", choices=BATCHES, action="append")
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--memory-gib", type=float, help="budget per device; default the device's memory")
+    parser.add_argument("--quick", action="store_true", help="no code generation, no cycles")
+    parser.add_argument("--cache", type=Path, default=Path(".judged"))
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    memory_bytes = int(arguments.memory_gib * 2**30) if arguments.memory_gib else topology("tpu-v5p").memory_bytes
+    found = []
+    for row in ROWS:
+        if re.search(arguments.only, row.model) and arguments.devices in (None, row.devices):
+            for size in arguments.batch or BATCHES:
+                batch = BATCHES[size] * row.devices
+                ways = list(contenders(row, batch, arguments.layers, memory_bytes, arguments.cache, quick=arguments.quick))
+                found.append((row, size, ways))
+                print(_details(row, batch, ways, memory_bytes), flush=True)
+    print(table(found, memory_bytes, float(get_auto_parallel_context("mem_coeff"))))
+    if arguments.json:
+        print(json.dumps([_plain(*one) for one in found]))
+    return 0
+
+
+def _details(row: Row, batch: int, ways: Iterable[Contender], memory_bytes: int) -> str:
+    lines = [f"{row.model}, {row.devices} devices, batch {batch} x {SEQ}"]
+    for way in sorted(ways, key=lambda one: one.seconds("roofline_s", memory_bytes)):
+        made = way.outcome.judgement
+        if made is None:
+            lines.append(f"  {way.name:<24} {way.outcome.error}")
+            continue
+        planned = f", planned {way.outcome.planned['total_s'] * 1e3:.2f} ms" if way.outcome.planned else ""
+        over = " EXCEEDS THE MEMORY" if made.peak_bytes > memory_bytes else ""
+        parts = (("cycles", made.cycles_s, made.cycles_exposed_s), ("roofline", made.roofline_s, made.roofline_exposed_s))
+        times = "  ".join(f"{name} {all_s * 1e3:9.2f} ms ({wait * 1e3:8.2f} exposed)" for name, all_s, wait in parts)
+        lines.append(f"  {way.name:<24} {times}  {made.peak_bytes / 2**30:7.2f} GiB{planned}{over}")
+    return "\n".join(lines)
+
+
+def table(found: Iterable[tuple[Row, str, list[Contender]]], memory_bytes: int, mem_coeff: float) -> str:
+    """MindSpore's form, a line per row and batch: the SpeedUp over the hand strategy and over the best template, per search."""
+    lines = ["model, parallel_config in semi, mem_coeff in auto, SpeedUp, over the best template, recursive's SpeedUp, batch"]
+    for row, size, ways in found:
+        for hand in row.hands:
+            name = _hand_name(hand)
+            own = [
+                speedup(ways, base, search, memory_bytes) for base, search in ((name, SEARCHES[0]), ("", SEARCHES[0]), (name, SEARCHES[1]))
+            ]
+            config = " ".join(f"{axis}={count}" for axis, count in zip(("dp", "mp"), hand, strict=True) if count > 1)
+            figures = ", ".join("none" if one is None else f"{one:.1%}" for one in own)
+            lines.append(f"{row.model} on {row.devices}, {config}, {mem_coeff:g}, {figures}, {size}")
+    return "\n".join(lines)
+
+
+def _hand_name(slices: tuple[int, int]) -> str:
+    from benchmarks.templates import Template
+
+    return str(Template(*slices))
+
+
+def speedup(ways: Iterable[Contender], base: str, search: str, memory_bytes: int) -> float | None:
+    """Seconds of `base` ("" for the best template) over those of a search, the lower of the estimates that both have.
+
+    None where one of them has no program within the memory.
+    """
+    ways = list(ways)
+    ratios = []
+    for estimate in ("cycles_s", "roofline_s"):
+        searched = min((one.seconds(estimate, memory_bytes) for one in ways if one.name == search), default=math.inf)
+        bases = [one for one in ways if (one.name == base if base else one.name not in SEARCHES)]
+        against = min((one.seconds(estimate, memory_bytes) for one in bases), default=math.inf)
+        if math.isfinite(searched) and math.isfinite(against):
+            ratios.append(against / searched)
+    return min(ratios, default=None)
+
+
+def _plain(row: Row, size: str, ways: Iterable[Contender]) -> dict[str, Any]:
+    judgements = {one.name: one.outcome.judgement for one in ways}
+    return {
+        "model": row.model,
+        "devices": row.devices,
+        "batch": size,
+        "judged": {name: made.to_dict() if made else None for name, made in judgements.items()},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""The judge reads compiled TPU programs: matrix FLOPs, HBM bytes, cycles, loops, what of the collectives compute hides."""
+
+import numpy as np
+import pytest
+
+from benchmarks.judge import Judgement, judge_text
+from benchmarks.judge_compile import key_of, read_peak
+from benchmarks.judge_links import HOP_S, Slice, collective_s
+from benchmarks.judge_work import work_of
+from spmdctx.audit.hlo import read_module
+
+MIB = 2**20
+GRID = Slice("v5e", np.array([(x, y, 0) for y in range(4) for x in range(2)]))
+CUBE = Slice("v5p", np.array([(x, y, z) for z in range(4) for y in range(4) for x in range(4)]))
+ALL = np.arange(8).reshape(1, 8)
+LINK = 45e9
+
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+%dot_body (a: bf16[1024,2048], b: bf16[2048,4096]) -> bf16[1024,4096] {
+  %a = bf16[1024,2048]{1,0:T(8,128)} parameter(0)
+  %b = bf16[2048,4096]{1,0:T(8,128)} parameter(1)
+  ROOT %convolution.1 = bf16[1024,4096]{1,0:T(8,128)} convolution(%a, %b), dim_labels=bf_io->bf
+}
+
+%start_body (w: bf16[256,4096]) -> (bf16[256,4096], bf16[2048,4096]) {
+  %w = bf16[256,4096]{1,0} parameter(0)
+  %all-gather.1 = bf16[2048,4096]{1,0} all-gather(%w), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, SPREAD
+  ROOT %start = (bf16[256,4096]{1,0}, bf16[2048,4096]{1,0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%done_body (w.1: bf16[256,4096]) -> bf16[2048,4096] {
+  %w.1 = bf16[256,4096]{1,0} parameter(0)
+  ROOT %all-gather.2 = bf16[2048,4096]{1,0} all-gather(%w.1), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, SPREAD
+}
+
+%all-reduce-scatter.body (g: bf16[2048,4096]) -> bf16[256,4096] {
+  %g = bf16[2048,4096]{1,0} parameter(0)
+  ROOT %all-reduce.9 = bf16[2048,4096]{1,0} all-reduce(%g), channel_id=3, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+}
+
+%condition (state: (s32[], bf16[1024,4096])) -> pred[] {
+  %state = (s32[], bf16[1024,4096]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+
+%body (state.1: (s32[], bf16[1024,4096])) -> (s32[], bf16[1024,4096]) {
+  %state.1 = (s32[], bf16[1024,4096]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i.1, %one)
+  %x = bf16[1024,4096]{1,0} get-tuple-element(%state.1), index=1
+  %sum = bf16[1024,4096]{1,0} all-reduce(%x), channel_id=4, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %near = bf16[1024,4096]{1,0:T(8,128)S(1)} negate(%sum), backend_config={"window_config":{"estimated_cycles":"30000"}}
+  ROOT %pair = (s32[], bf16[1024,4096]) tuple(%next, %near)
+}
+
+ENTRY %main (x.0: bf16[1024,2048], w.0: bf16[256,4096], g.0: bf16[2048,4096]) -> bf16[1024,4096] {
+  %x.0 = bf16[1024,2048]{1,0} parameter(0)
+  %w.0 = bf16[256,4096]{1,0} parameter(1)
+  %g.0 = bf16[2048,4096]{1,0} parameter(2)
+  %begin = (bf16[256,4096]{1,0}, bf16[2048,4096]{1,0}) fusion(%w.0), kind=kCustom, calls=%start_body
+  %dot = bf16[1024,4096]{1,0} fusion(%x.0, %g.0), kind=kOutput, calls=%dot_body, \
+backend_config={"window_config":{"estimated_cycles":"150000"}}
+  %whole = bf16[2048,4096]{1,0} fusion(%begin), kind=kCustom, calls=%done_body
+  %scattered = bf16[256,4096]{1,0} fusion(%g.0), kind=kCustom, calls=%all-reduce-scatter.body
+  %zero = s32[] constant(0)
+  %first = (s32[], bf16[1024,4096]) tuple(%zero, %dot)
+  %loop = (s32[], bf16[1024,4096]) while(%first), condition=%condition, body=%body
+  ROOT %out = bf16[1024,4096]{1,0} get-tuple-element(%loop), index=1
+}
+""".replace("SPREAD", 'backend_config={"async_collective_fusion_config":{"flag_start":"-1"}}')
+
+GATHERED = 2048 * 4096 * 2
+DOT_S = 2 * 1024 * 2048 * 4096 / 197e12
+NEGATE_S = 1024 * 4096 * 2 / 819e9
+RING_S = 7 * HOP_S + GATHERED * 7 / 8 / (2 * LINK)
+REDUCE_S = 2 * 4 * HOP_S + 2 * (1024 * 4096 * 2) * 7 / 8 / (2 * LINK)
+
+
+@pytest.fixture(scope="module")
+def judgement():
+    return judge_text(PROGRAM, GRID, peak_bytes=7)
+
+
+def row(judgement, kind, is_async=False):
+    (found,) = [one for one in judgement.traffic if one["kind"] == kind and one["is_async"] is is_async]
+    return found
+
+
+def test_loops_count_as_often_as_they_run(judgement):
+    assert row(judgement, "all_reduce")["count"] == 3
+    assert judgement.cycles_compute_s == pytest.approx((150000 + 3 * 30000) / 1.5e9)
+
+
+def test_matrix_products_count_two_flops_per_multiplication(judgement):
+    assert judgement.flops == 2 * 1024 * 2048 * 4096
+
+
+def test_the_roofline_counts_flops_or_the_bytes_that_are_in_hbm(judgement):
+    # The negation reads HBM and writes on-chip memory; the loop's counter moves a few bytes.
+    assert judgement.roofline_compute_s == pytest.approx(DOT_S + 3 * NEGATE_S, rel=1e-4)
+
+
+def test_an_asynchronous_gather_is_exposed_by_what_the_compute_between_does_not_cover(judgement):
+    found = row(judgement, "all_gather", is_async=True)
+    assert (found["count"], found["payload_bytes"]) == (1, GATHERED)
+    assert found["seconds"] == pytest.approx(RING_S)
+    assert found["exposed_s"] == pytest.approx(RING_S - DOT_S)
+
+
+def test_synchronous_collectives_are_exposed_whole(judgement):
+    assert row(judgement, "reduce_scatter")["exposed_s"] == pytest.approx(RING_S)
+    assert row(judgement, "all_reduce")["exposed_s"] == pytest.approx(3 * REDUCE_S)
+    assert judgement.roofline_s == pytest.approx(judgement.roofline_compute_s + judgement.roofline_exposed_s)
+
+
+def test_a_judgement_survives_json(judgement):
+    assert Judgement.from_dict(judgement.to_dict()) == judgement
+    assert judgement.peak_bytes == 7
+
+
+def test_batched_products_written_as_dilated_convolutions_count_once_per_batch():
+    text = """HloModule m
+
+ENTRY %main (q: bf16[32,2048,128], k: bf16[32,2048,128]) -> bf16[32,2048,2048] {
+  %q = bf16[32,2048,128]{2,1,0} parameter(0)
+  %k = bf16[32,2048,128]{2,1,0} parameter(1)
+  ROOT %c = bf16[32,2048,2048]{2,1,0} convolution(%q, %k), window={size=32 stride=31 lhs_dilate=32}, dim_labels=0bf_0oi->0bf
+}
+"""
+    module = read_module(text)
+    entry = module.computations[module.entry]
+    assert work_of(entry.instructions["c"], entry, module).flops == 2 * 32 * 2048 * 2048 * 128
+
+
+def test_a_fusion_that_slices_an_operand_reads_the_slice():
+    text = """HloModule m
+
+%body (stack: f32[8,1024,1024], i: s32[]) -> f32[1,1024,1024] {
+  %stack = f32[8,1024,1024]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %s = f32[1,1024,1024]{2,1,0} dynamic-slice(%stack, %i, %i, %i), dynamic_slice_sizes={1,1024,1024}
+}
+
+ENTRY %main (p: f32[8,1024,1024], j: s32[]) -> f32[1,1024,1024] {
+  %p = f32[8,1024,1024]{2,1,0} parameter(0)
+  %j = s32[] parameter(1)
+  ROOT %f = f32[1,1024,1024]{2,1,0} fusion(%p, %j), kind=kLoop, calls=%body
+}
+"""
+    module = read_module(text)
+    entry = module.computations[module.entry]
+    assert work_of(entry.instructions["f"], entry, module).hbm_bytes == pytest.approx(8 * MIB, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "chips", "seconds"),
+    [
+        pytest.param("all_reduce", ALL, GRID, 2 * 4 * HOP_S + 2 * MIB * 7 / 8 / (2 * LINK), id="both open directions"),
+        pytest.param("all_gather", ALL, GRID, 7 * HOP_S + MIB * 7 / 8 / (2 * LINK), id="one ring through the grid"),
+        pytest.param("all_gather", ALL.reshape(4, 2), GRID, HOP_S + MIB / 2 / LINK, id="a pair has one link"),
+        pytest.param("collective_permute", ALL.reshape(4, 2), GRID, HOP_S + MIB / LINK, id="permute"),
+        pytest.param("all_reduce", np.arange(64).reshape(1, 64), CUBE, 18 * HOP_S + 2 * MIB * 63 / 64 / (6 * 90e9), id="closed cube"),
+        pytest.param("all_to_all", np.arange(64).reshape(16, 4), CUBE, 4 * HOP_S + MIB * 4 / 4 / 2 / 90e9, id="closed ring"),
+        pytest.param("all_gather", np.arange(8).reshape(8, 1), GRID, 0.0, id="alone"),
+    ],
+)
+def test_collectives_take_the_links_of_their_group(kind, groups, chips, seconds):
+    assert collective_s(kind, MIB, groups, chips) == pytest.approx(seconds)
+
+
+def test_the_peak_is_what_the_compiler_assigned_in_hbm():
+    report = "Memory Space: vmem (color=1)\nTotal bytes: 7 (7B)\n\nMemory Space: default (color=0)\nTotal bytes: 93424224 (89.10MiB)\n"
+    assert read_peak(report) == 93424224
+
+
+def test_outcomes_are_kept_by_job_and_kind_of_compilation():
+    job = {"topology": "v5e:2x4", "model": "mlp"}
+    assert key_of(job, "m", False) == key_of(dict(reversed(job.items())), "m", False)
+    assert len({key_of(job, "m", False), key_of(job, "m", True), key_of({**job, "model": "moe"}, "m", False)}) == 3
