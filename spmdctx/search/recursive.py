@@ -26,7 +26,9 @@ from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.propagation import Spreader, free_loose_values, settle
 from spmdctx.search.recursive_fold import Folded, fold_program
 from spmdctx.search.recursive_mesh import join_axes, joined_mesh, round_mesh, translate_all
-from spmdctx.search.recursive_rounds import Decided, decide, log_rounds
+from spmdctx.search.recursive_regions import activation_regions, settle_regions
+from spmdctx.search.recursive_rounds import Decided, decide, log_rounds, main_ops
+from spmdctx.search.recursive_shared import SharedPrice
 from spmdctx.search.recursive_storage import Block, settle_blocks, storage_blocks
 from spmdctx.search.space import Choice, Space
 from spmdctx.search.transfer import FactorAxes
@@ -111,6 +113,8 @@ class Recursive:
         for other in () if options.binding else self._others(setup):
             cheaper = other.time_s < self.outcomes[0].time_s * (1 - max(1e-6, options.limits.tolerance))
             self.outcomes.insert(0 if cheaper else len(self.outcomes), other)
+        if not options.binding:
+            self.outcomes[0] = self._regrouped(self.outcomes[0])
 
     def _rounds(self, setup: Setup) -> tuple[Space, Setup, Spreader]:
         """Steps 2 to 4."""
@@ -191,7 +195,21 @@ class Recursive:
             if not moved:
                 break
         free_loose_values(space, state, fixed)
-        return Outcome(space, setup, state, fixed, seconds(space, state))
+        return Outcome(space, setup, state, fixed, SharedPrice(space).seconds(state, range(len(space.op_slots))))
+
+    def _regrouped(self, outcome: Outcome) -> Outcome:
+        """Activations and the weights around them move together, then everything settles again."""
+        space, setup, state, fixed, _ = outcome
+        prices = SharedPrice(space)
+        regions = activation_regions(space, main_ops(space.graph), self._blocks)
+        for _ in range(_POLISH_ROUNDS):
+            moved = settle_regions(space, state, fixed, regions, self._blocks, prices)
+            if not moved:
+                break
+            settle_blocks(space, state, fixed, self._blocks)
+            settle(space, state, fixed, {})
+        free_loose_values(space, state, fixed)
+        return Outcome(space, setup, state, fixed, SharedPrice(space).seconds(state, range(len(space.op_slots))))
 
     def assignment(self, outcome: Outcome) -> Assignment:
         """The plan of the whole program."""
@@ -225,11 +243,6 @@ def plan_recursive(
     # The batch lies as the plan has it; nobody asked for anything else.
     seeds = {value: axes for value, axes in best.setup.seeds.items() if graph.values[value].role is not Role.BATCH}
     return replace(best.setup, seeds=seeds), search.assignment(best)
-
-
-def seconds(space: Space, state: list[int]) -> float:
-    """Predicted seconds of a step."""
-    return sum([space.choose(index, state).time_s * op.repeats for index, op in enumerate(space.graph.ops)])
 
 
 def _prepare(graph: Graph, request: Request) -> tuple[Setup, bool]:

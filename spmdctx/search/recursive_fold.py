@@ -66,7 +66,9 @@ def fold_program(space: Space, setup: Setup) -> Folded:
                 values.append(_value(space, len(values), slot, Role.INTERMEDIATE))
         ids = [LITERAL if slot == NO_SLOT else value_of.get(slot, loose.get(slot, LITERAL)) for slot in slots]
         count = len(op.operands)
-        ops.append(Op(index, op.primitive, tuple(ids[:count]), tuple(ids[count:]), op.rule, op.flops, op.repeats * len(own)))
+        ops.append(
+            Op(index, op.primitive, tuple(ids[:count]), tuple(ids[count:]), op.rule, op.flops, op.repeats * len(own), fused=op.fused)
+        )
     graph = Graph(tuple(values), tuple(ops), tuple(inputs), (), (), space.graph.origins, space.graph.fingerprint)
     followers, roots = backward_products(space.graph), Roots(space.graph)
     return Folded(

@@ -39,7 +39,7 @@ class Block(NamedTuple):
 def storage_blocks(space: Space) -> list[Block]:
     """A block per parameter or other stored tensor with dimensions, in the order of the arguments."""
     graph = space.graph
-    simple = [keeps_dimensions(rule) for rule in _rules(space)]
+    simple = [keeps_dimensions(rule) for rule in rules_of(space)]
     parameters = frozenset([space.slot_of[value] for value in graph.inputs if graph.values[value].role is Role.PARAMETER])
     owner: dict[int, int] = {}
     blocks = []
@@ -53,7 +53,8 @@ def storage_blocks(space: Space) -> list[Block]:
     return blocks
 
 
-def _rules(space: Space) -> list[OpRule]:
+def rules_of(space: Space) -> list[OpRule]:
+    """The rule of each kind of op."""
     by_id = {id(op.rule): op.rule for op in space.graph.ops}
     return [by_id[kind.rule] for kind in space.kinds]
 
@@ -143,14 +144,13 @@ def _seconds(space: Space, state: list[int], ops: Sequence[int]) -> float:
 
 
 def options(space: Space, state: list[int], block: Block) -> list[int]:
-    """Numbers of the shardings to try: those in the block, and each of them with more axes on its longest dimension."""
+    """Numbers of the shardings to try: those in the block, and each of them with more axes on some dimension."""
     found: dict[int, None] = dict.fromkeys(state[slot] for slot in block.slots)
     shape = space.shapes[block.slots[0]]
     for number in list(found):
         base = space.shardings[number]
         for extra in _free_axes(space, base):
-            longer = _extended(space, shape, base, extra)
-            if longer is not None:
+            for longer in _extended(space, shape, base, extra):
                 found[space.number(longer)] = None
     return list(found)
 
@@ -162,10 +162,9 @@ def _free_axes(space: Space, base: TensorSharding) -> Iterator[AxisNames]:
         yield from combinations(free, count)
 
 
-def _extended(space: Space, shape: tuple[int, ...], base: TensorSharding, extra: AxisNames) -> TensorSharding | None:
+def _extended(space: Space, shape: tuple[int, ...], base: TensorSharding, extra: AxisNames) -> Iterator[TensorSharding]:
     sizes = [size // space.mesh.num_slices(names) for size, names in zip(shape, base, strict=True)]
     parts = space.mesh.num_slices(extra)
-    for dim in sorted(range(len(shape)), key=lambda dim: -sizes[dim]):
+    for dim in range(len(shape)):
         if sizes[dim] % parts == 0 and shape[dim] % space.mesh.num_slices(base[dim]) == 0:
-            return (*base[:dim], (*base[dim], *extra), *base[dim + 1 :])
-    return None
+            yield (*base[:dim], (*base[dim], *extra), *base[dim + 1 :])

@@ -41,12 +41,14 @@ class Kind(NamedTuple):
     """What ops of one kind have in common: all that prices depend on, but for the shardings of their slots.
 
     `rule` is the id of the rule object. `free` says for each operand and result whether it is loose; empty where none is.
+    `fused` is the ops' own.
     """
 
     rule: int
     primitive: str
     dtype: str
     free: tuple[bool, ...]
+    fused: int = 0
 
 
 class Space:
@@ -107,12 +109,12 @@ class Space:
 
     def _number_kinds(self) -> list[int]:
         """The number of each op's kind."""
-        numbers: dict[tuple[int, str, str, tuple[bool, ...]], int] = {}
+        numbers: dict[tuple[int, str, str, tuple[bool, ...], int], int] = {}
         values, loose = self.graph.values, self.loose_slots
         kinds = []
         for op, slots in zip(self.graph.ops, self.op_slots, strict=True):
             free = () if loose.isdisjoint(slots) else tuple([slot in loose for slot in slots])
-            key = (id(op.rule), op.primitive, values[op.results[0]].dtype if op.results else "", free)
+            key = (id(op.rule), op.primitive, values[op.results[0]].dtype if op.results else "", free, op.fused)
             kinds.append(numbers.setdefault(key, len(numbers)))
         self.kinds = [Kind(*key) for key in numbers]
         return kinds
@@ -157,17 +159,18 @@ class Space:
         time_s = compute_time_s(self.graph, op, axes, self.mesh, self.topology)
         for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):
             if value != LITERAL and not (free and free[position]):
-                time_s += self._reshard(value, shardings[position], project(dims, axes))
+                time_s += self.reshard_s(value, shardings[position], project(dims, axes))
         partial = partial_axes(rule, axes)
         for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True), len(op.operands)):
             natural = project(dims, axes)
             if partial:
                 time_s += self._reduction_time_s(op, value, natural, shardings[position], partial)
             else:
-                time_s += self._reshard(value, natural, shardings[position])
+                time_s += self.reshard_s(value, natural, shardings[position])
         return time_s
 
-    def _reshard(self, value: int, source: TensorSharding, target: TensorSharding) -> float:
+    def reshard_s(self, value: int, source: TensorSharding, target: TensorSharding) -> float:
+        """Seconds to bring a value from one sharding to another."""
         if source == target:
             return 0.0
         size = item_bytes(self.graph.values[value].dtype)
@@ -183,7 +186,7 @@ class Space:
             payload //= self.mesh.num_slices(plan.scattered)
         if plan.reduced:
             time_s += collective_time_s("all_reduce", payload, plan.reduced, self.mesh, self.topology)
-        return time_s + self._reshard(value, plan.after, stored)
+        return time_s + self.reshard_s(value, plan.after, stored)
 
     def _local_bytes(self, value: int, sharding: TensorSharding) -> int:
         return self.local_elements(value, sharding) * item_bytes(self.graph.values[value].dtype)
