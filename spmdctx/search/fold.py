@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from spmdctx.search.space import NO_SLOT, Space
 
-ROUNDS = 6
+ROUNDS = 3
 SMALL = 200
 """Programs of so few ops are not folded: every op decides on its own."""
 
