@@ -103,7 +103,7 @@ class Explanation:
 def explain_plan(plan: Plan, pattern: str) -> Explanation:
     """Explains the tensors whose path matches; where none does, the ops whose name or source line does."""
     matching = [index for index, tensor in enumerate(plan.inputs) if _matches(tensor.path, pattern)]
-    tensors = tuple(_explain_tensors(plan, matching))
+    tensors = tuple(_explain_tensors(plan, matching, MAX_PRICED))
     ops: list[int] = []
     if tensors:
         places = {use.source for one in tensors for use in one.uses if use.source}
@@ -156,7 +156,12 @@ def _matches(text: str, pattern: str) -> bool:
     return pattern in text or fnmatchcase(text, f"*{pattern}*")
 
 
-def _explain_tensors(plan: Plan, indices: Sequence[int]) -> Iterator[TensorExplanation]:
+def described_tensors(plan: Plan) -> Iterator[TensorExplanation]:
+    """All argument leaves, explained without whole-step prices: that takes no time to speak of."""
+    return _explain_tensors(plan, range(len(plan.inputs)), 0)
+
+
+def _explain_tensors(plan: Plan, indices: Sequence[int], num_priced: int) -> Iterator[TensorExplanation]:
     numbers = {plan.inputs[index].path: index for index in indices}
     touching = _ops_by_value(plan)
     for position, group in enumerate(group_tensors(plan.inputs[index] for index in indices)):
@@ -164,7 +169,7 @@ def _explain_tensors(plan: Plan, indices: Sequence[int]) -> Iterator[TensorExpla
         values = _values_of(plan, numbers[paths[0]])
         uses = tuple(_uses(plan, values, touching))
         reshards = tuple(row for row in plan.reshards if row.value in paths)
-        whole_step = plan.alternatives is not None and bool(values) and position < MAX_PRICED
+        whole_step = plan.alternatives is not None and bool(values) and position < num_priced
         if plan.alternatives is not None and whole_step:
             rows = tuple(_instead(plan, plan.alternatives.of_value(values[0])))
         else:
@@ -177,11 +182,15 @@ def _values_of(plan: Plan, index: int) -> tuple[int, ...]:
     table = plan.op_table
     if index >= len(table.inputs):
         return ()
-    _, _, carried = plan.inputs[index].path.partition("/")
-    results = [
-        number for tensor, number in zip(plan.outputs, table.outputs, strict=False) if carried and tensor.path.endswith("/" + carried)
-    ]
-    return (table.inputs[index], *results)
+    own = plan.inputs[index]
+    _, _, carried = own.path.partition("/")
+    results = list(zip(plan.outputs, table.outputs, strict=False))
+    same = [value for tensor, value in results if tensor.path == own.path]
+    if not same and carried:
+        # A moment's path ends like its parameter's.
+        alike = [(tensor, value) for tensor, value in results if (tensor.role, tensor.shape) == (own.role, own.shape)]
+        same = [value for tensor, value in alike if tensor.path.endswith("/" + carried)]
+    return (table.inputs[index], *same[:1])
 
 
 def _ops_by_value(plan: Plan) -> dict[int, list[int]]:

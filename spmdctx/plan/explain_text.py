@@ -39,31 +39,32 @@ def _lines(explanation: Explanation) -> Iterator[str]:
 
 
 def _tensor_lines(one: TensorExplanation, plan: Plan) -> Iterator[str]:
-    tensor = one.tensor
     count = f"  {TIMES}{len(one.paths)}" if len(one.paths) > 1 else ""
     yield f"{one.pattern}{count}"
-    local = bytes_text(tensor.local_bytes(plan.logical_mesh))
-    whole = bytes_text(tensor.num_bytes)
-    yield f"  chosen    {split_text(tensor.sharding)} for {tensor_text(tensor.shape, tensor.dtype)}, {local} of {whole} per device"
-    yield f"  because   {tensor.reason or f'{plan.assignment.mode} found it'}"
-    yield from _use_lines(one)
-    for row in _distinct(one.reshards):
-        move = f"{split_text(row.source_sharding)} to {split_text(row.target_sharding)}"
-        yield f"  moves     {move} for {row.op} ({place_text(row.location)})"
-    if not one.reshards:
-        yield "  moves     nothing: every op takes it as it is stored"
+    local = bytes_text(one.tensor.local_bytes(plan.logical_mesh))
+    kind = tensor_text(one.tensor.shape, one.tensor.dtype)
+    yield f"  chosen    {split_text(one.tensor.sharding)} for {kind}, {local} of {bytes_text(one.tensor.num_bytes)} per device"
+    for label, text in story(one, plan):
+        yield f"  {label:<9} {text}"
     yield from _alternative_lines(one)
     yield ""
 
 
-def _use_lines(one: TensorExplanation) -> Iterator[str]:
+def story(one: TensorExplanation, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Why a tensor is split as it is, who reads and writes it, and what moves: labels and texts."""
+    yield "because", one.tensor.reason or f"{plan.assignment.mode} found it"
     for label, writes in (("read", False), ("written", True)):
         uses = [use for use in one.uses if use.writes is writes]
         for use in uses[:MAX_USES]:
             cast = ", after a cast" if use.cast else ""
-            yield f"  {label:<9} as {split_text(use.needs)} by {use.primitive} ({place_text(use.source)}){cast}"
+            yield label, f"as {split_text(use.needs)} by {use.primitive} ({place_text(use.source)}){cast}"
         if len(uses) > MAX_USES:
-            yield f"            and by {len(uses) - MAX_USES} more"
+            yield "", f"and by {len(uses) - MAX_USES} more"
+    for row in _distinct(one.reshards):
+        move = f"{split_text(row.source_sharding)} to {split_text(row.target_sharding)}"
+        yield "moves", f"{move} for {row.op} ({place_text(row.location)})"
+    if not one.reshards:
+        yield "moves", "nothing: every op takes it as it is stored"
 
 
 def _alternative_lines(one: TensorExplanation) -> Iterator[str]:

@@ -9,7 +9,10 @@ from html import escape
 from importlib.resources import files
 
 from spmdctx.ir import AxisNames, Role
+from spmdctx.plan.explain import TensorExplanation, described_tensors
+from spmdctx.plan.explain_text import story
 from spmdctx.plan.groups import CommunicationGroup, TensorGroup, by_cause, by_kind, group_tensors
+from spmdctx.plan.page_charts import memory_chart, time_bands
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.units import TIMES, bytes_text, dtype_text, mesh_text, place_text, seconds_text, share_text
 
@@ -37,7 +40,17 @@ def plan_document(plan: Plan) -> str:
 
 def plan_page(plan: Plan) -> str:
     """The page as a fragment; its style reaches nothing outside."""
-    parts = [_header(plan), _tiles(plan), _mesh(plan), _inputs(plan), _ops(plan), _communication(plan), _notes(plan)]
+    parts = [
+        _header(plan),
+        _tiles(plan),
+        _time(plan),
+        _memory(plan),
+        _mesh(plan),
+        _inputs(plan),
+        _ops(plan),
+        _communication(plan),
+        _notes(plan),
+    ]
     return styled("".join(parts))
 
 
@@ -106,6 +119,16 @@ def _tile(name: str, value: str, detail: str, filled: float | None = None) -> st
     return f'<div class="tile"><span>{escape(name)}</span><strong>{escape(value)}</strong><small>{escape(detail)}</small>{bar}</div>'
 
 
+def _time(plan: Plan) -> str:
+    bands = time_bands(plan)
+    return _section("Where the time goes", f"{seconds_text(plan.cost.total_s)} a step", bands) if bands else ""
+
+
+def _memory(plan: Plan) -> str:
+    chart = memory_chart(plan)
+    return _section("Memory over the step", f"{bytes_text(plan.cost.memory_bytes)} at the peak, per device", chart) if chart else ""
+
+
 def _mesh(plan: Plan) -> str:
     """The devices as a grid: the last axis to the right, the others downwards."""
     mesh, colours = plan.logical_mesh, _colours(plan)
@@ -125,6 +148,7 @@ def _axis_label(axis: tuple[str, int], colours: dict[str, str], arrow: str) -> s
 
 def _inputs(plan: Plan) -> str:
     mesh = plan.logical_mesh
+    told = {one.paths[0]: one for one in described_tensors(plan)}
     groups = group_tensors(plan.inputs)
     blocks = []
     for role in Role:
@@ -134,7 +158,7 @@ def _inputs(plan: Plan) -> str:
             whole = sum(tensor.num_bytes for group in own for tensor in group.tensors)
             count = sum(len(group.tensors) for group in own)
             head = f"{escape(role.value)} <small>{count} tensors, {bytes_text(whole)}, {bytes_text(local)} per device</small>"
-            rows = "".join(_input_row(group, plan) for group in own)
+            rows = "".join(_input_row(group, plan, told[group.first.path]) for group in own)
             blocks.append(f'<details open><summary>{head}</summary><div class="grid inputs">{_INPUT_HEAD}{rows}</div></details>')
     return _section("Inputs", f"{len(plan.inputs)} tensors", "".join(blocks) or "<p>none</p>")
 
@@ -144,20 +168,21 @@ _INPUT_HEAD = (
 )
 
 
-def _input_row(group: TensorGroup, plan: Plan) -> str:
+def _input_row(group: TensorGroup, plan: Plan, told: TensorExplanation) -> str:
+    """A row that opens: why it is split so, who reads and writes it, what moves, and the paths it stands for."""
     first, mesh = group.first, plan.logical_mesh
     shape = _shape(first.shape, first.sharding, first.dtype, plan)
     whole = bytes_text(sum(tensor.num_bytes for tensor in group.tensors))
     local = bytes_text(sum(tensor.local_bytes(mesh) for tensor in group.tensors))
-    reason = f' title="{escape(first.reason)}"' if first.reason else ""
-    cells = f'<span{reason}>{shape}</span><span class="num">{whole}</span><span class="num">{local}</span>'
-    if len(group.tensors) == 1:
-        return f'<div class="row"><code>{escape(first.path)}</code>{cells}</div>'
+    count = f"{TIMES}{len(group.tensors)}" if len(group.tensors) > 1 else ""
+    name = f'<code>{escape(group.pattern)}</code> <em class="count">{count}</em>'
+    cells = f'<span>{shape}</span><span class="num">{whole}</span><span class="num">{local}</span>'
+    lines = "".join(f"<li><b>{label}</b> {escape(text)}</li>" for label, text in story(told, plan))
     members = "".join(f"<li><code>{escape(tensor.path)}</code></li>" for tensor in group.tensors[:MAX_MEMBERS])
     if len(group.tensors) > MAX_MEMBERS:
         members += f"<li>and {len(group.tensors) - MAX_MEMBERS} more</li>"
-    name = f'<code>{escape(group.pattern)}</code> <em class="count">{TIMES}{len(group.tensors)}</em>'
-    return f'<details class="fold"><summary class="row"><span>{name}</span>{cells}</summary><ul>{members}</ul></details>'
+    paths = f'<ul class="paths">{members}</ul>' if count else ""
+    return f'<details class="fold"><summary class="row"><span>{name}</span>{cells}</summary><ul class="story">{lines}</ul>{paths}</details>'
 
 
 def _shape(shape: Sequence[int], sharding: Iterable[AxisNames], dtype: str, plan: Plan) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spmdctx.errors import InfeasibleError, UnsupportedError
+from spmdctx.errors import InfeasibleError, StrategyError, UnsupportedError
 from spmdctx.mesh import LogicalMesh
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.units import bytes_text, mesh_text, seconds_text
@@ -43,7 +43,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """A budget that no plan meets on that many devices, and what the search said."""
+    """A budget that no plan meets on that many devices, or strategies that do not fit them, and what the planner said."""
 
     num_devices: int
     memory_limit_bytes: int | None
@@ -101,7 +101,7 @@ def _on(replan: Callable[..., Plan], count: int, budgets: tuple[int, ...], unmet
     def attempt(limit: int | None) -> Plan | None:
         try:
             made = replan(memory_bytes=limit, num_devices=count)
-        except InfeasibleError as error:
+        except (InfeasibleError, StrategyError) as error:
             unmet.append(Unmet(count, limit, error.summary))
             return None
         point = ParetoPoint(count, made.logical_mesh, limit, made.cost.memory_bytes, made.cost.total_s)

@@ -30,12 +30,15 @@ from spmdctx.search.transfer import FactorAxes, legal, project
 MAX_POLISHED = 8
 MAX_PRICED = 3
 BANDWIDTH_SCALES = tuple(2.0**power for power in range(-6, 7))
-BATCH_SCALES = (Fraction(2), Fraction(4), Fraction(8), Fraction(16))
+BATCH_SCALES = (Fraction(2), Fraction(4), Fraction(16))
 BISECTIONS = 24
 
 Force = Callable[[Mapping[int, TensorSharding], Mapping[int, FactorAxes]], Assignment]
 """Value to sharding and op to axes that are forced, to the best assignment that has them."""
 
+
+_Row = tuple[str, AxisNames, int, float]
+"""Kind, axes and bytes of a collective, and the share of it that hides behind compute."""
 
 _Option = tuple[dict[int, TensorSharding], FactorAxes | None]
 """Shardings that are forced, and the axes of the op that they are for."""
@@ -46,7 +49,7 @@ class Alternative(NamedTuple):
 
     `sharding` is the value's (of an op's first result), `axes` the op's, None for a value. `delta_s` and `delta_bytes` are
     seconds of the step and bytes at the peak of one device more than the plan's. `num_moved` counts the other values that
-    change their sharding along.
+    change their sharding along; `bill` is the price of the whole assignment.
     """
 
     sharding: TensorSharding
@@ -55,6 +58,7 @@ class Alternative(NamedTuple):
     delta_bytes: int
     num_moved: int
     assignment: Assignment
+    bill: Bill
 
 
 class Flip(NamedTuple):
@@ -156,7 +160,7 @@ class PricedAlternatives:
         slots = {slot for slot, (old, new) in zip(self._around.space.slot_of, pairs, strict=True) if old != new}
         moved = len(slots - {self._around.space.slot_of[value]})
         delta_s = _total_s(bill) - _total_s(self._bill)
-        return Alternative(assignment.values[value], axes, delta_s, bill.memory_bytes - self._bill.memory_bytes, moved, assignment)
+        return Alternative(assignment.values[value], axes, delta_s, bill.memory_bytes - self._bill.memory_bytes, moved, assignment, bill)
 
     def _ways(self, op: int) -> Iterator[_Option]:
         """Each axis of an op moved to another factor, or left out; a free axis added: with the shardings that this suggests."""
@@ -181,8 +185,8 @@ class PricedAlternatives:
 
     def _bandwidth_flips(self, alternative: Alternative) -> Iterator[Flip]:
         """Where faster or slower links make up for the difference; compute stays as it is."""
-        mine, its = self._bill, self._price(alternative.assignment)
-        rows = _difference(its.collectives, mine.collectives)
+        mine, its = self._bill, alternative.bill
+        rows = _difference(its, mine)
         compute_s = its.compute_s - mine.compute_s
 
         def delta_s(scale: float) -> float:
@@ -192,7 +196,8 @@ class PricedAlternatives:
                 network_bytes_per_s=self.topology.network_bytes_per_s * scale,
             )
             return compute_s + sum(
-                count * collective_time_s(kind, payload, axes, self.mesh, machine) for (kind, axes, payload), count in rows
+                count * (1 - share) * collective_time_s(kind, payload, axes, self.mesh, machine)
+                for (kind, axes, payload, share), count in rows
             )
 
         for scales in (BANDWIDTH_SCALES[6::-1], BANDWIDTH_SCALES[6:]):
@@ -204,16 +209,30 @@ class PricedAlternatives:
                 yield Flip("link_bytes_per_s", scale < 1, now * scale, now, 0.0)
 
     def _batch_flips(self, alternative: Alternative) -> Iterator[Flip]:
+        """The nearest batch tried at which the alternative wins; none is looked for where it does not win at the farthest."""
         size = batch_size(self.graph)
         for below in (False, True):
-            for scale in (1 / scale if below else scale for scale in BATCH_SCALES) if size else ():
-                graph = with_batch(self.graph, scale)
-                if graph is None:
-                    break
-                delta_s = _total_s(self._price(alternative.assignment, graph)) - _total_s(self._price(self.assignment, graph))
-                if delta_s < 0:
-                    yield Flip("batch", below, float(size * scale), size, delta_s)
-                    break
+            scales = [1 / scale if below else scale for scale in BATCH_SCALES] if size else []
+            while scales and scales[-1] not in self._scaled:
+                scales.pop()
+            if not scales or self._delta_at(scales[-1], alternative) >= 0:
+                continue
+            scale, delta_s = next((scale, delta_s) for scale in scales if (delta_s := self._delta_at(scale, alternative)) < 0)
+            yield Flip("batch", below, float(size * scale), size, delta_s)
+
+    def _delta_at(self, scale: Fraction, alternative: Alternative) -> float:
+        graph, total_s = self._scaled[scale]
+        return _total_s(self._price(alternative.assignment, graph)) - total_s
+
+    @cached_property
+    def _scaled(self) -> dict[Fraction, tuple[Graph, float]]:
+        """The step with other batches, and what the plan costs there; sizes that do not divide are left out."""
+        found = {}
+        for scale in (*BATCH_SCALES, *(1 / scale for scale in BATCH_SCALES)):
+            graph = with_batch(self.graph, scale)
+            if graph is not None:
+                found[scale] = (graph, _total_s(self._price(self.assignment, graph)))
+        return found
 
 
 def _moved_axes(own: FactorAxes, splittable: Collection[bool], names: Iterable[str]) -> Iterator[FactorAxes]:
@@ -231,15 +250,15 @@ def _with_axes(assignment: Assignment, op: int, axes: FactorAxes) -> Assignment:
 
 
 def _total_s(bill: Bill) -> float:
-    return bill.compute_s + bill.communication_s
+    return bill.compute_s + bill.exposed_communication_s
 
 
-def _difference(its: Iterable[Collective], mine: Iterable[Collective]) -> list[tuple[tuple[str, AxisNames, int], int]]:
-    """Executions per kind, axes and bytes that only one side has, negative where they are `mine`."""
-    counts: Counter[tuple[str, AxisNames, int]] = Counter()
-    for rows, sign in ((its, 1), (mine, -1)):
-        for row in rows:
-            counts[row.kind, row.axes, row.payload_bytes] += sign * row.repeats
+def _difference(its: Bill, mine: Bill) -> list[tuple[_Row, int]]:
+    """Executions per row that only one bill has, negative where it is `mine`."""
+    counts: Counter[_Row] = Counter()
+    for bill, sign in ((its, 1), (mine, -1)):
+        for row, share in zip(bill.collectives, bill.shares, strict=True):
+            counts[row.kind, row.axes, row.payload_bytes, share] += sign * row.repeats
     return [(key, count) for key, count in counts.items() if count]
 
 
