@@ -142,7 +142,8 @@ class Op(NamedTuple):
     """One equation of the program, or one boundary of a control-flow body (primitive `scan.enter`, `scan.next`, ...).
 
     `operands` holds value ids, `LITERAL` for scalar literals. `repeats` counts executions in one step. `pinned` gives the
-    sharding the user fixed per result, None for those that are free.
+    sharding the user fixed per result, None for those that are free. `fused` has a bit per operand, then per result, set
+    where the tensor is literal or computed inside a fusion and never in memory.
     """
 
     id: int
@@ -153,6 +154,7 @@ class Op(NamedTuple):
     flops: int
     repeats: int
     pinned: tuple[TensorSharding | None, ...] | None = None
+    fused: int = 0
 
 
 class Mark(NamedTuple):

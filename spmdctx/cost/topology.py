@@ -40,6 +40,9 @@ class Topology:
         sinks_slices: Whether it does so too where element-wise ops stand between the sum and the slice (XLA on TPU).
         narrows_matrix_operands: Whether float32 values that only matrix products read are communicated as bfloat16, the
             products' own precision (XLA on TPU).
+        vector_flops_per_s: Arithmetic outside of matrix products; `peak_flops_per_s` where it is 0.
+        float32_flops_per_s: Matrix products of float32 at JAX's default precision; `peak_flops_per_s` where it is 0.
+        matrix_tile: Side of the matrix unit: dimensions of a product are padded to multiples of it.
         gather_overlap: Largest share of a weight gather's time that hides behind matrix products.
         reduction_overlap: The same of a gradient reduction.
         source: Where the figures were published.
@@ -60,6 +63,9 @@ class Topology:
     merges_partial_sums: bool = True
     sinks_slices: bool = False
     narrows_matrix_operands: bool = False
+    vector_flops_per_s: float = 0.0
+    float32_flops_per_s: float = 0.0
+    matrix_tile: int = 1
     gather_overlap: float = 0.0
     reduction_overlap: float = 0.0
     source: str = "user"
@@ -74,9 +80,13 @@ class Topology:
             "network_bytes_per_s",
             "torus_dims",
             "ring_side",
+            "matrix_tile",
         ):
             if not getattr(self, name) > 0:
                 raise ContextError(f"Topology.{name} must be positive.", got=repr(getattr(self, name)))
+        for name in ("vector_flops_per_s", "float32_flops_per_s"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, self.peak_flops_per_s)
         for name in ("gather_overlap", "reduction_overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ContextError(f"Topology.{name} must be a share, from 0 to 1.", got=repr(getattr(self, name)))
@@ -98,6 +108,8 @@ PRESETS: dict[str, Topology] = {
         ring_side=16,
         sinks_slices=True,
         narrows_matrix_operands=True,
+        vector_flops_per_s=6.1e12,
+        matrix_tile=128,
         source="cloud.google.com/tpu/docs/v5e; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "tpu-v5p": Topology(
@@ -115,6 +127,8 @@ PRESETS: dict[str, Topology] = {
         ring_side=4,
         sinks_slices=True,
         narrows_matrix_operands=True,
+        vector_flops_per_s=14.3e12,
+        matrix_tile=128,
         source="cloud.google.com/tpu/docs/v5p; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "tpu-v6e": Topology(
@@ -132,6 +146,8 @@ PRESETS: dict[str, Topology] = {
         ring_side=16,
         sinks_slices=True,
         narrows_matrix_operands=True,
+        vector_flops_per_s=7.2e12,
+        matrix_tile=256,
         source="cloud.google.com/tpu/docs/v6e; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "h100": Topology(
@@ -144,6 +160,9 @@ PRESETS: dict[str, Topology] = {
         devices_per_host=8,
         network_bytes_per_s=50e9,
         network_latency_s=10e-6,
+        vector_flops_per_s=67e12,
+        float32_flops_per_s=494e12,
+        matrix_tile=16,
         source="NVIDIA H100 SXM data sheet; DGX H100: one 400 Gb/s ConnectX-7 per GPU",
     ),
     "h200": Topology(
@@ -156,6 +175,9 @@ PRESETS: dict[str, Topology] = {
         devices_per_host=8,
         network_bytes_per_s=50e9,
         network_latency_s=10e-6,
+        vector_flops_per_s=67e12,
+        float32_flops_per_s=494e12,
+        matrix_tile=16,
         source="NVIDIA H200 SXM data sheet; DGX H200: one 400 Gb/s ConnectX-7 per GPU",
     ),
     "a100": Topology(
@@ -168,6 +190,9 @@ PRESETS: dict[str, Topology] = {
         devices_per_host=8,
         network_bytes_per_s=25e9,
         network_latency_s=10e-6,
+        vector_flops_per_s=19.5e12,
+        float32_flops_per_s=156e12,
+        matrix_tile=16,
         source="NVIDIA A100 80GB SXM data sheet; DGX A100: one 200 Gb/s ConnectX-6 per GPU",
     ),
     "cpu": Topology(

@@ -138,7 +138,7 @@ class OpTable(Sequence[PlannedOp]):
             return True
         return (
             (self.inputs, self.outputs, len(self)) == (other.inputs, other.outputs, len(other))
-            and all(left[:-1] == right[:-1] for left, right in zip(self.operations, other.operations, strict=True))
+            and all(left[:7] == right[:7] for left, right in zip(self.operations, other.operations, strict=True))
             and tuple(self.choices) == tuple(other.choices)
             and all(left == right for left, right in zip(self.origins, other.origins, strict=True))
         )

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmdctx.ir import LITERAL, FactorKind, Graph, Op, item_bytes
-from spmdctx.search.fusion import materialised
 
 _CARRIED = frozenset({"scan.next", "while.next"})
 _ENTERING = frozenset({"scan.enter", "while.enter"})
@@ -122,7 +121,7 @@ class _Loops:
 class _Liveness:
     def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int]) -> None:
         self.graph, self.donated = graph, donated
-        self.held = materialised(graph)
+        self.held = _held(graph)
         self.loops = _Loops(graph, scopes)
         self.end = [-1] * (len(graph.values) + 1)
         self.start: dict[int, int] = {}
@@ -232,6 +231,19 @@ class _Liveness:
         for value in self.inputs:
             kinds[value] = -1
         return [*kinds, -2]
+
+
+def _held(graph: Graph) -> bytearray:
+    """Per value whether it exists in memory; a last 0 stands for literals."""
+    held = bytearray(len(graph.values) + 1)
+    for value in graph.inputs:
+        held[value] = 1
+    for op in graph.ops:
+        bits = op.fused >> len(op.operands)
+        for value in op.results:
+            held[value] = not bits & 1
+            bits >>= 1
+    return held
 
 
 def _writes_in_place(op: Op) -> bool:

@@ -35,9 +35,13 @@ class Moved(NamedTuple):
 
 @dataclass(slots=True)
 class Bill:
-    """All that an assignment costs in one step, per device. `memory_profile` holds the bytes alive at each op."""
+    """All that an assignment costs in one step, per device.
+
+    `shares` says of each collective how much of it hides behind compute, `memory_profile` holds the bytes alive at each op.
+    """
 
     collectives: list[Collective] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
     moves: list[Moved] = field(default_factory=list)
     compute_s: float = 0.0
     memory_bytes: int = 0
@@ -89,6 +93,7 @@ def price(
     for row in manual:
         time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
+    bill.shares = [*biller.shares, *[0.0] * (len(bill.collectives) - len(biller.shares))]
     alive = profile(memory.lives, _local_bytes(graph, assignment, mesh), len(graph.ops), biller.copies.found)
     bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
     return bill
@@ -116,7 +121,7 @@ class _Biller:
     def add(self, op: Op, scope: int) -> None:
         """Adds what one op costs."""
         kind = self._kinds.__getitem__
-        key = (id(op.rule), op.primitive, id(self.assignment.ops[op.id]), *map(kind, op.operands), *map(kind, op.results))
+        key = (id(op.rule), op.primitive, op.fused, id(self.assignment.ops[op.id]), *map(kind, op.operands), *map(kind, op.results))
         need = self._needs.get(key)
         if need is None:
             need = self._needs[key] = self._need(op)

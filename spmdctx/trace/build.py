@@ -14,6 +14,7 @@ import jax.extend.core as jexc
 from spmdctx.ir import LITERAL, Graph, Mark, Op, OpRule, Role, Value
 from spmdctx.rules import rule_for
 from spmdctx.rules.flops import op_flops
+from spmdctx.rules.fusion import fused_bits, in_memory
 from spmdctx.trace import bodies
 from spmdctx.trace.origins import LazyOrigins, Place
 from spmdctx.trace.program import ManualRegion, Program, UserPin
@@ -182,11 +183,13 @@ class Builder:
         op_of_site = [-1] * len(self.ops)
         for number, site in enumerate(alive):
             op_of_site[site] = number
-        ops = tuple([Op(number, *self.ops[site][1:]) if site != number else self.ops[site] for number, site in enumerate(alive)])
+        ops = [Op(number, *self.ops[site][1:]) if site != number else self.ops[site] for number, site in enumerate(alive)]
+        held = in_memory(self.values, ops, (*inputs, *outputs))
+        ops = [Op(*op[:8], fused_bits(op, held)) for op in ops]
         origins = LazyOrigins(self.places, self.prefixes).select(alive)
         graph = Graph(
             values=tuple(self.values),
-            ops=ops,
+            ops=tuple(ops),
             inputs=inputs,
             outputs=outputs,
             ties=(*self.ties, *ties),

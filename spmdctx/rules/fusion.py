@@ -1,0 +1,134 @@
+"""Which values of a step exist in memory, and which the compiler only computes on the way into other ops.
+
+XLA fuses chains of element-wise ops into the matrix products and reductions that read them, computing them again for each
+reader, and into the one that makes their operand. What is left in memory are arguments, results, what is computed by an op
+that is no such chain (with the chain behind it, where that is its only reader), what such an op must find in memory, and what
+several ops read that would itself read many tensors of its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from spmdctx.ir import LITERAL, Op, Value
+from spmdctx.rules.elementwise import BINARY, MANY, UNARY
+
+_CHAINED = frozenset(
+    {
+        *UNARY,
+        *BINARY,
+        *MANY,
+        *("broadcast_in_dim", "broadcast_to", "iota", "empty", "empty2", "reshape", "transpose", "squeeze", "expand_dims", "rev", "slice"),
+        *("dynamic_slice", "pad", "concatenate", "split", "bitcast_convert_type", "spmdctx_shard", "sharding_constraint", "name"),
+        *("scan.enter", "scan.next", "while.enter", "while.next", "device_put", "random_wrap", "random_unwrap"),
+    }
+)
+"""Ops that the compiler fuses with others."""
+
+_READS_CHAINS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce", "arg", "scan.exit", "dynamic_update_slice")
+"""Beginnings of the names of ops that are not fused with each other, but take chains as operands."""
+
+_MOST_SOURCES = 3
+"""Tensors of a value's own size that it may be computed from, where several ops read it, before it is kept instead."""
+
+
+def in_memory(values: Sequence[Value], ops: Sequence[Op], kept: Iterable[int]) -> bytearray:
+    """Per value 1 where it exists in memory, 0 where it is only computed on the way; a last 0 stands for literals.
+
+    Args:
+        values: of the step.
+        ops: of the step, an op's number being its place.
+        kept: inputs and outputs.
+    """
+    readers = _Readers(values, ops)
+    held = bytearray(len(values) + 1)
+    for value in kept:
+        if value != LITERAL:
+            held[value] = 1
+    ahead = bytearray(len(values) + 1)
+    sources: list[frozenset[int]] = [frozenset()] * (len(values) + 1)
+    for op in ops:
+        made = op.primitive not in _CHAINED
+        for value in op.operands:
+            if ahead[value]:
+                made = True
+        for value in op.results:
+            if made and not readers.needed[value] and not held[value] and readers.passes_on(value):
+                ahead[value] = 1
+            elif made or readers.needed[value]:
+                held[value] = 1
+            elif not held[value]:
+                found = _sources(op, value, held, sources, readers.elements)
+                if len(found) > _MOST_SOURCES and readers.count[value] > 1:
+                    held[value] = 1
+                sources[value] = found
+    return held
+
+
+def _sources(op: Op, value: int, held: bytearray, sources: list[frozenset[int]], elements: list[int]) -> frozenset[int]:
+    """The values in memory of at least the value's size that a chain computes it from."""
+    found: frozenset[int] = frozenset()
+    for operand in op.operands:
+        if held[operand]:
+            if elements[operand] >= elements[value]:
+                found |= {operand}
+        elif sources[operand]:
+            found = sources[operand] | found if found else sources[operand]
+    return found
+
+
+def fused_bits(op: Op, held: bytearray) -> int:
+    """`Op.fused` of an op."""
+    bits, bit = 0, 1
+    for value in op.operands:
+        if not held[value]:
+            bits |= bit
+        bit <<= 1
+    for value in op.results:
+        if not held[value]:
+            bits |= bit
+        bit <<= 1
+    return bits
+
+
+class _Readers:
+    """How often each value is read, by which op first, and whether an op needs it in memory."""
+
+    def __init__(self, values: Sequence[Value], ops: Sequence[Op]) -> None:
+        size = len(values) + 1  # the last one stands for literals
+        self.count, self.first, self.needed = [0] * size, [-1] * size, bytearray(size)
+        self.elements, self._ops = _elements(values), ops
+        reads_chains: dict[str, bool] = {}
+        for op in ops:
+            fused = reads_chains.get(op.primitive)
+            if fused is None:
+                fused = reads_chains[op.primitive] = op.primitive in _CHAINED or op.primitive.startswith(_READS_CHAINS)
+            for value in op.operands:
+                if self.first[value] != op.id:
+                    self.count[value] += 1
+                    self.first[value] = op.id
+                if not fused:
+                    self.needed[value] = 1
+
+    def passes_on(self, value: int) -> bool:
+        """Whether the one reader of a value is a chained op on as many elements, fused into the op that makes the value."""
+        if self.count[value] != 1:
+            return False
+        reader = self._ops[self.first[value]]
+        if reader.primitive not in _CHAINED or "." in reader.primitive:
+            return False
+        return self.elements[reader.results[0]] == self.elements[value]
+
+
+def _elements(values: Sequence[Value]) -> list[int]:
+    known: dict[tuple[int, ...], int] = {}
+    counts = []
+    for value in values:
+        count = known.get(value.shape)
+        if count is None:
+            count = 1
+            for size in value.shape:
+                count *= size
+            known[value.shape] = count
+        counts.append(count)
+    return [*counts, 0]
