@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from spmdctx import __version__
 from spmdctx.cli_output import Output, audit_data, diff_data, explain_data, plan_data, verify_data
 from spmdctx.cli_program import add_program_arguments, add_target_argument, choose, start_devices, target_options
 from spmdctx.cli_strategies import add_strategies_arguments, strategies
@@ -97,7 +96,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="spmdctx", description="Automatic parallelism for JAX training steps.", epilog=_EPILOG)
-    parser.add_argument("--version", action="version", version=f"spmdctx {__version__}")
+    parser.add_argument("--version", action="version", version=f"spmdctx {sys.modules['spmdctx'].__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_train_arguments(_command(commands, "train", train, "train a small language model: plan, progress, audit, numerics check"))
     one = _command(commands, "plan", plan, "show how a program would be split, and what it would communicate")
