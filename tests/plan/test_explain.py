@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import topology
-from spmdctx.plan import Plan
+from spmdctx.ir import Role
+from spmdctx.plan import OpTable, Plan
+from spmdctx.plan.alternatives import Flip
+from spmdctx.plan.explain import MAX_PRICED
 from tests.plan import PATHS, small_plan
+from tests.plan.fake_alternatives import WHOLE, FakeAlternatives
 
 
 def test_a_tensor_is_explained_by_its_readers_and_its_writer():
@@ -88,3 +94,63 @@ def test_a_loaded_plan_explains_itself_alike(tmp_path):
     plan = small_plan()
     plan.save(tmp_path / "plan.json")
     assert str(Plan.load(tmp_path / "plan.json").explain("layers")) == str(plan.explain("layers"))
+
+
+FLIPS = (
+    Flip("link_bytes_per_s", True, 12.5e9, 45e9, 0.0),
+    Flip("memory_bytes", True, 3.0 * 2**30, None, 1e-3),
+    Flip("batch", False, 512.0, 64, -2e-3),
+)
+
+
+def test_a_plan_that_knows_its_program_prices_whole_steps():
+    fake = FakeAlternatives(FLIPS)
+    found = small_plan(alternatives=fake).explain("layers/1/w")
+    (one,) = found.tensors
+    assert fake.asked == [("value", 1)]
+    assert one.whole_step
+    assert [(row.sharding, row.extra_s, row.num_moved) for row in one.alternatives] == [(WHOLE, 1e-3, 3), (((), ("data",)), 2e-3, 0)]
+    text = str(found)
+    assert "runner-up whole: 1.00 ms slower, 4.00 KiB more per device; 3 other tensors move along" in text
+    assert "it wins   with links below 12.5 GB/s (now 45 GB/s)" in text
+    assert "with memory_bytes below 3.00 GiB (now no budget), where what is chosen no longer fits" in text
+    assert "at a batch of 512 (now 64): 2.00 ms faster there" in text
+    assert "with all else as planned" not in text
+
+
+def test_only_the_runner_up_is_asked_what_would_flip_it():
+    (one,) = small_plan(alternatives=FakeAlternatives(FLIPS)).explain("layers/1/w").tensors
+    assert [len(row.flips) for row in one.alternatives] == [3, 0]
+
+
+def test_where_nothing_flips_the_choice_it_says_what_was_tried():
+    assert "it wins   nowhere: not with links 64 times" in str(small_plan(alternatives=FakeAlternatives()).explain("layers/1/w"))
+
+
+@pytest.mark.parametrize("pattern", ["sub", "update", "model.py:30"])
+def test_ops_have_runners_up_too(pattern):
+    fake = FakeAlternatives()
+    found = small_plan(alternatives=fake).explain(pattern)
+    assert fake.asked == [("op", 4)]
+    (kind,) = found.op_kinds
+    assert (kind.op.primitive, kind.num_runs) == ("sub", 2)
+    assert "runner-up k=data, result whole: 1.00 ms slower, 4.00 KiB less per device each" in str(found)
+
+
+def test_many_groups_are_told_with_first_order_prices_beyond_the_first_few():
+    plan = small_plan(alternatives=FakeAlternatives())
+    inputs = tuple(plan.inputs[0]._replace(path=f"state/{name}") for name in "abcdefg")
+    shapes = tuple(tensor._replace(shape=(32, 32 * (index + 1))) for index, tensor in enumerate(inputs))
+    table = OpTable(plan.op_table.operations, plan.op_table.origins, plan.op_table.choices, (0,) * 7, plan.op_table.outputs)
+    found = dataclasses.replace(plan, inputs=shapes, op_table=table).explain("state")
+    assert [one.whole_step for one in found.tensors] == [True] * MAX_PRICED + [False] * (7 - MAX_PRICED)
+
+
+def test_a_moment_is_not_the_writer_of_its_parameter():
+    plan = small_plan()
+    moment = plan.outputs[0]._replace(path="opt/mu/layers/1/w", role=Role.OPTIMIZER)
+    outputs = (moment, plan.outputs[1])
+    (one,) = dataclasses.replace(plan, outputs=outputs).explain("state/layers/1/w").tensors
+    assert [use.primitive for use in one.uses if use.writes] == ["sub"]
+    (other,) = dataclasses.replace(plan, outputs=(moment, plan.outputs[1]._replace(path="elsewhere"))).explain("state/layers/1/w").tensors
+    assert [use for use in other.uses if use.writes] == []

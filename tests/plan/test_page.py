@@ -92,3 +92,18 @@ def test_a_saved_page_is_a_whole_document(tmp_path):
 def test_a_large_mesh_is_not_drawn_device_by_device():
     assert "<h2>Mesh" in small_plan()._repr_html_()
     assert "<h2>Mesh" not in small_plan(logical_mesh=LogicalMesh.of({"data": 4096}))._repr_html_()
+
+
+def test_time_and_memory_are_drawn_where_they_are_known():
+    page = small_plan(memory_profile=(10, 40, 20, 80, 30, 30))._repr_html_()
+    read(page)
+    assert "Where the time goes" in page
+    assert "Memory over the step" in page
+    assert "Memory over the step" not in small_plan()._repr_html_()
+
+
+def test_every_tensor_can_be_opened_and_tells_its_story():
+    page = small_plan()._repr_html_()
+    assert page.count('<details class="fold"><summary class="row">') == 2
+    assert "<li><b>because</b> sharding_propagation found it</li>" in page
+    assert "<li><b>moves</b> [data, -] to whole for dot_general (model.py:12 (loss))</li>" in page

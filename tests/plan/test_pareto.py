@@ -1,0 +1,131 @@
+"""Time against memory: which budgets are tried, what is on the front, and how it is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from spmdctx.errors import InfeasibleError, StrategyError, UnsupportedError
+from spmdctx.mesh import LogicalMesh
+from spmdctx.plan.plan import Cost
+from tests.plan import small_plan
+from tests.plan.test_page import read
+
+MIB = 2**20
+
+
+class Replanner:
+    """A step that needs 64 MiB per device at its fastest, and at least 16 MiB, both divided by the devices."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, *, memory_bytes, num_devices):
+        self.asked.append((num_devices, memory_bytes))
+        needed = 64 * MIB // num_devices
+        limit = needed if memory_bytes is None else min(memory_bytes, needed)
+        if limit < 16 * MIB // num_devices:
+            raise InfeasibleError(f"No plan needs less than {16 // num_devices} MiB.")
+        total_s = (1 + needed / limit) / num_devices
+        mesh = LogicalMesh.of({"data": num_devices})
+        return small_plan(logical_mesh=mesh, cost=Cost(total_s, 0.0, total_s, limit), memory_limit_bytes=memory_bytes)
+
+
+@pytest.fixture
+def replan():
+    return Replanner()
+
+
+def test_budgets_go_down_from_the_fastest_plan_to_where_nothing_fits(replan):
+    found = small_plan(replan=replan).pareto(num_devices=(8,))
+    assert replan.asked == [(8, None), (8, 6 * MIB), (8, 4 * MIB), (8, 3 * MIB), (8, 2 * MIB), (8, 1 * MIB)]
+    assert [point.memory_bytes for point in found.points] == [8 * MIB, 6 * MIB, 4 * MIB, 3 * MIB, 2 * MIB]
+    assert [(one.num_devices, one.memory_limit_bytes) for one in found.unmet] == [(8, MIB)]
+    assert found.front == found.points
+
+
+def test_half_and_twice_the_devices_are_tried_too(replan):
+    small_plan(replan=replan).pareto(memory_bytes=(64 * MIB,))
+    assert replan.asked == [(4, 64 * MIB), (8, 64 * MIB), (16, 64 * MIB)]
+
+
+def test_smaller_budgets_are_not_tried_once_one_is_not_met(replan):
+    small_plan(replan=replan).pareto(memory_bytes=(MIB, 8 * MIB, MIB // 2), num_devices=(8,))
+    assert replan.asked == [(8, 8 * MIB), (8, MIB)]
+
+
+def test_plans_that_need_and_take_the_same_count_once(replan):
+    found = small_plan(replan=replan).pareto(memory_bytes=(8 * MIB, 80 * MIB), num_devices=(8,))
+    assert [point.memory_limit_bytes for point in found.points] == [80 * MIB]
+    assert [plan.cost.memory_bytes for plan in found.plans] == [8 * MIB]
+
+
+def test_a_point_that_another_beats_is_off_the_front():
+    def replan(*, memory_bytes, num_devices):
+        total_s = 1.0 if num_devices == 4 else 2.0
+        return small_plan(logical_mesh=LogicalMesh.of({"data": num_devices}), cost=Cost(total_s, 0.0, total_s, 10))
+
+    found = small_plan(replan=replan).pareto(memory_bytes=(100,), num_devices=(4, 8))
+    assert [point.num_devices for point in found.points] == [4, 8]
+    assert [point.num_devices for point in found.front] == [4]
+    assert found.points[1].device_s == 16.0
+    assert "beaten by another" in str(found)
+
+
+def test_strategies_that_do_not_fit_a_device_count_are_told(replan):
+    def refuse(*, memory_bytes, num_devices):
+        if num_devices == 2:
+            raise StrategyError("The batch splits into 4 blocks.")
+        return replan(memory_bytes=memory_bytes, num_devices=num_devices)
+
+    found = small_plan(replan=refuse).pareto(memory_bytes=(64 * MIB,), num_devices=(2, 4))
+    assert [point.num_devices for point in found.points] == [4]
+    assert "The batch splits into 4 blocks." in str(found)
+
+
+def test_the_table_names_mesh_budget_memory_and_time(replan):
+    text = str(small_plan(replan=replan).pareto(memory_bytes=(4 * MIB,), num_devices=(8,)))
+    for words in ("data 8", "4.00 MiB", "375 ms", "device-seconds"):
+        assert words in text
+
+
+def test_the_page_is_well_formed_and_shows_every_point(replan):
+    page = small_plan(replan=replan).pareto(num_devices=(4, 8))._repr_html_()
+    checker = read(page)
+    assert checker.seen.count("circle") == 10
+    assert page.count("dot filled") == 10
+    assert "No plan needs less than 2 MiB." in "".join(checker.words)
+
+
+def test_a_page_of_nothing_but_unmet_budgets_is_well_formed():
+    def refuse(*, memory_bytes, num_devices):
+        raise InfeasibleError("Nothing fits.")
+
+    found = small_plan(replan=refuse).pareto(num_devices=(8,))
+    assert found.points == found.front == ()
+    assert "Nothing fits." in "".join(read(found._repr_html_()).words)
+
+
+def test_a_plan_from_a_file_says_that_it_cannot(tmp_path):
+    small_plan().save(tmp_path / "plan.json")
+    plan = type(small_plan()).load(tmp_path / "plan.json")
+    with pytest.raises(UnsupportedError, match="plan the step again"):
+        plan.pareto()
+    with pytest.raises(UnsupportedError, match="plan the step again"):
+        plan.certify()
+
+
+def test_a_certificate_comes_from_the_certifier_once():
+    certified = small_plan(lower_bound_s=1e-4, gap=3.0)
+    assert small_plan(certifier=lambda: certified).certify() is certified
+    assert certified.certify() is certified
+
+
+def test_what_a_plan_can_be_asked_is_neither_compared_nor_saved(tmp_path, replan):
+    asked = small_plan(replan=replan, certifier=small_plan, memory_profile=(1, 2))
+    assert asked == small_plan()
+    asked.save(tmp_path / "asked.json")
+    small_plan().save(tmp_path / "plain.json")
+    assert (tmp_path / "asked.json").read_bytes() == (tmp_path / "plain.json").read_bytes()
+    assert dataclasses.replace(asked, notes=()).replan is replan
