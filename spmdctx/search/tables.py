@@ -10,7 +10,7 @@ import numpy as np
 from spmdctx.cost.reshard_table import reshard_table
 from spmdctx.domains import axis_codes, domain
 from spmdctx.errors import UnsupportedError
-from spmdctx.ir import Assignment, Op, OpSharding, TensorSharding, item_bytes
+from spmdctx.ir import LITERAL, Assignment, Op, OpSharding, TensorSharding, item_bytes
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.modes import Setup
 from spmdctx.search.network import Carry, Network, Node
@@ -37,6 +37,7 @@ class Tables:
         self.network, self.space, self.forced, self._limits = network, space, setup.forced, limits
         self.pins: dict[int, PinnedDims] = {space.slot_of[value]: dims for value, dims in setup.partial_pins.items()}
         self.pins.update({space.slot_of[value]: sharding for value, sharding in setup.pins.items()})
+        self._outputs = frozenset(space.graph.outputs)
         self._memo: dict[tuple[object, ...], Choices] = {}
         self._edges: dict[tuple[object, ...], FloatArray] = {}
         self._reshard_s: dict[tuple[object, ...], FloatArray] = {}
@@ -86,14 +87,14 @@ class Tables:
         space, op = self.space, self.space.graph.ops[node.member]
         shapes = shapes_of(space.graph, op)
         forced = self.forced.get(op.id)
-        key = (space.kind_of[op.id], tuple(shapes), op.flops, forced, node.joins)
+        key = (space.kind_of[op.id], tuple(shapes), op.flops, forced, node.joins, node.hidden)
         known = self._memo.get(key)
         if known is None:
             if forced is None:
                 split = self._allowed(op, split_of_rule(op, shapes, space.splittable(op.rule), space.mesh))
             else:
                 split = split_of_axes(op, shapes, forced, space.mesh)
-            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology)
+            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology, node.hidden)
             known = self._memo[key] = Choices(states.stored, states.wanted, states.seconds, split, states)
         return known
 
@@ -107,7 +108,7 @@ class Tables:
         operands, results = (tuple(own[places] for own in side) for side in (split.operands, split.results))
         return Split(split.rows[places], operands, results)
 
-    def _table(self, carry: Carry, value: int, weight: int) -> FloatArray | None:
+    def _table(self, carry: Carry, value: int, weight: float) -> FloatArray | None:
         source, target = self.choices[carry.source.node], self.choices[carry.target]
         stored, taken = source.stored[carry.source.result], target.taken[carry.position]
         known = self.space.graph.values[value]
@@ -154,7 +155,7 @@ class Tables:
         for op, node in zip(graph.ops, folded.op_class, strict=True):
             ops.append(shardings[node] if node >= 0 else OpSharding(((),) * len(op.rule.sizes)))
             if node >= 0:
-                for value, own in zip(op.results, self._stored(node, states[node]), strict=True):
+                for value, own in zip(op.results, self._stored(op, node, states[node]), strict=True):
                     values[value] = own
         for slot_class, node in self.network.slot_nodes.items():
             member = folded.slot_members[slot_class][0]
@@ -172,12 +173,13 @@ class Tables:
         row = choices.split.rows[choices.states.split[state]].tolist()
         return OpSharding(axis_codes(self.space.mesh).sharding(row))
 
-    def _stored(self, node: int, state: int) -> list[TensorSharding]:
+    def _stored(self, op: Op, node: int, state: int) -> list[TensorSharding]:
         """The shardings of an op's results; a sum that joins unreduced terms is only sliced by its readers."""
-        choices, op = self.choices[node], self.space.graph.ops[self.network.nodes[node].member]
+        choices = self.choices[node]
         assert choices.split is not None
         assert choices.states is not None
-        joined = bool(choices.states.unreduced_in[state])
+        # What the step returns is returned as it is stored.
+        joined = bool(choices.states.unreduced_in[state]) and self._outputs.isdisjoint(op.results)
         numbers = choices.split.results if joined else choices.stored
         place = int(choices.states.split[state]) if joined else state
         shapes = [self.space.graph.values[value].shape for value in op.results]
