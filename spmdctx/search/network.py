@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from spmdctx.ir import Role
 from spmdctx.search.fold import Fold, fold
+from spmdctx.search.overlap import Sides, sides
 from spmdctx.search.space import MATRIX_PRODUCTS, NO_SLOT, Space
 from spmdctx.search.states import ADDITIONS, Joins
 from spmdctx.search.transfer import FactorAxes
@@ -37,24 +38,38 @@ class Carry(NamedTuple):
     position: int
 
 
+class Load(NamedTuple):
+    """What an edge carries: how often in a step, and one of the values."""
+
+    weight: float
+    value: int
+
+
 class Node(NamedTuple):
-    """A node: its sort ("op", "slot" or "use"), the op or value that stands for its class, and how often it is executed."""
+    """A node: its sort ("op", "slot" or "use"), the op or value that stands for its class, and how often it is executed.
+
+    `hidden` is the share of an op's reductions that hides behind compute.
+    """
 
     sort: str
     member: int
     weight: int
     joins: Joins = PLAIN
+    hidden: float = 0.0
 
 
 @dataclass
 class Network:
-    """Nodes and edges of a folded graph. `carries` maps an edge to its weight and a value that it carries."""
+    """Nodes and edges of a folded graph. `carries` maps an edge to its weight and a value that it carries.
+
+    The weight counts executions, each by the share of its time that cannot hide behind compute.
+    """
 
     space: Space
     folded: Fold
     scopes: tuple[int, ...]
     nodes: list[Node] = field(default_factory=list)
-    carries: dict[Carry, list[int]] = field(default_factory=dict)
+    carries: dict[Carry, Load] = field(default_factory=dict)
     slot_nodes: dict[int, int] = field(default_factory=dict)
     uses: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -69,18 +84,24 @@ def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int
         forced: ops whose split is fixed.
     """
     joins = _joins(space, slot_marks)
-    op_marks = [3 if index in forced else own.takes + 2 * own.hands_on for index, own in enumerate(joins)]
+    found = sides(space.graph)
+    hidden = [found.reduction_share(op.results[0], space.topology) if op.results else 0.0 for op in space.graph.ops]
+    op_marks = [
+        4 * (share > 0) + (3 if index in forced else own.takes + 2 * own.hands_on)
+        for index, (own, share) in enumerate(zip(joins, hidden, strict=True))
+    ]
     folded = fold(space, op_marks, slot_marks)
     network = Network(space, folded, scopes)
     ops = space.graph.ops
     for members in folded.op_members:
-        network.nodes.append(Node("op", members[0], sum([ops[member].repeats for member in members]), joins[members[0]]))
+        first = members[0]
+        network.nodes.append(Node("op", first, sum([ops[member].repeats for member in members]), joins[first], hidden[first]))
     for slot_class, standalone in enumerate(_standalone(space, folded, slot_marks)):
         if standalone:
             network.slot_nodes[slot_class] = len(network.nodes)
             network.nodes.append(Node("slot", folded.slot_members[slot_class][0], 1))
     _add_uses(network)
-    _add_carries(network)
+    _add_carries(network, found)
     return network
 
 
@@ -169,10 +190,12 @@ def _add_uses(network: Network) -> None:
         network.uses[value, scope] = node
 
 
-def _add_carries(network: Network) -> None:
+def _add_carries(network: Network, found: Sides) -> None:
     space, folded, scopes = network.space, network.folded, network.scopes
     loose, slot_class = space.loose_slots, folded.slot_class
     sources: dict[int, Source] = {}
+    gathers = {value for value in range(len(space.graph.values)) if found.weights[value]}
+    exposed = 1.0 - space.topology.gather_overlap
     fed: set[tuple[int, int]] = set()
     for index, op in enumerate(space.graph.ops):
         node = folded.op_class[index]
@@ -191,19 +214,16 @@ def _add_carries(network: Network) -> None:
             if use is not None:
                 if (value, scopes[index]) not in fed:
                     fed.add((value, scopes[index]))
-                    _count(network, Carry(source, use, 0), op.repeats, value)
+                    _count(network, Carry(source, use, 0), op.repeats * (exposed if value in gathers else 1.0), value)
                 source = Source(use, 0)
-            _count(network, Carry(source, node, position), op.repeats, value)
+            _count(network, Carry(source, node, position), op.repeats * (exposed if value in gathers else 1.0), value)
         for result, value in enumerate(op.results):
             slot = slots[len(op.operands) + result]
             target = network.slot_nodes.get(slot_class[slot]) if slot not in loose else None
             if target is not None:
-                _count(network, Carry(Source(node, result), target, 0), op.repeats, value)
+                _count(network, Carry(Source(node, result), target, 0), op.repeats * (exposed if value in gathers else 1.0), value)
 
 
-def _count(network: Network, carry: Carry, repeats: int, value: int) -> None:
+def _count(network: Network, carry: Carry, weight: float, value: int) -> None:
     known = network.carries.get(carry)
-    if known is None:
-        network.carries[carry] = [repeats, value]
-    else:
-        known[0] += repeats
+    network.carries[carry] = Load(weight, value) if known is None else Load(known.weight + weight, known.value)

@@ -104,9 +104,9 @@ def _legal_rows(rule: OpRule, rows: IntArray, codes: AxisCodes) -> IntArray:
     return rows[legal]
 
 
-def states_of(graph: Graph, op: Op, split: Split, joins: Joins, mesh: LogicalMesh, topology: Topology) -> States:
-    """The states of an op for its splits."""
-    builder = _Builder(graph, op, split, mesh, topology)
+def states_of(graph: Graph, op: Op, split: Split, joins: Joins, mesh: LogicalMesh, topology: Topology, hidden: float = 0.0) -> States:
+    """The states of an op for its splits; `hidden` is the share of its reductions that hides behind compute."""
+    builder = _Builder(graph, op, split, mesh, topology, 1.0 - hidden)
     for place in range(len(split.rows)):
         builder.add(place, joins.hands_on)
     if joins.takes:
@@ -123,7 +123,8 @@ class _State(NamedTuple):
 
 
 class _Builder:
-    def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology) -> None:
+    def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, exposed: float) -> None:
+        self._exposed = exposed
         self._graph, self._op, self._split, self._mesh, self._topology = graph, op, split, mesh, topology
         self._codes = axis_codes(mesh)
         self._results = [domain(mesh, graph.values[value].shape) for value in op.results]
@@ -156,7 +157,7 @@ class _Builder:
     ) -> None:
         payloads = [self._payload(position, number) for position, number in enumerate(natural)]
         reduced_s = sum(collective_time_s("all_reduce", payload, partial, self._mesh, self._topology) for payload in payloads)
-        self._found.append(_State(place, unreduced_in, natural, 0, compute_s + reduced_s))
+        self._found.append(_State(place, unreduced_in, natural, 0, compute_s + self._exposed * reduced_s))
         if len(natural) != 1 or self._op.rule.combiner != "add":
             return
         if hands_on:
@@ -168,7 +169,7 @@ class _Builder:
             if rest:
                 left = payloads[0] // self._mesh.num_slices(scattered)
                 seconds += collective_time_s("all_reduce", left, rest, self._mesh, self._topology)
-            self._found.append(_State(place, unreduced_in, (stored,), 0, compute_s + seconds))
+            self._found.append(_State(place, unreduced_in, (stored,), 0, compute_s + self._exposed * seconds))
 
     def _scatters(self, natural: int, partial: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Shardings that a reduce_scatter can leave a result in, and the axes it scatters over."""

@@ -10,7 +10,7 @@ import numpy as np
 from spmdctx.cost.reshard_table import reshard_table
 from spmdctx.domains import axis_codes, domain
 from spmdctx.errors import UnsupportedError
-from spmdctx.ir import LITERAL, Assignment, Op, OpSharding, TensorSharding, item_bytes
+from spmdctx.ir import Assignment, Op, OpSharding, TensorSharding, item_bytes
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.modes import Setup
 from spmdctx.search.network import Carry, Network, Node
