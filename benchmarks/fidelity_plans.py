@@ -102,33 +102,10 @@ def _program(model: str, split: str, data: int, slices: int) -> tuple[Callable[.
         _, (decoder, optimizer, batch) = abstract_program(config, 16, split=own)
         step, state = pure_step(decoder, optimizer)
         return step, (state, batch)
-    return _zoo_program(model, split, data, slices)
+    from benchmarks.judge_models import zoo_program
+    from tests.zoo.case import Split as ZooSplit
 
-
-def _zoo_program(model: str, split: str, data: int, slices: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A model of the test zoo at sizes that keep a chip busy, its arguments abstract."""
-    import jax.numpy as jnp
-
-    from tests.zoo import mlp, moe, transformer, vit
-    from tests.zoo.case import Shapes, Split
-
-    own = Split(split, data, slices)  # type: ignore[arg-type]
-    if model == "vit":
-        sizes = vit.Sizes(batch=64, image=224, patch=16, layers=2, width=768, heads=16, hidden=3072, classes=1000)
-        vit.LARGE = sizes
-        return vit.make_large(own, jnp.bfloat16)
-    module, sizes = {
-        "mlp": (mlp, {"BATCH": 8192, "WIDTH": 2048, "HIDDEN": 8192, "CLASSES": 1024}),
-        "transformer": (
-            transformer,
-            {"BATCH": 32, "SEQ": 256, "WIDTH": 1024, "HEADS": 16, "HEAD_DIM": 64, "HIDDEN": 4096, "VOCAB": 4096},
-        ),
-        "moe": (moe, {"BATCH": 32, "SEQ": 256, "WIDTH": 512, "HIDDEN": 2048, "EXPERTS": 16, "CAPACITY": 40, "CLASSES": 1024}),
-    }[model]
-    for name, size in sizes.items():
-        setattr(module, name, size)
-    module.Numbers = Shapes
-    return module.make_pytree(own, jnp.bfloat16 if model == "transformer" else jnp.float32)
+    return zoo_program(model, ZooSplit(split, data, slices))  # type: ignore[arg-type]
 
 
 def name_of(job: Job) -> str:

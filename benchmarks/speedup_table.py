@@ -1,11 +1,12 @@
 """Searched plans against hand strategies and expert templates, judged on compiled TPU programs: MindSpore's table, for spmdctx.
 
-    python -m benchmarks.speedup_table [--only llama2-7b] [--batch small] [--layers 2] [--quick] [--cache FOLDER] [--json]
+    python -m benchmarks.speedup_table [--only llama2-7b] [--batch small] [--topology v5e:2x4] [--quick] [--cache FOLDER] [--json]
 
-Per row and batch: the row's hand strategy, every expert template (`benchmarks.templates`), and the plans of the searches, all for the
-same `memory_bytes`; a program that exceeds it counts as none. Templates are first judged by the roofline of their scheduled program;
-the hand strategy, the best templates and the searched plans are then compiled to the end, for the compiler's cycles (`--quick` leaves
-that out). SpeedUp is the hand strategy's step time over the searched plan's, the lower of the two estimates.
+The rows are MindSpore's decoders and four models that rule tables fit badly. Per row and batch: the row's hand strategy, every expert
+template (`benchmarks.templates`), and the plans of the searches, all for the same `memory_bytes`; a program that exceeds it counts as
+none. Templates are first judged by the roofline of their scheduled program; the hand strategy, the best templates and the searched
+plans are then compiled to the end, for the compiler's cycles (`--quick` leaves that out). SpeedUp is the hand strategy's step time
+over the searched plan's, the lower of the two estimates.
 """
 
 from __future__ import annotations
@@ -48,7 +49,13 @@ ROWS = (
     Row("baichuan2-13b", 8, ((8, 1),)),
     Row("qwen-7b", 8, ((2, 4),)),
     Row("qwen-14b", 8, ((1, 8),)),
+    Row("gshard", 8, ()),
+    Row("encoder_decoder", 8, ()),
+    Row("unet", 8, ()),
+    Row("vit", 8, ()),
 )
+ONE_BATCH = "own"
+"""Size of the batch of models that come with one."""
 
 
 class Contender(NamedTuple):
@@ -68,47 +75,66 @@ class Contender(NamedTuple):
 def build(job: Job) -> Built:
     """The program of a template, or of a search."""
     from benchmarks.templates import Template, lower_decoder
+    from benchmarks.templates_zoo import ZooTemplate, lower_zoo
     from spmdctx.lowering.targets import tpu_devices
-    from spmdctx.models import preset
 
     devices = tpu_devices(job["topology"])
-    config = replace(preset(job["model"]), num_layers=job["layers"], dtype="bfloat16", remat=True)
-    if "template" in job:
-        template = Template(*job["template"])
-        return Built(lower_decoder(config, job["batch"], job["seq"], template, devices), devices)
-    return _searched(config, job, devices)
+    if "template" not in job:
+        return _searched(job, devices)
+    template = Template(*job["template"])
+    if "layers" in job:
+        return Built(lower_decoder(_config(job), job["batch"], job["seq"], template, devices), devices)
+    return Built(lower_zoo(job["model"], ZooTemplate(template, job["experts"]), devices), devices)
 
 
-def _searched(config: Any, job: Job, devices: Any) -> Built:
+def _config(job: Job) -> Any:
+    from spmdctx.models import preset
+
+    return replace(preset(job["model"]), num_layers=job["layers"], dtype="bfloat16", remat=True)
+
+
+def _searched(job: Job, devices: Any) -> Built:
     import spmdctx
+    from benchmarks.judge_models import zoo_program
     from spmdctx.models import abstract_program, pure_step
+    from tests.zoo import UNSPLIT
 
-    _, (model, optimizer, batch) = abstract_program(config, job["batch"], job["seq"])
-    step, state = pure_step(model, optimizer)
-    topology = f"tpu-{job['topology'].split(':')[0]}"
+    if "layers" in job:
+        _, (model, optimizer, batch) = abstract_program(_config(job), job["batch"], job["seq"])
+        step, state = pure_step(model, optimizer)
+        arguments: tuple[Any, ...] = (state, batch)
+    else:
+        step, arguments = zoo_program(job["model"], UNSPLIT)
     run = spmdctx.parallel(
         step,
         devices=devices,
-        topology=topology,
+        topology=f"tpu-{job['topology'].split(':')[0]}",
         donate_argnums=0,
         parallel_mode="auto_parallel",
         search_mode=job["search"],
         memory_bytes=job["memory_bytes"],
     )
-    return Built(run.lower(state, batch), devices, run.plan(state, batch))
+    return Built(run.lower(*arguments), devices, run.plan(*arguments))
 
 
-def contenders(row: Row, batch: int, layers: int, memory_bytes: int, folder: Path, *, quick: bool) -> Iterator[Contender]:
+def template_jobs(row: Row, batch: int, start: Job) -> dict[str, Job]:
+    """A job per expert template, by its name."""
+    from benchmarks.templates import templates
+    from benchmarks.templates_zoo import zoo_templates
+
+    if "layers" in start:
+        known = [one for one in templates(row.devices) if batch % one.data == 0 and one.model <= MOST_MODEL_SLICES]
+        return {str(one): {**start, "template": [one.data, one.model, one.zero]} for one in known}
+    own = zoo_templates(row.model, row.devices)
+    return {str(one): {**start, "template": [one.base.data, one.base.model, one.base.zero], "experts": one.experts} for one in own}
+
+
+def contenders(row: Row, batch: int, start: Job, memory_bytes: int, folder: Path, *, quick: bool) -> Iterator[Contender]:
     """Every way to split one row's step, judged; finalists with cycles unless `quick`."""
-    from benchmarks.templates import Template, templates
-
-    start = {"topology": TOPOLOGIES[row.devices], "model": row.model, "layers": layers, "batch": batch, "seq": SEQ}
-    hands = [Template(*slices) for slices in row.hands]
-    known = [one for one in templates(row.devices) if batch % one.data == 0 and one.model <= MOST_MODEL_SLICES]
-    jobs = {str(one): {**start, "template": [one.data, one.model, one.zero]} for one in known}
+    jobs = template_jobs(row, batch, start)
     screened = [Contender(name, judged(job, MODULE, folder, codegen=False)) for name, job in jobs.items()]
     ranked = sorted(screened, key=lambda one: one.seconds("roofline_s", memory_bytes))
-    kept = {one.name for one in ranked[:FINALISTS]} | {str(hand) for hand in hands}
+    kept = {one.name for one in ranked[:FINALISTS]} | {_hand_name(hand) for hand in row.hands}
     for one in screened:
         final = one.name in kept and not quick
         yield Contender(one.name, judged(jobs[one.name], MODULE, folder, codegen=True)) if final else one
@@ -125,6 +151,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="models")
     parser.add_argument("--devices", type=int, choices=TOPOLOGIES)
+    parser.add_argument("--topology", help="another slice of as many devices, such as v5e:2x4")
     parser.add_argument("--batch", choices=BATCHES, action="append")
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--memory-gib", type=float, help="budget per device; default the device's memory")
@@ -132,23 +159,27 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path(".judged"))
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    memory_bytes = int(arguments.memory_gib * 2**30) if arguments.memory_gib else topology("tpu-v5p").memory_bytes
+    generation = (arguments.topology or TOPOLOGIES[8]).split(":")[0]
+    memory_bytes = int(arguments.memory_gib * 2**30) if arguments.memory_gib else topology(f"tpu-{generation}").memory_bytes
     found = []
     for row in ROWS:
         if re.search(arguments.only, row.model) and arguments.devices in (None, row.devices):
-            for size in arguments.batch or BATCHES:
-                batch = BATCHES[size] * row.devices
-                ways = list(contenders(row, batch, arguments.layers, memory_bytes, arguments.cache, quick=arguments.quick))
+            for size in (arguments.batch or BATCHES) if row.hands else [ONE_BATCH]:
+                batch = BATCHES.get(size, 0) * row.devices
+                start: Job = {"topology": arguments.topology or TOPOLOGIES[row.devices], "model": row.model}
+                if row.hands:
+                    start |= {"layers": arguments.layers, "batch": batch, "seq": SEQ}
+                ways = list(contenders(row, batch, start, memory_bytes, arguments.cache, quick=arguments.quick))
                 found.append((row, size, ways))
-                print(_details(row, batch, ways, memory_bytes), flush=True)
+                print(_details(start, ways, memory_bytes), flush=True)
     print(table(found, memory_bytes, float(get_auto_parallel_context("mem_coeff"))))
     if arguments.json:
         print(json.dumps([_plain(*one) for one in found]))
     return 0
 
 
-def _details(row: Row, batch: int, ways: Iterable[Contender], memory_bytes: int) -> str:
-    lines = [f"{row.model}, {row.devices} devices, batch {batch} x {SEQ}"]
+def _details(start: Job, ways: Iterable[Contender], memory_bytes: int) -> str:
+    lines = [", ".join(f"{name} {value}" for name, value in start.items())]
     for way in sorted(ways, key=lambda one: one.seconds("roofline_s", memory_bytes)):
         made = way.outcome.judgement
         if made is None:
@@ -166,12 +197,12 @@ def table(found: Iterable[tuple[Row, str, list[Contender]]], memory_bytes: int, 
     """MindSpore's form, a line per row and batch: the SpeedUp over the hand strategy and over the best template, per search."""
     lines = ["model, parallel_config in semi, mem_coeff in auto, SpeedUp, over the best template, recursive's SpeedUp, batch"]
     for row, size, ways in found:
-        for hand in row.hands:
-            name = _hand_name(hand)
+        for hand in row.hands or ((),):
+            name = _hand_name(hand) if hand else ""
             own = [
                 speedup(ways, base, search, memory_bytes) for base, search in ((name, SEARCHES[0]), ("", SEARCHES[0]), (name, SEARCHES[1]))
             ]
-            config = " ".join(f"{axis}={count}" for axis, count in zip(("dp", "mp"), hand, strict=True) if count > 1)
+            config = " ".join(f"{axis}={count}" for axis, count in zip(("dp", "mp"), hand, strict=False) if count > 1) or "best template"
             figures = ", ".join("none" if one is None else f"{one:.1%}" for one in own)
             lines.append(f"{row.model} on {row.devices}, {config}, {mem_coeff:g}, {figures}, {size}")
     return "\n".join(lines)

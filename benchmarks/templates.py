@@ -76,12 +76,16 @@ def used_spec(path: str, shape: Shape, template: Template) -> Spec:
 
 def stored_spec(path: str, shape: Shape, template: Template) -> Spec:
     """The same, and its largest whole dimension that divides split over `data`."""
-    used = used_spec(path, shape, template)
-    free = [place for place, axes in enumerate(used) if not axes and shape[place] % template.data == 0 and shape[place] > 1]
-    if template.data == 1 or not free:
-        return used
+    return split_over_data(used_spec(path, shape, template), shape, template.data)
+
+
+def split_over_data(spec: Spec, shape: Shape, slices: int) -> Spec:
+    """Splits the largest whole dimension that divides over `data`; as it is where there is none."""
+    free = [place for place, axes in enumerate(spec) if not axes and shape[place] % slices == 0 and shape[place] > 1]
+    if slices == 1 or not free:
+        return spec
     chosen = max(free, key=lambda place: (shape[place], -place))
-    return tuple(("data",) if place == chosen else axes for place, axes in enumerate(used))
+    return tuple(("data",) if place == chosen else axes for place, axes in enumerate(spec))
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
