@@ -5,7 +5,8 @@
 
 A value that several matrix products of one computation read goes through one sharding `u`: min over u of
 R(stored -> u) + sum R(u -> wanted). Where the compiler merges partial sums, two unreduced terms that only an addition reads are
-added first and reduced once, and a sum may be scattered to where its readers take slices of it.
+added first and reduced once, and a sum may be scattered to where its readers take slices of it. The share of weight gathers and gradient
+reductions that hides behind compute (`overlap`) is left out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh
+from spmdctx.search.overlap import sides
 from spmdctx.search.roofline import compute_time_s, local_bytes
 from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
 from spmdctx.search.transfer import partial_axes, project
@@ -28,7 +30,7 @@ ADDITIONS = ("add", "add_any")
 
 
 class Seconds(NamedTuple):
-    """Predicted seconds of one step."""
+    """Predicted seconds of one step, without what hides behind compute."""
 
     compute_s: float
     reshard_s: float
@@ -107,6 +109,14 @@ def reductions(
                     yield after, plan.scattered, plan.reduced
 
 
+def candidates_gather_s(graph: Graph, op: Op, value: int, payload: int, axes: AxisNames, mesh: LogicalMesh, topology: Topology) -> float:
+    """Seconds of an argmax over a split dimension: every device's best value and its index are gathered and compared."""
+    result = item_bytes(graph.values[value].dtype)
+    count = payload // result * mesh.num_slices(axes)
+    sizes = (item_bytes(graph.values[op.operands[0]].dtype), result)
+    return sum(collective_time_s("all_gather", count * size, axes, mesh, topology) for size in sizes)
+
+
 class Eligible:
     """Which values of a graph can be handed on unreduced: those that one op reads, untied, and that nobody pinned."""
 
@@ -135,11 +145,11 @@ class _Evaluator:
         pinned: frozenset[int],
     ) -> None:
         self.graph, self.assignment, self.mesh, self.topology = graph, assignment, mesh, topology
-        tied = _tied_with(graph, loose)
-        self.free = tied
-        self.ops = [op for op in graph.ops if not op.results or any(value not in tied for value in op.results)]
-        self.eligible = Eligible(graph, tied, pinned).values
+        self.free = tied_with(graph, loose)
+        self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
+        self.eligible = Eligible(graph, self.free, pinned).values
         self.decided = {value for pair in graph.ties for value in pair} | pinned | set(graph.outputs)
+        self.sides = sides(graph)
         self.reads = self._reads(scopes)
         self.memo: dict[tuple[object, ...], float] = {}
 
@@ -219,26 +229,20 @@ class _Evaluator:
                 moved_s = self._read(value, after)
             else:
                 moved_s = self._reshard(value, after, stored) * op.repeats + self._read(value, stored)
-            ways.append((seconds * op.repeats, moved_s))
+            exposed = 1.0 - self.sides.reduction_share(value, self.topology)
+            ways.append((seconds * op.repeats * exposed, moved_s))
         return min(ways, key=sum)
 
     def _ways(self, op: Op, value: int, partial: _Partial) -> Iterator[tuple[TensorSharding, float]]:
         known = self.graph.values[value]
         payload = local_bytes(known, partial.natural, self.mesh)
         if op.rule.combiner in ("argmax", "argmin"):
-            yield partial.natural, self._gather_candidates(op, value, payload, partial.axes)
+            yield partial.natural, candidates_gather_s(self.graph, op, value, payload, partial.axes, self.mesh, self.topology)
             return
         for after, scattered, reduced in reductions(op, known.shape, partial.natural, partial.axes, self.mesh):
             seconds = self._collective("reduce_scatter", payload, scattered)
             left = payload // self.mesh.num_slices(scattered)
             yield after, seconds + self._collective("all_reduce", left, reduced)
-
-    def _gather_candidates(self, op: Op, value: int, payload: int, axes: AxisNames) -> float:
-        """Every device's best value and its index are gathered and compared."""
-        values = self.graph.values
-        count = payload // item_bytes(values[value].dtype) * self.mesh.num_slices(axes)
-        sizes = (item_bytes(values[op.operands[0]].dtype), item_bytes(values[value].dtype))
-        return sum(self._collective("all_gather", count * size, axes) for size in sizes)
 
     def _collective(self, kind: str, payload: int, axes: AxisNames) -> float:
         return collective_time_s(kind, payload, axes, self.mesh, self.topology) if axes else 0.0
@@ -262,7 +266,7 @@ class _Evaluator:
         if len(reads) == 1:
             return self._reshard(value, source, reads[0].wanted) * reads[0].repeats
         known = self.graph.values[value]
-        key = (known.shape, known.dtype, source, *reads)
+        key = (known.shape, known.dtype, self.sides.weights[value], source, *reads)
         if key not in self.memo:
             self.memo[key] = min(
                 self._reshard(value, source, use) * reads[0].repeats
@@ -275,10 +279,11 @@ class _Evaluator:
         if source == target:
             return 0.0
         known = self.graph.values[value]
-        return reshard_time_s(known.shape, item_bytes(known.dtype), source, target, self.mesh, self.topology)
+        exposed = 1.0 - self.sides.gather_share(value, self.topology)
+        return reshard_time_s(known.shape, item_bytes(known.dtype), source, target, self.mesh, self.topology) * exposed
 
 
-def _tied_with(graph: Graph, values: frozenset[int]) -> frozenset[int]:
+def tied_with(graph: Graph, values: frozenset[int]) -> frozenset[int]:
     """The values and all that are tied to them."""
     found, grown = values, values
     while grown:
