@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rich import box
@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from spmdctx.ir import AxisNames
+from spmdctx.ir import AxisNames, Role
 from spmdctx.plan.groups import TensorGroup, by_kind, group_tensors
 from spmdctx.plan.plan import Plan, PlannedTensor
 from spmdctx.plan.units import TIMES, bytes_text, mesh_text, seconds_text, split_text
@@ -46,7 +46,7 @@ class PlanDiff:
 
     Attributes:
         settings: program, mesh, modes, machine and options that differ.
-        costs: predicted time and memory that differ.
+        costs: predicted time and memory that differ, and bytes that one device stores of the arguments, by role.
         tensors: argument leaves whose shape or sharding differs, or that only one plan has.
         communication: collectives that differ.
         num_ops: ops that are split otherwise; None where the plans are for different programs.
@@ -68,6 +68,11 @@ class PlanDiff:
 
     def __rich__(self) -> Group:
         return Group(*_sections(self))
+
+    def _repr_html_(self) -> str:
+        from spmdctx.plan.diff_page import diff_page
+
+        return diff_page(self)
 
     def __str__(self) -> str:
         buffer = io.StringIO()
@@ -107,12 +112,27 @@ def _settings(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def _costs(before: Plan, after: Plan) -> Iterator[Change]:
-    for name in ("total_s", "compute_s", "communication_s", "memory_bytes"):
-        old, new = getattr(before.cost, name), getattr(after.cost, name)
-        if old != new:
-            unit = bytes_text if name == "memory_bytes" else seconds_text
-            relative = f"  ({100 * (new / old - 1):+.1f} %)" if old else ""
-            yield Change(name.rsplit("_", 1)[0].replace("total", "step"), unit(old), unit(new) + relative)
+    """Time and memory of the step, then what one device stores of the arguments, by their role."""
+    for name in ("total_s", "compute_s", "communication_s", "hidden_communication_s", "memory_bytes"):
+        unit = bytes_text if name == "memory_bytes" else seconds_text
+        label = name.rsplit("_", 1)[0].replace("total", "step").replace("_", " ")
+        yield from _quantity(label, getattr(before.cost, name), getattr(after.cost, name), unit)
+    stored = [_stored_bytes(plan) for plan in (before, after)]
+    for role in Role:
+        yield from _quantity(f"stored: {role.value}", stored[0].get(role, 0), stored[1].get(role, 0), bytes_text)
+
+
+def _quantity(name: str, old: float, new: float, unit: Callable[[float], str]) -> Iterator[Change]:
+    if old != new:
+        relative = f"  ({100 * (new / old - 1):+.1f} %)" if old else ""
+        yield Change(name, unit(old), unit(new) + relative)
+
+
+def _stored_bytes(plan: Plan) -> dict[Role, int]:
+    found: dict[Role, int] = {}
+    for tensor in plan.inputs:
+        found[tensor.role] = found.get(tensor.role, 0) + tensor.local_bytes(plan.logical_mesh)
+    return found
 
 
 def _tensors(before: Plan, after: Plan) -> Iterator[Change]:

@@ -7,6 +7,7 @@ from spmdctx.mesh import LogicalMesh
 from spmdctx.plan import Cost, OpTable
 from spmdctx.plan.diff import Change
 from tests.plan import small_graph, small_plan
+from tests.plan.test_page import read
 
 
 def test_equal_plans_have_no_difference():
@@ -66,3 +67,19 @@ def test_notes_that_came_and_went_are_listed():
     text = str(small_plan().diff(small_plan(notes=("new [x]",))))
     assert "- The batch is split over data by default." in text
     assert "+ new [x]" in text
+
+
+def test_what_a_device_stores_is_compared_by_role():
+    plan = small_plan()
+    whole = tuple(tensor._replace(sharding=((), ())) if "layers" in tensor.path else tensor for tensor in plan.inputs)
+    assert plan.diff(small_plan(inputs=whole)).costs == (Change("stored: parameter", "1.00 KiB", "8.00 KiB  (+700.0 %)"),)
+
+
+def test_the_page_of_a_difference_is_well_formed_and_holds_every_part():
+    plan = small_plan()
+    whole = tuple(tensor._replace(sharding=((), ())) if "layers" in tensor.path else tensor for tensor in plan.inputs)
+    changes = {"inputs": whole, "collectives": plan.collectives[2:], "notes": ("a <b>",), "mode": "data_parallel"}
+    text = "".join(read(plan.diff(small_plan(**changes))._repr_html_()).words)
+    for words in ("stored: parameter", "state/layers/*/w", "all_gather over data", "data_parallel", "+ a <b>"):
+        assert words in text
+    assert "The plans are equal." in plan.diff(plan)._repr_html_()
