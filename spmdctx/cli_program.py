@@ -57,7 +57,9 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     planning.add_argument("--strategies", choices=("auto", "none", "megatron", "pins"), default="auto", help=_STRATEGIES_HELP)
     planning.add_argument("--strategy", metavar="hand|searched|FILE", help=_STRATEGY_HELP)
     planning.add_argument("--model-parallel", type=_positive, metavar="N", help="slices of the weights in them (default: 2 or 1)")
-    planning.add_argument("--topology", metavar="NAME", help="machine that costs are predicted for, such as tpu-v5p, h100 or cpu")
+    planning.add_argument(
+        "--topology", metavar="NAME", help="machine that costs are predicted for: tpu-v5p, h100, cpu, ..., or a file that calibrate wrote"
+    )
     memory = planning.add_mutually_exclusive_group()
     memory.add_argument("--memory-gib", type=float, metavar="N", help="memory budget per device")
     memory.add_argument("--memory-bytes", type=_positive, metavar="N", help="the same in bytes")

@@ -161,14 +161,15 @@ def environment(options: StepOptions, context: AutoParallelContext) -> Environme
         count = device_count(context, len(devices)) if options.mesh is None else options.mesh.num_devices
     chosen, notes = options.topology, options.notes
     if chosen is None:
-        chosen, guess = _default_topology(devices[0])
+        chosen, guess = default_topology(devices[0])
         notes = (*notes, *guess)
     mesh = options.mesh if count > 1 else None
     settings = Settings(context, count, mesh, chosen, options.memory_bytes, options.strict, options.layerwise_parallel)
     return Environment(settings, devices, notes)
 
 
-def _default_topology(device: Any) -> tuple[Topology, tuple[str, ...]]:
+def default_topology(device: Any) -> tuple[Topology, tuple[str, ...]]:
+    """The preset for a device, and a note where it is a guess."""
     kind = str(getattr(device, "device_kind", "cpu")).lower()
     for word, name in _KINDS:
         if word in kind:

@@ -19,7 +19,7 @@ ROWS = (
     ("step",),
     ("api",),
     ("shard",),
-    ("models",),
+    ("models", "calibrate"),
     ("cli",),
 )
 """Units from the lowest row to the highest; a module imports its own unit and lower rows."""

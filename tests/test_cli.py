@@ -14,7 +14,7 @@ from spmdctx.cli import main
 from spmdctx.plan import Plan
 
 SMALL = ["--layers", "1", "--seq", "12", "--batch-size", "8"]
-COMMANDS = ("train", "plan", "explain", "audit", "diff", "verify", "strategies")
+COMMANDS = ("train", "plan", "explain", "audit", "diff", "verify", "strategies", "calibrate")
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

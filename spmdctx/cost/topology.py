@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
+
+import yaml
 
 from spmdctx.errors import ContextError, message
 
@@ -211,18 +217,77 @@ PRESETS: dict[str, Topology] = {
 }
 
 
-def topology(name: str | Topology) -> Topology:
-    """The preset called `name` ("tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu"), or the topology given.
+def topology(name: str | os.PathLike[str] | Topology) -> Topology:
+    """The preset called `name` ("tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu"), the topology in a file, or the one given.
+
+    Args:
+        name: A preset, the path of a JSON or YAML file with the fields of a Topology (`spmdctx calibrate` writes one), or a Topology.
 
     Raises:
-        ContextError: No preset has that name.
-        TypeError: `name` is neither a name nor a Topology.
+        ContextError: No preset has that name, or the file holds no topology.
+        OSError: The file cannot be read.
+        TypeError: `name` is none of these.
     """
     if isinstance(name, Topology):
         return name
-    if not isinstance(name, str):
-        raise TypeError(message("topology must be the name of a preset or a Topology.", got=type(name).__name__))
-    preset = PRESETS.get(name)
-    if preset is None:
-        raise ContextError(f"There is no topology preset called {name!r}.", need=", ".join(PRESETS), fix="or pass a cost.Topology")
-    return preset
+    if not isinstance(name, str | os.PathLike):
+        raise TypeError(message("topology must be the name of a preset, a path or a Topology.", got=type(name).__name__))
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is not None:
+        return preset
+    if os.fspath(name).endswith(_SUFFIXES):
+        return read_topology(name)
+    raise ContextError(
+        f"There is no topology preset called {name!r}.",
+        need=", ".join(PRESETS),
+        fix="or pass a cost.Topology, or the path of a .json or .yaml file",
+    )
+
+
+_SUFFIXES = (".json", ".yaml", ".yml")
+
+
+def read_topology(path: str | os.PathLike[str]) -> Topology:
+    """Reads a Topology from a JSON or YAML file.
+
+    Raises:
+        ContextError: The file is damaged, has other fields, or fields of wrong types.
+        OSError: The file cannot be read.
+    """
+    where = os.fspath(path)
+    with open(where, encoding="utf-8") as file:
+        try:
+            content = yaml.safe_load(file)  # JSON is YAML
+        except yaml.YAMLError as error:
+            raise ContextError("The topology file is neither JSON nor YAML.", where=where) from error
+    known = {field.name: field for field in dataclasses.fields(Topology)}
+    if not isinstance(content, dict) or not set(content) <= set(known):
+        got = ", ".join(map(str, set(content) - set(known))) if isinstance(content, dict) else type(content).__name__
+        raise ContextError("The file holds no topology.", where=where, got=got, need=", ".join(known))
+    missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in content]
+    if missing:
+        raise ContextError("The topology file lacks fields.", where=where, need=", ".join(missing))
+    try:
+        return Topology(**{name: _field_value(known[name].type, value) for name, value in content.items()})
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ContextError):
+            raise
+        raise ContextError("The topology file has a field of a wrong type.", where=where, got=str(error)) from error
+
+
+def _field_value(kind: object, value: Any) -> Any:
+    """A field as its annotation has it; YAML reads 1e9 as text."""
+    if kind in ("float", "int"):
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise TypeError(f"{value!r} is no number")
+        return float(value) if kind == "float" else int(float(value))
+    if kind == "bool" and not isinstance(value, bool):
+        raise TypeError(f"{value!r} is not true or false")
+    return Interconnect(value) if kind == "Interconnect" else value
+
+
+def topology_text(found: Topology, *, as_json: bool = False) -> str:
+    """The topology as YAML or JSON, as `read_topology` takes it."""
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    fields["interconnect"] = found.interconnect.value
+    return json.dumps(fields, indent=2) + "\n" if as_json else yaml.safe_dump(fields, sort_keys=False)
