@@ -6,9 +6,10 @@
 4. spread    the cuts spread through the other ops as in propagation
 5. polish    parameters change together with their optimizer state (`recursive_storage`), slots one by one (`propagation`)
 6. compare   the same with rounds that prefer to cut weights on the last axis, for as long as that gets cheaper
-7. budget    the cheapest plan that fits, split further where none does: `recursive_memory`
+7. refine    in the two cheapest, activations move together with the weights around them (`recursive_regions`)
+8. budget    the cheapest plan that fits, split further where none does: `recursive_memory`
 
-Where the user set mem_coeff, the cuts of step 2 stand: there is no step 6, and an op that was not cut is computed whole.
+Where the user set mem_coeff, the cuts of step 2 stand: there are no steps 6 and 7, and an op that was not cut is computed whole.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.propagation import Spreader, free_loose_values, settle
 from spmdctx.search.recursive_fold import Folded, fold_program
 from spmdctx.search.recursive_mesh import join_axes, joined_mesh, round_mesh, translate_all
-from spmdctx.search.recursive_regions import activation_regions, settle_regions
+from spmdctx.search.recursive_regions import Region, activation_regions, settle_regions
 from spmdctx.search.recursive_rounds import Decided, decide, log_rounds, main_ops
 from spmdctx.search.recursive_shared import SharedPrice
 from spmdctx.search.recursive_storage import Block, settle_blocks, storage_blocks
@@ -38,7 +39,8 @@ DEFAULT_MEM_COEFF = 0.1
 _WEIGHTS_FIRST = 1e6
 """A mem_coeff that cuts rows only where nothing else can be cut."""
 
-_POLISH_ROUNDS = 2
+_REFINED, _REFINEMENTS = 2, 2
+"""How many of the plans are refined, and how often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class Outcome(NamedTuple):
     state: list[int]
     fixed: set[int]
     time_s: float
+    is_first: bool = False
 
 
 class Recursive:
@@ -108,13 +111,18 @@ class Recursive:
         self.folded: Folded = fold_program(self.space, setup)
         self._small = Space(self.folded.graph, setup.mesh, topology, self.folded.loose, options.limits)
         self._blocks: list[Block] = storage_blocks(self._small)
-        first = self._polished(*self._rounds(setup))
-        self.outcomes = [first]
-        for other in () if options.binding else self._others(setup):
-            cheaper = other.time_s < self.outcomes[0].time_s * (1 - max(1e-6, options.limits.tolerance))
-            self.outcomes.insert(0 if cheaper else len(self.outcomes), other)
+        self._regions: list[Region] = activation_regions(self._small, main_ops(self.folded.graph), self._blocks)
+        self.outcomes = [self._polished(*self._rounds(setup))._replace(is_first=True)]
         if not options.binding:
-            self.outcomes[0] = self._regrouped(self.outcomes[0])
+            self.outcomes += self._others(setup)
+            self.outcomes.sort(key=self._merit)
+            self.outcomes[:_REFINED] = [self._refined(outcome) for outcome in self.outcomes[:_REFINED]]
+            self.outcomes.sort(key=self._merit)
+
+    def _merit(self, outcome: Outcome) -> float:
+        """Seconds; the plan of the rounds stays first where another one is better by no more than the tolerance."""
+        margin = max(1e-6, self._options.limits.tolerance) if outcome.is_first else 0.0
+        return outcome.time_s * (1 - margin)
 
     def _rounds(self, setup: Setup) -> tuple[Space, Setup, Spreader]:
         """Steps 2 to 4."""
@@ -187,27 +195,23 @@ class Recursive:
             yield (LogicalMesh.of((total // columns, columns)), 1) if columns < total else (LogicalMesh.of((total,)), 1)
 
     def _polished(self, space: Space, setup: Setup, spreader: Spreader) -> Outcome:
-        """Step 5."""
-        state, fixed = spreader.state, spreader.fixed
-        for _ in range(_POLISH_ROUNDS):
-            moved = settle_blocks(space, state, fixed, self._blocks)
-            settle(space, state, fixed, {})
-            if not moved:
-                break
-        free_loose_values(space, state, fixed)
-        return Outcome(space, setup, state, fixed, SharedPrice(space).seconds(state, range(len(space.op_slots))))
+        """Step 5: stored tensors, then single slots."""
+        settle_blocks(space, spreader.state, spreader.fixed, self._blocks)
+        settle(space, spreader.state, spreader.fixed, {})
+        return self._priced(space, setup, spreader.state, spreader.fixed)
 
-    def _regrouped(self, outcome: Outcome) -> Outcome:
-        """Activations and the weights around them move together, then everything settles again."""
-        space, setup, state, fixed, _ = outcome
+    def _refined(self, outcome: Outcome) -> Outcome:
+        """Step 7: activations move with the weights around them, then everything settles again."""
+        space, setup, state, fixed, _, is_first = outcome
         prices = SharedPrice(space)
-        regions = activation_regions(space, main_ops(space.graph), self._blocks)
-        for _ in range(_POLISH_ROUNDS):
-            moved = settle_regions(space, state, fixed, regions, self._blocks, prices)
-            if not moved:
+        for _ in range(_REFINEMENTS):
+            moved = settle_regions(space, state, fixed, self._regions, self._blocks, prices)
+            if not (settle_blocks(space, state, fixed, self._blocks) or moved):
                 break
-            settle_blocks(space, state, fixed, self._blocks)
             settle(space, state, fixed, {})
+        return self._priced(space, setup, state, fixed)._replace(is_first=is_first)
+
+    def _priced(self, space: Space, setup: Setup, state: list[int], fixed: set[int]) -> Outcome:
         free_loose_values(space, state, fixed)
         return Outcome(space, setup, state, fixed, SharedPrice(space).seconds(state, range(len(space.op_slots))))
 

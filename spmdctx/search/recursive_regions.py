@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from spmdctx.ir import TensorSharding
-from spmdctx.search.propagation import keeps_dimensions
+from spmdctx.search.algo import is_elementwise
 from spmdctx.search.recursive_shared import SharedPrice
 from spmdctx.search.recursive_storage import Block, rules_of
 from spmdctx.search.space import NO_SLOT, Space
@@ -33,7 +33,7 @@ class _Move(NamedTuple):
 def activation_regions(space: Space, mains: Sequence[int], blocks: Sequence[Block]) -> list[Region]:
     """The regions of what the given ops make, in their order, without stored tensors."""
     stored = {slot for block in blocks for slot in block.slots}
-    simple = [keeps_dimensions(rule) for rule in rules_of(space)]
+    simple = [is_elementwise(rule) for rule in rules_of(space)]
     is_main = frozenset(mains)
     seen: set[int] = set()
     regions = []
@@ -75,7 +75,7 @@ def settle_regions(
         best_state: list[tuple[int, int]] = []
         best_gain = 0.0
         for number in _options(space, state, region):
-            move = _apply(space, state, region, number, block_of)
+            move = _apply(space, state, region, number, block_of, prices)
             after = prices.seconds(state, move.ops)
             applied = [(slot, state[slot]) for slot, _ in move.before]
             for slot, old in move.before:
@@ -109,18 +109,35 @@ def _moved(space: Space, base: TensorSharding) -> Iterator[TensorSharding]:
             yield (*rest[:dim], (*rest[dim], *moving), *rest[dim + 1 :])
 
 
-def _apply(space: Space, state: list[int], region: Region, number: int, block_of: dict[int, Block]) -> _Move:
-    """Moves the region, and the blocks of the weights next to it to what its main ops then make of them."""
-    before: dict[int, int] = {}
+def _apply(space: Space, state: list[int], region: Region, number: int, block_of: dict[int, Block], prices: SharedPrice) -> _Move:
+    """Moves the region; the blocks of the weights next to it follow where that is cheaper."""
+    before = {slot: state[slot] for slot in region.slots}
     ops = dict.fromkeys(region.ops)
-
-    def put(slots: Sequence[int], new: int) -> None:
-        for slot in slots:
-            before.setdefault(slot, state[slot])
+    for slot in region.slots:
+        state[slot] = number
+    for block, wishes in _wishes(space, state, region, block_of).values():
+        ops.update(dict.fromkeys(block.ops))
+        old = [state[slot] for slot in block.slots]
+        before.update(zip(block.slots, old, strict=True))
+        best, best_s = old, prices.seconds(state, block.ops)
+        for wish in wishes:
+            for slot in block.slots:
+                state[slot] = block.to_slot(space, slot, wish)
+            time_s = prices.seconds(state, block.ops)
+            if time_s < best_s:
+                best, best_s = [state[slot] for slot in block.slots], time_s
+        for slot, new in zip(block.slots, best, strict=True):
             state[slot] = new
+    return _Move(tuple(before.items()), tuple(ops))
 
-    put(region.slots, number)
+
+_Wishes = dict[int, tuple[Block, dict[TensorSharding, None]]]
+
+
+def _wishes(space: Space, state: list[int], region: Region, block_of: dict[int, Block]) -> _Wishes:
+    """The blocks next to a region, by their first slot, and what the region's main ops make of them."""
     members = frozenset(region.slots)
+    found: _Wishes = {}
     for index in region.mains:
         rule = space.graph.ops[index].rule
         sides = list(zip(space.op_slots[index], (*rule.operands, *rule.results), strict=True))
@@ -129,6 +146,5 @@ def _apply(space: Space, state: list[int], region: Region, number: int, block_of
         for slot, dims in sides:
             block = block_of.get(slot)
             if block is not None:
-                put(block.slots, space.number(project(dims, axes)))
-                ops.update(dict.fromkeys(block.ops))
-    return _Move(tuple(before.items()), tuple(ops))
+                found.setdefault(block.slots[0], (block, {}))[1][block.to_base(slot, project(dims, axes))] = None
+    return found

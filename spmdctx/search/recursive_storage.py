@@ -19,15 +19,28 @@ _STORED = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE)
 
 
 class Block(NamedTuple):
-    """Slots of one shape that are linked by element-wise ops.
+    """Slots that are linked by element-wise ops and transposes.
 
+    `orders` says per slot which dimension of the first one each of its dimensions is.
     `copies` are the slots that are made of parameters alone, `parameters` those of the parameters; `ops` are all ops around.
     """
 
     slots: tuple[int, ...]
+    orders: dict[int, tuple[int, ...]]
     parameters: frozenset[int]
     copies: frozenset[int]
     ops: tuple[int, ...]
+
+    def to_slot(self, space: Space, slot: int, base: TensorSharding) -> int:
+        """The number of a slot's sharding for one of the block."""
+        return space.number(tuple([base[dim] for dim in self.orders[slot]]))
+
+    def to_base(self, slot: int, sharding: TensorSharding) -> TensorSharding:
+        """The block's sharding for one of a slot."""
+        found: list[AxisNames] = [()] * len(sharding)
+        for dim, names in zip(self.orders[slot], sharding, strict=True):
+            found[dim] = names
+        return tuple(found)
 
     def parts(self) -> list[tuple[int, ...]]:
         """The sets of slots that may change together, the largest first."""
@@ -39,7 +52,7 @@ class Block(NamedTuple):
 def storage_blocks(space: Space) -> list[Block]:
     """A block per parameter or other stored tensor with dimensions, in the order of the arguments."""
     graph = space.graph
-    simple = [keeps_dimensions(rule) for rule in rules_of(space)]
+    simple = [keeps_dimensions(rule) or _transposes(rule) for rule in rules_of(space)]
     parameters = frozenset([space.slot_of[value] for value in graph.inputs if graph.values[value].role is Role.PARAMETER])
     owner: dict[int, int] = {}
     blocks = []
@@ -59,32 +72,54 @@ def rules_of(space: Space) -> list[OpRule]:
     return [by_id[kind.rule] for kind in space.kinds]
 
 
+def _transposes(rule: OpRule) -> bool:
+    if not len(rule.operands) == len(rule.results) == 1:
+        return False
+    (operand,), (result,) = rule.operands, rule.results
+    return sorted(operand) == sorted(result) and all(len(dims) == 1 for dims in operand) and len(set(operand)) == len(operand)
+
+
 def _grow(space: Space, start: int, simple: list[bool], known: frozenset[int], owner: dict[int, int]) -> Block:
-    shape = space.shapes[start]
     owner[start] = start
-    slots, pending, around = [start], [start], dict[int, None]()
-    while pending and len(slots) <= _LARGEST:
-        for index in space.neighbours[pending.pop()]:
+    orders = {start: tuple(range(len(space.shapes[start])))}
+    pending, around = [start], dict[int, None]()
+    while pending and len(orders) <= _LARGEST:
+        current = pending.pop()
+        for index in space.neighbours[current]:
             if index in around:
                 continue
             around[index] = None
             if simple[space.kind_of[index]]:
-                for slot in space.op_slots[index]:
-                    if slot != NO_SLOT and slot not in owner and space.shapes[slot] == shape:
+                for slot, order in _linked(space, index, current, orders[current]):
+                    if slot not in owner:
                         owner[slot] = start
-                        slots.append(slot)
+                        orders[slot] = order
                         pending.append(slot)
     ops = tuple(sorted(around))
-    members = frozenset(slots)
-    parameters = known & members
-    return Block(tuple(sorted(slots)), parameters, _copies(space, ops, parameters, members), ops)
+    slots = (start, *sorted(slot for slot in orders if slot != start))
+    parameters = known & frozenset(slots)
+    return Block(slots, orders, parameters, _copies(space, ops, parameters, frozenset(slots)), ops)
+
+
+def _linked(space: Space, index: int, current: int, order: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The other tensors of a simple op with the same dimensions, and the order of these."""
+    rule, slots = space.graph.ops[index].rule, space.op_slots[index]
+    sides = (*rule.operands, *rule.results)
+    own = sides[slots.index(current)]
+    for slot, dims in zip(slots, sides, strict=True):
+        if slot == NO_SLOT or len(dims) != len(own) or not dims:
+            continue
+        if dims == own and space.shapes[slot] == space.shapes[current]:
+            yield slot, order
+        elif dims != own and sorted(dims) == sorted(own):
+            yield slot, tuple([order[own.index(factors)] for factors in dims])
 
 
 def _copies(space: Space, ops: tuple[int, ...], parameters: frozenset[int], members: frozenset[int]) -> frozenset[int]:
     found = set(parameters)
     for index in ops:
         op = space.graph.ops[index]
-        if op.primitive != "convert_element_type":
+        if op.primitive not in ("convert_element_type", "transpose"):
             continue
         operands = [space.slot_of[value] for value in op.operands if value != LITERAL and space.graph.values[value].shape]
         results = [space.slot_of[value] for value in op.results]
@@ -125,14 +160,14 @@ def _best_move(space: Space, state: list[int], block: Block) -> dict[int, int]:
     before = [state[slot] for slot in block.slots]
     best: dict[int, int] = {}
     best_s = _seconds(space, state, block.ops)
-    for number in options(space, state, block):
+    for base in options(space, state, block):
         for part in block.parts():
             for slot in part:
-                state[slot] = number
+                state[slot] = block.to_slot(space, slot, base)
             time_s = _seconds(space, state, block.ops)
             if time_s < best_s * (1 - 1e-6):
                 best_s = time_s
-                best = {place: number for place, slot in enumerate(block.slots) if state[slot] == number}
+                best = {place: state[slot] for place, slot in enumerate(block.slots)}
             for slot, old in zip(block.slots, before, strict=True):
                 state[slot] = old
     return best
@@ -143,15 +178,13 @@ def _seconds(space: Space, state: list[int], ops: Sequence[int]) -> float:
     return sum([choose(index, state).time_s * all_ops[index].repeats for index in ops])
 
 
-def options(space: Space, state: list[int], block: Block) -> list[int]:
-    """Numbers of the shardings to try: those in the block, and each of them with more axes on some dimension."""
-    found: dict[int, None] = dict.fromkeys(state[slot] for slot in block.slots)
+def options(space: Space, state: list[int], block: Block) -> list[TensorSharding]:
+    """The shardings to try: those in the block, and each of them with more axes on some dimension."""
+    found = dict.fromkeys(block.to_base(slot, space.shardings[state[slot]]) for slot in block.slots)
     shape = space.shapes[block.slots[0]]
-    for number in list(found):
-        base = space.shardings[number]
+    for base in list(found):
         for extra in _free_axes(space, base):
-            for longer in _extended(space, shape, base, extra):
-                found[space.number(longer)] = None
+            found.update(dict.fromkeys(_extended(space, shape, base, extra)))
     return list(found)
 
 
