@@ -118,7 +118,17 @@ def explain_data(explanation: Explanation) -> dict[str, Any]:
         for one in explanation.tensors
     ]
     ops = [{**op._asdict(), "rule": str(op.rule)} for op in explanation.ops]
-    return {"pattern": explanation.pattern, "tensors": tensors, "ops": ops, "collectives": _collectives_data(explanation.collectives)}
+    kinds = [
+        {
+            "op": kind.op.name,
+            "split": kind.op.sharding,
+            "num_runs": kind.num_runs,
+            "alternatives": [row._asdict() for row in kind.alternatives],
+        }
+        for kind in explanation.op_kinds
+    ]
+    collectives = _collectives_data(explanation.collectives)
+    return {"pattern": explanation.pattern, "tensors": tensors, "ops": ops, "op_kinds": kinds, "collectives": collectives}
 
 
 def vars_of(row: Any) -> dict[str, Any]:

@@ -134,9 +134,10 @@ def _op_kinds(plan: Plan, ops: Sequence[int]) -> Iterator[OpExplanation]:
 
 
 def _instead(plan: Plan, found: Sequence[Alternative]) -> Iterator[Instead]:
-    """Alternatives as rows; what would flip the choice is worked out for the runner-up."""
+    """Alternatives as rows; what would flip the choice is worked out for the runner-up, and for what is faster but does not fit."""
     for position, row in enumerate(found):
-        flips = () if position or plan.alternatives is None else tuple(map(flip_text, plan.alternatives.flips(row)))
+        asked = plan.alternatives is not None and (position == 0 or row.delta_s < 0)
+        flips = tuple(map(flip_text, plan.alternatives.flips(row))) if plan.alternatives is not None and asked else ()
         split = "" if row.axes is None else sharding_text(OpSharding(row.axes)) or "nothing"
         yield Instead(row.sharding, row.delta_s, row.delta_bytes, split, row.num_moved, flips)
 
@@ -148,7 +149,8 @@ def flip_text(flip: Flip) -> str:
         return f"with links {side} {flip.value / 1e9:.3g} GB/s (now {(flip.now or 0) / 1e9:.3g} GB/s)"
     if flip.figure == "memory_bytes":
         now = "no budget" if flip.now is None else bytes_text(flip.now)
-        return f"with memory_bytes {side} {bytes_text(flip.value)} (now {now}), where what is chosen no longer fits"
+        what = "what is chosen no longer fits" if flip.below else "this fits"
+        return f"with memory_bytes {side} {bytes_text(flip.value)} (now {now}), where {what}"
     return f"at a batch of {flip.value:.0f} (now {flip.now:.0f}): {seconds_text(-flip.delta_s)} faster there"
 
 

@@ -84,15 +84,15 @@ def _instead_lines(rows: Sequence[Instead], first: str, names: Sequence[str], se
         )
         along = f"; {row.num_moved} other tensors move along" if row.num_moved else ""
         yield f"  {label:<9} {name}: {time}, {memory} per device{' each' if several else ''}{along}"
-        if position == 0 and first == "runner-up":
-            yield from _flip_lines(row)
+        if first == "runner-up":
+            yield from _flip_lines(row, tried=position == 0)
 
 
-def _flip_lines(row: Instead) -> Iterator[str]:
-    """What would make the runner-up win; what was tried where nothing does."""
+def _flip_lines(row: Instead, *, tried: bool) -> Iterator[str]:
+    """What would make a row win; what was tried where nothing does."""
     for position, text in enumerate(row.flips):
         yield f"  {'it wins' if position == 0 else '':<9} {text}"
-    if not row.flips and row.extra_s > 0:
+    if tried and not row.flips and row.extra_s > 0:
         yield "  it wins   nowhere: not with links 64 times as fast or slow, nor a batch 16 times as large or small, nor any budget"
 
 

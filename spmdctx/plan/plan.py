@@ -254,10 +254,11 @@ class Plan:
         return diff_plans(self, other)
 
     def explain(self, pattern: str) -> Explanation:
-        """Why the arguments, results and ops that match `pattern` are split as they are.
+        """Why the arguments or ops that match `pattern` are split as they are, the runner-up, and what would make it win.
 
         Args:
-            pattern: part of a path ("layers/3/attn/q"), a glob over whole paths ("*/attn/*"), or an op's name or source line.
+            pattern: part of a path ("layers/3/attn/q"), a glob over whole paths ("*/attn/*"), or an op's primitive
+                ("dot_general"), name scope or source line ("model.py:41").
         """
         from spmdctx.plan.explain import explain_plan
 

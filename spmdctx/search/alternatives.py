@@ -102,7 +102,7 @@ class PricedAlternatives:
     _known: dict[tuple[str, int], tuple[Alternative, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def of_value(self, value: int) -> tuple[Alternative, ...]:
-        """The best other shardings of a value, the fastest first."""
+        """The best other shardings of a value, the fastest first; behind them those that do not fit the budget."""
         key = ("value", value)
         if key not in self._known:
             options: list[_Option] = [({value: sharding}, None) for sharding in self._around.options(value)]
@@ -110,17 +110,24 @@ class PricedAlternatives:
         return self._known[key]
 
     def of_op(self, op: int) -> tuple[Alternative, ...]:
-        """The best other ways to split an op, the fastest first."""
+        """The best other ways to split an op, the fastest first; behind them those that do not fit the budget."""
         key = ("op", op)
         if key not in self._known:
             results = self.graph.ops[op].results
             self._known[key] = tuple(self._priced(results[0], op, list(self._ways(op)))) if results else ()
         return self._known[key]
 
+    def fits(self, alternative: Alternative) -> bool:
+        """Whether the alternative keeps to the budget, where the plan does."""
+        limit = self.memory_bytes
+        return limit is None or alternative.bill.memory_bytes <= max(limit, self._bill.memory_bytes)
+
     def flips(self, alternative: Alternative) -> tuple[Flip, ...]:
         """What would make the alternative the better choice; nothing where it already is."""
         if alternative.delta_s <= 0:
-            return ()
+            if self.fits(alternative):
+                return ()
+            return (Flip("memory_bytes", False, float(alternative.bill.memory_bytes), self.memory_bytes, alternative.delta_s),)
         found = [*self._memory_flips(alternative), *self._bandwidth_flips(alternative), *self._batch_flips(alternative)]
         return tuple(found)
 
@@ -142,7 +149,9 @@ class PricedAlternatives:
         quick = sorted(options, key=lambda option: self._around.move(option[0], polish=False)[0])[:MAX_POLISHED]
         polished = [(*self._around.move(wanted), wanted, axes) for wanted, axes in quick]
         found: dict[tuple[TensorSharding, FactorAxes | None], Alternative] = {}
-        for _, changes, wanted, axes in sorted(polished, key=lambda row: row[0])[:MAX_PRICED]:
+        for _, changes, wanted, axes in sorted(polished, key=lambda row: row[0]):
+            if sum(map(self.fits, found.values())) >= MAX_PRICED or len(found) >= 2 * MAX_PRICED:
+                break
             if self.force is not None:
                 assignment = self.force({} if op is not None else wanted, {op: axes} if op is not None and axes is not None else {})
             else:
@@ -151,8 +160,10 @@ class PricedAlternatives:
             if op is not None and axes is not None and self.force is None and own != axes:
                 assignment = _with_axes(assignment, op, axes)
                 own = axes
-            found.setdefault((assignment.values[value], own), self._alternative(value, own, assignment))
-        return sorted(found.values(), key=lambda row: (row.delta_s, row.delta_bytes, row.sharding))
+            key = (assignment.values[value], own)
+            if key not in found:
+                found[key] = self._alternative(value, own, assignment)
+        return sorted(found.values(), key=lambda row: (not self.fits(row), row.delta_s, row.delta_bytes, row.sharding))
 
     def _alternative(self, value: int, axes: FactorAxes | None, assignment: Assignment) -> Alternative:
         bill = self._price(assignment)

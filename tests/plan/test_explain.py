@@ -123,6 +123,19 @@ def test_only_the_runner_up_is_asked_what_would_flip_it():
     assert [len(row.flips) for row in one.alternatives] == [3, 0]
 
 
+def test_what_is_faster_but_does_not_fit_says_which_budget_it_needs():
+    class Tight(FakeAlternatives):
+        def of_value(self, value):
+            return [*super().of_value(value), self._row((("data",), ()), None, -1e-3, 2**30, 0)]
+
+        def flips(self, alternative):
+            return (Flip("memory_bytes", False, 2.0 * 2**30, 2**30, -1e-3),) if alternative.delta_s < 0 else ()
+
+    text = str(small_plan(alternatives=Tight()).explain("layers/1/w"))
+    assert "[data, -]: 1.00 ms faster, 1.00 GiB more per device" in text
+    assert "it wins   with memory_bytes above 2.00 GiB (now 1.00 GiB), where this fits" in text
+
+
 def test_where_nothing_flips_the_choice_it_says_what_was_tried():
     assert "it wins   nowhere: not with links 64 times" in str(small_plan(alternatives=FakeAlternatives()).explain("layers/1/w"))
 

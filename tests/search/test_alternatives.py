@@ -158,6 +158,22 @@ def test_an_alternative_that_saves_memory_wins_where_the_plan_no_longer_fits():
         assert flip.value == row.bill.memory_bytes - row.delta_bytes
 
 
+def test_what_is_faster_but_does_not_fit_comes_last_and_says_what_it_needs():
+    program, assignment = problem()
+    free = alternatives(program, assignment)
+    slim = free.of_value(program.graph.inputs[0])[0].assignment
+    budget = price(program.graph, program.scopes, program.loose, (), slim, MESH, H100).memory_bytes
+    tight = alternatives(program, slim, memory_bytes=budget)
+    rows = [row for value in program.graph.inputs for row in tight.of_value(value)]
+    too_large = [row for row in rows if row.bill.memory_bytes > budget]
+    assert too_large
+    for value in program.graph.inputs:
+        fitting = [tight.fits(row) for row in tight.of_value(value)]
+        assert fitting == sorted(fitting, reverse=True)
+    (flip,) = tight.flips(too_large[0]._replace(delta_s=-1e-6))
+    assert (flip.figure, flip.below, flip.value, flip.now) == ("memory_bytes", False, too_large[0].bill.memory_bytes, budget)
+
+
 def test_nothing_flips_what_is_faster_already(made):
     _, _, found = made
     row = found.of_value(0)[0]._replace(delta_s=-1.0)
