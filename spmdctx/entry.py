@@ -11,7 +11,6 @@ import jax
 
 from spmdctx.direct import OtherArgumentsError, direct_call, signature
 from spmdctx.errors import UnsupportedError
-from spmdctx.insight import with_alternatives
 from spmdctx.lowering.compile import CompiledProgram, jit_program
 from spmdctx.lowering.xla_options import compile_options
 from spmdctx.mesh_scope import auto_axes, has_explicit_type, has_mesh_type
@@ -59,8 +58,7 @@ class Entry:
     def planned(self) -> Planned:
         """The plan with what lowering needs."""
         captured = replace(self.captured, notes=(*self.captured.notes, *self._notes))
-        settings = self.environment.settings
-        return with_alternatives(planned_with_files(captured, settings), captured, settings)
+        return planned_with_files(captured, self.environment.settings)
 
     @property
     def plan(self) -> Plan:

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from spmdctx.ir import Role
-from spmdctx.planner import Planned, Settings
+from spmdctx.plan.plan import Plan
+from spmdctx.planner import Planned, Settings, plan_program
 from spmdctx.search.alternatives import PricedAlternatives
 from spmdctx.trace.capture import Captured
 
 _FREE_BATCH = "auto_parallel"
 
 
-def with_alternatives(planned: Planned, captured: Captured, settings: Settings) -> Planned:
-    """The plan with its alternatives, where its search has not given it any; takes no time until one is asked for."""
-    if planned.plan.alternatives is not None or planned.mesh.num_devices == 1:
-        return planned
+def with_insight(planned: Planned, captured: Captured, settings: Settings) -> Planned:
+    """The plan with its alternatives and a way to plan again, where its search has given it none; nothing is computed yet."""
+    plan = planned.plan
+    if plan.replan is None:
+        plan = replace(plan, replan=Replanner(captured, settings))
+    if plan.alternatives is None and planned.mesh.num_devices > 1:
+        plan = replace(plan, alternatives=_alternatives(planned, captured, settings))
+    return replace(planned, plan=plan)
+
+
+@dataclass(frozen=True)
+class Replanner:
+    """Plans a captured step again for another budget or number of devices; the plan that comes out can be asked alike."""
+
+    captured: Captured
+    settings: Settings
+
+    def __call__(self, *, memory_bytes: int | None = None, num_devices: int | None = None) -> Plan:
+        """The plan for this budget per device (None for no budget) on so many devices (None for as many as before).
+
+        Raises:
+            InfeasibleError: no plan fits.
+            StrategyError: the user's strategies do not fit the number of devices.
+        """
+        old = self.settings
+        count = old.num_devices if num_devices is None else num_devices
+        mesh = old.mesh if count == old.num_devices else None
+        context = old.context.replace(device_num=count) if old.context.is_set("device_num") else old.context
+        settings = replace(old, context=context, num_devices=count, mesh=mesh, memory_bytes=memory_bytes)
+        return with_insight(plan_program(self.captured, settings), self.captured, settings).plan
+
+
+def _alternatives(planned: Planned, captured: Captured, settings: Settings) -> PricedAlternatives:
     program, graph = planned.program, planned.program.graph
-    found = PricedAlternatives(
+    return PricedAlternatives(
         graph=graph,
         scopes=program.scopes,
         loose=program.loose,
@@ -30,7 +60,6 @@ def with_alternatives(planned: Planned, captured: Captured, settings: Settings) 
         forced=frozenset(region.op for region in program.manual),
         memory_bytes=settings.memory_bytes,
     )
-    return replace(planned, plan=replace(planned.plan, alternatives=found))
 
 
 def _pinned(planned: Planned, captured: Captured, settings: Settings) -> frozenset[int]:

@@ -57,7 +57,7 @@ def no_search(monkeypatch):
         raise AssertionError("a search runs")
 
     monkeypatch.setattr(strategy_files, "plan_program", refuse)
-    monkeypatch.setattr(planner, "propagate", refuse)
+    monkeypatch.setattr(planner, "search", refuse)
 
 
 def test_a_loaded_plan_is_the_saved_one_byte_for_byte_and_nothing_is_searched(file, tmp_path, no_search):
