@@ -1,0 +1,24 @@
+"""Which ops read float32 values in the matrix unit's own precision, so that the values may be communicated in it (XLA on TPU)."""
+
+from __future__ import annotations
+
+from spmdctx.ir import Graph, item_bytes
+from spmdctx.search.rewrites import LAYOUT
+from spmdctx.search.space import MATRIX_PRODUCTS
+
+NARROW_BYTES = item_bytes("bfloat16")
+
+
+def narrow_readers(graph: Graph) -> bytearray:
+    """Per op, 1 for matrix products, and for changes of layout of which only such ops read the result."""
+    wide = bytearray(len(graph.values) + 1)
+    for value in graph.outputs:
+        wide[value] = 1
+    found = bytearray(len(graph.ops))
+    for op in reversed(graph.ops):
+        if op.primitive in MATRIX_PRODUCTS or (op.primitive in LAYOUT and not wide[op.results[0]]):
+            found[op.id] = 1
+        else:
+            for value in op.operands:
+                wide[value] = 1
+    return found
