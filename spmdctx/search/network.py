@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from spmdctx.ir import Role
 from spmdctx.search.fold import Fold, fold
+from spmdctx.search.narrowing import narrow_readers
 from spmdctx.search.overlap import Sides, sides
 from spmdctx.search.space import MATRIX_PRODUCTS, NO_SLOT, Space
 from spmdctx.search.states import ADDITIONS, Joins
@@ -31,11 +32,15 @@ class Source(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """An edge: `source` hands a value to operand `position` of `target`; slot and use nodes take at position 0."""
+    """An edge: `source` hands a value to operand `position` of `target`; slot and use nodes take at position 0.
+
+    A `narrow` one communicates float32 values as bfloat16.
+    """
 
     source: Source
     target: int
     position: int
+    narrow: bool
 
 
 class Load(NamedTuple):
@@ -192,12 +197,12 @@ def _add_uses(network: Network) -> None:
 
 def _add_carries(network: Network, found: Sides) -> None:
     space, folded, scopes = network.space, network.folded, network.scopes
-    loose, slot_class = space.loose_slots, folded.slot_class
+    loose, ops = space.loose_slots, space.graph.ops
+    narrow = narrow_readers(space.graph) if space.topology.narrows_matrix_operands else bytearray(len(ops))
     sources: dict[int, Source] = {}
-    gathers = {value for value in range(len(space.graph.values)) if found.weights[value]}
-    exposed = 1.0 - space.topology.gather_overlap
     fed: set[tuple[int, int]] = set()
-    for index, op in enumerate(space.graph.ops):
+    exposed = [1.0 - space.topology.gather_overlap if weight else 1.0 for weight in found.weights]
+    for index, op in enumerate(ops):
         node = folded.op_class[index]
         if node < 0:
             continue
@@ -210,18 +215,27 @@ def _add_carries(network: Network, found: Sides) -> None:
             source = sources.get(value)
             if source is None:
                 source = sources[value] = _source(network, value)
+            slim = bool(narrow[index]) and space.graph.values[value].dtype == "float32"
+            weight = op.repeats * exposed[value]
             use = network.uses.get((value, scopes[index])) if product else None
             if use is not None:
                 if (value, scopes[index]) not in fed:
                     fed.add((value, scopes[index]))
-                    _count(network, Carry(source, use, 0), op.repeats * (exposed if value in gathers else 1.0), value)
+                    _count(network, Carry(source, use, 0, slim), weight, value)
                 source = Source(use, 0)
-            _count(network, Carry(source, node, position), op.repeats * (exposed if value in gathers else 1.0), value)
-        for result, value in enumerate(op.results):
-            slot = slots[len(op.operands) + result]
-            target = network.slot_nodes.get(slot_class[slot]) if slot not in loose else None
-            if target is not None:
-                _count(network, Carry(Source(node, result), target, 0), op.repeats * (exposed if value in gathers else 1.0), value)
+            _count(network, Carry(source, node, position, slim), weight, value)
+        _add_results(network, index, exposed)
+
+
+def _add_results(network: Network, index: int, exposed: list[float]) -> None:
+    """Edges from an op to the slots that decide where its results are stored."""
+    space, folded = network.space, network.folded
+    op, slots = space.graph.ops[index], space.op_slots[index]
+    for result, value in enumerate(op.results):
+        slot = slots[len(op.operands) + result]
+        target = network.slot_nodes.get(folded.slot_class[slot]) if slot not in space.loose_slots else None
+        if target is not None:
+            _count(network, Carry(Source(folded.op_class[index], result), target, 0, False), op.repeats * exposed[value], value)
 
 
 def _count(network: Network, carry: Carry, weight: float, value: int) -> None:

@@ -16,7 +16,7 @@ from spmdctx.search.transfer import project
 _PASSED = frozenset({"spmdctx_shard", "sharding_constraint", "name"})
 """Ops that are nothing in the compiled program."""
 
-_LAYOUT = _PASSED | {"reshape", "squeeze", "expand_dims", "transpose", "copy"}
+LAYOUT = _PASSED | {"reshape", "squeeze", "expand_dims", "transpose", "copy"}
 
 _FARTHEST = 100
 """Element-wise ops that a slice is followed through; chains between two matrix products are shorter."""
@@ -54,7 +54,7 @@ class Readers:
             if sharding is not None and sharding != self.taken(op, op.operands.index(value)):
                 continue
             found = True
-            if op.primitive not in MATRIX_PRODUCTS and not (op.primitive in _LAYOUT and self.are_matrix_products(op.results[0])):
+            if op.primitive not in MATRIX_PRODUCTS and not (op.primitive in LAYOUT and self.are_matrix_products(op.results[0])):
                 return False
         return found
 

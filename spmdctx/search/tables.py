@@ -13,6 +13,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.ir import Assignment, Op, OpSharding, TensorSharding, item_bytes
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.modes import Setup
+from spmdctx.search.narrowing import NARROW_BYTES
 from spmdctx.search.network import Carry, Network, Node
 from spmdctx.search.pins import PinnedDims
 from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Problem
@@ -113,10 +114,11 @@ class Tables:
         stored, taken = source.stored[carry.source.result], target.taken[carry.position]
         known = self.space.graph.values[value]
         unreduced = self._unreduced(source, target)
-        key = (id(stored), id(taken), known.shape, known.dtype, weight, unreduced)
+        size = NARROW_BYTES if carry.narrow else item_bytes(known.dtype)
+        key = (id(stored), id(taken), known.shape, size, weight, unreduced)
         table = self._edges.get(key)
         if table is None:
-            table = self._seconds(known.shape, known.dtype)[np.ix_(stored, taken)] * weight
+            table = self._seconds(known.shape, size)[np.ix_(stored, taken)] * weight
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
             self._edges[key] = table
@@ -137,12 +139,12 @@ class Tables:
         misfit |= (given[:, None] != 0) & (stored[:, None] != taken[None, :])
         return np.where(misfit, np.inf, table)
 
-    def _seconds(self, shape: tuple[int, ...], dtype: str) -> FloatArray:
-        key = (shape, dtype)
+    def _seconds(self, shape: tuple[int, ...], size: int) -> FloatArray:
+        key = (shape, size)
         known = self._reshard_s.get(key)
         if known is None:
             table = reshard_table(domain(self.space.mesh, shape), self.space.topology)
-            known = self._reshard_s[key] = table.fixed_s + table.s_per_byte * (item_bytes(dtype) * math.prod(shape))
+            known = self._reshard_s[key] = table.fixed_s + table.s_per_byte * (size * math.prod(shape))
         return known
 
     def assignment(self, states: tuple[int, ...], mode: str) -> Assignment:
