@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from spmdctx.ir import Role
 from spmdctx.plan.plan import Plan
-from spmdctx.planner import Planned, Settings, plan_program
+from spmdctx.planner import Planned, Settings, certify, plan_program
 from spmdctx.search.alternatives import PricedAlternatives
 from spmdctx.trace.capture import Captured
 
@@ -18,6 +19,8 @@ def with_insight(planned: Planned, captured: Captured, settings: Settings) -> Pl
     plan = planned.plan
     if plan.replan is None:
         plan = replace(plan, replan=Replanner(captured, settings))
+    if plan.certifier is None and settings.context.parallel_mode == "auto_parallel" and planned.mesh.num_devices > 1:
+        plan = replace(plan, certifier=partial(certify, plan, captured, settings))
     if plan.alternatives is None and planned.mesh.num_devices > 1:
         plan = replace(plan, alternatives=_alternatives(planned, captured, settings))
     return replace(planned, plan=plan)

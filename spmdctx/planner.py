@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
 from spmdctx.context import AutoParallelContext
@@ -16,7 +16,7 @@ from spmdctx.ir import LITERAL, Assignment, Role
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedTensor, Reshard, Timing
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.dynamic import Step
+from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
 from spmdctx.search.modes import ManualSpecs, Request, Setup, ValuePin
 from spmdctx.search.price import Bill, price
 from spmdctx.search.select import SearchOptions, search
@@ -59,15 +59,29 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
     with _no_garbage_collection():
         program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
         request = _request(program, captured, settings)
-        donated = frozenset([value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if leaf.donated])
-        step = Step(program.graph, program.scopes, program.loose, donated)
-        setup, assignment, lower_bound_s = search(step, request, _search_options(settings))
+        step = _step(program, captured)
+        setup, assignment, bound_s = search(step, request, _search_options(settings))
         written = [row for region in program.manual for row in region.collectives]
-        bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology, donated)
+        bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology, step.donated)
         notes = _notes(program, captured, setup, settings, assignment, bill)
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
-        plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing, lower_bound_s)
+        plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing, bound_s)
     return Planned(plan, program, assignment, setup.mesh)
+
+
+def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
+    """A plan of auto_parallel with what dynamic programming proves of it."""
+    with _no_garbage_collection():
+        program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
+        options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo))
+        request = _request(program, captured, settings)
+        bound = lower_bound_s(_step(program, captured), request, settings.topology, options, plan.logical_mesh)
+    return replace(plan, lower_bound_s=bound, gap=plan.cost.total_s / bound - 1 if bound else 0.0)
+
+
+def _step(program: Program, captured: Captured) -> Step:
+    donated = frozenset([value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if leaf.donated])
+    return Step(program.graph, program.scopes, program.loose, donated)
 
 
 @contextmanager
@@ -213,7 +227,7 @@ def _assemble(
     bill: Bill,
     notes: tuple[str, ...],
     timing: Timing,
-    lower_bound_s: float | None,
+    bound_s: float | None,
 ) -> Plan:
     graph, context = program.graph, settings.context
     inputs = tuple(
@@ -248,8 +262,8 @@ def _assemble(
         notes=notes,
         timing=timing,
         memory_profile=bill.memory_profile,
-        lower_bound_s=lower_bound_s,
-        gap=None if lower_bound_s is None else (bill.compute_s + bill.communication_s) / lower_bound_s - 1,
+        lower_bound_s=bound_s,
+        gap=_cost(bill).total_s / bound_s - 1 if bound_s else None,
     )
 
 

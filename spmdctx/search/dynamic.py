@@ -84,9 +84,8 @@ class Shortfall(NamedTuple):
 def plan_dynamic(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> Found | Shortfall:
     """The cheapest assignment over all meshes that may be tried, which are the user's where he or his strategies name one."""
     searcher = Searcher(step, topology, options)
-    first = prepare(step.graph, request)
-    if request.mesh is not None or request.marks or request.value_pins or request.manual:
-        return searcher.search(first)
+    if mesh_is_fixed(request):
+        return searcher.search(prepare(step.graph, request))
     best: Found | None = None
     least: Shortfall | None = None
     bound = float("inf")
@@ -102,6 +101,21 @@ def plan_dynamic(step: Step, request: Request, topology: Topology, options: Dyna
         assert least is not None
         return least
     return best._replace(lower_bound_s=bound)
+
+
+def lower_bound_s(step: Step, request: Request, topology: Topology, options: DynamicOptions, mesh: LogicalMesh) -> float:
+    """What no assignment goes below, on the meshes that the search would try or on `mesh`; memory plays no part."""
+    searcher = Searcher(step, topology, replace(options, memory_bytes=None))
+    meshes = [mesh]
+    if not mesh_is_fixed(request):
+        meshes += [other for other in candidate_meshes(request.num_devices, topology, options.max_axes) if other != mesh]
+    found = [searcher.search(prepare(step.graph, replace(request, mesh=other))) for other in meshes]
+    return min(one.lower_bound_s for one in found if isinstance(one, Found))
+
+
+def mesh_is_fixed(request: Request) -> bool:
+    """Whether the user or his strategies name a mesh."""
+    return request.mesh is not None or bool(request.marks or request.value_pins or request.manual)
 
 
 class Searcher:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir import item_bytes
-from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, plan_dynamic
+from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, mesh_is_fixed, plan_dynamic
 from spmdctx.search.memory import step_memory
 from spmdctx.search.modes import Request
 
@@ -55,7 +55,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 def _enough_devices(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> int | None:
     """The first doubling of the devices on which the budget is met; None where the user's code fixes the mesh, or none does."""
-    if request.mesh is not None or request.marks or request.value_pins or request.manual:
+    if mesh_is_fixed(request):
         return None
     count = request.num_devices * 2
     while count <= _MOST_DEVICES:
