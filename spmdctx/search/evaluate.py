@@ -6,7 +6,8 @@
 A value that several matrix products of one computation read goes through one sharding `u`: min over u of
 R(stored -> u) + sum R(u -> wanted). Where the compiler merges partial sums, two unreduced terms that only an addition reads are
 added first and reduced once, and a sum may be scattered to where its readers take slices of it. The share of weight gathers and gradient
-reductions that hides behind compute (`overlap`) is left out.
+reductions that hides behind compute (`overlap`) is left out. Where the compiler narrows operands of matrix products, float32 values
+that are moved for products alone move as bfloat16.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.overlap import sides
+from spmdctx.search.rewrites import LAYOUT
 from spmdctx.search.roofline import compute_time_s, local_bytes
 from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
 from spmdctx.search.transfer import partial_axes, project
@@ -48,6 +50,7 @@ class _Read(NamedTuple):
     wanted: TensorSharding
     repeats: int
     scope: int | None
+    bytes: int
 
 
 class _Partial(NamedTuple):
@@ -117,6 +120,29 @@ def candidates_gather_s(graph: Graph, op: Op, value: int, payload: int, axes: Ax
     return sum(collective_time_s("all_gather", count * size, axes, mesh, topology) for size in sizes)
 
 
+def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
+    """Bytes per element in which an op (first of the pair) is brought a value (second)."""
+    readers: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for value in op.operands:
+            readers.setdefault(value, []).append(op)
+
+    def is_for_products(op: Op) -> bool:
+        if op.primitive in LAYOUT:
+            result = op.results[0]
+            return result not in graph.outputs and all(is_for_products(reader) for reader in readers.get(result, ()))
+        return op.primitive in MATRIX_PRODUCTS
+
+    found = {}
+    for op in graph.ops:
+        narrow = topology.narrows_matrix_operands and is_for_products(op)
+        for value in op.operands:
+            if value != LITERAL:
+                dtype = graph.values[value].dtype
+                found[op.id, value] = item_bytes("bfloat16" if narrow and dtype == "float32" else dtype)
+    return found
+
+
 class Eligible:
     """Which values of a graph can be handed on unreduced: those that one op reads, untied, and that nobody pinned."""
 
@@ -178,12 +204,13 @@ class _Evaluator:
 
     def _reads(self, scopes: Sequence[int]) -> dict[int, list[_Read]]:
         reads: dict[int, list[_Read]] = {}
+        sizes = read_bytes(self.graph, self.topology)
         for op in self.ops:
             axes = self.assignment.ops[op.id].axes
             scope = scopes[op.id] if op.primitive in MATRIX_PRODUCTS else None
             for value, dims in zip(op.operands, op.rule.operands, strict=True):
                 if value != LITERAL and value not in self.free:
-                    reads.setdefault(value, []).append(_Read(project(dims, axes), op.repeats, scope))
+                    reads.setdefault(value, []).append(_Read(project(dims, axes), op.repeats, scope, sizes[op.id, value]))
         return reads
 
     def _partial_results(self) -> dict[int, _Partial | None]:
@@ -254,7 +281,7 @@ class _Evaluator:
         seconds = 0.0
         for read in reads:
             if read.scope is None:
-                seconds += self._reshard(value, source, read.wanted) * read.repeats
+                seconds += self._reshard(value, source, read.wanted, read.bytes) * read.repeats
             else:
                 products.setdefault(read.scope, []).append(read)
         return seconds + sum(self._shared(value, source, own) for own in products.values())
@@ -264,23 +291,23 @@ class _Evaluator:
         if all(read.wanted == source for read in reads):
             return 0.0
         if len(reads) == 1:
-            return self._reshard(value, source, reads[0].wanted) * reads[0].repeats
+            return self._reshard(value, source, reads[0].wanted, reads[0].bytes) * reads[0].repeats
         known = self.graph.values[value]
         key = (known.shape, known.dtype, self.sides.weights[value], source, *reads)
         if key not in self.memo:
             self.memo[key] = min(
-                self._reshard(value, source, use) * reads[0].repeats
-                + sum(self._reshard(value, use, read.wanted) * read.repeats for read in reads)
+                self._reshard(value, source, use, reads[0].bytes) * reads[0].repeats
+                + sum(self._reshard(value, use, read.wanted, read.bytes) * read.repeats for read in reads)
                 for use in all_shardings(known.shape, self.mesh)
             )
         return self.memo[key]
 
-    def _reshard(self, value: int, source: TensorSharding, target: TensorSharding) -> float:
+    def _reshard(self, value: int, source: TensorSharding, target: TensorSharding, size: int = 0) -> float:
         if source == target:
             return 0.0
         known = self.graph.values[value]
         exposed = 1.0 - self.sides.gather_share(value, self.topology)
-        return reshard_time_s(known.shape, item_bytes(known.dtype), source, target, self.mesh, self.topology) * exposed
+        return reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology) * exposed
 
 
 def tied_with(graph: Graph, values: frozenset[int]) -> frozenset[int]:

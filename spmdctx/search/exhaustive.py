@@ -22,7 +22,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, OpRule, OpSharding, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, replicated
 from spmdctx.search.algo import AlgoLimits, is_elementwise
-from spmdctx.search.evaluate import ADDITIONS, Eligible, all_shardings, candidates_gather_s, reductions, tied_with
+from spmdctx.search.evaluate import ADDITIONS, Eligible, all_shardings, candidates_gather_s, read_bytes, reductions, tied_with
 from spmdctx.search.exhaustive_tables import Elimination
 from spmdctx.search.overlap import sides
 from spmdctx.search.pins import PinnedDims
@@ -134,6 +134,7 @@ class _Everything:
         self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
         self.pinned = tied_with(graph, frozenset(conditions.pins))
         self.sides = sides(graph)
+        self.read_bytes = read_bytes(graph, topology)
         self.sums = self._sums()
         self.places: dict[int, list[Place]] = {}
         self.ways: dict[int, list[Way]] = {}
@@ -208,7 +209,7 @@ class _Everything:
                 shardings = self.uses[value, scope] = list(all_shardings(self.graph.values[value].shape, self.mesh))
                 self.tables.add_variable(("use", value, scope), len(shardings))
                 slot = self.slot_of[value]
-                table = self._moves(value, [place.sharding for place in self.places[slot]], shardings)
+                table = self._moves(ops[0], value, [place.sharding for place in self.places[slot]], shardings)
                 self.tables.add_table((("slot", slot), ("use", value, scope)), table * ops[0].repeats)
 
     def _add_op(self, op: Op) -> None:
@@ -248,10 +249,10 @@ class _Everything:
         wanted = [project(dims, way.axes) for way in ways]
         key = (value, self.scopes[op.id])
         if op.primitive in MATRIX_PRODUCTS and key in self.uses:
-            self.tables.add_table((("use", *key), ("op", op.id)), self._moves(value, self.uses[key], wanted) * op.repeats)
+            self.tables.add_table((("use", *key), ("op", op.id)), self._moves(op, value, self.uses[key], wanted) * op.repeats)
             return
         places = self.places[self.slot_of[value]]
-        table = self._moves(value, [place.sharding for place in places], wanted) * op.repeats
+        table = self._moves(op, value, [place.sharding for place in places], wanted) * op.repeats
         for row, place in enumerate(places):
             for column, way in enumerate(ways):
                 taken = way.unreduced if value in self.sums else frozenset()
@@ -306,18 +307,19 @@ class _Everything:
             fits |= same.reshape(len(ways), *(len(self.places[slot]) if other == number else 1 for other in range(len(slots))))
         self.tables.add_table((("op", op.id), *(("slot", slot) for slot in slots)), np.where(fits, 0.0, np.inf))
 
-    def _moves(self, value: int, sources: Sequence[TensorSharding], targets: Sequence[TensorSharding]) -> NDArray[np.float64]:
-        known = self.graph.values[value]
-        key = (known.shape, known.dtype, self.sides.weights[value], tuple(sources), tuple(targets))
+    def _moves(self, op: Op, value: int, sources: Sequence[TensorSharding], targets: Sequence[TensorSharding]) -> NDArray[np.float64]:
+        """Seconds in which `op` is brought a value from each source to each target."""
+        known, size = self.graph.values[value], self.read_bytes[op.id, value]
+        key = (known.shape, size, self.sides.weights[value], tuple(sources), tuple(targets))
         if key not in self.memo:
-            self.memo[key] = np.array([[self._reshard(value, source, target) for target in targets] for source in sources])
+            self.memo[key] = np.array([[self._reshard(value, source, target, size) for target in targets] for source in sources])
         return self.memo[key].copy()
 
-    def _reshard(self, value: int, source: TensorSharding, target: TensorSharding) -> float:
+    def _reshard(self, value: int, source: TensorSharding, target: TensorSharding, size: int = 0) -> float:
         if source == target:
             return 0.0
         known, exposed = self.graph.values[value], 1.0 - self.sides.gather_share(value, self.topology)
-        return reshard_time_s(known.shape, item_bytes(known.dtype), source, target, self.mesh, self.topology) * exposed
+        return reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology) * exposed
 
     def _assignment(self, chosen: Mapping[object, int]) -> Assignment:
         ops = [OpSharding(((),) * len(op.rule.sizes)) for op in self.graph.ops]

@@ -10,7 +10,7 @@ import numpy as np
 from spmdctx.cost.reshard_table import reshard_table
 from spmdctx.domains import axis_codes, domain
 from spmdctx.errors import UnsupportedError
-from spmdctx.ir import Assignment, Op, OpSharding, TensorSharding, item_bytes
+from spmdctx.ir import LITERAL, Assignment, Op, OpSharding, TensorSharding, item_bytes
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.modes import Setup
 from spmdctx.search.narrowing import NARROW_BYTES
@@ -88,7 +88,9 @@ class Tables:
         space, op = self.space, self.space.graph.ops[node.member]
         shapes = shapes_of(space.graph, op)
         forced = self.forced.get(op.id)
-        key = (space.kind_of[op.id], tuple(shapes), op.flops, forced, node.joins, node.hidden)
+        # The kind of an op says nothing of its operands' types, on which its bytes depend.
+        dtypes = tuple([space.graph.values[value].dtype for value in op.operands if value != LITERAL])
+        key = (space.kind_of[op.id], tuple(shapes), dtypes, op.flops, forced, node.joins, node.hidden)
         known = self._memo.get(key)
         if known is None:
             if forced is None:
