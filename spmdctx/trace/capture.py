@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -207,7 +209,8 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
     paths = [_path(target, static, leaf.keys) for leaf in flattening.leaves]
     avals = [abstract(leaf.value, path) for leaf, path in zip(flattening.leaves, paths, strict=True)]
     donated = [target.donated.holds(_argument(static, leaf.keys)) for leaf in flattening.leaves]
-    traced = _trace(target, static, flattening, avals, donated)
+    with _naming(paths, target):
+        traced = _trace(target, static, flattening, avals, donated)
     roles, carried, notes = _roles(target, static, flattening, traced)
     inputs = tuple(
         InputLeaf(path, tuple(aval.shape), str(aval.dtype), role, given, leaf.names)
@@ -256,6 +259,23 @@ def _trace(target: Target, static: Static, flattening: Flattening, avals: list[A
 
     jaxpr = without_high_primitives(jax.make_jaxpr(flat)(*[shape_of(aval) for aval in avals]))
     return _Traced(jaxpr, results, kept)
+
+
+@contextmanager
+def _naming(paths: Sequence[str], target: Target) -> Iterator[None]:
+    """Errors of the trace name the user's arguments and function in place of the flat ones that JAX was given."""
+    try:
+        yield
+    except Exception as error:
+        error.args = tuple([_named(text, paths, target) if isinstance(text, str) else text for text in error.args])
+        raise
+
+
+def _named(text: str, paths: Sequence[str], target: Target) -> str:
+    text = re.sub(r"\bleaves\[(\d+)\]", lambda found: paths[int(found[1])] if int(found[1]) < len(paths) else found[0], text)
+    code = getattr(target.fn, "__code__", None)
+    place = f"{target.name} at {code.co_filename}:{code.co_firstlineno}" if code is not None else target.name
+    return re.sub(rf"\bflat at {re.escape(__file__)}:\d+", lambda _: place, text)
 
 
 def abstract(value: Any, path: str) -> Any:

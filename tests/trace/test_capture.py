@@ -367,3 +367,24 @@ def test_positions_must_be_ints(value):
 def test_numpy_arguments_get_the_dtype_that_jax_gives_them():
     captured = capture(lambda x, n: x * n, (np.zeros((8, 4)), np.int64(3)))
     assert [leaf.dtype for leaf in captured.inputs] == ["float32", "int32"]
+
+
+def _branching(params, batch):
+    return params["w"] if batch[0].max() > params["w"].sum() else params["b"]
+
+
+def test_an_error_of_the_trace_names_the_users_arguments_and_function():
+    params = {"b": jnp.ones(4), "w": jnp.ones(4)}
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        capture(_branching, (params, [jnp.ones(4)]))
+    text = str(caught.value)
+    assert "params/w and batch/0" in text or "batch/0 and params/w" in text
+    assert f"_branching at {__file__}" in text
+
+
+def test_an_error_of_the_trace_names_variables_of_nnx_objects():
+    def step(model, x):
+        return jnp.ones(model.kernel[...].astype(int)[0, 0])
+
+    with pytest.raises(TypeError, match="model/kernel"):
+        capture(step, (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.ones(4)))
