@@ -100,6 +100,7 @@ class PricedAlternatives:
     memory_bytes: int | None = None
     force: Force | None = None
     _known: dict[tuple[str, int], tuple[Alternative, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _batches: dict[Fraction, tuple[Graph, float] | None] = field(default_factory=dict, compare=False, repr=False)
 
     def of_value(self, value: int) -> tuple[Alternative, ...]:
         """The best other shardings of a value, the fastest first; behind them those that do not fit the budget."""
@@ -224,26 +225,24 @@ class PricedAlternatives:
         size = batch_size(self.graph)
         for below in (False, True):
             scales = [1 / scale if below else scale for scale in BATCH_SCALES] if size else []
-            while scales and scales[-1] not in self._scaled:
+            while scales and self._scaled(scales[-1]) is None:
                 scales.pop()
-            if not scales or self._delta_at(scales[-1], alternative) >= 0:
-                continue
-            scale, delta_s = next((scale, delta_s) for scale in scales if (delta_s := self._delta_at(scale, alternative)) < 0)
-            yield Flip("batch", below, float(size * scale), size, delta_s)
+            deltas = ((scale, self._delta_at(scale, alternative)) for scale in scales)
+            if scales and self._delta_at(scales[-1], alternative) < 0:
+                scale, delta_s = next(row for row in deltas if row[1] < 0)
+                yield Flip("batch", below, float(size * scale), size, delta_s)
 
     def _delta_at(self, scale: Fraction, alternative: Alternative) -> float:
-        graph, total_s = self._scaled[scale]
-        return _total_s(self._price(alternative.assignment, graph)) - total_s
+        """What the alternative costs more than the plan with another batch; 0 where there is no such batch."""
+        scaled = self._scaled(scale)
+        return 0.0 if scaled is None else _total_s(self._price(alternative.assignment, scaled[0])) - scaled[1]
 
-    @cached_property
-    def _scaled(self) -> dict[Fraction, tuple[Graph, float]]:
-        """The step with other batches, and what the plan costs there; sizes that do not divide are left out."""
-        found = {}
-        for scale in (*BATCH_SCALES, *(1 / scale for scale in BATCH_SCALES)):
+    def _scaled(self, scale: Fraction) -> tuple[Graph, float] | None:
+        """The step with another batch, and what the plan costs there; None where the batch does not divide."""
+        if scale not in self._batches:
             graph = with_batch(self.graph, scale)
-            if graph is not None:
-                found[scale] = (graph, _total_s(self._price(self.assignment, graph)))
-        return found
+            self._batches[scale] = None if graph is None else (graph, _total_s(self._price(self.assignment, graph)))
+        return self._batches[scale]
 
 
 def _moved_axes(own: FactorAxes, splittable: Collection[bool], names: Iterable[str]) -> Iterator[FactorAxes]:
