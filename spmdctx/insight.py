@@ -11,8 +11,6 @@ from spmdctx.planner import Planned, Settings, certify, plan_program
 from spmdctx.search.alternatives import PricedAlternatives
 from spmdctx.trace.capture import Captured
 
-_FREE_BATCH = "auto_parallel"
-
 
 def with_insight(planned: Planned, captured: Captured, settings: Settings) -> Planned:
     """The plan with its alternatives and a way to plan again, where its search has given it none; nothing is computed yet."""
@@ -69,7 +67,7 @@ def _pinned(planned: Planned, captured: Captured, settings: Settings) -> frozens
     """Values whose sharding the user or the mode fixed."""
     program, context = planned.program, settings.context
     pinned = {mark.value for mark in program.marks if mark.strategy is not None} | {pin.value for pin in program.user_pins}
-    batch_is_free = context.parallel_mode == _FREE_BATCH and not context.batch_is_pinned
+    batch_is_free = context.parallel_mode == "auto_parallel" and not context.batch_is_pinned
     for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True):
         if leaf.metadata is not None or leaf.layerwise or (leaf.role is Role.BATCH and not batch_is_free):
             pinned.add(value)

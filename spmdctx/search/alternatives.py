@@ -99,8 +99,8 @@ class PricedAlternatives:
     forced: frozenset[int] = frozenset()
     memory_bytes: int | None = None
     force: Force | None = None
-    _known: dict[tuple[str, int], tuple[Alternative, ...]] = field(default_factory=dict, compare=False, repr=False)
-    _batches: dict[Fraction, tuple[Graph, float] | None] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[tuple[str, int], tuple[Alternative, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _batches: dict[Fraction, tuple[Graph, float] | None] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of_value(self, value: int) -> tuple[Alternative, ...]:
         """The best other shardings of a value, the fastest first; behind them those that do not fit the budget."""
