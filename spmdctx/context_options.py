@@ -304,7 +304,6 @@ OPTIONS: tuple[Option, ...] = (
         "",
         _AUTO,
         "The search suggests a stage count between 1 and pipeline_stages.",
-        built=False,
     ),
     Option(
         "grad_accumulation_step",

@@ -149,6 +149,7 @@ def _search_options(settings: Settings) -> SearchOptions:
         memory_bytes=settings.memory_bytes,
         limits=AlgoLimits.of(context.algo),
         mem_coeff=context.mem_coeff,
+        max_stages=context.pipeline_stages if context.auto_pipeline else 0,
     )
 
 

@@ -8,6 +8,9 @@
 6. compare   the same with rounds that prefer to cut weights on the last axis, for as long as that gets cheaper
 7. refine    in the two cheapest, activations move together with the weights around them (`recursive_regions`)
 8. budget    the cheapest plan that fits, split further where none does: `recursive_memory`
+9. stages    a stage count for a pipeline, where the user asked for one: `recursive_stages`
+
+`recursive_plan` takes all steps, this file 1 to 7.
 
 Where the user set mem_coeff, the cuts of step 2 stand: there are no steps 6 and 7, and an op that was not cut is computed whole.
 """
@@ -20,7 +23,7 @@ from typing import NamedTuple
 
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import StrategyError
-from spmdctx.ir import Assignment, AxisNames, Graph, OpSharding, Role
+from spmdctx.ir import Assignment, AxisNames, Graph, OpSharding
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.modes import Request, Setup, prepare
@@ -50,11 +53,15 @@ class RecursiveOptions:
     Attributes:
         mem_coeff: price of cutting the rows of a matrix product, against 1 for its other edges.
         binding: whether the cuts that follow from it stand against the common price.
+        memory_bytes: budget per device, None for none.
+        max_stages: pipeline stages to suggest at most; 0 to suggest none.
         limits: parameters of the search.
     """
 
     mem_coeff: float = DEFAULT_MEM_COEFF
     binding: bool = False
+    memory_bytes: int | None = None
+    max_stages: int = 0
     limits: AlgoLimits = field(default_factory=AlgoLimits)
 
 
@@ -91,7 +98,9 @@ class Outcome(NamedTuple):
 
 
 class Recursive:
-    """The search on one program; `outcomes` are all plans that were compared, the chosen one first.
+    """The search on one program.
+
+    `outcomes` are all plans that were compared, the cheapest first, on the `folded` program, whose stored tensors are in `blocks`.
 
     Args:
         graph: the traced step.
@@ -110,8 +119,8 @@ class Recursive:
         self.space = Space(graph, setup.mesh, topology, loose, options.limits)
         self.folded: Folded = fold_program(self.space, setup)
         self._small = Space(self.folded.graph, setup.mesh, topology, self.folded.loose, options.limits)
-        self._blocks: list[Block] = storage_blocks(self._small)
-        self._regions: list[Region] = activation_regions(self._small, main_ops(self.folded.graph), self._blocks)
+        self.blocks: list[Block] = storage_blocks(self._small)
+        self._regions: list[Region] = activation_regions(self._small, main_ops(self.folded.graph), self.blocks)
         self.outcomes = [self._polished(*self._rounds(setup))._replace(is_first=True)]
         if not options.binding:
             self.outcomes += self._others(setup)
@@ -196,22 +205,23 @@ class Recursive:
 
     def _polished(self, space: Space, setup: Setup, spreader: Spreader) -> Outcome:
         """Step 5: stored tensors, then single slots."""
-        settle_blocks(space, spreader.state, spreader.fixed, self._blocks)
+        settle_blocks(space, spreader.state, spreader.fixed, self.blocks)
         settle(space, spreader.state, spreader.fixed, {})
-        return self._priced(space, setup, spreader.state, spreader.fixed)
+        return self.priced(space, setup, spreader.state, spreader.fixed)
 
     def _refined(self, outcome: Outcome) -> Outcome:
         """Step 7: activations move with the weights around them, then everything settles again."""
         space, setup, state, fixed, _, is_first = outcome
         prices = SharedPrice(space)
         for _ in range(_REFINEMENTS):
-            moved = settle_regions(space, state, fixed, self._regions, self._blocks, prices)
-            if not (settle_blocks(space, state, fixed, self._blocks) or moved):
+            moved = settle_regions(space, state, fixed, self._regions, self.blocks, prices)
+            if not (settle_blocks(space, state, fixed, self.blocks) or moved):
                 break
             settle(space, state, fixed, {})
-        return self._priced(space, setup, state, fixed)._replace(is_first=is_first)
+        return self.priced(space, setup, state, fixed)._replace(is_first=is_first)
 
-    def _priced(self, space: Space, setup: Setup, state: list[int], fixed: set[int]) -> Outcome:
+    def priced(self, space: Space, setup: Setup, state: list[int], fixed: set[int]) -> Outcome:
+        """A state with what depends on no input placed for its readers, and its price."""
         free_loose_values(space, state, fixed)
         return Outcome(space, setup, state, fixed, SharedPrice(space).seconds(state, range(len(space.op_slots))))
 
@@ -232,23 +242,6 @@ class Recursive:
         return Assignment(tuple(rest), tuple([space.shardings[state[slot]] for slot in space.slot_of]), MODE)
 
 
-def plan_recursive(
-    graph: Graph, request: Request, topology: Topology, loose: frozenset[int], options: RecursiveOptions
-) -> tuple[Setup, Assignment]:
-    """Finds the mesh, where the user gave none, and an assignment on it; arguments and errors as for `Recursive`.
-
-    Returns:
-        The set-up on the mesh that was found, and the assignment.
-    """
-    if request.num_devices == 1:
-        return prepare(graph, request), _whole(graph)
-    search = Recursive(graph, request, topology, loose, options)
-    best = search.outcomes[0]
-    # The batch lies as the plan has it; nobody asked for anything else.
-    seeds = {value: axes for value, axes in best.setup.seeds.items() if graph.values[value].role is not Role.BATCH}
-    return replace(best.setup, seeds=seeds), search.assignment(best)
-
-
 def _prepare(graph: Graph, request: Request) -> tuple[Setup, bool]:
     """The set-up on one axis per round; on the user's own axes where he has any, which are then not joined either."""
     if request.mesh is not None or request.manual or any(pin.mesh_axes for pin in request.value_pins):
@@ -257,11 +250,6 @@ def _prepare(graph: Graph, request: Request) -> tuple[Setup, bool]:
         return prepare(graph, replace(request, mesh=round_mesh(request.num_devices))), True
     except StrategyError:
         return prepare(graph, request), False
-
-
-def _whole(graph: Graph) -> Assignment:
-    ops = tuple([OpSharding(((),) * len(op.rule.sizes)) for op in graph.ops])
-    return Assignment(ops, tuple([((),) * len(value.shape) for value in graph.values]), MODE)
 
 
 def _same(mesh: LogicalMesh) -> dict[str, tuple[str, AxisNames]]:

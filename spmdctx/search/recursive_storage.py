@@ -183,19 +183,21 @@ def options(space: Space, state: list[int], block: Block) -> list[TensorSharding
     found = dict.fromkeys(block.to_base(slot, space.shardings[state[slot]]) for slot in block.slots)
     shape = space.shapes[block.slots[0]]
     for base in list(found):
-        for extra in _free_axes(space, base):
-            found.update(dict.fromkeys(_extended(space, shape, base, extra)))
+        for extra in free_axes(space, base):
+            found.update(dict.fromkeys(lengthened(space, shape, base, extra)))
     return list(found)
 
 
-def _free_axes(space: Space, base: TensorSharding) -> Iterator[AxisNames]:
+def free_axes(space: Space, base: TensorSharding) -> Iterator[AxisNames]:
+    """Every set of axes that a sharding does not use, the largest first."""
     used = {name for names in base for name in names}
     free = [name for name in space.mesh.names if name not in used]
     for count in range(len(free), 0, -1):
         yield from combinations(free, count)
 
 
-def _extended(space: Space, shape: tuple[int, ...], base: TensorSharding, extra: AxisNames) -> Iterator[TensorSharding]:
+def lengthened(space: Space, shape: tuple[int, ...], base: TensorSharding, extra: AxisNames) -> Iterator[TensorSharding]:
+    """A sharding with more axes on each dimension that they divide."""
     sizes = [size // space.mesh.num_slices(names) for size, names in zip(shape, base, strict=True)]
     parts = space.mesh.num_slices(extra)
     for dim in range(len(shape)):

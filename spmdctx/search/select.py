@@ -12,20 +12,22 @@ from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, plan_dynamic
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.propagation import propagate
-from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions, plan_recursive
+from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions
+from spmdctx.search.recursive_plan import plan_recursive
 from spmdctx.search.shortfall import infeasible
 from spmdctx.search.space import Space
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search. `search_mode` is empty where the parallel mode leaves nothing to search."""
+    """How to search. `search_mode` is empty where the parallel mode leaves nothing to search; `max_stages` 0 suggests no pipeline."""
 
     search_mode: str
     topology: Topology
     memory_bytes: int | None = None
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     mem_coeff: float = DEFAULT_MEM_COEFF
+    max_stages: int = 0
 
 
 class Chosen(NamedTuple):
@@ -44,9 +46,7 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
         InfeasibleError: a budget that cannot be met.
     """
     if request.num_devices > 1 and options.search_mode == "recursive_programming":
-        coeff = options.mem_coeff
-        own = RecursiveOptions(mem_coeff=coeff, binding=coeff != DEFAULT_MEM_COEFF, limits=options.limits)
-        return Chosen(*plan_recursive(step.graph, request, options.topology, step.loose, own))
+        return Chosen(*_recursive(step, request, options))
     if request.num_devices > 1 and options.search_mode == "dynamic_programming":
         return _dynamic(step, request, options)
     setup = prepare(step.graph, request)
@@ -54,6 +54,17 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
         return Chosen(setup, _whole(step.graph, request.parallel_mode))
     space = Space(step.graph, setup.mesh, options.topology, step.loose, options.limits)
     return Chosen(setup, propagate(space, setup.pins, setup.forced, setup.seeds, setup.one_way))
+
+
+def _recursive(step: Step, request: Request, options: SearchOptions) -> tuple[Setup, Assignment]:
+    own = RecursiveOptions(
+        mem_coeff=options.mem_coeff,
+        binding=options.mem_coeff != DEFAULT_MEM_COEFF,
+        memory_bytes=options.memory_bytes,
+        max_stages=options.max_stages,
+        limits=options.limits,
+    )
+    return plan_recursive(step.graph, step.scopes, request, options.topology, step.loose, step.donated, own)
 
 
 def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
