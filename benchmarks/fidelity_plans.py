@@ -26,7 +26,15 @@ MODELS = ("llama", "mlp", "transformer", "moe", "vit")
 MESHES = ((4, 2), (2, 4), (1, 8))
 SEEDS = (0, 1, 2)
 MIN_RANK, MIN_BYTES, MAX_MEMORY = 0.9, 0.95, 0.15
-LLAMA = {"vocab_size": 2048, "width": 1024, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "hidden": 2816, "max_seq": 512}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 2048,
+    "width": 1024,
+    "num_layers": 2,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "hidden": 2816,
+    "max_seq": 512,
+}
 
 
 def jobs(topology: str) -> Iterator[Job]:

@@ -59,15 +59,18 @@ def judged(job: Job, module: str, folder: Path, *, codegen: bool, again: bool = 
         module: the benchmark whose `build(job) -> Built` makes the program.
         folder: where outcomes are kept.
         codegen: compile to the end, for the compiler's cycles.
-        again: judge once more what is known.
+        again: judge once more what is known: the planner may have changed.
     """
     place = folder / f"{key_of(job, module, codegen)}.json"
     if again or not place.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         start = time.perf_counter()
-        outcome = _run(job, module, codegen)
-        place.write_text(json.dumps({**outcome, "seconds": time.perf_counter() - start, "job": job}, indent=1))
-    known = json.loads(place.read_text())
+        known = {**_run(job, module, codegen), "seconds": time.perf_counter() - start, "job": job}
+        # What went wrong may go right next time.
+        if not known["error"]:
+            folder.mkdir(parents=True, exist_ok=True)
+            place.write_text(json.dumps(known, indent=1))
+    else:
+        known = json.loads(place.read_text())
     made = Judgement.from_dict(known["judgement"]) if known["judgement"] else None
     return Judged(made, known["planned"], known["seconds"], known["error"])
 

@@ -129,8 +129,8 @@ def template_jobs(row: Row, batch: int, start: Job) -> dict[str, Job]:
     return {str(one): {**start, "template": [one.base.data, one.base.model, one.base.zero], "experts": one.experts} for one in own}
 
 
-def contenders(row: Row, batch: int, start: Job, memory_bytes: int, folder: Path, *, quick: bool) -> Iterator[Contender]:
-    """Every way to split one row's step, judged; finalists with cycles unless `quick`."""
+def contenders(row: Row, batch: int, start: Job, memory_bytes: int, folder: Path, *, quick: bool, again: bool) -> Iterator[Contender]:
+    """Every way to split one row's step, judged; finalists with cycles unless `quick`, searched plans anew if `again`."""
     jobs = template_jobs(row, batch, start)
     screened = [Contender(name, judged(job, MODULE, folder, codegen=False)) for name, job in jobs.items()]
     ranked = sorted(screened, key=lambda one: one.seconds("roofline_s", memory_bytes))
@@ -140,7 +140,7 @@ def contenders(row: Row, batch: int, start: Job, memory_bytes: int, folder: Path
         yield Contender(one.name, judged(jobs[one.name], MODULE, folder, codegen=True)) if final else one
     for search in SEARCHES:
         job = {**start, "search": search, "memory_bytes": memory_bytes}
-        yield Contender(search, judged(job, MODULE, folder, codegen=not quick))
+        yield Contender(search, judged(job, MODULE, folder, codegen=not quick, again=again))
 
 
 def main() -> int:
@@ -156,6 +156,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--memory-gib", type=float, help="budget per device; default the device's memory")
     parser.add_argument("--quick", action="store_true", help="no code generation, no cycles")
+    parser.add_argument("--again", action="store_true", help="judge searched plans once more, with the planner as it is now")
     parser.add_argument("--cache", type=Path, default=Path(".judged"))
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -169,7 +170,7 @@ def main() -> int:
                 start: Job = {"topology": arguments.topology or TOPOLOGIES[row.devices], "model": row.model}
                 if row.hands:
                     start |= {"layers": arguments.layers, "batch": batch, "seq": SEQ}
-                ways = list(contenders(row, batch, start, memory_bytes, arguments.cache, quick=arguments.quick))
+                ways = list(contenders(row, batch, start, memory_bytes, arguments.cache, quick=arguments.quick, again=arguments.again))
                 found.append((row, size, ways))
                 print(_details(start, ways, memory_bytes), flush=True)
     print(table(found, memory_bytes, float(get_auto_parallel_context("mem_coeff"))))
