@@ -25,6 +25,9 @@ from spmdctx.trace.capture import Captured, InputLeaf
 from spmdctx.trace.program import Program
 
 
+_SEARCHED = ("dynamic_programming", "recursive_programming")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Everything but the step that a plan depends on. `memory_bytes` is the budget per device, None for no budget."""
@@ -280,6 +283,8 @@ def _reason(setup: Setup, assignment: Assignment, value: int) -> str:
     known = setup.reasons.get(value)
     if known is not None and (value in setup.pins or setup.seeds.get(value) == assignment.values[value]):
         return known
+    if assignment.mode in _SEARCHED:
+        return "the cheapest that the search found"
     return "spread from what is pinned" if any(assignment.values[value]) else "nothing pinned reaches it"
 
 

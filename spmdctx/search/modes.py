@@ -56,16 +56,19 @@ class Setup:
 
     `partial_pins` are those of the seeds that the user asked for, with None for the dimensions that he left free.
 
-    `reasons` says of a pinned or seeded value who asked for it.
+    `starts` are shardings of parts of the batch, from which propagation may start. `reasons` says of a pinned or seeded value
+    who asked for it.
     """
 
     mesh: LogicalMesh
     pins: dict[int, TensorSharding] = field(default_factory=dict)
     seeds: dict[int, TensorSharding] = field(default_factory=dict)
+    starts: dict[int, TensorSharding] = field(default_factory=dict)
     forced: dict[int, FactorAxes] = field(default_factory=dict)
     one_way: dict[int, bool] = field(default_factory=dict)
     partial_pins: dict[int, PinnedDims] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    guesses: list[str] = field(default_factory=list)
     reasons: dict[int, str] = field(default_factory=dict)
 
 
@@ -85,8 +88,22 @@ def prepare(graph: Graph, request: Request) -> Setup:
         _fix(setup, value, dims)
     _pin_user_shardings(graph, request, setup)
     _MODES[request.parallel_mode](graph, request, setup)
+    _start_parts(graph, setup)
     _reconcile(graph, setup)
     return setup
+
+
+def _start_parts(graph: Graph, setup: Setup) -> None:
+    """Splits the parts of a split batch, micro-batches for example, like the batch itself."""
+    split = {value: sharding[0] for value in batch_leaves(graph) if (sharding := setup.pins.get(value) or setup.seeds.get(value))}
+    axes = next((own for own in split.values() if own), ())
+    if not axes:
+        return
+    for value, dim in batch_dims(graph, split, setup.mesh).parts.items():
+        shape = graph.values[value].shape
+        own = dividing_axes(shape[dim], axes, setup.mesh)
+        if own:
+            setup.starts[value] = (*replicated(dim), own, *replicated(len(shape) - dim - 1))
 
 
 def _reconcile(graph: Graph, setup: Setup) -> None:
@@ -229,7 +246,7 @@ def _semi_auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
     """Outside shard() regions every op that has the batch is split along it over all devices."""
     leaves = batch_leaves(graph)
     _split_batch(graph, request, setup, leaves, setup.mesh.names)
-    traced = batch_dims(graph, leaves)
+    traced = batch_dims(graph, leaves, setup.mesh).found
     if request.dataset == "full_batch":
         traced = {value: dim for value, dim in traced.items() if value not in leaves}
     # What leaves a region does not decide what happens in it.
@@ -267,7 +284,7 @@ def _auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
         if shape and value not in setup.pins and axes:
             own = dividing_axes(shape[0], axes, setup.mesh)
             if own != axes:
-                setup.notes.append(_indivisible(graph, value, axes, own))
+                setup.guesses.append(_indivisible(graph, value, axes, own))
             setup.seeds[value] = (own, *replicated(len(shape) - 1))
             setup.reasons[value] = "the batch takes the axes that no strategy uses"
 

@@ -52,8 +52,9 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
     setup = prepare(step.graph, request)
     if setup.mesh.num_devices == 1:
         return Chosen(setup, _whole(step.graph, request.parallel_mode))
+    setup.notes += setup.guesses
     space = Space(step.graph, setup.mesh, options.topology, step.loose, options.limits)
-    return Chosen(setup, propagate(space, setup.pins, setup.forced, setup.seeds, setup.one_way))
+    return Chosen(setup, propagate(space, setup.pins, setup.forced, {**setup.starts, **setup.seeds}, setup.one_way))
 
 
 def _recursive(step: Step, request: Request, options: SearchOptions) -> tuple[Setup, Assignment]:
