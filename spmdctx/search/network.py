@@ -1,7 +1,7 @@
 """The planning problem as nodes and edges: who hands which value to whom, how often. Knows no mesh and no seconds.
 
     op node    one class of ops; its results are stored as its state says
-    slot node  one class of slots that no single op decides: arguments, tied values, pinned values
+    slot node  one class of slots: where a value is stored. What is handed on unreduced has none; its op decides
     use node   one class of values that several matrix products of one computation read: they share what is gathered for them
 
 An edge carries a value from the node that stores it to one that takes it, `weight` times a step.
@@ -67,6 +67,9 @@ class Node(NamedTuple):
 class Network:
     """Nodes and edges of a folded graph. `carries` maps an edge to its weight and a value that it carries.
 
+    `slot_nodes` maps classes of slots to their nodes; `fixed_slots` are those that no single op decides: arguments, tied and pinned
+    values.
+
     The weight counts executions, each by the share of its time that cannot hide behind compute.
     """
 
@@ -76,6 +79,7 @@ class Network:
     nodes: list[Node] = field(default_factory=list)
     carries: dict[Carry, Load] = field(default_factory=dict)
     slot_nodes: dict[int, int] = field(default_factory=dict)
+    fixed_slots: set[int] = field(default_factory=set)
     uses: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
@@ -103,6 +107,8 @@ def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int
         network.nodes.append(Node("op", first, sum([ops[member].repeats for member in members]), joins[first], hidden[first]))
     for slot_class, standalone in enumerate(_standalone(space, folded, slot_marks)):
         if standalone:
+            network.fixed_slots.add(slot_class)
+        if standalone or not _is_handed_on(network, slot_class):
             network.slot_nodes[slot_class] = len(network.nodes)
             network.nodes.append(Node("slot", folded.slot_members[slot_class][0], 1))
     _add_uses(network)
@@ -111,7 +117,7 @@ def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int
 
 
 def _standalone(space: Space, folded: Fold, slot_marks: Mapping[int, int]) -> list[bool]:
-    """Per class of slots: whether its sharding is a decision of its own."""
+    """Per class of slots: whether no single op decides its sharding."""
     makers = [0] * len(space.graph.values)
     for slot, value in zip(space.slot_of, space.graph.values, strict=True):
         makers[slot] += 1
@@ -122,6 +128,13 @@ def _standalone(space: Space, folded: Fold, slot_marks: Mapping[int, int]) -> li
         for result in op.results:
             made[space.slot_of[result]] = True
     return [makers[own[0]] > 1 or not made[own[0]] or own[0] in slot_marks for own in folded.slot_members]
+
+
+def _is_handed_on(network: Network, slot_class: int) -> bool:
+    """Whether the values of a class of slots may be handed on unreduced."""
+    maker = network.space.graph.producers[network.folded.slot_members[slot_class][0]]
+    node = network.folded.op_class[maker]
+    return node >= 0 and network.nodes[node].joins.hands_on
 
 
 def _joins(space: Space, slot_marks: Mapping[int, int]) -> list[Joins]:

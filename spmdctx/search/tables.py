@@ -14,7 +14,7 @@ from spmdctx.ir import LITERAL, Assignment, Op, OpSharding, TensorSharding, item
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.modes import Setup
 from spmdctx.search.narrowing import NARROW_BYTES
-from spmdctx.search.network import Carry, Network, Node
+from spmdctx.search.network import PLAIN, Carry, Network, Node
 from spmdctx.search.pins import PinnedDims
 from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Problem
 from spmdctx.search.space import Space
@@ -156,11 +156,6 @@ class Tables:
         shardings = [self._op_sharding(node, states[node]) for node in range(len(folded.op_members))]
         ops = []
         values: list[TensorSharding] = [space.shardings[space.whole[value.id]] for value in graph.values]
-        for op, node in zip(graph.ops, folded.op_class, strict=True):
-            ops.append(shardings[node] if node >= 0 else OpSharding(((),) * len(op.rule.sizes)))
-            if node >= 0:
-                for value, own in zip(op.results, self._stored(op, node, states[node]), strict=True):
-                    values[value] = own
         for slot_class, node in self.network.slot_nodes.items():
             member = folded.slot_members[slot_class][0]
             number = int(self.choices[node].stored[0][states[node]])
@@ -168,7 +163,13 @@ class Tables:
             for slot in folded.slot_members[slot_class]:
                 values[slot] = own
         apart = [own in self.network.slot_nodes for own in folded.slot_class]
-        return Assignment(tuple(ops), tuple([values[slot if apart[slot] else value] for value, slot in enumerate(space.slot_of)]), mode)
+        values = [values[slot if apart[slot] else value] for value, slot in enumerate(space.slot_of)]
+        for op, node in zip(graph.ops, folded.op_class, strict=True):
+            ops.append(shardings[node] if node >= 0 else OpSharding(((),) * len(op.rule.sizes)))
+            if node >= 0 and self.network.nodes[node].joins != PLAIN:
+                (value,) = op.results
+                values[value] = self._stored_sum(value, node, states)
+        return Assignment(tuple(ops), tuple(values), mode)
 
     def _op_sharding(self, node: int, state: int) -> OpSharding:
         choices = self.choices[node]
@@ -177,14 +178,17 @@ class Tables:
         row = choices.split.rows[choices.states.split[state]].tolist()
         return OpSharding(axis_codes(self.space.mesh).sharding(row))
 
-    def _stored(self, op: Op, node: int, state: int) -> list[TensorSharding]:
-        """The shardings of an op's results; a sum that joins unreduced terms is only sliced by its readers."""
-        choices = self.choices[node]
+    def _stored_sum(self, value: int, node: int, states: tuple[int, ...]) -> TensorSharding:
+        """Where a result is stored that may be unreduced or a sum of such; a sum is only sliced by its readers, if they are all."""
+        choices, state, network = self.choices[node], states[node], self.network
         assert choices.split is not None
         assert choices.states is not None
-        # What the step returns is returned as it is stored.
-        joined = bool(choices.states.unreduced_in[state]) and self._outputs.isdisjoint(op.results)
-        numbers = choices.split.results if joined else choices.stored
-        place = int(choices.states.split[state]) if joined else state
-        shapes = [self.space.graph.values[value].shape for value in op.results]
-        return [domain(self.space.mesh, shape).shardings[int(own[place])] for shape, own in zip(shapes, numbers, strict=True)]
+        slot_class = network.folded.slot_class[self.space.slot_of[value]]
+        slot_node = network.slot_nodes.get(slot_class)
+        number = int(choices.stored[0][state])
+        if slot_node is not None:
+            number = int(self.choices[slot_node].stored[0][states[slot_node]])
+        as_left = number == int(choices.stored[0][state])
+        if choices.states.unreduced_in[state] and as_left and slot_class not in network.fixed_slots and value not in self._outputs:
+            number = int(choices.split.results[0][choices.states.split[state]])
+        return domain(self.space.mesh, self.space.graph.values[value].shape).shardings[number]
