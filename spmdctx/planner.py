@@ -24,7 +24,6 @@ from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
 from spmdctx.trace.program import Program
 
-
 _SEARCHED = ("dynamic_programming", "recursive_programming")
 
 
