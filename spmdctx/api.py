@@ -28,6 +28,7 @@ def parallel(fn: Callable[..., Any] | None = None, **options: Any) -> ParallelSt
             mesh: a Mesh, an AbstractMesh or {"axis": size}.
             topology: "tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu" or a Topology; default that of the devices.
             memory_bytes: budget per device.
+            max_mesh_axes: the most axes (1 to 3) of a mesh that dynamic_programming tries; by default 3 for small programs and 2 else.
             strict: refuse primitives without a sharding rule, which otherwise are computed whole on every device.
             batch_argnums, batch_argnames: the batch arguments; found by default.
             donate_argnums, donate_argnames: arguments whose memory the step may reuse; none by default.

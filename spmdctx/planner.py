@@ -29,13 +29,17 @@ _SEARCHED = ("dynamic_programming", "recursive_programming")
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything but the step that a plan depends on. `memory_bytes` is the budget per device, None for no budget."""
+    """Everything but the step that a plan depends on.
+
+    `memory_bytes` is the budget per device, None for no budget; `max_mesh_axes` limits the meshes that a search tries.
+    """
 
     context: AutoParallelContext
     num_devices: int
     mesh: LogicalMesh | None
     topology: Topology
     memory_bytes: int | None = None
+    max_mesh_axes: int | None = None
     strict: bool = False
     layerwise_parallel: tuple[str, ...] = ()
 
@@ -75,7 +79,7 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
     """A plan of auto_parallel with what dynamic programming proves of it."""
     with _no_garbage_collection():
         program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
-        options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo))
+        options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo), max_axes=settings.max_mesh_axes)
         request = _request(program, captured, settings)
         bound = lower_bound_s(_step(program, captured), request, settings.topology, options, plan.logical_mesh)
     return replace(plan, lower_bound_s=bound, gap=plan.cost.total_s / bound - 1 if bound else 0.0)
@@ -149,6 +153,7 @@ def _search_options(settings: Settings) -> SearchOptions:
         search_mode=context.effective_search_mode if context.parallel_mode == "auto_parallel" else "",
         topology=settings.topology,
         memory_bytes=settings.memory_bytes,
+        max_mesh_axes=settings.max_mesh_axes,
         limits=AlgoLimits.of(context.algo),
         mem_coeff=context.mem_coeff,
         max_stages=context.pipeline_stages if context.auto_pipeline else 0,

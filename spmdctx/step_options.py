@@ -16,9 +16,10 @@ from spmdctx.cost.topology import Topology, topology
 from spmdctx.errors import ContextError, message
 from spmdctx.mesh import LogicalMesh
 from spmdctx.planner import Settings
+from spmdctx.search.meshes import MAX_AXES
 from spmdctx.trace.arguments import Names, Positions
 
-_OWN = ("devices", "mesh", "topology", "memory_bytes", "strict", "layerwise_parallel")
+_OWN = ("devices", "mesh", "topology", "memory_bytes", "max_mesh_axes", "strict", "layerwise_parallel")
 _ARGUMENTS = ("batch_argnums", "batch_argnames", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 _KINDS = (
     ("cpu", "cpu"),
@@ -42,6 +43,7 @@ class StepOptions:
     mesh: LogicalMesh | None = None
     topology: Topology | None = None
     memory_bytes: int | None = None
+    max_mesh_axes: int | None = None
     strict: bool = False
     layerwise_parallel: tuple[str, ...] = ()
     arguments: Mapping[str, Positions | Names] = field(default_factory=dict)
@@ -63,6 +65,7 @@ def step_options(options: Mapping[str, Any]) -> StepOptions:
         mesh=mesh,
         topology=topology(own["topology"]) if "topology" in own else None,
         memory_bytes=_memory_bytes(own.get("memory_bytes")),
+        max_mesh_axes=_max_mesh_axes(own.get("max_mesh_axes")),
         strict=_boolean("strict", own.get("strict", False)),
         layerwise_parallel=_patterns(own.get("layerwise_parallel", ())),
         arguments={name: value for name, value in options.items() if name in _ARGUMENTS},
@@ -78,6 +81,16 @@ def _memory_bytes(value: Any) -> int | None:
     if value <= 0:
         raise ContextError("memory_bytes must be positive.", got=repr(value))
     return int(value)
+
+
+def _max_mesh_axes(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(message("max_mesh_axes must be an int.", got=repr(value)))
+    if not 1 <= value <= MAX_AXES:
+        raise ContextError("max_mesh_axes is out of range.", got=str(value), need=f"1 to {MAX_AXES}")
+    return value
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -164,7 +177,16 @@ def environment(options: StepOptions, context: AutoParallelContext) -> Environme
         chosen, guess = default_topology(devices[0])
         notes = (*notes, *guess)
     mesh = options.mesh if count > 1 else None
-    settings = Settings(context, count, mesh, chosen, options.memory_bytes, options.strict, options.layerwise_parallel)
+    settings = Settings(
+        context=context,
+        num_devices=count,
+        mesh=mesh,
+        topology=chosen,
+        memory_bytes=options.memory_bytes,
+        max_mesh_axes=options.max_mesh_axes,
+        strict=options.strict,
+        layerwise_parallel=options.layerwise_parallel,
+    )
     return Environment(settings, devices, notes)
 
 

@@ -127,3 +127,20 @@ def test_a_context_above_a_step_leaves_it_a_step_and_its_own_options_stronger():
     assert isinstance(around, spmdctx.ParallelStep)
     assert (around.context.parallel_mode, around.context.device_num) == ("data_parallel", 4)
     assert around.plan(np.ones((4, 2), np.float32), X).mesh == {"data": 4}
+
+
+@pytest.mark.parametrize(("value", "error"), [(0, ContextError), (4, ContextError), (True, TypeError), ("2", TypeError)])
+def test_the_number_of_mesh_axes_is_checked(value, error):
+    with pytest.raises(error, match="max_mesh_axes"):
+        step_options({"max_mesh_axes": value})
+
+
+def test_the_number_of_mesh_axes_limits_the_search():
+    def step(x, w):
+        return jnp.tanh(x @ w) @ w.T
+
+    arguments = (jax.ShapeDtypeStruct((4096, 64), jnp.float32), jax.ShapeDtypeStruct((64, 4096), jnp.float32))
+    for most in (1, 2, 3):
+        plan = spmdctx.plan(step, *arguments, parallel_mode="auto_parallel", device_num=8, topology="tpu-v5e", max_mesh_axes=most)
+        assert len(plan.mesh) <= most
+        assert plan.gap is not None

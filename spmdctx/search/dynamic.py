@@ -21,7 +21,7 @@ from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.free_values import place_free_values
 from spmdctx.search.memory import Peak, StepMemory, step_memory
 from spmdctx.search.memory_rows import with_memory
-from spmdctx.search.meshes import candidate_meshes
+from spmdctx.search.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.network import Network, build_network
 from spmdctx.search.price import price
@@ -32,6 +32,8 @@ from spmdctx.search.tables import Tables
 
 MODE = "dynamic_programming"
 _BUDGET_ROUNDS = 6
+SMALL_PROGRAM = 100
+"""Ops up to which meshes of three axes are tried unasked."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,17 @@ class DynamicOptions:
     Attributes:
         memory_bytes: budget per device, None for none.
         limits: parameters of the search.
-        max_axes: of the meshes that are tried.
+        max_axes: of the meshes that are tried; None for three where the program has at most `SMALL_PROGRAM` ops, else two.
     """
 
     memory_bytes: int | None = None
     limits: AlgoLimits = field(default_factory=AlgoLimits)
-    max_axes: int = 2
+    max_axes: int | None = None
+
+    def meshes(self, step: Step, num_devices: int, topology: Topology) -> list[LogicalMesh]:
+        """The meshes to try."""
+        most = self.max_axes or (MAX_AXES if len(step.graph.ops) <= SMALL_PROGRAM else 2)
+        return candidate_meshes(num_devices, topology, most)
 
 
 class Found(NamedTuple):
@@ -89,7 +96,7 @@ def plan_dynamic(step: Step, request: Request, topology: Topology, options: Dyna
     best: Found | None = None
     least: Shortfall | None = None
     bound = float("inf")
-    for mesh in candidate_meshes(request.num_devices, topology, options.max_axes):
+    for mesh in options.meshes(step, request.num_devices, topology):
         found = searcher.search(prepare(step.graph, replace(request, mesh=mesh)))
         if isinstance(found, Shortfall):
             least = found if least is None or found.enough_bytes < least.enough_bytes else least
@@ -108,7 +115,7 @@ def lower_bound_s(step: Step, request: Request, topology: Topology, options: Dyn
     searcher = Searcher(step, topology, replace(options, memory_bytes=None))
     meshes = [mesh]
     if not mesh_is_fixed(request):
-        meshes += [other for other in candidate_meshes(request.num_devices, topology, options.max_axes) if other != mesh]
+        meshes += [other for other in options.meshes(step, request.num_devices, topology) if other != mesh]
     found = [searcher.search(prepare(step.graph, replace(request, mesh=other))) for other in meshes]
     return min(one.lower_bound_s for one in found if isinstance(one, Found))
 

@@ -25,6 +25,7 @@ class SearchOptions:
     search_mode: str
     topology: Topology
     memory_bytes: int | None = None
+    max_mesh_axes: int | None = None
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     mem_coeff: float = DEFAULT_MEM_COEFF
     max_stages: int = 0
@@ -70,7 +71,7 @@ def _recursive(step: Step, request: Request, options: SearchOptions) -> tuple[Se
 
 def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     """Keeps to the user's budget, or to the device's memory as far as that is possible."""
-    asked = DynamicOptions(options.memory_bytes, options.limits)
+    asked = DynamicOptions(options.memory_bytes, options.limits, options.max_mesh_axes)
     own = asked if options.memory_bytes is not None else replace(asked, memory_bytes=options.topology.memory_bytes)
     found = plan_dynamic(step, request, options.topology, own)
     if isinstance(found, Shortfall) and options.memory_bytes is not None:
