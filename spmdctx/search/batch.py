@@ -8,7 +8,6 @@ from typing import NamedTuple
 from spmdctx.ir import AxisNames, FactorKind, Graph, Op
 from spmdctx.mesh import LogicalMesh
 
-
 CUTTING = frozenset({"slice", "split", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "rev"})
 """Ops that need the whole of a dimension that they cut, of whose results that dimension can be split anew."""
 
