@@ -11,6 +11,9 @@ from spmdctx.search.solver.local import cost
 from spmdctx.search.solver.memory import Rows
 from spmdctx.search.solver.problem import FloatArray
 
+MAX_MOVES = 0.25
+"""Share of the offered changes that one pass of a repair makes."""
+
 
 class Amounts:
     """The usage of a graph's present states; `of[v]` is None where node v has no row."""
@@ -45,6 +48,9 @@ class Assignment:
         self.states = list(states)
         self.usage = amounts.usage(states)
         self._totals: dict[int, FloatArray] = {}
+        # Gains below this may be none.
+        value = self.cost()
+        self._rounding = 1e-13 * abs(value) if np.isfinite(value) else 0.0
 
     def cost(self) -> float:
         """The cost, with the graph's constant."""
@@ -83,29 +89,43 @@ class Assignment:
             self._totals.pop(other, None)
 
     def repair(self, expired: Callable[[], bool]) -> bool:
-        """Lowers usage, cheapest per unit first, until all rows fit; False if no single change helps."""
+        """Lowers usage until all rows fit, cheapest per unit first; False if no change of one node helps.
+
+        Every pass sorts the changes by cost per unit of excess that they save, and makes each that still saves something.
+        """
         rows = self.amounts.rows
-        while not expired():
-            row = int(self.usage.argmax())
-            excess = float(self.usage[row]) - rows.most
-            if excess <= 0:
-                return True
-            best: tuple[float, int, int] | None = None
-            for node, count in rows.at(row):
-                used = self.amounts.of[node]
-                if used is None or len(used) == 1:
-                    continue
-                saved = used[self.states[node]] - used
-                total = self.totals(node)
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    rate = np.where(saved > 0, (total - total[self.states[node]]) / np.minimum(count * saved, excess), np.inf)
-                state = int(rate.argmin())
-                if np.isfinite(rate[state]) and (best is None or rate[state] < best[0]):
-                    best = (float(rate[state]), node, state)
-            if best is None:
+        while rows.excess(self.usage) > 0 and not expired():
+            weights = rows.weights(np.maximum(self.usage - rows.most, 0.0))
+            offers = [offer for node in np.flatnonzero(weights).tolist() if (offer := self._saving(node, weights[node])) is not None]
+            offers.sort()
+            moved = 0
+            for rate, node, _ in offers:
+                if moved and moved >= MAX_MOVES * len(offers):
+                    break
+                if self.room(node) < 0:
+                    again = self._saving(node, weights[node])
+                    if again is not None and again[0] <= rate + 0.1 * abs(rate):
+                        self.move(node, again[2])
+                        moved += 1
+            if not moved:
                 return False
-            self.move(best[1], best[2])
-        return False
+        return rows.excess(self.usage) <= 0
+
+    def _saving(self, node: int, weight: float) -> tuple[float, int, int] | None:
+        """The change of a node that saves usage at the least cost per unit: that rate, the node, the state."""
+        used = self.amounts.of[node]
+        if used is None or len(used) == 1:
+            return None
+        state = self.states[node]
+        saved = used[state] - used
+        if not (saved > 0).any():
+            return None
+        total = self.totals(node)
+        now = total[state] if np.isfinite(total[state]) else float(np.max(total, initial=0.0, where=np.isfinite(total)))
+        rate = np.full(len(used), np.inf)
+        np.divide(total - now, saved * weight, out=rate, where=saved > 0)
+        best = int(rate.argmin())
+        return (float(rate[best]), node, best) if np.isfinite(rate[best]) else None
 
     def improve(self, expired: Callable[[], bool]) -> None:
         """Gives nodes better states as long as they fit, in the order of the nodes, until none improves."""
@@ -139,14 +159,26 @@ class Assignment:
         gains = []
         for component in components(self.graph, self.states, other):
             gain, change = self._exchange(component, other)
-            if gain > 0:
+            if gain > self._rounding:
                 gains.append((-gain / max(float(change.max(initial=0.0)), 1e-300), component, change))
         for _, component, change in sorted(gains, key=lambda entry: (entry[0], entry[1])):
             if self.amounts.rows.excess(self.usage + change) <= 0:
                 for node in component:
                     self.move(node, other[node])
 
-    def _exchange(self, component: list[int], other: Sequence[int]) -> tuple[float, FloatArray]:
+    def take(self, chosen: dict[int, int]) -> bool:
+        """Takes over the chosen states of some nodes, all of them, if that is cheaper and fits."""
+        changed = [node for node, state in chosen.items() if state != self.states[node]]
+        if not changed:
+            return False
+        gain, change = self._exchange(changed, chosen)
+        if not gain > self._rounding or self.amounts.rows.excess(self.usage + change) > 0:
+            return False
+        for node in changed:
+            self.move(node, chosen[node])
+        return True
+
+    def _exchange(self, component: list[int], other: Sequence[int] | dict[int, int]) -> tuple[float, FloatArray]:
         """What a component saves by taking over the other states, and how the rows' usage changes."""
         arrays, inside = self.graph.pool.arrays, set(component)
         gain, change = 0.0, np.zeros(len(self.usage))

@@ -28,7 +28,7 @@ def enumerate_choices(graph: Graph, rows: Rows) -> Enumerated | None:
     nodes = tuple(node for node in graph.nodes() if graph.size(node) > 1)
     shape = tuple(graph.size(node) for node in nodes)
     count = math.prod(shape)
-    if count * max(len(rows.times), 8) > 8 * MAX_CHOICES or len(nodes) > 30:
+    if nodes and (count * max(len(rows.times), 8) > 8 * MAX_CHOICES or len(nodes) > 30):
         return None
     place = {node: axis for axis, node in enumerate(nodes)}
 

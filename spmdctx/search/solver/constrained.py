@@ -6,16 +6,32 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spmdctx.search.solver.ascent import Ascent
 from spmdctx.search.solver.assignment import Amounts, Assignment
 from spmdctx.search.solver.capacity import has_hard_tables, smallest
 from spmdctx.search.solver.closing import Enumerated, enumerate_choices, states_at
-from spmdctx.search.solver.energy import Minimum, Search
-from spmdctx.search.solver.graph import Graph
-from spmdctx.search.solver.lagrange import Prices
+from spmdctx.search.solver.dual import Bound, Dual
+from spmdctx.search.solver.energy import Minimum, Search, is_narrow, minimise, shrink
+from spmdctx.search.solver.forest import descend_forests
+from spmdctx.search.solver.graph import Graph, is_whole
+from spmdctx.search.solver.lagrange import Prices, priced
 from spmdctx.search.solver.memory import Rows
+from spmdctx.search.solver.polish import Polish
 from spmdctx.search.solver.problem import FloatArray, Infeasible
+from spmdctx.search.solver.program import integer_optimum, num_variables
 
 PRICE_STEPS = 30
+MAX_REPAIRS = 12
+MAX_FREE = 3000
+"""Nodes up to which a wide problem is first solved without memory."""
+ASCENT_SHARE = 0.4
+FOREST_PASSES = 6
+PRUNING_SWEEPS = 15
+MAX_VARIABLES = 1000
+EQUAL = 1e-9
+"""A bound this near to the cost, relative to it, is equal up to rounding."""
+PRUNABLE = 50
+"""Programs that are this many times too large may become small enough without the states that a bound excludes."""
 
 
 class Constrained:
@@ -27,43 +43,148 @@ class Constrained:
         self.search = search
         self.amounts = Amounts(graph, rows)
         self.best: Minimum | None = None
+        self.bound = -np.inf
+        self.prices: FloatArray = np.zeros(len(rows.times))
+        self.beliefs: Bound | None = None
+        self.active: list[int] = []
+        self._is_whole = is_whole(graph)
 
     def run(self) -> Minimum | Infeasible:
         """The best choice that fits with its bound, or what cannot be met."""
         choices = enumerate_choices(self.graph, self.rows)
         if choices is not None:
-            return self._enumerated(choices)
+            return self._enumerated(self.graph, choices)
         least = self.amounts.usage(self.amounts.least())
         if self.rows.excess(least) > 0:
             return self._infeasible(least)
-        prices = Prices(self.graph, self.amounts, self.search)
-        free = prices.evaluate(np.zeros(len(self.rows.times)))
-        if free is None:
-            return self._infeasible(least)
-        self._offer(free.states)
-        self._offer_repaired(free.states)
-        self._offer_repaired(self.amounts.least())
-        if not self._is_proven(prices.bound):
-            if self.best is not None:
-                prices.add(self.best.states)
-            self._search_prices(prices)
+        if is_narrow(self.graph):
+            self._narrow()
+        else:
+            self._wide()
+        if not self._is_proven():
+            self._close()
+        if not self._is_proven():
+            self._polish(0 if self.search.effort < 2 else 4**self.search.effort // 4)
         if self.best is None:
             missing = self._infeasible(least)
             if self.best is None:
                 return missing
-        return self.best._replace(bound=min(self.best.cost, prices.bound))
+        return self.best._replace(bound=self.best.cost if self._gap() <= EQUAL else self.bound)
 
-    def _search_prices(self, prices: Prices) -> None:
+    def _raise(self, bound: float) -> None:
+        """Takes over a bound if it is higher; where all costs are whole numbers so is the optimum."""
+        if self._is_whole and np.isfinite(bound):
+            bound = float(np.ceil(bound - EQUAL * abs(bound)))
+        self.bound = max(self.bound, bound)
+
+    def _narrow(self) -> None:
+        """Every minimum is exact and cheap: cutting planes for the prices, flips between the choices that they meet."""
+        prices = Prices(self.graph, self.amounts, self.search)
+        free = prices.evaluate(np.zeros(len(self.rows.times)))
+        self._offer_repaired(self.amounts.least())
+        if free is not None:
+            self._offer_repaired(free.states)
+        self._raise(prices.bound)
+        if self._is_proven():
+            return
+        if self.best is not None:
+            prices.add(self.best.states)
         prices.run(PRICE_STEPS, max(self.search.tolerance, 1e-9))
+        self._raise(prices.bound)
+        self.prices = prices.best
+        self.active = prices.active
         choices = sorted(prices.choices, key=lambda choice: choice.cost)
-        for choice in choices[:12]:
+        for choice in choices[:MAX_REPAIRS]:
             self._offer_repaired(choice.states)
-        for choice in choices:
+        for choice in choices[: 2 * MAX_REPAIRS]:
             if self.best is not None:
                 found = self._assignment(self.best.states)
                 found.flip(choice.states)
                 found.improve(self.search.expired)
                 self._offer(found.states)
+
+    def _wide(self) -> None:
+        """Minima are dear: prices and messages together, forests from the decoded states, then rounds of improvement."""
+        if len(self.graph.nodes()) <= MAX_FREE:
+            free = minimise(self.graph, self.search)
+            if free is not None:
+                self._offer_repaired(free.states)
+                self._raise(free.bound)
+            if self._is_proven():
+                return
+        ascent = Ascent(self.graph, self.amounts, self.search, ASCENT_SHARE)
+        ascent.start()
+        random = np.random.default_rng(0)
+
+        def offer(states: list[int], worth: bool) -> float:
+            if worth:
+                self._offer_repaired(states)
+                weights = self.rows.weights(ascent.prices)
+                descend_forests(self.graph, self.amounts, weights, states, FOREST_PASSES, random)
+                self._offer_repaired(states)
+            return np.inf if self.best is None else self.best.cost - self.graph.base
+
+        # A problem that will be closed needs no good prices.
+        steps = PRICE_STEPS if self._is_closable(self.graph) else PRICE_STEPS * 4 ** max(self.search.effort - 1, 0)
+        ascent.run(steps, offer)
+        offer(ascent.dual.decode(), True)
+        self.prices, self.beliefs = ascent.prices, ascent.best
+        self._raise(ascent.bound + self.graph.base)
+        self.active = np.flatnonzero(self.prices).tolist()
+
+    def _polish(self, num_rounds: int) -> None:
+        if self.best is not None:
+            polish = Polish(self.graph, self.amounts, self.rows.weights(self.prices), self.best.states, self.search)
+            polish.run(num_rounds)
+            self._offer(polish.best.states)
+
+    def _close(self) -> None:
+        """Without the states that cannot be in a better choice: enumeration, or an integer program if it is small enough."""
+        if self.search.expired() or not self._is_closable(self.graph, times=PRUNABLE):
+            return
+        core = self.graph.copy()
+        known = np.inf if self.best is None else self.best.cost
+        if not self._prune(core, known) or not shrink(core, self.search, self.rows):
+            # Nothing is as cheap as the best choice known.
+            self.bound = known
+            return
+        choices = enumerate_choices(core, self.rows)
+        if choices is not None:
+            found = self._enumerated(core, choices)
+            if isinstance(found, Minimum):
+                self._offer(core.complete(found.states))
+            self.bound = known if self.best is None else self.best.cost
+        elif self._is_closable(core):
+            self.search.reach("variables", num_variables(core))
+            found_states, bound = integer_optimum(core, Amounts(core, self.rows), self.active, known, self.search.left())
+            for states in found_states:
+                self._offer(core.complete(states))
+                self._offer_repaired(core.complete(states))
+            self._raise(bound if self.best is None else min(bound, self.best.cost))
+
+    def _is_closable(self, graph: Graph, times: int = 1) -> bool:
+        """Whether the graph's integer program is small enough, or `times` too large."""
+        most: int = times * MAX_VARIABLES * 4**self.search.effort
+        return num_variables(graph) <= most
+
+    def _prune(self, core: Graph, known: float) -> bool:
+        """Removes the states whose bound is above the cost of a choice that is known; False if a node has none left."""
+        if np.isinf(known):
+            return True
+        if self.beliefs is None:
+            other = priced(self.graph, self.amounts, self.prices)
+            dual = Dual(other)
+            dual.sweep(PRUNING_SWEEPS, self.search.expired)
+            found, shift = dual.bound(), other.base - float(self.prices.sum()) * self.rows.limit
+        else:
+            found, shift = self.beliefs, self.graph.base
+        self._raise(found.value + shift)
+        most = known - shift + 1e-12 * (abs(known) + abs(shift))
+        kept = {node: np.flatnonzero(beliefs <= most) for node, beliefs in found.beliefs.items()}
+        if any(not len(states) for states in kept.values()):
+            return False
+        core.restrict({node: states for node, states in kept.items() if len(states) < core.size(node)})
+        return True
 
     def _assignment(self, states: Sequence[int]) -> Assignment:
         return Assignment(self.graph, self.amounts, states)
@@ -81,17 +202,24 @@ class Constrained:
             found.improve(self.search.expired)
             self._offer(found.states)
 
-    def _is_proven(self, bound: float) -> bool:
-        return self.best is not None and self.best.cost - bound <= max(self.search.tolerance, 1e-12) * abs(self.best.cost)
+    def _gap(self) -> float:
+        """How far the bound is below the best cost, relative to it."""
+        if self.best is None:
+            return np.inf
+        return (self.best.cost - self.bound) / max(abs(self.best.cost), 1e-300)
 
-    def _enumerated(self, choices: Enumerated) -> Minimum | Infeasible:
+    def _is_proven(self) -> bool:
+        return self._gap() <= max(self.search.tolerance, EQUAL)
+
+    def _enumerated(self, graph: Graph, choices: Enumerated) -> Minimum | Infeasible:
+        """The best of all choices, as present states of the graph."""
         self.search.count("enumerated", len(choices.costs))
         finite = np.isfinite(choices.costs)
         usage = np.where(finite, choices.usage, np.inf)
         costs = np.where((usage <= self.rows.most).all(axis=0), choices.costs, np.inf)
         index = int(costs.argmin())
         if np.isfinite(costs[index]):
-            return Minimum(states_at(choices, index, len(self.graph.unary)), float(costs[index]), float(costs[index]))
+            return Minimum(states_at(choices, index, len(graph.unary)), float(costs[index]), float(costs[index]))
         return infeasible(self.rows, usage.min(axis=1), usage[:, int(usage.max(axis=0).argmin())])
 
     def _infeasible(self, least: FloatArray) -> Infeasible | Minimum:

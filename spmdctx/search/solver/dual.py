@@ -13,6 +13,8 @@ from spmdctx.search.solver.problem import FloatArray, IntArray
 SMALL_TABLE = 2048
 """Tables of at most this many entries are stacked even if they differ."""
 CHUNK = 1 << 20
+MAX_NUMBERED = 1000
+"""Nodes up to which they send in the order of their numbers, which takes the fewest sweeps."""
 
 
 class Batch(NamedTuple):
@@ -44,14 +46,16 @@ class Dual:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.nodes = graph.nodes()
         self._graph = graph
+        self.nodes = _ordered(graph)
+        self._rank = {node: rank for rank, node in enumerate(self.nodes)}
         self._start, start = {}, 0
         for node in self.nodes:
             self._start[node] = start
             start += graph.size(node)
         self._costs: FloatArray = np.concatenate([graph.costs(node) for node in self.nodes]) if self.nodes else np.zeros(0)
-        self._edges = [(node, other) for node in self.nodes for other in sorted(graph.links[node]) if node < other]
+        rank = self._rank
+        self._edges = [(node, other) for node in self.nodes for other in sorted(graph.links[node]) if rank[node] < rank[other]]
         self._message: dict[tuple[int, int], int] = {}
         length = 0
         for node, other in self._edges:
@@ -66,11 +70,11 @@ class Dual:
         self._forward = self._batches(self._levels(forward=True), forward=True)
         self._backward = self._batches(self._levels(forward=False), forward=False)
         self._all = self._batches(dict.fromkeys(self.nodes, 0), forward=True)
-        sizes = [graph.size(node) for node in self.nodes]
-        behind = [sum(other < node for other in graph.links[node]) for node in self.nodes]
+        self._sizes = [graph.size(node) for node in self.nodes]
+        behind = [sum(rank[other] < rank[node] for other in graph.links[node]) for node in self.nodes]
         shares = np.array([1.0 / self._chains(node) for node in self.nodes])
-        self._share = np.repeat(shares, sizes)
-        self._own = np.repeat(1.0 - shares * np.array(behind), sizes)
+        self._share = np.repeat(shares, self._sizes)
+        self._own = np.repeat(1.0 - shares * np.array(behind), self._sizes)
         self._firsts = np.array([self._start[node] for node in self.nodes], dtype=np.int64)
 
     def _levels(self, forward: bool) -> dict[int, int]:
@@ -78,7 +82,7 @@ class Dual:
         level = dict.fromkeys(self.nodes, 0)
         for node in self.nodes if forward else reversed(self.nodes):
             for other in self._graph.links[node]:
-                if (node < other) == forward:
+                if (self._rank[node] < self._rank[other]) == forward:
                     level[other] = max(level[other], level[node] + 1)
         return level
 
@@ -113,7 +117,7 @@ class Dual:
         )
 
     def _chains(self, node: int) -> int:
-        ahead = sum(other > node for other in self._graph.links[node])
+        ahead = sum(self._rank[other] > self._rank[node] for other in self._graph.links[node])
         return max(ahead, len(self._graph.links[node]) - ahead, 1)
 
     def add(self, node: int, costs: FloatArray) -> None:
@@ -172,18 +176,30 @@ class Dual:
 
     def decode(self) -> list[int]:
         """States chosen one node after the other, by the costs to the nodes before and the messages of the nodes after."""
-        graph, states = self._graph, [0] * len(self._graph.unary)
-        for node in self.nodes:
-            start = self._start[node]
-            total = self._costs[start : start + graph.size(node)].copy()
-            for other, number in graph.links[node].items():
-                if other < node:
-                    total += graph.pool.arrays[number][:, states[other]]
-                else:
-                    at = self._message[other, node]
-                    total += self._messages[at : at + len(total)]
-            states[node] = int(total.argmin())
+        totals = self._totals()
+        for batch in self._forward:
+            chosen = totals[batch.left].argmin(axis=1)
+            known = batch.tables[np.arange(len(chosen)), chosen] if len(batch.tables) > 1 else batch.tables[0][chosen]
+            np.add.at(totals, batch.right, known - self._messages[batch.into_right])
+        states = [0] * len(self._graph.unary)
+        for start, size, node in zip(self._firsts.tolist(), self._sizes, self.nodes, strict=True):
+            states[node] = int(totals[start : start + size].argmin())
         return states
+
+
+def _ordered(graph: Graph) -> list[int]:
+    """The order in which nodes send: as they are numbered, or for many nodes by colour, so that most can send at once."""
+    nodes = graph.nodes()
+    if len(nodes) <= MAX_NUMBERED:
+        return nodes
+    colours: dict[int, int] = {}
+    for node in sorted(nodes, key=lambda node: (-len(graph.links[node]), node)):
+        taken = {colours[other] for other in graph.links[node] if other in colours}
+        colour = 0
+        while colour in taken:
+            colour += 1
+        colours[node] = colour
+    return sorted(nodes, key=lambda node: (-colours[node], node))
 
 
 def _least(tables: FloatArray, added: FloatArray) -> FloatArray:

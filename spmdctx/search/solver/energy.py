@@ -36,16 +36,22 @@ class Minimum(NamedTuple):
 class Search:
     """What all solves of one problem share.
 
-    `work` limits one elimination, `rounds` the times that a bound is improved; `expired` is true when the time is over.
+    `work` limits one elimination, `rounds` the times that a bound is improved; `progress` is the share of the time
+    that is over, `left` the seconds that are left.
     """
 
     effort: int = 2
     work: int = WORK
     rounds: int = len(SWEEPS)
     tolerance: float = 0.0
-    expired: Callable[[], bool] = lambda: False
+    progress: Callable[[], float] = lambda: 0.0
+    left: Callable[[], float | None] = lambda: None
     memo: Memo = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+
+    def expired(self) -> bool:
+        """Whether the time is over."""
+        return self.progress() >= 1.0
 
     def count(self, name: str, number: int) -> None:
         """Adds to a count."""
@@ -76,6 +82,11 @@ def minimise(graph: Graph, search: Search) -> Minimum | None:
         return None
     found = _eliminated(core, search, DIRECT_WORK) or _Shells(core, search).run()
     return None if found is None else found._replace(states=core.complete(found.states))
+
+
+def is_narrow(graph: Graph) -> bool:
+    """Whether plain elimination is cheap."""
+    return order(graph, MAX_TABLE, 4 * DIRECT_WORK) is not None
 
 
 def _eliminated(graph: Graph, search: Search, work: int) -> Minimum | None:

@@ -197,6 +197,15 @@ class Graph:
         return first
 
 
+def is_whole(graph: Graph) -> bool:
+    """Whether all costs are whole numbers, so small that sums of them are exact."""
+    numbers = {*graph.unary, *(number for links in graph.links for number in links.values())}
+    arrays = [graph.pool.arrays[number] for number in sorted(numbers)]
+    whole = all(((array == np.floor(array)) | np.isinf(array)).all() for array in arrays)
+    most = sum(float(np.max(np.abs(array), initial=0.0, where=np.isfinite(array))) for array in arrays)
+    return whole and graph.base == np.floor(graph.base) and most * len(graph.unary) < 2**53
+
+
 def cost_of(costs: Sequence[FloatArray], edges: Sequence[Edge], states: Sequence[int]) -> float:
     """The cost of a choice of states, without any memory."""
     total = sum(float(array[state]) for array, state in zip(costs, states, strict=True))

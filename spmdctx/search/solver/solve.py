@@ -37,8 +37,8 @@ def solve(
         A solution and its lower bound, equal to the cost if it is proven optimal, or what memory cannot be met. If nothing is finite,
         `Infeasible` at time -1 with an infinite limit.
     """
-    expired = _expiry(deadline)
-    search = Search(work=WORK // 16 * 4**effort, rounds=min(len(SWEEPS), effort + 3), tolerance=tolerance, effort=effort, expired=expired)
+    rounds = min(len(SWEEPS), effort + 3)
+    search = Search(effort, WORK // 16 * 4**effort, rounds, tolerance, *_clock(deadline))
     graph = Graph.of(problem.costs, problem.edges, Pool())
     with np.errstate(invalid="ignore"):
         if not supported(graph):
@@ -61,11 +61,11 @@ def solve(
     return Solution(states, cost, bound, search.counts)
 
 
-def _expiry(deadline: float | Callable[[], bool] | None) -> Callable[[], bool]:
-    """A function that says whether the time is over."""
+def _clock(deadline: float | Callable[[], bool] | None) -> tuple[Callable[[], float], Callable[[], float | None]]:
+    """Functions that say which share of the time is over, and how many seconds are left."""
     if deadline is None:
-        return lambda: False
+        return lambda: 0.0, lambda: None
     if callable(deadline):
-        return deadline
-    end = monotonic() + deadline
-    return lambda: monotonic() > end
+        return lambda: float(deadline()), lambda: None
+    start = monotonic()
+    return lambda: (monotonic() - start) / deadline, lambda: deadline - (monotonic() - start)
