@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import warnings
 
-from spmdctx.context_options import ALGO_OPTIONS, BUILT_SEARCH_MODES, OPTIONS
+from spmdctx.context_options import ALGO_OPTIONS, OPTIONS
 from spmdctx.context_state import AutoParallelContext
 from spmdctx.context_storage import Option
 from spmdctx.context_values import plain
-from spmdctx.errors import ContextError, ContextWarning, StrategyError, UnsupportedError
+from spmdctx.errors import ContextError, ContextWarning, StrategyError
 
 _FULL_BATCH_REFUSED = ("data_parallel", "hybrid_parallel")
 
@@ -31,7 +31,6 @@ def check_consistency(context: AutoParallelContext, num_devices: int, *, running
     Raises:
         ContextError: the contradiction, with both values.
         StrategyError: a dataset_strategy that the devices cannot hold.
-        UnsupportedError: a search mode that this version does not have.
     """
     _check_counts(context, num_devices, running, mesh_devices)
     if context.parallel_mode == "stand_alone":
@@ -39,13 +38,6 @@ def check_consistency(context: AutoParallelContext, num_devices: int, *, running
     total = device_count(context, num_devices) if mesh_devices is None else mesh_devices
     _check_stages(context, total)
     _check_batch(context, total)
-    if context.parallel_mode == "auto_parallel" and context.effective_search_mode not in BUILT_SEARCH_MODES:
-        raise UnsupportedError(
-            f"search_mode={context.effective_search_mode!r} is not built yet.",
-            where="parallel_mode 'auto_parallel'",
-            need=" or ".join(map(repr, BUILT_SEARCH_MODES)),
-            fix=f"set search_mode={BUILT_SEARCH_MODES[0]!r}",
-        )
 
 
 def _check_counts(context: AutoParallelContext, num_devices: int, running: bool, mesh_devices: int | None) -> None:

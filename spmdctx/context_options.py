@@ -24,7 +24,6 @@ from spmdctx.errors import ContextError, message
 
 PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
 SEARCH_MODES = ("recursive_programming", "dynamic_programming", "sharding_propagation")
-BUILT_SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
 
 _DISTRIBUTED = PARALLEL_MODES[1:]
 _LOCAL_LOSS = ("data_parallel", "hybrid_parallel")
@@ -114,7 +113,7 @@ OPTIONS: tuple[Option, ...] = (
         "dynamic_programming",
         "one of " + ", ".join(SEARCH_MODES),
         _AUTO,
-        "How auto_parallel fills in the shardings. This version has sharding_propagation; a plan with another one is refused by name.",
+        "How auto_parallel fills in the shardings: fast by element counts and a polish, exact, or spread from what is pinned.",
     ),
     Option(
         "auto_parallel_search_mode",

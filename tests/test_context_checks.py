@@ -5,7 +5,7 @@ import pytest
 from spmdctx.context_checks import check_consistency, device_count, ineffective, warn_ineffective
 from spmdctx.context_options import ALGO_OPTIONS, OPTIONS, PARALLEL_MODES
 from spmdctx.context_state import DEFAULT_CONTEXT, AlgoParameters
-from spmdctx.errors import ContextError, ContextWarning, StrategyError, UnsupportedError
+from spmdctx.errors import ContextError, ContextWarning, StrategyError
 
 SEMI = {"parallel_mode": "semi_auto_parallel"}
 
@@ -79,13 +79,6 @@ def test_a_dataset_strategy_divides_the_devices_of_a_stage(strategy, stages):
     with pytest.raises(StrategyError, match=r"dataset_strategy\[1\] has"):
         check_consistency(context(dataset_strategy=strategy, pipeline_stages=stages, **SEMI), 8)
     check_consistency(context(dataset_strategy=((4, 1), (2,)), pipeline_stages=stages, **SEMI), 8)
-
-
-@pytest.mark.parametrize("mode", ["recursive_programming", "dynamic_programming"])
-def test_a_search_that_is_not_built_is_refused_by_name_in_auto_parallel_only(mode):
-    with pytest.raises(UnsupportedError, match=f"(?s)search_mode='{mode}' is not built yet.*search_mode='sharding_propagation'"):
-        check_consistency(context(parallel_mode="auto_parallel", search_mode=mode), 8)
-    check_consistency(context(search_mode=mode, **SEMI), 8)
 
 
 @pytest.mark.parametrize("options", [{"search_mode": "sharding_propagation"}, {"sharding_propagation": True}])
