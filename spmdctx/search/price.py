@@ -126,7 +126,9 @@ class _Biller:
         if need is None:
             need = self._needs[key] = self._need(op)
         bill = self.bill
-        bill.compute_s += need.compute_s * op.repeats
+        if not op.results or not self.loose.issuperset(op.results):
+            # What depends on no input is computed on the way into its readers.
+            bill.compute_s += need.compute_s * op.repeats
         bill.flops += op.flops * op.repeats
         bill.split_flops += op.flops * op.repeats * (need.slices / self.mesh.num_devices)
         for value_position, target in need.operands:
@@ -135,10 +137,10 @@ class _Biller:
                 source = self.assignment.values[value]
                 narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value, target)
                 self._move(op, scope, value, source, target, f"operand {value_position} of {op.primitive}", narrow)
+        if self._sums and op.primitive in ("add", "add_any") and not need.operands and not need.partial:
+            self._join_terms(self._sums, op)
         if need.partial or need.results:
             self._finish(op, scope, need)
-        elif self._sums and op.primitive in ("add", "add_any") and not need.operands:
-            self._join_terms(self._sums, op)
 
     def _join_terms(self, sums: Sums, op: Op) -> None:
         """A sum of two reduced values is reduced once, after it."""

@@ -71,6 +71,7 @@ class Sums:
     def __init__(self, readers: Readers, assignment: Assignment, sinks_slices: bool) -> None:
         self._readers, self._assignment, self._sinks = readers, assignment, sinks_slices
         self._places: dict[int, int] = {}
+        self._cut: dict[int, AxisNames] = {}
         self._kept_memo: dict[int, TensorSharding | None] = {}
         self.joined: set[int] = set()
 
@@ -96,10 +97,16 @@ class Sums:
         self.joined.add(second)
         for value in op.operands:
             del self._places[value]
-        self._places[op.results[0]] = first
+        (value,), stored = op.results, self._assignment.values[op.results[0]]
+        natural = project(op.rule.results[0], self._assignment.ops[op.id].axes)
+        if natural == stored:
+            self._places[value] = first
+        else:
+            self._cut[first] = _extension(natural, stored)
 
     def slices(self) -> Iterator[tuple[int, AxisNames]]:
         """Places of all_reduces of whose result only a slice is kept, and the axes that the slice adds."""
+        yield from self._cut.items()
         for value, place in self._places.items():
             kept = self._kept(value)
             if kept is not None:
