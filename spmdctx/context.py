@@ -16,6 +16,7 @@ from functools import cache, wraps
 from itertools import count
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from spmdctx.context_checks import check_consistency, device_count, ineffective, warn_ineffective
 from spmdctx.context_config import ContextConfig, load_config
@@ -215,7 +216,27 @@ class ContextLayer:
             with self:
                 return function(*args, **kwargs)
 
+        _decorated[called] = function, self._options
         return called  # type: ignore[return-value]
+
+
+_decorated: WeakKeyDictionary[Callable[..., Any], tuple[Callable[..., Any], dict[str, Any]]] = WeakKeyDictionary()
+"""Functions that ContextLayer made: what they call, and their options."""
+
+
+def beneath_layers(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A function without the `auto_parallel_context` decorators on it, and their options, of which the inner ones win.
+
+    A step plans and compiles outside of its function, where these layers would not be seen.
+    """
+    options: dict[str, Any] = {}
+    try:
+        while function in _decorated:
+            function, own = _decorated[function]
+            options |= own
+    except TypeError:  # a callable object without hash or weak references
+        pass
+    return function, options
 
 
 def auto_parallel_context(**options: Any) -> ContextLayer:

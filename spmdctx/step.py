@@ -14,7 +14,7 @@ import jax
 from spmdctx import placement, verify
 from spmdctx._compat import x64_is_on
 from spmdctx.audit import AuditReport, audit_program
-from spmdctx.context import AutoParallelContext, current_context, version, warn_ineffective
+from spmdctx.context import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.direct import OtherArgumentsError
 from spmdctx.entry import Entry
 from spmdctx.mesh_scope import auto_axes, traced_for
@@ -55,6 +55,8 @@ class ParallelStep:
     """
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        fn, below = beneath_layers(fn)
+        options = {**below, **options}
         self._options: StepOptions = step_options(options)
         self._target = target_of(fn, **self._options.arguments)  # type: ignore[arg-type]
         self._given = (fn, dict(options))

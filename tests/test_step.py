@@ -1,5 +1,7 @@
 """The decorated step: the same results as on one device, planned once, placed as planned, with every kind of state."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,6 +201,30 @@ def test_a_decorator_takes_options_and_keeps_the_name():
 
     assert (evaluate.__name__, evaluate.__doc__) == ("evaluate", "Mean error.")
     assert evaluate.plan(params_of(), batch_of()).mesh == {"data": 4}
+
+
+def test_a_step_sees_the_context_decorators_beneath_it():
+    @spmdctx.parallel
+    @spmdctx.auto_parallel_context(parallel_mode="data_parallel", device_num=2)
+    @spmdctx.auto_parallel_context(device_num=4)
+    def evaluate(params, batch):
+        return mean_error(params, batch)
+
+    plan = evaluate.plan(params_of(), batch_of())
+    assert (plan.mode, plan.mesh) == ("data_parallel", {"data": 4})
+    assert evaluate.with_options(device_num=8).plan(params_of(), batch_of()).mesh == {"data": 8}
+
+
+def test_a_wrapper_between_a_step_and_a_context_decorator_still_runs():
+    @spmdctx.auto_parallel_context(device_num=4)
+    def evaluate(params, batch):
+        return mean_error(params, batch)
+
+    @functools.wraps(evaluate)
+    def doubled(params, batch):
+        return 2 * evaluate(params, batch)
+
+    assert_same(parallel(doubled)(params_of(), batch_of()), 2 * mean_error(params_of(), batch_of()))
 
 
 def test_a_method_plans_for_each_object():
