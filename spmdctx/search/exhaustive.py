@@ -295,9 +295,9 @@ class _Everything:
         if not is_elementwise(op.rule):
             return
         leaders = [value for value, dims in zip(op.operands, op.rule.operands, strict=True) if dims and dims == op.rule.results[0]]
-        leaders = [value for value in leaders if value not in self.free]
         slots = sorted({self.slot_of[value] for value in leaders})
-        if not leaders:
+        # A value that is free to place can be followed wherever the op goes.
+        if not leaders or any(value in self.free for value in leaders):
             return
         ways = self.ways[op.id]
         wanted = [project(op.rule.results[0], way.axes) for way in ways]

@@ -41,6 +41,7 @@ class States(NamedTuple):
         stored: per result, the number of the sharding it is left in.
         unreduced_out: the axes over which the results are left unreduced.
         seconds: one execution: compute and reductions.
+        follows: the operand that is taken as it is stored, -1 where none must be.
     """
 
     split: IntArray
@@ -49,6 +50,7 @@ class States(NamedTuple):
     stored: tuple[IntArray, ...]
     unreduced_out: IntArray
     seconds: FloatArray
+    follows: IntArray
 
 
 class Joins(NamedTuple):
@@ -205,7 +207,19 @@ class _Builder:
             tuple(stored.T),
             np.array([state.unreduced_out for state in self._found], dtype=np.int64),
             np.array([state.seconds for state in self._found]),
+            np.full(len(split), -1, dtype=np.int64),
         )
+
+
+def following(states: States, positions: Sequence[int]) -> States:
+    """Every state once for each of some operands, which it then follows."""
+    if not positions:
+        return states
+    count, times = len(states.seconds), len(positions)
+    every = np.tile(np.arange(count), times)
+    wanted, stored = (tuple(own[every] for own in side) for side in (states.wanted, states.stored))
+    rest = (states.split[every], wanted, states.unreduced_in[every], stored, states.unreduced_out[every], states.seconds[every])
+    return States(*rest, np.repeat(np.array(positions, dtype=np.int64), count))
 
 
 def shapes_of(graph: Graph, op: Op) -> list[tuple[int, ...]]:

@@ -11,14 +11,14 @@ from spmdctx.cost.reshard_table import reshard_table
 from spmdctx.domains import axis_codes, domain
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir import LITERAL, Assignment, Op, OpSharding, TensorSharding, item_bytes
-from spmdctx.search.algo import AlgoLimits
+from spmdctx.search.algo import AlgoLimits, is_elementwise
 from spmdctx.search.modes import Setup
 from spmdctx.search.narrowing import NARROW_BYTES
 from spmdctx.search.network import PLAIN, Carry, Network, Node
 from spmdctx.search.pins import PinnedDims
 from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Problem
 from spmdctx.search.space import Space
-from spmdctx.search.states import Split, States, shapes_of, split_of_axes, split_of_rule, states_of
+from spmdctx.search.states import Split, States, following, shapes_of, split_of_axes, split_of_rule, states_of
 
 
 class Choices(NamedTuple):
@@ -98,6 +98,8 @@ class Tables:
             else:
                 split = split_of_axes(op, shapes, forced, space.mesh)
             states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology, node.hidden)
+            if forced is None and self._limits.elementwise_follow:
+                states = following(states, self._leaders(op))
             known = self._memo[key] = Choices(states.stored, states.wanted, states.seconds, split, states)
         return known
 
@@ -111,18 +113,29 @@ class Tables:
         operands, results = (tuple(own[places] for own in side) for side in (split.operands, split.results))
         return Split(split.rows[places], operands, results)
 
+    def _leaders(self, op: Op) -> list[int]:
+        """The operands of which an element-wise op must follow one; none where it need not."""
+        if not is_elementwise(op.rule):
+            return []
+        slots, loose = self.space.op_slots[op.id], self.space.loose_slots
+        alike = [place for place, dims in enumerate(op.rule.operands) if dims and dims == op.rule.results[0]]
+        return [] if any(slots[place] in loose for place in alike) else alike
+
     def _table(self, carry: Carry, value: int, weight: float) -> FloatArray | None:
         source, target = self.choices[carry.source.node], self.choices[carry.target]
         stored, taken = source.stored[carry.source.result], target.taken[carry.position]
         known = self.space.graph.values[value]
         unreduced = self._unreduced(source, target)
         size = NARROW_BYTES if carry.narrow else item_bytes(known.dtype)
-        key = (id(stored), id(taken), known.shape, size, weight, unreduced)
+        follows = target.states is not None and bool((target.states.follows == carry.position).any())
+        key = (id(stored), id(taken), known.shape, size, weight, unreduced, carry.position if follows else -1)
         table = self._edges.get(key)
         if table is None:
             table = self._seconds(known.shape, size)[np.ix_(stored, taken)] * weight
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
+            if follows and target.states is not None:
+                table = np.where((target.states.follows == carry.position) & (stored[:, None] != taken[None, :]), np.inf, table)
             self._edges[key] = table
         return table
 
