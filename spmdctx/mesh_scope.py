@@ -20,10 +20,15 @@ _environment: ContextVar[Environment | None] = ContextVar("spmdctx_environment",
 
 @contextmanager
 def traced_for(environment: Environment) -> Iterator[None]:
-    """While a step is traced: what `get_mesh` answers from."""
+    """While a step is traced: what `get_mesh` answers from, and the step's own mesh for constraints that are bare PartitionSpecs."""
     token = _environment.set(environment)
+    mesh = environment.given_mesh
     try:
-        yield
+        if mesh is None or not jax.sharding.get_abstract_mesh().empty:
+            yield
+        else:
+            with jax.sharding.use_abstract_mesh(AbstractMesh(mesh.shape, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes))):
+                yield
     finally:
         _environment.reset(token)
 

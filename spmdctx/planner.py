@@ -112,7 +112,8 @@ def _request(program: Program, captured: Captured, settings: Settings) -> Reques
     for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True):
         if leaf.metadata is not None:
             dims = tuple(() if name is None else (name,) if isinstance(name, str) else name for name in leaf.metadata)
-            pins.append(ValuePin(value, (), dims + ((),) * (len(leaf.shape) - len(dims)), "partitioning metadata"))
+            axes = captured.mesh_axes if {name for dim in dims for name in dim} <= dict(captured.mesh_axes).keys() else ()
+            pins.append(ValuePin(value, axes, dims + ((),) * (len(leaf.shape) - len(dims)), "partitioning metadata"))
     return Request(
         parallel_mode=context.parallel_mode,
         num_devices=settings.num_devices,

@@ -136,11 +136,15 @@ def _devices_and_mesh(devices: Any, mesh: Any) -> tuple[tuple[Any, ...] | None, 
 
 @dataclass(frozen=True)
 class Environment:
-    """A step's options resolved against the context and the devices that are there."""
+    """A step's options resolved against the context and the devices that are there.
+
+    `given_mesh` is the mesh given to the step, whether its mode uses it or not.
+    """
 
     settings: Settings
     devices: tuple[Any, ...]
     notes: tuple[str, ...]
+    given_mesh: LogicalMesh | None = None
 
     @property
     def context(self) -> AutoParallelContext:
@@ -187,7 +191,7 @@ def environment(options: StepOptions, context: AutoParallelContext) -> Environme
         strict=options.strict,
         layerwise_parallel=options.layerwise_parallel,
     )
-    return Environment(settings, devices, notes)
+    return Environment(settings, devices, notes, options.mesh)
 
 
 def default_topology(device: Any) -> tuple[Topology, tuple[str, ...]]:

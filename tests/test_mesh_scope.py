@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import spmdctx
 from spmdctx.errors import ContextError
@@ -59,3 +60,29 @@ def test_there_is_no_mesh_before_it_is_found():
 def test_there_is_no_mesh_outside_of_a_step():
     with pytest.raises(ContextError, match="called outside of a step"):
         spmdctx.get_mesh()
+
+
+@pytest.mark.parametrize("mode", ["stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel"])
+def test_a_bare_spec_means_the_mesh_given_to_the_step(mode):
+    def step(weight, x):
+        return jax.lax.with_sharding_constraint(x @ weight, PartitionSpec("data", "model")).sum()
+
+    weight, x = jnp.ones((8, 4)), jnp.arange(64.0).reshape(8, 8)
+    search = {"search_mode": "sharding_propagation"} if mode == "auto_parallel" else {}
+    parallel = spmdctx.parallel(step, mesh={"data": 4, "model": 2}, parallel_mode=mode, batch_argnums=1, **search)
+    assert float(parallel(weight, x)) == float(step_without_constraint(weight, x))
+    if mode == "auto_parallel":
+        assert parallel.plan(weight, x).inputs[0].sharding == ((), ("model",))
+
+
+def step_without_constraint(weight, x):
+    return (x @ weight).sum()
+
+
+def test_metadata_of_nnx_means_the_mesh_that_is_set():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(8, 4, use_bias=False, kernel_metadata={"out_sharding": (None, "model")}, rngs=nnx.Rngs(0))
+        plan = spmdctx.parallel(lambda model, x: model(x).sum(), parallel_mode="auto_parallel").plan(model, jnp.ones((8, 8)))
+    assert plan.mesh == {"data": 4, "model": 2}
+    assert plan.inputs[0].sharding == ((), ("model",))

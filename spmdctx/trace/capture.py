@@ -60,7 +60,7 @@ class Captured:
 
     `jaxpr` takes one variable per entry of `inputs` and gives one per entry of `outputs`; closed-over arrays are its
     consts. `structure` is what the step needs to flatten arguments and to rebuild results. `owned` marks the inputs that
-    belong to nnx objects.
+    belong to nnx objects. `mesh_axes` is the mesh that was set while the step was traced, empty where there was none.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Captured:
     trace_s: float
     owned: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()
+    mesh_axes: tuple[tuple[str, int], ...] = ()
 
     @property
     def carried(self) -> tuple[tuple[int, int], ...]:
@@ -232,6 +233,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
         time.perf_counter() - started,
         tuple(leaf.owned for leaf in flattening.leaves),
         notes,
+        tuple(jax.sharding.get_abstract_mesh().shape.items()),
     )
 
 
