@@ -2,11 +2,13 @@
 
 A job is plain data that says which program to build. Its worker builds and compiles it; with `codegen=False` it ends as soon as the
 compiler has written the scheduled, memory-assigned HLO, before code is generated: a tenth of the time, all collectives and the peak of
-memory, but no estimated cycles. Outcomes lie in a folder, by the job and the compiler's version.
+memory, but no estimated cycles. Outcomes lie in a folder, by the job; compiled programs too, by their StableHLO and the compiler's
+version, so that a planner or a judge that changes is asked again without compiling what stays the same.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib
 import importlib.metadata
@@ -64,10 +66,10 @@ def judged(job: Job, module: str, folder: Path, *, codegen: bool, again: bool = 
     place = folder / f"{key_of(job, module, codegen)}.json"
     if again or not place.exists():
         start = time.perf_counter()
-        known = {**_run(job, module, codegen), "seconds": time.perf_counter() - start, "job": job}
+        folder.mkdir(parents=True, exist_ok=True)
+        known = {**_run(job, module, folder, codegen), "seconds": time.perf_counter() - start, "job": job}
         # What went wrong may go right next time.
         if not known["error"]:
-            folder.mkdir(parents=True, exist_ok=True)
             place.write_text(json.dumps(known, indent=1))
     else:
         known = json.loads(place.read_text())
@@ -77,14 +79,29 @@ def judged(job: Job, module: str, folder: Path, *, codegen: bool, again: bool = 
 
 def key_of(job: Job, module: str, codegen: bool) -> str:
     """Names an outcome."""
-    versions = [importlib.metadata.version(name) for name in ("jax", "libtpu")]
-    text = json.dumps([job, module, codegen, versions], sort_keys=True)
+    return _digest(json.dumps([job, module, codegen, _versions()], sort_keys=True))
+
+
+def _versions() -> list[str]:
+    return [importlib.metadata.version(name) for name in ("jax", "libtpu")]
+
+
+def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def _run(job: Job, module: str, codegen: bool) -> dict[str, Any]:
+def _run(job: Job, module: str, folder: Path, codegen: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "benchmarks.judge_compile", module, json.dumps(job), scratch, str(int(codegen))]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.judge_compile",
+            module,
+            json.dumps(job),
+            scratch,
+            str(folder.resolve()),
+            str(int(codegen)),
+        ]
         # Without codegen the worker leaves in the middle of a compilation, with whatever temporary files that has.
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TMPDIR": scratch}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -96,18 +113,29 @@ def _run(job: Job, module: str, codegen: bool) -> dict[str, Any]:
         return {"judgement": None, "planned": {}, "error": lines[-1][:300] if lines else f"exit code {done.returncode}"}
 
 
-def work(module: str, job: Job, scratch: Path, codegen: bool) -> None:
-    """Builds, compiles and judges a job in this process, and writes `result.json`."""
+def work(module: str, job: Job, scratch: Path, folder: Path, codegen: bool) -> None:
+    """Builds, compiles and judges a job in this process, and writes `result.json` into `scratch`."""
     build: Callable[[Job], Built] = importlib.import_module(module).build
     built = build(job)
-    dump = scratch / "dump"
+    place = folder / f"program-{_digest(json.dumps([built.lowered.as_text(), job['topology'], codegen, _versions()]))}.json.gz"
+    if place.exists():
+        text, peak = json.loads(gzip.decompress(place.read_bytes()))
+    else:
+        text, peak = _compile(built.lowered, scratch / "dump", codegen)
+        place.write_bytes(gzip.compress(json.dumps([text, peak]).encode()))
+    judgement = judge_text(text, slice_of(job["topology"], built.devices), peak)
+    planned = describe_plan(built.plan, text) if built.plan else {}
+    (scratch / "result.json").write_text(json.dumps({"judgement": judgement.to_dict(), "planned": planned, "error": ""}))
+
+
+def _compile(lowered: jax.stages.Lowered, dump: Path, codegen: bool) -> tuple[str, int]:
+    """The scheduled program's text, and its peak of memory."""
     dump.mkdir()
     finished: list[str | Exception] = []
 
     def compile_all() -> None:
         try:
-            compiled = built.lowered.compile(compiler_options={"xla_dump_to": str(dump)})
-            finished.append(compiled.as_text() or "")
+            finished.append(lowered.compile(compiler_options={"xla_dump_to": str(dump)}).as_text() or "")
         except Exception as error:  # any failure of the compiler is the job's outcome
             finished.append(error)
 
@@ -117,11 +145,8 @@ def work(module: str, job: Job, scratch: Path, codegen: bool) -> None:
     if finished and isinstance(finished[0], Exception):
         raise finished[0]
     scheduled = _program(dump)
-    text = str(finished[0]) if codegen else scheduled.read_text()
     peak = read_peak(_beside(scheduled, "after_optimizations-memory-usage-report.txt").read_text())
-    judgement = judge_text(text, slice_of(job["topology"], built.devices), peak)
-    planned = describe_plan(built.plan, text) if built.plan else {}
-    (scratch / "result.json").write_text(json.dumps({"judgement": judgement.to_dict(), "planned": planned, "error": ""}))
+    return str(finished[0]) if codegen else scheduled.read_text(), peak
 
 
 def _is_scheduled(dump: Path) -> bool:
@@ -172,7 +197,7 @@ def describe_plan(plan: Plan, hlo_text: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]), bool(int(sys.argv[4])))
+    work(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), bool(int(sys.argv[5])))
     sys.stdout.flush()
     # The compiler's thread may be generating code that nobody needs.
     os._exit(0)
