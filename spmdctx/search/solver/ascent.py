@@ -63,7 +63,8 @@ class Ascent:
             self.best = Bound(value, {node: belief + shift for node, belief in found.beliefs.items()})
         return value
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether its share of the time is over."""
         return self.search.progress() >= self.share
 
     def start(self) -> None:
@@ -74,12 +75,12 @@ class Ascent:
         costs = [self.graph.costs(node) for node in self.dual.nodes]
         spread = float(sum(cost.max() - cost.min() for cost in costs)) or 1.0
         scale = 1e-6 * spread / (rows.limit * float(shape.sum()))
-        self.dual.sweep(START_SWEEPS, self._is_over)
+        self.dual.sweep(START_SWEEPS, self.is_over)
         for _ in range(40):
             self.set_prices(scale * shape)
-            self.dual.sweep(2, self._is_over)
+            self.dual.sweep(2, self.is_over)
             self.measure()
-            if self._is_over() or self.amounts.usage(self.dual.decode()).max() <= NEAR * rows.limit:
+            if self.is_over() or self.amounts.usage(self.dual.decode()).max() <= NEAR * rows.limit:
                 return
             scale *= 3.0
 
@@ -91,7 +92,7 @@ class Ascent:
         limit = self.amounts.rows.limit
         step, best, direction = FIRST_STEP, self.prices, np.zeros(len(self.prices))
         for number in range(num_steps):
-            self.dual.sweep(SWEEPS, self._is_over)
+            self.dual.sweep(SWEEPS, self.is_over)
             before = self.bound
             self.measure()
             if self.bound > before:
@@ -101,7 +102,7 @@ class Ascent:
             states = self.dual.decode()
             usage = self.amounts.usage(states)
             known = offer(states, number % SHOWN == 0 and usage.max() <= NEAR * limit)
-            if step < LAST_STEP or known <= self.bound or self._is_over():
+            if step < LAST_STEP or known <= self.bound or self.is_over():
                 return
             direction = MEMORY_OF_DIRECTION * direction + (1 - MEMORY_OF_DIRECTION) * np.clip(usage / limit - 1.0, -0.1, 0.1)
             along = np.where((best <= 0) & (direction < 0), 0.0, direction)

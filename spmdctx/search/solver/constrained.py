@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from spmdctx.search.solver.assignment import Amounts, Assignment
 from spmdctx.search.solver.capacity import has_hard_tables, smallest
 from spmdctx.search.solver.closing import Enumerated, enumerate_choices, states_at
 from spmdctx.search.solver.dual import Bound, Dual
-from spmdctx.search.solver.energy import Minimum, Search, is_narrow, minimise, shrink
+from spmdctx.search.solver.energy import EQUAL, Minimum, Search, is_narrow, minimise, shrink
 from spmdctx.search.solver.forest import descend_forests
 from spmdctx.search.solver.graph import Graph, is_whole
 from spmdctx.search.solver.lagrange import Prices, priced
@@ -28,8 +29,6 @@ ASCENT_SHARE = 0.4
 FOREST_PASSES = 6
 PRUNING_SWEEPS = 15
 MAX_VARIABLES = 1000
-EQUAL = 1e-9
-"""A bound this near to the cost, relative to it, is equal up to rounding."""
 PRUNABLE = 50
 """Programs that are this many times too large may become small enough without the states that a bound excludes."""
 
@@ -119,8 +118,8 @@ class Constrained:
         def offer(states: list[int], worth: bool) -> float:
             if worth:
                 self._offer_repaired(states)
-                weights = self.rows.weights(ascent.prices)
-                descend_forests(self.graph, self.amounts, weights, states, FOREST_PASSES, random)
+                passes = takewhile(lambda _: not self.search.expired(), range(FOREST_PASSES))
+                descend_forests(self.graph, self.amounts, self.rows.weights(ascent.prices), states, passes, random)
                 self._offer_repaired(states)
             return np.inf if self.best is None else self.best.cost - self.graph.base
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -44,18 +44,19 @@ def _fits(graph: Graph, node: int) -> BoolArray | None:
     return None if fits is None or fits.all() else fits
 
 
-def discard(graph: Graph, usages: Sequence[FloatArray | None] | None = None) -> int:
+def discard(graph: Graph, usages: Sequence[FloatArray | None] | None = None, is_over: Callable[[], bool] = lambda: False) -> int:
     """Removes dominated states, again as long as that uncovers more; returns their number.
 
     A state is dominated if another costs no more whatever the neighbours do (Goldstein's criterion), and uses no more where `usages`
     (by node and original state, None for nodes without) are given. Every state must be supported.
+    Stops early, which is sound, when `is_over`.
     """
     memo: dict[tuple[object, ...], IntArray | None] = {}
     waiting, removed = graph.nodes(), 0
     for _ in range(MAX_PASSES):
         kept: dict[int, IntArray] = {}
         for node in waiting:
-            if graph.size(node) > 1:
+            if graph.size(node) > 1 and not is_over():
                 used = None if usages is None else usages[node]
                 usage = None if used is None else used[graph.origin[node]]
                 states = _undominated(graph, node, usage, memo)
@@ -64,7 +65,7 @@ def discard(graph: Graph, usages: Sequence[FloatArray | None] | None = None) -> 
                     removed += graph.size(node) - len(states)
         graph.restrict(kept)
         waiting = sorted({other for node in kept for other in (node, *graph.links[node])})
-        if not waiting:
+        if not waiting or is_over():
             break
     return removed
 

@@ -13,7 +13,7 @@ from spmdctx.search.solver.join import least
 from spmdctx.search.solver.pool import Pool
 from spmdctx.search.solver.problem import FloatArray
 
-Memo = dict[tuple[object, ...], int]
+Memo = dict[tuple[object, ...], tuple[int, float]]
 Factors = dict[tuple[int, ...], int]
 
 
@@ -82,14 +82,15 @@ def eliminate(graph: Graph, nodes: tuple[int, ...], memo: Memo, expired: Callabl
     for node in nodes:
         if expired():
             return None
-        near, number = _minimised(node, factors, pool, memo)
+        near, number, lowest = _minimised(node, factors, pool, memo)
+        cost += lowest
         steps.append((node, factors[node]))
         for scope in factors[node]:
             for other in scope:
                 if other != node:
                     del factors[other][scope]
         if not near:
-            cost += float(pool.arrays[number])
+            cost += float(pool.arrays[number].item())
             continue
         present = factors[near[0]].get(near)
         if present is not None:
@@ -102,16 +103,16 @@ def eliminate(graph: Graph, nodes: tuple[int, ...], memo: Memo, expired: Callabl
     return states, cost
 
 
-def _minimised(node: int, factors: list[Factors], pool: Pool, memo: Memo) -> tuple[tuple[int, ...], int]:
-    """The neighbours of a node, and the number of the table over them that is left when it is minimised out."""
+def _minimised(node: int, factors: list[Factors], pool: Pool, memo: Memo) -> tuple[tuple[int, ...], int, float]:
+    """The neighbours of a node, the number of the table over them that is left when it is minimised out, and a constant to add."""
     around = factors[node]
     near = tuple(sorted({other for scope in around for other in scope if other != node}))
     place = {other: position for position, other in enumerate(near)}
     place[node] = -1
     terms = sorted((tuple(place[other] for other in scope), number) for scope, number in around.items())
     key = tuple(terms)
-    number = memo.get(key)
-    if number is None:
+    result = memo.get(key)
+    if result is None:
         operands = []
         for places, operand in terms:
             array, at = pool.arrays[operand], places.index(-1)
@@ -119,8 +120,8 @@ def _minimised(node: int, factors: list[Factors], pool: Pool, memo: Memo) -> tup
                 array = array.transpose(at, *(axis for axis in range(array.ndim) if axis != at))
                 places = (-1, *(other for other in places if other >= 0))
             operands.append((places, array))
-        number = memo[key] = pool.new(least(operands, len(near)))
-    return near, number
+        result = memo[key] = pool.lowered(least(operands, len(near)))
+    return near, *result
 
 
 def _state(node: int, around: Factors, pool: Pool, states: list[int]) -> int:

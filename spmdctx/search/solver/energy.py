@@ -19,8 +19,12 @@ MAX_TABLE = 1 << 23
 DIRECT_WORK = 60_000_000
 """Additions up to which elimination is cheaper than a bound."""
 WORK = 1_000_000_000
+EQUAL = 1e-9
+"""A bound this near to the cost, relative to it, is equal up to rounding."""
 SHELL_WORK = 30_000_000
 MAX_SHELLS = 8
+REDUCING_SHARE = 0.1
+"""Share of the time that one reduction may take."""
 SWEEPS = (10, 15, 25, 50, 100)
 
 
@@ -64,14 +68,15 @@ class Search:
 
 def shrink(graph: Graph, search: Search, rows: Rows | None = None) -> bool:
     """Makes a graph smaller without changing its optimum, with the memory of `rows` if given; False if nothing is finite."""
+    over = search.progress() + REDUCING_SHARE
     while True:
         if not supported(graph):
             return False
         graph.split()
         graph.peel(None if rows is None else rows.live)
-        removed = discard(graph, None if rows is None else rows.priced)
+        removed = discard(graph, None if rows is None else rows.priced, lambda: search.progress() > over)
         search.count("dominated", removed)
-        if not removed or search.expired():
+        if not removed or search.progress() > over:
             return True
 
 
@@ -131,7 +136,8 @@ class _Shells:
                 self.bound = exact.cost - self.core.base
         if self.best is None:
             return None
-        return self.best._replace(bound=min(self.best.cost, self.bound + self.core.base))
+        near = self._gap() <= EQUAL * abs(self.best.cost)
+        return self.best._replace(bound=self.best.cost if near else self.bound + self.core.base)
 
     def _offer(self, found: Minimum) -> None:
         if np.isfinite(found.cost) and (self.best is None or found.cost < self.best.cost):
@@ -142,7 +148,7 @@ class _Shells:
 
     def _is_proven(self) -> bool:
         scale = 0.0 if self.best is None else abs(self.best.cost)
-        return self._gap() <= max(self.search.tolerance, 1e-12) * scale
+        return self._gap() <= max(self.search.tolerance, EQUAL) * scale
 
     def _closed(self, bound: Bound) -> bool:
         """Solves shells of the bound: as wide as the gap if that can be done, else narrower ones for better states and a better bound."""

@@ -72,10 +72,10 @@ def best_states(graph: Graph, amounts: Amounts, weights: FloatArray, nodes: Fore
 
 
 def descend_forests(
-    graph: Graph, amounts: Amounts, weights: FloatArray, states: list[int], num_passes: int, random: np.random.Generator
+    graph: Graph, amounts: Amounts, weights: FloatArray, states: list[int], passes: Iterable[int], random: np.random.Generator
 ) -> None:
-    """Lowers cost and priced usage by `num_passes` forests that cover the graph in random orders. Changes `states`."""
+    """Lowers cost and priced usage by forests that cover the graph in random orders, one for each of `passes`. Changes `states`."""
     nodes = np.array(graph.nodes())
-    for _ in range(num_passes):
+    for _ in passes:
         for node, state in best_states(graph, amounts, weights, forest(graph, random.permutation(nodes).tolist()), states).items():
             states[node] = state

@@ -161,10 +161,13 @@ class Graph:
             for other, number in links:
                 self.add_unary(other, pool.row(number, 0))
         elif len(links) == 1:
-            self.add_unary(links[0][0], pool.best(self.unary[node], (links[0][1],)))
+            number, lowest = pool.best(self.unary[node], (links[0][1],))
+            self.base += lowest
+            self.add_unary(links[0][0], number)
         else:
             (first, one), (second, two) = links
-            number = pool.best(self.unary[node], (one, two))
+            number, lowest = pool.best(self.unary[node], (one, two))
+            self.base += lowest
             parts = pool.parts(number)
             if parts is None:
                 self.link(first, second, number)

@@ -12,6 +12,9 @@ from spmdctx.search.solver.problem import FloatArray, IntArray
 
 BoolArray = NDArray[np.bool_]
 
+MAX_COMPARED = 1 << 16
+"""Entries up to which results are compared with those known before."""
+
 
 class Pool:
     """Arrays by number. Operations on them are memoised by the numbers of their operands.
@@ -31,7 +34,7 @@ class Pool:
         self._supports: dict[int, BoolArray | None] = {}
         self._worst: dict[int, FloatArray] = {}
         self._parts: dict[int, tuple[int, int] | None] = {}
-        self._best: dict[tuple[int, ...], int] = {}
+        self._best: dict[tuple[int, ...], tuple[int, float]] = {}
         self._choices: dict[bytes, int] = {}
         self.choices: list[IntArray] = []
 
@@ -81,14 +84,22 @@ class Pool:
             found = self._rows[number, state] = self.intern(self.arrays[number][state])
         return found
 
-    def best(self, unary: int, tables: tuple[int, ...]) -> int:
-        """The number of the least of `unary[x] + tables[0][x, i] + tables[1][x, j]` over x, for one or two tables."""
+    def lowered(self, array: FloatArray) -> tuple[int, float]:
+        """The number of an array less its least entry, and that entry. So results that differ by a constant are one array."""
+        lowest = float(array.min())
+        if not np.isfinite(lowest):
+            return self.new(array), 0.0
+        array = array - lowest
+        return (self.intern(array) if array.size <= MAX_COMPARED else self.new(array)), lowest
+
+    def best(self, unary: int, tables: tuple[int, ...]) -> tuple[int, float]:
+        """The least of `unary[x] + tables[0][x, i] + tables[1][x, j]` over x, for one or two tables, as `lowered`."""
         key = (unary, *tables)
         found = self._best.get(key)
         if found is None:
             scopes: list[tuple[tuple[int, ...], FloatArray]] = [((-1,), self.arrays[unary])]
             scopes += [((-1, place), self.arrays[table]) for place, table in enumerate(tables)]
-            found = self._best[key] = self.new(least(scopes, len(tables)))
+            found = self._best[key] = self.lowered(least(scopes, len(tables)))
         return found
 
     def choice(self, states: IntArray) -> int:

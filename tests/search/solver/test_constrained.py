@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+
+from spmdctx.search.solver.memory import Rows
+from spmdctx.search.solver.problem import Edge, Infeasible, Life, Memory, Problem, Solution
+from spmdctx.search.solver.solve import solve
+from tests.search.solver.problems import cost_of, random_problem, truth, usage_of
+
+
+def layers(num_layers, limit, seed=0, num_states=4):
+    """A chain of layers like a training step: cheap states use much, kept from the forward to the backward pass."""
+    random = np.random.default_rng(seed)
+    costs, usages, edges, lives = [], [], [], []
+    end = 4 * num_layers
+    table = random.integers(0, 20, (num_states, num_states)).astype(float)
+    np.fill_diagonal(table, 0.0)
+    cost = np.arange(num_states) * 10.0
+    used = 100.0 / 2.0 ** np.arange(num_states)
+    for layer in range(num_layers):
+        for part in range(3):
+            node = len(costs)
+            costs.append(cost + random.integers(0, 5, num_states))
+            usages.append(used)
+            lives.append(Life(node, layer, layer + 2) if part == 2 else Life(node, layer, end - layer))
+            if node:
+                edges.append(Edge(node - 1, node, table))
+            if part == 2:
+                edges.append(Edge(node - 2, node, table))
+    return Problem(tuple(costs), tuple(edges), Memory(tuple(usages), tuple(lives), limit))
+
+
+@pytest.fixture
+def without_enumeration(monkeypatch):
+    monkeypatch.setattr("spmdctx.search.solver.closing.MAX_CHOICES", 0)
+
+
+@pytest.fixture
+def wide(monkeypatch, without_enumeration):
+    monkeypatch.setattr("spmdctx.search.solver.constrained.is_narrow", lambda graph: False)
+
+
+def check(problem):
+    found, true = solve(problem), truth(problem)
+    if isinstance(found, Infeasible):
+        assert np.isinf(true.cost)
+        assert found.smallest_limit >= true.limit - 1e-9
+        if np.isfinite(found.smallest_limit) and found.time >= 0:
+            relaxed = Memory(problem.memory.usages, problem.memory.lives, found.smallest_limit)
+            assert isinstance(solve(Problem(problem.costs, problem.edges, relaxed)), Solution)
+        return
+    assert found.cost == pytest.approx(true.cost)
+    assert found.lower_bound <= true.cost + 1e-9
+    assert found.lower_bound == pytest.approx(true.cost)
+    assert max(usage_of(problem, found.states)) <= problem.memory.limit * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_prices_and_programs_agree_with_trying_everything(block, without_enumeration):
+    for seed in range(25 * block, 25 * block + 25):
+        check(random_problem(seed))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_the_road_for_wide_problems_agrees_with_trying_everything(block, wide):
+    for seed in range(100 + 25 * block, 125 + 25 * block):
+        check(random_problem(seed))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("num_layers", [4, 12])
+def test_layers_are_proven_optimal_within_memory(num_layers, share):
+    free = layers(num_layers, np.inf)
+    most = max(usage_of(free, [0] * len(free.costs)))
+    problem = layers(num_layers, share * most)
+    found = solve(problem)
+    assert max(usage_of(problem, found.states)) <= problem.memory.limit
+    assert found.cost == pytest.approx(cost_of(problem, found.states))
+    assert found.lower_bound == found.cost
+
+
+def test_a_limit_below_the_least_usage_names_the_time_and_the_limit_that_works():
+    problem = layers(4, 10.0)
+    least = usage_of(problem, [3] * len(problem.costs))
+    assert solve(problem) == Infeasible(least.index(max(least)), max(least), max(least))
+    assert isinstance(solve(layers(4, max(least))), Solution)
+
+
+def test_only_maximal_sets_of_live_nodes_become_rows():
+    lives = (Life(0, 0, 10), Life(1, 2, 5), Life(2, 3, 4), Life(3, 6, 8), Life(3, 7, 9), Life(4, 1, 1))
+    rows = Rows(Memory((np.ones(1),) * 5, lives, 0.5), [np.zeros(1, int)] * 5)
+    assert rows.times.tolist() == [3, 7]
+    assert rows.usage(np.ones(5)).tolist() == [3.0, 3.0]
+    assert rows.weights(np.array([1.0, 10.0])).tolist() == [11.0, 1.0, 1.0, 20.0, 0.0]
+
+
+def test_memory_that_cannot_bind_has_no_rows():
+    rows = Rows(Memory((np.ones(2),) * 2, (Life(0, 0, 2), Life(1, 0, 2)), 2.0), [np.arange(2)] * 2)
+    assert len(rows.times) == 0
+
+
+def test_a_deadline_still_gives_a_choice_that_fits():
+    problem = layers(12, 1000.0)
+    found = solve(problem, deadline=lambda: True)
+    assert isinstance(found, Solution)
+    assert max(usage_of(problem, found.states)) <= 1000.0
+    assert found.lower_bound <= found.cost
