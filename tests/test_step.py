@@ -10,6 +10,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.experimental.compute_on import compute_on2
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import PartitionSpec
 
 import spmdctx
@@ -498,3 +500,28 @@ def test_an_audit_holds_the_compiled_program_against_the_plan():
 def test_a_step_of_a_step_takes_the_new_options():
     step = parallel(mean_error, device_num=4)
     assert spmdctx.parallel(step, device_num=2).plan(params_of(), batch_of()).mesh == {"data": 2}
+
+
+def test_a_computation_on_the_host_is_planned_like_any_other():
+    @compute_on2(compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
+    def hidden(w, x):
+        return jnp.tanh(x @ w)
+
+    def step(params, batch):
+        return jax.value_and_grad(lambda params: (hidden(params["w"], batch["x"]) @ params["v"] - batch["y"]).sum())(params)
+
+    parallel = spmdctx.parallel(step, parallel_mode="data_parallel", strict=True, batch_argnums=1)
+    plan = parallel.plan(params_of(), batch_of())
+    assert "data" in next(op for op in plan.ops if op.primitive == "tanh").sharding
+    assert parallel.audit(params_of(), batch_of()).ok
+    assert parallel.verify(params_of(), batch_of()).ok
+
+
+def test_values_that_are_to_be_split_alike_are():
+    def step(params, batch):
+        first, second = shard_alike(batch["x"] @ params["w"], batch["y"])
+        return (first * second).sum()
+
+    parallel = spmdctx.parallel(step, parallel_mode="data_parallel", strict=True, batch_argnums=1)
+    assert parallel.verify(params_of(), batch_of()).ok
+    assert parallel.audit(params_of(), batch_of()).ok

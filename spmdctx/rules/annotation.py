@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdctx.ir import OpRule
-from spmdctx.rules.builder import RuleBuilder, Shape
+from spmdctx.rules.builder import RuleBuilder, Shape, identity
 from spmdctx.rules.registry import rule
 
 
@@ -19,6 +19,12 @@ def annotate(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: M
     builder = RuleBuilder()
     dims = [builder.factors(shape) for shape in operands]
     return builder.build(dims, dims[: len(results)])
+
+
+@rule("shard_alike")
+def alike(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
+    """Two values of one shape that are to be split in one way."""
+    return identity(operands[0], num_operands=2, num_results=len(results))
 
 
 @rule("tie")

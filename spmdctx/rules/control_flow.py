@@ -25,6 +25,7 @@ CALLS: Mapping[str, str] = {
     "linear_call": "callee",
     "composite": "jaxpr",
     "xla_metadata_call": "jaxpr",
+    "compute_on": "jaxpr",
 }
 """Calls, whose operands and results are those of one body, with the parameter that holds it."""
 

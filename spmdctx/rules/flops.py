@@ -15,7 +15,8 @@ _FREE = frozenset(
     {
         *("bitcast_convert_type", "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice"),
         *("empty", "empty2", "gather", "iota", "optimization_barrier", "pad", "reshape", "rev", "select_n", "slice", "split"),
-        *("squeeze", "stop_gradient", "transpose", "name", "device_put", "sharding_constraint", "scatter"),
+        *("squeeze", "stop_gradient", "transpose", "name", "device_put", "sharding_constraint", "shard_alike"),
+        "scatter",
     }
 )
 """These move data and compute nothing."""

@@ -29,21 +29,33 @@ keep_whole("orders effects and holds no elements", "after_all", "create_token", 
 
 keep_whole(
     "calls back into Python, which sees whole arrays",
-    *("pure_callback", "io_callback", "debug_callback", "debug_print", "inspect_sharding"),
+    *("pure_callback", "io_callback", "debug_callback", "debug_print", "inspect_sharding", "buffer_callback"),
 )
 
-keep_whole("calls foreign code, which sees whole arrays; wrap it in shard_map to split it", "ffi_call", "cudnn_fusion")
+keep_whole(
+    "calls foreign code, which sees whole arrays; wrap it in shard_map to split it",
+    *("ffi_call", "cudnn_fusion", "rnn_fwd", "rnn_bwd", "call_tf"),
+)
 
 keep_whole(
     "runs a kernel that is written for whole arrays; wrap it in shard_map to split it",
-    *("pallas_call", "core_map", "mpmd_map", "call_hi_primitive", "call_hi_primitive_linearized"),
+    *("pallas_call", "core_map", "mpmd_map", "call_hi_primitive", "call_hi_primitive_linearized", "fused_call"),
+    *("tpu_custom_call", "custom_fusion", "fusible", "mosaic_gpu_p"),
 )
 
 keep_whole(
     "exists only inside a kernel",
     *("delay", "get_global", "jaxpr_call", "masked_load", "masked_swap", "multiple_of", "num_programs", "program_id"),
     *("reciprocal", "run_scoped", "semaphore_read", "semaphore_signal", "semaphore_wait"),
+    *("add_dependency", "all_reduce_ffs", "all_reduce_population_count", "atomic_cas", "atomic_rmw", "barrier", "bitcast"),
+    *("debug_barrier_p", "dma_start", "dma_wait", "einshape_lo", "elementwise_inline_asm_p", "emit_pipeline"),
+    *("get_barrier_semaphore", "load", "masked_cummax", "masked_cummin", "masked_cumsum", "masked_sort", "matmul_acc_lhs"),
+    *("matmul_pop", "matmul_push_rhs", "max_contiguous", "pack", "pack_dtype", "pack_elementwise", "parallel_loop"),
+    *("pipeline_body", "prng_join", "prng_random_bits", "prng_seed", "prng_split", "remove_memory_space", "roll"),
+    *("sc_fetch_and_add", "stochastic_round", "trace_value", "unique", "unpack", "unpack_dtype", "unpack_elementwise"),
 )
+
+keep_whole("exists only while JAX checks that no key is used twice", "consume", "assert_consumed_value")
 
 keep_whole("exists only while JAX differentiates", "custom_lin", "custom_jvp_call_jaxpr")
 

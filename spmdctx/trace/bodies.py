@@ -26,7 +26,7 @@ Handler = Callable[["Builder", Any, "Env", int, str], None]
 KEPT = frozenset(
     {
         *("remat2", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
-        *("linear_call", "xla_metadata_call"),
+        *("linear_call", "xla_metadata_call", "compute_on"),
     }
 )
 """Calls that lowering keeps as calls, since their kind says how to differentiate, batch, recompute or compile them."""

@@ -23,7 +23,9 @@ MODULES = (
     *("jax.numpy", "jax.nn", "jax.random", "jax.scipy.linalg", "jax.scipy.special", "jax.scipy.stats", "jax.image", "jax.ffi"),
     *("jax.extend.core.primitives", "jax.experimental.pallas", "jax.experimental.sparse", "jax.experimental.checkify"),
     *("jax.experimental.shard_map", "jax.experimental.custom_partitioning", "jax.custom_batching", "jax.export", "jax.debug"),
-    *("jax.experimental.multihost_utils", "jax.experimental.array_serialization"),
+    *("jax.experimental.multihost_utils", "jax.experimental.array_serialization", "jax.experimental.compute_on"),
+    *("jax.experimental.shard_alike", "jax.experimental.fused", "jax.experimental.rnn", "jax.experimental.key_reuse"),
+    *("jax.experimental.buffer_callback", "jax.experimental.scheduling_groups", "jax.experimental.pallas.tpu"),
 )
 
 
