@@ -13,7 +13,7 @@ import yaml
 
 from spmdctx.errors import ContextError, message
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 class Interconnect(StrEnum):
@@ -49,6 +49,7 @@ class Topology:
         vector_flops_per_s: Arithmetic outside of matrix products; `peak_flops_per_s` where it is 0.
         float32_flops_per_s: Matrix products of float32 at JAX's default precision; `peak_flops_per_s` where it is 0.
         matrix_tile: Side of the matrix unit: dimensions of a product are padded to multiples of it.
+        scratch_bytes: Memory on the chip that the compiler keeps small, short-lived tensors in.
         gather_overlap: Largest share of a weight gather's time that hides behind matrix products.
         reduction_overlap: The same of a gradient reduction.
         source: Where the figures were published.
@@ -72,6 +73,7 @@ class Topology:
     vector_flops_per_s: float = 0.0
     float32_flops_per_s: float = 0.0
     matrix_tile: int = 1
+    scratch_bytes: int = 0
     gather_overlap: float = 0.0
     reduction_overlap: float = 0.0
     source: str = "user"
@@ -98,6 +100,10 @@ class Topology:
                 raise ContextError(f"Topology.{name} must be a share, from 0 to 1.", got=repr(getattr(self, name)))
 
 
+_TPU_GATHER_OVERLAP = 0.8
+"""In scheduled programs for v5e:2x4 (libtpu 0.0.42), all weight gathers over one axis run beside matrix products and are hidden
+whole, of those inside scans four fifths; no reduction runs asynchronously (benchmarks/RESULTS.md)."""
+
 PRESETS: dict[str, Topology] = {
     "tpu-v5e": Topology(
         device="tpu-v5e",
@@ -116,6 +122,8 @@ PRESETS: dict[str, Topology] = {
         narrows_matrix_operands=True,
         vector_flops_per_s=6.1e12,
         matrix_tile=128,
+        scratch_bytes=96 * MIB,
+        gather_overlap=_TPU_GATHER_OVERLAP,
         source="cloud.google.com/tpu/docs/v5e; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "tpu-v5p": Topology(
@@ -135,6 +143,8 @@ PRESETS: dict[str, Topology] = {
         narrows_matrix_operands=True,
         vector_flops_per_s=14.3e12,
         matrix_tile=128,
+        scratch_bytes=48 * MIB,
+        gather_overlap=_TPU_GATHER_OVERLAP,
         source="cloud.google.com/tpu/docs/v5p; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "tpu-v6e": Topology(
@@ -154,6 +164,8 @@ PRESETS: dict[str, Topology] = {
         narrows_matrix_operands=True,
         vector_flops_per_s=7.2e12,
         matrix_tile=256,
+        scratch_bytes=96 * MIB,
+        gather_overlap=_TPU_GATHER_OVERLAP,
         source="cloud.google.com/tpu/docs/v6e; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "h100": Topology(

@@ -76,13 +76,39 @@ def step_memory(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = f
     return _Liveness(graph, scopes, donated).find()
 
 
-def profile(found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int, copies: Sequence[Copy] = ()) -> NDArray[np.int64]:
-    """Bytes alive at each op. `sizes` are one device's bytes of each value of the graph."""
-    change = np.zeros(num_ops + 2, dtype=np.int64)
+def profile(
+    found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int, copies: Sequence[Copy] = (), scratch_bytes: int = 0
+) -> NDArray[np.int64]:
+    """Bytes alive at each op.
+
+    Args:
+        found: the lives.
+        sizes: one device's bytes of each value of the graph.
+        num_ops: of the graph.
+        copies: what lives beside the values.
+        scratch_bytes: `Topology.scratch_bytes`: as much of the small and short-lived is on the chip.
+    """
     table = np.array([(start, end, sizes[value]) for value, start, end in found] + [tuple(copy) for copy in copies], dtype=np.int64)
-    if table.size:
-        np.add.at(change, table[:, 0], table[:, 2])
-        np.subtract.at(change, table[:, 1] + 1, table[:, 2])
+    if not table.size:
+        return np.zeros(max(num_ops, 1), dtype=np.int64)
+    alive = _alive(table, num_ops)
+    if scratch_bytes:
+        short = (table[:, 1] - table[:, 0] <= _SHORT) & ((table[:, 0] > 0) | (table[:, 1] < num_ops - 1))
+        fits = short & (table[:, 2] <= scratch_bytes // _SCRATCH_PARTS)
+        alive -= np.minimum(_alive(table[fits], num_ops), scratch_bytes)
+    return alive
+
+
+_SCRATCH_PARTS = 3
+_SHORT = 200
+"""Ops that a value lives at most to be kept on the chip, whose part it may fill; both chosen on compiled programs."""
+
+
+def _alive(table: NDArray[np.int64], num_ops: int) -> NDArray[np.int64]:
+    """The sum of rows of start, end and bytes, at each op."""
+    change = np.zeros(num_ops + 2, dtype=np.int64)
+    np.add.at(change, table[:, 0], table[:, 2])
+    np.subtract.at(change, table[:, 1] + 1, table[:, 2])
     return np.cumsum(change)[: max(num_ops, 1)]
 
 

@@ -94,7 +94,7 @@ def price(
         time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
     bill.shares = [*biller.shares, *[0.0] * (len(bill.collectives) - len(biller.shares))]
-    alive = profile(memory.lives, _local_bytes(graph, assignment, mesh), len(graph.ops), biller.copies.found)
+    alive = profile(memory.lives, _local_bytes(graph, assignment, mesh), len(graph.ops), biller.copies.found, topology.scratch_bytes)
     bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
     return bill
 

@@ -59,7 +59,8 @@ def _moved_bytes(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh) -> i
         if not op.fused >> position & 1:
             written += local_bytes(graph.values[value], project(dims, axes), mesh)
     if op.primitive == "scan.exit":
-        return written
+        # A slice that is in memory already is copied into its stack.
+        return written if op.fused & 1 else 2 * written
     if op.primitive == "scan.enter":
         # What each turn reads is counted where it is read, but a stack's slices are read once each.
         stacked = len(rule.operands[0]) > len(rule.results[0])

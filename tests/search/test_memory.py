@@ -116,6 +116,14 @@ def test_the_profile_adds_up_lives_and_copies():
     assert peak(kept, [10, 5], 3) == Peak(1, 15)
 
 
+def test_small_and_short_lived_values_are_on_the_chip_as_far_as_they_fit():
+    kept = (ValueLife(0, 0, 3), ValueLife(1, 1, 2), ValueLife(2, 1, 2))
+    assert profile(kept, [10, 5, 6], 4, scratch_bytes=18).tolist() == [10, 10, 10, 10]
+    assert profile(kept, [10, 5, 7], 4, scratch_bytes=18).tolist() == [10, 17, 17, 10]
+    assert profile(kept, [10, 5, 5], 4, scratch_bytes=17).tolist() == [10, 10, 10, 10]
+    assert profile((*kept, ValueLife(2, 2, 3)), [10, 5, 6], 4, scratch_bytes=18).tolist() == [10, 10, 10, 10]
+
+
 @pytest.mark.parametrize("num_ops", [0, 1])
 def test_a_step_of_no_ops_has_a_peak_too(num_ops):
     assert peak((ValueLife(0, 0, 0),), [8], num_ops) == Peak(0, 8)

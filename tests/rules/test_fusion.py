@@ -1,0 +1,48 @@
+"""Which values of a traced step exist in memory."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from tests.road import ops, trace
+
+X, W = jnp.ones((32, 64)), jnp.ones((64, 64))
+
+
+def held(program, primitive):
+    """Whether the results of the ops of one primitive are in memory."""
+    return [not op.fused >> len(op.operands) & 1 for op in ops(program, primitive)]
+
+
+def test_a_chain_before_a_product_is_computed_in_it():
+    program = trace(lambda x, w: jnp.exp(x) @ w, X, W)
+    assert held(program, "exp") == [False]
+    assert ops(program, "dot_general")[0].fused == 0b001
+
+
+def test_a_product_hands_its_result_to_its_only_reader():
+    program = trace(lambda x, w: jnp.exp(x @ w), X, W)
+    assert held(program, "dot_general") == [False]
+    assert held(program, "exp") == [True]
+
+
+def test_what_a_sort_reads_is_in_memory():
+    program = trace(lambda x: lax.sort(jnp.exp(jnp.sin(x))).sum(), X)
+    assert held(program, "exp") == [True]
+    assert held(program, "sin") == [False]
+
+
+def test_a_literal_is_nowhere_in_memory():
+    program = trace(lambda x: x * 2.0, X)
+    assert ops(program, "mul")[0].fused == 0b010
+
+
+def test_a_sum_of_many_tensors_that_several_ops_read_is_kept():
+    def function(terms):
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return jnp.sin(total) @ W, jnp.cos(total) @ W
+
+    few, many = (trace(lambda *terms: function(terms), *[X] * count) for count in (2, 6))
+    assert held(few, "add") == [False]
+    assert held(many, "add") == [False] * 4 + [True]
