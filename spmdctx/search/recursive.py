@@ -6,7 +6,8 @@
 4. spread    the cuts spread through the other ops as in propagation
 5. polish    parameters change together with their optimizer state (`recursive_storage`), slots one by one (`propagation`)
 6. compare   the same with rounds that prefer to cut weights on the last axis, for as long as that gets cheaper
-7. refine    in the two cheapest, activations move together with the weights around them (`recursive_regions`)
+7. refine    in the two cheapest, activations move together with the weights around them (`recursive_regions`); each is also
+             tried with every stored tensor split, and the common model decides
 8. budget    the cheapest plan that fits, split further where none does: `recursive_memory`
 9. stages    a stage count for a pipeline, where the user asked for one: `recursive_stages`
 
@@ -17,23 +18,24 @@ Where the user set mem_coeff, the cuts of step 2 stand: there are no steps 6 and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import StrategyError
-from spmdctx.ir import Assignment, AxisNames, Graph, OpSharding
+from spmdctx.ir import Assignment, AxisNames, Graph, OpSharding, TensorSharding
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.modes import Request, Setup, prepare
+from spmdctx.search.price import price
 from spmdctx.search.propagation import Spreader, free_loose_values, settle
 from spmdctx.search.recursive_fold import Folded, fold_program
 from spmdctx.search.recursive_mesh import join_axes, joined_mesh, round_mesh, translate_all
-from spmdctx.search.recursive_regions import Region, activation_regions, settle_regions
+from spmdctx.search.recursive_regions import Region, activation_regions, settle_inputs, settle_regions
 from spmdctx.search.recursive_rounds import Decided, decide, log_rounds, main_ops
 from spmdctx.search.recursive_shared import SharedPrice
-from spmdctx.search.recursive_storage import Block, settle_blocks, storage_blocks
+from spmdctx.search.recursive_storage import Block, settle_blocks, split_block, storage_blocks
 from spmdctx.search.space import Choice, Space
 from spmdctx.search.transfer import FactorAxes
 
@@ -104,6 +106,7 @@ class Recursive:
 
     Args:
         graph: the traced step.
+        scopes: per op the computation that it belongs to (`Program.scopes`).
         request: what the user asked for.
         topology: the machine.
         loose: values that depend on no input.
@@ -113,19 +116,31 @@ class Recursive:
         StrategyError: pins that do not fit the devices.
     """
 
-    def __init__(self, graph: Graph, request: Request, topology: Topology, loose: frozenset[int], options: RecursiveOptions) -> None:
-        self._request, self._options = request, options
+    def __init__(
+        self,
+        graph: Graph,
+        scopes: Sequence[int],
+        request: Request,
+        topology: Topology,
+        loose: frozenset[int],
+        options: RecursiveOptions,
+    ) -> None:
+        self._scopes, self._request, self._options = scopes, request, options
         setup, self._is_free = _prepare(graph, request)
         self.space = Space(graph, setup.mesh, topology, loose, options.limits)
         self.folded: Folded = fold_program(self.space, setup)
         self._small = Space(self.folded.graph, setup.mesh, topology, self.folded.loose, options.limits)
         self.blocks: list[Block] = storage_blocks(self._small)
         self._regions: list[Region] = activation_regions(self._small, main_ops(self.folded.graph), self.blocks)
+        stored = {slot for block in self.blocks for slot in block.slots}
+        self._arguments = [value for value in self.folded.graph.inputs if value not in stored]
         self.outcomes = [self._polished(*self._rounds(setup))._replace(is_first=True)]
         if not options.binding:
             self.outcomes += self._others(setup)
             self.outcomes.sort(key=self._merit)
-            self.outcomes[:_REFINED] = [self._refined(outcome) for outcome in self.outcomes[:_REFINED]]
+            refined = [self._refined(outcome) for outcome in self.outcomes[:_REFINED]]
+            self.outcomes[:_REFINED] = [*refined, *map(self._stored_apart, refined)]
+            self.outcomes = [outcome._replace(time_s=self._billed_s(outcome)) for outcome in self.outcomes]
             self.outcomes.sort(key=self._merit)
 
     def _merit(self, outcome: Outcome) -> float:
@@ -183,6 +198,8 @@ class Recursive:
             space = self._small.on(mesh) if mesh != self._small.mesh else self._small
             small = self.folded.setup(setup, self.space)
             rows = len(mesh.axes) - num_weight_axes
+            # The batch leaves the axes of the weights alone.
+            small = replace(small, seeds={value: _without(dims, mesh.names[rows:]) for value, dims in small.seeds.items()})
             coefficients = [0.0] * rows + [_WEIGHTS_FIRST] * num_weight_axes
             decided = decide(space, small, coefficients, self.folded.followers, self.folded.inputs)
             outcome = self._polished(*self._spread(space, setup, decided, _same(mesh), bind=False))
@@ -207,6 +224,7 @@ class Recursive:
         """Step 5: stored tensors, then single slots."""
         settle_blocks(space, spreader.state, spreader.fixed, self.blocks)
         settle(space, spreader.state, spreader.fixed, {})
+        settle_inputs(space, spreader.state, spreader.fixed, self._arguments, SharedPrice(space))
         return self.priced(space, setup, spreader.state, spreader.fixed)
 
     def _refined(self, outcome: Outcome) -> Outcome:
@@ -218,7 +236,29 @@ class Recursive:
             if not (settle_blocks(space, state, fixed, self.blocks) or moved):
                 break
             settle(space, state, fixed, {})
+            settle_inputs(space, state, fixed, self._arguments, prices)
         return self.priced(space, setup, state, fixed)._replace(is_first=is_first)
+
+    def _stored_apart(self, outcome: Outcome) -> Outcome:
+        """The same with every stored tensor split over all devices."""
+        space, state = outcome.space, list(outcome.state)
+        kept = set(outcome.fixed)
+        for block in self.blocks:
+            if kept.isdisjoint(block.slots):
+                split_block(space, state, block)
+                kept.update(slot for slot in block.slots if slot not in block.copies)
+        settle(space, state, kept, {})
+        return self.priced(space, outcome.setup, state, outcome.fixed)
+
+    def _billed_s(self, outcome: Outcome) -> float:
+        """Seconds by the common model, with partial sums merged and overlap discounted."""
+        small = outcome.space
+        ops = tuple([small.choose(index, outcome.state).sharding for index in range(len(small.op_slots))])
+        values = tuple([small.shardings[outcome.state[slot]] for slot in small.slot_of])
+        scopes = [self._scopes[members[0]] for members in self.folded.members]
+        assignment = Assignment(ops, values, MODE)
+        bill = price(small.graph, scopes, self.folded.loose, (), assignment, small.mesh, small.topology)
+        return bill.compute_s + bill.communication_s - bill.hidden_communication_s
 
     def priced(self, space: Space, setup: Setup, state: list[int], fixed: set[int]) -> Outcome:
         """A state with what depends on no input placed for its readers, and its price."""
@@ -250,6 +290,10 @@ def _prepare(graph: Graph, request: Request) -> tuple[Setup, bool]:
         return prepare(graph, replace(request, mesh=round_mesh(request.num_devices))), True
     except StrategyError:
         return prepare(graph, request), False
+
+
+def _without(sharding: TensorSharding, axes: AxisNames) -> TensorSharding:
+    return tuple([tuple([name for name in names if name not in axes]) for names in sharding])
 
 
 def _same(mesh: LogicalMesh) -> dict[str, tuple[str, AxisNames]]:

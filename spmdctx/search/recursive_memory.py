@@ -15,8 +15,7 @@ from spmdctx.mesh import LogicalMesh, local_shape
 from spmdctx.search.modes import Setup
 from spmdctx.search.propagation import settle
 from spmdctx.search.recursive import Outcome, Recursive
-from spmdctx.search.recursive_shared import SharedPrice
-from spmdctx.search.recursive_storage import Block, free_axes, lengthened
+from spmdctx.search.recursive_storage import free_axes, lengthened, split_block
 from spmdctx.search.space import Space
 
 _AT_ONCE = 4
@@ -76,7 +75,7 @@ def _tightened(search: Recursive, outcome: Outcome, budget: int, peak_of: PeakOf
     space, state, fixed = outcome.space, list(outcome.state), set(outcome.fixed)
     for block in search.blocks:
         if fixed.isdisjoint(block.slots):
-            _split_block(space, state, block)
+            split_block(space, state, block)
             fixed.update(slot for slot in block.slots if slot not in block.copies)
     split: set[int] = set()
     for _ in range(_ROUNDS):
@@ -94,29 +93,6 @@ def _tightened(search: Recursive, outcome: Outcome, budget: int, peak_of: PeakOf
             fixed.add(slot)
             split.add(slot)
     return tight, use, assignment, len(split)
-
-
-def _split_block(space: Space, state: list[int], block: Block) -> None:
-    """Gives all of a block but its copies the cheapest of the shardings with the most slices."""
-    kept = [slot for slot in block.slots if slot not in block.copies]
-    base = block.to_base(kept[0], space.shardings[state[kept[0]]])
-    shape = space.shapes[block.slots[0]]
-    found = [longer for extra in free_axes(space, base) for longer in lengthened(space, shape, base, extra)]
-    if not found:
-        return
-    most = max(space.mesh.num_slices(name for names in one for name in names) for one in found)
-    best: tuple[float, list[int]] | None = None
-    prices = SharedPrice(space)
-    for one in found:
-        if space.mesh.num_slices(name for names in one for name in names) == most:
-            for slot in kept:
-                state[slot] = block.to_slot(space, slot, one)
-            time_s = prices.seconds(state, block.ops)
-            if best is None or time_s < best[0]:
-                best = time_s, [state[slot] for slot in kept]
-    assert best is not None
-    for slot, number in zip(kept, best[1], strict=True):
-        state[slot] = number
 
 
 def _largest(search: Recursive, use: PeakUse, space: Space, state: list[int], fixed: set[int]) -> list[tuple[int, int]]:

@@ -62,7 +62,7 @@ def plan_recursive(
         StrategyError: pins that do not fit the devices.
         InfeasibleError: no plan that fits in the budget was found.
     """
-    search = Recursive(graph, request, topology, loose, options)
+    search = Recursive(graph, scopes, request, topology, loose, options)
     peaks = _Peaks(graph, scopes, topology, loose, donated)
     if options.memory_bytes is not None:
         setup, assignment = fit(search, options.memory_bytes, peaks)

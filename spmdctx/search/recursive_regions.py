@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from spmdctx.ir import TensorSharding
+from spmdctx.mesh import divides
 from spmdctx.search.algo import is_elementwise
 from spmdctx.search.recursive_shared import SharedPrice
 from spmdctx.search.recursive_storage import Block, rules_of
@@ -88,6 +89,34 @@ def settle_regions(
             for slot, new in best_state:
                 state[slot] = new
     return changed
+
+
+def settle_inputs(space: Space, state: list[int], fixed: set[int], slots: Sequence[int], prices: SharedPrice) -> None:
+    """Lets arguments lie as one of their readers takes them: whole too, since nobody computes them."""
+    for slot in slots:
+        if slot in fixed:
+            continue
+        ops = space.neighbours[slot]
+        wishes: dict[int, None] = {}
+        for index in ops:
+            op = space.graph.ops[index]
+            results = [
+                (dims, space.shardings[state[own]])
+                for own, dims in zip(space.op_slots[index][len(op.operands) :], op.rule.results, strict=True)
+            ]
+            for axes in (space.choose(index, state).axes, merge(op.rule, results, space.splittable(op.rule), space.mesh)):
+                for own, dims in zip(space.op_slots[index], op.rule.operands, strict=False):
+                    wanted = project(dims, axes) if own == slot else ()
+                    if wanted and divides(space.shapes[slot], wanted, space.mesh):
+                        wishes[space.number(wanted)] = None
+        wishes[space.whole[slot]] = None
+        best, best_s = state[slot], prices.seconds(state, ops)
+        for number in wishes:
+            state[slot] = number
+            time_s = prices.seconds(state, ops)
+            if time_s < best_s * (1 - 1e-6):
+                best, best_s = number, time_s
+        state[slot] = best
 
 
 def _options(space: Space, state: list[int], region: Region) -> list[int]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from spmdctx.ir import LITERAL, AxisNames, OpRule, Role, TensorSharding
 from spmdctx.search.propagation import keeps_dimensions
+from spmdctx.search.recursive_shared import SharedPrice
 from spmdctx.search.space import NO_SLOT, Space
 
 _LARGEST = 400
@@ -203,3 +204,26 @@ def lengthened(space: Space, shape: tuple[int, ...], base: TensorSharding, extra
     for dim in range(len(shape)):
         if sizes[dim] % parts == 0 and shape[dim] % space.mesh.num_slices(base[dim]) == 0:
             yield (*base[:dim], (*base[dim], *extra), *base[dim + 1 :])
+
+
+def split_block(space: Space, state: list[int], block: Block) -> None:
+    """Gives all of a block but its copies the cheapest of the shardings with the most slices."""
+    kept = [slot for slot in block.slots if slot not in block.copies]
+    base = block.to_base(kept[0], space.shardings[state[kept[0]]])
+    shape = space.shapes[block.slots[0]]
+    found = [longer for extra in free_axes(space, base) for longer in lengthened(space, shape, base, extra)]
+    if not found:
+        return
+    most = max(space.mesh.num_slices(name for names in one for name in names) for one in found)
+    best: tuple[float, list[int]] | None = None
+    prices = SharedPrice(space)
+    for one in found:
+        if space.mesh.num_slices(name for names in one for name in names) == most:
+            for slot in kept:
+                state[slot] = block.to_slot(space, slot, one)
+            time_s = prices.seconds(state, block.ops)
+            if best is None or time_s < best[0]:
+                best = time_s, [state[slot] for slot in kept]
+    assert best is not None
+    for slot, number in zip(kept, best[1], strict=True):
+        state[slot] = number
