@@ -121,15 +121,15 @@ def work(module: str, job: Job, scratch: Path, folder: Path, codegen: bool) -> N
     if place.exists():
         text, peak = json.loads(gzip.decompress(place.read_bytes()))
     else:
-        text, peak = _compile(built.lowered, scratch / "dump", codegen)
+        text, peak = compile_program(built.lowered, scratch / "dump", codegen=codegen)
         place.write_bytes(gzip.compress(json.dumps([text, peak]).encode()))
     judgement = judge_text(text, slice_of(job["topology"], built.devices), peak)
     planned = describe_plan(built.plan, text) if built.plan else {}
     (scratch / "result.json").write_text(json.dumps({"judgement": judgement.to_dict(), "planned": planned, "error": ""}))
 
 
-def _compile(lowered: jax.stages.Lowered, dump: Path, codegen: bool) -> tuple[str, int]:
-    """The scheduled program's text, and its peak of memory."""
+def compile_program(lowered: jax.stages.Lowered, dump: Path, *, codegen: bool) -> tuple[str, int]:
+    """The scheduled program's text, and its peak of memory; without `codegen` a thread is left that still compiles."""
     dump.mkdir()
     finished: list[str | Exception] = []
 

@@ -1,13 +1,17 @@
 """The judge reads compiled TPU programs: matrix FLOPs, HBM bytes, cycles, loops, what of the collectives compute hides."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.judge import Judgement, judge_text
-from benchmarks.judge_compile import key_of, read_peak
-from benchmarks.judge_links import HOP_S, Slice, collective_s
+from benchmarks.judge_compile import compile_program, key_of, read_peak
+from benchmarks.judge_links import HOP_S, Slice, collective_s, slice_of
 from benchmarks.judge_work import work_of
 from spmdctx.audit.hlo import read_module
+from tests.audit.compile_only import need_tpu
 
 MIB = 2**20
 GRID = Slice("v5e", np.array([(x, y, 0) for y in range(4) for x in range(2)]))
@@ -181,3 +185,19 @@ def test_outcomes_are_kept_by_job_and_kind_of_compilation():
     job = {"topology": "v5e:2x4", "model": "mlp"}
     assert key_of(job, "m", False) == key_of(dict(reversed(job.items())), "m", False)
     assert len({key_of(job, "m", False), key_of(job, "m", True), key_of({**job, "model": "moe"}, "m", False)}) == 3
+
+
+def test_a_program_is_judged_alike_before_and_after_its_code_is_generated(tmp_path):
+    devices = need_tpu()
+    rows = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    lowered = jax.jit(lambda x, y: x.T @ y, in_shardings=(rows, rows), out_shardings=rows).lower(x, x)
+    chips = slice_of("v5e:2x4", devices)
+    programs = [compile_program(lowered, tmp_path / str(codegen), codegen=codegen) for codegen in (False, True)]
+    early, late = (judge_text(text, chips, peak) for text, peak in programs)
+    assert early.traffic == late.traffic
+    assert early.traffic[0]["kind"] == "reduce_scatter"
+    assert early.flops == late.flops == 2 * 1024 // 8 * 512 * 512
+    assert early.roofline_s == pytest.approx(late.roofline_s)
+    assert early.cycles_s == 0 < late.cycles_s
+    assert early.peak_bytes == late.peak_bytes >= 2 * 128 * 512 * 2
