@@ -10,14 +10,17 @@ from typing import NamedTuple
 from spmdctx.cli_library import PLAN_SUFFIX, hand_texts, searched_text
 from spmdctx.cli_output import Output
 from spmdctx.context_options import SEARCH_MODES
-from spmdctx.errors import PlanError
+from spmdctx.errors import InfeasibleError, PlanError
 from spmdctx.plan.diff import PlanDiff
 from spmdctx.plan.library import ROWS_FILE, Library, Row, read_library
 from spmdctx.plan.plan import Plan
 
 
 class FileState(NamedTuple):
-    """One file of the library: `state` is "written", "same", "missing", "differs" or "unknown" (no row makes it)."""
+    """One file of the library.
+
+    Its state is "written", "same", "differs", "missing", "no plan" where none keeps to the budget, or "unknown": no row makes it.
+    """
 
     path: str
     state: str
@@ -61,10 +64,17 @@ def _states(library: Library, arguments: argparse.Namespace, output: Output) -> 
                 yield _settle(library.folder, path, text, arguments.check)
         if arguments.only != "hand":
             with output.waiting(f"searching {row.model} on {row.device_num} devices"):
-                path, text = searched_text(library, row, arguments.search_mode)
-            yield _settle(library.folder, path, text, arguments.check)
+                yield _searched(library, row, arguments)
     if arguments.check:
         yield from _unknown(library)
+
+
+def _searched(library: Library, row: Row, arguments: argparse.Namespace) -> FileState:
+    try:
+        path, text = searched_text(library, row, arguments.search_mode)
+    except InfeasibleError as error:
+        return FileState(row.searched_file.as_posix(), "no plan", 0, str(error))
+    return _settle(library.folder, path, text, arguments.check)
 
 
 def _rows(library: Library, arguments: argparse.Namespace) -> list[Row]:

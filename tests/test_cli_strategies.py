@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from spmdctx.cli import main
+from spmdctx.cli_library import searched_text
+from spmdctx.errors import InfeasibleError
 from spmdctx.plan import Plan
-from spmdctx.plan.library import read_library
+from spmdctx.plan.library import Library, Row, read_library
 
 TABLE = """
 program: {scan_layers: true, remat: false, dtype: float32}
@@ -75,6 +77,24 @@ def test_a_plan_whose_source_lines_moved_is_still_the_same(folder: Path, capsys:
     plan.op_table.origins = tuple(origin._replace(source=f"{origin.source}0") for origin in plan.op_table.origins)
     plan.save(path)
     assert _check(folder, capsys, "--only", "searched")[0] == 0
+
+
+def test_a_row_without_a_plan_in_its_budget_fails_and_the_others_are_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(library: Library, row: Row, mode: str) -> tuple[Path, str]:
+        if row.device_num == 4:
+            raise InfeasibleError("No plan fits.", need="memory_bytes=17")
+        return searched_text(library, row, mode)
+
+    monkeypatch.setattr("spmdctx.cli_strategies.searched_text", search)
+    (tmp_path / "rows.yaml").write_text(f"{TABLE}  - {{model: tiny, device_num: 2, hand: [], batch_size: 8, seq: 12, layers: 1}}\n")
+    code = main(["strategies", "--folder", str(tmp_path), "--only", "searched", "--json"])
+    files = {file["path"]: file for file in json.loads(capsys.readouterr().out)["files"]}
+    assert code == 1
+    assert files["tiny/4/searched.json"]["state"] == "no plan"
+    assert "memory_bytes=17" in files["tiny/4/searched.json"]["detail"]
+    assert files["tiny/2/searched.json"]["state"] == "written"
 
 
 def test_a_row_that_is_not_there_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from flax import nnx
 
 import spmdctx
+from spmdctx.cli import main
 from spmdctx.cli_library import row_config
 from spmdctx.context import load_config
 from spmdctx.errors import PlanFormatError
@@ -23,6 +25,10 @@ from spmdctx.plan.library import Row, read_library
 LIBRARY = read_library()
 HAND = [(row, degrees) for row in LIBRARY.rows for degrees in row.hand]
 PLANS = [row for row in LIBRARY.rows if (LIBRARY.folder / row.searched_file).is_file()]
+
+
+MADE_WITH = "0.10."
+"""JAX of the shipped plans."""
 
 
 def _name(value: Any) -> str:
@@ -106,6 +112,13 @@ def test_a_searched_plan_fits_the_whole_model(row: Row) -> None:
     for tensor in plan.inputs:
         sizes = zip(tensor.shape, tensor.sharding, strict=True)
         assert all(size % mesh.num_slices(axes) == 0 for size, axes in sizes), tensor.path
+
+
+@pytest.mark.skipif(not jax.__version__.startswith(MADE_WITH), reason="another JAX traces other programs")
+@pytest.mark.parametrize("row", [row for row in PLANS if row.model in ("llama2-7b", "qwen-7b-lora")], ids=_name)
+def test_a_searched_plan_is_what_would_be_searched(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["strategies", "--check", "--only", "searched", "--model", row.model, "--device-num", str(row.device_num)])
+    assert code == 0, capsys.readouterr().out
 
 
 TINY = DecoderConfig(vocab_size=48, width=24, num_layers=2, num_heads=6, num_kv_heads=6, hidden=40, max_seq=12, bias="qkv")
