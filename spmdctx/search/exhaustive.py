@@ -24,6 +24,7 @@ from spmdctx.mesh import LogicalMesh, replicated
 from spmdctx.search.algo import AlgoLimits, is_elementwise
 from spmdctx.search.evaluate import ADDITIONS, Eligible, all_shardings, candidates_gather_s, read_bytes, reductions, tied_with
 from spmdctx.search.exhaustive_tables import Elimination
+from spmdctx.search.memory import step_memory
 from spmdctx.search.overlap import sides
 from spmdctx.search.pins import PinnedDims
 from spmdctx.search.price import price
@@ -42,7 +43,8 @@ class Conditions:
         pins: per value the axes of its dimensions, None for those that are free.
         forced: ops whose split is fixed.
         limits: parameters of the search.
-        memory_bytes: budget per device for the peak that `price` predicts, None for none.
+        memory_bytes: budget per device for the peak of what is stored, None for none.
+        count_copies: whether the budget is for the whole peak that `price` predicts, with the copies that are made on the way.
         donated: input values whose memory the step may reuse.
     """
 
@@ -50,6 +52,7 @@ class Conditions:
     forced: Mapping[int, FactorAxes] = field(default_factory=dict)
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     memory_bytes: int | None = None
+    count_copies: bool = False
     donated: frozenset[int] = frozenset()
 
 
@@ -154,15 +157,33 @@ class _Everything:
         if budget is None:
             cost_s, values = self.tables.least()
             return Optimum(self._assignment(values), cost_s) if np.isfinite(cost_s) else None
-        for cost_s, values in self.tables.in_order():
+        slots = [("slot", slot) for slot in self.places]
+        stored = self._profiles()
+        for cost_s, values in self.tables.in_order(slots, lambda chosen: _least_peak(stored, chosen) <= budget):
             assignment = self._assignment(values)
             if self._peak_bytes(assignment) <= budget:
                 return Optimum(assignment, cost_s)
         return None
 
     def _peak_bytes(self, assignment: Assignment) -> int:
+        """Bytes alive at the peak: what is stored, and if the conditions count them the copies that are made on the way."""
+        if not self.conditions.count_copies:
+            return 0
         donated = self.conditions.donated
         return price(self.graph, self.scopes, self.loose, (), assignment, self.mesh, self.topology, donated).memory_bytes
+
+    def _profiles(self) -> dict[object, NDArray[np.float64]]:
+        """Per slot, the bytes of its values at every op for each of its places. [places, ops]"""
+        alive: dict[int, NDArray[np.float64]] = {}
+        for value, start, end in step_memory(self.graph, self.scopes, self.conditions.donated).lives:
+            slot = self.slot_of[value]
+            if slot in self.places:
+                alive.setdefault(slot, np.zeros(len(self.graph.ops)))[start : end + 1] += 1
+        found: dict[object, NDArray[np.float64]] = {}
+        for slot, times in alive.items():
+            sizes = [local_bytes(self.graph.values[slot], place.sharding, self.mesh) for place in self.places[slot]]
+            found["slot", slot] = np.outer(sizes, times)
+        return found
 
     def _sums(self) -> frozenset[int]:
         """Values that can be kept unreduced: terms of an addition that only it reads."""
@@ -330,6 +351,12 @@ class _Everything:
             if slot in self.places:
                 values[value] = self.places[slot][chosen["slot", slot]].sharding
         return Assignment(tuple(ops), tuple(values), MODE)
+
+
+def _least_peak(stored: Mapping[object, NDArray[np.float64]], chosen: Mapping[object, int]) -> float:
+    """The least bytes alive at the fullest op if some slots are placed as chosen."""
+    total = sum(table[chosen[slot]] if slot in chosen else table.min(axis=0) for slot, table in stored.items())
+    return float(np.max(total)) if stored else 0.0
 
 
 def _agrees(sharding: TensorSharding, pin: PinnedDims) -> bool:

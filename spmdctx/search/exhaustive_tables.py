@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ Variable = Hashable
 LARGEST = 1 << 25
 """Entries of the largest table; more would take too long."""
 
-MOST_CHOICES = 1 << 18
+MOST_CHOICES = 1 << 14
 """Partial choices that are looked at in the order of their cost."""
 
 
@@ -73,13 +73,19 @@ class Elimination:
             values[one.variable] = int(_row(one, values).argmin())
         return least_s, values
 
-    def in_order(self) -> Iterator[tuple[float, dict[Variable, int]]]:
-        """All choices of finite sum, the cheapest first.
+    def in_order(
+        self, first: Sequence[Variable], may_do: Callable[[Mapping[Variable, int]], bool]
+    ) -> Iterator[tuple[float, dict[Variable, int]]]:
+        """The choices of finite sum, the cheapest first.
+
+        Args:
+            first: the variables whose values are chosen before all others.
+            may_do: whether a choice of values of some variables is worth to be completed.
 
         Raises:
             UnsupportedError: too many were asked for.
         """
-        least_s, taken = self._take_out()
+        least_s, taken = self._take_out(frozenset(first))
         if not math.isfinite(least_s):
             return
         order = taken[::-1]
@@ -88,6 +94,8 @@ class Elimination:
         while queue:
             cost_s, depth, chosen = heapq.heappop(queue)
             values = {one.variable: value for one, value in zip(order, chosen, strict=False)}
+            if not may_do(values):
+                continue
             if -depth == len(order):
                 yield cost_s, values
                 continue
@@ -99,12 +107,12 @@ class Elimination:
                 if math.isfinite(more_s):
                     heapq.heappush(queue, (cost_s + more_s, depth - 1, (*chosen, value)))
 
-    def _take_out(self) -> tuple[float, list[_Taken]]:
+    def _take_out(self, last: frozenset[Variable] = frozenset()) -> tuple[float, list[_Taken]]:
         tables, left = list(self._tables), dict(self._sizes)
         taken: list[_Taken] = []
         constant = 0.0
         while left:
-            variable = min(left, key=lambda one: self._entries(one, tables))
+            variable = min(left, key=lambda one: (one in last, self._entries(one, tables)))
             if self._entries(variable, tables) > LARGEST:
                 raise UnsupportedError(
                     f"The graph is too large to try everything: {self._entries(variable, tables)} combinations at once.",

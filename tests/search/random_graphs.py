@@ -16,10 +16,11 @@ SIZES = (3, 8, 16, 64, 256)
 
 @dataclass(frozen=True)
 class RandomStep:
-    """A graph and the computation that each of its ops belongs to."""
+    """A graph, the computation that each of its ops belongs to, and the values that depend on no input."""
 
     graph: Graph
     scopes: tuple[int, ...]
+    loose: frozenset[int]
 
 
 class StepMaker:
@@ -71,7 +72,14 @@ class StepMaker:
     def finish(self, *outputs: int) -> RandomStep:
         origins = [Origin(op.primitive, f"made.py:{op.id}") for op in self.ops]
         graph = Graph(tuple(self.values), tuple(self.ops), tuple(self.inputs), outputs, tuple(self.ties), origins, "made")
-        return RandomStep(graph, tuple(self.scopes))
+        return RandomStep(graph, tuple(self.scopes), self._loose())
+
+    def _loose(self) -> frozenset[int]:
+        loose: set[int] = set()
+        for op in self.ops:
+            if "." not in op.primitive and loose.issuperset(op.operands):
+                loose.update(op.results)
+        return frozenset(loose)
 
     def _value(self, shape: tuple[int, ...], role: Role, path: str) -> int:
         self.values.append(Value(len(self.values), shape, "float32", role, path))
@@ -96,7 +104,17 @@ class _Walk:
         make = self.make
         for role in (Role.BATCH, Role.PARAMETER):
             self.matrices.append(make.input(self._size(), self._size(), role=role))
-        moves = [self._product, self._product, self._gradient, self._elementwise, self._residual, self._lower, self._reshape, self._twice]
+        moves = [
+            self._mask,
+            self._product,
+            self._product,
+            self._gradient,
+            self._elementwise,
+            self._residual,
+            self._lower,
+            self._reshape,
+            self._twice,
+        ]
         loop_at = self.random.randrange(self.num_ops) if self.random.random() < 0.3 else -1
         while len(make.ops) < self.num_ops:
             if loop_at >= 0 and len(make.ops) >= loop_at and self.outer is None:
@@ -154,6 +172,13 @@ class _Walk:
         first = self._matrix()
         alike = [value for value in self.matrices if self.make.shape(value) == self.make.shape(first)]
         self.matrices.append(self.make.same(self.random.choice(("add", "mul", "sub")), first, self.random.choice(alike)))
+
+    def _mask(self) -> None:
+        """A value that depends on no input, and an op that reads it."""
+        value = self._matrix()
+        shape = self.make.shape(value)
+        mask = self.make.op("iota", shape=shape, dimension=0, dtype="float32", shape_=shape)
+        self.matrices.append(self.make.same("mul", value, self.make.same("exp", mask)))
 
     def _lower(self) -> None:
         value = self._matrix()
