@@ -32,7 +32,7 @@ class Sizes:
 
 
 SMALL = Sizes()
-LARGE = Sizes(batch=64, seq=1024, layers=4, width=1024, heads=16, hidden=4096, experts=64, capacity=40, vocab=32000)
+LARGE = Sizes(batch=64, seq=1024, layers=2, width=1024, heads=16, hidden=4096, experts=64, capacity=40, vocab=32000)
 
 
 def route(x: Any, router: Any, capacity: int) -> tuple[Any, Any]:
