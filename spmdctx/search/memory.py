@@ -4,9 +4,9 @@ With the values `v` that are materialised, each alive from op `start(v)` to op `
 
     max over ops t of  sum of bytes(v) over v with start(v) <= t <= end(v)
 
-Lives depend on the program alone, bytes on the assignment alone. Arguments live throughout; a donated one lends its memory to
-the state it becomes. A loop keeps what it reads and what it stacks up as long as it runs, and carries its state in place. An
-element-wise op writes over an operand that nothing reads later.
+Lives depend on the program alone, bytes on the assignment alone. Arguments and what the step closes over live throughout; a
+donated argument lends its memory to the state it becomes. A loop keeps what it reads and what it stacks up as long as it runs,
+and carries its state in place. An element-wise op writes over an operand that nothing reads later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spmdctx.ir import LITERAL, FactorKind, Graph, Op, item_bytes
+from spmdctx.ir import LITERAL, FactorKind, Graph, Op, Role, item_bytes
 
 _CARRIED = frozenset({"scan.next", "while.next"})
 _ENTERING = frozenset({"scan.enter", "while.enter"})
@@ -152,7 +152,7 @@ class _Liveness:
         self.end = [-1] * (len(graph.values) + 1)
         self.start: dict[int, int] = {}
         self.carried = dict(graph.ties)
-        self.inputs = frozenset(graph.inputs)
+        self.inputs = frozenset(_given(graph))
         self.times = list(range(len(graph.ops)))
 
     def find(self) -> StepMemory:
@@ -162,7 +162,7 @@ class _Liveness:
         for value in self.graph.outputs:
             self.end[value] = last
         self._write_in_place()
-        found = [ValueLife(value, 0, last) for value in self.graph.inputs]
+        found = [ValueLife(value, 0, last) for value in _given(self.graph)]
         for op in self.graph.ops:
             for value in op.results:
                 if self.held[value] and value not in reused:
@@ -259,10 +259,15 @@ class _Liveness:
         return [*kinds, -2]
 
 
+def _given(graph: Graph) -> list[int]:
+    """Arguments, and the arrays that the step closes over, which are part of the program."""
+    return [*graph.inputs, *(value.id for value in graph.values if value.role is Role.CONSTANT)]
+
+
 def _held(graph: Graph) -> bytearray:
     """Per value whether it exists in memory; a last 0 stands for literals."""
     held = bytearray(len(graph.values) + 1)
-    for value in graph.inputs:
+    for value in _given(graph):
         held[value] = 1
     for op in graph.ops:
         bits = op.fused >> len(op.operands)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spmdctx._compat import scan_counts
-from spmdctx.ir import Mark, OpRule
+from spmdctx.ir import Mark, OpRule, Role
 from spmdctx.rules.builder import RuleBuilder, identity
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands
 from spmdctx.trace import manual, user_pins
@@ -54,7 +54,7 @@ def _bind(builder: Builder, body: Any, arguments: Sequence[Any], env: Env) -> tu
     jaxpr, consts = open_jaxpr(body)
     inner: Env = {}
     for var, _ in zip(jaxpr.constvars, consts, strict=False):
-        inner[var] = builder.add_value(var.aval)
+        inner[var] = builder.add_value(var.aval, Role.CONSTANT)
     for var, atom in zip(jaxpr.invars, arguments, strict=True):
         value = builder.read(env, [atom])[0]
         inner[var] = value if value >= 0 else builder.add_value(var.aval)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from spmdctx.ir import Role
 from spmdctx.search.memory import Copy, Peak, ValueLife, lives, peak, profile, step_memory
 from tests.road import trace
 
@@ -60,6 +61,13 @@ def test_arguments_live_throughout_and_donated_state_is_written_in_place():
     assert [(life.start, life.end) for life in kept if life.value in graph.inputs] == [(0, last)] * 2
     assert graph.outputs[0] in [life.value for life in kept]
     assert graph.outputs[0] not in [life.value for life in lives(tied, program.scopes, frozenset([state]))]
+
+
+def test_what_a_step_closes_over_lives_throughout():
+    table = jnp.ones((8, 8))
+    program = trace(lambda x: jnp.tanh(x @ table) @ table, jnp.ones((4, 8)))
+    constant = next(value.id for value in program.graph.values if value.role is Role.CONSTANT)
+    assert ValueLife(constant, 0, len(program.graph.ops) - 1) in lives(program.graph, program.scopes)
 
 
 def test_a_loop_keeps_what_it_stacks_and_what_it_reads_from_its_start_to_its_end():
