@@ -20,7 +20,7 @@ from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.free_values import place_free_values
 from spmdctx.search.memory import Peak, StepMemory, step_memory
-from spmdctx.search.memory_rows import with_memory
+from spmdctx.search.memory_rows import counted_bytes, with_memory
 from spmdctx.search.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.network import Network, build_network
@@ -31,7 +31,7 @@ from spmdctx.search.space import Space
 from spmdctx.search.tables import Tables
 
 MODE = "dynamic_programming"
-_BUDGET_ROUNDS = 6
+_BUDGET_ROUNDS = 12
 SMALL_PROGRAM = 100
 """Ops up to which meshes of three axes are tried unasked."""
 
@@ -177,9 +177,11 @@ class Searcher:
         """
         if self._memory is None:
             self._memory = step_memory(self._step.graph, self._step.scopes, self._step.donated)
-        limit, bound = float(budget), None
+        # As much of the small and short-lived may be on the chip.
+        limit, bound = float(budget + self._topology.scratch_bytes), None
         for _ in range(_BUDGET_ROUNDS):
-            solution = solve(with_memory(tables, problem, self._memory, limit), tolerance=self._options.limits.tolerance)
+            limited = with_memory(tables, problem, self._memory, limit)
+            solution = solve(limited, tolerance=self._options.limits.tolerance)
             if isinstance(solution, Infeasible):
                 spare = budget - limit
                 return Shortfall(setup.mesh, solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare))
@@ -188,7 +190,7 @@ class Searcher:
             peak = self._peak(found)
             if peak.bytes <= budget:
                 return found
-            limit -= peak.bytes - budget
+            limit = budget - (peak.bytes - counted_bytes(limited, solution.states))
         return Shortfall(setup.mesh, peak.time, peak.bytes, peak.bytes)
 
     def _peak(self, found: Found) -> Peak:

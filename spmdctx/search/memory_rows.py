@@ -7,6 +7,7 @@ usage: each result of an op with several results, and the copy that a use makes 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,6 +25,19 @@ def with_memory(tables: Tables, problem: Problem, memory: StepMemory, limit: flo
     builder.add_values(memory)
     builder.add_copies(memory)
     return builder.problem(limit)
+
+
+def counted_bytes(problem: Problem, states: Sequence[int]) -> float:
+    """The most bytes alive at once in a choice of states, as the problem counts them."""
+    memory = problem.memory
+    if memory is None or not memory.lives:
+        return 0.0
+    lives = np.array([(start, end) for _, start, end in memory.lives], dtype=np.int64)
+    sizes = np.array([memory.usages[node][states[node]] for node, _, _ in memory.lives])
+    change = np.zeros(lives[:, 1].max() + 1)
+    np.add.at(change, lives[:, 0], sizes)
+    np.subtract.at(change, lives[:, 1], sizes)
+    return float(np.cumsum(change).max())
 
 
 class _Builder:
@@ -49,7 +63,10 @@ class _Builder:
             if slot in space.loose_slots:
                 continue
             slot_class = network.folded.slot_class[slot]
-            node = network.slot_nodes.get(slot_class) if slot_class >= 0 else None
+            if slot_class < 0:
+                self._lives.append(Life(self._unread_node(value), start, end + 1))
+                continue
+            node = network.slot_nodes.get(slot_class)
             result = 0
             if node is None:
                 maker = space.graph.producers.get(value)
@@ -74,6 +91,12 @@ class _Builder:
         own = domain(self._space.mesh, known.shape)
         total = float(item_bytes(known.dtype) * math.prod(known.shape))
         return total / (own.slices if numbers is None else own.slices[numbers])
+
+    def _unread_node(self, value: int) -> int:
+        """A node of one state for an input that no op reads: every device holds it whole."""
+        self._costs.append(np.zeros(1))
+        self._usages.append(self._bytes(value, np.zeros(1, dtype=np.int64)))
+        return len(self._costs) - 1
 
     def _result_node(self, node: int, result: int) -> int:
         """The company of an op for a further result: its states are the result's shardings."""
