@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{row.name}: found nothing that fits in {row.seconds:.1f} s", flush=True)
         else:
             print(
-                f"{row.name}: cost {row.cost:,.0f}  bound {row.lower_bound:,.0f}  gap {row.gap:.2%}  {row.seconds:.1f} s ({row.cpu_seconds:.1f} s of CPU)",
+                f"{row.name}: cost {row.cost:,.0f}  bound {row.lower_bound:,.0f}  gap {row.gap:.2%}  {row.seconds:.1f} s",
                 flush=True,
             )
     return int(any(row.cost is None for row in rows))

@@ -28,9 +28,9 @@ MAX_FREE = 3000
 ASCENT_SHARE = 0.4
 FOREST_PASSES = 6
 PRUNING_SWEEPS = 15
+SMALLER = 0.6
+MAX_ROUNDS = 1_000_000
 MAX_VARIABLES = 1000
-PRUNABLE = 50
-"""Programs that are this many times too large may become small enough without the states that a bound excludes."""
 
 
 class Constrained:
@@ -63,7 +63,7 @@ class Constrained:
         if not self._is_proven():
             self._close()
         if not self._is_proven():
-            self._polish(0 if self.search.effort < 2 else 4**self.search.effort // 4)
+            self._polish()
         if self.best is None:
             missing = self._infeasible(least)
             if self.best is None:
@@ -131,19 +131,23 @@ class Constrained:
         self._raise(ascent.bound + self.graph.base)
         self.active = np.flatnonzero(self.prices).tolist()
 
-    def _polish(self, num_rounds: int) -> None:
+    def _polish(self) -> None:
+        """Rounds of improvement: as many as the effort allows, or as the time does."""
         if self.best is not None:
             polish = Polish(self.graph, self.amounts, self.rows.weights(self.prices), self.best.states, self.search)
-            polish.run(num_rounds)
+            polish.run(4**self.search.effort // 8 if self.search.left() is None else MAX_ROUNDS, self.bound)
             self._offer(polish.best.states)
 
     def _close(self) -> None:
         """Without the states that cannot be in a better choice: enumeration, or an integer program if it is small enough."""
-        if self.search.expired() or not self._is_closable(self.graph, times=PRUNABLE):
+        if self.search.expired():
             return
         core = self.graph.copy()
         known = np.inf if self.best is None else self.best.cost
-        if not self._prune(core, known) or not shrink(core, self.search, self.rows):
+        left = self._prune(core, known)
+        if left and not self._is_closable(core) and self._num_states(core) > SMALLER * self._num_states(self.graph):
+            return
+        if not left or not shrink(core, self.search, self.rows):
             # Nothing is as cheap as the best choice known.
             self.bound = known
             return
@@ -160,10 +164,27 @@ class Constrained:
                 self._offer(core.complete(states))
                 self._offer_repaired(core.complete(states))
             self._raise(bound if self.best is None else min(bound, self.best.cost))
+        elif is_narrow(core):
+            self._descend(core, known)
 
-    def _is_closable(self, graph: Graph, times: int = 1) -> bool:
-        """Whether the graph's integer program is small enough, or `times` too large."""
-        most: int = times * MAX_VARIABLES * 4**self.search.effort
+    def _descend(self, core: Graph, known: float) -> None:
+        """Solves what pruning left as a problem of its own: what was too wide may be narrow now."""
+        inner = Constrained(core, self.rows, self.search)
+        found = inner.run()
+        if isinstance(found, Infeasible):
+            # Only a search that ended says that nothing is left.
+            self._raise(min(inner.bound, known))
+            return
+        self._offer(core.complete(found.states))
+        self._raise(min(found.bound, known))
+
+    @staticmethod
+    def _num_states(graph: Graph) -> int:
+        return sum(graph.size(node) for node in graph.nodes())
+
+    def _is_closable(self, graph: Graph) -> bool:
+        """Whether the graph's integer program is small enough."""
+        most: int = MAX_VARIABLES * 4**self.search.effort
         return num_variables(graph) <= most
 
     def _prune(self, core: Graph, known: float) -> bool:

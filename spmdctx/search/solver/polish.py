@@ -32,12 +32,15 @@ class Polish:
         self._seeds = [node for node in graph.nodes() if len(graph.links[node]) > 1] or graph.nodes()
         self._turn = 0
 
-    def run(self, num_rounds: int) -> None:
-        """Improves the choice by trees, then in each round disturbs it by a forest, repairs it, improves it and keeps it if cheaper."""
+    def run(self, num_rounds: int, target: float) -> None:
+        """Improves the choice by trees, then in each round disturbs it by a forest, repairs it, improves it and keeps it if cheaper.
+
+        Stops at a cost of `target`.
+        """
         self._trees(self.best)
         self.cost = self.best.cost()
         for number in range(num_rounds):
-            if self.search.expired():
+            if self.search.expired() or self.cost <= target:
                 return
             other = self._disturbed(FOREST_SCALES[number % len(FOREST_SCALES)])
             if other is None:
@@ -63,7 +66,7 @@ class Polish:
 
     def _trees(self, found: Assignment) -> None:
         """Solves trees around random nodes and takes over what is cheaper and fits."""
-        for _ in range(min(max(len(self._seeds), MIN_TREES), MAX_TREES)):
+        for _ in range(min(max(len(self._seeds) // 2, MIN_TREES), MAX_TREES)):
             if self.search.expired():
                 return
             self._turn += 1
