@@ -53,6 +53,8 @@ def collective_price(kind: str, axes: AxisNames, mesh: LogicalMesh, topology: To
     group = group_of(axes, mesh, topology.devices_per_host)
     if group.local * group.domains == 1:
         return LinearPrice(0.0, 0.0)
+    if kind == "reduce_scatter" and not topology.scatters_over_all and group == (mesh.num_devices, 1):
+        kind = "all_reduce"
     inside = _fast_price(kind, group.local, axes, mesh, topology)
     across = _network_price(kind, group, topology)
     return LinearPrice(inside.fixed_s + across.fixed_s, inside.s_per_byte + across.s_per_byte)

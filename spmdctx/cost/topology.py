@@ -43,6 +43,8 @@ class Topology:
         merges_partial_sums: Whether the device's compiler adds partial results before it reduces them, so that a sum of
             unreduced values costs one all_reduce, and reduce-scatters a sum of which every device keeps only its slice.
             XLA does both on TPU and GPU, not on CPU.
+        scatters_over_all: Whether it reduce-scatters over all devices of a slice, and does not reduce there and slice (XLA on TPU v5p,
+            seen in compiled programs for v5p:2x2x2).
         sinks_slices: Whether it does so too where element-wise ops stand between the sum and the slice (XLA on TPU).
         narrows_matrix_operands: Whether float32 values that only matrix products read are communicated as bfloat16, the
             products' own precision (XLA on TPU).
@@ -68,6 +70,7 @@ class Topology:
     torus_dims: int = 1
     ring_side: int = 1
     merges_partial_sums: bool = True
+    scatters_over_all: bool = True
     sinks_slices: bool = False
     narrows_matrix_operands: bool = False
     vector_flops_per_s: float = 0.0
@@ -139,6 +142,7 @@ PRESETS: dict[str, Topology] = {
         interconnect=Interconnect.TORUS,
         torus_dims=3,
         ring_side=4,
+        scatters_over_all=False,
         sinks_slices=True,
         narrows_matrix_operands=True,
         vector_flops_per_s=14.3e12,

@@ -35,7 +35,8 @@ def test_all_reduce_on_a_torus_uses_the_links_of_every_direction_it_spans(axes, 
 @pytest.mark.parametrize(("axes", "links"), [(("a",), 1), (("a", "b"), 2), (("a", "b", "c"), 2)])
 def test_gathers_and_scatters_on_a_torus_use_one_ring_both_ways(kind, axes, links):
     size = V5P_2X2X2.num_slices(axes)
-    assert rate(kind, axes, V5P_2X2X2, topology("tpu-v5p")) * (size - 1) / size == pytest.approx(links * 90e9, rel=0.01)
+    machine = dataclasses.replace(topology("tpu-v5p"), scatters_over_all=True)
+    assert rate(kind, axes, V5P_2X2X2, machine) * (size - 1) / size == pytest.approx(links * 90e9, rel=0.01)
 
 
 def test_a_slice_that_closes_its_rings_reduces_twice_as_fast():
@@ -95,3 +96,15 @@ def test_an_all_reduce_costs_a_reduce_scatter_and_a_gather():
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="no collective called 'broadcast'"):
         collective_time_s("broadcast", 1, ("x",), LogicalMesh.of({"x": 2}), topology("cpu"))
+
+
+def test_where_the_compiler_reduces_over_all_devices_and_slices_a_scatter_costs_a_reduction():
+    mesh, payload = LogicalMesh.of({"data": 2, "model": 4}), 1 << 20
+
+    def costs_a_reduction(axes, name):
+        scattered, reduced = (collective_time_s(kind, payload, axes, mesh, topology(name)) for kind in ("reduce_scatter", "all_reduce"))
+        return scattered == reduced
+
+    assert costs_a_reduction(("data", "model"), "tpu-v5p")
+    assert not costs_a_reduction(("model",), "tpu-v5p")
+    assert not costs_a_reduction(("data", "model"), "tpu-v5e")
