@@ -1,6 +1,6 @@
 """The whole acceptance matrix, cell by cell: `python -m benchmarks.matrix [--only 'transformer.*-8'] [--json FILE]`.
 
-A row per cell, auto_parallel by every search that is built: whether outputs and new state equal one device's, the share
+A row per cell, auto_parallel by every search: whether outputs and new state equal one device's, the share
 of FLOPs split n ways, whether the audit holds, and the causes where one of them does not. Ends with the shares over the
 matrix; exits with 1 where a cell differs from one device, too little is split, or fewer than 95 % of the audits hold.
 """
