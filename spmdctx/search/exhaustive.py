@@ -24,7 +24,7 @@ from spmdctx.mesh import LogicalMesh, replicated
 from spmdctx.search.algo import AlgoLimits, is_elementwise
 from spmdctx.search.evaluate import ADDITIONS, Eligible, all_shardings, candidates_gather_s, read_bytes, reductions, tied_with
 from spmdctx.search.exhaustive_tables import Elimination
-from spmdctx.search.memory import step_memory
+from spmdctx.search.memory import profile, step_memory
 from spmdctx.search.overlap import sides
 from spmdctx.search.pins import PinnedDims
 from spmdctx.search.price import price
@@ -138,6 +138,7 @@ class _Everything:
         self.pinned = tied_with(graph, frozenset(conditions.pins))
         self.sides = sides(graph)
         self.read_bytes = read_bytes(graph, topology)
+        self.memory = step_memory(graph, scopes, conditions.donated)
         self.sums = self._sums()
         self.places: dict[int, list[Place]] = {}
         self.ways: dict[int, list[Way]] = {}
@@ -159,7 +160,9 @@ class _Everything:
             return Optimum(self._assignment(values), cost_s) if np.isfinite(cost_s) else None
         slots = [("slot", slot) for slot in self.places]
         stored = self._profiles()
-        for cost_s, values in self.tables.in_order(slots, lambda chosen: _least_peak(stored, chosen) <= budget):
+        # As much of the small and short-lived may be on the chip.
+        most = budget + self.topology.scratch_bytes
+        for cost_s, values in self.tables.in_order(slots, lambda chosen: _least_peak(stored, chosen) <= most):
             assignment = self._assignment(values)
             if self._peak_bytes(assignment) <= budget:
                 return Optimum(assignment, cost_s)
@@ -167,15 +170,16 @@ class _Everything:
 
     def _peak_bytes(self, assignment: Assignment) -> int:
         """Bytes alive at the peak: what is stored, and if the conditions count them the copies that are made on the way."""
-        if not self.conditions.count_copies:
-            return 0
         donated = self.conditions.donated
+        if not self.conditions.count_copies:
+            sizes = [local_bytes(known, own, self.mesh) for known, own in zip(self.graph.values, assignment.values, strict=True)]
+            return int(profile(self.memory.lives, sizes, len(self.graph.ops), (), self.topology.scratch_bytes).max())
         return price(self.graph, self.scopes, self.loose, (), assignment, self.mesh, self.topology, donated).memory_bytes
 
     def _profiles(self) -> dict[object, NDArray[np.float64]]:
         """Per slot, the bytes of its values at every op for each of its places. [places, ops]"""
         alive: dict[int, NDArray[np.float64]] = {}
-        for value, start, end in step_memory(self.graph, self.scopes, self.conditions.donated).lives:
+        for value, start, end in self.memory.lives:
             slot = self.slot_of[value]
             if slot in self.places:
                 alive.setdefault(slot, np.zeros(len(self.graph.ops)))[start : end + 1] += 1

@@ -23,7 +23,7 @@ Variable = Hashable
 LARGEST = 1 << 25
 """Entries of the largest table; more would take too long."""
 
-MOST_CHOICES = 1 << 14
+MOST_CHOICES = 1 << 13
 """Partial choices that are looked at in the order of their cost."""
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from spmdctx.cost.topology import PRESETS, Topology
 from spmdctx.ir import Graph, Op, Origin, Role, Value
+from spmdctx.mesh import LogicalMesh
 from spmdctx.rules import rule_for
 from spmdctx.rules.builder import identity
 from spmdctx.rules.flops import op_flops
@@ -239,3 +241,27 @@ class _Walk:
                 if self.make.shape(value) == self.make.shape(output) and output not in tied:
                     self.make.ties.append((value, output))
                     return
+
+
+def random_machine(seed: int) -> Topology:
+    """A machine on which small tensors are worth splitting and moving."""
+    choose = random.Random(seed).choice
+    known = PRESETS[("h100", "cpu", "tpu-v5p")[seed % 3]]
+    return replace(
+        known,
+        latency_s=choose((1e-9, 1e-8)),
+        network_latency_s=1e-8,
+        peak_flops_per_s=choose((1e11, 1e12, 1e13)),
+        memory_bytes_per_s=choose((2e10, 1e12)),
+        link_bytes_per_s=choose((5e10, 4.5e11, 5e12)),
+        devices_per_host=choose((2, 8)),
+        gather_overlap=choose((0.0, 0.5)),
+        reduction_overlap=choose((0.0, 0.7)),
+        torus_dims=min(known.torus_dims, 2),
+        scratch_bytes=0,
+    )
+
+
+def random_mesh(seed: int) -> LogicalMesh:
+    """2 or 4 devices in one line or two."""
+    return LogicalMesh.of(((2,), (4,), (2, 2))[seed // 3 % 3])
