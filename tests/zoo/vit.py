@@ -76,6 +76,12 @@ def make_large(split: Split, dtype: Any) -> tuple[Step, tuple[Any, ...]]:
     return _linen(split, Shapes(dtype), LARGE)
 
 
+def _attend(query: Any, key: Any, value: Any, **_options: Any) -> Any:
+    """Attention in the dtype of its operands, [batch, seq, heads, head_dim]; JAX's own computes its softmax in float32."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / jnp.sqrt(query.shape[-1]).astype(query.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
+
+
 class NnxViT(nnx.Module):
     def __init__(self, split: Split, dtype: Any, sizes: Sizes) -> None:
         kwargs = {"dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
@@ -90,7 +96,7 @@ class NnxViT(nnx.Module):
         self.head = nnx.Linear(sizes.width, sizes.classes, **kwargs)
 
     def _block(self, split: Split, sizes: Sizes, kwargs: Any) -> tuple[Any, Any]:
-        attend = nnx.MultiHeadAttention(sizes.heads, sizes.width, use_bias=False, decode=False, **kwargs)
+        attend = nnx.MultiHeadAttention(sizes.heads, sizes.width, use_bias=False, decode=False, attention_fn=_attend, **kwargs)
         up = split.module(nnx.Linear(sizes.width, sizes.hidden, **kwargs), "d--", COLUMN, "d-m", pin=True)
         down = split.module(nnx.Linear(sizes.hidden, sizes.width, **kwargs), "d-m", ROW, "d--")
         return split.module(attend, "d--", ATTENTION, "d--", pin=True), nnx.Sequential(up, nnx.gelu, down)
