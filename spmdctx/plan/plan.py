@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir import Assignment, Collective, Graph, Op, OpRule, OpSharding, Origin, Role, TensorSharding, factor_name, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape
+from spmdctx.plan.units import bytes_text, mesh_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -204,6 +205,10 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash((self.fingerprint, self.logical_mesh))
+
+    def __repr__(self) -> str:
+        cost = f"{seconds_text(self.cost.total_s)}, {bytes_text(self.cost.memory_bytes)} per device"
+        return f"<spmdctx.Plan {mesh_text(self.logical_mesh)} on {self.topology}: {cost}>"
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -56,6 +56,10 @@ def test_mesh_reads_as_a_dictionary():
     assert small_plan().mesh == {"data": 8}
 
 
+def test_a_plan_is_one_line_in_a_console():
+    assert repr(small_plan()) == "<spmdctx.Plan data 8 on h100: 400 µs, 5.00 MiB per device>"
+
+
 def test_plans_are_equal_whatever_their_timing_and_hash_alike():
     slow = small_plan(timing=Timing(9.0, 9.0))
     assert slow == small_plan()
