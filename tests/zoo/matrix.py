@@ -26,8 +26,8 @@ SEARCHES = ("sharding_propagation", "recursive_programming", "dynamic_programmin
 _PINNED_COUNTS = (3, 6)
 """Numbers of devices on which a search has pins and a dataset strategy to keep; on others it is free."""
 
-_LARGEST = "resnet50"
-"""A model whose compilations take longest: the covering array shows it once."""
+_ONCE, _BY_SEARCH = "resnet50", "unet"
+"""Models whose compilations take longest: the covering array shows one once, and the other by every search."""
 
 _TOPOLOGY = replace(PRESETS["cpu"], device="slow devices with fast links", peak_flops_per_s=1e8, memory_bytes_per_s=1e8, latency_s=1e-9)
 """On a real machine these small models are best not split at all, which would show nothing."""
@@ -65,7 +65,9 @@ class Cell:
     def pairs(self) -> frozenset[Any]:
         """What the cell adds to a covering array: its model, flavor, mode and number of devices, two by two."""
         mode = (self.mode, self.search)
-        if self.model == _LARGEST:
+        if self.model == _BY_SEARCH:
+            return frozenset({(self.model, mode)} if self.search else ())
+        if self.model == _ONCE:
             return frozenset({self.model} if self.search == "recursive_programming" and self.num_devices == max(DEVICE_COUNTS) else ())
         others = {("flavor", self.flavor, mode), ("flavor", self.flavor, self.num_devices), (mode, self.num_devices)}
         if self.mode == "stand_alone":  # one device is what every cell is compared with
