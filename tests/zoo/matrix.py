@@ -65,10 +65,9 @@ class Cell:
     def pairs(self) -> frozenset[Any]:
         """What the cell adds to a covering array: its model, flavor, mode and number of devices, two by two."""
         mode = (self.mode, self.search)
-        if self.model == _BY_SEARCH:
-            return frozenset({(self.model, mode)} if self.search else ())
-        if self.model == _ONCE:
-            return frozenset({self.model} if self.search == "recursive_programming" and self.num_devices == max(DEVICE_COUNTS) else ())
+        if self.model in (_ONCE, _BY_SEARCH):
+            wanted = SEARCHES if self.model == _BY_SEARCH else ("recursive_programming",)
+            return frozenset({(self.model, mode)} if self.search in wanted and self.num_devices == max(DEVICE_COUNTS) else ())
         others = {("flavor", self.flavor, mode), ("flavor", self.flavor, self.num_devices), (mode, self.num_devices)}
         if self.mode == "stand_alone":  # one device is what every cell is compared with
             return frozenset(others)
