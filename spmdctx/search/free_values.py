@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from spmdctx.ir import Assignment, OpSharding, TensorSharding
 from spmdctx.mesh import divides, replicated
+from spmdctx.search.pins import PinnedDims
 from spmdctx.search.space import Space
 from spmdctx.search.transfer import FactorAxes, merge, project
 
 
-def place_free_values(space: Space, assignment: Assignment) -> Assignment:
-    """Gives the free values of an assignment the sharding on which their readers agree, dimension by dimension."""
+def place_free_values(space: Space, assignment: Assignment, pins: Mapping[int, PinnedDims]) -> Assignment:
+    """Gives the free values of an assignment the sharding on which their readers agree, dimension by dimension.
+
+    `pins` are the dimensions of slots that the user fixed.
+    """
     if not space.loose_slots:
         return assignment
     graph, slot_of = space.graph, space.slot_of
@@ -19,7 +25,7 @@ def place_free_values(space: Space, assignment: Assignment) -> Assignment:
     for op in reversed(graph.ops):
         if op.results and all(slot_of[value] in space.loose_slots for value in op.results):
             for value in op.results:
-                values[value] = _fitting(space, value, demands.get(slot_of[value]))
+                values[value] = _fitting(space, value, demands.get(slot_of[value]), pins.get(slot_of[value]))
             tensors = [(dims, values[value]) for dims, value in zip(op.rule.results, op.results, strict=True)]
             key = (id(op.rule), *(sharding for _, sharding in tensors))
             axes = memo.get(key)
@@ -34,8 +40,10 @@ def place_free_values(space: Space, assignment: Assignment) -> Assignment:
     return Assignment(tuple(ops), tuple(values), assignment.mode)
 
 
-def _fitting(space: Space, value: int, wanted: TensorSharding | None) -> TensorSharding:
+def _fitting(space: Space, value: int, wanted: TensorSharding | None, pin: PinnedDims | None) -> TensorSharding:
     shape = space.graph.values[value].shape
-    if wanted is None:
-        return replicated(len(shape))
-    return wanted if divides(shape, wanted, space.mesh) else replicated(len(shape))
+    own = wanted if wanted is not None and divides(shape, wanted, space.mesh) else replicated(len(shape))
+    if pin is None:
+        return own
+    taken = {name for dim in pin if dim for name in dim}
+    return tuple([fixed if fixed is not None else () if taken.intersection(dim) else dim for fixed, dim in zip(pin, own, strict=True)])

@@ -169,6 +169,9 @@ class Tables:
         shardings = [self._op_sharding(node, states[node]) for node in range(len(folded.op_members))]
         ops = []
         values: list[TensorSharding] = [space.shardings[space.whole[value.id]] for value in graph.values]
+        for slot, dims in self.pins.items():
+            # What no op reads is no part of the search, but is where the user wants it.
+            values[slot] = tuple([own or () for own in dims])
         for slot_class, node in self.network.slot_nodes.items():
             member = folded.slot_members[slot_class][0]
             number = int(self.choices[node].stored[0][states[node]])

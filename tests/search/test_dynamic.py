@@ -1,0 +1,136 @@
+"""dynamic_programming against the truth: the cheapest of all assignments of random graphs."""
+
+import random
+
+import pytest
+
+from spmdctx.errors import UnsupportedError
+from spmdctx.search import exhaustive_tables
+from spmdctx.search.algo import AlgoLimits
+from spmdctx.search.dynamic import DynamicOptions, Searcher, Shortfall, Step, plan_dynamic
+from spmdctx.search.evaluate import all_shardings, evaluate
+from spmdctx.search.exhaustive import Conditions, exhaustive
+from spmdctx.search.modes import Request, Setup
+from spmdctx.search.price import price
+from tests.search.random_graphs import random_machine, random_mesh, random_step
+
+TOGETHER = 10
+"""Graphs of one test."""
+
+LIMITS = (
+    AlgoLimits(fully_use_devices=True),
+    AlgoLimits(elementwise_follow=True),
+    AlgoLimits(slice_multiple=16),
+    AlgoLimits(fully_use_devices=True, elementwise_follow=True),
+)
+
+
+def _step(made):
+    return Step(made.graph, made.scopes, made.loose, frozenset())
+
+
+def _search(made, mesh, machine, setup=None, limits=None, memory_bytes=None):
+    options = DynamicOptions(memory_bytes=memory_bytes, limits=limits or AlgoLimits())
+    return Searcher(_step(made), machine, options).search(setup or Setup(mesh))
+
+
+def _check(made, mesh, machine, setup=None, limits=None):
+    """Both searches find the same seconds, which are those of the plan by `evaluate` and by the bill."""
+    found = _search(made, mesh, machine, setup, limits)
+    pins = {**setup.pins, **setup.partial_pins} if setup else {}
+    conditions = Conditions(pins=pins, limits=limits or AlgoLimits())
+    truth = exhaustive(made.graph, made.scopes, made.loose, mesh, machine, conditions)
+    assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9)
+    assert found.lower_bound_s <= truth.cost_s * (1 + 1e-9)
+    pinned = frozenset(pins)
+    assert evaluate(made.graph, made.scopes, made.loose, found.assignment, mesh, machine, pinned).total_s == pytest.approx(
+        found.cost_s, rel=1e-9
+    )
+    return found
+
+
+@pytest.mark.parametrize("first", range(0, 200, TOGETHER))
+def test_the_plan_is_the_cheapest_of_all(first):
+    for seed in range(first, first + TOGETHER):
+        made, mesh, machine = random_step(seed), random_mesh(seed), random_machine(seed)
+        found = _check(made, mesh, machine)
+        bill = price(made.graph, made.scopes, made.loose, (), found.assignment, mesh, machine)
+        assert bill.compute_s + bill.exposed_communication_s <= found.cost_s * (1 + 1e-9)
+
+
+def _random_pins(made, mesh, seed):
+    """Whole pins of some values and partial pins of others, none of two values that are tied."""
+    rng = random.Random(seed)
+    setup = Setup(mesh)
+    tied = {value for pair in made.graph.ties for value in pair}
+    values = [value.id for value in made.graph.values if value.id not in tied | made.loose]
+    for value in rng.sample(values, min(3, len(values))):
+        sharding = rng.choice(all_shardings(made.graph.values[value].shape, mesh))
+        if rng.random() < 0.6:
+            setup.pins[value] = sharding
+        else:
+            setup.partial_pins[value] = tuple(own if rng.random() < 0.5 else None for own in sharding)
+    return setup
+
+
+@pytest.mark.parametrize("first", range(1000, 1080, TOGETHER))
+def test_the_plan_is_the_cheapest_that_keeps_the_pins(first):
+    for seed in range(first, first + TOGETHER):
+        made, mesh = random_step(seed), random_mesh(seed)
+        setup = _random_pins(made, mesh, seed)
+        found = _check(made, mesh, random_machine(seed), setup)
+        assert all(found.assignment.values[value] == own for value, own in setup.pins.items())
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=["all_devices", "follow", "aligned", "all_devices_and_follow"])
+@pytest.mark.parametrize("first", range(2000, 2020, TOGETHER))
+def test_the_plan_is_the_cheapest_that_the_parameters_allow(first, limits):
+    for seed in range(first, first + TOGETHER):
+        made, mesh = random_step(seed), random_mesh(seed)
+        found = _check(made, mesh, random_machine(seed), None, limits)
+        for op in made.graph.ops:
+            if not made.loose.issuperset(op.results) or not op.results:
+                stored = [() if value < 0 else found.assignment.values[value] for value in op.operands]
+                axes = found.assignment.ops[op.id].axes
+                follows = made.loose.isdisjoint(op.operands)
+                assert limits.allows(op, axes, mesh, stored if follows else None)
+
+
+@pytest.mark.parametrize("first", range(3000, 3100, TOGETHER))
+def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
+    monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 600)
+    compared = 0
+    for seed in range(first, first + TOGETHER):
+        made, mesh, machine = random_step(seed, 4), random_mesh(seed), random_machine(seed)
+        if made.loose:
+            continue
+        free = _search(made, mesh, machine)
+        peak = price(made.graph, made.scopes, made.loose, (), free.assignment, mesh, machine).memory_bytes
+        budget = int(peak * random.Random(seed).choice((0.95, 0.8, 0.6)))
+        found = _search(made, mesh, machine, memory_bytes=budget)
+        try:
+            truth = exhaustive(made.graph, made.scopes, made.loose, mesh, machine, Conditions(memory_bytes=budget, count_copies=True))
+        except UnsupportedError:
+            continue  # too many plans cost less and do not fit
+        compared += 1
+        if truth is None:
+            assert isinstance(found, Shortfall), seed
+            continue
+        assert not isinstance(found, Shortfall), seed
+        assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9), seed
+        assert found.lower_bound_s <= truth.cost_s * (1 + 1e-9), seed
+    assert compared >= 3
+
+
+def _request(num_devices):
+    return Request("auto_parallel", num_devices, None, None, (), frozenset(), (), (), frozenset())
+
+
+@pytest.mark.parametrize("seed", range(4000, 4012))
+def test_the_best_mesh_is_the_best_of_all_meshes(seed):
+    made, machine = random_step(seed), random_machine(seed)
+    found = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
+    truths = [exhaustive(made.graph, made.scopes, made.loose, mesh, machine) for mesh in (random_mesh(3), random_mesh(6))]
+    assert [mesh.shape for mesh in (random_mesh(3), random_mesh(6))] == [(4,), (2, 2)]
+    assert found.cost_s == pytest.approx(min(truth.cost_s for truth in truths), rel=1e-6)
+    assert found.lower_bound_s <= min(truth.cost_s for truth in truths) * (1 + 1e-9)
