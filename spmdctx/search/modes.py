@@ -56,14 +56,12 @@ class Setup:
 
     `partial_pins` are those of the seeds that the user asked for, with None for the dimensions that he left free.
 
-    `starts` are shardings of parts of the batch, from which propagation may start. `reasons` says of a pinned or seeded value
-    who asked for it.
+    `reasons` says of a pinned or seeded value who asked for it.
     """
 
     mesh: LogicalMesh
     pins: dict[int, TensorSharding] = field(default_factory=dict)
     seeds: dict[int, TensorSharding] = field(default_factory=dict)
-    starts: dict[int, TensorSharding] = field(default_factory=dict)
     forced: dict[int, FactorAxes] = field(default_factory=dict)
     one_way: dict[int, bool] = field(default_factory=dict)
     partial_pins: dict[int, PinnedDims] = field(default_factory=dict)
@@ -88,22 +86,22 @@ def prepare(graph: Graph, request: Request) -> Setup:
         _fix(setup, value, dims)
     _pin_user_shardings(graph, request, setup)
     _MODES[request.parallel_mode](graph, request, setup)
-    _start_parts(graph, setup)
     _reconcile(graph, setup)
     return setup
 
 
-def _start_parts(graph: Graph, setup: Setup) -> None:
-    """Splits the parts of a split batch, micro-batches for example, like the batch itself."""
+def batch_parts(graph: Graph, setup: Setup) -> dict[int, TensorSharding]:
+    """Where propagation starts beside the pins: parts of a split batch, micro-batches for example, are split like the batch itself."""
     split = {value: sharding[0] for value in batch_leaves(graph) if (sharding := setup.pins.get(value) or setup.seeds.get(value))}
     axes = next((own for own in split.values() if own), ())
-    if not axes:
-        return
-    for value, dim in batch_dims(graph, split, setup.mesh).parts.items():
-        shape = graph.values[value].shape
-        own = dividing_axes(shape[dim], axes, setup.mesh)
-        if own:
-            setup.starts[value] = (*replicated(dim), own, *replicated(len(shape) - dim - 1))
+    parts: dict[int, TensorSharding] = {}
+    if axes:
+        for value, dim in batch_dims(graph, split, setup.mesh).parts.items():
+            shape = graph.values[value].shape
+            own = dividing_axes(shape[dim], axes, setup.mesh)
+            if own:
+                parts[value] = (*replicated(dim), own, *replicated(len(shape) - dim - 1))
+    return parts
 
 
 def _reconcile(graph: Graph, setup: Setup) -> None:

@@ -10,7 +10,7 @@ from spmdctx.ir import Assignment, Graph, OpSharding
 from spmdctx.mesh import replicated
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, plan_dynamic
-from spmdctx.search.modes import Request, Setup, prepare
+from spmdctx.search.modes import Request, Setup, batch_parts, prepare
 from spmdctx.search.propagation import propagate
 from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions
 from spmdctx.search.recursive_plan import plan_recursive
@@ -55,7 +55,7 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
         return Chosen(setup, _whole(step.graph, request.parallel_mode))
     setup.notes += setup.guesses
     space = Space(step.graph, setup.mesh, options.topology, step.loose, options.limits)
-    return Chosen(setup, propagate(space, setup.pins, setup.forced, {**setup.starts, **setup.seeds}, setup.one_way))
+    return Chosen(setup, propagate(space, setup.pins, setup.forced, {**batch_parts(step.graph, setup), **setup.seeds}, setup.one_way))
 
 
 def _recursive(step: Step, request: Request, options: SearchOptions) -> tuple[Setup, Assignment]:
