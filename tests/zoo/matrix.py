@@ -66,7 +66,7 @@ class Cell:
         """What the cell adds to a covering array: its model, flavor, mode and number of devices, two by two."""
         mode = (self.mode, self.search)
         if self.model in (_ONCE, _BY_SEARCH):
-            wanted = SEARCHES if self.model == _BY_SEARCH else ("recursive_programming",)
+            wanted = SEARCHES if self.model == _BY_SEARCH else ("sharding_propagation",)
             return frozenset({(self.model, mode)} if self.search in wanted and self.num_devices == max(DEVICE_COUNTS) else ())
         others = {("flavor", self.flavor, mode), ("flavor", self.flavor, self.num_devices), (mode, self.num_devices)}
         if self.mode == "stand_alone":  # one device is what every cell is compared with
