@@ -147,8 +147,6 @@ def choose(arguments: argparse.Namespace) -> Choice:
     config = load_config(arguments.config) if arguments.config else ContextConfig({}) if ready is None else ready.config
     options = {**config.options, **given}
     options.setdefault("parallel_mode", "auto_parallel")
-    if options["parallel_mode"] == "auto_parallel" and not {"search_mode", "auto_parallel_search_mode"} & set(options):
-        options["search_mode"] = "sharding_propagation"
     num_devices = options.setdefault("device_num", DEFAULT_DEVICES)
     split = _split(arguments, config, options, num_devices) if ready is None else ready.split
     if split.kind == "pins" and not {"dataset_strategy", "full_batch"} & set(options):

@@ -101,7 +101,8 @@ class Domain:
     @cached_property
     def slices(self) -> Codes:
         """Per number, into how many blocks the tensor is cut."""
-        return np.prod(self.codes.slices[self.rows], axis=1, dtype=np.int64)
+        found: Codes = np.prod(self.codes.slices[self.rows], axis=1, dtype=np.int64)
+        return found
 
 
 @lru_cache(maxsize=256)

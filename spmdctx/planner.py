@@ -24,6 +24,7 @@ from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
 from spmdctx.trace.program import Program
 
+_ROUNDING = 1e-9
 _SEARCHED = ("dynamic_programming", "recursive_programming")
 
 
@@ -82,7 +83,7 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo), max_axes=settings.max_mesh_axes)
         request = _request(program, captured, settings)
         bound = lower_bound_s(_step(program, captured), request, settings.topology, options, plan.logical_mesh)
-    return replace(plan, lower_bound_s=bound, gap=plan.cost.total_s / bound - 1 if bound else 0.0)
+    return replace(plan, lower_bound_s=bound, gap=_gap(plan.cost.total_s, bound))
 
 
 def _step(program: Program, captured: Captured) -> Step:
@@ -272,8 +273,14 @@ def _assemble(
         timing=timing,
         memory_profile=bill.memory_profile,
         lower_bound_s=bound_s,
-        gap=_cost(bill).total_s / bound_s - 1 if bound_s else None,
+        gap=None if bound_s is None else _gap(_cost(bill).total_s, bound_s),
     )
+
+
+def _gap(total_s: float, bound_s: float) -> float:
+    """Relative distance from the bound; 0 where only the order of additions differs."""
+    gap = total_s / bound_s - 1 if bound_s else 0.0
+    return 0.0 if abs(gap) < _ROUNDING else gap
 
 
 def _cost(bill: Bill) -> Cost:

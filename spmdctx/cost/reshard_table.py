@@ -110,11 +110,11 @@ def _table(rows: bytes, num_dims: int, mesh: LogicalMesh, topology: Topology) ->
     slices = np.prod(codes.slices[states], axis=1)
     count = len(states)
     fixed, slope = np.zeros((count, count)), np.zeros((count, count))
-    for (number, after), hop in paths.hops.items():
+    for (number, other), hop in paths.hops.items():
         if hop.kind != "slice":
             line = collective_price(hop.kind, hop.axes, mesh, topology)
-            payload = 1 / slices[after if hop.kind == "all_gather" else number]
-            fixed[number, after], slope[number, after] = line.fixed_s, line.s_per_byte * payload
+            payload = 1 / slices[other if hop.kind == "all_gather" else number]
+            fixed[number, other], slope[number, other] = line.fixed_s, line.s_per_byte * payload
     first_fixed, first_slope = fixed, slope
     fixed, slope = np.zeros((count, count)), np.zeros((count, count))
     place = np.broadcast_to(np.arange(count)[:, None], (count, count))
