@@ -71,10 +71,10 @@ class Ascent:
         """Raises prices, highest where the least usage is, until the decoded states nearly fit."""
         rows = self.amounts.rows
         least = self.amounts.usage(self.amounts.least())
-        shape = (least / least.max()) ** SHARPNESS
+        shape = (least / least.max()) ** SHARPNESS if least.max() > 0 else np.ones(len(least))
         costs = [self.graph.costs(node) for node in self.dual.nodes]
         spread = float(sum(cost.max() - cost.min() for cost in costs)) or 1.0
-        scale = 1e-6 * spread / (rows.limit * float(shape.sum()))
+        scale = 1e-6 * spread / (rows.unit * float(shape.sum()))
         self.dual.sweep(START_SWEEPS, self.is_over)
         for _ in range(40):
             self.set_prices(scale * shape)
@@ -89,7 +89,7 @@ class Ascent:
 
         `offer` is shown the decoded states, with True if they are worth a repair, and returns the least cost known.
         """
-        limit = self.amounts.rows.limit
+        limit, unit = self.amounts.rows.limit, self.amounts.rows.unit
         step, best, direction = FIRST_STEP, self.prices, np.zeros(len(self.prices))
         for number in range(num_steps):
             self.dual.sweep(SWEEPS, self.is_over)
@@ -104,7 +104,7 @@ class Ascent:
             known = offer(states, number % SHOWN == 0 and usage.max() <= NEAR * limit)
             if step < LAST_STEP or known <= self.bound or self.is_over():
                 return
-            direction = MEMORY_OF_DIRECTION * direction + (1 - MEMORY_OF_DIRECTION) * np.clip(usage / limit - 1.0, -0.1, 0.1)
+            direction = MEMORY_OF_DIRECTION * direction + (1 - MEMORY_OF_DIRECTION) * np.clip((usage - limit) / unit, -0.1, 0.1)
             along = np.where((best <= 0) & (direction < 0), 0.0, direction)
             size = float(np.sqrt(along @ along))
             if size > 0:

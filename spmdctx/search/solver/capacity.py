@@ -18,22 +18,23 @@ def has_hard_tables(graph: Graph) -> bool:
     return any(not np.isfinite(graph.pool.arrays[number]).all() for number in sorted(numbers))
 
 
-def smallest(graph: Graph, amounts: Amounts, search: Search) -> tuple[list[int], FloatArray] | None:
-    """Present states whose highest usage is as low as found, and the usage of every row; None if nothing is finite.
+def smallest(graph: Graph, amounts: Amounts, search: Search) -> list[int] | None:
+    """Present states whose highest usage is as low as found; None if nothing is finite.
 
     Prices per row move to the rows that are used most (multiplicative weights); with one row the first step is exact.
     """
     bare = _without_costs(graph)
     num_rows = len(amounts.rows.times)
     prices = np.full(num_rows, 1.0 / num_rows)
-    best: tuple[list[int], FloatArray] | None = None
+    best: list[int] | None = None
+    lowest = np.inf
     for step in range(STEPS if num_rows > 1 else 1):
         found = minimise(_priced(bare, amounts, prices), search)
         if found is None or search.expired():
             break
         usage = amounts.usage(found.states)
-        if best is None or usage.max() < best[1].max():
-            best = (found.states, usage)
+        if usage.max() < lowest:
+            best, lowest = found.states, float(usage.max())
         if usage.max() <= amounts.rows.most:
             break
         share = usage / max(float(usage.max()), 1e-300)

@@ -19,7 +19,7 @@ from spmdctx.search.solver.lagrange import Prices, priced
 from spmdctx.search.solver.memory import Rows
 from spmdctx.search.solver.polish import Polish
 from spmdctx.search.solver.problem import FloatArray, Infeasible
-from spmdctx.search.solver.program import integer_optimum, num_variables
+from spmdctx.search.solver.program import integer_optimum, lowest_peak, num_variables
 
 PRICE_STEPS = 30
 MAX_REPAIRS = 12
@@ -64,6 +64,8 @@ class Constrained:
             self._close()
         if not self._is_proven():
             self._polish()
+        if self.best is None:
+            self._offer_repaired(self.amounts.least())
         if self.best is None:
             missing = self._infeasible(least)
             if self.best is None:
@@ -246,11 +248,15 @@ class Constrained:
         """What memory cannot be met; or after all a choice that fits, if looking for the smallest limit finds one."""
         if not has_hard_tables(self.graph):
             return infeasible(self.rows, least, least)
-        found = smallest(self.graph, self.amounts, self.search)
+        if self.search.expired():
+            return infeasible(self.rows, least, np.full(len(least), np.inf))
+        found = lowest_peak(self.graph, self.amounts) if self._is_closable(self.graph) else None
+        if found is None:
+            found = smallest(self.graph, self.amounts, self.search)
         if found is None:
             return infeasible(self.rows, least, np.full(len(least), np.inf))
-        self._offer_repaired(found[0])
-        return infeasible(self.rows, least, found[1]) if self.best is None else self.best
+        self._offer_repaired(found)
+        return infeasible(self.rows, least, self.amounts.usage(found)) if self.best is None else self.best
 
 
 def infeasible(rows: Rows, least: FloatArray, smallest: FloatArray) -> Infeasible:

@@ -96,8 +96,8 @@ class Prices:
 
     def _master(self) -> tuple[FloatArray, float]:
         """Prices that maximise the least of all cuts, and that least, which the bound cannot exceed."""
-        limit = self.amounts.rows.limit
-        slopes = np.array([choice.usage[self.active] - limit for choice in self.choices]) / limit
+        limit, unit = self.amounts.rows.limit, self.amounts.rows.unit
+        slopes = np.array([choice.usage[self.active] - limit for choice in self.choices]) / unit
         costs = np.array([choice.cost for choice in self.choices])
         low = float(costs.min())
         scale = max(float(costs.max()) - low, 1e-9 * abs(low), 1e-300)
@@ -108,5 +108,5 @@ class Prices:
         prices = np.zeros(len(self.amounts.rows.times))
         if answer.x is None:
             return prices, self.bound
-        prices[self.active] = np.maximum(answer.x[1:], 0.0) * scale / limit
+        prices[self.active] = np.maximum(answer.x[1:], 0.0) * scale / unit
         return prices, low + scale * float(answer.x[0])

@@ -43,6 +43,11 @@ class Rows:
         self.priced = tuple(usage if live else None for usage, live in zip(self.usages, self.live, strict=True))
 
     @property
+    def unit(self) -> float:
+        """The limit as a unit of usage; 1 where the limit is none."""
+        return self.limit if self.limit > 0 else 1.0
+
+    @property
     def most(self) -> float:
         """The limit with its rounding."""
         return self.limit + ROUNDING * abs(self.limit)

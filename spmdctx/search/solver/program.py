@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, hstack
 
 from spmdctx.search.solver.assignment import Amounts
 from spmdctx.search.solver.closing import fixed_usage
@@ -85,7 +85,7 @@ def _least_sum(graph: Graph) -> float:
 def memory_rows(graph: Graph, amounts: Amounts, chosen: IntArray, starts: dict[int, int], num_variables: int) -> LinearConstraint:
     """The memory of some rows over the variables, as shares of the limit."""
     lines, columns, values = [], [], []
-    limit = amounts.rows.limit
+    limit, unit = amounts.rows.limit, amounts.rows.unit
     for node, start in starts.items():
         used = amounts.of[node]
         if used is None:
@@ -100,7 +100,7 @@ def memory_rows(graph: Graph, amounts: Amounts, chosen: IntArray, starts: dict[i
     index = (np.concatenate(lines), np.concatenate(columns)) if lines else (np.zeros(0, int), np.zeros(0, int))
     scaled = np.concatenate(values) if values else np.zeros(0)
     # Bytes are large; as shares of the limit the rows have HiGHS's precision.
-    return LinearConstraint(csr_array((scaled / limit, index), shape=(len(chosen), num_variables)), -np.inf, room / limit)
+    return LinearConstraint(csr_array((scaled / unit, index), shape=(len(chosen), num_variables)), -np.inf, room / unit)
 
 
 def integer_optimum(graph: Graph, amounts: Amounts, active: list[int], most: float, seconds: float | None) -> tuple[list[list[int]], float]:
@@ -133,15 +133,42 @@ def integer_optimum(graph: Graph, amounts: Amounts, active: list[int], most: flo
             bound = max(bound, (float(answer.mip_dual_bound) - PRECISION) / scale + graph.base)
         if answer.x is None:
             break
-        states = [0] * len(graph.unary)
-        for node, start in model.starts.items():
-            states[node] = int(answer.x[start : start + graph.size(node)].argmax())
+        states = _states(graph, model, answer.x)
         found.append(states)
         fresh = _peaks(amounts.usage(states), amounts.rows.most, chosen)
         if not fresh:
             break
         chosen = sorted({*chosen, *fresh})
     return found, bound
+
+
+def lowest_peak(graph: Graph, amounts: Amounts) -> list[int] | None:
+    """Present states whose highest usage is the least possible, to HiGHS's precision; None if it finds none. Costs do not count."""
+    if not graph.nodes():
+        return [0] * len(graph.unary)
+    model = program(graph)
+    count = len(model.costs)
+    memory = memory_rows(graph, amounts, np.arange(len(amounts.rows.times)), model.starts, count)
+    # One more variable: the excess over the limit, as a share of it.
+    excess = csr_array(-np.ones((len(amounts.rows.times), 1)))
+    rows = [
+        LinearConstraint(hstack([model.rows, csr_array((model.rows.shape[0], 1))], format="csr"), model.sums, model.sums),
+        LinearConstraint(hstack([memory.A, excess], format="csr"), -np.inf, memory.ub),
+    ]
+    integral = np.zeros(count + 1)
+    integral[: model.num_states] = 1
+    bounds = Bounds(np.append(np.zeros(count), -1.0), np.append(np.ones(count), np.inf))
+    options = {"mip_rel_gap": 0.0, "node_limit": NODE_LIMIT}
+    answer = milp(np.append(np.zeros(count), 1.0), integrality=integral, bounds=bounds, constraints=rows, options=options)
+    return None if answer.x is None else _states(graph, model, answer.x)
+
+
+def _states(graph: Graph, model: Program, values: FloatArray) -> list[int]:
+    """The states that the variables choose."""
+    states = [0] * len(graph.unary)
+    for node, start in model.starts.items():
+        states[node] = int(values[start : start + graph.size(node)].argmax())
+    return states
 
 
 def _peaks(usage: FloatArray, most: float, known: list[int]) -> list[int]:

@@ -35,7 +35,8 @@ def solve(
 
     Returns:
         A solution and its lower bound, equal to the cost if it is proven optimal, or what memory cannot be met. If nothing is finite,
-        `Infeasible` at time -1 with an infinite limit.
+        `Infeasible` at time -1 with an infinite limit. The limit that it names works, and is the smallest if no pair of states is
+        forbidden or the problem is small. A large problem with forbidden pairs may be called infeasible because none that fits was found.
     """
     rounds = min(len(SWEEPS), effort + 3)
     search = Search(effort, WORK // 16 * 4**effort, rounds, tolerance, *_clock(deadline))

@@ -43,7 +43,7 @@ def check(problem):
     found, true = solve(problem), truth(problem)
     if isinstance(found, Infeasible):
         assert np.isinf(true.cost)
-        assert found.smallest_limit >= true.limit - 1e-9
+        assert found.smallest_limit == pytest.approx(true.limit, rel=1e-5)
         if np.isfinite(found.smallest_limit) and found.time >= 0:
             relaxed = Memory(problem.memory.usages, problem.memory.lives, found.smallest_limit)
             assert isinstance(solve(Problem(problem.costs, problem.edges, relaxed)), Solution)
@@ -104,3 +104,13 @@ def test_a_deadline_still_gives_a_choice_that_fits():
     assert isinstance(found, Solution)
     assert max(usage_of(problem, found.states)) <= 1000.0
     assert found.lower_bound <= found.cost
+
+
+@pytest.mark.parametrize("fixtures", ["without_enumeration", "wide"])
+def test_a_limit_of_nothing_leaves_only_what_uses_nothing(fixtures, request):
+    request.getfixturevalue(fixtures)
+    problem = layers(3, 0.0)
+    usages = tuple(np.append(used[:-1], 0.0) for used in problem.memory.usages)
+    found = solve(Problem(problem.costs, problem.edges, Memory(usages, problem.memory.lives, 0.0)))
+    assert found.states == (3,) * len(problem.costs)
+    assert found.lower_bound == found.cost
