@@ -140,7 +140,7 @@ def test_a_program_of_the_users_own_is_audited_and_verified(
         (["plan", "--model", "gpt-9"], "There is no model 'gpt-9'"),
         (["plan", "--config", "missing.yaml"], "missing.yaml"),
         (["plan", "--program", "no_such_module:program"], "cannot be loaded"),
-        (["plan", "--model-parallel", "3"], "--model-parallel does not divide"),
+        (["plan", "--strategies", "pins", "--model-parallel", "3"], "--model-parallel does not divide"),
         (["plan", *SMALL, "--batch-size", "5", "--parallel-mode", "data_parallel"], "divis"),
         (["audit", *SMALL, "--target", "abacus:8"], "There is no target 'abacus:8'"),
         (["train", *SMALL, "--text", "missing.txt"], "missing.txt"),

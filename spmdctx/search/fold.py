@@ -2,7 +2,9 @@
 
 Colours are refined a few rounds: an op's new colour says its own and those of its slots, a slot's new colour its own and those of
 the ops around it. After `ROUNDS` rounds two ops have one colour where everything within that distance is alike, so layers in the
-middle share their classes while those near the ends of the program keep their own. A fold only restricts the choices (all members
+middle share their classes while those near the ends of the program keep their own. What leads to no further matrix product (the
+update of one parameter, say) is no way from layer to layer, so it is refined further, and follows the gradient that it comes from.
+A fold only restricts the choices (all members
 of a class decide alike): the cost of every choice stays exact.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +20,21 @@ from numpy.typing import NDArray
 from spmdctx.search.space import NO_SLOT, Space
 
 ROUNDS = 3
+UPDATE_ROUNDS = 8
 SMALL = 200
 """Programs of so few ops are not folded: every op decides on its own."""
 
 _U64 = NDArray[np.uint64]
+_Colours = tuple[_U64, _U64]
+"""Of ops and of slots."""
+
+
+class _Incidences(NamedTuple):
+    """Where slots meet ops: the op, the slot and a number of the position."""
+
+    ops: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    places: _U64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +47,52 @@ class Fold:
     slot_members: list[list[int]]
 
 
-def fold(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int]) -> Fold:
+def fold(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int], terminal: Sequence[int] = ()) -> Fold:
     """Folds a space.
 
     Args:
         space: the graph with its kinds of ops; the mesh plays no part.
         op_marks: per op a number that members of a class must share, beside their kind.
         slot_marks: the same for slots; those not named have 0. (Pinned ones, say.)
+        terminal: per value, whether it leads to no matrix product; none where it is empty.
     """
-    ops, slots, places = _incidences(space)
-    op_colour, slot_colour = _first_colours(space, op_marks, slot_marks)
+    around = _incidences(space)
+    colours = _first_colours(space, op_marks, slot_marks)
     if len(space.op_slots) <= SMALL:
-        op_colour, slot_colour = np.arange(len(op_colour)).astype(np.uint64), np.arange(len(slot_colour)).astype(np.uint64)
+        op_colour, slot_colour = (np.arange(len(own)).astype(np.uint64) for own in colours)
     else:
         for _ in range(ROUNDS):
-            around = np.zeros_like(op_colour)
-            np.add.at(around, ops, _mixed(slot_colour[slots] * np.uint64(3) + places))
-            op_colour = _mixed(op_colour * np.uint64(5) + around)
-            around = np.zeros_like(slot_colour)
-            np.add.at(around, slots, _mixed(op_colour[ops] * np.uint64(7) + places))
-            slot_colour = _mixed(slot_colour * np.uint64(11) + around)
-    taking_part = sorted(set(slots.tolist()))
+            colours = _refined(colours, around)
+        if terminal:
+            colours = _with_updates(space, colours, around, terminal)
+        op_colour, slot_colour = colours
+    taking_part = sorted(set(around.slots.tolist()))
     op_class, op_members = _classes(op_colour, [index for index, own in enumerate(space.op_slots) if _decides(space, index, own)])
     slot_class, slot_members = _classes(slot_colour, taking_part)
     return Fold(op_class, slot_class, op_members, slot_members)
+
+
+def _refined(colours: _Colours, around: _Incidences) -> _Colours:
+    """One round: ops by their slots, then slots by their ops."""
+    ops, slots, places = around
+    op_colour, slot_colour = colours
+    seen = np.zeros_like(op_colour)
+    np.add.at(seen, ops, _mixed(slot_colour[slots] * np.uint64(3) + places))
+    op_colour = _mixed(op_colour * np.uint64(5) + seen)
+    seen = np.zeros_like(slot_colour)
+    np.add.at(seen, slots, _mixed(op_colour[ops] * np.uint64(7) + places))
+    return op_colour, _mixed(slot_colour * np.uint64(11) + seen)
+
+
+def _with_updates(space: Space, colours: _Colours, around: _Incidences, terminal: Sequence[int]) -> _Colours:
+    """More rounds for the ops of which no result leads to a matrix product, and for slots that only they touch."""
+    inner = np.array([bool(op.results) and all(terminal[value] for value in op.results) for op in space.graph.ops])
+    inside = np.ones(len(colours[1]), dtype=bool)
+    inside[around.slots[~inner[around.ops]]] = False
+    for _ in range(UPDATE_ROUNDS):
+        op_colour, slot_colour = _refined(colours, around)
+        colours = np.where(inner, op_colour, colours[0]), np.where(inside, slot_colour, colours[1])
+    return colours
 
 
 def _decides(space: Space, index: int, slots: tuple[int, ...]) -> bool:
@@ -65,7 +101,7 @@ def _decides(space: Space, index: int, slots: tuple[int, ...]) -> bool:
     return not results or any(slot not in space.loose_slots for slot in results)
 
 
-def _incidences(space: Space) -> tuple[NDArray[np.int64], NDArray[np.int64], _U64]:
+def _incidences(space: Space) -> _Incidences:
     """Op, slot and position of every operand and result that is not free to place."""
     ops: list[int] = []
     slots: list[int] = []
@@ -77,10 +113,11 @@ def _incidences(space: Space) -> tuple[NDArray[np.int64], NDArray[np.int64], _U6
                 ops.append(index)
                 slots.append(slot)
                 places.append(place)
-    return np.array(ops, dtype=np.int64), np.array(slots, dtype=np.int64), _mixed(np.array(places, dtype=np.uint64) + np.uint64(77))
+    numbers = _mixed(np.array(places, dtype=np.uint64) + np.uint64(77))
+    return _Incidences(np.array(ops, dtype=np.int64), np.array(slots, dtype=np.int64), numbers)
 
 
-def _first_colours(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int]) -> tuple[_U64, _U64]:
+def _first_colours(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int]) -> _Colours:
     graph = space.graph
     kinds: dict[tuple[int, int, int], int] = {}
     op_kinds = [

@@ -99,7 +99,7 @@ def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int
         4 * (share > 0) + (3 if index in forced else own.takes + 2 * own.hands_on)
         for index, (own, share) in enumerate(zip(joins, hidden, strict=True))
     ]
-    folded = fold(space, op_marks, slot_marks)
+    folded = fold(space, op_marks, slot_marks, found.terminal)
     network = Network(space, folded, scopes)
     ops = space.graph.ops
     for members in folded.op_members:
