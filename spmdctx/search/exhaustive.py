@@ -133,7 +133,8 @@ class _Everything:
     ) -> None:
         self.graph, self.scopes, self.loose, self.mesh, self.topology, self.conditions = graph, scopes, loose, mesh, topology, conditions
         self.free = tied_with(graph, loose)
-        self.slot_of = [min(tied_with(graph, frozenset({value.id}))) for value in graph.values]
+        tied = {value for pair in graph.ties for value in pair}
+        self.slot_of = [min(tied_with(graph, frozenset({own.id}))) if own.id in tied else own.id for own in graph.values]
         self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
         self.pinned = tied_with(graph, frozenset(conditions.pins))
         self.sides = sides(graph)
@@ -207,15 +208,12 @@ class _Everything:
 
     def _places(self, slot: int) -> list[Place]:
         known = all_shardings(self.graph.values[slot].shape, self.mesh)
-        pins = [self.conditions.pins[value] for value in range(len(self.graph.values)) if self._is_pinned(value, slot)]
+        pins = [pin for value, pin in self.conditions.pins.items() if self.slot_of[value] == slot]
         found = [Place(one) for one in known if all(_agrees(one, pin) for pin in pins)]
         if slot in self.sums:
             for axes in self._subsets():
                 found += [Place(one, axes) for one in known if not axes & {name for own in one for name in own}]
         return found
-
-    def _is_pinned(self, value: int, slot: int) -> bool:
-        return value in self.conditions.pins and self.slot_of[value] == slot
 
     def _subsets(self) -> list[frozenset[str]]:
         names = [name for name, size in self.mesh.axes if size > 1]

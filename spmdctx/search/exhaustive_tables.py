@@ -20,7 +20,7 @@ from spmdctx.errors import UnsupportedError
 FloatArray = NDArray[np.float64]
 Variable = Hashable
 
-LARGEST = 1 << 25
+LARGEST = 1 << 24
 """Entries of the largest table; more would take too long."""
 
 MOST_CHOICES = 1 << 13
@@ -108,34 +108,38 @@ class Elimination:
                     heapq.heappush(queue, (cost_s + more_s, depth - 1, (*chosen, value)))
 
     def _take_out(self, last: frozenset[Variable] = frozenset()) -> tuple[float, list[_Taken]]:
-        tables, left = list(self._tables), dict(self._sizes)
+        """The least sum, and the variables in the order in which they were taken out, those of `last` after all others."""
+        holding: dict[Variable, list[Table]] = {variable: [] for variable in self._sizes}
+        for table in self._tables:
+            for variable in table.variables:
+                holding[variable].append(table)
+        left = {variable: self._entries(variable, tables) for variable, tables in holding.items()}
         taken: list[_Taken] = []
         constant = 0.0
         while left:
-            variable = min(left, key=lambda one: (one in last, self._entries(one, tables)))
-            if self._entries(variable, tables) > LARGEST:
+            variable = min(left, key=lambda one: (one in last, left[one]))
+            if left.pop(variable) > LARGEST:
                 raise UnsupportedError(
-                    f"The graph is too large to try everything: {self._entries(variable, tables)} combinations at once.",
+                    f"The graph is too large to try everything: {self._entries(variable, holding[variable])} combinations at once.",
                     need=f"at most {LARGEST}",
                     fix="use dynamic_programming",
                 )
-            del left[variable]
-            holding = [table for table in tables if variable in table.variables]
-            tables = [table for table in tables if variable not in table.variables]
-            others = tuple(dict.fromkeys(one for table in holding for one in table.variables if one != variable))
+            tables = holding.pop(variable)
+            others = tuple(dict.fromkeys(one for table in tables for one in table.variables if one != variable))
             total = np.zeros([*(self._sizes[one] for one in others), self._sizes[variable]])
-            for table in holding:
+            for table in tables:
                 total = total + _spread(table, (*others, variable))
             taken.append(_Taken(variable, others, total))
-            least = total.min(axis=-1)
-            if others:
-                tables.append(Table(others, least))
-            else:
-                constant += float(least)
+            least = Table(others, total.min(axis=-1))
+            constant += 0.0 if others else float(least.seconds)
+            for one in others:
+                holding[one] = [*(table for table in holding[one] if variable not in table.variables), least]
+                left[one] = self._entries(one, holding[one])
         return constant, taken
 
-    def _entries(self, variable: Variable, tables: list[Table]) -> int:
-        return math.prod(self._sizes[one] for one in {one for table in tables if variable in table.variables for one in table.variables})
+    def _entries(self, variable: Variable, tables: Sequence[Table]) -> int:
+        """Entries of the sum of all tables that hold a variable."""
+        return math.prod(self._sizes[one] for one in {variable, *(one for table in tables for one in table.variables)})
 
 
 def _spread(table: Table, variables: tuple[Variable, ...]) -> FloatArray:
