@@ -3,7 +3,7 @@
 XLA fuses chains of element-wise ops into the matrix products and reductions that read them, computing them again for each
 reader, and into the one that makes their operand. What is left in memory are arguments, results, what is computed by an op
 that is no such chain (with the chain behind it, where that is its only reader), what such an op must find in memory, and what
-several ops read that would itself read many tensors of its size.
+several ops read that is made of many tensors of its size, or with a scatter.
 """
 
 from __future__ import annotations
@@ -45,22 +45,26 @@ def in_memory(values: Sequence[Value], ops: Sequence[Op], kept: Iterable[int]) -
     for value in kept:
         if value != LITERAL:
             held[value] = 1
-    ahead = bytearray(len(values) + 1)
+    ahead, compared = bytearray(len(values) + 1), bytearray(len(values) + 1)
     sources: list[frozenset[int]] = [frozenset()] * (len(values) + 1)
     for op in ops:
-        made = op.primitive not in _CHAINED
+        made = not readers.is_chained(op)
+        hands_on = not made or op.primitive.startswith(_READS_CHAINS)
         for value in op.operands:
             if ahead[value]:
                 made = True
         for value in op.results:
-            if made and not readers.needed[value] and not held[value] and readers.passes_on(value):
+            if made and hands_on and not readers.needed[value] and not held[value] and readers.passes_on(value):
                 ahead[value] = 1
             elif made or readers.needed[value]:
                 held[value] = 1
             elif not held[value]:
                 found = _sources(op, value, held, sources, readers.elements)
-                if len(found) > _MOST_SOURCES and readers.count[value] > 1:
-                    held[value] = 1
+                compared[value] = op.primitive == "scatter-add"
+                for operand in op.operands:
+                    compared[value] |= compared[operand]
+                if readers.count[value] > 1 and (compared[value] or len(found) > _MOST_SOURCES):
+                    held[value], compared[value] = 1, 0
                 sources[value] = found
     return held
 
@@ -74,6 +78,8 @@ def _sources(op: Op, value: int, held: bytearray, sources: list[frozenset[int]],
                 found |= {operand}
         elif sources[operand]:
             found = sources[operand] | found if found else sources[operand]
+        if len(found) > _MOST_SOURCES:
+            break  # more change nothing
     return found
 
 
@@ -98,11 +104,13 @@ class _Readers:
         size = len(values) + 1  # the last one stands for literals
         self.count, self.first, self.needed = [0] * size, [-1] * size, bytearray(size)
         self.elements, self._ops = _elements(values), ops
+        self._chained: dict[tuple[str, int], bool] = {}
         reads_chains: dict[str, bool] = {}
         for op in ops:
             fused = reads_chains.get(op.primitive)
             if fused is None:
                 fused = reads_chains[op.primitive] = op.primitive in _CHAINED or op.primitive.startswith(_READS_CHAINS)
+            fused = fused or (op.primitive == "scatter-add" and self.is_chained(op))
             for value in op.operands:
                 if self.first[value] != op.id:
                     self.count[value] += 1
@@ -110,12 +118,28 @@ class _Readers:
                 if not fused:
                     self.needed[value] = 1
 
+    def is_chained(self, op: Op) -> bool:
+        """Whether the compiler fuses an op with others; a scatter of one element per row becomes a comparison of indices."""
+        if op.primitive != "scatter-add":
+            return op.primitive in _CHAINED
+        key = (op.primitive, id(op.rule))
+        known = self._chained.get(key)
+        if known is None:
+            rows = {dim for dim in op.rule.operands[2] if dim} & set(op.rule.results[0])
+            shared = 1
+            for dim in rows:
+                for factor in dim:
+                    shared *= op.rule.sizes[factor]
+            left = len(op.rule.results[0]) - len(rows)
+            known = self._chained[key] = left == 1 and self.elements[op.operands[2]] == shared
+        return known
+
     def passes_on(self, value: int) -> bool:
         """Whether the one reader of a value is a chained op on as many elements, fused into the op that makes the value."""
         if self.count[value] != 1:
             return False
         reader = self._ops[self.first[value]]
-        if reader.primitive not in _CHAINED or "." in reader.primitive:
+        if not self.is_chained(reader) or "." in reader.primitive:
             return False
         return self.elements[reader.results[0]] == self.elements[value]
 

@@ -1,5 +1,6 @@
 """Which values of a traced step exist in memory."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -46,3 +47,20 @@ def test_a_sum_of_many_tensors_that_several_ops_read_is_kept():
     few, many = (trace(lambda *terms: function(terms), *[X] * count) for count in (2, 6))
     assert held(few, "add") == [False]
     assert held(many, "add") == [False] * 4 + [True]
+
+
+def test_a_scatter_of_one_element_per_row_is_a_comparison():
+    labels = jnp.zeros((32,), int)
+    picked = trace(jax.grad(lambda x: jnp.take_along_axis(jnp.sin(x), labels[:, None], 1).sum()), X)
+    table = trace(jax.grad(lambda w: jnp.sin(w)[labels].sum()), W)
+    assert held(picked, "scatter-add") == [False]
+    assert held(table, "scatter-add") == [True]
+
+
+def test_what_a_comparison_makes_is_kept_for_several_readers():
+    def loss(x, w):
+        logits = x @ w
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.zeros((32, 1), int), 1).sum()
+
+    program = trace(jax.grad(loss, argnums=(0, 1)), X, W)
+    assert held(program, "scatter-add") == [True]
