@@ -91,6 +91,9 @@ def _product_time_s(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh, t
             rows *= local
         elif factor in right:
             columns *= local
+    if op.primitive == "conv_general_dilated":
+        inner *= _apart(graph, op, 1)
+        rows *= _apart(graph, op, 2)
     slices = mesh.num_slices(name for own in axes for name in own)
     narrow, wide = sorted((rows, columns))
     used = _filled(narrow, topology.matrix_tile) * _filled(inner, topology.matrix_tile) * _filled(wide, _SUBLANES)
@@ -98,6 +101,12 @@ def _product_time_s(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh, t
     wide_items = op.operands[0] != LITERAL and item_bytes(graph.values[op.operands[0]].dtype) > 2
     rate = topology.float32_flops_per_s if wide_items or exact else topology.peak_flops_per_s
     return op.flops / slices / rate / used
+
+
+def _apart(graph: Graph, op: Op, place: int) -> int:
+    """Elements of a convolution's kernel (1) or result (2) along dimensions that are no factors: its window, its pixels."""
+    value, dims = ((op.operands[1], op.rule.operands[1]), (op.results[0], op.rule.results[0]))[place - 1]
+    return math.prod(size for size, factors in zip(graph.values[value].shape, dims, strict=True) if not factors)
 
 
 _SUBLANES = 8

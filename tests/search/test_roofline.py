@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from jax.lax import ConvDimensionNumbers
 
 from spmdctx.cost.topology import PRESETS
 from spmdctx.mesh import LogicalMesh
@@ -17,6 +18,7 @@ V5E = PRESETS["tpu-v5e"]
 FAST = dataclasses.replace(V5E, memory_bytes_per_s=1e18)
 """The same with a memory that is never waited for."""
 
+CHANNELS_LAST = ConvDimensionNumbers((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
 PRODUCT = {"dimension_numbers": (((1,), (0,)), ((), ()))}
 
 
@@ -73,6 +75,18 @@ def test_the_longer_free_dimension_streams_and_is_not_padded():
 def test_float32_products_run_at_the_default_precision_of_the_machine(preset, ratio):
     sizes = (8192,) * 3
     assert time_s(product(*sizes, dtype="float32"), PRESETS[preset]) == pytest.approx(ratio * time_s(product(*sizes), PRESETS[preset]))
+
+
+def test_a_convolution_of_few_channels_contracts_over_its_window():
+    shapes, out = ((64, 224, 224, 3), (16, 16, 3, 1024)), (64, 14, 14, 1024)
+    params = {"dimension_numbers": CHANNELS_LAST, "feature_group_count": 1, "batch_group_count": 1}
+    rule = rule_for("conv_general_dilated", shapes, (out,), params)
+    make = GraphMaker()
+    make.op("conv_general_dilated", rule, *(make.input(*shape, dtype="bfloat16") for shape in shapes), shape=out, dtype="bfloat16")
+    graph = make.graph()
+    flops = op_flops("conv_general_dilated", rule, shapes, (out,))
+    found = compute_time_s(graph, graph.ops[0]._replace(flops=flops), ((),) * len(rule.sizes), MESH, FAST)
+    assert found == pytest.approx(flops / V5E.peak_flops_per_s, rel=0.01)
 
 
 def test_what_is_fused_is_neither_read_nor_written():
