@@ -32,6 +32,7 @@ from spmdctx.search.tables import Tables
 
 MODE = "dynamic_programming"
 _BUDGET_ROUNDS = 12
+_EQUAL = 1e-6
 SMALL_PROGRAM = 100
 """Ops up to which meshes of three axes are tried unasked."""
 
@@ -88,26 +89,38 @@ class Shortfall(NamedTuple):
     enough_bytes: int
 
 
+class Beaten(NamedTuple):
+    """Nothing on the mesh is cheaper than what was found on another one."""
+
+    lower_bound_s: float
+
+
 def plan_dynamic(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> Found | Shortfall:
     """The cheapest assignment over all meshes that may be tried, which are the user's where he or his strategies name one."""
     searcher = Searcher(step, topology, options)
-    if mesh_is_fixed(request):
-        return searcher.search(prepare(step.graph, request))
     best: Found | None = None
     least: Shortfall | None = None
     bound = float("inf")
-    for mesh in options.meshes(step, request.num_devices, topology):
-        found = searcher.search(prepare(step.graph, replace(request, mesh=mesh)))
+    for setup in searcher.promising_first(_setups(step, request, topology, options)):
+        found = searcher.search(setup, float("inf") if best is None else best.cost_s)
         if isinstance(found, Shortfall):
             least = found if least is None or found.enough_bytes < least.enough_bytes else least
             continue
         bound = min(bound, found.lower_bound_s)
-        if best is None or found.cost_s < best.cost_s * (1 - 1e-6):
+        if isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - _EQUAL)):
             best = found
     if best is None:
         assert least is not None
         return least
-    return best._replace(lower_bound_s=bound)
+    return best._replace(lower_bound_s=min(bound, best.cost_s))
+
+
+def _setups(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> list[Setup]:
+    """A set-up for every mesh that may be tried."""
+    if mesh_is_fixed(request):
+        return [prepare(step.graph, request)]
+    meshes = options.meshes(step, request.num_devices, topology)
+    return [prepare(step.graph, replace(request, mesh=mesh)) for mesh in meshes]
 
 
 def lower_bound_s(step: Step, request: Request, topology: Topology, options: DynamicOptions, mesh: LogicalMesh) -> float:
@@ -116,8 +129,12 @@ def lower_bound_s(step: Step, request: Request, topology: Topology, options: Dyn
     meshes = [mesh]
     if not mesh_is_fixed(request):
         meshes += [other for other in options.meshes(step, request.num_devices, topology) if other != mesh]
-    found = [searcher.search(prepare(step.graph, replace(request, mesh=other))) for other in meshes]
-    return min(one.lower_bound_s for one in found if isinstance(one, Found))
+    lowest = float("inf")
+    for other in meshes:
+        found = searcher.search(prepare(step.graph, replace(request, mesh=other)), lowest)
+        assert not isinstance(found, Shortfall)
+        lowest = min(lowest, found.lower_bound_s)
+    return lowest
 
 
 def mesh_is_fixed(request: Request) -> bool:
@@ -134,17 +151,31 @@ class Searcher:
         self._memory: StepMemory | None = None
         self._networks: dict[object, Network] = {}
 
-    def search(self, setup: Setup) -> Found | Shortfall:
-        """The cheapest assignment on the mesh of a set-up."""
+    def promising_first(self, setups: list[Setup]) -> list[Setup]:
+        """The set-ups by what a first, short search finds on their meshes."""
+        if len(setups) <= 2:
+            return setups
+        costs = [self._solve(self._tables(setup).problem(), float("-inf")).cost for setup in setups]
+        return [setups[place] for place in sorted(range(len(setups)), key=lambda place: (costs[place], place))]
+
+    def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
+        """The cheapest assignment on the mesh of a set-up, if there is one below `known_s`."""
         tables = self._tables(setup)
         problem = tables.problem()
-        solution = solve(problem, tolerance=self._options.limits.tolerance)
-        assert not isinstance(solution, Infeasible)
+        solution = self._solve(problem, known_s)
+        if solution.lower_bound >= known_s * (1 - _EQUAL):
+            return Beaten(solution.lower_bound)
         found = self._found(setup, tables, solution)
         budget = self._options.memory_bytes
         if budget is None or self._peak(found).bytes <= budget:
             return found
         return self._within(budget, setup, tables, problem)
+
+    def _solve(self, problem: Problem, cutoff: float) -> Solution:
+        solution = solve(problem, tolerance=self._options.limits.tolerance, cutoff=cutoff * (1 - _EQUAL))
+        # Everything whole is always possible, unless pins contradict each other, and then they are resharded.
+        assert not isinstance(solution, Infeasible)
+        return solution
 
     def _tables(self, setup: Setup) -> Tables:
         if self._space is None:

@@ -21,6 +21,8 @@ DIRECT_WORK = 60_000_000
 WORK = 1_000_000_000
 EQUAL = 1e-9
 """A bound this near to the cost, relative to it, is equal up to rounding."""
+THOROUGH = 3
+"""Effort from which states are compared for dominance; on problems of a planner's size that takes longer than it saves."""
 SHELL_WORK = 30_000_000
 MAX_SHELLS = 8
 REDUCING_SHARE = 0.1
@@ -48,6 +50,7 @@ class Search:
     work: int = WORK
     rounds: int = len(SWEEPS)
     tolerance: float = 0.0
+    cutoff: float = np.inf
     progress: Callable[[], float] = lambda: 0.0
     left: Callable[[], float | None] = lambda: None
     memo: Memo = field(default_factory=dict)
@@ -74,6 +77,8 @@ def shrink(graph: Graph, search: Search, rows: Rows | None = None) -> bool:
             return False
         graph.split()
         graph.peel(None if rows is None else rows.live)
+        if rows is None and search.effort < THOROUGH:
+            return True
         removed = discard(graph, None if rows is None else rows.priced, lambda: search.progress() > over)
         search.count("dominated", removed)
         if not removed or search.progress() > over:
@@ -127,9 +132,9 @@ class _Shells:
             states = dual.decode()
             value = descend(self.core, states)
             self._offer(Minimum(states, value + self.core.base, 0.0))
-            if self._is_proven() or self._closed(bound) or self.search.expired():
+            if self._is_proven() or self._is_cut() or self._closed(bound) or self.search.expired():
                 break
-        if not self._is_proven():
+        if not self._is_proven() and not self._is_cut():
             exact = _eliminated(self.core, self.search, self.search.work)
             if exact is not None:
                 self._offer(exact)
@@ -145,6 +150,10 @@ class _Shells:
 
     def _gap(self) -> float:
         return np.inf if self.best is None else self.best.cost - self.core.base - self.bound
+
+    def _is_cut(self) -> bool:
+        """Whether nothing is here that the caller does not have already."""
+        return self.bound + self.core.base >= self.search.cutoff
 
     def _is_proven(self) -> bool:
         scale = 0.0 if self.best is None else abs(self.best.cost)

@@ -20,7 +20,12 @@ HOPELESS = Infeasible(-1, 0.0, float("inf"))
 
 
 def solve(
-    problem: Problem, *, effort: int = 2, tolerance: float = 0.0, deadline: float | Callable[[], bool] | None = None
+    problem: Problem,
+    *,
+    effort: int = 2,
+    tolerance: float = 0.0,
+    cutoff: float = float("inf"),
+    deadline: float | Callable[[], bool] | None = None,
 ) -> Solution | Infeasible:
     """Chooses the states of least cost that fit the memory.
 
@@ -31,6 +36,7 @@ def solve(
         effort: How much work may go into closing the gap, 0 to 5; each step allows four times more. Small and narrow problems are
             solved exactly at any effort.
         tolerance: The gap, relative to the cost, at which to stop.
+        cutoff: A cost that the caller has already: once nothing here can be below it, the best so far is returned with its bound.
         deadline: Seconds from now, or a function that says that the time is over. For benchmarks.
 
     Returns:
@@ -39,7 +45,7 @@ def solve(
         forbidden or the problem is small. A large problem with forbidden pairs may be called infeasible because none that fits was found.
     """
     rounds = min(len(SWEEPS), effort + 3)
-    search = Search(effort, WORK // 16 * 4**effort, rounds, tolerance, *_clock(deadline))
+    search = Search(effort, WORK // 16 * 4**effort, rounds, tolerance, cutoff, *_clock(deadline))
     graph = Graph.of(problem.costs, problem.edges, Pool())
     with np.errstate(invalid="ignore"):
         if not supported(graph):
