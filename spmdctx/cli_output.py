@@ -39,7 +39,8 @@ class Output:
     def show(self, thing: Any) -> None:
         """A renderable or a report; JSON takes their place."""
         if not self.as_json:
-            self.console.print(thing if hasattr(thing, "__rich__") else escape(str(thing)))
+            renderable = hasattr(thing, "__rich__") or hasattr(thing, "__rich_console__")
+            self.console.print(thing if renderable else escape(str(thing)))
 
     def say(self, text: str) -> None:
         """One line about what happens."""

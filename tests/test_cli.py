@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from rich.table import Table
 
 from spmdctx.cli import main
+from spmdctx.cli_output import Output
 from spmdctx.plan import Plan
 
 SMALL = ["--layers", "1", "--seq", "12", "--batch-size", "8"]
@@ -93,6 +95,11 @@ def test_a_plan_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "Plan" in shown
     assert "all_reduce" in shown
+
+
+def test_other_tables_are_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(as_json=False).show(Table("all_reduce", title="measured"))
+    assert "all_reduce" in capsys.readouterr().out
 
 
 def test_equal_plans_have_no_difference(plans: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
