@@ -89,6 +89,13 @@ class Shortfall(NamedTuple):
     enough_bytes: int
 
 
+class _Glance(NamedTuple):
+    """What a first, short search on a mesh found."""
+
+    tables: Tables
+    solution: Solution
+
+
 class Beaten(NamedTuple):
     """Nothing on the mesh is cheaper than what was found on another one."""
 
@@ -150,17 +157,23 @@ class Searcher:
         self._space: Space | None = None
         self._memory: StepMemory | None = None
         self._networks: dict[object, Network] = {}
+        self._glances: dict[LogicalMesh, _Glance] = {}
 
     def promising_first(self, setups: list[Setup]) -> list[Setup]:
         """The set-ups by what a first, short search finds on their meshes."""
         if len(setups) <= 2:
             return setups
-        costs = [self._solve(self._tables(setup).problem(), float("-inf")).cost for setup in setups]
-        return [setups[place] for place in sorted(range(len(setups)), key=lambda place: (costs[place], place))]
+        for setup in setups:
+            tables = self._tables(setup)
+            self._glances[setup.mesh] = _Glance(tables, self._solve(tables.problem(), float("-inf")))
+        return sorted(setups, key=lambda setup: self._glances[setup.mesh].solution.cost)
 
     def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
         """The cheapest assignment on the mesh of a set-up, if there is one below `known_s`."""
-        tables = self._tables(setup)
+        glance = self._glances.pop(setup.mesh, None)
+        if glance is not None and glance.solution.lower_bound >= known_s * (1 - _EQUAL):
+            return Beaten(glance.solution.lower_bound)
+        tables = self._tables(setup) if glance is None else glance.tables
         problem = tables.problem()
         solution = self._solve(problem, known_s)
         if solution.lower_bound >= known_s * (1 - _EQUAL):
