@@ -143,6 +143,14 @@ def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
     return found
 
 
+def leads_to(natural: TensorSharding, after: TensorSharding, stored: TensorSharding) -> bool:
+    """Whether a result that is stored so is scattered to `after`, if at all: only into the split that it is to have.
+
+    The compiler makes a reduce_scatter of a reduction only where a slice of the result is kept.
+    """
+    return all(own == new or new == kept for own, new, kept in zip(natural, after, stored, strict=True))
+
+
 class Eligible:
     """Which values of a graph can be handed on unreduced: those that one op reads, untied, and that nobody pinned."""
 
@@ -254,8 +262,10 @@ class _Evaluator:
                 moved_s = 0.0
             elif as_made:
                 moved_s = self._read(value, after)
-            else:
+            elif leads_to(partial.natural, after, stored):
                 moved_s = self._reshard(value, after, stored) * op.repeats + self._read(value, stored)
+            else:
+                continue
             exposed = 1.0 - self.sides.reduction_share(value, self.topology)
             ways.append((seconds * op.repeats * exposed, moved_s))
         return min(ways, key=sum)

@@ -22,7 +22,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, OpRule, OpSharding, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, replicated
 from spmdctx.search.algo import AlgoLimits, is_elementwise
-from spmdctx.search.evaluate import ADDITIONS, Eligible, all_shardings, candidates_gather_s, read_bytes, reductions, tied_with
+from spmdctx.search.evaluate import ADDITIONS, Eligible, all_shardings, candidates_gather_s, leads_to, read_bytes, reductions, tied_with
 from spmdctx.search.exhaustive_tables import Elimination
 from spmdctx.search.memory import profile, step_memory
 from spmdctx.search.overlap import sides
@@ -292,7 +292,8 @@ class _Everything:
             if place.unreduced:
                 row.append(0.0 if (natural, partial) == place else float("inf"))
             else:
-                row.append(min(seconds + self._reshard(value, after, place.sharding) for after, seconds in ways))
+                fitting = [one for one in ways if leads_to(natural, one[0], place.sharding)]
+                row.append(min(seconds + self._reshard(value, after, place.sharding) for after, seconds in fitting))
         return row
 
     def _reduced(self, op: Op, value: int, natural: TensorSharding, way: Way) -> Iterator[tuple[TensorSharding, float]]:

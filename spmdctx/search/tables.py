@@ -134,6 +134,9 @@ class Tables:
             table = self._seconds(known.shape, size)[np.ix_(stored, taken)] * weight
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
+            if source.split is not None and target.split is None:
+                natural = source.split.results[carry.source.result][source.states.split] if source.states else stored
+                table = self._with_scatters(table, domain(self.space.mesh, known.shape).rows, natural, stored, taken)
             if follows and target.states is not None:
                 table = np.where((target.states.follows == carry.position) & (stored[:, None] != taken[None, :]), np.inf, table)
             self._edges[key] = table
@@ -153,6 +156,19 @@ class Tables:
         misfit = given[:, None] != asked[None, :]
         misfit |= (given[:, None] != 0) & (stored[:, None] != taken[None, :])
         return np.where(misfit, np.inf, table)
+
+    @staticmethod
+    def _with_scatters(table: FloatArray, rows: IntArray, natural: IntArray, left: IntArray, stored: IntArray) -> FloatArray:
+        """Partial results are only scattered into the split in which they are stored, as the compiler does it."""
+        scattered = np.nonzero(natural != left)[0]
+        if not len(scattered):
+            return table
+        before, after = rows[natural[scattered]], rows[left[scattered]]
+        dims = (before != after).argmax(axis=1)
+        fits = after[np.arange(len(dims)), dims][:, None] == rows[stored][:, dims].T
+        table = table.copy()
+        table[scattered] = np.where(fits, table[scattered], np.inf)
+        return table
 
     def _seconds(self, shape: tuple[int, ...], size: int) -> FloatArray:
         key = (shape, size)

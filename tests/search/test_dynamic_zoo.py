@@ -1,0 +1,60 @@
+"""Whole training steps of the zoo: dynamic programming finds what trying everything finds, and all prices agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from spmdctx.cost.topology import PRESETS, Topology
+from spmdctx.mesh import LogicalMesh
+from spmdctx.search.dynamic import DynamicOptions, Searcher, Step
+from spmdctx.search.evaluate import evaluate
+from spmdctx.search.exhaustive import exhaustive
+from spmdctx.search.modes import Setup
+from spmdctx.search.price import price
+from spmdctx.trace.build import Argument, build
+from spmdctx.trace.capture import capture
+from tests.zoo import CASES, UNSPLIT
+
+MODELS = ("mlp", "tied", "gnn", "moe", "lstm")
+_STEPS: dict[str, Step] = {}
+
+
+def _step(model: str) -> Step:
+    """The model's step, traced once."""
+    if model not in _STEPS:
+        case = next(one for one in CASES if (one.name, one.flavor) == (model, "pytree"))
+        fn, args = case.make(UNSPLIT, np.float32)
+        captured = capture(fn, args)
+        program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
+        _STEPS[model] = Step(program.graph, program.scopes, program.loose, frozenset())
+    return _STEPS[model]
+
+
+def _machine(name: str) -> Topology:
+    """A slow device with fast links, on which small models are worth splitting."""
+    return replace(PRESETS[name], latency_s=1e-8, peak_flops_per_s=1e12, memory_bytes_per_s=1e11)
+
+
+@pytest.mark.parametrize("machine", ["h100", "tpu-v5p", "cpu"])
+@pytest.mark.parametrize("shape", [(2,), (4,)], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_plan_of_a_training_step_is_the_cheapest_of_all(model: str, shape: tuple[int, ...], machine: str) -> None:
+    step, mesh, topology = _step(model), LogicalMesh.of(shape), _machine(machine)
+    found = Searcher(step, topology, DynamicOptions()).search(Setup(mesh))
+    truth = exhaustive(step.graph, step.scopes, step.loose, mesh, topology)
+    assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9)
+    assert found.lower_bound_s <= truth.cost_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("machine", ["h100", "tpu-v5p", "cpu"])
+@pytest.mark.parametrize("model", MODELS)
+def test_search_evaluation_and_bill_have_one_number(model: str, machine: str) -> None:
+    step, mesh, topology = _step(model), LogicalMesh.of((2, 4)), _machine(machine)
+    found = Searcher(step, topology, DynamicOptions()).search(Setup(mesh))
+    seconds = evaluate(step.graph, step.scopes, step.loose, found.assignment, mesh, topology).total_s
+    bill = price(step.graph, step.scopes, step.loose, (), found.assignment, mesh, topology)
+    assert seconds == pytest.approx(found.cost_s, rel=1e-9)
+    assert bill.compute_s + bill.exposed_communication_s == pytest.approx(found.cost_s, rel=5e-3)
