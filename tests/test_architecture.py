@@ -26,6 +26,7 @@ ROWS = (
 
 FAMILIES = {
     **dict.fromkeys(("entry", "direct", "mesh_scope", "placement", "verify", "gradients", "step_options"), "step"),
+    "wording": "errors",
     "domains": "mesh",
     **dict.fromkeys(("strategy_files", "insight"), "planner"),
     **dict.fromkeys(("shard_call", "shard_eager", "shard_modules"), "shard"),

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from spmdctx.ir import item_bytes
+from spmdctx.wording import file_text
 
 _DTYPES = {
     "pred": "bool",
@@ -121,10 +122,10 @@ class Module:
         found = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
         if found is None:
             plain = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
-            return f"{_base_name(plain.group(1))}:{plain.group(2)}" if plain else ""
+            return f"{file_text(plain.group(1))}:{plain.group(2)}" if plain else ""
         stack = list(self._stack(int(found.group(1))))
         own = [place for place in stack if "site-packages" not in place[0]] or stack
-        return f"{_base_name(own[0][0])}:{own[0][1]}" if own else ""
+        return f"{file_text(own[0][0])}:{own[0][1]}" if own else ""
 
     def _stack(self, frame: int) -> Iterator[tuple[str, int]]:
         # Printed parents are one too high: the root frame 1 is printed with parent 1, where 0 means none.
@@ -136,10 +137,6 @@ class Module:
             if parent - shift >= frame:
                 return
             frame = parent - shift
-
-
-def _base_name(path: str) -> str:
-    return path.replace("\\", "/").rsplit("/", 1)[-1]
 
 
 def read_module(text: str) -> Module:

@@ -14,7 +14,8 @@ from rich.text import Text
 from spmdctx.ir import AxisNames, Role
 from spmdctx.plan.groups import TensorGroup, by_kind, group_tensors
 from spmdctx.plan.plan import Plan, PlannedTensor
-from spmdctx.plan.units import TIMES, bytes_text, mesh_text, seconds_text, split_text
+from spmdctx.plan.units import TIMES, mesh_text, seconds_text, split_text
+from spmdctx.wording import bytes_text
 
 WIDTH = 120
 ARROW = "\N{RIGHTWARDS ARROW}"

@@ -7,7 +7,8 @@ from html import escape
 
 from spmdctx.plan.diff import ARROW, PlanDiff
 from spmdctx.plan.page import styled
-from spmdctx.plan.units import bytes_text, seconds_text
+from spmdctx.plan.units import seconds_text
+from spmdctx.wording import bytes_text
 
 
 def diff_page(diff: PlanDiff) -> str:

@@ -21,8 +21,9 @@ from spmdctx.mesh import divides
 from spmdctx.plan.alternatives import Alternative, Flip
 from spmdctx.plan.groups import group_tensors
 from spmdctx.plan.plan import Plan, PlannedOp, PlannedTensor, Reshard, sharding_text
-from spmdctx.plan.units import bytes_text, place_text, seconds_text
+from spmdctx.plan.units import place_text, seconds_text
 from spmdctx.search.transfer import project
+from spmdctx.wording import bytes_text
 
 CASTS = ("convert_element_type", "reduce_precision", "copy")
 MAX_PRICED = 4

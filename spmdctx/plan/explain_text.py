@@ -8,7 +8,8 @@ from spmdctx.mesh import axes_of
 from spmdctx.plan.explain import Explanation, Instead, OpExplanation, TensorExplanation
 from spmdctx.plan.groups import by_cause
 from spmdctx.plan.plan import Plan, Reshard
-from spmdctx.plan.units import TIMES, bytes_text, place_text, seconds_text, split_text, tensor_text
+from spmdctx.plan.units import TIMES, place_text, seconds_text, split_text, tensor_text
+from spmdctx.wording import bytes_text
 
 MAX_USES = 6
 MAX_ALTERNATIVES = 4

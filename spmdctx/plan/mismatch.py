@@ -11,7 +11,8 @@ from spmdctx.errors import PlanMismatchError
 from spmdctx.ir import LITERAL, Graph, Op
 from spmdctx.mesh import LogicalMesh
 from spmdctx.plan.plan import Plan, plain_option
-from spmdctx.plan.units import bytes_text, mesh_text, place_text, tensor_text
+from spmdctx.plan.units import mesh_text, place_text, tensor_text
+from spmdctx.wording import bytes_text
 
 MAX_DIFFERENCES = 4
 SEARCH_OPTIONS = frozenset(

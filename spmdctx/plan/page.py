@@ -14,7 +14,8 @@ from spmdctx.plan.explain_text import story
 from spmdctx.plan.groups import CommunicationGroup, TensorGroup, by_cause, by_kind, group_tensors
 from spmdctx.plan.page_charts import memory_chart, time_bands
 from spmdctx.plan.plan import Plan
-from spmdctx.plan.units import TIMES, bytes_text, dtype_text, mesh_text, place_text, seconds_text, share_text
+from spmdctx.plan.units import TIMES, dtype_text, mesh_text, place_text, seconds_text, share_text
+from spmdctx.wording import bytes_text
 
 MAX_CELLS = 256
 MAX_MEMBERS = 400

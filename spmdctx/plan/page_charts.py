@@ -9,7 +9,8 @@ from typing import NamedTuple
 from spmdctx.ir import Collective
 from spmdctx.plan.charts import area_chart
 from spmdctx.plan.plan import Plan
-from spmdctx.plan.units import TIMES, bytes_text, seconds_text, share_text
+from spmdctx.plan.units import TIMES, seconds_text, share_text
+from spmdctx.wording import bytes_text
 
 ACTIVATIONS = "moving activations"
 OWN = "collectives of the step itself"

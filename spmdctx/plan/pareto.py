@@ -17,7 +17,8 @@ from rich.text import Text
 from spmdctx.errors import InfeasibleError, StrategyError, UnsupportedError
 from spmdctx.mesh import LogicalMesh
 from spmdctx.plan.plan import Plan
-from spmdctx.plan.units import bytes_text, mesh_text, seconds_text
+from spmdctx.plan.units import mesh_text, seconds_text
+from spmdctx.wording import bytes_text
 
 FRACTIONS = (0.75, 0.5, 0.375, 0.25, 0.125)
 """Default budgets, as parts of what the fastest plan on that many devices needs."""

@@ -7,7 +7,8 @@ from html import escape
 from spmdctx.plan.charts import Mark, scatter_chart
 from spmdctx.plan.page import NUM_COLOURS, styled
 from spmdctx.plan.pareto import Pareto, table_rows
-from spmdctx.plan.units import bytes_text, mesh_text, seconds_text
+from spmdctx.plan.units import mesh_text, seconds_text
+from spmdctx.wording import bytes_text
 
 _HEAD = ("devices", "mesh", "budget", "memory", "step", "device-seconds", "")
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir import Assignment, Collective, Graph, Op, OpRule, OpSharding, Origin, Role, TensorSharding, factor_name, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape
-from spmdctx.plan.units import bytes_text, mesh_text, seconds_text
+from spmdctx.plan.units import mesh_text, seconds_text
+from spmdctx.wording import bytes_text
 
 if TYPE_CHECKING:
     from rich.console import Group

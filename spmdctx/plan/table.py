@@ -15,7 +15,8 @@ from rich.text import Text
 from spmdctx.ir import TensorSharding
 from spmdctx.plan.groups import CommunicationGroup, TensorGroup, by_cause, by_kind, group_tensors
 from spmdctx.plan.plan import Plan
-from spmdctx.plan.units import TIMES, bytes_text, dtype_text, mesh_text, place_text, seconds_text, share_text
+from spmdctx.plan.units import TIMES, dtype_text, mesh_text, place_text, seconds_text, share_text
+from spmdctx.wording import bytes_text
 
 WIDTH = 120
 MAX_CAUSES = 8

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from spmdctx.ir import TensorSharding
 from spmdctx.mesh import LogicalMesh
+from spmdctx.wording import three_digits
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
-_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _SHORT_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-
-
-def bytes_text(count: float) -> str:
-    """`0 B`, `17.2 KiB`, `3.42 GiB`."""
-    power = 0
-    while abs(count) >= 1024 and power < len(_BYTES) - 1:
-        count /= 1024
-        power += 1
-    return f"{count:.0f} B" if power == 0 else f"{_three_digits(count)} {_BYTES[power]}"
 
 
 def seconds_text(seconds: float) -> str:
@@ -27,7 +18,7 @@ def seconds_text(seconds: float) -> str:
         return "0 s"
     for unit, name in _SECONDS:
         if abs(seconds) >= unit * 0.9995:
-            return f"{_three_digits(seconds / unit)} {name}"
+            return f"{three_digits(seconds / unit)} {name}"
     return f"{seconds:.1e} s"
 
 
@@ -64,8 +55,3 @@ def place_text(source: str) -> str:
     place, bracket, function = source.partition(" (")
     names = [name for name in function.rstrip(")").split(".") if not name.startswith("<")]
     return f"{place} ({names[-1]})" if bracket and names else place
-
-
-def _three_digits(number: float) -> str:
-    size = abs(number)
-    return f"{number:.2f}" if size < 9.995 else f"{number:.1f}" if size < 99.95 else f"{number:.0f}"

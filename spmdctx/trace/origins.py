@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import Any, NamedTuple, overload
 
 from jax.extend import source_info_util
 
 from spmdctx.ir import Origin
+from spmdctx.wording import file_text
 
 _REGION = re.compile(r"\bshard\d+:")
 
@@ -69,10 +69,13 @@ class LazyOrigins(Sequence[Origin]):
 
 
 def source_line(info: Any) -> str:
-    """`model.py:41 (forward)`: the file's name without its folder, so that plans do not depend on where code lies."""
+    """`model.py:41 (forward)`: the file's name without its folder, so that plans do not depend on where code lies.
+
+    A notebook's cell is `cell:41`.
+    """
     text = source_info_util.summarize(info)
     place, _, function = text.partition(" ")
     file, _, rest = place.partition(":")
     line = rest.split(":")[0]
-    short = f"{PurePath(file).name}:{line}" if line else PurePath(file).name
+    short = f"{file_text(file)}:{line}" if line else file_text(file)
     return f"{short} {function}".strip()

@@ -1,0 +1,51 @@
+"""Counts, sizes and files as text."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from spmdctx.trace.origins import source_line
+from spmdctx.wording import bytes_text, counted, exact_bytes_text, file_text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (17.25 * 1024, "17.2 KiB"), (3 * 2**30, "3.00 GiB"), (500 * 2**20, "500 MiB")],
+)
+def test_bytes_have_three_digits(count, text):
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(1, "1 byte"), (512, "512 bytes"), (12 * 2**30, "12884901888 bytes (12.0 GiB)"), (1025, "1025 bytes (1.00 KiB)")]
+)
+def test_an_exact_number_of_bytes_comes_with_a_readable_one(count, text):
+    assert exact_bytes_text(count) == text
+
+
+def test_one_thing_is_not_several():
+    assert [counted(count, "device") for count in (0, 1, 8)] == ["0 devices", "1 device", "8 devices"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/home/me/net.py", "net.py"),
+        ("net.py", "net.py"),
+        ("C:\\code\\net.py", "net.py"),
+        ("/tmp/ipykernel_4711/1494772071.py", "cell"),
+        ("C:\\Temp\\ipykernel_4711\\1494772071.py", "cell"),
+        ("<ipython-input-3-0a1b2c>", "cell"),
+        ("/code/ipykernel_4711/net.py", "net.py"),
+    ],
+)
+def test_a_file_goes_by_its_name_and_a_cell_by_that(path, text):
+    assert file_text(path) == text
+
+
+def test_ops_of_a_notebook_lie_in_its_cell():
+    space = {}
+    exec(compile("def double(x):\n    return x + x\n", "/tmp/ipykernel_4711/1494772071.py", "exec"), space)
+    jaxpr = jax.make_jaxpr(space["double"])(1.0)
+    assert source_line(jaxpr.eqns[0].source_info) == "cell:2 (double)"
