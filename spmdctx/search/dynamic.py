@@ -20,7 +20,7 @@ from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.free_values import place_free_values
 from spmdctx.search.memory import Peak, StepMemory, step_memory
-from spmdctx.search.memory_rows import counted_bytes, with_memory
+from spmdctx.search.memory_rows import counted_bytes, least_peak, with_memory
 from spmdctx.search.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.network import Network, build_network
@@ -81,12 +81,15 @@ class Found(NamedTuple):
 
 
 class Shortfall(NamedTuple):
-    """No plan on the mesh fits: the op at which memory runs out, the least bytes alive there, and a budget that suffices."""
+    """No plan on the mesh fits: the op at which memory runs out, the least bytes alive there, and a budget that may suffice.
 
-    mesh: LogicalMesh
+    `fastest` is the best plan without the budget.
+    """
+
     time: int
     least_bytes: int
     enough_bytes: int
+    fastest: Found
 
 
 class _Glance(NamedTuple):
@@ -111,7 +114,7 @@ def plan_dynamic(step: Step, request: Request, topology: Topology, options: Dyna
     for setup in searcher.promising_first(_setups(step, request, topology, options)):
         found = searcher.search(setup, float("inf") if best is None else best.cost_s)
         if isinstance(found, Shortfall):
-            least = found if least is None or found.enough_bytes < least.enough_bytes else least
+            least = found if least is None else _less_short(found, least)
             continue
         bound = min(bound, found.lower_bound_s)
         if isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - _EQUAL)):
@@ -120,6 +123,14 @@ def plan_dynamic(step: Step, request: Request, topology: Topology, options: Dyna
         assert least is not None
         return least
     return best._replace(lower_bound_s=min(bound, best.cost_s))
+
+
+def _less_short(one: Shortfall, other: Shortfall) -> Shortfall:
+    """The shortfall that needs less, with the faster of the two plans without the budget."""
+    fastest = min(one.fastest, other.fastest, key=lambda found: found.cost_s)
+    bound = min(one.fastest.lower_bound_s, other.fastest.lower_bound_s)
+    kept = one if one.enough_bytes < other.enough_bytes else other
+    return kept._replace(fastest=fastest._replace(lower_bound_s=bound))
 
 
 def _setups(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> list[Setup]:
@@ -182,7 +193,7 @@ class Searcher:
         budget = self._options.memory_bytes
         if budget is None or self._peak(found).bytes <= budget:
             return found
-        return self._within(budget, setup, tables, problem)
+        return self._within(budget, tables, problem, found)
 
     def _solve(self, problem: Problem, cutoff: float) -> Solution:
         solution = solve(problem, tolerance=self._options.limits.tolerance, cutoff=cutoff * (1 - _EQUAL))
@@ -213,8 +224,8 @@ class Searcher:
         asked = {value: sharding for value, sharding in setup.seeds.items() if value in setup.partial_pins}
         return Found(replace(setup, seeds=asked), assignment, solution.cost, solution.lower_bound, solution.counts)
 
-    def _within(self, budget: int, setup: Setup, tables: Tables, problem: Problem) -> Found | Shortfall:
-        """The cheapest assignment whose peak is in the budget.
+    def _within(self, budget: int, tables: Tables, problem: Problem, fastest: Found) -> Found | Shortfall:
+        """The cheapest assignment whose peak is in the budget, which that of the fastest one is not.
 
         The solver counts what is stored and what uses gather. What else is alive at the peak (copies for single readers, values
         that are free to place) is taken from the limit, until the plan fits with all of it.
@@ -225,17 +236,20 @@ class Searcher:
         limit, bound = float(budget + self._topology.scratch_bytes), None
         for _ in range(_BUDGET_ROUNDS):
             limited = with_memory(tables, problem, self._memory, limit)
+            least = least_peak(limited)
+            if least.bytes > limit:
+                return Shortfall(least.time, least.bytes, least.bytes, fastest)
             solution = solve(limited, tolerance=self._options.limits.tolerance)
             if isinstance(solution, Infeasible):
                 spare = budget - limit
-                return Shortfall(setup.mesh, solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare))
+                return Shortfall(solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
             bound = solution.lower_bound if bound is None else bound
-            found = self._found(setup, tables, solution)._replace(lower_bound_s=bound)
+            found = self._found(fastest.setup, tables, solution)._replace(lower_bound_s=bound)
             peak = self._peak(found)
             if peak.bytes <= budget:
                 return found
             limit = budget - (peak.bytes - counted_bytes(limited, solution.states))
-        return Shortfall(setup.mesh, peak.time, peak.bytes, peak.bytes)
+        return Shortfall(peak.time, peak.bytes, peak.bytes, fastest)
 
     def _peak(self, found: Found) -> Peak:
         """The op at which most bytes are alive, copies and all."""

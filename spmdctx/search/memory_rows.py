@@ -13,7 +13,7 @@ import numpy as np
 
 from spmdctx.domains import domain
 from spmdctx.ir import item_bytes
-from spmdctx.search.memory import StepMemory
+from spmdctx.search.memory import Peak, StepMemory
 from spmdctx.search.network import Source
 from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Life, Memory, Problem
 from spmdctx.search.tables import Tables
@@ -38,6 +38,20 @@ def counted_bytes(problem: Problem, states: Sequence[int]) -> float:
     np.add.at(change, lives[:, 0], sizes)
     np.subtract.at(change, lives[:, 1], sizes)
     return float(np.cumsum(change).max())
+
+
+def least_peak(problem: Problem) -> Peak:
+    """The time at which most is alive if every node occupies as little as it can, and how much that is."""
+    memory = problem.memory
+    if memory is None or not memory.lives:
+        return Peak(0, 0)
+    lives = np.array(memory.lives, dtype=np.int64)
+    least = np.array([usage.min() for usage in memory.usages])[lives[:, 0]]
+    change = np.zeros(lives[:, 2].max() + 1)
+    np.add.at(change, lives[:, 1], least)
+    np.subtract.at(change, lives[:, 2], least)
+    alive = np.cumsum(change)
+    return Peak(int(alive.argmax()), int(alive.max()))
 
 
 class _Builder:

@@ -10,15 +10,19 @@ from spmdctx.ir import item_bytes
 from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, mesh_is_fixed, plan_dynamic
 from spmdctx.search.memory import step_memory
 from spmdctx.search.modes import Request
+from spmdctx.search.price import price
 
 _LARGEST = 3
 _MOST_DEVICES = 4096
+_ATTEMPTS = 6
+_STAYS = 0.9
+"""More devices are no help where the least that is alive does not get smaller by a tenth."""
 
 
 def infeasible(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> InfeasibleError:
     """The error for a budget that no plan meets; it searches on more devices for the smallest number that does."""
     count = _enough_devices(step, request, topology, options)
-    enough = f"memory_bytes={found.enough_bytes}"
+    enough = f"memory_bytes={_enough_bytes(step, request, topology, options, found)}"
     origin = step.graph.origins[found.time]
     return InfeasibleError(
         f"No plan on {request.num_devices} devices keeps the step within memory_bytes={options.memory_bytes}.",
@@ -53,21 +57,35 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
+def _enough_bytes(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> int:
+    """A budget that a plan was found for: as near to the least one as a few searches get."""
+    fastest = found.fastest
+    bill = price(step.graph, step.scopes, step.loose, (), fastest.assignment, fastest.setup.mesh, topology, step.donated)
+    enough, short = bill.memory_bytes, options.memory_bytes or 0
+    attempt = max(found.enough_bytes, short + 1)
+    for _ in range(_ATTEMPTS):
+        if attempt >= enough:
+            break
+        result = plan_dynamic(step, request, topology, replace(options, memory_bytes=attempt))
+        if isinstance(result, Shortfall):
+            short = attempt
+        else:
+            enough = attempt
+        attempt = (short + enough) // 2
+    return enough
+
+
 def _enough_devices(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> int | None:
     """The first doubling of the devices on which the budget is met; None where the user's code fixes the mesh, or none does."""
     if mesh_is_fixed(request):
         return None
-    count = request.num_devices * 2
-    while count <= _MOST_DEVICES:
-        found = plan_dynamic(step, replace(request, num_devices=count), topology, options)
+    count, least = request.num_devices, float("inf")
+    while count < _MOST_DEVICES:
+        count *= 2
+        found = plan_dynamic(step, replace(request, num_devices=count), topology, replace(options, max_axes=1))
         if not isinstance(found, Shortfall):
             return count
-        if found.enough_bytes >= found.least_bytes and _is_fixed(found, options):
+        if found.least_bytes > least * _STAYS:
             return None
-        count *= 2
+        least = found.least_bytes
     return None
-
-
-def _is_fixed(found: Shortfall, options: DynamicOptions) -> bool:
-    """Whether more devices are no help: what is alive does not shrink with them."""
-    return options.memory_bytes is not None and found.least_bytes > 64 * options.memory_bytes
