@@ -124,6 +124,7 @@ def explain_data(explanation: Explanation) -> dict[str, Any]:
             "op": kind.op.name,
             "split": kind.op.sharding,
             "num_runs": kind.num_runs,
+            "missing": kind.missing,
             "alternatives": [row._asdict() for row in kind.alternatives],
         }
         for kind in explanation.op_kinds

@@ -42,7 +42,8 @@ def test_a_parameter_has_a_runner_up_with_what_moves_along(plan):
     assert one.whole_step
     assert one.alternatives
     assert one.alternatives[0].num_moved >= 2, "the moments and the next value of the parameter"
-    assert "runner-up" in str(plan.explain("params/up"))
+    assert one.alternatives[0].extra_s < 0, "what is spread from the batch is not optimal"
+    assert "  better " in str(plan.explain("params/up"))
 
 
 def test_a_source_line_explains_its_ops(plan):

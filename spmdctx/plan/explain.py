@@ -5,6 +5,8 @@ file does not. For an argument with chosen sharding `c`, other sharding `a`, and
 writer need, it then gives the first-order answer, with everything else as planned:
 
     extra seconds of a = sum over distinct r of reshard(a, r) - reshard(c, r)
+
+That leaves out what moves along, so an answer that contradicts a proven optimum is not given.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from spmdctx.plan.alternatives import Alternative, Flip
 from spmdctx.plan.groups import group_tensors
 from spmdctx.plan.plan import Plan, PlannedOp, PlannedTensor, Reshard, sharding_text
 from spmdctx.plan.units import place_text, seconds_text
+from spmdctx.search.alternatives import rounded_s, slices
 from spmdctx.search.transfer import project
 from spmdctx.wording import bytes_text
 
@@ -45,7 +48,8 @@ class Instead(NamedTuple):
     """Another choice: seconds per step and bytes per device more than the chosen one (less if negative).
 
     `split` is an op's axes as text, empty for a tensor. `num_moved` counts the tensors that move along, and `flips` says what
-    would make this the better choice; both are known for whole steps only.
+    would make this the better choice; both are known for whole steps only. `same_slices`: only the axes' places differ from the
+    chosen ones, not the numbers of slices. `outside`: it costs less than the plan's lower bound, so it was not to be searched.
     """
 
     sharding: TensorSharding
@@ -54,6 +58,8 @@ class Instead(NamedTuple):
     split: str = ""
     num_moved: int = 0
     flips: tuple[str, ...] = ()
+    same_slices: bool = False
+    outside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +80,15 @@ class TensorExplanation:
 
 @dataclass(frozen=True, slots=True)
 class OpExplanation:
-    """Ops of one kind at one place that are split alike: the first one, how often they run, and its alternatives."""
+    """Ops of one kind at one place that are split alike: the first one, how often they run, and its alternatives.
+
+    `missing` says why there are none.
+    """
 
     op: PlannedOp
     num_runs: int
     alternatives: tuple[Instead, ...]
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +140,40 @@ def _op_kinds(plan: Plan, ops: Sequence[int]) -> Iterator[OpExplanation]:
     weights = [operations[rows[0]].flops * count for rows, count in zip(groups.values(), runs, strict=True)]
     heaviest = sorted(range(len(weights)), key=lambda index: -weights[index])[:MAX_PRICED]
     for index, (rows, count) in enumerate(zip(groups.values(), runs, strict=True)):
-        found = plan.alternatives.of_op(rows[0]) if plan.alternatives is not None and index in heaviest else ()
-        yield OpExplanation(plan.ops[rows[0]], count, tuple(_instead(plan, found)))
+        found: tuple[Instead, ...] = ()
+        if plan.alternatives is not None and index in heaviest:
+            found = _instead(plan, plan.alternatives.of_op(rows[0]), plan.op_table.choices[rows[0]].axes)
+        yield OpExplanation(plan.ops[rows[0]], count, found, "" if found else _missing(plan, index in heaviest))
 
 
-def _instead(plan: Plan, found: Sequence[Alternative]) -> Iterator[Instead]:
-    """Alternatives as rows; what would flip the choice is worked out for the runner-up, and for what is faster but does not fit."""
-    for position, row in enumerate(found):
-        asked = plan.alternatives is not None and (position == 0 or row.delta_s < 0)
+def _missing(plan: Plan, heavy: bool) -> str:
+    """Why an op has no runner-up."""
+    if plan.logical_mesh.num_devices == 1:
+        return "there is one device"
+    if plan.alternatives is None:
+        return "not known: the plan does not hold the step that it was made for"
+    if heavy:
+        return "none: no other split is free and divides"
+    return f"not looked for: of what matches, the {MAX_PRICED} heaviest kinds have one; name this line alone"
+
+
+def _instead(plan: Plan, found: Sequence[Alternative], own: TensorSharding) -> tuple[Instead, ...]:
+    """Alternatives as rows, with what would flip the choice.
+
+    That is worked out for what is faster but does not fit, and for the first that something flips; those that only permute
+    axes are asked where there are no others.
+    """
+    mesh, total_s, bound_s = plan.logical_mesh, plan.cost.total_s, plan.lower_bound_s
+    same = [slices(row.sharding if row.axes is None else row.axes, mesh) == slices(own, mesh) for row in found]
+    rows: list[Instead] = []
+    for row, is_same in zip(found, same, strict=True):
+        asked = row.delta_s < 0 or (not (is_same and not all(same)) and not any(one.flips for one in rows if one.extra_s > 0))
         flips = tuple(map(flip_text, plan.alternatives.flips(row))) if plan.alternatives is not None and asked else ()
         split = "" if row.axes is None else sharding_text(OpSharding(row.axes)) or "nothing"
-        yield Instead(row.sharding, row.delta_s, row.delta_bytes, split, row.num_moved, flips)
+        delta_s = rounded_s(row.delta_s, total_s)
+        outside = delta_s < 0 and not flips and bound_s is not None and rounded_s(total_s + delta_s - bound_s, total_s) < 0
+        rows.append(Instead(row.sharding, delta_s, row.delta_bytes, split, row.num_moved, flips, is_same, outside))
+    return tuple(rows)
 
 
 def flip_text(flip: Flip) -> str:
@@ -174,7 +207,7 @@ def _explain_tensors(plan: Plan, indices: Sequence[int], num_priced: int) -> Ite
         reshards = tuple(row for row in plan.reshards if row.value in paths)
         whole_step = plan.alternatives is not None and bool(values) and position < num_priced
         if plan.alternatives is not None and whole_step:
-            rows = tuple(_instead(plan, plan.alternatives.of_value(values[0])))
+            rows = _instead(plan, plan.alternatives.of_value(values[0]), group.first.sharding)
         else:
             rows = tuple(_first_order(plan, group.first, uses))
         yield TensorExplanation(group.pattern, paths, group.first, uses, reshards, rows, whole_step)
@@ -238,6 +271,18 @@ def _first_order(plan: Plan, tensor: PlannedTensor, uses: Sequence[Use]) -> Iter
                 for sharding, sign in ((option, 1), (tensor.sharding, -1)):
                     ends = (needs, sharding) if writes else (sharding, needs)
                     extra_s += sign * reshard_time_s(tensor.shape, size, *ends, mesh, topology)
-            other = tensor._replace(sharding=option)
-            rows.append(Instead(option, extra_s, other.local_bytes(mesh) - tensor.local_bytes(mesh)))
+            extra_s = rounded_s(extra_s, plan.cost.total_s)
+            extra_bytes = tensor._replace(sharding=option).local_bytes(mesh) - tensor.local_bytes(mesh)
+            same = slices(option, mesh) == slices(tensor.sharding, mesh)
+            if not _contradicts(plan, extra_s, extra_bytes):
+                rows.append(Instead(option, extra_s, extra_bytes, same_slices=same))
     yield from sorted(rows, key=lambda row: (row.extra_s, row.extra_bytes, row.sharding))
+
+
+def _contradicts(plan: Plan, extra_s: float, extra_bytes: int) -> bool:
+    """Whether a choice that keeps to the budget would cost less than the plan's lower bound."""
+    if plan.lower_bound_s is None or extra_s >= 0:
+        return False
+    limit = plan.memory_limit_bytes
+    fits = limit is None or plan.cost.memory_bytes + extra_bytes <= limit
+    return fits and rounded_s(plan.cost.total_s + extra_s - plan.lower_bound_s, plan.cost.total_s) < 0

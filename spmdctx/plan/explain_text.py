@@ -9,7 +9,7 @@ from spmdctx.plan.explain import Explanation, Instead, OpExplanation, TensorExpl
 from spmdctx.plan.groups import by_cause
 from spmdctx.plan.plan import Plan, Reshard
 from spmdctx.plan.units import TIMES, place_text, seconds_text, split_text, tensor_text
-from spmdctx.wording import bytes_text
+from spmdctx.wording import bytes_text, counted
 
 MAX_USES = 6
 MAX_ALTERNATIVES = 4
@@ -69,31 +69,41 @@ def story(one: TensorExplanation, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _alternative_lines(one: TensorExplanation) -> Iterator[str]:
-    first = "runner-up" if one.whole_step else "instead"
-    yield from _instead_lines(one.alternatives, first, [split_text(row.sharding) for row in one.alternatives], len(one.paths) > 1)
-    if one.alternatives and not one.whole_step:
+    names = [split_text(row.sharding) for row in one.alternatives]
+    several = len(one.paths) > 1
+    if one.whole_step:
+        yield from _runners_up(one.alternatives, names, several)
+        if not one.alternatives:
+            yield "  runner-up none: no other sharding is free and divides"
+        return
+    for position, (row, name) in enumerate(zip(one.alternatives[:MAX_ALTERNATIVES], names, strict=False)):
+        yield f"  {'' if position else 'instead':<9} {name}: {_price_text(row, several)}"
+    if one.alternatives:
         used = axes_of(one.tensor.sharding)
-        yield f"            (with all else as planned{'' if used else ', the gain of splitting other ops along with it not counted'})"
+        rest = "" if used else ", nor is the gain of splitting other ops along with it"
+        yield f"            (each by itself, with all else as planned: what moves along is not counted{rest})"
 
 
-def _instead_lines(rows: Sequence[Instead], first: str, names: Sequence[str], several: bool) -> Iterator[str]:
-    for position, (row, name) in enumerate(zip(rows[:MAX_ALTERNATIVES], names, strict=False)):
-        label = first if position == 0 else ""
-        time = "as fast" if row.extra_s == 0 else f"{seconds_text(abs(row.extra_s))} {'slower' if row.extra_s > 0 else 'faster'}"
-        memory = (
-            "as much memory" if row.extra_bytes == 0 else f"{bytes_text(abs(row.extra_bytes))} {'more' if row.extra_bytes > 0 else 'less'}"
-        )
-        along = f"; {row.num_moved} other tensors move along" if row.num_moved else ""
-        yield f"  {label:<9} {name}: {time}, {memory} per device{' each' if several else ''}{along}"
-        if first == "runner-up":
-            yield from _flip_lines(row, tried=position == 0)
+def _price_text(row: Instead, several: bool) -> str:
+    time = "as fast" if row.extra_s == 0 else f"{seconds_text(abs(row.extra_s))} {'slower' if row.extra_s > 0 else 'faster'}"
+    memory = "as much memory" if row.extra_bytes == 0 else f"{bytes_text(abs(row.extra_bytes))} {'more' if row.extra_bytes > 0 else 'less'}"
+    return f"{time}, {memory} per device{' each' if several else ''}"
 
 
-def _flip_lines(row: Instead, *, tried: bool) -> Iterator[str]:
-    """What would make a row win; what was tried where nothing does."""
-    for position, text in enumerate(row.flips):
-        yield f"  {'it wins' if position == 0 else '':<9} {text}"
-    if tried and not row.flips and row.extra_s > 0:
+def _runners_up(rows: Sequence[Instead], names: Sequence[str], several: bool) -> Iterator[str]:
+    """Alternatives that are priced as whole steps, with what would make them win, or what was tried where nothing does."""
+    shown = rows[:MAX_ALTERNATIVES]
+    last = ""
+    for row, name in zip(shown, names, strict=False):
+        label = "runner-up" if row.extra_s >= 0 else "too large" if row.flips else "better"
+        along = f"; {counted(row.num_moved, 'other tensor')} {'moves' if row.num_moved == 1 else 'move'} along" if row.num_moved else ""
+        permuted = ", the axes in other places" if row.same_slices else ""
+        outside = "; not in the space that was searched" if row.outside else ""
+        yield f"  {'' if label == last else label:<9} {name}{permuted}: {_price_text(row, several)}{along}{outside}"
+        for position, text in enumerate(row.flips):
+            yield f"  {'' if position else 'it wins':<9} {text}"
+        last = label
+    if any(row.extra_s > 0 for row in shown) and not any(row.flips for row in shown):
         yield "  it wins   nowhere: not with links 64 times as fast or slow, nor a batch 16 times as large or small, nor any budget"
 
 
@@ -109,6 +119,8 @@ def _op_lines(kinds: Sequence[OpExplanation]) -> Iterator[str]:
         yield f"  split     {op.sharding or 'nothing: every device does all of it'}"
         yield f"  rule      {op.rule}"
         names = [f"{row.split}, result {split_text(row.sharding)}" for row in kind.alternatives]
-        yield from _instead_lines(kind.alternatives, "runner-up", names, several=kind.num_runs > 1)
+        yield from _runners_up(kind.alternatives, names, kind.num_runs > 1)
+        if kind.missing:
+            yield f"  runner-up {kind.missing}"
     if len(kinds) > MAX_OPS:
-        yield f"and {len(kinds) - MAX_OPS} more kinds of op"
+        yield f"and {counted(len(kinds) - MAX_OPS, 'more kind')} of op"

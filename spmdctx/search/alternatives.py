@@ -4,6 +4,8 @@ An alternative is a whole assignment with one value (or op) forced. Its price is
 
     delta = price(alternative) - price(plan)
 
+Those that split into other numbers of slices come before mere permutations of the plan's axes, which seldom differ in price.
+
 A flip is a figure of the machine or of the program at which the sign of delta changes; both assignments are priced again there.
 """
 
@@ -15,13 +17,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, OpSharding, TensorSharding
 from spmdctx.mesh import LogicalMesh, divides
-from spmdctx.search.neighbourhood import Neighbourhood
+from spmdctx.search.neighbourhood import Changes, Neighbourhood
 from spmdctx.search.price import Bill, price
 from spmdctx.search.rescale import batch_size, with_batch
 from spmdctx.search.space import Space
@@ -33,9 +35,13 @@ BANDWIDTH_SCALES = tuple(2.0**power for power in range(-6, 7))
 BATCH_SCALES = (Fraction(2), Fraction(4), Fraction(16))
 BISECTIONS = 24
 
+ROUNDING_S = 1e-9
+"""A difference of step times below this, or below a millionth of the step, is none."""
+
 Force = Callable[[Mapping[int, TensorSharding], Mapping[int, FactorAxes]], Assignment]
 """Value to sharding and op to axes that are forced, to the best assignment that has them."""
 
+_T = TypeVar("_T")
 
 _Row = tuple[str, AxisNames, int, float]
 """Kind, axes and bytes of a collective, and the share of it that hides behind compute."""
@@ -48,8 +54,8 @@ class Alternative(NamedTuple):
     """Another way for one value or op, with everything that follows from it.
 
     `sharding` is the value's (of an op's first result), `axes` the op's, None for a value. `delta_s` and `delta_bytes` are
-    seconds of the step and bytes at the peak of one device more than the plan's. `num_moved` counts the other values that
-    change their sharding along; `bill` is the price of the whole assignment.
+    seconds of the step (0 where only rounding differs) and bytes at the peak of one device more than the plan's. `num_moved`
+    counts the other values that change their sharding along; `bill` is the price of the whole assignment.
     """
 
     sharding: TensorSharding
@@ -103,7 +109,7 @@ class PricedAlternatives:
     _batches: dict[Fraction, tuple[Graph, float] | None] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of_value(self, value: int) -> tuple[Alternative, ...]:
-        """The best other shardings of a value, the fastest first; behind them those that do not fit the budget."""
+        """The best other shardings of a value: other numbers of slices first, each the fastest first; last what does not fit."""
         key = ("value", value)
         if key not in self._known:
             options: list[_Option] = [({value: sharding}, None) for sharding in self._around.options(value)]
@@ -111,7 +117,7 @@ class PricedAlternatives:
         return self._known[key]
 
     def of_op(self, op: int) -> tuple[Alternative, ...]:
-        """The best other ways to split an op, the fastest first; behind them those that do not fit the budget."""
+        """The best other ways to split an op, in the order of `of_value`."""
         key = ("op", op)
         if key not in self._known:
             results = self.graph.ops[op].results
@@ -147,31 +153,43 @@ class PricedAlternatives:
 
     def _priced(self, value: int, op: int | None, options: list[_Option]) -> list[Alternative]:
         """The best few options by the prices of the ops around, then by the price of the whole step."""
-        quick = sorted(options, key=lambda option: self._around.move(option[0], polish=False)[0])[:MAX_POLISHED]
-        polished = [(*self._around.move(wanted), wanted, axes) for wanted, axes in quick]
+        own = self.assignment.values[value] if op is None else self.assignment.ops[op].axes
+
+        def counts(option: _Option) -> tuple[int, ...]:
+            return slices(option[0][value] if option[1] is None else option[1], self.mesh)
+
+        ranked = sorted(options, key=lambda option: self._around.move(option[0], polish=False)[0])
+        quick = varied(ranked, counts, slices(own, self.mesh))[:MAX_POLISHED]
+        polished = sorted([(*self._around.move(wanted), (wanted, axes)) for wanted, axes in quick], key=lambda row: row[0])
         found: dict[tuple[TensorSharding, FactorAxes | None], Alternative] = {}
-        for _, changes, wanted, axes in sorted(polished, key=lambda row: row[0]):
+        for _, changes, option in varied(polished, lambda row: counts(row[2]), slices(own, self.mesh)):
             if sum(map(self.fits, found.values())) >= MAX_PRICED or len(found) >= 2 * MAX_PRICED:
                 break
-            if self.force is not None:
-                assignment = self.force({} if op is not None else wanted, {op: axes} if op is not None and axes is not None else {})
-            else:
-                assignment = self._around.assignment_with(changes)
-            own = None if op is None else assignment.ops[op].axes
-            if op is not None and axes is not None and self.force is None and own != axes:
+            row = self._forced(value, op, option, changes)
+            found.setdefault((row.sharding, row.axes), row)
+        return sorted(found.values(), key=lambda row: self._rank(row, own))
+
+    def _rank(self, row: Alternative, own: FactorAxes) -> tuple[bool, bool, float, int, TensorSharding]:
+        same = slices(row.sharding if row.axes is None else row.axes, self.mesh) == slices(own, self.mesh)
+        return (not self.fits(row), same and row.delta_s >= 0, row.delta_s, row.delta_bytes, row.sharding)
+
+    def _forced(self, value: int, op: int | None, option: _Option, changes: Changes) -> Alternative:
+        """The alternative of one option, whose op has exactly the axes that were asked for, unless a search was."""
+        wanted, axes = option
+        if self.force is not None:
+            assignment = self.force({} if op is not None else wanted, {op: axes} if op is not None and axes is not None else {})
+        else:
+            assignment = self._around.assignment_with(changes)
+            if op is not None and axes is not None:
                 assignment = _with_axes(assignment, op, axes)
-                own = axes
-            key = (assignment.values[value], own)
-            if key not in found:
-                found[key] = self._alternative(value, own, assignment)
-        return sorted(found.values(), key=lambda row: (not self.fits(row), row.delta_s, row.delta_bytes, row.sharding))
+        return self._alternative(value, None if op is None else assignment.ops[op].axes, assignment)
 
     def _alternative(self, value: int, axes: FactorAxes | None, assignment: Assignment) -> Alternative:
         bill = self._price(assignment)
         pairs = zip(self.assignment.values, assignment.values, strict=True)
         slots = {slot for slot, (old, new) in zip(self._around.space.slot_of, pairs, strict=True) if old != new}
         moved = len(slots - {self._around.space.slot_of[value]})
-        delta_s = _total_s(bill) - _total_s(self._bill)
+        delta_s = rounded_s(_total_s(bill) - _total_s(self._bill), _total_s(self._bill))
         return Alternative(assignment.values[value], axes, delta_s, bill.memory_bytes - self._bill.memory_bytes, moved, assignment, bill)
 
     def _ways(self, op: int) -> Iterator[_Option]:
@@ -243,6 +261,27 @@ class PricedAlternatives:
             graph = with_batch(self.graph, scale)
             self._batches[scale] = None if graph is None else (graph, _total_s(self._price(self.assignment, graph)))
         return self._batches[scale]
+
+
+def rounded_s(delta_s: float, total_s: float) -> float:
+    """A difference of step times; 0 where it is one of rounding only."""
+    return 0.0 if abs(delta_s) < max(ROUNDING_S, 1e-6 * total_s) else delta_s
+
+
+def slices(axes: FactorAxes, mesh: LogicalMesh) -> tuple[int, ...]:
+    """Into how many slices each dimension (or factor) is split, whatever the axes are called."""
+    return tuple(map(mesh.num_slices, axes))
+
+
+def varied(rows: Iterable[_T], counts: Callable[[_T], tuple[int, ...]], own: tuple[int, ...]) -> list[_T]:
+    """The rows anew: the first of each other split, then those that only permute the axes of one before them or of `own`."""
+    seen = {own}
+    others: list[_T] = []
+    same: list[_T] = []
+    for row in rows:
+        (same if counts(row) in seen else others).append(row)
+        seen.add(counts(row))
+    return others + same
 
 
 def _moved_axes(own: FactorAxes, splittable: Collection[bool], names: Iterable[str]) -> Iterator[FactorAxes]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import topology
 from spmdctx.ir import Role
+from spmdctx.mesh import LogicalMesh
 from spmdctx.plan import OpTable, Plan
 from spmdctx.plan.alternatives import Flip
-from spmdctx.plan.explain import MAX_PRICED
+from spmdctx.plan.explain import MAX_PRICED, explain_plan
 from tests.plan import PATHS, small_plan
 from tests.plan.fake_alternatives import WHOLE, FakeAlternatives
 
@@ -118,7 +120,7 @@ def test_a_plan_that_knows_its_program_prices_whole_steps():
     assert "with all else as planned" not in text
 
 
-def test_only_the_runner_up_is_asked_what_would_flip_it():
+def test_the_first_that_something_flips_is_the_last_to_be_asked():
     (one,) = small_plan(alternatives=FakeAlternatives(FLIPS)).explain("layers/1/w").tensors
     assert [len(row.flips) for row in one.alternatives] == [3, 0]
 
@@ -126,13 +128,13 @@ def test_only_the_runner_up_is_asked_what_would_flip_it():
 def test_what_is_faster_but_does_not_fit_says_which_budget_it_needs():
     class Tight(FakeAlternatives):
         def of_value(self, value):
-            return [*super().of_value(value), self._row((("data",), ()), None, -1e-3, 2**30, 0)]
+            return [*super().of_value(value), self._row(WHOLE, None, -1e-3, 2**30, 0)]
 
         def flips(self, alternative):
             return (Flip("memory_bytes", False, 2.0 * 2**30, 2**30, -1e-3),) if alternative.delta_s < 0 else ()
 
     text = str(small_plan(alternatives=Tight()).explain("layers/1/w"))
-    assert "[data, -]: 1.00 ms faster, 1.00 GiB more per device" in text
+    assert "too large whole: 1.00 ms faster, 1.00 GiB more per device" in text
     assert "it wins   with memory_bytes above 2.00 GiB (now 1.00 GiB), where this fits" in text
 
 
@@ -167,3 +169,87 @@ def test_a_moment_is_not_the_writer_of_its_parameter():
     assert [use.primitive for use in one.uses if use.writes] == ["sub"]
     (other,) = dataclasses.replace(plan, outputs=(moment, plan.outputs[1]._replace(path="elsewhere"))).explain("state/layers/1/w").tensors
     assert [use for use in other.uses if use.writes] == []
+
+
+class Given(FakeAlternatives):
+    """Alternatives of a tensor that the test names: sharding and seconds more."""
+
+    def __init__(self, *rows, flips=()):
+        super().__init__(flips)
+        self.rows = [self._row(sharding, None, delta_s, 0, 1) for sharding, delta_s in rows]
+        self.flipped = []
+
+    def of_value(self, value):
+        return self.rows
+
+    of_op = of_value
+
+    def flips(self, alternative):
+        self.flipped.append(alternative.sharding)
+        return super().flips(alternative)
+
+
+COLUMNS = ((), ("data",))
+
+
+def test_what_a_plan_that_is_not_optimal_missed_is_called_better():
+    text = str(small_plan(alternatives=Given((WHOLE, -1e-3), (COLUMNS, 1e-3))).explain("layers/1/w"))
+    assert "  better    whole: 1.00 ms faster, as much memory per device; 1 other tensor moves along" in text
+    assert "  runner-up [-, data]: 1.00 ms slower" in text
+
+
+@pytest.mark.parametrize("delta_s", [1.4e-20, -1.4e-20, 3e-10, -3e-10])
+def test_differences_of_rounding_are_as_fast(delta_s):
+    fake = Given((WHOLE, delta_s), flips=FLIPS)
+    text = str(small_plan(alternatives=fake).explain("layers/1/w"))
+    assert "runner-up whole: as fast, as much memory per device" in text
+
+
+def test_what_only_permutes_axes_is_told_and_not_asked_about():
+    mesh = LogicalMesh.of({"data": 4, "model": 4})
+    fake = Given((COLUMNS, 1e-3), ((("model",), ()), 1e-3), (WHOLE, 2e-3))
+    text = str(small_plan(alternatives=fake, logical_mesh=mesh).explain("layers/1/w"))
+    assert fake.flipped == [COLUMNS, WHOLE]
+    assert "[model, -], the axes in other places: 1.00 ms slower" in text
+    assert "runner-up [-, data]: 1.00 ms slower" in text
+
+
+@pytest.mark.parametrize(("delta_s", "is_outside"), [(-1e-4, True), (1e-4, False)])
+def test_what_is_below_the_lower_bound_was_not_to_be_searched(delta_s, is_outside):
+    plan = small_plan(alternatives=Given((WHOLE, delta_s)), lower_bound_s=4e-4, gap=0.0)
+    assert ("not in the space that was searched" in str(plan.explain("layers/1/w"))) is is_outside
+
+
+def test_a_file_does_not_contradict_a_proven_optimum():
+    inputs = tuple(tensor._replace(sharding=COLUMNS) if tensor.path == PATHS[1] else tensor for tensor in small_plan().inputs)
+
+    def alternatives(**certificate):
+        return small_plan(inputs=inputs, **certificate).explain(PATHS[1]).tensors[0].alternatives
+
+    free = alternatives()
+    assert any(row.extra_s < 0 for row in free)
+    assert alternatives(lower_bound_s=small_plan().cost.total_s, gap=0.0) == tuple(row for row in free if row.extra_s >= 0)
+    assert alternatives(lower_bound_s=1e-9, gap=4e5) == free
+
+
+def test_first_order_prices_say_what_they_leave_out():
+    text = str(small_plan().explain("layers/1/w"))
+    assert "(each by itself, with all else as planned: what moves along is not counted)" in text
+
+
+def test_ops_without_a_runner_up_say_why():
+    pattern = "model.py"
+    none = small_plan(alternatives=Given()).explain(pattern)
+    assert {kind.missing for kind in none.op_kinds} == {"none: no other split is free and divides"}
+    assert "runner-up not known: the plan does not hold the step" in str(small_plan().explain(pattern))
+    one = small_plan(logical_mesh=LogicalMesh.of({"data": 1})).explain(pattern)
+    assert {kind.missing for kind in one.op_kinds} == {"there is one device"}
+    assert "runner-up none: no other sharding is free" in str(small_plan(alternatives=Given()).explain("batch"))
+
+
+def test_only_the_heaviest_kinds_of_op_have_runners_up_and_the_others_say_so(monkeypatch):
+    monkeypatch.setattr(sys.modules[explain_plan.__module__], "MAX_PRICED", 1)
+    kinds = small_plan(alternatives=FakeAlternatives()).explain("model.py").op_kinds
+    assert sum(bool(kind.alternatives) for kind in kinds) == 1
+    assert all(bool(kind.missing) != bool(kind.alternatives) for kind in kinds)
+    assert any("name this line alone" in kind.missing for kind in kinds)

@@ -12,7 +12,7 @@ import pytest
 from spmdctx.cost.topology import PRESETS
 from spmdctx.ir import Role
 from spmdctx.mesh import LogicalMesh
-from spmdctx.search.alternatives import PricedAlternatives
+from spmdctx.search.alternatives import PricedAlternatives, rounded_s, slices, varied
 from spmdctx.search.price import price
 from spmdctx.search.propagation import propagate
 from spmdctx.search.rescale import with_batch
@@ -73,6 +73,29 @@ def test_the_fastest_comes_first_and_none_twice(made):
     rows = found.of_value(program.graph.inputs[0])
     assert [row.delta_s for row in rows] == sorted(row.delta_s for row in rows)
     assert len({row.sharding for row in rows}) == len(rows)
+
+
+def test_other_numbers_of_slices_come_before_permuted_axes():
+    mesh = LogicalMesh.of({"data": 2, "model": 2})
+    program, _ = problem()
+    space = Space(program.graph, mesh, H100, program.loose)
+    assignment = propagate(space, {program.graph.inputs[4]: (("data",), ())}, {}, {})
+    found = PricedAlternatives(program.graph, program.scopes, program.loose, (), assignment, mesh, H100)
+    batch = program.graph.inputs[4]
+    own = slices(assignment.values[batch], mesh)
+    counts = [slices(row.sharding, mesh) for row in found.of_value(batch)]
+    assert len(set(counts)) == len(counts) > 1
+    assert own not in counts
+
+
+def test_the_first_of_each_split_comes_first():
+    rows = [("a", (2, 1)), ("b", (4, 1)), ("c", (4, 1)), ("d", (1, 1))]
+    assert [name for name, _ in varied(rows, lambda row: row[1], (2, 1))] == ["b", "d", "a", "c"]
+
+
+@pytest.mark.parametrize(("delta_s", "rounded"), [(1e-20, 0.0), (-1e-20, 0.0), (5e-7, 0.0), (2e-6, 2e-6), (-2e-6, -2e-6)])
+def test_a_difference_of_rounding_is_none(delta_s, rounded):
+    assert rounded_s(delta_s, 1.0) == rounded
 
 
 def test_ties_and_moments_follow_a_parameter(made):
