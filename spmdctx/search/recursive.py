@@ -1,51 +1,53 @@
-"""recursive_programming: the devices are split axis by axis, each main op by element counts, then a polish in seconds.
+"""recursive_programming: the devices are split axis by axis, each main op by element counts; then few splits are searched exactly.
 
-1. fold      repeated layers decide alike: `recursive_fold`
+1. fold      repeated layers decide alike: `network`, `recursive_fold`
 2. rounds    one per prime factor of the device count (or per axis of the user's mesh): `recursive_rounds`
 3. mesh      rounds that cut alike become one axis, three axes at most: `recursive_mesh`
-4. spread    the cuts spread through the other ops as in propagation
-5. polish    parameters change together with their optimizer state (`recursive_storage`), slots one by one (`propagation`)
-6. compare   the same with rounds that prefer to cut weights on the last axis, for as long as that gets cheaper
-7. refine    in the two cheapest, activations move together with the weights around them (`recursive_regions`); each is also
-             tried with every stored tensor split, and the common model decides
-8. budget    the cheapest plan that fits, split further where none does: `recursive_memory`
-9. stages    a stage count for a pipeline, where the user asked for one: `recursive_stages`
+4. exact     what dynamic programming searches, restricted to few splits on few meshes: `recursive_splits`
+5. stages    a stage count for a pipeline, where the user asked for one: `recursive_stages`
 
-`recursive_plan` takes all steps, this file 1 to 7.
+`recursive_plan` takes all steps, this file 1 to 4.
 
-Where the user set mem_coeff, the cuts of step 2 stand: there are no steps 6 and 7, and an op that was not cut is computed whole.
+Where the user set mem_coeff, the cuts of step 2 stand, on the mesh of step 3; step 4 decides the other ops. Else step 4 decides all
+ops, on one axis and on the mesh of the rounds: one axis is searched in a tenth of the seconds of two, and its plans are dearer by
+a few hundredths where a program is large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any
 
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import StrategyError
-from spmdctx.ir import Assignment, AxisNames, Graph, OpSharding, TensorSharding
+from spmdctx.ir import AxisNames, Graph
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits
+from spmdctx.search.dynamic import DynamicOptions, Found, Searcher, Shortfall, Step, mesh_is_fixed
+from spmdctx.search.meshes import candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
-from spmdctx.search.price import price
-from spmdctx.search.propagation import Spreader, free_loose_values, settle
-from spmdctx.search.recursive_fold import Folded, fold_program
+from spmdctx.search.recursive_fold import Folded, folded_program
 from spmdctx.search.recursive_mesh import join_axes, joined_mesh, round_mesh, translate_all
-from spmdctx.search.recursive_regions import Region, activation_regions, settle_inputs, settle_regions
-from spmdctx.search.recursive_rounds import Decided, decide, log_rounds, main_ops
-from spmdctx.search.recursive_shared import SharedPrice
-from spmdctx.search.recursive_storage import Block, settle_blocks, split_block, storage_blocks
-from spmdctx.search.space import Choice, Space
+from spmdctx.search.recursive_rounds import Decided, decide, log_rounds
+from spmdctx.search.recursive_splits import FewSplits
+from spmdctx.search.solver.problem import Solution
+from spmdctx.search.space import Space
+from spmdctx.search.tables import Tables
 from spmdctx.search.transfer import FactorAxes
 
+LOG = logging.getLogger("spmdctx")
 MODE = "recursive_programming"
 DEFAULT_MEM_COEFF = 0.1
-_WEIGHTS_FIRST = 1e6
-"""A mem_coeff that cuts rows only where nothing else can be cut."""
+SMALL_PROGRAM = 500
+"""Ops up to which meshes of two axes are searched too."""
 
-_REFINED, _REFINEMENTS = 2, 2
-"""How many of the plans are refined, and how often."""
+_FEW_DEVICES = 16
+"""Devices up to which a larger program is searched on one axis only."""
+
+_TOLERANCE = 0.02
+"""How far above the optimum a search may end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,219 +69,107 @@ class RecursiveOptions:
     limits: AlgoLimits = field(default_factory=AlgoLimits)
 
 
-class BoundSpace(Space):
-    """A space in which some ops have their axes already, and are priced so."""
-
-    bound: Mapping[int, FactorAxes]
-
-    @classmethod
-    def of(cls, space: Space, bound: Mapping[int, FactorAxes]) -> Space:
-        """The space with these ops bound; it shares its memos with the one it is made from."""
-        if not bound:
-            return space
-        other = cls.__new__(cls)
-        other.__dict__.update(space.__dict__)
-        other.bound = dict(bound)
-        return other
-
-    def choose(self, index: int, state: list[int]) -> Choice:
-        """The cheapest candidate of an op, or what it is bound to."""
-        axes = self.bound.get(index)
-        return super().choose(index, state) if axes is None else self.price_of(index, axes, state)
-
-
-class Outcome(NamedTuple):
-    """One polished plan: a sharding number per slot of the folded graph on some mesh, the fixed slots, and seconds."""
-
-    space: Space
-    setup: Setup
-    state: list[int]
-    fixed: set[int]
-    time_s: float
-    is_first: bool = False
-
-
-class Recursive:
+class Recursive(Searcher):
     """The search on one program.
 
-    `outcomes` are all plans that were compared, the cheapest first, on the `folded` program, whose stored tensors are in `blocks`.
-
     Args:
-        graph: the traced step.
-        scopes: per op the computation that it belongs to (`Program.scopes`).
-        request: what the user asked for.
+        step: the traced step.
         topology: the machine.
-        loose: values that depend on no input.
         options: see there.
-
-    Raises:
-        StrategyError: pins that do not fit the devices.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        scopes: Sequence[int],
-        request: Request,
-        topology: Topology,
-        loose: frozenset[int],
-        options: RecursiveOptions,
-    ) -> None:
-        self._scopes, self._request, self._options = scopes, request, options
-        setup, self._is_free = _prepare(graph, request)
-        self.space = Space(graph, setup.mesh, topology, loose, options.limits)
-        self.folded: Folded = fold_program(self.space, setup)
-        self._small = Space(self.folded.graph, setup.mesh, topology, self.folded.loose, options.limits)
-        self.blocks: list[Block] = storage_blocks(self._small)
-        self._regions: list[Region] = activation_regions(self._small, main_ops(self.folded.graph), self.blocks)
-        stored = {slot for block in self.blocks for slot in block.slots}
-        self._arguments = [value for value in self.folded.graph.inputs if value not in stored]
-        self.outcomes = [self._polished(*self._rounds(setup))._replace(is_first=True)]
-        if not options.binding:
-            self.outcomes += self._others(setup)
-            self.outcomes.sort(key=self._merit)
-            refined = [self._refined(outcome) for outcome in self.outcomes[:_REFINED]]
-            self.outcomes[:_REFINED] = [*refined, *map(self._stored_apart, refined)]
-            self.outcomes = [outcome._replace(time_s=self._billed_s(outcome)) for outcome in self.outcomes]
-            self.outcomes.sort(key=self._merit)
+    def __init__(self, step: Step, topology: Topology, options: RecursiveOptions) -> None:
+        limits = replace(options.limits, tolerance=max(_TOLERANCE, options.limits.tolerance))
+        super().__init__(step, topology, DynamicOptions(options.memory_bytes, limits))
+        self._asked = options
+        self._cuts: dict[int, FactorAxes] = {}
 
-    def _merit(self, outcome: Outcome) -> float:
-        """Seconds; the plan of the rounds stays first where another one is better by no more than the tolerance."""
-        margin = max(1e-6, self._options.limits.tolerance) if outcome.is_first else 0.0
-        return outcome.time_s * (1 - margin)
+    def plan(self, request: Request) -> Found | Shortfall:
+        """The cheapest assignment that was found, or what it lacks memory for.
 
-    def _rounds(self, setup: Setup) -> tuple[Space, Setup, Spreader]:
-        """Steps 2 to 4."""
-        small, folded = self._small, self.folded
-        decided = decide(small, folded.setup(setup, self.space), self._options.mem_coeff, folded.followers, folded.inputs)
-        log_rounds(folded.graph, small.mesh, decided.decisions, [members[0] for members in folded.members])
-        names = _same(small.mesh)
-        if self._is_free:
-            groups = join_axes(small.mesh, _uses(decided, setup))
-            mesh = joined_mesh(small.mesh, groups)
-            if mesh != small.mesh:
-                setup = self._setup_on(mesh)
+        Raises:
+            StrategyError: pins that do not fit the devices.
+        """
+        best: Found | None = None
+        least: Shortfall | None = None
+        for setup in self._setups(request):
+            known_s = float("inf") if best is None else best.cost_s * (1 - max(1e-6, self._asked.limits.tolerance))
+            found = self.search(setup, known_s)
+            if isinstance(found, Shortfall):
+                least = found if least is None or found.enough_bytes < least.enough_bytes else least
+            elif isinstance(found, Found) and found.cost_s < known_s:
+                best = found
+        if best is not None:
+            return best
+        assert least is not None
+        return least
+
+    def _setups(self, request: Request) -> list[Setup]:
+        """The meshes to search: that of the rounds only, where the user, his strategies or his mem_coeff decide it."""
+        setup, is_free = _prepare(self._step.graph, request)
+        is_decided = not is_free or self._asked.binding or mesh_is_fixed(request)
+        # What would not be used is worked out for the log only.
+        own = self._rounds(request, setup, is_free=is_free) if is_decided or LOG.isEnabledFor(logging.INFO) else setup
+        if is_decided:
+            return [own]
+        meshes = candidate_meshes(request.num_devices, self._topology, 2)
+        if len(self._step.graph.ops) > SMALL_PROGRAM:
+            squarest = min(meshes, key=lambda mesh: max(mesh.shape))
+            meshes = meshes[:1] if request.num_devices <= _FEW_DEVICES else [meshes[0], squarest]
+        return [prepare(self._step.graph, replace(request, mesh=mesh)) for mesh in meshes]
+
+    def _tables(self, setup: Setup) -> Tables:
+        space = self._space_on(setup.mesh)
+        return FewSplits(self._network(space, setup), space, setup, self._options.limits, self._cuts)
+
+    def _space_on(self, mesh: LogicalMesh) -> Space:
+        if self._space is None:
+            self._space = Space(self._step.graph, mesh, self._topology, self._step.loose)
+        return self._space if self._space.mesh == mesh else self._space.on(mesh)
+
+    def _found(self, setup: Setup, tables: Tables, solution: Solution) -> Found:
+        found = super()._found(setup, tables, solution)
+        return found._replace(assignment=replace(found.assignment, mode=MODE))
+
+    def _within(self, budget: int, *problem: Any) -> Found | Shortfall:
+        found = super()._within(budget, *problem)
+        if isinstance(found, Found):
+            found.setup.notes.append(
+                f"memory_bytes={budget}: the cheapest plan on a mesh {found.setup.mesh.shape} does not fit, this one does."
+            )
+        return found
+
+    def _rounds(self, request: Request, setup: Setup, *, is_free: bool) -> Setup:
+        """Steps 1 to 3; keeps the cuts where they stand."""
+        space = self._space_on(setup.mesh)
+        folded = folded_program(space, self._network(space, setup).folded)
+        small = Space(folded.graph, setup.mesh, self._topology, folded.loose, self._asked.limits)
+        decided = self._decided(small, folded, setup)
+        log_rounds(folded.graph, setup.mesh, decided.decisions, [members[0] for members in folded.members])
+        names: dict[str, tuple[str, AxisNames]] = {name: (name, (name,)) for name in setup.mesh.names}
+        if is_free:
+            groups = join_axes(setup.mesh, _uses(decided, setup))
+            mesh = joined_mesh(setup.mesh, groups)
+            if mesh != setup.mesh:
+                setup = prepare(self._step.graph, replace(request, mesh=mesh))
                 if _is_exact(decided, groups):
                     names = {name: (joined, group) for joined, group in zip(mesh.names, groups, strict=True) for name in group}
-                    return self._spread(small.on(mesh), setup, decided, names)
-                again = folded.setup(setup, self.space)
-                decided = decide(small.on(mesh), again, self._options.mem_coeff, folded.followers, folded.inputs)
-                names = _same(mesh)
-        return self._spread(decided.space, setup, decided, names)
+                else:
+                    decided = self._decided(small.on(mesh), folded, setup)
+                    names = {name: (name, (name,)) for name in mesh.names}
+        if self._asked.binding:
+            self._keep(folded, decided, names)
+        return setup
 
-    def _setup_on(self, mesh: LogicalMesh) -> Setup:
-        return prepare(self.space.graph, replace(self._request, mesh=mesh))
+    def _decided(self, small: Space, folded: Folded, setup: Setup) -> Decided:
+        return decide(small, folded.setup(setup, self._space_on(setup.mesh)), self._asked.mem_coeff, folded.followers, folded.inputs)
 
-    def _spread(
-        self, space: Space, setup: Setup, decided: Decided, names: Mapping[str, tuple[str, AxisNames]], *, bind: bool | None = None
-    ) -> tuple[Space, Setup, Spreader]:
-        """The cuts on the final mesh, spread through all ops."""
-        cuts = {index: translate_all(decision.axes, names) for index, decision in decided.decisions.items()}
-        small = self.folded.setup(setup, self.space)
-        spreader = Spreader(space, small.pins, {**cuts, **small.forced}, small.one_way)
-        old = decided.spreader.state
-        numbers = {number: space.number(translate_all(decided.space.shardings[number], names)) for number in set(old[:-1])}
-        for slot, number in enumerate(old[:-1]):
-            if slot not in spreader.fixed:
-                spreader.state[slot] = numbers[number]
-        spreader.spread()
-        binding = self._options.binding if bind is None else bind
-        return BoundSpace.of(space, {**(cuts if binding else {}), **small.forced}), setup, spreader
-
-    def _others(self, setup: Setup) -> Iterator[Outcome]:
-        """Step 6: the last axis cuts weights, and grows as long as the plan gets cheaper; first it cuts nothing but the batch."""
-        best_s = float("inf")
-        for mesh, num_weight_axes in self._shapes(setup.mesh):
-            if mesh != setup.mesh:
-                try:
-                    setup = self._setup_on(mesh)
-                except StrategyError:
-                    continue
-            space = self._small.on(mesh) if mesh != self._small.mesh else self._small
-            small = self.folded.setup(setup, self.space)
-            rows = len(mesh.axes) - num_weight_axes
-            # The batch leaves the axes of the weights alone.
-            small = replace(small, seeds={value: _without(dims, mesh.names[rows:]) for value, dims in small.seeds.items()})
-            coefficients = [0.0] * rows + [_WEIGHTS_FIRST] * num_weight_axes
-            decided = decide(space, small, coefficients, self.folded.followers, self.folded.inputs)
-            outcome = self._polished(*self._spread(space, setup, decided, _same(mesh), bind=False))
-            yield outcome
-            if outcome.time_s > best_s:
-                return
-            best_s = outcome.time_s
-
-    def _shapes(self, mesh: LogicalMesh) -> Iterator[tuple[LogicalMesh, int]]:
-        """Meshes to try, and how many of their last axes cut weights."""
-        if not self._is_free:
-            yield from ((mesh, count) for count in range(len(mesh.axes) + 1))
-            return
-        total = mesh.num_devices
-        yield LogicalMesh.of((total,)), 0
-        columns = 1
-        for size in reversed(mesh.shape):
-            columns *= size
-            yield (LogicalMesh.of((total // columns, columns)), 1) if columns < total else (LogicalMesh.of((total,)), 1)
-
-    def _polished(self, space: Space, setup: Setup, spreader: Spreader) -> Outcome:
-        """Step 5: stored tensors, then single slots."""
-        settle_blocks(space, spreader.state, spreader.fixed, self.blocks)
-        settle(space, spreader.state, spreader.fixed, {})
-        settle_inputs(space, spreader.state, spreader.fixed, self._arguments, SharedPrice(space))
-        return self.priced(space, setup, spreader.state, spreader.fixed)
-
-    def _refined(self, outcome: Outcome) -> Outcome:
-        """Step 7: activations move with the weights around them, then everything settles again."""
-        space, setup, state, fixed, _, is_first = outcome
-        prices = SharedPrice(space)
-        for _ in range(_REFINEMENTS):
-            moved = settle_regions(space, state, fixed, self._regions, self.blocks, prices)
-            if not (settle_blocks(space, state, fixed, self.blocks) or moved):
-                break
-            settle(space, state, fixed, {})
-            settle_inputs(space, state, fixed, self._arguments, prices)
-        return self.priced(space, setup, state, fixed)._replace(is_first=is_first)
-
-    def _stored_apart(self, outcome: Outcome) -> Outcome:
-        """The same with every stored tensor split over all devices."""
-        space, state = outcome.space, list(outcome.state)
-        kept = set(outcome.fixed)
-        for block in self.blocks:
-            if kept.isdisjoint(block.slots):
-                split_block(space, state, block)
-                kept.update(slot for slot in block.slots if slot not in block.copies)
-        settle(space, state, kept, {})
-        return self.priced(space, outcome.setup, state, outcome.fixed)
-
-    def _billed_s(self, outcome: Outcome) -> float:
-        """Seconds by the common model, with partial sums merged and overlap discounted."""
-        small = outcome.space
-        ops = tuple([small.choose(index, outcome.state).sharding for index in range(len(small.op_slots))])
-        values = tuple([small.shardings[outcome.state[slot]] for slot in small.slot_of])
-        scopes = [self._scopes[members[0]] for members in self.folded.members]
-        assignment = Assignment(ops, values, MODE)
-        bill = price(small.graph, scopes, self.folded.loose, (), assignment, small.mesh, small.topology)
-        return bill.compute_s + bill.communication_s - bill.hidden_communication_s
-
-    def priced(self, space: Space, setup: Setup, state: list[int], fixed: set[int]) -> Outcome:
-        """A state with what depends on no input placed for its readers, and its price."""
-        free_loose_values(space, state, fixed)
-        return Outcome(space, setup, state, fixed, SharedPrice(space).seconds(state, range(len(space.op_slots))))
-
-    def assignment(self, outcome: Outcome) -> Assignment:
-        """The plan of the whole program."""
-        small, space = outcome.space, self.space.on(outcome.space.mesh)
-        choices = [small.choose(index, outcome.state).sharding for index in range(len(small.op_slots))]
-        state = list(space.whole)
-        for slot, value in self.folded.value_of.items():
-            state[slot] = space.number(small.shardings[outcome.state[value]])
-        pinned = {space.slot_of[value] for value in outcome.setup.pins}
-        free_loose_values(space, state, pinned)
-        ops: list[OpSharding | None] = [None] * len(space.op_slots)
-        for own, choice in zip(self.folded.members, choices, strict=True):
-            for index in own:
-                ops[index] = choice
-        rest = [own if own is not None else space.choose(index, state).sharding for index, own in enumerate(ops)]
-        return Assignment(tuple(rest), tuple([space.shardings[state[slot]] for slot in space.slot_of]), MODE)
+    def _keep(self, folded: Folded, decided: Decided, names: Mapping[str, tuple[str, AxisNames]]) -> None:
+        """The cuts stand; a backward product is cut as its operands are."""
+        cuts = {index: decision.axes for index, decision in decided.decisions.items()}
+        cuts.update((index, decided.space.choose(index, decided.spreader.state).axes) for index in sorted(folded.followers))
+        for index, axes in cuts.items():
+            self._cuts.update(dict.fromkeys(folded.members[index], translate_all(axes, names)))
 
 
 def _prepare(graph: Graph, request: Request) -> tuple[Setup, bool]:
@@ -290,14 +180,6 @@ def _prepare(graph: Graph, request: Request) -> tuple[Setup, bool]:
         return prepare(graph, replace(request, mesh=round_mesh(request.num_devices))), True
     except StrategyError:
         return prepare(graph, request), False
-
-
-def _without(sharding: TensorSharding, axes: AxisNames) -> TensorSharding:
-    return tuple([tuple([name for name in names if name not in axes]) for names in sharding])
-
-
-def _same(mesh: LogicalMesh) -> dict[str, tuple[str, AxisNames]]:
-    return {name: (name, (name,)) for name in mesh.names}
 
 
 def _uses(decided: Decided, setup: Setup) -> list[tuple[AxisNames, float]]:

@@ -1,14 +1,13 @@
-"""The folded program as a graph of its own: one op per class, one value per class of slots, repeats counted in."""
+"""The folded program as a graph of its own, on which the rounds run: one op per class, one value per class of slots."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from spmdctx.ir import LITERAL, Graph, Op, Role, Value
-from spmdctx.search.fold import Fold, fold
+from spmdctx.search.fold import Fold
 from spmdctx.search.modes import Setup
 from spmdctx.search.recursive_rounds import Inputs, Roots, backward_products, main_ops
-from spmdctx.search.recursive_storage import storage_blocks
 from spmdctx.search.space import NO_SLOT, Space
 
 
@@ -44,12 +43,10 @@ class Folded:
         return replace(setup, pins=pins, seeds=seeds, forced=forced, one_way=one_way)
 
 
-def fold_program(space: Space, setup: Setup) -> Folded:
-    """Folds a program; pins, seeds and forced axes of `setup` tell ops and slots apart that are otherwise alike."""
-    op_marks, slot_marks = _marks(space, setup)
-    members, slot_members = _split(space, fold(space, op_marks, slot_marks))
-    value_of = {slot: number for number, own in enumerate(slot_members) for slot in own}
-    values = [_value(space, number, own[0], Role.INTERMEDIATE) for number, own in enumerate(slot_members)]
+def folded_program(space: Space, found: Fold) -> Folded:
+    """The graph of a fold; each class has its first member's shapes and rule, and the repeats of all."""
+    value_of = {slot: number for number, own in enumerate(found.slot_members) for slot in own}
+    values = [_value(space, number, own[0], Role.INTERMEDIATE) for number, own in enumerate(found.slot_members)]
     inputs: dict[int, None] = {}
     for value in space.graph.inputs:
         number = value_of.get(space.slot_of[value], -1)
@@ -58,7 +55,7 @@ def fold_program(space: Space, setup: Setup) -> Folded:
             values[number] = _value(space, number, value, space.graph.values[value].role)
     loose: dict[int, int] = {}
     ops = []
-    for index, own in enumerate(members):
+    for index, own in enumerate(found.op_members):
         op, slots = space.graph.ops[own[0]], space.op_slots[own[0]]
         for slot in slots:
             if slot != NO_SLOT and slot not in value_of and slot not in loose:
@@ -74,56 +71,13 @@ def fold_program(space: Space, setup: Setup) -> Folded:
     return Folded(
         graph,
         frozenset(loose.values()),
-        members,
+        found.op_members,
         value_of,
-        frozenset([index for index, own in enumerate(members) if own[0] in followers]),
-        {index: roots.inputs(space.graph.ops[members[index][0]]) for index in main_ops(graph)},
+        frozenset([index for index, own in enumerate(found.op_members) if own[0] in followers]),
+        {index: roots.inputs(space.graph.ops[found.op_members[index][0]]) for index in main_ops(graph)},
     )
-
-
-def _split(space: Space, found: Fold) -> tuple[list[list[int]], list[list[int]]]:
-    """Members of each class of ops and slots, where the optimizer's values are told apart by the class of their parameter.
-
-    In the middle of a long update all parameters of one shape look alike, but each wants its own sharding.
-    """
-    parameter = [-1] * len(space.shapes)
-    for block in storage_blocks(space):
-        own = found.slot_class[block.slots[0]]
-        for slot in block.slots:
-            parameter[slot] = own
-    slots: dict[tuple[int, int], list[int]] = {}
-    number_of = [-1] * (len(space.shapes) + 1)
-    numbers: dict[tuple[int, int], int] = {}
-    for class_members in found.slot_members:
-        for slot in class_members:
-            key = (found.slot_class[slot], parameter[slot])
-            number_of[slot] = numbers.setdefault(key, len(numbers))
-            slots.setdefault(key, []).append(slot)
-    ops: dict[tuple[int, ...], list[int]] = {}
-    for class_members in found.op_members:
-        for index in class_members:
-            ops.setdefault((found.op_class[index], *map(number_of.__getitem__, space.op_slots[index])), []).append(index)
-    return sorted(ops.values()), list(slots.values())
 
 
 def _value(space: Space, number: int, source: int, role: Role) -> Value:
     known = space.graph.values[source]
     return Value(number, known.shape, known.dtype, role, known.path)
-
-
-def _marks(space: Space, setup: Setup) -> tuple[list[int], dict[int, int]]:
-    op_marks = [0] * len(space.graph.ops)
-    numbers: dict[object, int] = {}
-    for index, forward in setup.one_way.items():
-        op_marks[index] = 1 + forward
-    for index, axes in setup.forced.items():
-        op_marks[index] = 3 + numbers.setdefault(axes, len(numbers))
-    slot_marks: dict[int, int] = {}
-    for given, kind in ((setup.seeds, "seed"), (setup.pins, "pin")):
-        for value, sharding in given.items():
-            slot_marks[space.slot_of[value]] = 1 + numbers.setdefault((kind, sharding), len(numbers))
-    for value in space.graph.inputs:
-        # What the optimizer reads is no parameter, however alike it is.
-        role = numbers.setdefault((space.graph.values[value].role, slot_marks.get(space.slot_of[value], 0)), len(numbers))
-        slot_marks[space.slot_of[value]] = 1 + role
-    return op_marks, slot_marks

@@ -66,7 +66,7 @@ def _recursive(step: Step, request: Request, options: SearchOptions) -> tuple[Se
         max_stages=options.max_stages,
         limits=options.limits,
     )
-    return plan_recursive(step.graph, step.scopes, request, options.topology, step.loose, step.donated, own)
+    return plan_recursive(step, request, options.topology, own)
 
 
 def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
@@ -78,8 +78,7 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
         raise infeasible(step, request, options.topology, own, found)
     if isinstance(found, Shortfall):
         note = f"No plan on {request.num_devices} devices fits in the {own.memory_bytes} bytes of a {options.topology.device}."
-        found = plan_dynamic(step, request, options.topology, asked)
-        assert not isinstance(found, Shortfall)
+        found = found.fastest
         found.setup.notes.append(note)
     return Chosen(found.setup, found.assignment, found.lower_bound_s)
 
