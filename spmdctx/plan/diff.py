@@ -15,7 +15,7 @@ from spmdctx.ir import AxisNames, Role
 from spmdctx.plan.groups import TensorGroup, by_kind, group_tensors
 from spmdctx.plan.plan import Plan, PlannedTensor
 from spmdctx.plan.units import TIMES, mesh_text, seconds_text, split_text
-from spmdctx.wording import bytes_text
+from spmdctx.wording import bytes_text, counted
 
 WIDTH = 120
 ARROW = "\N{RIGHTWARDS ARROW}"
@@ -32,7 +32,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class CommunicationChange:
-    """All collectives of one kind over the same axes in a step, before and after."""
+    """All collectives of one kind over the same axes, in whatever order, in a step, before and after."""
 
     kind: str
     axes: AxisNames
@@ -113,7 +113,7 @@ def _settings(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def _costs(before: Plan, after: Plan) -> Iterator[Change]:
-    """Time and memory of the step, then what one device stores of the arguments, by their role."""
+    """Time and memory of the step, then what one device stores of the arguments, by their role; what changes by 0.0 % is not told."""
     for name in ("total_s", "compute_s", "communication_s", "hidden_communication_s", "memory_bytes"):
         unit = bytes_text if name == "memory_bytes" else seconds_text
         label = name.rsplit("_", 1)[0].replace("total", "step").replace("_", " ")
@@ -124,8 +124,9 @@ def _costs(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def _quantity(name: str, old: float, new: float, unit: Callable[[float], str]) -> Iterator[Change]:
-    if old != new:
-        relative = f"  ({100 * (new / old - 1):+.1f} %)" if old else ""
+    percent = f"{100 * (new / old - 1):+.1f}" if old else ""
+    if old != new and percent not in ("+0.0", "-0.0"):
+        relative = f"  ({percent} %)" if percent else ""
         yield Change(name, unit(old), unit(new) + relative)
 
 
@@ -164,20 +165,35 @@ def _tensor_text(tensor: PlannedTensor | None, other: PlannedTensor | None) -> s
 
 
 def _communication(before: Plan, after: Plan) -> Iterator[CommunicationChange]:
-    old = {(group.kind, group.axes): group for group in by_kind(before.collectives)}
-    new = {(group.kind, group.axes): group for group in by_kind(after.collectives)}
+    old = {(group.kind, frozenset(group.axes)): group for group in by_kind(before.collectives)}
+    new = {(group.kind, frozenset(group.axes)): group for group in by_kind(after.collectives)}
     for key in {**old, **new}:
         was, becomes = old.get(key), new.get(key)
         counts = (was.count if was else 0, becomes.count if becomes else 0)
         payload = (was.payload_bytes if was else 0, becomes.payload_bytes if becomes else 0)
         times = (was.time_s if was else 0.0, becomes.time_s if becomes else 0.0)
         if (counts[0], payload[0]) != (counts[1], payload[1]):
-            yield CommunicationChange(*key, counts, payload, times)
+            known = was or becomes
+            yield CommunicationChange(key[0], known.axes if known else (), counts, payload, times)
+
+
+def verdict(diff: PlanDiff) -> str:
+    """What is said where there is nothing to list; empty where there is."""
+    if diff.same:
+        return "The plans are equal."
+    if any((diff.settings, diff.costs, diff.tensors, diff.communication, diff.num_ops, diff.notes_added, diff.notes_removed)):
+        return ""
+    return "The plans differ in details only: in intermediate values, in where things come from, or by less than 0.05 %."
+
+
+def ops_text(num_ops: int) -> str:
+    """How many ops are split otherwise, as a sentence."""
+    return f"{counted(num_ops, 'op')} {'is' if num_ops == 1 else 'are'} split otherwise."
 
 
 def _sections(diff: PlanDiff) -> Iterator[RenderableType]:
-    if diff.same:
-        yield Text("The plans are equal.")
+    if verdict(diff):
+        yield Text(verdict(diff))
         return
     for title, changes in (("Settings", diff.settings), ("Predicted", diff.costs), ("Inputs", diff.tensors)):
         if changes:
@@ -188,7 +204,7 @@ def _sections(diff: PlanDiff) -> Iterator[RenderableType]:
     if diff.communication:
         yield _communication_table(diff)
     if diff.num_ops:
-        yield Text(f"  {diff.num_ops} ops are split otherwise.")
+        yield Text(f"  {ops_text(diff.num_ops)}")
     for sign, notes in (("-", diff.notes_removed), ("+", diff.notes_added)):
         for note in notes:
             yield Text(f"  {sign} {note}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from spmdctx.plan.diff import ARROW, PlanDiff
+from spmdctx.plan.diff import ARROW, PlanDiff, ops_text, verdict
 from spmdctx.plan.page import styled
 from spmdctx.plan.units import seconds_text
 from spmdctx.wording import bytes_text
@@ -13,8 +13,8 @@ from spmdctx.wording import bytes_text
 
 def diff_page(diff: PlanDiff) -> str:
     """The page as a fragment; its style reaches nothing outside."""
-    if diff.same:
-        return styled("<p>The plans are equal.</p>")
+    if verdict(diff):
+        return styled(f"<p>{verdict(diff)}</p>")
     return styled("".join(_sections(diff)))
 
 
@@ -34,7 +34,7 @@ def _sections(diff: PlanDiff) -> Iterator[str]:
         ]
         yield _table("Communication", ("", "count and bytes per device", "time"), rows)
     if diff.num_ops:
-        yield f'<p class="muted">{diff.num_ops} ops are split otherwise.</p>'
+        yield f'<p class="muted">{ops_text(diff.num_ops)}</p>'
     notes = [f"- {note}" for note in diff.notes_removed] + [f"+ {note}" for note in diff.notes_added]
     if notes:
         yield f"<h2>Notes</h2><ul class='notes'>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"

@@ -154,7 +154,7 @@ def _missing(plan: Plan, heavy: bool) -> str:
         return "not known: the plan does not hold the step that it was made for"
     if heavy:
         return "none: no other split is free and divides"
-    return f"not looked for: of what matches, the {MAX_PRICED} heaviest kinds have one; name this line alone"
+    return f"not looked for: only the {MAX_PRICED} heaviest kinds that match have one; ask for fewer"
 
 
 def _instead(plan: Plan, found: Sequence[Alternative], own: TensorSharding) -> tuple[Instead, ...]:

@@ -102,7 +102,7 @@ def _runners_up(rows: Sequence[Instead], names: Sequence[str], several: bool) ->
         yield f"  {'' if label == last else label:<9} {name}{permuted}: {_price_text(row, several)}{along}{outside}"
         for position, text in enumerate(row.flips):
             yield f"  {'' if position else 'it wins':<9} {text}"
-        last = label
+        last = "" if row.flips else label
     if any(row.extra_s > 0 for row in shown) and not any(row.flips for row in shown):
         yield "  it wins   nowhere: not with links 64 times as fast or slow, nor a batch 16 times as large or small, nor any budget"
 

@@ -32,7 +32,7 @@ class TensorGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommunicationGroup:
-    """Collectives of one kind over the same axes (and, where `cause` is not empty, of one cause), over a whole step."""
+    """Collectives of one kind over the same set of axes (and, where `cause` is not empty, of one cause), over a whole step."""
 
     kind: str
     axes: AxisNames
@@ -79,13 +79,13 @@ def _joined_names(groups: Sequence[TensorGroup], position: int) -> TensorGroup:
 
 def by_kind(collectives: Iterable[Collective]) -> tuple[CommunicationGroup, ...]:
     """One row per kind and axes, the most expensive first."""
-    groups = _gather(collectives, lambda row: (row.kind, row.axes))
+    groups = _gather(collectives, lambda row: (row.kind, frozenset(row.axes)))
     return _ranked(_joined(rows, "", "") for rows in groups.values())
 
 
 def by_cause(collectives: Iterable[Collective]) -> tuple[CommunicationGroup, ...]:
     """One row per kind, axes, cause and source line, the most expensive first; layers count as one cause."""
-    groups = _gather(collectives, lambda row: (row.kind, row.axes, _masked_path(row.cause), row.source))
+    groups = _gather(collectives, lambda row: (row.kind, frozenset(row.axes), _masked_path(row.cause), row.source))
     return _ranked(_joined(rows, _masked_path(rows[0].cause), rows[0].source) for rows in groups.values())
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from spmdctx.ir import OpSharding
 from spmdctx.mesh import LogicalMesh
 from spmdctx.plan import Cost, OpTable
 from spmdctx.plan.diff import Change
+from spmdctx.plan.groups import by_cause, by_kind
 from tests.plan import small_graph, small_plan
 from tests.plan.test_page import read
 
@@ -59,7 +62,7 @@ def test_ops_split_otherwise_are_counted():
     table = OpTable(graph.ops, graph.origins, choices, graph.inputs, graph.outputs)
     diff = plan.diff(small_plan(op_table=table))
     assert diff.num_ops == 1
-    assert "1 ops are split otherwise." in str(diff)
+    assert "1 op is split otherwise." in str(diff)
     assert plan.diff(small_plan(fingerprint="0" * 64)).num_ops is None
 
 
@@ -83,3 +86,20 @@ def test_the_page_of_a_difference_is_well_formed_and_holds_every_part():
     for words in ("stored: parameter", "state/layers/*/w", "all_gather over data", "data_parallel", "+ a <b>"):
         assert words in text
     assert "The plans are equal." in plan.diff(plan)._repr_html_()
+
+
+def test_what_changes_by_less_than_can_be_shown_is_not_told():
+    plan = small_plan()
+    diff = plan.diff(small_plan(cost=plan.cost._replace(total_s=plan.cost.total_s * 1.0004)))
+    assert diff
+    assert diff.costs == ()
+    assert "in details only" in str(diff)
+    assert "in details only" in diff._repr_html_()
+
+
+def test_the_order_of_axes_makes_no_other_kind_of_collective():
+    rows = small_plan().collectives
+    before, after = (tuple(dataclasses.replace(row, axes=axes) for row in rows) for axes in (("data", "model"), ("model", "data")))
+    assert small_plan(collectives=before).diff(small_plan(collectives=after)).communication == ()
+    assert [group.count for group in by_kind((*before, *after))] == [4, 4]
+    assert len(by_cause((*before, *after))) == len(by_cause(before))

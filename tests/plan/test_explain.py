@@ -252,4 +252,4 @@ def test_only_the_heaviest_kinds_of_op_have_runners_up_and_the_others_say_so(mon
     kinds = small_plan(alternatives=FakeAlternatives()).explain("model.py").op_kinds
     assert sum(bool(kind.alternatives) for kind in kinds) == 1
     assert all(bool(kind.missing) != bool(kind.alternatives) for kind in kinds)
-    assert any("name this line alone" in kind.missing for kind in kinds)
+    assert any("ask for fewer" in kind.missing for kind in kinds)
