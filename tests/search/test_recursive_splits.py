@@ -1,0 +1,77 @@
+"""The restricted search of recursive_programming: which states are left, and that cuts stand."""
+
+import numpy as np
+import pytest
+
+from spmdctx.domains import axis_codes
+from spmdctx.ir import Role
+from spmdctx.mesh import LogicalMesh
+from spmdctx.rules.contraction import dot_general
+from spmdctx.search.algo import AlgoLimits
+from spmdctx.search.modes import Setup
+from spmdctx.search.network import build_network
+from spmdctx.search.recursive_splits import FewSplits
+from spmdctx.search.solver.solve import solve
+from spmdctx.search.space import Space
+from spmdctx.search.tables import Tables
+from tests.road import CPU
+from tests.search.graphs import GraphMaker
+
+MESH = LogicalMesh.of((4, 2))
+D, M = ("data",), ("model",)
+NUMBERS = {"dimension_numbers": (((1,), (0,)), ((), ()))}
+
+
+def tables(cuts, mesh=MESH, **given):
+    make = GraphMaker()
+    rule = dot_general(((64, 64), (64, 64)), ((64, 64),), NUMBERS)
+    result = make.op("dot_general", rule, make.input(64, 64), make.input(64, 64, role=Role.PARAMETER), shape=(64, 64))
+    space = Space(make.graph(result), mesh, CPU, frozenset())
+    setup = Setup(mesh, **given)
+    marks = dict.fromkeys(setup.pins, 1)
+    return FewSplits(build_network(space, (0,), marks, {}), space, setup, AlgoLimits(), cuts)
+
+
+def splits_left(found):
+    choices, costs = found.choices[0], found.problem().costs[0]
+    codes = axis_codes(MESH)
+    return {codes.sharding(row) for row in choices.split.rows[choices.states.split[np.isfinite(costs)]].tolist()}
+
+
+def test_axes_are_used_in_the_order_of_the_mesh():
+    left = splits_left(tables({}))
+    assert ((*D, *M), (), ()) in left
+    assert ((*M, *D), (), ()) not in left
+    assert (D, M, ()) in left
+    assert (M, D, ()) in left
+
+
+@pytest.mark.parametrize("cut", [((), (), ()), (D, M, ()), ((*M, *D), (), ())])
+def test_a_cut_is_the_only_split(cut):
+    found = tables({0: cut})
+    assert splits_left(found) == {cut}
+    solution = solve(found.problem())
+    assert found.assignment(solution.states, "recursive_programming").ops[0].axes == cut
+
+
+def test_a_pin_in_another_order_is_kept():
+    pin = ((*M, *D), ())
+    found = tables({}, pins={0: pin})
+    solution = solve(found.problem())
+    assert found.assignment(solution.states, "recursive_programming").values[0] == pin
+
+
+def test_arguments_lie_as_they_are_read_where_that_is_free():
+    found = tables({0: ((), D, ())})
+    solution = solve(found.problem())
+    values = found.assignment(solution.states, "recursive_programming").values
+    rule = found.space.graph.ops[0].rule
+    read = tuple(D if rule.operands[0][dim] == (1,) else () for dim in (0, 1))
+    assert values[0] == read
+
+
+def test_on_one_axis_nothing_is_left_out():
+    mesh = LogicalMesh.of((8,))
+    found = tables({}, mesh)
+    every = Tables.problem(found)
+    assert all(np.isfinite(few).sum() == np.isfinite(own).sum() for few, own in zip(found.problem().costs, every.costs, strict=True))
