@@ -105,7 +105,7 @@ class Topology:
 
 _TPU_GATHER_OVERLAP = 0.8
 """In scheduled programs for v5e:2x4 (libtpu 0.0.42), all weight gathers over one axis run beside matrix products and are hidden
-whole, of those inside scans four fifths; no reduction runs asynchronously (benchmarks/RESULTS.md)."""
+whole, of those inside scans four fifths; no reduction runs asynchronously. In those for v5p:2x2x2 nothing does (benchmarks/RESULTS.md)."""
 
 PRESETS: dict[str, Topology] = {
     "tpu-v5e": Topology(
@@ -148,7 +148,6 @@ PRESETS: dict[str, Topology] = {
         vector_flops_per_s=14.3e12,
         matrix_tile=128,
         scratch_bytes=48 * MIB,
-        gather_overlap=_TPU_GATHER_OVERLAP,
         source="cloud.google.com/tpu/docs/v5p; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "tpu-v6e": Topology(

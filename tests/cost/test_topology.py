@@ -28,6 +28,13 @@ def test_wires_between_hosts_are_slower_than_those_inside(preset):
     assert preset.network_bytes_per_s < preset.link_bytes_per_s < preset.memory_bytes_per_s
 
 
+@pytest.mark.parametrize("preset", [one for name, one in PRESETS.items() if name.startswith("tpu")], ids=lambda one: one.device)
+def test_gathers_of_weights_hide_on_flat_tori_only(preset):
+    """As in scheduled programs: those for slices of three dimensions have no asynchronous collectives."""
+    assert (preset.gather_overlap > 0) == (preset.torus_dims == 2)
+    assert preset.reduction_overlap == 0
+
+
 def test_a_topology_passes_through():
     own = dataclasses.replace(topology("h100"), device="mine", source="user")
     assert topology(own) is own
