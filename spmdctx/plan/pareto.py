@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console
@@ -28,13 +28,17 @@ WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class ParetoPoint:
-    """One plan: what it was allowed to need (None for no budget), what it needs at the peak, and how long a step takes."""
+    """One plan: what it was allowed to need (None for no budget), what it needs at the peak, and how long a step takes.
+
+    `also_limit_bytes` are the other budgets under which the plan needs and takes the same, the largest first.
+    """
 
     num_devices: int
     mesh: LogicalMesh
     memory_limit_bytes: int | None
     memory_bytes: int
     total_s: float
+    also_limit_bytes: tuple[int, ...] = ()
 
     @property
     def device_s(self) -> float:
@@ -96,8 +100,11 @@ def pareto(plan: Plan, memory_bytes: Sequence[int] = (), num_devices: Sequence[i
 
 
 def _on(replan: Callable[..., Plan], count: int, budgets: tuple[int, ...], unmet: list[Unmet]) -> list[tuple[ParetoPoint, Plan]]:
-    """The points on one number of devices; a budget below one that nothing met is not tried."""
-    found: dict[ParetoPoint, Plan] = {}
+    """The points on one number of devices, the one without a budget among them.
+
+    A budget that this one keeps to is not planned for, nor is one below another that nothing met.
+    """
+    found: dict[tuple[int, float], tuple[ParetoPoint, Plan]] = {}
 
     def attempt(limit: int | None) -> Plan | None:
         try:
@@ -105,19 +112,25 @@ def _on(replan: Callable[..., Plan], count: int, budgets: tuple[int, ...], unmet
         except (InfeasibleError, StrategyError) as error:
             unmet.append(Unmet(count, limit, error.summary))
             return None
-        point = ParetoPoint(count, made.logical_mesh, limit, made.cost.memory_bytes, made.cost.total_s)
-        if not any((point.memory_bytes, point.total_s) == (other.memory_bytes, other.total_s) for other in found):
-            found[point] = made
+        add(made, limit)
         return made
 
-    limits: Sequence[int | None] = sorted(set(budgets), reverse=True)
-    if not budgets:
-        fastest = attempt(None)
-        limits = [] if fastest is None else [int(fastest.cost.memory_bytes * part) for part in FRACTIONS]
-    for limit in limits:
-        if attempt(limit) is None:
+    def add(made: Plan, limit: int | None) -> None:
+        point = ParetoPoint(count, made.logical_mesh, limit, made.cost.memory_bytes, made.cost.total_s)
+        known, plan = found.setdefault((point.memory_bytes, point.total_s), (point, made))
+        if known is not point and limit is not None:
+            found[point.memory_bytes, point.total_s] = replace(known, also_limit_bytes=(*known.also_limit_bytes, limit)), plan
+
+    fastest = attempt(None)
+    if fastest is None:
+        return []
+    needed = fastest.cost.memory_bytes
+    for limit in sorted(set(budgets), reverse=True) or [int(needed * part) for part in FRACTIONS]:
+        if limit >= needed:
+            add(fastest, limit)
+        elif attempt(limit) is None:
             break
-    return sorted(found.items(), key=lambda row: (row[0].total_s, row[0].memory_bytes))
+    return sorted(found.values(), key=lambda row: (row[0].total_s, row[0].memory_bytes))
 
 
 def _beats(one: ParetoPoint, other: ParetoPoint) -> bool:
@@ -138,10 +151,13 @@ def _table(found: Pareto) -> Table:
 def table_rows(found: Pareto, front: set[ParetoPoint]) -> Iterator[tuple[tuple[str, ...], bool]]:
     """Cells of one row per point and per unmet budget, and whether it is on the front."""
     for point in found.points:
-        limit = bytes_text(point.memory_limit_bytes) if point.memory_limit_bytes is not None else "none"
+        limit = ", ".join(_limit_text(one) for one in (point.memory_limit_bytes, *point.also_limit_bytes))
         cost = (bytes_text(point.memory_bytes), seconds_text(point.total_s), f"{point.device_s:.3g}")
         on_front = point in front
         yield (str(point.num_devices), mesh_text(point.mesh), limit, *cost, "" if on_front else "beaten by another"), on_front
     for one in found.unmet:
-        limit = bytes_text(one.memory_limit_bytes) if one.memory_limit_bytes is not None else "none"
-        yield (str(one.num_devices), "", limit, "", "", "", one.reason), False
+        yield (str(one.num_devices), "", _limit_text(one.memory_limit_bytes), "", "", "", one.reason), False
+
+
+def _limit_text(limit: int | None) -> str:
+    return "none" if limit is None else bytes_text(limit)

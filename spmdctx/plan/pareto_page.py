@@ -8,7 +8,7 @@ from spmdctx.plan.charts import Mark, scatter_chart
 from spmdctx.plan.page import NUM_COLOURS, styled
 from spmdctx.plan.pareto import Pareto, table_rows
 from spmdctx.plan.units import mesh_text, seconds_text
-from spmdctx.wording import bytes_text
+from spmdctx.wording import bytes_text, counted
 
 _HEAD = ("devices", "mesh", "budget", "memory", "step", "device-seconds", "")
 
@@ -23,7 +23,8 @@ def pareto_page(found: Pareto) -> str:
             point.memory_bytes,
             point.total_s,
             colours[point.num_devices],
-            f"{point.num_devices} devices, {mesh_text(point.mesh)}: {seconds_text(point.total_s)}, {bytes_text(point.memory_bytes)}",
+            f"{counted(point.num_devices, 'device')}, {mesh_text(point.mesh)}: "
+            f"{seconds_text(point.total_s)}, {bytes_text(point.memory_bytes)}",
             point in front,
         )
         for point in found.points
@@ -32,7 +33,7 @@ def pareto_page(found: Pareto) -> str:
     if marks:
         ends = (bytes_text(max(mark.x for mark in marks)), seconds_text(max(mark.y for mark in marks)))
         chart = scatter_chart(marks, (*ends, "memory per device", "seconds of a step"), "time against memory")
-    keys = "".join(f'<li><i class="key {colours[count]}"></i>{count} devices</li>' for count in counts)
+    keys = "".join(f'<li><i class="key {colours[count]}"></i>{counted(count, "device")}</li>' for count in counts)
     head = "".join(f"<span>{name}</span>" for name in _HEAD)
     rows = "".join(
         f'<div class="row{"" if on_front else " muted"}">{"".join(f"<span>{escape(cell)}</span>" for cell in cells)}</div>'

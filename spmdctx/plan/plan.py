@@ -11,7 +11,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.ir import Assignment, Collective, Graph, Op, OpRule, OpSharding, Origin, Role, TensorSharding, factor_name, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape
 from spmdctx.plan.units import mesh_text, seconds_text
-from spmdctx.wording import bytes_text
+from spmdctx.wording import bytes_text, counted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -281,15 +281,17 @@ class Plan:
         if self.lower_bound_s is not None:
             return self
         if self.certifier is None:
+            searched = self.mode == "auto_parallel" and self.logical_mesh.num_devices > 1
+            what = "it does not hold the step that it was made for" if searched else "nothing was searched for it"
             raise UnsupportedError(
-                "This plan cannot be certified: it does not hold the step that it was made for.",
-                got=f"a plan of mode {self.mode!r}{', without its search' if self.search_mode else ''}",
-                fix="plan the step again in auto_parallel, and certify that plan",
+                f"This plan cannot be certified: {what}.",
+                got=f"a plan of parallel_mode {self.mode!r} on {counted(self.logical_mesh.num_devices, 'device')}",
+                fix="plan the step again in auto_parallel on several devices, and certify that plan",
             )
         return self.certifier()
 
     def pareto(self, memory_bytes: Sequence[int] = (), num_devices: Sequence[int] = ()) -> Pareto:
-        """Time against memory: the step planned again under each budget on each number of devices.
+        """Time against memory: the step planned again under each budget, and under none, on each number of devices.
 
         Args:
             memory_bytes: budgets per device; empty for this plan's memory and fractions of it, down to where nothing fits.

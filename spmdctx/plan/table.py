@@ -86,7 +86,7 @@ def _summary(plan: Plan) -> Table:
 
 def _certificate(plan: Plan) -> str:
     if plan.lower_bound_s is None:
-        return "no lower bound computed"
+        return "no lower bound computed" + ("" if plan.certifier is None else "; plan.certify() computes one")
     gap = "" if plan.gap is None else f", gap {100 * plan.gap:.2f} %"
     return f"nothing below {seconds_text(plan.lower_bound_s)} in the declared space{gap}"
 

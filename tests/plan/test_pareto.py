@@ -47,18 +47,20 @@ def test_budgets_go_down_from_the_fastest_plan_to_where_nothing_fits(replan):
 
 def test_half_and_twice_the_devices_are_tried_too(replan):
     small_plan(replan=replan).pareto(memory_bytes=(64 * MIB,))
-    assert replan.asked == [(4, 64 * MIB), (8, 64 * MIB), (16, 64 * MIB)]
+    assert replan.asked == [(4, None), (8, None), (16, None)]
 
 
 def test_smaller_budgets_are_not_tried_once_one_is_not_met(replan):
     small_plan(replan=replan).pareto(memory_bytes=(MIB, 8 * MIB, MIB // 2), num_devices=(8,))
-    assert replan.asked == [(8, 8 * MIB), (8, MIB)]
+    assert replan.asked == [(8, None), (8, MIB)]
 
 
 def test_plans_that_need_and_take_the_same_count_once(replan):
-    found = small_plan(replan=replan).pareto(memory_bytes=(8 * MIB, 80 * MIB), num_devices=(8,))
-    assert [point.memory_limit_bytes for point in found.points] == [80 * MIB]
-    assert [plan.cost.memory_bytes for plan in found.plans] == [8 * MIB]
+    found = small_plan(replan=replan).pareto(memory_bytes=(8 * MIB, 80 * MIB, 4 * MIB), num_devices=(8,))
+    assert [(point.memory_limit_bytes, point.also_limit_bytes) for point in found.points] == [(None, (80 * MIB, 8 * MIB)), (4 * MIB, ())]
+    assert [plan.cost.memory_bytes for plan in found.plans] == [8 * MIB, 4 * MIB]
+    assert replan.asked == [(8, None), (8, 4 * MIB)], "the plan without a budget keeps to the others"
+    assert "none, 80.0 MiB, 8.00 MiB" in str(found)
 
 
 def test_a_point_that_another_beats_is_off_the_front():
@@ -129,3 +131,20 @@ def test_what_a_plan_can_be_asked_is_neither_compared_nor_saved(tmp_path, replan
     small_plan().save(tmp_path / "plain.json")
     assert (tmp_path / "asked.json").read_bytes() == (tmp_path / "plain.json").read_bytes()
     assert dataclasses.replace(asked, notes=()).replan is replan
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, "it does not hold the step"),
+        ({"mode": "semi_auto_parallel"}, "nothing was searched"),
+        ({"logical_mesh": LogicalMesh.of({"data": 1})}, "nothing was searched for it.*on 1 device$"),
+    ],
+)
+def test_what_cannot_be_certified_says_why(changes, why):
+    with pytest.raises(UnsupportedError, match=f"(?sm)This plan cannot be certified: {why}"):
+        small_plan(**changes).certify()
+
+
+def test_a_plan_without_a_certificate_names_what_computes_it():
+    assert "optimum   no lower bound computed; plan.certify() computes one" in str(small_plan(certifier=small_plan))
