@@ -10,7 +10,9 @@ from spmdctx.context_state import AutoParallelContext
 from spmdctx.context_storage import Option
 from spmdctx.context_values import plain
 from spmdctx.errors import ContextError, ContextWarning, StrategyError
+from spmdctx.wording import counted
 
+_RECURSIVE = "recursive_programming"
 _FULL_BATCH_REFUSED = ("data_parallel", "hybrid_parallel")
 
 
@@ -44,17 +46,22 @@ def _check_counts(context: AutoParallelContext, num_devices: int, running: bool,
     total = device_count(context, num_devices)
     if mesh_devices is not None and context.is_set("device_num") and context.device_num != mesh_devices:
         raise ContextError(
-            f"device_num is {context.device_num}, but the mesh has {mesh_devices} devices.",
+            f"device_num is {context.device_num}, but the mesh has {counted(mesh_devices, 'device')}.",
             fix="leave one of the two out, or make them equal",
         )
     if running and total > num_devices:
         raise ContextError(
-            f"device_num is {total}, but there are {num_devices} devices.",
-            need=f"device_num in [1, {num_devices}] to run; planning works for any",
-            fix=f"use step.plan, or start CPU devices with XLA_FLAGS=--xla_force_host_platform_device_count={total}",
+            f"device_num is {total}, but there {_are(num_devices)}.",
+            need=f"device_num {f'in [1, {num_devices}]' if num_devices > 1 else '1'} to run; planning works for any",
+            fix=f"use step.plan, or have {total} CPU devices: jax.config.update('jax_num_cpu_devices', {total}) before JAX is used, "
+            f"or XLA_FLAGS=--xla_force_host_platform_device_count={total}",
         )
     if context.is_set("global_rank") and context.global_rank >= total:
-        raise ContextError(f"global_rank is {context.global_rank}, but there are {total} devices.", need=f"global_rank in [0, {total - 1}]")
+        raise ContextError(f"global_rank is {context.global_rank}, but there {_are(total)}.", need=f"global_rank in [0, {total - 1}]")
+
+
+def _are(count: int) -> str:
+    return f"{'is' if count == 1 else 'are'} {counted(count, 'device')}"
 
 
 def _check_stages(context: AutoParallelContext, total: int) -> None:
@@ -62,13 +69,14 @@ def _check_stages(context: AutoParallelContext, total: int) -> None:
     if total % stages:
         fitting = [count for count in range(1, total + 1) if total % count == 0]
         raise ContextError(
-            f"pipeline_stages is {stages}, which does not divide {total} devices.",
+            f"pipeline_stages is {stages}, which does not divide {counted(total, 'device')}.",
             need="pipeline_stages among " + ", ".join(map(str, fitting)),
         )
     size = context.optimizer_weight_shard_size
     if context.enable_parallel_optimizer and size > total // stages:
         raise ContextError(
-            f"optimizer_weight_shard_size is {size}, but a stage has {total // stages} devices.", need=f"1 to {total // stages}, or -1"
+            f"optimizer_weight_shard_size is {size}, but a stage has {counted(total // stages, 'device')}.",
+            need=f"1 to {total // stages}, or -1",
         )
 
 
@@ -92,7 +100,7 @@ def _check_batch(context: AutoParallelContext, total: int) -> None:
     for position, entry in enumerate(strategy):
         if per_stage % math.prod(entry):
             raise StrategyError(
-                f"dataset_strategy[{position}] has {math.prod(entry)} slices, which does not divide {per_stage} devices.",
+                f"dataset_strategy[{position}] has {math.prod(entry)} slices, which does not divide {counted(per_stage, 'device')}.",
                 got=f"dataset_strategy[{position}] = {entry}",
                 need=f"slices whose product divides {per_stage}",
             )
@@ -116,6 +124,8 @@ def ineffective(context: AutoParallelContext) -> tuple[tuple[str, str], ...]:
 def _reason(option: Option, context: AutoParallelContext) -> str:
     if context.parallel_mode not in option.modes:
         return f"parallel_mode {context.parallel_mode!r} does not use it (it acts in {', '.join(option.modes)})"
+    if option.name == "mem_coeff" and context.effective_search_mode != _RECURSIVE:
+        return f"search_mode {context.effective_search_mode!r} does not use it (it acts in {_RECURSIVE})"
     return "" if option.built else "it is not built yet"
 
 

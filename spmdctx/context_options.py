@@ -394,6 +394,9 @@ def find(key: Any, verb: str, table: Mapping[str, Option] = BY_NAME, also: Itera
         raise TypeError(message(f"{verb} context needs the name of an option.", got=repr(key), need="a string"))
     option = table.get(key)
     if option is None:
+        if table is ALGO_BY_NAME:
+            fix = values.nearest(key, table) or f"the parameters are {', '.join(table)}"
+            raise ContextError(f"{verb} algo parameter {key!r} is not recognized.", fix=fix)
         later = "it belongs to MindSpore versions after 2.0" if key in LATER_OPTIONS else ""
         fix = later or values.nearest(key, [*table, *also]) or "get_auto_parallel_context and docs/options.md list the options"
         raise ContextError(f"{verb} context keyword {key!r} is not recognized.", fix=fix)

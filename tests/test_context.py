@@ -144,6 +144,16 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(name, near):
         get_auto_parallel_context(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"), [("nope", "the parameters are fully_use_devices, .*algo_approxi_epsilon"), ("fully_use_device", "'fully_use_devices'")]
+)
+def test_unknown_algo_parameters_are_called_that(name, fix):
+    with pytest.raises(ContextError, match=f"(?s)Set algo parameter '{name}' is not recognized.*{fix}"):
+        set_algo_parameters(**{name: 1})
+    with pytest.raises(ContextError, match=f"(?s)Get algo parameter '{name}' is not recognized.*{fix}"):
+        get_algo_parameters(name)
+
+
 def test_an_option_of_later_versions_is_refused_by_name():
     with pytest.raises(ContextError, match=r"(?s)'pipeline_config' is not recognized.*after 2\.0"):
         set_auto_parallel_context(pipeline_config={})

@@ -33,6 +33,11 @@ def test_a_plan_may_want_more_devices_than_there_are_and_a_run_may_not(mode):
         check_consistency(wanted, 8, running=True)
 
 
+def test_one_device_is_not_several_and_the_fix_names_both_ways_to_more():
+    with pytest.raises(ContextError, match=r"(?s)there is 1 device\.\n.*device_num 1 to run.*jax_num_cpu_devices', 8.*count=8"):
+        check_consistency(context(device_num=8, **SEMI), 1, running=True)
+
+
 def test_a_mesh_and_device_num_must_agree():
     check_consistency(context(device_num=4, **SEMI), 8, mesh_devices=4)
     with pytest.raises(ContextError, match="device_num is 8, but the mesh has 4"):
@@ -121,7 +126,8 @@ NON_DEFAULT = {
 @pytest.mark.parametrize("name", NON_DEFAULT)
 def test_what_has_no_effect_is_warned_of_by_name_and_only_that(mode, name):
     option = next(option for option in OPTIONS if option.name == name)
-    changed = context(parallel_mode=mode, **{name: NON_DEFAULT[name]})
+    searched = {"search_mode": "recursive_programming"} if (name, mode) == ("mem_coeff", "auto_parallel") else {}
+    changed = context(parallel_mode=mode, **{name: NON_DEFAULT[name]}, **searched)
     if mode in option.modes and option.built:
         assert not ineffective(changed)
         return
@@ -162,3 +168,10 @@ def test_search_parameters_without_effect_are_warned_of():
     values = {option.name: option.default for option in ALGO_OPTIONS} | {"tensor_slice_align_enable": True}
     changed = DEFAULT_CONTEXT.with_algo(AlgoParameters(**values, explicit=frozenset(("tensor_slice_align_enable",))))
     assert [name for name, _ in ineffective(changed)] == ["tensor_slice_align_enable"]
+
+
+@pytest.mark.parametrize("search", [{"search_mode": "dynamic_programming"}, {"sharding_propagation": True}, {}])
+def test_mem_coeff_acts_in_one_search_only(search):
+    changed = context(parallel_mode="auto_parallel", mem_coeff=0.5, **search)
+    with pytest.warns(ContextWarning, match=r"^mem_coeff=0\.5 has no effect: search_mode .* \(it acts in recursive_programming\)"):
+        assert len(warn_ineffective(changed)) == 1

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from spmdctx.errors import ContextError
 from spmdctx.ir import TensorSharding
 from spmdctx.mesh import LogicalMesh
+from spmdctx.wording import counted
 
 
 def make_mesh(mesh: LogicalMesh, devices: Sequence[Any]) -> Mesh:
@@ -21,7 +22,7 @@ def make_mesh(mesh: LogicalMesh, devices: Sequence[Any]) -> Mesh:
     """
     if len(devices) < mesh.num_devices:
         raise ContextError(
-            f"The plan needs {mesh.num_devices} devices, but only {len(devices)} are there.",
+            f"The plan needs {counted(mesh.num_devices, 'device')}, but only {len(devices)} {'is' if len(devices) == 1 else 'are'} there.",
             fix="plan() works without devices; to run, lower device_num or pass devices=",
         )
     grid = np.array(list(devices[: mesh.num_devices]), dtype=object).reshape(mesh.shape)
