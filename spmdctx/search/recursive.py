@@ -8,9 +8,10 @@
 
 `recursive_plan` takes all steps, this file 1 to 4.
 
-Where the user set mem_coeff, the cuts of step 2 stand, on the mesh of step 3; step 4 decides the other ops. Else step 4 decides all
-ops, on one axis and on the mesh of the rounds: one axis is searched in a tenth of the seconds of two, and its plans are dearer by
-a few hundredths where a program is large.
+Where the user set mem_coeff, the cuts of step 2 stand, on the mesh of step 3, and step 4 decides the other ops. Else step 4
+decides all ops. A large program is then searched on one axis, which takes a tenth of the time of all meshes, and whose plans are
+a few hundredths dearer at most on few devices; on many also on two axes of about one size. A small one is searched on all meshes
+of one or two axes.
 """
 
 from __future__ import annotations

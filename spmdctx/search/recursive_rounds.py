@@ -55,25 +55,20 @@ class Decided(NamedTuple):
     spreader: Spreader
 
 
-def decide(
-    space: Space, setup: Setup, mem_coeff: float | Sequence[float], followers: frozenset[int], inputs: Mapping[int, Inputs]
-) -> Decided:
+def decide(space: Space, setup: Setup, mem_coeff: float, followers: frozenset[int], inputs: Mapping[int, Inputs]) -> Decided:
     """Runs all rounds on the axes of `space.mesh`, the first axis first.
 
     Args:
         space: the graph on a mesh with one axis per round.
         setup: pins and forced ops, which stand; seeds, which spread like the cuts of an op that came before.
-        mem_coeff: price of cutting the rows of a matrix product, for all rounds or for each.
+        mem_coeff: price of cutting the rows of a matrix product.
         followers: op ids of products that are not decided by themselves.
         inputs: what the operands of each main op are.
     """
     spreader = Spreader(space, setup.pins, setup.forced, setup.one_way)
     if setup.forced or setup.pins:
         spreader.spread()
-    coefficients = (
-        dict.fromkeys(space.mesh.names, mem_coeff) if isinstance(mem_coeff, float) else dict(zip(space.mesh.names, mem_coeff, strict=True))
-    )
-    rounds = _Rounds(space, spreader, coefficients, inputs)
+    rounds = _Rounds(space, spreader, mem_coeff, inputs)
     for value, sharding in setup.seeds.items():
         slot = space.slot_of[value]
         if slot not in spreader.fixed:
@@ -94,7 +89,7 @@ def main_ops(graph: Graph) -> list[int]:
 
 
 class _Rounds:
-    def __init__(self, space: Space, spreader: Spreader, mem_coeff: Mapping[str, float], inputs: Mapping[int, Inputs]) -> None:
+    def __init__(self, space: Space, spreader: Spreader, mem_coeff: float, inputs: Mapping[int, Inputs]) -> None:
         self.space, self.spreader, self.mem_coeff, self.inputs = space, spreader, mem_coeff, inputs
         self.decisions: dict[int, Decision] = {}
         self.seeded: set[int] = set()
@@ -184,7 +179,7 @@ class _Rounds:
     ) -> tuple[Option, ...]:
         sizes = [_product(local, tensor) for tensor in roles.tensors]
         options = []
-        for cut, cost in op_costs(roles, sizes, local, parts, self.mem_coeff[name]).items():
+        for cut, cost in op_costs(roles, sizes, local, parts, self.mem_coeff).items():
             if cut != NO_CUT and not roles.cuts[cut]:
                 continue
             factor = -1 if cut == NO_CUT else self._factor(op, roles, cut, axes, local, parts)
