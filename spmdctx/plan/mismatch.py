@@ -12,7 +12,7 @@ from spmdctx.ir import LITERAL, Graph, Op
 from spmdctx.mesh import LogicalMesh
 from spmdctx.plan.plan import Plan, plain_option
 from spmdctx.plan.units import mesh_text, place_text, tensor_text
-from spmdctx.wording import bytes_text
+from spmdctx.wording import bytes_text, counted
 
 MAX_DIFFERENCES = 4
 SEARCH_OPTIONS = frozenset(
@@ -163,7 +163,7 @@ def _mesh_differences(plan: Plan, wanted: Wanted) -> Iterator[str]:
     mesh = plan.logical_mesh
     if wanted.mesh is None:
         if mesh.num_devices != wanted.num_devices:
-            yield f"mesh: {mesh_text(mesh)} in the file, {wanted.num_devices} devices here"
+            yield f"mesh: {mesh_text(mesh)} in the file, {counted(wanted.num_devices, 'device')} here"
         return
     for name, size in mesh.axes:
         if name not in wanted.mesh.sizes:

@@ -15,7 +15,7 @@ from spmdctx.plan.groups import CommunicationGroup, TensorGroup, by_cause, by_ki
 from spmdctx.plan.page_charts import memory_chart, time_bands
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.units import TIMES, dtype_text, mesh_text, place_text, seconds_text, share_text
-from spmdctx.wording import bytes_text
+from spmdctx.wording import bytes_text, counted
 
 MAX_CELLS = 256
 MAX_MEMBERS = 400
@@ -82,7 +82,7 @@ def _section(title: str, detail: str, body: str) -> str:
 
 
 def _header(plan: Plan) -> str:
-    words = [plan.mode, plan.search_mode, plan.topology, f"{plan.logical_mesh.num_devices} devices", f"{len(plan.ops)} ops"]
+    words = [plan.mode, plan.search_mode, plan.topology, counted(plan.logical_mesh.num_devices, "device"), counted(len(plan.ops), "op")]
     tags = "".join(f"<li>{escape(word)}</li>" for word in words if word)
     options = "".join(f"<li><code>{escape(name)}={escape(repr(value))}</code></li>" for name, value in plan.options)
     return f'<header><h1>{escape(mesh_text(plan.logical_mesh))}</h1><ul class="tags">{tags}{options}</ul></header>'
@@ -140,7 +140,7 @@ def _mesh(plan: Plan) -> str:
     across = _axis_label(mesh.axes[-1], colours, "\N{RIGHTWARDS ARROW}")
     down = "".join(_axis_label(axis, colours, "\N{DOWNWARDS ARROW}") for axis in mesh.axes[:-1])
     grid = f'<div class="mesh" style="grid-template-columns:repeat({columns},34px)">{cells}</div>'
-    return _section("Mesh", f"{mesh.num_devices} devices", f'<div class="axes">{down}{across}</div><div class="scroll">{grid}</div>')
+    return _section("Mesh", counted(mesh.num_devices, "device"), f'<div class="axes">{down}{across}</div><div class="scroll">{grid}</div>')
 
 
 def _axis_label(axis: tuple[str, int], colours: dict[str, str], arrow: str) -> str:
@@ -158,10 +158,10 @@ def _inputs(plan: Plan) -> str:
             local = sum(tensor.local_bytes(mesh) for group in own for tensor in group.tensors)
             whole = sum(tensor.num_bytes for group in own for tensor in group.tensors)
             count = sum(len(group.tensors) for group in own)
-            head = f"{escape(role.value)} <small>{count} tensors, {bytes_text(whole)}, {bytes_text(local)} per device</small>"
+            head = f"{escape(role.value)} <small>{counted(count, 'tensor')}, {bytes_text(whole)}, {bytes_text(local)} per device</small>"
             rows = "".join(_input_row(group, plan, told[group.first.path]) for group in own)
             blocks.append(f'<details open><summary>{head}</summary><div class="grid inputs">{_INPUT_HEAD}{rows}</div></details>')
-    return _section("Inputs", f"{len(plan.inputs)} tensors", "".join(blocks) or "<p>none</p>")
+    return _section("Inputs", counted(len(plan.inputs), "tensor"), "".join(blocks) or "<p>none</p>")
 
 
 _INPUT_HEAD = (
@@ -212,7 +212,7 @@ def _ops(plan: Plan) -> str:
     rows = "".join(_op_row(plan, kinds[key], weights[key] / total) for key in heaviest)
     head = '<div class="row head"><span>op</span><span>rule and axes</span><span class="num">ops</span><span class="num">work</span></div>'
     body = f'<details><summary>the {len(heaviest)} heaviest kinds of op</summary><div class="grid ops">{head}{rows}</div></details>'
-    return _section("Computation", f"{seconds_text(plan.cost.compute_s)} in {len(plan.ops)} ops", body)
+    return _section("Computation", f"{seconds_text(plan.cost.compute_s)} in {counted(len(plan.ops), 'op')}", body)
 
 
 def _op_row(plan: Plan, indices: list[int], share: float) -> str:
@@ -252,7 +252,7 @@ def _communication(plan: Plan) -> str:
     rest = f'<details class="fold more"><summary>{len(rows) - MAX_CAUSES} more</summary>{"".join(rows[MAX_CAUSES:])}</details>'
     table = f'<div class="grid causes">{head}{"".join(rows[:MAX_CAUSES])}{rest if len(rows) > MAX_CAUSES else ""}</div>'
     count = sum(group.count for group in kinds)
-    detail = f"{count} collectives, {seconds_text(plan.cost.communication_s)} in a step"
+    detail = f"{counted(count, 'collective')}, {seconds_text(plan.cost.communication_s)} in a step"
     return _section("Communication", detail, f'<div class="bands">{bands}</div><ul class="legend">{legend}</ul>{table}')
 
 

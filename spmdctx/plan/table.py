@@ -16,7 +16,7 @@ from spmdctx.ir import TensorSharding
 from spmdctx.plan.groups import CommunicationGroup, TensorGroup, by_cause, by_kind, group_tensors
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.units import TIMES, dtype_text, mesh_text, place_text, seconds_text, share_text
-from spmdctx.wording import bytes_text
+from spmdctx.wording import bytes_text, counted
 
 WIDTH = 120
 MAX_CAUSES = 8
@@ -41,9 +41,9 @@ def plan_table(plan: Plan) -> Group:
 def _sections(plan: Plan) -> Iterator[RenderableType]:
     yield _heading(plan)
     yield Padding(_summary(plan), (1, 0, 1, 2))
-    yield _title("Inputs", f"{len(plan.inputs)} tensors")
+    yield _title("Inputs", counted(len(plan.inputs), "tensor"))
     yield _inputs(plan)
-    yield _title("Communication", f"{sum(row.repeats for row in plan.collectives)} collectives in a step")
+    yield _title("Communication", f"{counted(sum(row.repeats for row in plan.collectives), 'collective')} in a step")
     if plan.collectives:
         yield _communication(plan)
         yield _causes(plan)
@@ -80,7 +80,7 @@ def _summary(plan: Plan) -> Table:
     grid.add_row("optimum", _certificate(plan))
     if plan.options:
         grid.add_row("options", ", ".join(f"{name}={value!r}" for name, value in plan.options))
-    grid.add_row("program", f"{len(plan.ops)} ops, fingerprint {plan.fingerprint[:12]}")
+    grid.add_row("program", f"{counted(len(plan.ops), 'op')}, fingerprint {plan.fingerprint[:12]}")
     return grid
 
 

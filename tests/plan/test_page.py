@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 
@@ -107,3 +108,12 @@ def test_every_tensor_can_be_opened_and_tells_its_story():
     assert page.count('<details class="fold"><summary class="row">') == 2
     assert "<li><b>because</b> sharding_propagation found it</li>" in page
     assert "<li><b>moves</b> [data, -] to whole for dot_general (model.py:12 (loss))</li>" in page
+
+
+def test_one_device_and_one_tensor_are_not_several():
+    plan = small_plan(logical_mesh=LogicalMesh.of({"data": 1}))
+    shown = "".join(read(dataclasses.replace(plan, inputs=plan.inputs[:1])._repr_html_()).words)
+    assert "1 device" in shown
+    assert "1 tensor" in shown
+    assert "1 devices" not in shown
+    assert "1 tensors" not in shown
