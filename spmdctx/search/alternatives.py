@@ -130,13 +130,16 @@ class PricedAlternatives:
         return limit is None or alternative.bill.memory_bytes <= max(limit, self._bill.memory_bytes)
 
     def flips(self, alternative: Alternative) -> tuple[Flip, ...]:
-        """What would make the alternative the better choice; nothing where it already is."""
-        if alternative.delta_s <= 0:
-            if self.fits(alternative):
-                return ()
+        """What would make the alternative the better choice; nothing where it already is.
+
+        Of one that is as fast only a budget and a batch are asked: links tell the two apart by rounding.
+        """
+        if alternative.delta_s < 0 and self.fits(alternative):
+            return ()
+        if alternative.delta_s <= 0 and not self.fits(alternative):
             return (Flip("memory_bytes", False, float(alternative.bill.memory_bytes), self.memory_bytes, alternative.delta_s),)
-        found = [*self._memory_flips(alternative), *self._bandwidth_flips(alternative), *self._batch_flips(alternative)]
-        return tuple(found)
+        links = self._bandwidth_flips(alternative) if alternative.delta_s > 0 else ()
+        return (*self._memory_flips(alternative), *links, *self._batch_flips(alternative))
 
     @cached_property
     def _around(self) -> Neighbourhood:
@@ -253,7 +256,7 @@ class PricedAlternatives:
     def _delta_at(self, scale: Fraction, alternative: Alternative) -> float:
         """What the alternative costs more than the plan with another batch; 0 where there is no such batch."""
         scaled = self._scaled(scale)
-        return 0.0 if scaled is None else _total_s(self._price(alternative.assignment, scaled[0])) - scaled[1]
+        return 0.0 if scaled is None else rounded_s(_total_s(self._price(alternative.assignment, scaled[0])) - scaled[1], scaled[1])
 
     def _scaled(self, scale: Fraction) -> tuple[Graph, float] | None:
         """The step with another batch, and what the plan costs there; None where the batch does not divide."""

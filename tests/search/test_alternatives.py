@@ -203,6 +203,16 @@ def test_nothing_flips_what_is_faster_already(made):
     assert found.flips(row) == ()
 
 
+def test_what_is_as_fast_wins_by_less_memory_only(made):
+    _, _, found = made
+    row = found.of_value(0)[0]._replace(delta_s=0.0)
+    slim = found.flips(row._replace(delta_bytes=-1))
+    assert ("memory_bytes", True) in [(flip.figure, flip.below) for flip in slim]
+    for flips in (slim, found.flips(row._replace(delta_bytes=1))):
+        assert "link_bytes_per_s" not in [flip.figure for flip in flips]
+    assert "memory_bytes" not in [flip.figure for flip in found.flips(row._replace(delta_bytes=1))]
+
+
 def test_a_search_may_say_what_follows(made):
     program, assignment, _ = made
     asked = []
