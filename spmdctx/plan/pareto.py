@@ -100,9 +100,9 @@ def pareto(plan: Plan, memory_bytes: Sequence[int] = (), num_devices: Sequence[i
 
 
 def _on(replan: Callable[..., Plan], count: int, budgets: tuple[int, ...], unmet: list[Unmet]) -> list[tuple[ParetoPoint, Plan]]:
-    """The points on one number of devices, the one without a budget among them.
+    """The points on one number of devices, the one without a budget among them; one below another that nothing met is not tried.
 
-    A budget that this one keeps to is not planned for, nor is one below another that nothing met.
+    Without a budget a search keeps to the memory of the machine, so a larger one may still give another plan.
     """
     found: dict[tuple[int, float], tuple[ParetoPoint, Plan]] = {}
 
@@ -112,23 +112,17 @@ def _on(replan: Callable[..., Plan], count: int, budgets: tuple[int, ...], unmet
         except (InfeasibleError, StrategyError) as error:
             unmet.append(Unmet(count, limit, error.summary))
             return None
-        add(made, limit)
-        return made
-
-    def add(made: Plan, limit: int | None) -> None:
         point = ParetoPoint(count, made.logical_mesh, limit, made.cost.memory_bytes, made.cost.total_s)
         known, plan = found.setdefault((point.memory_bytes, point.total_s), (point, made))
         if known is not point and limit is not None:
             found[point.memory_bytes, point.total_s] = replace(known, also_limit_bytes=(*known.also_limit_bytes, limit)), plan
+        return made
 
     fastest = attempt(None)
     if fastest is None:
         return []
-    needed = fastest.cost.memory_bytes
-    for limit in sorted(set(budgets), reverse=True) or [int(needed * part) for part in FRACTIONS]:
-        if limit >= needed:
-            add(fastest, limit)
-        elif attempt(limit) is None:
+    for limit in sorted(set(budgets), reverse=True) or [int(fastest.cost.memory_bytes * part) for part in FRACTIONS]:
+        if attempt(limit) is None:
             break
     return sorted(found.values(), key=lambda row: (row[0].total_s, row[0].memory_bytes))
 
