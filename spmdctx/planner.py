@@ -20,6 +20,7 @@ from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
 from spmdctx.search.modes import ManualSpecs, Request, Setup, ValuePin
 from spmdctx.search.price import Bill, price
 from spmdctx.search.select import SearchOptions, search
+from spmdctx.search.shortfall import over_budget
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
 from spmdctx.trace.program import Program
@@ -40,9 +41,9 @@ class Settings:
     mesh: LogicalMesh | None
     topology: Topology
     memory_bytes: int | None = None
-    max_mesh_axes: int | None = None
     strict: bool = False
     layerwise_parallel: tuple[str, ...] = ()
+    max_mesh_axes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         setup, assignment, bound_s = search(step, request, _search_options(settings))
         written = [row for region in program.manual for row in region.collectives]
         bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology, step.donated)
+        if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
+            raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices)
         notes = _notes(program, captured, setup, settings, assignment, bill)
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
         plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing, bound_s)
@@ -149,10 +152,16 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatch(path, pattern) or fnmatch(path, f"*/{pattern}")
 
 
+def _search_mode(settings: Settings) -> str:
+    """What searches; empty where the parallel mode leaves nothing to search."""
+    context = settings.context
+    return context.effective_search_mode if context.parallel_mode == "auto_parallel" else ""
+
+
 def _search_options(settings: Settings) -> SearchOptions:
     context = settings.context
     return SearchOptions(
-        search_mode=context.effective_search_mode if context.parallel_mode == "auto_parallel" else "",
+        search_mode=_search_mode(settings),
         topology=settings.topology,
         memory_bytes=settings.memory_bytes,
         max_mesh_axes=settings.max_mesh_axes,
@@ -189,7 +198,7 @@ def _notes(program: Program, captured: Captured, setup: Setup, settings: Setting
     if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes:
         notes.append(
             f"The predicted peak of {bill.memory_bytes} bytes per device is over memory_bytes={settings.memory_bytes}; "
-            "only a search can meet a budget."
+            "only auto_parallel can meet a budget."
         )
     if setup.mesh.num_devices > 1:
         notes += _batch_notes(program)
@@ -257,7 +266,7 @@ def _assemble(
     return Plan(
         fingerprint=graph.fingerprint,
         mode=context.parallel_mode,
-        search_mode=context.effective_search_mode if context.parallel_mode == "auto_parallel" else "",
+        search_mode=_search_mode(settings),
         options=context.plan_options(),
         logical_mesh=setup.mesh,
         topology=settings.topology.device,

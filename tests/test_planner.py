@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from spmdctx.context import current_context
-from spmdctx.errors import StrategyError, UnsupportedError
+from spmdctx.errors import InfeasibleError, StrategyError, UnsupportedError
 from spmdctx.ir import Role
 from spmdctx.lowering.compile import jit_program
 from spmdctx.mesh import LogicalMesh
@@ -202,14 +202,9 @@ def test_a_mesh_of_the_users_is_taken_as_it_is():
     assert shardings(found)["x"] == (("rows", "columns"), ())
 
 
-def test_a_batch_that_cannot_stay_split_is_said_to_be_computed_alike():
-    def accumulate(w, x):
-        def micro(total, rows):
-            return total + jax.grad(lambda w: jnp.mean((rows @ w) ** 2))(w), ()
-
-        return w - lax.scan(micro, jnp.zeros_like(w), x.reshape(4, -1, 64))[0]
-
-    (note,) = [note for note in plan(accumulate, jnp.eye(64), X).plan.notes if "repeat each other's work" in note]
+def test_a_batch_that_does_not_divide_is_said_to_be_computed_alike():
+    notes = plan(lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.eye(63), jnp.ones((7, 63))).plan.notes
+    (note,) = [note for note in notes if "repeat each other's work" in note]
     assert "dot_general (test_planner.py" in note
     assert not [note for note in plan(step, PARAMETERS, X).plan.notes if "repeat" in note]
 
@@ -220,3 +215,16 @@ def test_guesses_about_the_batch_and_patterns_without_a_match_are_noted():
     assert [note for note in teacher if "differ in dimension 0" in note]
     hybrid = plan(step, PARAMETERS, X, parallel_mode="hybrid_parallel", layerwise=("q*",)).plan.notes
     assert [note for note in hybrid if "'q*' matches no argument" in note]
+
+
+@pytest.mark.parametrize(("devices", "fix"), [(8, "dynamic_programming"), (1, "more devices")])
+def test_a_plan_that_was_not_searched_for_memory_is_refused_over_the_budget(devices, fix):
+    needed = plan(step, PARAMETERS, X, devices=devices).plan.cost.memory_bytes
+    assert plan(step, PARAMETERS, X, devices=devices, memory_bytes=needed).plan.cost.memory_bytes == needed
+    with pytest.raises(InfeasibleError, match=f"(?s)bytes alive there.*memory_bytes={needed}.*{fix}"):
+        plan(step, PARAMETERS, X, devices=devices, memory_bytes=needed - 1)
+
+
+def test_data_parallel_over_the_budget_is_noted():
+    found = plan(step, PARAMETERS, X, parallel_mode="data_parallel", memory_bytes=1000)
+    assert any("memory_bytes=1000" in note for note in found.plan.notes)

@@ -10,7 +10,7 @@ from spmdctx.ir import item_bytes
 from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, mesh_is_fixed, plan_dynamic
 from spmdctx.search.memory import step_memory
 from spmdctx.search.modes import Request
-from spmdctx.search.price import price
+from spmdctx.search.price import Bill, price
 
 _LARGEST = 3
 _MOST_DEVICES = 4096
@@ -23,14 +23,35 @@ def infeasible(step: Step, request: Request, topology: Topology, options: Dynami
     """The error for a budget that no plan meets; it searches on more devices for the smallest number that does."""
     count = _enough_devices(step, request, topology, options)
     enough = f"memory_bytes={_enough_bytes(step, request, topology, options, found)}"
-    origin = step.graph.origins[found.time]
     return InfeasibleError(
         f"No plan on {request.num_devices} devices keeps the step within memory_bytes={options.memory_bytes}.",
-        where=f"{step.graph.ops[found.time].primitive} {origin.name!r} ({origin.source})",
+        where=_place(step, found.time),
         got=f"at least {found.least_bytes} bytes alive there, the largest of them {_largest(step, found.time)}",
         need=enough if count is None else f"{enough}, or device_num={count}",
         fix="raise the budget or the number of devices, make the batch smaller, or recompute activations (jax.checkpoint)",
     )
+
+
+def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int) -> InfeasibleError:
+    """The error where nothing was searched for memory (one device, propagation), and the plan is over the budget."""
+    time = bill.memory_profile.index(bill.memory_bytes)
+    what, fix = "The step on one device", "set device_num to more devices"
+    if num_devices > 1:
+        what, fix = "The plan of sharding_propagation", "use search_mode='dynamic_programming', which searches within a budget"
+    return InfeasibleError(
+        f"{what} does not keep within memory_bytes={memory_bytes}.",
+        where=_place(step, time),
+        got=f"{bill.memory_bytes} bytes alive there, the largest of them {_largest(step, time)}",
+        need=f"memory_bytes={bill.memory_bytes}",
+        fix=fix,
+    )
+
+
+def _place(step: Step, time: int) -> str:
+    """An op, its name where it has one, and its line."""
+    origin = step.graph.origins[time]
+    name = f" {origin.name!r}" if origin.name else ""
+    return f"{step.graph.ops[time].primitive}{name} ({origin.source})"
 
 
 def _largest(step: Step, time: int) -> str:
