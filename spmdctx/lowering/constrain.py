@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from spmdctx._compat import scan_counts
 from spmdctx.cost.reshard import reshard_steps
-from spmdctx.ir import LITERAL, Assignment, FactorKind, Op, TensorSharding, item_bytes
+from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, TensorSharding, item_bytes
 from spmdctx.lowering.islands import ISLANDS, island
 from spmdctx.lowering.specs import named_sharding
 from spmdctx.mesh import LogicalMesh
@@ -73,6 +73,7 @@ class _Rewriter:
         self.graph, self.assignment, self.mesh, self.jax_mesh = program.graph, assignment, mesh, jax_mesh
         self._sites = iter(program.op_of_site)
         self._moved = _moved(program.graph.ops, assignment)
+        self._turned = _turned(program.graph, assignment)
         self._templates: dict[Any, Any] = {}
         self._info: Any = None
 
@@ -120,6 +121,8 @@ class _Rewriter:
         natural = project(op.rule.results[position], axes)
         stored = self.assignment.values[value]
         partial = partial_axes(op.rule, axes)
+        if partial and natural == stored and value in self._turned:
+            return var
         if partial:
             reduction = reduction_plan(op, natural, stored, partial)
             if reduction.scattered and not reduction.reduced:
@@ -249,6 +252,27 @@ def _moved(ops: Sequence[Op], assignment: Assignment) -> frozenset[int]:
         first = op.operands[0] if op.primitive in _IDENTITIES else LITERAL
         if first != LITERAL and assignment.values[op.results[0]] != assignment.values[first]:
             found.add(first)
+    return frozenset(found)
+
+
+def _turned(graph: Graph, assignment: Assignment) -> frozenset[int]:
+    """Matrix products that only a transposition reads, and in the sharding in which they are stored.
+
+    They are constrained after it, or the compiler would reduce them before it, and copy a gradient and all that is added to it
+    from one layout to another.
+    """
+    readers: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for value in op.operands:
+            readers.setdefault(value, []).append(op)
+    found = set()
+    for op in graph.ops:
+        after = readers.get(op.results[0], []) if op.primitive == "dot_general" and op.results[0] not in graph.outputs else []
+        if len(after) == 1 and after[0].primitive == "transpose" and after[0].rule.operands != after[0].rule.results:
+            rule, axes = after[0].rule, assignment.ops[after[0].id].axes
+            taken, made = project(rule.operands[0], axes), project(rule.results[0], axes)
+            if taken == assignment.values[op.results[0]] and made == assignment.values[after[0].results[0]]:
+                found.add(op.results[0])
     return frozenset(found)
 
 

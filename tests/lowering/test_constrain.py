@@ -267,3 +267,15 @@ def test_readers_of_a_value_that_is_resharded_for_one_of_them_take_it_from_one_c
     closed = constrain(program, found.assignment, MESH, mesh)
     (made,) = [eqn.outvars[0] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "sin"]
     assert [eqn.primitive.name for eqn in closed.jaxpr.eqns if made in eqn.invars] == ["sharding_constraint"]
+
+
+def test_a_gradient_is_reduced_after_its_transposition():
+    """Reduced before, a compiler that lays its products out as it likes would have to copy it."""
+    found = run(jax.grad(lambda w, x: layer(x, w).sum()), W, X, pins={1: (D, ())})
+    found.check()
+    assert [row.kind for row in found.bill.collectives] == ["all_reduce"]
+    closed = constrain(found.program, found.assignment, MESH, make_mesh(MESH, jax.devices()))
+    made_by = {var: eqn.primitive.name for eqn in closed.jaxpr.eqns for var in eqn.outvars}
+    constrained = [made_by[eqn.invars[0]] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
+    assert constrained[-1] == "transpose"
+    assert constrained.count("dot_general") == 1
