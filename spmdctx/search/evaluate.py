@@ -27,6 +27,7 @@ from spmdctx.search.rewrites import LAYOUT
 from spmdctx.search.roofline import compute_time_s, local_bytes
 from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
 from spmdctx.search.transfer import partial_axes, project
+from spmdctx.search.turns import made_repeats, read_repeats
 
 ADDITIONS = ("add", "add_any")
 
@@ -201,7 +202,7 @@ class _Evaluator:
                 natural = project(dims, self.assignment.ops[op.id].axes)
                 if value not in partial:
                     if value not in self.free:
-                        moved_s += self._reshard(value, natural, stored) * op.repeats + self._read(value, stored)
+                        moved_s += self._reshard(value, natural, stored) * made_repeats(self.graph, op) + self._read(value, stored)
                     continue
                 known = partial[value]
                 if known is not None:
@@ -218,7 +219,7 @@ class _Evaluator:
             scope = scopes[op.id] if op.primitive in MATRIX_PRODUCTS else None
             for value, dims in zip(op.operands, op.rule.operands, strict=True):
                 if value != LITERAL and value not in self.free:
-                    reads.setdefault(value, []).append(_Read(project(dims, axes), op.repeats, scope, sizes[op.id, value]))
+                    reads.setdefault(value, []).append(_Read(project(dims, axes), read_repeats(self.graph, op), scope, sizes[op.id, value]))
         return reads
 
     def _partial_results(self) -> dict[int, _Partial | None]:
@@ -263,7 +264,7 @@ class _Evaluator:
             elif as_made:
                 moved_s = self._read(value, after)
             elif leads_to(partial.natural, after, stored):
-                moved_s = self._reshard(value, after, stored) * op.repeats + self._read(value, stored)
+                moved_s = self._reshard(value, after, stored) * made_repeats(self.graph, op) + self._read(value, stored)
             else:
                 continue
             exposed = 1.0 - self.sides.reduction_share(value, self.topology)

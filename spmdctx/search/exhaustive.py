@@ -31,6 +31,7 @@ from spmdctx.search.price import price
 from spmdctx.search.roofline import compute_time_s, local_bytes
 from spmdctx.search.space import MATRIX_PRODUCTS
 from spmdctx.search.transfer import FactorAxes, partial_axes, project
+from spmdctx.search.turns import made_repeats, read_repeats
 
 MODE = "exhaustive"
 
@@ -252,7 +253,7 @@ class _Everything:
                 continue
             slot = self.slot_of[value]
             rows = [self._result_row(op, value, one, way) for one, way in zip(natural, ways, strict=True)]
-            self.tables.add_table((me, ("slot", slot)), np.array(rows) * op.repeats)
+            self.tables.add_table((me, ("slot", slot)), np.array(rows) * made_repeats(self.graph, op))
         if self.conditions.limits.elementwise_follow and op.id not in self.conditions.forced:
             self._add_following(op)
 
@@ -275,7 +276,7 @@ class _Everything:
             self.tables.add_table((("use", *key), ("op", op.id)), self._moves(op, value, self.uses[key], wanted) * op.repeats)
             return
         places = self.places[self.slot_of[value]]
-        table = self._moves(op, value, [place.sharding for place in places], wanted) * op.repeats
+        table = self._moves(op, value, [place.sharding for place in places], wanted) * read_repeats(self.graph, op)
         for row, place in enumerate(places):
             for column, way in enumerate(ways):
                 taken = way.unreduced if value in self.sums else frozenset()

@@ -20,6 +20,7 @@ from spmdctx.search.overlap import Sides, sides
 from spmdctx.search.space import MATRIX_PRODUCTS, NO_SLOT, Space
 from spmdctx.search.states import ADDITIONS, Joins
 from spmdctx.search.transfer import FactorAxes
+from spmdctx.search.turns import made_repeats, read_repeats
 
 PLAIN = Joins(False, False)
 
@@ -220,7 +221,7 @@ def _add_carries(network: Network, found: Sides) -> None:
         if node < 0:
             continue
         slots = space.op_slots[index]
-        product = op.primitive in MATRIX_PRODUCTS
+        product, taken = op.primitive in MATRIX_PRODUCTS, read_repeats(space.graph, op)
         for position, value in enumerate(op.operands):
             slot = slots[position]
             if slot == NO_SLOT or slot in loose:
@@ -229,7 +230,7 @@ def _add_carries(network: Network, found: Sides) -> None:
             if source is None:
                 source = sources[value] = _source(network, value)
             slim = bool(narrow[index]) and space.graph.values[value].dtype == "float32"
-            weight = op.repeats * exposed[value]
+            weight = taken * exposed[value]
             use = network.uses.get((value, scopes[index])) if product else None
             if use is not None:
                 if (value, scopes[index]) not in fed:
@@ -248,7 +249,12 @@ def _add_results(network: Network, index: int, exposed: list[float]) -> None:
         slot = slots[len(op.operands) + result]
         target = network.slot_nodes.get(folded.slot_class[slot]) if slot not in space.loose_slots else None
         if target is not None:
-            _count(network, Carry(Source(folded.op_class[index], result), target, 0, False), op.repeats * exposed[value], value)
+            _count(
+                network,
+                Carry(Source(folded.op_class[index], result), target, 0, False),
+                made_repeats(space.graph, op) * exposed[value],
+                value,
+            )
 
 
 def _count(network: Network, carry: Carry, weight: float, value: int) -> None:

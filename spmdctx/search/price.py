@@ -21,6 +21,7 @@ from spmdctx.search.rewrites import Readers, Sums
 from spmdctx.search.roofline import compute_time_s, local_bytes
 from spmdctx.search.space import reduction_plan
 from spmdctx.search.transfer import partial_axes, project
+from spmdctx.search.turns import made_repeats, read_repeats
 
 
 class Moved(NamedTuple):
@@ -136,7 +137,9 @@ class _Biller:
             if value not in self.loose:
                 source = self.assignment.values[value]
                 narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value, target)
-                self._move(op, scope, value, source, target, f"operand {value_position} of {op.primitive}", narrow)
+                self._move(
+                    op, scope, value, source, target, f"operand {value_position} of {op.primitive}", narrow, read_repeats(self.graph, op)
+                )
         if self._sums and op.primitive in ("add", "add_any") and not need.operands and not need.partial:
             self._join_terms(self._sums, op)
         if need.partial or need.results:
@@ -204,7 +207,7 @@ class _Biller:
             if natural != stored and value not in self.loose:
                 self.copies.pass_on(op, value, self._bytes(value, natural))
                 narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value)
-                self._move(op, scope, value, natural, stored, f"result of {op.primitive}", narrow)
+                self._move(op, scope, value, natural, stored, f"result of {op.primitive}", narrow, made_repeats(self.graph, op))
 
     def _gather_candidates(self, op: Op, value: int, natural: TensorSharding, partial: AxisNames) -> None:
         """XLA gathers every device's best value and its index, and compares them."""
@@ -213,7 +216,9 @@ class _Biller:
             payload = self._bytes(value, natural) // item_bytes(self.graph.values[value].dtype) * item_bytes(dtype) * slices
             self._collect("all_gather", partial, payload, op, f"partial result of {op.primitive}")
 
-    def _move(self, op: Op, scope: int, value: int, source: TensorSharding, target: TensorSharding, role: str, narrow: bool) -> None:
+    def _move(
+        self, op: Op, scope: int, value: int, source: TensorSharding, target: TensorSharding, role: str, narrow: bool, repeats: int
+    ) -> None:
         known = self.graph.values[value]
         time_s, current = 0.0, source
         share = self._sides.gather_share(value, self.topology)
@@ -222,18 +227,18 @@ class _Biller:
             key = (scope, self._same[value], current, step.sharding)
             if step.kind != "slice" and key not in self._done:
                 cause = f"{role}: {known.path or 'value'} {format_sharding(current)} -> {format_sharding(step.sharding)}"
-                time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause, share)
+                time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause, share, repeats)
             self._done.add(key)
             if step.kind != "slice" and not (step.sharding == self.assignment.values[value] and self.copies.is_held(value)):
                 self.copies.make(op, key, self._bytes(value, step.sharding) // item_bytes(known.dtype) * size)
             current = step.sharding
         self.bill.moves.append(Moved(value, source, target, op.id, time_s))
 
-    def _collect(self, kind: str, axes: AxisNames, payload: int, op: Op, cause: str, share: float = 0.0) -> float:
-        time_s = collective_time_s(kind, payload, axes, self.mesh, self.topology)
-        self.bill.collectives.append(Collective(kind, axes, payload, time_s, op.repeats, cause, self.graph.origins[op.id].source))
+    def _collect(self, kind: str, axes: AxisNames, payload: int, op: Op, cause: str, share: float = 0.0, repeats: int = 0) -> float:
+        time_s, repeats = collective_time_s(kind, payload, axes, self.mesh, self.topology), repeats or op.repeats
+        self.bill.collectives.append(Collective(kind, axes, payload, time_s, repeats, cause, self.graph.origins[op.id].source))
         self.shares.append(share)
-        return time_s * op.repeats
+        return time_s * repeats
 
     def _bytes(self, value: int, sharding: TensorSharding) -> int:
         return local_bytes(self.graph.values[value], sharding, self.mesh)

@@ -21,6 +21,7 @@ from spmdctx.mesh import LogicalMesh, local_shape, replicated
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.roofline import compute_time_s
 from spmdctx.search.transfer import FactorAxes, legal, merge, partial_axes, project
+from spmdctx.search.turns import made_repeats, read_repeats
 
 NO_SLOT = -1
 MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -159,14 +160,14 @@ class Space:
         time_s = compute_time_s(self.graph, op, axes, self.mesh, self.topology)
         for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):
             if value != LITERAL and not (free and free[position]):
-                time_s += self.reshard_s(value, shardings[position], project(dims, axes))
+                time_s += self.reshard_s(value, shardings[position], project(dims, axes)) * read_repeats(self.graph, op) / op.repeats
         partial = partial_axes(rule, axes)
         for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True), len(op.operands)):
             natural = project(dims, axes)
             if partial:
                 time_s += self._reduction_time_s(op, value, natural, shardings[position], partial)
             else:
-                time_s += self.reshard_s(value, natural, shardings[position])
+                time_s += self.reshard_s(value, natural, shardings[position]) * made_repeats(self.graph, op) / op.repeats
         return time_s
 
     def reshard_s(self, value: int, source: TensorSharding, target: TensorSharding) -> float:
