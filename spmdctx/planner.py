@@ -24,6 +24,7 @@ from spmdctx.search.shortfall import over_budget
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
 from spmdctx.trace.program import Program
+from spmdctx.wording import exact_bytes_text
 
 _ROUNDING = 1e-9
 _SEARCHED = ("dynamic_programming", "recursive_programming")
@@ -197,7 +198,7 @@ def _notes(program: Program, captured: Captured, setup: Setup, settings: Setting
             )
     if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes:
         notes.append(
-            f"The predicted peak of {bill.memory_bytes} bytes per device is over memory_bytes={settings.memory_bytes}; "
+            f"The predicted peak of {exact_bytes_text(bill.memory_bytes)} per device is over memory_bytes={settings.memory_bytes}; "
             "only auto_parallel can meet a budget."
         )
     if setup.mesh.num_devices > 1:

@@ -16,6 +16,7 @@ from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions
 from spmdctx.search.recursive_plan import plan_recursive
 from spmdctx.search.shortfall import infeasible
 from spmdctx.search.space import Space
+from spmdctx.wording import bytes_text, counted
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     if isinstance(found, Shortfall) and options.memory_bytes is not None:
         raise infeasible(step, request, options.topology, own, found)
     if isinstance(found, Shortfall):
-        note = f"No plan on {request.num_devices} devices fits in the {own.memory_bytes} bytes of a {options.topology.device}."
+        memory = bytes_text(options.topology.memory_bytes)
+        note = f"No plan on {counted(request.num_devices, 'device')} fits in the {memory} of a {options.topology.device}."
         found = found.fastest
         found.setup.notes.append(note)
     return Chosen(found.setup, found.assignment, found.lower_bound_s)

@@ -11,6 +11,7 @@ from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, mesh_is_fixe
 from spmdctx.search.memory import step_memory
 from spmdctx.search.modes import Request
 from spmdctx.search.price import Bill, price
+from spmdctx.wording import bytes_text, counted, exact_bytes_text
 
 _LARGEST = 3
 _MOST_DEVICES = 4096
@@ -22,11 +23,12 @@ _STAYS = 0.9
 def infeasible(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> InfeasibleError:
     """The error for a budget that no plan meets; it searches on more devices for the smallest number that does."""
     count = _enough_devices(step, request, topology, options)
-    enough = f"memory_bytes={_enough_bytes(step, request, topology, options, found)}"
+    budget = _enough_bytes(step, request, topology, options, found)
+    enough = f"memory_bytes={budget} ({bytes_text(budget)})"
     return InfeasibleError(
-        f"No plan on {request.num_devices} devices keeps the step within memory_bytes={options.memory_bytes}.",
+        f"No plan on {counted(request.num_devices, 'device')} keeps the step within memory_bytes={options.memory_bytes}.",
         where=_place(step, found.time),
-        got=f"at least {found.least_bytes} bytes alive there, the largest of them {_largest(step, found.time)}",
+        got=f"at least {exact_bytes_text(found.least_bytes)} alive there, the largest of them {_largest(step, found.time)}",
         need=enough if count is None else f"{enough}, or device_num={count}",
         fix="raise the budget or the number of devices, make the batch smaller, or recompute activations (jax.checkpoint)",
     )
@@ -41,8 +43,8 @@ def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int) -> 
     return InfeasibleError(
         f"{what} does not keep within memory_bytes={memory_bytes}.",
         where=_place(step, time),
-        got=f"{bill.memory_bytes} bytes alive there, the largest of them {_largest(step, time)}",
-        need=f"memory_bytes={bill.memory_bytes}",
+        got=f"{exact_bytes_text(bill.memory_bytes)} alive there, the largest of them {_largest(step, time)}",
+        need=f"memory_bytes={bill.memory_bytes} ({bytes_text(bill.memory_bytes)})",
         fix=fix,
     )
 
