@@ -54,12 +54,14 @@ class DynamicOptions:
     Attributes:
         memory_bytes: budget per device, None for none.
         limits: parameters of the search.
+        is_soft: whether the budget is given up where it cannot be met on the most promising mesh.
         max_axes: of the meshes that are tried; None for three where the program has at most `SMALL_PROGRAM` ops, else two.
     """
 
     memory_bytes: int | None = None
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     max_axes: int | None = None
+    is_soft: bool = False
 
     def meshes(self, step: Step, num_devices: int, topology: Topology) -> list[LogicalMesh]:
         """The meshes to try."""
@@ -108,29 +110,9 @@ class Beaten(NamedTuple):
 def plan_dynamic(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> Found | Shortfall:
     """The cheapest assignment over all meshes that may be tried, which are the user's where he or his strategies name one."""
     searcher = Searcher(step, topology, options)
-    best: Found | None = None
-    least: Shortfall | None = None
-    bound = float("inf")
-    for setup in searcher.promising_first(_setups(step, request, topology, options)):
-        found = searcher.search(setup, float("inf") if best is None else best.cost_s)
-        if isinstance(found, Shortfall):
-            least = found if least is None else _less_short(found, least)
-            continue
-        bound = min(bound, found.lower_bound_s)
-        if isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - _EQUAL)):
-            best = found
-    if best is None:
-        assert least is not None
-        return least
-    return best._replace(lower_bound_s=min(bound, best.cost_s))
-
-
-def _less_short(one: Shortfall, other: Shortfall) -> Shortfall:
-    """The shortfall that needs less, with the faster of the two plans without the budget."""
-    fastest = min(one.fastest, other.fastest, key=lambda found: found.cost_s)
-    bound = min(one.fastest.lower_bound_s, other.fastest.lower_bound_s)
-    kept = one if one.enough_bytes < other.enough_bytes else other
-    return kept._replace(fastest=fastest._replace(lower_bound_s=bound))
+    setups = searcher.promising_first(_setups(step, request, topology, options))
+    fastest = searcher.fastest(setups)
+    return fastest if searcher.fits(fastest) else searcher.fastest_within(setups, fastest)
 
 
 def _setups(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> list[Setup]:
@@ -169,6 +151,7 @@ class Searcher:
         self._memory: StepMemory | None = None
         self._networks: dict[object, Network] = {}
         self._glances: dict[LogicalMesh, _Glance] = {}
+        self._bounds: dict[LogicalMesh, float] = {}
 
     def promising_first(self, setups: list[Setup]) -> list[Setup]:
         """The set-ups by what a first, short search finds on their meshes."""
@@ -179,21 +162,60 @@ class Searcher:
             self._glances[setup.mesh] = _Glance(tables, self._solve(tables.problem(), float("-inf")))
         return sorted(setups, key=lambda setup: self._glances[setup.mesh].solution.cost)
 
+    def fastest(self, setups: list[Setup]) -> Found:
+        """The cheapest assignment on any of the meshes, whatever memory it takes."""
+        best: Found | None = None
+        for setup in setups:
+            found = self._fastest_on(setup, float("inf") if best is None else best.cost_s)
+            self._bounds[setup.mesh] = found.lower_bound_s
+            if isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - _EQUAL)):
+                best = found
+        assert best is not None
+        return best._replace(lower_bound_s=min([best.cost_s, *self._bounds.values()]))
+
+    def fits(self, found: Found) -> bool:
+        """Whether an assignment's peak is in the budget."""
+        return self._options.memory_bytes is None or self._peak(found).bytes <= self._options.memory_bytes
+
+    def fastest_within(self, setups: list[Setup], fastest: Found) -> Found | Shortfall:
+        """The cheapest assignment on any of the meshes whose peak is in the budget, which that of the fastest one is not."""
+        best: Found | None = None
+        least: Shortfall | None = None
+        bounds = []
+        for setup in setups:
+            if best is not None and self._bounds[setup.mesh] >= best.cost_s:
+                continue
+            tables = self._tables(setup)
+            found = self._within(self._options.memory_bytes or 0, tables, tables.problem(), fastest._replace(setup=setup))
+            if isinstance(found, Found):
+                bounds.append(found.lower_bound_s)
+                best = found if best is None or found.cost_s < best.cost_s * (1 - _EQUAL) else best
+            elif least is None or found.enough_bytes < least.enough_bytes:
+                least = found._replace(fastest=fastest)
+            if least is not None and best is None and self._options.is_soft:
+                break
+        if best is not None:
+            return best._replace(lower_bound_s=min([best.cost_s, *bounds]))
+        assert least is not None
+        return least
+
     def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
-        """The cheapest assignment on the mesh of a set-up, if there is one below `known_s`."""
+        """The cheapest assignment on the mesh of a set-up within the budget, if there is one below `known_s`."""
+        found = self._fastest_on(setup, known_s)
+        if isinstance(found, Beaten) or self.fits(found):
+            return found
+        tables = self._tables(setup)
+        return self._within(self._options.memory_bytes or 0, tables, tables.problem(), found)
+
+    def _fastest_on(self, setup: Setup, known_s: float) -> Found | Beaten:
         glance = self._glances.pop(setup.mesh, None)
         if glance is not None and glance.solution.lower_bound >= known_s * (1 - _EQUAL):
             return Beaten(glance.solution.lower_bound)
         tables = self._tables(setup) if glance is None else glance.tables
-        problem = tables.problem()
-        solution = self._solve(problem, known_s)
+        solution = self._solve(tables.problem(), known_s)
         if solution.lower_bound >= known_s * (1 - _EQUAL):
             return Beaten(solution.lower_bound)
-        found = self._found(setup, tables, solution)
-        budget = self._options.memory_bytes
-        if budget is None or self._peak(found).bytes <= budget:
-            return found
-        return self._within(budget, tables, problem, found)
+        return self._found(setup, tables, solution)
 
     def _solve(self, problem: Problem, cutoff: float) -> Solution:
         solution = solve(problem, tolerance=self._options.limits.tolerance, cutoff=cutoff * (1 - _EQUAL))

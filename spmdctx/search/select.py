@@ -73,7 +73,7 @@ def _recursive(step: Step, request: Request, options: SearchOptions) -> tuple[Se
 def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     """Keeps to the user's budget, or to the device's memory as far as that is possible."""
     asked = DynamicOptions(options.memory_bytes, options.limits, options.max_mesh_axes)
-    own = asked if options.memory_bytes is not None else replace(asked, memory_bytes=options.topology.memory_bytes)
+    own = asked if options.memory_bytes is not None else replace(asked, memory_bytes=options.topology.memory_bytes, is_soft=True)
     found = plan_dynamic(step, request, options.topology, own)
     if isinstance(found, Shortfall) and options.memory_bytes is not None:
         raise infeasible(step, request, options.topology, own, found)
