@@ -209,10 +209,15 @@ def _add_uses(network: Network) -> None:
         network.uses[value, scope] = node
 
 
+_Loads = dict[tuple[int, int, int, int, bool], list[float]]
+"""Weight and value by the parts of a Carry: plain, because this is filled once per operand of the program."""
+
+
 def _add_carries(network: Network, found: Sides) -> None:
     space, folded, scopes = network.space, network.folded, network.scopes
     loose, ops = space.loose_slots, space.graph.ops
     narrow = narrow_readers(space.graph) if space.topology.narrows_matrix_operands else bytearray(len(ops))
+    loads: _Loads = {}
     sources: dict[int, Source] = {}
     fed: set[tuple[int, int]] = set()
     exposed = [1.0 - space.topology.gather_overlap if weight else 1.0 for weight in found.weights]
@@ -220,43 +225,42 @@ def _add_carries(network: Network, found: Sides) -> None:
         node = folded.op_class[index]
         if node < 0:
             continue
-        slots = space.op_slots[index]
         product, taken = op.primitive in MATRIX_PRODUCTS, read_repeats(space.graph, op)
-        for position, value in enumerate(op.operands):
-            slot = slots[position]
+        for position, (value, slot) in enumerate(zip(op.operands, space.op_slots[index], strict=False)):
             if slot == NO_SLOT or slot in loose:
                 continue
             source = sources.get(value)
             if source is None:
                 source = sources[value] = _source(network, value)
-            slim = bool(narrow[index]) and space.graph.values[value].dtype == "float32"
+            slim = narrow[index] == 1 and space.graph.values[value].dtype == "float32"
             weight = taken * exposed[value]
             use = network.uses.get((value, scopes[index])) if product else None
             if use is not None:
                 if (value, scopes[index]) not in fed:
                     fed.add((value, scopes[index]))
-                    _count(network, Carry(source, use, 0, slim), weight, value)
+                    _count(loads, (*source, use, 0, slim), weight, value)
                 source = Source(use, 0)
-            _count(network, Carry(source, node, position, slim), weight, value)
-        _add_results(network, index, exposed)
+            _count(loads, (*source, node, position, slim), weight, value)
+        _add_results(network, loads, index, exposed)
+    for (node, result, target, position, slim), (total, member) in loads.items():
+        network.carries[Carry(Source(node, result), target, position, slim)] = Load(total, int(member))
 
 
-def _add_results(network: Network, index: int, exposed: list[float]) -> None:
+def _add_results(network: Network, loads: _Loads, index: int, exposed: list[float]) -> None:
     """Edges from an op to the slots that decide where its results are stored."""
     space, folded = network.space, network.folded
     op, slots = space.graph.ops[index], space.op_slots[index]
+    made = made_repeats(space.graph, op)
     for result, value in enumerate(op.results):
         slot = slots[len(op.operands) + result]
-        target = network.slot_nodes.get(folded.slot_class[slot]) if slot not in space.loose_slots else None
-        if target is not None:
-            _count(
-                network,
-                Carry(Source(folded.op_class[index], result), target, 0, False),
-                made_repeats(space.graph, op) * exposed[value],
-                value,
-            )
+        target = network.slot_nodes.get(folded.slot_class[slot])
+        if target is not None and slot not in space.loose_slots:
+            _count(loads, (folded.op_class[index], result, target, 0, False), made * exposed[value], value)
 
 
-def _count(network: Network, carry: Carry, weight: float, value: int) -> None:
-    known = network.carries.get(carry)
-    network.carries[carry] = Load(weight, value) if known is None else Load(known.weight + weight, known.value)
+def _count(loads: _Loads, carry: tuple[int, int, int, int, bool], weight: float, value: int) -> None:
+    known = loads.get(carry)
+    if known is None:
+        loads[carry] = [weight, value]
+    else:
+        known[0] += weight
