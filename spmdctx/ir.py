@@ -143,7 +143,7 @@ class Op(NamedTuple):
 
     `operands` holds value ids, `LITERAL` for scalar literals. `repeats` counts executions in one step. `pinned` gives the
     sharding the user fixed per result, None for those that are free. `fused` has a bit per operand, then per result, set
-    where the tensor is literal or computed inside a fusion and never in memory.
+    where the tensor is literal, computed inside a fusion and never in memory, or read or made by the fusion before.
     """
 
     id: int

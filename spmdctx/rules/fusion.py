@@ -25,6 +25,8 @@ _CHAINED = frozenset(
 )
 """Ops that the compiler fuses with others."""
 
+_ELEMENTWISE = frozenset({*UNARY, *BINARY, *MANY})
+
 _READS_CHAINS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce", "arg", "scan.exit", "dynamic_update_slice")
 """Beginnings of the names of ops that are not fused with each other, but take chains as operands."""
 
@@ -83,11 +85,34 @@ def _sources(op: Op, value: int, held: bytearray, sources: list[frozenset[int]],
     return found
 
 
-def fused_bits(op: Op, held: bytearray) -> int:
-    """`Op.fused` of an op."""
+def read_before(values: Sequence[Value], ops: Sequence[Op]) -> list[tuple[int, ...]]:
+    """Per op the operands that the fusion it ends up in has read, or made, for an earlier op.
+
+    Element-wise ops that lead to nothing but results, through element-wise ops alone, are such fusions: an optimizer's update
+    reads each tensor of a parameter once, and writes all of its results.
+    """
+    leads = bytearray(len(values) + 1)
+    last = bytearray(len(ops))
+    for op in reversed(ops):
+        last[op.id] = op.primitive in _ELEMENTWISE and not any(leads[value] for value in op.results)
+        if not last[op.id]:
+            for value in op.operands:
+                leads[value] = 1
+    seen = bytearray(len(values) + 1)
+    found: list[tuple[int, ...]] = []
+    for op in ops:
+        found.append(tuple(value for value in op.operands if seen[value]) if last[op.id] else ())
+        if last[op.id]:
+            for value in (*op.operands, *op.results):
+                seen[value] = 1
+    return found
+
+
+def fused_bits(op: Op, held: bytearray, read: Sequence[int] = ()) -> int:
+    """`Op.fused` of an op; `read` are operands that are in its fusion already."""
     bits, bit = 0, 1
     for value in op.operands:
-        if not held[value]:
+        if not held[value] or value in read:
             bits |= bit
         bit <<= 1
     for value in op.results:

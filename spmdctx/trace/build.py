@@ -14,7 +14,7 @@ import jax.extend.core as jexc
 from spmdctx.ir import LITERAL, Graph, Mark, Op, OpRule, Role, Value
 from spmdctx.rules import rule_for
 from spmdctx.rules.flops import op_flops
-from spmdctx.rules.fusion import fused_bits, in_memory
+from spmdctx.rules.fusion import fused_bits, in_memory, read_before
 from spmdctx.trace import bodies
 from spmdctx.trace.origins import LazyOrigins, Place
 from spmdctx.trace.program import ManualRegion, Program, UserPin
@@ -185,7 +185,7 @@ class Builder:
             op_of_site[site] = number
         ops = [Op(number, *self.ops[site][1:]) if site != number else self.ops[site] for number, site in enumerate(alive)]
         held = in_memory(self.values, ops, (*inputs, *outputs))
-        ops = [Op(*op[:8], fused_bits(op, held)) for op in ops]
+        ops = [Op(*op[:8], fused_bits(op, held, read)) for op, read in zip(ops, read_before(self.values, ops), strict=True)]
         origins = LazyOrigins(self.places, self.prefixes).select(alive)
         graph = Graph(
             values=tuple(self.values),

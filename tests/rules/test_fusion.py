@@ -64,3 +64,19 @@ def test_what_a_comparison_makes_is_kept_for_several_readers():
 
     program = trace(jax.grad(loss, argnums=(0, 1)), X, W)
     assert held(program, "scatter-add") == [True]
+
+
+def test_an_update_reads_each_tensor_once():
+    def step(w, m, g):
+        moment = m + g
+        return w - g * moment, moment
+
+    program = trace(step, W, W, W)
+    (add,), (mul,), (sub,) = (ops(program, name) for name in ("add", "mul", "sub"))
+    assert [op.fused & 0b11 for op in (add, mul, sub)] == [0b00, 0b11, 0b10]
+
+
+def test_what_a_product_stands_between_is_read_again():
+    program = trace(lambda x, w: x + jnp.exp(x) @ w, X, W)
+    assert ops(program, "exp")[0].fused & 1 == 0
+    assert ops(program, "add")[0].fused & 1 == 0
