@@ -228,3 +228,9 @@ def test_a_plan_that_was_not_searched_for_memory_is_refused_over_the_budget(devi
 def test_data_parallel_over_the_budget_is_noted():
     found = plan(step, PARAMETERS, X, parallel_mode="data_parallel", memory_bytes=1000)
     assert any("memory_bytes=1000" in note for note in found.plan.notes)
+
+
+def test_an_argmax_over_a_split_dimension_is_searched_with_the_price_it_is_billed_at():
+    found = plan(lambda x: jnp.argmax(jnp.tanh(x), axis=-1), jnp.ones((7, 1 << 16)), search_mode="dynamic_programming", mesh=MESH).plan
+    assert [row.kind for row in found.collectives] == ["all_gather", "all_gather"]
+    assert found.gap == 0.0

@@ -158,7 +158,7 @@ class _Builder:
         self, place: int, unreduced_in: int, natural: tuple[int, ...], partial: tuple[str, ...], compute_s: float, hands_on: bool
     ) -> None:
         payloads = [self._payload(position, number) for position, number in enumerate(natural)]
-        reduced_s = sum(collective_time_s("all_reduce", payload, partial, self._mesh, self._topology) for payload in payloads)
+        reduced_s = sum(self._all_reduce_s(position, payload, partial) for position, payload in enumerate(payloads))
         self._found.append(_State(place, unreduced_in, natural, 0, compute_s + self._exposed * reduced_s))
         if len(natural) != 1 or self._op.rule.combiner != "add":
             return
@@ -172,6 +172,15 @@ class _Builder:
                 left = payloads[0] // self._mesh.num_slices(scattered)
                 seconds += collective_time_s("all_reduce", left, rest, self._mesh, self._topology)
             self._found.append(_State(place, unreduced_in, (stored,), 0, compute_s + self._exposed * seconds))
+
+    def _all_reduce_s(self, position: int, payload: int, partial: tuple[str, ...]) -> float:
+        """Seconds to reduce a result in place; of an argmax XLA gathers every device's best value and its index."""
+        if self._op.rule.combiner not in ("argmax", "argmin"):
+            return collective_time_s("all_reduce", payload, partial, self._mesh, self._topology)
+        dtypes = [self._graph.values[value].dtype for value in (self._op.operands[0], self._op.results[position])]
+        candidates = payload // item_bytes(dtypes[1]) * self._mesh.num_slices(partial)
+        gathered = [candidates * item_bytes(dtype) for dtype in dtypes]
+        return sum(collective_time_s("all_gather", num_bytes, partial, self._mesh, self._topology) for num_bytes in gathered)
 
     def _scatters(self, natural: int, partial: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Shardings that a reduce_scatter can leave a result in, and the axes it scatters over."""
