@@ -160,14 +160,16 @@ class Space:
         time_s = compute_time_s(self.graph, op, axes, self.mesh, self.topology)
         for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):
             if value != LITERAL and not (free and free[position]):
-                time_s += self.reshard_s(value, shardings[position], project(dims, axes)) * read_repeats(self.graph, op) / op.repeats
+                time_s += (
+                    self.reshard_s(value, shardings[position], project(dims, axes)) * read_repeats(self.graph, op) / max(1, op.repeats)
+                )
         partial = partial_axes(rule, axes)
         for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True), len(op.operands)):
             natural = project(dims, axes)
             if partial:
                 time_s += self._reduction_time_s(op, value, natural, shardings[position], partial)
             else:
-                time_s += self.reshard_s(value, natural, shardings[position]) * made_repeats(self.graph, op) / op.repeats
+                time_s += self.reshard_s(value, natural, shardings[position]) * made_repeats(self.graph, op) / max(1, op.repeats)
         return time_s
 
     def reshard_s(self, value: int, source: TensorSharding, target: TensorSharding) -> float:
