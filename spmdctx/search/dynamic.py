@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spmdctx.cost.topology import Topology
+from spmdctx.errors import StrategyError
 from spmdctx.ir import Assignment, Graph
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits
@@ -33,6 +34,7 @@ from spmdctx.search.tables import Tables
 MODE = "dynamic_programming"
 _BUDGET_ROUNDS = 12
 _EQUAL = 1e-6
+_LAST_EFFORT = 5
 SMALL_PROGRAM = 100
 """Ops up to which meshes of three axes are tried unasked."""
 
@@ -218,9 +220,13 @@ class Searcher:
         return self._found(setup, tables, solution)
 
     def _solve(self, problem: Problem, cutoff: float) -> Solution:
-        solution = solve(problem, tolerance=self._options.limits.tolerance, cutoff=cutoff * (1 - _EQUAL))
-        # Everything whole is always possible, unless pins contradict each other, and then they are resharded.
-        assert not isinstance(solution, Infeasible)
+        tolerance = self._options.limits.tolerance
+        solution = solve(problem, tolerance=tolerance, cutoff=cutoff * (1 - _EQUAL))
+        if isinstance(solution, Infeasible):
+            # Everything whole is always possible; only pins and limits of the search can make that hard to see.
+            solution = solve(problem, effort=_LAST_EFFORT, tolerance=tolerance)
+        if isinstance(solution, Infeasible):
+            raise StrategyError("The search found no way to keep all pins and algo parameters.", fix="leave some of them out")
         return solution
 
     def _tables(self, setup: Setup) -> Tables:

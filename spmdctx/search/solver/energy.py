@@ -152,8 +152,8 @@ class _Shells:
         return np.inf if self.best is None else self.best.cost - self.core.base - self.bound
 
     def _is_cut(self) -> bool:
-        """Whether nothing is here that the caller does not have already."""
-        return self.bound + self.core.base >= self.search.cutoff
+        """Whether nothing is here that the caller does not have already; he gets some choice of states all the same."""
+        return self.best is not None and self.bound + self.core.base >= self.search.cutoff
 
     def _is_proven(self) -> bool:
         scale = 0.0 if self.best is None else abs(self.best.cost)

@@ -45,3 +45,25 @@ def test_ties_go_to_the_lowest_state():
 
 def test_a_problem_of_no_nodes_costs_nothing():
     assert solve(Problem((), ())).cost == 0.0
+
+
+def planted(seed):
+    """Eight nodes, all pairs of them with mostly forbidden pairs of states; one choice of states is allowed for sure."""
+    random = np.random.default_rng(seed)
+    choice = random.integers(5, size=8)
+    edges = []
+    for left in range(8):
+        for right in range(left):
+            table = np.where(random.random((5, 5)) < 0.45, np.inf, random.random((5, 5)))
+            table[choice[left], choice[right]] = random.random()
+            edges.append(Edge(left, right, table))
+    return Problem(tuple(random.random(5) for _ in range(8)), tuple(edges))
+
+
+def test_a_search_that_is_cut_short_still_has_states_and_a_bound(monkeypatch):
+    monkeypatch.setattr("spmdctx.search.solver.energy.DIRECT_WORK", 0)
+    for seed in range(20):
+        best, cut = (solve(planted(seed), cutoff=cutoff) for cutoff in (np.inf, -np.inf))
+        assert isinstance(cut, Solution), seed
+        assert np.isfinite(cut.cost)
+        assert cut.lower_bound <= best.cost * (1 + 1e-12)
