@@ -267,7 +267,8 @@ class Searcher:
             least = least_peak(limited)
             if least.bytes > limit:
                 return Shortfall(least.time, least.bytes, least.bytes, fastest)
-            solution = solve(limited, tolerance=self._options.limits.tolerance)
+            # What nobody asked for is not worth a proof to the last digit.
+            solution = solve(limited, effort=1 if self._options.is_soft else 2, tolerance=self._options.limits.tolerance)
             if isinstance(solution, Infeasible):
                 spare = budget - limit
                 return Shortfall(solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
