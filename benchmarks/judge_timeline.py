@@ -13,18 +13,13 @@ from typing import NamedTuple
 
 from benchmarks.judge_links import Slice, collective_s
 from benchmarks.judge_work import Work, full_size, hbm_size, work_of
+from spmdctx.audit.collectives import KINDS as HLO_KINDS
 from spmdctx.audit.groups import read_groups
 from spmdctx.audit.hlo import Computation, Instruction, Module
 from spmdctx.audit.loops import trip_count
+from spmdctx.ir import COLLECTIVE_KINDS
 
-KINDS = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "collective_permute",
-}
+KINDS = {opcode: kind for opcode, kind in HLO_KINDS.items() if kind in COLLECTIVE_KINDS}
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 _COPIES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")

@@ -17,8 +17,8 @@ from spmdctx.errors import PlanError
 from spmdctx.models import UNSPLIT, DecoderConfig, Split, abstract_program, preset
 from spmdctx.models.strategy_files import context_text, read_strategy, strategy_text
 from spmdctx.plan.file import plan_json
-from spmdctx.plan.library import Library, Row, read_library
 from spmdctx.plan.plan import Plan
+from spmdctx.plan.shipped import Library, Row, read_library
 
 PLAN_SUFFIX = ".json"
 

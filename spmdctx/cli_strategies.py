@@ -12,8 +12,8 @@ from spmdctx.cli_output import Output
 from spmdctx.context_options import SEARCH_MODES
 from spmdctx.errors import InfeasibleError, PlanError
 from spmdctx.plan.diff import PlanDiff
-from spmdctx.plan.library import ROWS_FILE, Library, Row, read_library
 from spmdctx.plan.plan import Plan
+from spmdctx.plan.shipped import ROWS_FILE, Library, Row, read_library
 
 
 class FileState(NamedTuple):

@@ -12,7 +12,7 @@ from spmdctx.cli import main
 from spmdctx.cli_library import searched_text
 from spmdctx.errors import InfeasibleError
 from spmdctx.plan import Plan
-from spmdctx.plan.library import Library, Row, read_library
+from spmdctx.plan.shipped import Library, Row, read_library
 
 TABLE = """
 program: {scan_layers: true, remat: false, dtype: float32}

@@ -14,7 +14,7 @@ from spmdctx.audit.provenance import source as find_source
 from spmdctx.ir import AxisNames
 from spmdctx.mesh import LogicalMesh
 
-_KINDS = {
+KINDS = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
@@ -23,6 +23,8 @@ _KINDS = {
     "collective-permute": "collective_permute",
     "collective-broadcast": "collective_broadcast",
 }
+"""Our kind of each of HLO's collectives."""
+
 _CALLS = {"fusion": "calls", "call": "to_apply", "async-start": "calls", "custom-call": "called_computations"}
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
@@ -105,7 +107,7 @@ class _Walk:
                 for one in self.visit(called, fused if opcode == "fusion" else set()):
                     yield one if one.source else replace(one, source=source)
         else:
-            kind = _KINDS.get(opcode.removesuffix("-start"))
+            kind = KINDS.get(opcode.removesuffix("-start"))
             if kind is not None and not _is_repeated(instruction, fused):
                 yield from self.read(kind, place)
 

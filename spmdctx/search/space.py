@@ -67,7 +67,6 @@ class Space:
         self._numbers: dict[TensorSharding, int] = {}
         self._splittable: dict[int, tuple[bool, ...]] = {}
         self._choices: dict[tuple[int, ...], Choice] = {}
-        self._priced: dict[tuple[tuple[int, ...], FactorAxes], Choice] = {}
         self.slot_of = _union(len(graph.values), graph.ties)
         self.loose_slots = frozenset(self.slot_of[value] for value in loose)
         slots = [*self.slot_of, NO_SLOT]
@@ -81,7 +80,7 @@ class Space:
     def on(self, mesh: LogicalMesh) -> Space:
         """The same graph on another mesh."""
         other = copy(self)
-        other.mesh, other.shardings, other._numbers, other._choices, other._priced = mesh, [], {}, {}, {}
+        other.mesh, other.shardings, other._numbers, other._choices = mesh, [], {}, {}
         other.whole = [*(other.number(replicated(len(shape))) for shape in self.shapes), NO_SLOT]
         return other
 
@@ -131,16 +130,6 @@ class Space:
         if known is None:
             shardings = [self.shardings[number] if number != NO_SLOT else () for number in key[1:]]
             known = self._choices[key] = self._cheapest(self.graph.ops[index], shardings, self.kinds[key[0]].free)
-        return known
-
-    def price_of(self, index: int, axes: FactorAxes, state: list[int]) -> Choice:
-        """An op with given axes in a state."""
-        key = self.key(index, state)
-        known = self._priced.get((key, axes))
-        if known is None:
-            shardings = [self.shardings[number] if number != NO_SLOT else () for number in key[1:]]
-            time_s = self._price(self.graph.ops[index], axes, shardings, self.kinds[key[0]].free)
-            known = self._priced[key, axes] = Choice(axes, time_s, OpSharding(axes))
         return known
 
     def _cheapest(self, op: Op, shardings: list[TensorSharding], free: tuple[bool, ...]) -> Choice:

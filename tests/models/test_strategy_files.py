@@ -20,7 +20,7 @@ from spmdctx.context import load_config
 from spmdctx.errors import PlanFormatError
 from spmdctx.models import Decoder, DecoderConfig, Split, abstract_program, preset
 from spmdctx.models.strategy_files import read_strategy, strategy_text
-from spmdctx.plan.library import Row, read_library
+from spmdctx.plan.shipped import Row, read_library
 
 LIBRARY = read_library()
 HAND = [(row, degrees) for row in LIBRARY.rows for degrees in row.hand]

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from spmdctx.errors import PlanError, PlanFormatError
-from spmdctx.plan import library
-from spmdctx.plan.library import read_library, strategies_folder
+from spmdctx.plan import shipped
+from spmdctx.plan.shipped import read_library, strategies_folder
 
 ROOT = Path(__file__).parents[2]
 TABLE = "program: {}\nsearch_mode: dynamic_programming\ntopology: tpu-v5p\nmax_device_memory: 88GB\nrows:\n"
-ASK = "from spmdctx.plan.library import strategies_folder; print(strategies_folder())"
+ASK = "from spmdctx.plan.shipped import strategies_folder; print(strategies_folder())"
 
 
 def test_a_checkout_has_its_library_beside_the_package():
@@ -57,7 +57,7 @@ def _asked(*path):
 
 
 def test_an_installation_without_the_library_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "_PLACES", (tmp_path / "one", tmp_path / "two"))
+    monkeypatch.setattr(shipped, "_PLACES", (tmp_path / "one", tmp_path / "two"))
     with pytest.raises(PlanError, match="not installed"):
         strategies_folder()
 
