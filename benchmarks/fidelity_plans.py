@@ -106,14 +106,14 @@ def _program(model: str, split: str, data: int, slices: int) -> tuple[Callable[.
 
         kind = {"none": "none", "strategies": "megatron", "pins": "pins"}[split]
         config = DecoderConfig(**LLAMA, dtype="bfloat16", remat=True)
-        own = Split(kind, data, slices)  # type: ignore[arg-type]
+        own = Split(kind, data, slices)  # type: ignore[arg-type]  # the kinds come from a table of names
         _, (decoder, optimizer, batch) = abstract_program(config, 16, split=own)
         step, state = pure_step(decoder, optimizer)
         return step, (state, batch)
     from benchmarks.judge_models import zoo_program
     from tests.zoo.case import Split as ZooSplit
 
-    return zoo_program(model, ZooSplit(split, data, slices))  # type: ignore[arg-type]
+    return zoo_program(model, ZooSplit(split, data, slices))  # type: ignore[arg-type]  # the kinds come from a table of names
 
 
 def name_of(job: Job) -> str:

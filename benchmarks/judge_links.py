@@ -46,7 +46,7 @@ class Slice:
 
 def slice_of(topology: str, devices: Sequence[object]) -> Slice:
     """The slice that `topology` ("v5p:2x2x2") names, its devices in the program's order."""
-    rows = [tuple(device.coords) for device in devices]  # type: ignore[attr-defined]
+    rows = [tuple(device.coords) for device in devices]  # type: ignore[attr-defined]  # TPU devices have it; jax.Device does not say so
     return Slice(topology.split(":")[0], np.array(rows, dtype=np.int64))
 
 

@@ -54,7 +54,7 @@ def _row(cell: Cell) -> dict[str, object]:
         row = {"cell": str(cell), "equal": False, "difference": None, "split": 0.0, "split_ok": False, "audit": False, "causes": [cause]}
     row["seconds"] = round(time.perf_counter() - start, 1)
     difference = "error" if row["difference"] is None else f"{row['difference']:.1e}"
-    causes = "; ".join(map(str, row["causes"]))  # type: ignore[arg-type]
+    causes = "; ".join(map(str, row["causes"]))  # type: ignore[arg-type]  # a row read from JSON
     print(f"{cell!s:<62} {difference:<9} {row['split']:<6.3f} {'ok' if row['audit'] else 'NO':<6} {row['seconds']:<8} {causes}", flush=True)
     jax.clear_caches()
     return row

@@ -75,7 +75,7 @@ def _program(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     from spmdctx.models import DecoderConfig, Split, abstract_program, pure_step
 
     kinds = {"megatron": "megatron", "pins": "pins"}
-    split = Split(kinds.get(job["plan"], "none"), *MESH)  # type: ignore[arg-type]
+    split = Split(kinds.get(job["plan"], "none"), *MESH)  # type: ignore[arg-type]  # the kinds come from a table of names
     config = DecoderConfig(**LLAMA, **job["sizes"], dtype="bfloat16")
     _, (decoder, optimizer, batch) = abstract_program(config, job["batch"], split=split)
     step, state = pure_step(decoder, optimizer)

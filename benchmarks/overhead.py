@@ -79,7 +79,7 @@ def pytree_pair() -> tuple[Advance, Advance, int]:
 
         def advance() -> None:
             nonlocal carried
-            *carried, value = run(*carried, batch)  # type: ignore[assignment]
+            *carried, value = run(*carried, batch)  # type: ignore[assignment]  # the step's results are untyped pytrees
             value.block_until_ready()
 
         return advance

@@ -209,7 +209,7 @@ class ContextLayer:
                 with self:
                     return await function(*args, **kwargs)
 
-            return awaited  # type: ignore[return-value]
+            return awaited  # type: ignore[return-value]  # what functools and inspect put on functions has no type
 
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +217,7 @@ class ContextLayer:
                 return function(*args, **kwargs)
 
         _decorated[called] = function, self._options
-        return called  # type: ignore[return-value]
+        return called  # type: ignore[return-value]  # what functools and inspect put on functions has no type
 
 
 _decorated: WeakKeyDictionary[Callable[..., Any], tuple[Callable[..., Any], dict[str, Any]]] = WeakKeyDictionary()

@@ -45,7 +45,7 @@ def direct_call(
     if keywords.num_leaves:
         return None
     expected, wide = signature(avals), x64_is_on()
-    flat = program.jitted.__wrapped__  # type: ignore[attr-defined]
+    flat = program.jitted.__wrapped__  # type: ignore[attr-defined]  # a jitted function has it; its type does not say so
 
     def step(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, {}))

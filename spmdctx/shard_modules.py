@@ -56,7 +56,7 @@ def shard_linen(module: linen.Module, strategies: Strategies) -> linen.Module:
     sharded: Any = module.clone() if alone else copy.copy(module)
     base: Any = type(module)
     object.__setattr__(sharded, "__class__", _linen_subclass(base, strategies))
-    return sharded  # type: ignore[no-any-return]
+    return sharded  # type: ignore[no-any-return]  # the module's own class, made at run time
 
 
 @functools.cache

@@ -58,7 +58,7 @@ class ParallelStep:
         fn, below = beneath_layers(fn)
         options = {**below, **options}
         self._options: StepOptions = step_options(options)
-        self._target = target_of(fn, **self._options.arguments)  # type: ignore[arg-type]
+        self._target = target_of(fn, **self._options.arguments)  # type: ignore[arg-type]  # the checks of step_options have narrowed it
         self._given = (fn, dict(options))
         self._entries: dict[Any, list[Entry]] = {}
         self._last: _Last | None = None

@@ -30,7 +30,7 @@ class LoraLinear(nnx.Linear):
         self.lora_b = nnx.LoRAParam(jnp.zeros((lora.rank, outputs), param_dtype))
         self.scale = lora.alpha / lora.rank
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:  # type: ignore[override]
+    def __call__(self, inputs: jax.Array) -> jax.Array:  # type: ignore[override]  # narrower than nnx.Module's open signature
         """[..., inputs] to [..., outputs]."""
         dtype = self.dtype or inputs.dtype
         inputs = inputs.astype(dtype)
@@ -42,7 +42,7 @@ class LoraLinear(nnx.Linear):
 class UnitHead(nnx.Linear):
     """An output layer whose columns, one per token, are scaled to length 1."""
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:  # type: ignore[override]
+    def __call__(self, inputs: jax.Array) -> jax.Array:  # type: ignore[override]  # narrower than nnx.Module's open signature
         """[batch, seq, width] to [batch, seq, vocab_size]."""
         kernel = self.kernel[...]
         wide = kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32))

@@ -145,7 +145,7 @@ class OpTable(Sequence[PlannedOp]):
             and all(left == right for left, right in zip(self.origins, other.origins, strict=True))
         )
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # equal by content, and too large to hash
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Amounts:
         """Usage of each node in its present state."""
         amounts = np.zeros(len(self.of))
         for node in self.live:
-            amounts[node] = self.of[node][states[node]]  # type: ignore[index]
+            amounts[node] = self.of[node][states[node]]  # type: ignore[index]  # limited to nodes that have usages
         return amounts
 
     def usage(self, states: Sequence[int]) -> FloatArray:
