@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -54,6 +55,8 @@ class Topology:
         scratch_bytes: Memory on the chip that the compiler keeps small, short-lived tensors in.
         gather_overlap: Largest share of a weight gather's time that hides behind matrix products.
         reduction_overlap: The same of a gradient reduction.
+        combines_reductions: Whether the compiler makes one collective of many reductions of gradients, so that none pays a latency
+            of its own (XLA on TPU and GPU: 33 all_reduces of a ViT step become 2, 14 reduce_scatters 3; all_gathers stay as they are).
         source: Where the figures were published.
     """
 
@@ -79,6 +82,7 @@ class Topology:
     scratch_bytes: int = 0
     gather_overlap: float = 0.0
     reduction_overlap: float = 0.0
+    combines_reductions: bool = True
     source: str = "user"
 
     def __post_init__(self) -> None:
@@ -227,9 +231,16 @@ PRESETS: dict[str, Topology] = {
         network_bytes_per_s=1.25e9,
         network_latency_s=50e-6,
         merges_partial_sums=False,
+        combines_reductions=False,
         source="nominal figures for virtual CPU devices, not a machine",
     ),
 }
+
+
+@lru_cache(maxsize=64)
+def without_latency(machine: Topology) -> Topology:
+    """The machine as a collective meets it that is combined with others."""
+    return replace(machine, latency_s=0.0, network_latency_s=0.0)
 
 
 def topology(name: str | os.PathLike[str] | Topology) -> Topology:

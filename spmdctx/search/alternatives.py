@@ -19,7 +19,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from spmdctx.cost.collectives import collective_time_s
+from spmdctx.cost.collectives import collective_price
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, OpSharding, TensorSharding
 from spmdctx.mesh import LogicalMesh, divides
@@ -43,7 +43,17 @@ Force = Callable[[Mapping[int, TensorSharding], Mapping[int, FactorAxes]], Assig
 
 _T = TypeVar("_T")
 
-_Row = tuple[str, AxisNames, int, float]
+
+class _Row(NamedTuple):
+    """A collective, its seconds, and the share of them that hides."""
+
+    kind: str
+    axes: AxisNames
+    payload_bytes: int
+    time_s: float
+    share: float
+
+
 """Kind, axes and bytes of a collective, and the share of it that hides behind compute."""
 
 _Option = tuple[dict[int, TensorSharding], FactorAxes | None]
@@ -222,16 +232,17 @@ class PricedAlternatives:
         rows = _difference(its, mine)
         compute_s = its.compute_s - mine.compute_s
 
+        def later_s(row: _Row, machine: Topology) -> float:
+            prices = [collective_price(row.kind, row.axes, self.mesh, one) for one in (self.topology, machine)]
+            return row.time_s + row.payload_bytes * (prices[1].s_per_byte - prices[0].s_per_byte)
+
         def delta_s(scale: float) -> float:
             machine = replace(
                 self.topology,
                 link_bytes_per_s=self.topology.link_bytes_per_s * scale,
                 network_bytes_per_s=self.topology.network_bytes_per_s * scale,
             )
-            return compute_s + sum(
-                count * (1 - share) * collective_time_s(kind, payload, axes, self.mesh, machine)
-                for (kind, axes, payload, share), count in rows
-            )
+            return compute_s + sum(count * (1 - row.share) * later_s(row, machine) for row, count in rows)
 
         for scales in (BANDWIDTH_SCALES[6::-1], BANDWIDTH_SCALES[6:]):
             flipped = next((scale for scale in scales[1:] if delta_s(scale) < 0), None)
@@ -310,7 +321,7 @@ def _difference(its: Bill, mine: Bill) -> list[tuple[_Row, int]]:
     counts: Counter[_Row] = Counter()
     for bill, sign in ((its, 1), (mine, -1)):
         for row, share in zip(bill.collectives, bill.shares, strict=True):
-            counts[row.kind, row.axes, row.payload_bytes, share] += sign * row.repeats
+            counts[_Row(row.kind, row.axes, row.payload_bytes, row.time_s, share)] += sign * row.repeats
     return [(key, count) for key, count in counts.items() if count]
 
 

@@ -261,24 +261,39 @@ class Searcher:
         if self._memory is None:
             self._memory = step_memory(self._step.graph, self._step.scopes, self._step.donated)
         # As much of the small and short-lived may be on the chip.
-        limit, bound = float(budget + self._topology.scratch_bytes), None
+        limit = high = float(budget + self._topology.scratch_bytes)
+        low, bound, nearest = 0.0, None, Peak(0, 0)
         for _ in range(_BUDGET_ROUNDS):
             limited = with_memory(tables, problem, self._memory, limit)
-            least = least_peak(limited)
-            if least.bytes > limit:
-                return Shortfall(least.time, least.bytes, least.bytes, fastest)
-            # What nobody asked for is not worth a proof to the last digit.
-            solution = solve(limited, effort=1 if self._options.is_soft else 2, tolerance=self._options.limits.tolerance)
-            if isinstance(solution, Infeasible):
-                spare = budget - limit
-                return Shortfall(solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
+            solution = self._limited(limited, budget - limit, fastest)
+            if isinstance(solution, Shortfall):
+                if bound is None:
+                    return solution
+                # Too much was taken off for the copies of a plan that makes many.
+                low, limit = limit, (limit + high) / 2
+                continue
             bound = solution.lower_bound if bound is None else bound
             found = self._found(fastest.setup, tables, solution)._replace(lower_bound_s=bound)
             peak = self._peak(found)
             if peak.bytes <= budget:
                 return found
-            limit = budget - (peak.bytes - counted_bytes(limited, solution.states))
-        return Shortfall(peak.time, peak.bytes, peak.bytes, fastest)
+            nearest = peak if not nearest.bytes or peak.bytes < nearest.bytes else nearest
+            high = counted_bytes(limited, solution.states)
+            limit = budget - (peak.bytes - high)
+            limit = limit if limit > low else (low + high) / 2
+        return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest)
+
+    def _limited(self, limited: Problem, spare: float, fastest: Found) -> Solution | Shortfall:
+        """The best choice of states in the problem's budget, which is by `spare` smaller than the user's."""
+        assert limited.memory is not None
+        least = least_peak(limited)
+        if least.bytes > limited.memory.limit:
+            return Shortfall(least.time, int(least.bytes + spare), int(least.bytes + spare), fastest)
+        # What nobody asked for is not worth a proof to the last digit.
+        solution = solve(limited, effort=1 if self._options.is_soft else 2, tolerance=self._options.limits.tolerance)
+        if isinstance(solution, Infeasible):
+            return Shortfall(solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
+        return solution
 
     def _peak(self, found: Found) -> Peak:
         """The op at which most bytes are alive, copies and all."""

@@ -277,13 +277,14 @@ class _Evaluator:
         if op.rule.combiner in ("argmax", "argmin"):
             yield partial.natural, candidates_gather_s(self.graph, op, value, payload, partial.axes, self.mesh, self.topology)
             return
+        machine = self.sides.reduction_machine(value, self.topology)
         for after, scattered, reduced in reductions(op, known.shape, partial.natural, partial.axes, self.mesh):
-            seconds = self._collective("reduce_scatter", payload, scattered)
+            seconds = self._collective("reduce_scatter", payload, scattered, machine)
             left = payload // self.mesh.num_slices(scattered)
-            yield after, seconds + self._collective("all_reduce", left, reduced)
+            yield after, seconds + self._collective("all_reduce", left, reduced, machine)
 
-    def _collective(self, kind: str, payload: int, axes: AxisNames) -> float:
-        return collective_time_s(kind, payload, axes, self.mesh, self.topology) if axes else 0.0
+    def _collective(self, kind: str, payload: int, axes: AxisNames, machine: Topology) -> float:
+        return collective_time_s(kind, payload, axes, self.mesh, machine) if axes else 0.0
 
     def _read(self, value: int, source: TensorSharding) -> float:
         """Seconds in which all readers of a value get it from `source`."""

@@ -309,10 +309,11 @@ class _Everything:
         if op.rule.combiner in ("argmax", "argmin"):
             yield natural, candidates_gather_s(self.graph, op, value, payload, partial, mesh, topology) * exposed
             return
+        machine = self.sides.reduction_machine(value, topology)
         for after, scattered, reduced in reductions(op, known.shape, natural, partial, mesh):
-            seconds = collective_time_s("reduce_scatter", payload, scattered, mesh, topology) if scattered else 0.0
+            seconds = collective_time_s("reduce_scatter", payload, scattered, mesh, machine) if scattered else 0.0
             left = payload // mesh.num_slices(scattered)
-            seconds += collective_time_s("all_reduce", left, reduced, mesh, topology) if reduced else 0.0
+            seconds += collective_time_s("all_reduce", left, reduced, mesh, machine) if reduced else 0.0
             yield after, seconds * exposed
 
     def _add_following(self, op: Op) -> None:

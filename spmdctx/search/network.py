@@ -54,14 +54,14 @@ class Load(NamedTuple):
 class Node(NamedTuple):
     """A node: its sort ("op", "slot" or "use"), the op or value that stands for its class, and how often it is executed.
 
-    `hidden` is the share of an op's reductions that hides behind compute.
+    A `terminal` op's results reach no matrix product (overlap.Sides).
     """
 
     sort: str
     member: int
     weight: int
     joins: Joins = PLAIN
-    hidden: float = 0.0
+    terminal: bool = False
 
 
 @dataclass
@@ -95,17 +95,17 @@ def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int
     """
     joins = _joins(space, slot_marks)
     found = sides(space.graph)
-    hidden = [found.reduction_share(op.results[0], space.topology) if op.results else 0.0 for op in space.graph.ops]
+    terminal = [bool(op.results) and bool(found.terminal[op.results[0]]) for op in space.graph.ops]
     op_marks = [
-        4 * (share > 0) + (3 if index in forced else own.takes + 2 * own.hands_on)
-        for index, (own, share) in enumerate(zip(joins, hidden, strict=True))
+        4 * last + (3 if index in forced else own.takes + 2 * own.hands_on)
+        for index, (own, last) in enumerate(zip(joins, terminal, strict=True))
     ]
     folded = fold(space, op_marks, slot_marks, found.terminal)
     network = Network(space, folded, scopes)
     ops = space.graph.ops
     for members in folded.op_members:
         first = members[0]
-        network.nodes.append(Node("op", first, sum([ops[member].repeats for member in members]), joins[first], hidden[first]))
+        network.nodes.append(Node("op", first, sum([ops[member].repeats for member in members]), joins[first], terminal[first]))
     for slot_class, standalone in enumerate(_standalone(space, folded, slot_marks)):
         if standalone:
             network.fixed_slots.add(slot_class)

@@ -1,15 +1,15 @@
 """Which communication can hide behind matrix products: gathers of weights, and reductions of gradients.
 
 A weight value comes from parameters alone through no matrix product, so it can be gathered before its product's turn comes. A
-terminal value reaches no matrix product, so its reduction can run while the products of earlier layers' gradients do.
-`Topology.gather_overlap` and `.reduction_overlap` say how much of such a collective's time hides at most.
+terminal value reaches no matrix product, so its reduction can run while the products of earlier layers' gradients do, and can be
+combined with others. `Topology.gather_overlap` and `.reduction_overlap` say how much of such a collective's time hides at most.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from spmdctx.cost.topology import Topology
+from spmdctx.cost.topology import Topology, without_latency
 from spmdctx.ir import LITERAL, Graph, Role
 
 MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "shard_map"})
@@ -26,6 +26,10 @@ class Sides(NamedTuple):
     weights: bytearray
     terminal: bytearray
 
+    def reduction_machine(self, value: int, topology: Topology) -> Topology:
+        """The machine by which a reduction of the value's partial results is priced."""
+        return reduction_machine(bool(self.terminal[value]), topology)
+
     def gather_share(self, value: int, topology: Topology) -> float:
         """Largest share of a reshard of the value that can hide."""
         return topology.gather_overlap if self.weights[value] else 0.0
@@ -33,6 +37,11 @@ class Sides(NamedTuple):
     def reduction_share(self, value: int, topology: Topology) -> float:
         """Largest share of a reduction of the value's partial results that can hide."""
         return topology.reduction_overlap if self.terminal[value] else 0.0
+
+
+def reduction_machine(is_terminal: bool, topology: Topology) -> Topology:
+    """Reductions of terminal values are combined where the compiler does so: they pay no latency of their own."""
+    return without_latency(topology) if is_terminal and topology.combines_reductions else topology
 
 
 def sides(graph: Graph) -> Sides:

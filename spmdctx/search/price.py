@@ -108,6 +108,8 @@ class _Biller:
         self.graph, self.loose, self.assignment, self.mesh, self.topology = graph, loose, assignment, mesh, topology
         self.bill = Bill()
         self.shares: list[float] = []
+        # The machine by which each collective was priced.
+        self._machines: list[Topology] = []
         self._sides = sides(graph)
         self._needs: dict[tuple[object, ...], _Need] = {}
         self._done: set[tuple[object, ...]] = set()
@@ -161,7 +163,7 @@ class _Biller:
         for place, axes in self._sums.slices():
             row = rows[place]
             if axes and set(axes) == set(row.axes):
-                time_s = collective_time_s("reduce_scatter", row.payload_bytes, axes, self.mesh, self.topology)
+                time_s = collective_time_s("reduce_scatter", row.payload_bytes, axes, self.mesh, self._machines[place])
                 rows[place] = replace(row, kind="reduce_scatter", axes=axes, time_s=time_s)
         kept = [place for place in range(len(rows)) if place not in self._sums.joined]
         self.bill.collectives, self.shares = [rows[place] for place in kept], [self.shares[place] for place in kept]
@@ -191,12 +193,12 @@ class _Biller:
                 plan = reduction_plan(op, natural, stored, need.partial)
                 payload = self._bytes(value, natural)
                 cause = f"partial result of {op.primitive}"
-                share = self._sides.reduction_share(value, self.topology)
+                hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)
                 if plan.scattered:
-                    self._collect("reduce_scatter", plan.scattered, payload, op, cause, share)
+                    self._collect("reduce_scatter", plan.scattered, payload, op, cause, *hides)
                     payload //= self.mesh.num_slices(plan.scattered)
                 if plan.reduced:
-                    self._collect("all_reduce", plan.reduced, payload, op, cause, share)
+                    self._collect("all_reduce", plan.reduced, payload, op, cause, *hides)
                     # Rows outside of the table are masked after the reduction of a gather.
                     direct = op.primitive != "gather" or self.topology.sinks_slices
                     if self._sums and direct and not plan.scattered and plan.after == stored:
@@ -227,15 +229,27 @@ class _Biller:
             key = (scope, self._same[value], current, step.sharding)
             if step.kind != "slice" and key not in self._done:
                 cause = f"{role}: {known.path or 'value'} {format_sharding(current)} -> {format_sharding(step.sharding)}"
-                time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause, share, repeats)
+                time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause, share, repeats=repeats)
             self._done.add(key)
             if step.kind != "slice" and not (step.sharding == self.assignment.values[value] and self.copies.is_held(value)):
                 self.copies.make(op, key, self._bytes(value, step.sharding) // item_bytes(known.dtype) * size)
             current = step.sharding
         self.bill.moves.append(Moved(value, source, target, op.id, time_s))
 
-    def _collect(self, kind: str, axes: AxisNames, payload: int, op: Op, cause: str, share: float = 0.0, repeats: int = 0) -> float:
-        time_s, repeats = collective_time_s(kind, payload, axes, self.mesh, self.topology), repeats or op.repeats
+    def _collect(
+        self,
+        kind: str,
+        axes: AxisNames,
+        payload: int,
+        op: Op,
+        cause: str,
+        share: float = 0.0,
+        machine: Topology | None = None,
+        repeats: int = 0,
+    ) -> float:
+        machine, repeats = machine or self.topology, repeats or op.repeats
+        time_s = collective_time_s(kind, payload, axes, self.mesh, machine)
+        self._machines.append(machine)
         self.bill.collectives.append(Collective(kind, axes, payload, time_s, repeats, cause, self.graph.origins[op.id].source))
         self.shares.append(share)
         return time_s * repeats

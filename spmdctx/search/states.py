@@ -16,6 +16,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.domains import AxisCodes, axis_codes, domain
 from spmdctx.ir import LITERAL, FactorKind, Graph, Op, OpRule, item_bytes
 from spmdctx.mesh import LogicalMesh
+from spmdctx.search.overlap import reduction_machine
 from spmdctx.search.roofline import compute_time_s
 from spmdctx.search.solver.problem import FloatArray, IntArray
 from spmdctx.search.transfer import FactorAxes
@@ -106,9 +107,9 @@ def _legal_rows(rule: OpRule, rows: IntArray, codes: AxisCodes) -> IntArray:
     return rows[legal]
 
 
-def states_of(graph: Graph, op: Op, split: Split, joins: Joins, mesh: LogicalMesh, topology: Topology, hidden: float = 0.0) -> States:
-    """The states of an op for its splits; `hidden` is the share of its reductions that hides behind compute."""
-    builder = _Builder(graph, op, split, mesh, topology, 1.0 - hidden)
+def states_of(graph: Graph, op: Op, split: Split, joins: Joins, mesh: LogicalMesh, topology: Topology, is_terminal: bool = False) -> States:
+    """The states of an op for its splits; `is_terminal` where its results reach no matrix product."""
+    builder = _Builder(graph, op, split, mesh, topology, is_terminal)
     for place in range(len(split.rows)):
         builder.add(place, joins.hands_on)
     if joins.takes:
@@ -125,8 +126,9 @@ class _State(NamedTuple):
 
 
 class _Builder:
-    def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, exposed: float) -> None:
-        self._exposed = exposed
+    def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool) -> None:
+        self._exposed = 1.0 - topology.reduction_overlap if is_terminal else 1.0
+        self._reducing = reduction_machine(is_terminal, topology)
         self._graph, self._op, self._split, self._mesh, self._topology = graph, op, split, mesh, topology
         self._codes = axis_codes(mesh)
         self._results = [domain(mesh, graph.values[value].shape) for value in op.results]
@@ -166,17 +168,17 @@ class _Builder:
             bits = sum(1 << list(self._codes.names(-1)).index(name) for name in partial)
             self._found.append(_State(place, unreduced_in, natural, bits, compute_s))
         for stored, scattered in self._scatters(natural[0], partial):
-            seconds = collective_time_s("reduce_scatter", payloads[0], scattered, self._mesh, self._topology)
+            seconds = collective_time_s("reduce_scatter", payloads[0], scattered, self._mesh, self._reducing)
             rest = tuple(name for name in partial if name not in scattered)
             if rest:
                 left = payloads[0] // self._mesh.num_slices(scattered)
-                seconds += collective_time_s("all_reduce", left, rest, self._mesh, self._topology)
+                seconds += collective_time_s("all_reduce", left, rest, self._mesh, self._reducing)
             self._found.append(_State(place, unreduced_in, (stored,), 0, compute_s + self._exposed * seconds))
 
     def _all_reduce_s(self, position: int, payload: int, partial: tuple[str, ...]) -> float:
         """Seconds to reduce a result in place; of an argmax XLA gathers every device's best value and its index."""
         if self._op.rule.combiner not in ("argmax", "argmin"):
-            return collective_time_s("all_reduce", payload, partial, self._mesh, self._topology)
+            return collective_time_s("all_reduce", payload, partial, self._mesh, self._reducing)
         dtypes = [self._graph.values[value].dtype for value in (self._op.operands[0], self._op.results[position])]
         candidates = payload // item_bytes(dtypes[1]) * self._mesh.num_slices(partial)
         gathered = [candidates * item_bytes(dtype) for dtype in dtypes]

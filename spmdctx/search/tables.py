@@ -90,14 +90,14 @@ class Tables:
         forced = self.forced.get(op.id)
         # The kind of an op says nothing of its operands' types, on which its bytes depend.
         dtypes = tuple([space.graph.values[value].dtype for value in op.operands if value != LITERAL])
-        key = (space.kind_of[op.id], tuple(shapes), dtypes, op.flops, forced, node.joins, node.hidden)
+        key = (space.kind_of[op.id], tuple(shapes), dtypes, op.flops, forced, node.joins, node.terminal)
         known = self._memo.get(key)
         if known is None:
             if forced is None:
                 split = self._allowed(op, split_of_rule(op, shapes, space.splittable(op.rule), space.mesh))
             else:
                 split = split_of_axes(op, shapes, forced, space.mesh)
-            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology, node.hidden)
+            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology, node.terminal)
             if forced is None and self._limits.elementwise_follow:
                 states = following(states, self._leaders(op))
             known = self._memo[key] = Choices(states.stored, states.wanted, states.seconds, split, states)

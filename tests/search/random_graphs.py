@@ -259,6 +259,7 @@ def random_machine(seed: int) -> Topology:
         reduction_overlap=choose((0.0, 0.7)),
         torus_dims=min(known.torus_dims, 2),
         scratch_bytes=0,
+        combines_reductions=choose((False, True)),
     )
 
 

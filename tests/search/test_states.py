@@ -1,10 +1,12 @@
 """The states of an op: its legal splits, and what becomes of partial results."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from spmdctx.cost.collectives import collective_time_s
-from spmdctx.cost.topology import topology
+from spmdctx.cost.topology import topology, without_latency
 from spmdctx.domains import domain
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.exhaustive import all_splits
@@ -30,9 +32,9 @@ def _add():
     return step.graph, step.graph.ops[0]
 
 
-def _states(graph, op, joins, hidden=0.0):
+def _states(graph, op, joins, is_terminal=False, machine=MACHINE):
     split = split_of_rule(op, shapes_of(graph, op), op.rule.splittable, MESH)
-    return split, states_of(graph, op, split, joins, MESH, MACHINE, hidden)
+    return split, states_of(graph, op, split, joins, MESH, machine, is_terminal)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -81,11 +83,17 @@ def test_a_partial_result_is_reduced_scattered_or_handed_on():
     }
 
 
-def test_what_hides_of_a_reduction_is_not_counted():
+@pytest.mark.parametrize(("combines", "raw_machine"), [(False, MACHINE), (True, without_latency(MACHINE))])
+def test_what_hides_of_a_gradients_reduction_is_not_counted_nor_is_the_latency_of_what_is_combined(combines, raw_machine):
     graph, op = _dot()
-    axes = _contracted(op, ("data",))
-    raw, half = (_of(graph, op, *reversed(_states(graph, op, Joins(False, False), hidden)), axes) for hidden in (0.0, 0.5))
+    axes, none = _contracted(op, ("data",)), Joins(False, False)
+    machine = replace(MACHINE, reduction_overlap=0.5, combines_reductions=combines)
+    raw = _of(graph, op, *reversed(_states(graph, op, none, False, raw_machine)), axes)
+    half = _of(graph, op, *reversed(_states(graph, op, none, True, machine)), axes)
     assert half == {state: pytest.approx(seconds / 2) for state, seconds in raw.items()}
+    assert _of(graph, op, *reversed(_states(graph, op, none, False, machine)), axes) == _of(
+        graph, op, *reversed(_states(graph, op, none)), axes
+    )
 
 
 def test_a_sum_takes_its_terms_unreduced_over_axes_that_it_does_not_use():
