@@ -21,10 +21,10 @@ from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.free_values import place_free_values
 from spmdctx.search.memory import Peak, StepMemory, step_memory
-from spmdctx.search.memory_rows import counted_bytes, least_peak, with_memory
+from spmdctx.search.memory_rows import carries_to, counted_bytes, least_peak, with_memory
 from spmdctx.search.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
-from spmdctx.search.network import Network, build_network
+from spmdctx.search.network import Carry, Network, build_network
 from spmdctx.search.price import price
 from spmdctx.search.solver.problem import Infeasible, Problem, Solution
 from spmdctx.search.solver.solve import solve
@@ -255,29 +255,35 @@ class Searcher:
     def _within(self, budget: int, tables: Tables, problem: Problem, fastest: Found) -> Found | Shortfall:
         """The cheapest assignment whose peak is in the budget, which that of the fastest one is not.
 
-        The solver counts what is stored and what uses gather. What else is alive at the peak (copies for single readers, values
-        that are free to place) is taken from the limit, until the plan fits with all of it.
+        The solver counts what is stored, what uses gather, and what the ops copy for themselves that run at the peak of a plan
+        that does not fit. What else is alive there (values that are free to place, results on their way) is taken from the limit.
         """
         if self._memory is None:
             self._memory = step_memory(self._step.graph, self._step.scopes, self._step.donated)
         # As much of the small and short-lived may be on the chip.
-        limit = high = float(budget + self._topology.scratch_bytes)
-        low, bound, nearest = 0.0, None, Peak(0, 0)
+        limit = high = full = float(budget + self._topology.scratch_bytes)
+        low, bound_s, nearest = 0.0, 0.0, Peak(0, 0)
+        counted: dict[Carry, None] = {}
         for _ in range(_BUDGET_ROUNDS):
-            limited = with_memory(tables, problem, self._memory, limit)
+            limited = with_memory(tables, problem, self._memory, limit, counted)
             solution = self._limited(limited, budget - limit, fastest)
             if isinstance(solution, Shortfall):
-                if bound is None:
+                if limit == full:
                     return solution
                 # Too much was taken off for the copies of a plan that makes many.
                 low, limit = limit, (limit + high) / 2
                 continue
-            bound = solution.lower_bound if bound is None else bound
-            found = self._found(fastest.setup, tables, solution)._replace(lower_bound_s=bound)
+            if limit == full:
+                bound_s = max(bound_s, solution.lower_bound)
+            found = self._found(fastest.setup, tables, solution)._replace(lower_bound_s=bound_s)
             peak = self._peak(found)
             if peak.bytes <= budget:
                 return found
             nearest = peak if not nearest.bytes or peak.bytes < nearest.bytes else nearest
+            more = dict.fromkeys(carries_to(tables.network, self._memory, peak.time))
+            if not self._options.is_soft and not counted.keys() >= more.keys():
+                counted |= more
+                continue
             high = counted_bytes(limited, solution.states)
             limit = budget - (peak.bytes - high)
             limit = limit if limit > low else (low + high) / 2

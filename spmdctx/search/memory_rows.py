@@ -1,30 +1,48 @@
 """The memory of a planning problem: what each node occupies in each state, and when.
 
-Two kinds of node get company that costs nothing and is tied to them by an edge of zeros and infinities, because a node has one
-usage: each result of an op with several results, and the copy that a use makes where it is not as stored.
+Some nodes get company that costs nothing and is tied to them by an edge of zeros and infinities, because a node has one usage:
+each result of an op with several results, the copy that a use makes where it is not as stored, and, where asked for, the copies that
+an op makes for itself alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spmdctx.domains import domain
 from spmdctx.ir import item_bytes
 from spmdctx.search.memory import Peak, StepMemory
-from spmdctx.search.network import Source
+from spmdctx.search.narrowing import NARROW_BYTES
+from spmdctx.search.network import Carry, Network, Source
 from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Life, Memory, Problem
 from spmdctx.search.tables import Tables
 
+_POSITIONS = 1 << 16
+"""More than any op has operands."""
 
-def with_memory(tables: Tables, problem: Problem, memory: StepMemory, limit: float) -> Problem:
-    """The problem with the budget `limit` in bytes; its states begin with those of the problem without it."""
+
+def with_memory(tables: Tables, problem: Problem, memory: StepMemory, limit: float, carries: Collection[Carry] = ()) -> Problem:
+    """The problem with the budget `limit` in bytes; its states begin with those of the problem without it.
+
+    Counted are values as they are stored, what uses gather, and the copies that `carries` bring to the ops that they lead to.
+    """
     builder = _Builder(tables, problem)
     builder.add_values(memory)
     builder.add_copies(memory)
+    builder.add_own_copies(memory, carries)
     return builder.problem(limit)
+
+
+def carries_to(network: Network, memory: StepMemory, time: int) -> list[Carry]:
+    """The edges into ops, and from them to slots, whose copies may be alive at an op."""
+    ops = network.space.graph.ops
+    classes = {network.folded.op_class[op.id] for op in ops if op.id <= time <= memory.times[op.id]}
+    is_slot = [node.sort == "slot" for node in network.nodes]
+    return [carry for carry in network.carries if carry.target in classes or (carry.source.node in classes and is_slot[carry.target])]
 
 
 def counted_bytes(problem: Problem, states: Sequence[int]) -> float:
@@ -146,19 +164,60 @@ class _Builder:
             start, end = spans[key]
             self._lives.append(Life(copy, start, end + 1))
 
-    def _copy_node(self, node: int, source: Source, value: int) -> int:
-        """The company of a use: each sharding twice, first as stored, where nothing is copied, then as a copy of its own."""
-        known = self._company.get((node, 0))
+    def add_own_copies(self, memory: StepMemory, carries: Collection[Carry]) -> None:
+        """What ops make for themselves alone while they run: operands as they take them, and results before they are stored."""
+        folded, nodes = self._network.folded, self._network.nodes
+        for carry in carries:
+            value = self._network.carries[carry].value
+            into_op = nodes[carry.target].sort == "op"
+            members = folded.op_members[carry.target if into_op else carry.source.node]
+            if into_op or not memory.held[value]:
+                copy = self._copy_node(carry.target, carry.source, value, carry.position, carry.narrow)
+                self._lives += [Life(copy, min(op, memory.times[op]), memory.times[op] + 1) for op in members]
+            if not into_op:
+                made = self._made_node(carry, value)
+                self._lives += [Life(made, op, op + 1) for op in members]
+
+    def _copy_node(self, node: int, source: Source, value: int, position: int = 0, narrow: bool = False) -> int:
+        """The company of what takes a value: each sharding twice, first where it is a slice of what is stored, then as a copy."""
+        known = self._company.get((node, ~position))
         if known is not None:
             return known
-        stored = self._tables.choices[source.node].stored[source.result]
-        count = len(domain(self._space.mesh, self._space.graph.values[value].shape))
-        same = np.where(np.eye(count, dtype=bool), 0.0, np.inf)
-        copy = self._add((node, 0), node, self._shared(("use", count), np.hstack([same, same])))
-        as_stored = np.hstack([same[stored], np.zeros((len(stored), count))])
-        self._edges.append(Edge(source.node, copy, self._shared(("source", id(stored)), as_stored)))
-        self._usages[copy] = np.concatenate([np.zeros(count), self._bytes(value, None)])
+        stored, taken = self._tables.choices[source.node].stored[source.result], self._tables.choices[node].taken[position]
+        known_value = self._space.graph.values[value]
+        is_slice = self._tables.reshard_s(known_value.shape, 1)[stored] == 0.0
+        size = self._bytes(value, None) * (NARROW_BYTES / item_bytes(known_value.dtype) if narrow else 1.0)
+        copy = self._twice((node, ~position), node, taken, size)
+        self._edges.append(Edge(source.node, copy, self._unless_copied(("slice", id(stored), known_value.shape), is_slice)))
         return copy
+
+    def _made_node(self, carry: Carry, value: int) -> int:
+        """The company of an op's result: each sharding twice, first where it is stored so, then where it is made so and moved."""
+        key = (carry.source.node, ~(carry.target + _POSITIONS))
+        known = self._company.get(key)
+        if known is not None:
+            return known
+        choices = self._tables.choices
+        made, stored, size = (
+            choices[carry.source.node].stored[carry.source.result],
+            choices[carry.target].taken[0],
+            self._bytes(value, None),
+        )
+        copy = self._twice(key, carry.source.node, made, size)
+        as_made = stored[:, None] == np.arange(len(size))
+        self._edges.append(Edge(carry.target, copy, self._unless_copied(("made", id(stored), len(size)), as_made)))
+        return copy
+
+    def _twice(self, key: tuple[int, int], node: int, numbers: IntArray, num_bytes: FloatArray) -> int:
+        """A company of `node`, whose states have `numbers`: each number first as no copy, then as one."""
+        same = np.where(np.eye(len(num_bytes), dtype=bool), 0.0, np.inf)[numbers]
+        copy = self._add(key, node, self._shared(("twice", id(numbers), len(num_bytes)), np.hstack([same, same])))
+        self._usages[copy] = np.concatenate([np.zeros(len(num_bytes)), num_bytes])
+        return copy
+
+    def _unless_copied(self, key: tuple[object, ...], is_free: NDArray[np.bool_]) -> FloatArray:
+        """The edge to such a company from a node in whose states no copy is made where `is_free`."""
+        return self._shared(key, np.hstack([np.where(is_free, 0.0, np.inf), np.zeros(is_free.shape)]))
 
     def _shared(self, key: tuple[object, ...], table: FloatArray) -> FloatArray:
         return self._memo.setdefault(key, table)

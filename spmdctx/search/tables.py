@@ -131,7 +131,7 @@ class Tables:
         key = (id(stored), id(taken), known.shape, size, weight, unreduced, carry.position if follows else -1)
         table = self._edges.get(key)
         if table is None:
-            table = self._seconds(known.shape, size)[np.ix_(stored, taken)] * weight
+            table = self.reshard_s(known.shape, size)[np.ix_(stored, taken)] * weight
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
             if source.split is not None and target.split is None:
@@ -170,7 +170,8 @@ class Tables:
         table[scattered] = np.where(fits, table[scattered], np.inf)
         return table
 
-    def _seconds(self, shape: tuple[int, ...], size: int) -> FloatArray:
+    def reshard_s(self, shape: tuple[int, ...], size: int) -> FloatArray:
+        """Seconds from each sharding of a shape to each, with `size` bytes per element."""
         key = (shape, size)
         known = self._reshard_s.get(key)
         if known is None:

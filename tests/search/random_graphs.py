@@ -249,7 +249,7 @@ def random_machine(seed: int) -> Topology:
     known = PRESETS[("h100", "cpu", "tpu-v5p")[seed % 3]]
     return replace(
         known,
-        latency_s=choose((1e-9, 1e-8)),
+        latency_s=choose((1e-9, 1e-8, 1e-6)),
         network_latency_s=1e-8,
         peak_flops_per_s=choose((1e11, 1e12, 1e13)),
         memory_bytes_per_s=choose((2e10, 1e12)),
