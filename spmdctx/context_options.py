@@ -217,8 +217,7 @@ OPTIONS: tuple[Option, ...] = (
         False,
         "",
         _REPLICAS,
-        "Optimizer state is split over the replicas (ZeRO).",
-        built=False,
+        "Optimizer state is split over the replicas of its parameter (ZeRO).",
     ),
     Option(
         "parallel_optimizer_config",
@@ -229,7 +228,6 @@ OPTIONS: tuple[Option, ...] = (
         "optimizer_weight_shard_size (int > 0 or -1), optimizer_level ('level1', 'level2', 'level3')",
         _REPLICAS,
         "What the parallel optimizer splits; given keys are updated, the others kept.",
-        built=False,
         store=store_entries("parallel_optimizer_config"),
     ),
     Option(
@@ -240,7 +238,6 @@ OPTIONS: tuple[Option, ...] = (
         "> 0, or -1 for all replicas",
         _REPLICAS,
         "How many replicas share one copy of the optimizer state; the entry of parallel_optimizer_config.",
-        built=False,
         store=store_entry("parallel_optimizer_config", "optimizer_weight_shard_size"),
         same_as="parallel_optimizer_config",
     ),

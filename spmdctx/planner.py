@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
 from spmdctx.context import AutoParallelContext
+from spmdctx.context_options import BY_NAME
+from spmdctx.context_values import OPTIMIZER_LEVELS
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir import LITERAL, Assignment, Role
@@ -17,7 +19,7 @@ from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedTensor, Reshard, Timing
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
-from spmdctx.search.modes import ManualSpecs, Request, Setup, ValuePin
+from spmdctx.search.modes import ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
 from spmdctx.search.price import Bill, price
 from spmdctx.search.select import SearchOptions, search
 from spmdctx.search.shortfall import over_budget
@@ -135,6 +137,20 @@ def _request(program: Program, captured: Captured, settings: Settings) -> Reques
         ),
     )
 
+        optimizer=_optimizer(context),
+    )
+
+
+def _optimizer(context: AutoParallelContext) -> OptimizerSharding | None:
+    """What the parallel optimizer splits; None where it is off or the mode has none."""
+    if not context.enable_parallel_optimizer or context.parallel_mode not in BY_NAME["enable_parallel_optimizer"].modes:
+        return None
+    asked = context.parallel_optimizer_config
+    return OptimizerSharding(
+        level=OPTIMIZER_LEVELS.index(asked.optimizer_level) + 1,
+        threshold_bytes=asked.parallel_optimizer_threshold * 1024,
+        shard_size=asked.optimizer_weight_shard_size,
+        splits_accumulators=asked.gradient_accumulation_shard,
 
 def _dataset(context: AutoParallelContext) -> str | tuple[object, ...] | None:
     """How the batch is split: None where auto_parallel may choose."""

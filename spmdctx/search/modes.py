@@ -33,11 +33,35 @@ class ManualSpecs(NamedTuple):
     mesh_axes: MeshAxes
     operands: tuple[TensorSharding, ...]
     results: tuple[TensorSharding, ...]
+    is_loss: bool = False
+
+
+ALL_REPLICAS = -1
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSharding:
+    """What the parallel optimizer splits.
+
+    Attributes:
+        level: 1 for optimizer state, 2 for gradients too, 3 for weights too.
+        threshold_bytes: smaller parameters stay whole, and their state.
+        shard_size: how many replicas share one copy; `ALL_REPLICAS` for all.
+        splits_accumulators: whether what loops over micro-batches sum up is split too.
+    """
+
+    level: int
+    threshold_bytes: int
+    shard_size: int
+    splits_accumulators: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for, without JAX. `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf."""
+    """What the user asked for, without JAX.
+
+    `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf; `optimizer` None for no parallel optimizer.
+    """
 
     parallel_mode: str
     num_devices: int
@@ -48,6 +72,7 @@ class Request:
     value_pins: tuple[ValuePin, ...]
     manual: tuple[ManualSpecs, ...]
     layerwise: frozenset[int]
+    optimizer: OptimizerSharding | None = None
 
 
 @dataclass(slots=True)

@@ -178,9 +178,12 @@ _Wanted = dict[tuple[int, ...], tuple[tuple[int, int], ...]]
 """The wishes of an op by its key."""
 
 
-def settle(space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes]) -> None:
-    """Lets slots whose neighbours want another sharding try it, as long as the sum of the ops around gets cheaper."""
-    suspects = list(range(len(space.op_slots)))
+def settle(space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes], suspects: list[int] | None = None) -> None:
+    """Lets slots whose neighbours want another sharding try it, as long as the sum of the ops around gets cheaper.
+
+    `suspects` are the ops that are looked at first, None for all.
+    """
+    suspects = list(range(len(space.op_slots))) if suspects is None else suspects
     memo: _Wanted = {}
     for _ in range(SETTLE_ROUNDS):
         wishes = _wishes(space, state, fixed, forced, suspects, memo)

@@ -11,6 +11,7 @@ from spmdctx.mesh import replicated
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, plan_dynamic
 from spmdctx.search.modes import Request, Setup, batch_parts, prepare
+from spmdctx.search.optimizer_state import split_optimizer
 from spmdctx.search.propagation import propagate
 from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions
 from spmdctx.search.recursive_plan import plan_recursive
@@ -41,12 +42,20 @@ class Chosen(NamedTuple):
 
 
 def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
-    """Runs the search that the options name.
+    """Runs the search that the options name; where the parallel optimizer is asked for, its state is split in what was found.
 
     Raises:
         StrategyError: strategies, batch or constraints that do not fit the mesh.
         InfeasibleError: a budget that cannot be met.
     """
+    chosen = _search(step, request, options)
+    if request.optimizer is None or chosen.setup.mesh.num_devices == 1:
+        return chosen
+    split = split_optimizer(step, chosen.setup, chosen.assignment, request.optimizer, options.topology, request.layerwise)
+    return Chosen(*split, chosen.lower_bound_s)
+
+
+def _search(step: Step, request: Request, options: SearchOptions) -> Chosen:
     if request.num_devices > 1 and options.search_mode == "recursive_programming":
         return Chosen(*_recursive(step, request, options))
     if request.num_devices > 1 and options.search_mode == "dynamic_programming":

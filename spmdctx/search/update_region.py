@@ -1,0 +1,88 @@
+"""The update of a step: the ops between the gradients and the next state, planned again around state that is split further.
+
+An op belongs to it where no matrix product can be reached from it and none of its tensors has the batch in it. Only ops that hang
+together with the split state are planned again; all others, and what they read, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from spmdctx.ir import Assignment, Op, Role, TensorSharding
+from spmdctx.search.batch import batch_dims
+from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
+from spmdctx.search.propagation import Spreader, free_loose_values, settle
+from spmdctx.search.space import NO_SLOT, Space
+
+_LOOPED = ("scan.next", "while.next")
+
+
+def plan_update(
+    space: Space, assignment: Assignment, stored: Mapping[int, TensorSharding], kept: frozenset[int], *, splits_accumulators: bool
+) -> Assignment:
+    """The assignment with other shardings of some inputs, and an update that fits them.
+
+    Args:
+        space: the graph on its mesh.
+        assignment: the plan so far.
+        stored: input values and what they come from or lead to, with their new shardings.
+        kept: ops whose split stands.
+        splits_accumulators: whether what a loop sums up may be split too.
+    """
+    graph, slot_of = space.graph, space.slot_of
+    given = {slot_of[value]: sharding for value, sharding in stored.items()}
+    region = _Region(space, kept, splits_accumulators)
+    free, ops = region.around(set(given))
+    pins = {value: given.get(slot, assignment.values[value]) for value, slot in enumerate(slot_of) if slot not in free}
+    forced = {op.id: assignment.ops[op.id].axes for op in graph.ops if op.id not in ops}
+    spreader = Spreader(space, pins, forced, {})
+    spreader.dirty &= ops
+    spreader.spread()
+    state = spreader.state
+    settle(space, state, spreader.fixed, forced, sorted({op for slot in free for op in space.neighbours[slot]}))
+    free_loose_values(space, state, spreader.fixed)
+    chosen = list(assignment.ops)
+    for index in sorted(ops):
+        chosen[index] = space.choose(index, state).sharding
+    return replace(assignment, ops=tuple(chosen), values=tuple([space.shardings[state[slot]] for slot in slot_of]))
+
+
+class _Region:
+    """Which ops and slots may be planned again."""
+
+    def __init__(self, space: Space, kept: frozenset[int], splits_accumulators: bool) -> None:
+        self._space = space
+        graph = space.graph
+        leaves = [value for value in graph.inputs if graph.values[value].role is Role.BATCH]
+        self._batch = batch_dims(graph, leaves, space.mesh).found.keys()
+        terminal = sides(graph).terminal
+        self._fixed = {space.slot_of[value] for value in graph.inputs}
+        self._fixed |= {slot for value, slot in enumerate(space.slot_of) if not terminal[value] or value in self._batch}
+        self._fixed |= {slot for slot, shape in enumerate(space.shapes) if not shape}
+        if not splits_accumulators:
+            self._fixed |= {space.slot_of[op.results[0]] for op in graph.ops if op.primitive in _LOOPED}
+        self._ops = {op.id for op in graph.ops if op.id not in kept and self._is_update(op, terminal)}
+
+    def _is_update(self, op: Op, terminal: bytearray) -> bool:
+        if op.primitive in MATRIX_PRODUCTS or not all(terminal[value] for value in op.results):
+            return False
+        return self._batch.isdisjoint((*op.operands, *op.results))
+
+    def around(self, start: set[int]) -> tuple[set[int], set[int]]:
+        """The free slots and the ops that hang together with some slots."""
+        space = self._space
+        free: set[int] = set()
+        ops: set[int] = set()
+        waiting = sorted(start)
+        while waiting:
+            slot = waiting.pop()
+            for index in space.neighbours[slot]:
+                if index not in self._ops or index in ops:
+                    continue
+                ops.add(index)
+                for other in space.op_slots[index]:
+                    if other != NO_SLOT and other not in self._fixed and other not in free and other not in start:
+                        free.add(other)
+                        waiting.append(other)
+        return free, ops
