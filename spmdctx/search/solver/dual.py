@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,17 @@ class Batch(NamedTuple):
     tables: FloatArray
 
 
+class Single(NamedTuple):
+    """A batch of one edge: slices of the flat states and messages, which cost less than lists of indices."""
+
+    left: slice
+    right: slice
+    into_left: slice
+    into_right: slice
+    share: float
+    table: FloatArray
+
+
 class Bound(NamedTuple):
     """A cost that nothing goes below, and for every node a cost that nothing with that state goes below."""
 
@@ -45,7 +56,8 @@ class Dual:
     All costs must be finite where a state is alone, and every state must have a finite entry with each neighbour.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, before: Dual | None = None, kept: Mapping[int, IntArray] | None = None) -> None:
+        """Messages that say nothing yet; or where its states are those `kept` of the graph of `before`, that one's messages."""
         self._graph = graph
         self.nodes = _ordered(graph)
         self._rank = {node: rank for rank, node in enumerate(self.nodes)}
@@ -67,8 +79,8 @@ class Dual:
         for (_, receiver), at in self._message.items():
             size, first = graph.size(receiver), self._start[receiver]
             self._owner[at : at + size] = np.arange(first, first + size)
-        self._forward = self._batches(self._levels(forward=True), forward=True)
-        self._backward = self._batches(self._levels(forward=False), forward=False)
+        self._forward = [_narrowed(batch) for batch in self._batches(self._levels(forward=True), forward=True)]
+        self._backward = [_narrowed(batch) for batch in self._batches(self._levels(forward=False), forward=False)]
         self._all = self._batches(dict.fromkeys(self.nodes, 0), forward=True)
         self._sizes = [graph.size(node) for node in self.nodes]
         behind = [sum(rank[other] < rank[node] for other in graph.links[node]) for node in self.nodes]
@@ -76,6 +88,15 @@ class Dual:
         self._share = np.repeat(shares, self._sizes)
         self._own = np.repeat(1.0 - shares * np.array(behind), self._sizes)
         self._firsts = np.array([self._start[node] for node in self.nodes], dtype=np.int64)
+        if before is not None and kept is not None:
+            self._inherit(before, kept)
+
+    def _inherit(self, before: Dual, kept: Mapping[int, IntArray]) -> None:
+        for edge, at in self._message.items():
+            start = before._message.get(edge)
+            states = kept[edge[1]]
+            if start is not None and len(states) == self._graph.size(edge[1]):
+                self._messages[at : at + len(states)] = before._messages[start + states]
 
     def _levels(self, forward: bool) -> dict[int, int]:
         """Nodes of one level send after all of lower levels have sent, and not to each other."""
@@ -137,7 +158,19 @@ class Dual:
                     return
                 totals = self._totals()
                 for batch in batches:
-                    self._send(batch, totals)
+                    if isinstance(batch, Single):
+                        self._send_one(batch, totals)
+                    else:
+                        self._send(batch, totals)
+
+    def _send_one(self, edge: Single, totals: FloatArray) -> None:
+        messages = self._messages
+        known = edge.share * totals[edge.left] - messages[edge.into_left]
+        sent = np.minimum.reduce(edge.table + known[:, None], axis=0)
+        sent -= np.minimum.reduce(sent)
+        before = messages[edge.into_right]
+        totals[edge.right] += sent - before
+        before[:] = sent
 
     def _send(self, batch: Batch, totals: FloatArray) -> None:
         known = batch.share * totals[batch.left] - self._messages[batch.into_left]
@@ -178,6 +211,10 @@ class Dual:
         """States chosen one node after the other, by the costs to the nodes before and the messages of the nodes after."""
         totals = self._totals()
         for batch in self._forward:
+            if isinstance(batch, Single):
+                known = batch.table[int(totals[batch.left].argmin())]
+                totals[batch.right] += known - self._messages[batch.into_right]
+                continue
             chosen = totals[batch.left].argmin(axis=1)
             known = batch.tables[np.arange(len(chosen)), chosen] if len(batch.tables) > 1 else batch.tables[0][chosen]
             np.add.at(totals, batch.right, known - self._messages[batch.into_right])
@@ -185,6 +222,14 @@ class Dual:
         for start, size, node in zip(self._firsts.tolist(), self._sizes, self.nodes, strict=True):
             states[node] = int(totals[start : start + size].argmin())
         return states
+
+
+def _narrowed(batch: Batch) -> Batch | Single:
+    """A batch of one edge as such."""
+    if len(batch.left) > 1:
+        return batch
+    places = [slice(int(own[0, 0]), int(own[0, -1]) + 1) for own in batch[:4]]
+    return Single(places[0], places[1], places[2], places[3], float(batch.share[0, 0]), batch.tables[0])
 
 
 def _ordered(graph: Graph) -> list[int]:

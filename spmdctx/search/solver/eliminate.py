@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -25,10 +25,14 @@ class Order(NamedTuple):
     work: int
 
 
-def order(graph: Graph, max_table: int, max_work: int) -> Order | None:
-    """The greedy order by the smallest table; None as soon as a table or the work would exceed its limit."""
-    sizes = {node: graph.size(node) for node in graph.nodes()}
-    near = {node: set(graph.links[node]) for node in sizes}
+def order(graph: Graph, max_table: int, max_work: int, sizes: Mapping[int, int] | None = None) -> Order | None:
+    """The greedy order by the smallest table; None as soon as a table or the work would exceed its limit.
+
+    `sizes` are how many states nodes have, where not as many as in the graph.
+    """
+    sizes = sizes or {node: graph.size(node) for node in graph.nodes()}
+    # Nodes of one state hold no others together.
+    near = {node: {other for other in graph.links[node] if sizes[other] > 1} if size > 1 else set() for node, size in sizes.items()}
     weights = {node: _product(sizes, near[node]) for node in sizes}
     queue = [(weight, node) for node, weight in weights.items()]
     heapify(queue)
@@ -55,7 +59,7 @@ def order(graph: Graph, max_table: int, max_work: int) -> Order | None:
     return Order(tuple(nodes), largest, work)
 
 
-def _product(sizes: dict[int, int], nodes: set[int]) -> int:
+def _product(sizes: Mapping[int, int], nodes: set[int]) -> int:
     product = 1
     for node in nodes:
         product *= sizes[node]

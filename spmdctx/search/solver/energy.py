@@ -14,6 +14,7 @@ from spmdctx.search.solver.eliminate import Memo, eliminate, order
 from spmdctx.search.solver.graph import Graph
 from spmdctx.search.solver.local import descend
 from spmdctx.search.solver.memory import Rows
+from spmdctx.search.solver.problem import IntArray
 
 MAX_TABLE = 1 << 23
 DIRECT_WORK = 60_000_000
@@ -25,6 +26,10 @@ THOROUGH = 3
 """Effort from which states are compared for dominance; on problems of a planner's size that takes longer than it saves."""
 SHELL_WORK = 30_000_000
 MAX_SHELLS = 8
+_WORTH = 0.7
+"""Share of its states that a core must lose to be made anew."""
+_LOOSE = 4
+"""How much more elimination may take before a shell is made smaller than it takes afterwards."""
 REDUCING_SHARE = 0.1
 """Share of the time that one reduction may take."""
 SWEEPS = (10, 15, 25, 50, 100)
@@ -114,79 +119,120 @@ def _eliminated(graph: Graph, search: Search, work: int) -> Minimum | None:
 
 
 class _Shells:
-    """Shells around the dual bound of one graph, until the bound is reached or the rounds are spent."""
+    """Shells around the dual bound of one graph, until the bound is reached or the rounds are spent.
+
+    `best` and `bound` count the graph's constant. `core` loses the states of which the bound says that they are of no use.
+    """
 
     def __init__(self, core: Graph, search: Search) -> None:
         self.core = core
         self.search = search
         self.best: Minimum | None = None
         self.bound = -np.inf
+        # What was left out of the core costs at least this much.
+        self._outside = np.inf
+        self._smaller: list[Graph] = []
 
     def run(self) -> Minimum | None:
-        dual = Dual(self.core)
+        dual: Dual | None = Dual(self.core)
+        bound: Bound | None = None
         for num_sweeps in SWEEPS[: self.search.rounds]:
+            if dual is not None and bound is not None:
+                dual = self._without_useless(dual, bound)
+            if dual is None:
+                break
             dual.sweep(num_sweeps, self.search.expired)
             self.search.count("sweeps", num_sweeps)
             bound = dual.bound()
-            self.bound = max(self.bound, bound.value)
+            self._raise(bound.value + self.core.base)
             states = dual.decode()
             value = descend(self.core, states)
             self._offer(Minimum(states, value + self.core.base, 0.0))
-            if self._is_proven() or self._is_cut() or self._closed(bound) or self.search.expired():
+            if self._is_done() or self._closed(bound) or self.search.expired():
                 break
-        if not self._is_proven() and not self._is_cut():
+        if not self._is_done():
             exact = _eliminated(self.core, self.search, self.search.work)
             if exact is not None:
                 self._offer(exact)
-                self.bound = exact.cost - self.core.base
+                self.bound = min(exact.cost, self._outside)
         if self.best is None:
             return None
-        near = self._gap() <= EQUAL * abs(self.best.cost)
-        return self.best._replace(bound=self.best.cost if near else self.bound + self.core.base)
+        return self.best._replace(bound=self.best.cost if self._gap() <= EQUAL * abs(self.best.cost) else self.bound)
 
     def _offer(self, found: Minimum) -> None:
         if np.isfinite(found.cost) and (self.best is None or found.cost < self.best.cost):
-            self.best = found
+            states = found.states
+            for graph in reversed(self._smaller):
+                states = graph.complete(states)
+            self.best = found._replace(states=states)
+
+    def _raise(self, bound: float) -> None:
+        """Takes over a bound on the core."""
+        self.bound = max(self.bound, min(bound, self._outside))
 
     def _gap(self) -> float:
-        return np.inf if self.best is None else self.best.cost - self.core.base - self.bound
+        return np.inf if self.best is None else self.best.cost - self.bound
 
-    def _is_cut(self) -> bool:
-        """Whether nothing is here that the caller does not have already; he gets some choice of states all the same."""
-        return self.best is not None and self.bound + self.core.base >= self.search.cutoff
+    def _is_done(self) -> bool:
+        """Whether the best is proven, or nothing is here that the caller does not have; he gets some choice of states all the same."""
+        if self.best is None:
+            return False
+        return self.bound >= self.search.cutoff or self._gap() <= max(self.search.tolerance, EQUAL) * abs(self.best.cost)
 
-    def _is_proven(self) -> bool:
-        scale = 0.0 if self.best is None else abs(self.best.cost)
-        return self._gap() <= max(self.search.tolerance, EQUAL) * scale
+    def _without_useless(self, dual: Dual, bound: Bound) -> Dual | None:
+        """The messages on a core without the states that cost too much; None if that leaves nothing."""
+        most = min(self.search.cutoff, np.inf if self.best is None else self.best.cost)
+        kept = self._near(bound, most - self.core.base - bound.value)
+        if sum(map(len, kept.values())) > _WORTH * sum(map(self.core.size, kept)):
+            return dual
+        smaller = self._shell(kept)
+        self._outside = min(self._outside, most)
+        if smaller is None:
+            self._raise(most)
+            return None
+        self.core = smaller
+        self._smaller.append(smaller)
+        return Dual(smaller, dual, kept)
 
     def _closed(self, bound: Bound) -> bool:
         """Solves shells of the bound: as wide as the gap if that can be done, else narrower ones for better states and a better bound."""
-        delta = self._gap() if self.best else max(1.0, abs(bound.value))
+        delta = max(1.0, abs(bound.value))
+        if self.best is not None:
+            # What costs more than the caller has already is of no use.
+            delta = min(self._gap(), self.search.cutoff - self.core.base - bound.value)
         too_wide = np.inf
         for _ in range(MAX_SHELLS):
             if self.search.expired():
                 break
-            shell = self._shell(bound, delta)
-            found = None
-            if shell is not None:
-                found = _eliminated(shell, self.search, SHELL_WORK)
-                if found is None:
-                    too_wide = delta
-                    delta /= 4
-                    continue
+            kept = self._near(bound, delta)
+            narrow = self._may_be_narrow(kept)
+            shell = self._shell(kept) if narrow else None
+            found = None if shell is None else _eliminated(shell, self.search, SHELL_WORK)
+            if found is None and (shell is not None or not narrow):
+                too_wide = delta
+                delta /= 4
+                continue
+            if shell is not None and found is not None:
                 self._offer(found._replace(states=shell.complete(found.states)))
             # Everything outside the shell costs more than bound + delta.
-            inside = np.inf if found is None else found.cost - self.core.base
-            self.bound = max(self.bound, min(inside, bound.value + delta))
+            inside = np.inf if found is None else found.cost
+            self._raise(min(inside, self.core.base + bound.value + delta))
             delta = min(self._gap(), 4 * delta)
-            if self._is_proven() or delta >= too_wide:
+            if self._is_done() or delta >= too_wide:
                 break
-        return self._is_proven()
+        return self._is_done()
 
-    def _shell(self, bound: Bound, delta: float) -> Graph | None:
-        """The graph without the states whose bound is more than `delta` above the graph's; None if nothing finite is left."""
+    def _near(self, bound: Bound, delta: float) -> dict[int, IntArray]:
+        """The states whose bound is at most `delta` above the graph's."""
         most = bound.value + delta + 1e-12 * abs(bound.value)
-        kept = {node: np.flatnonzero(beliefs <= most) for node, beliefs in bound.beliefs.items()}
+        return {node: np.flatnonzero(beliefs <= most) for node, beliefs in bound.beliefs.items()}
+
+    def _may_be_narrow(self, kept: dict[int, IntArray]) -> bool:
+        """Whether elimination among these states is near enough to cheap for a closer look."""
+        return order(self.core, _LOOSE * MAX_TABLE, _LOOSE * SHELL_WORK, {node: len(states) for node, states in kept.items()}) is not None
+
+    def _shell(self, kept: dict[int, IntArray]) -> Graph | None:
+        """The graph with only the states `kept`; None if nothing finite is left."""
         if any(not len(states) for states in kept.values()):
             return None
         shell = self.core.copy()
