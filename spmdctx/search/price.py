@@ -119,7 +119,7 @@ class _Biller:
         pairs = zip(map(id, assignment.values), [value.dtype for value in graph.values], strict=True)
         self._kinds = [*[kinds.setdefault(pair, len(kinds)) for pair in pairs], LITERAL]
         self._readers = Readers(graph, assignment)
-        self._sums = Sums(self._readers, assignment, topology.sinks_slices) if topology.merges_partial_sums else None
+        self._sums = Sums(self._readers, assignment, mesh, topology) if topology.merges_partial_sums else None
 
     def add(self, op: Op, scope: int) -> None:
         """Adds what one op costs."""
@@ -162,7 +162,7 @@ class _Biller:
         rows = self.bill.collectives
         for place, axes in self._sums.slices():
             row = rows[place]
-            if axes and set(axes) == set(row.axes):
+            if axes and set(axes) == {name for name in row.axes if self.mesh.sizes[name] > 1}:
                 time_s = collective_time_s("reduce_scatter", row.payload_bytes, axes, self.mesh, self._machines[place])
                 rows[place] = replace(row, kind="reduce_scatter", axes=axes, time_s=time_s)
         kept = [place for place in range(len(rows)) if place not in self._sums.joined]
@@ -201,8 +201,8 @@ class _Biller:
                     self._collect("all_reduce", plan.reduced, payload, op, cause, *hides)
                     # Rows outside of the table are masked after the reduction of a gather.
                     direct = op.primitive != "gather" or self.topology.sinks_slices
-                    if self._sums and direct and not plan.scattered and plan.after == stored:
-                        self._sums.reduced(value, len(self.bill.collectives) - 1)
+                    if self._sums and direct and not plan.scattered:
+                        self._sums.reduced(value, len(self.bill.collectives) - 1, plan.after)
                 natural = plan.after
             if need.partial and not self.copies.is_held(value):
                 self.copies.make(op, ("reduced", value), self._bytes(value, natural))

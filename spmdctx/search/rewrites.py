@@ -1,15 +1,17 @@
 """What XLA makes of a bill's collectives after partitioning, so that the bill says what really runs.
 
-Sums of partial results are reduced once; a sum of which every device keeps only its slice is reduce-scattered; and what
-only a matrix unit reads is communicated in the unit's own precision.
+Sums of partial results are reduced once; a sum of which every device keeps only its slice, be it to move that on to another
+sharding, is reduce-scattered; and what only a matrix unit reads is communicated in the unit's own precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdctx.ir import LITERAL, Assignment, AxisNames, FactorKind, Graph, Op, TensorSharding
-from spmdctx.mesh import axes_of
+from spmdctx.cost.reshard import reshard_steps
+from spmdctx.cost.topology import Topology
+from spmdctx.ir import LITERAL, Assignment, AxisNames, FactorKind, Graph, Op, TensorSharding, item_bytes
+from spmdctx.mesh import LogicalMesh, axes_of
 from spmdctx.search.space import MATRIX_PRODUCTS
 from spmdctx.search.transfer import project
 
@@ -26,7 +28,7 @@ class Readers:
     """Who reads each value of a graph, and in which sharding."""
 
     def __init__(self, graph: Graph, assignment: Assignment) -> None:
-        self._graph, self._assignment = graph, assignment
+        self.graph, self._assignment = graph, assignment
         self._of: list[list[Op]] = [[] for _ in graph.values]
         for op in graph.ops:
             for value in op.operands:
@@ -47,7 +49,7 @@ class Readers:
 
         With a sharding, only readers that take the value in it count.
         """
-        if self._graph.values[value].dtype != "float32" or (value in self.outputs and sharding is None):
+        if self.graph.values[value].dtype != "float32" or (value in self.outputs and sharding is None):
             return False
         found = False
         for op in self._of[value]:
@@ -65,19 +67,28 @@ class Sums:
     Args:
         readers: of the traced step.
         assignment: its shardings.
-        sinks_slices: whether slices move up through element-wise ops.
+        mesh: the mesh.
+        topology: the machine; it says whether slices move up through element-wise ops.
     """
 
-    def __init__(self, readers: Readers, assignment: Assignment, sinks_slices: bool) -> None:
-        self._readers, self._assignment, self._sinks = readers, assignment, sinks_slices
+    def __init__(self, readers: Readers, assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> None:
+        self._readers, self._assignment, self._mesh, self._topology = readers, assignment, mesh, topology
         self._places: dict[int, int] = {}
         self._cut: dict[int, AxisNames] = {}
         self._kept_memo: dict[int, TensorSharding | None] = {}
         self.joined: set[int] = set()
 
-    def reduced(self, value: int, place: int) -> None:
-        """`value` is what the all_reduce at `place` makes, and nothing else."""
-        self._places[value] = place
+    def reduced(self, value: int, place: int, natural: TensorSharding) -> None:
+        """The all_reduce at `place` makes `value`, in the sharding `natural` and with nothing else before it."""
+        self._made(value, place, natural)
+
+    def _made(self, value: int, place: int, natural: TensorSharding) -> None:
+        stored = self._assignment.values[value]
+        if natural == stored:
+            self._places[value] = place
+        else:
+            kept = self._sliced(value, natural, stored)
+            self._cut[place] = () if kept is None else self._extension(natural, kept)
 
     def is_read_once(self, value: int) -> bool:
         """Whether one op reads the value, and the step does not return it."""
@@ -97,12 +108,7 @@ class Sums:
         self.joined.add(second)
         for value in op.operands:
             del self._places[value]
-        (value,), stored = op.results, self._assignment.values[op.results[0]]
-        natural = project(op.rule.results[0], self._assignment.ops[op.id].axes)
-        if natural == stored:
-            self._places[value] = first
-        else:
-            self._cut[first] = _extension(natural, stored)
+        self._made(op.results[0], first, project(op.rule.results[0], self._assignment.ops[op.id].axes))
 
     def slices(self) -> Iterator[tuple[int, AxisNames]]:
         """Places of all_reduces of whose result only a slice is kept, and the axes that the slice adds."""
@@ -110,7 +116,7 @@ class Sums:
         for value, place in self._places.items():
             kept = self._kept(value)
             if kept is not None:
-                yield place, _extension(self._assignment.values[value], kept)
+                yield place, self._extension(self._assignment.values[value], kept)
 
     def _kept(self, value: int, passed: int = 0) -> TensorSharding | None:
         """The one sharding in which all readers take the value, None where they differ or take it as it is.
@@ -136,33 +142,42 @@ class Sums:
     def _taken(self, op: Op, position: int, passed: int) -> TensorSharding | None:
         stored = self._assignment.values
         wanted = self._readers.taken(op, position)
-        if wanted != stored[op.operands[position]]:
-            return wanted
-        if not self._lets_pass(op):
+        value = op.operands[position]
+        if wanted != stored[value]:
+            return self._sliced(value, stored[value], wanted)
+        if not self._lets_pass(op, position):
             return None
         result = op.results[0]
         natural = project(op.rule.results[0], self._assignment.ops[op.id].axes)
-        return stored[result] if natural != stored[result] else self._kept(result, passed + 1)
+        return self._sliced(result, natural, stored[result]) if natural != stored[result] else self._kept(result, passed + 1)
 
-    def _lets_pass(self, op: Op) -> bool:
+    def _sliced(self, value: int, source: TensorSharding, target: TensorSharding) -> TensorSharding | None:
+        """The slice that the way from one sharding to another begins with, if it does."""
+        known = self._readers.graph.values[value]
+        steps = reshard_steps(known.shape, item_bytes(known.dtype), source, target, self._mesh)
+        return steps[0].sharding if steps and steps[0].kind == "slice" else None
+
+    def _lets_pass(self, op: Op, position: int) -> bool:
         """Whether a slice of the op's result is the op on slices of its operands, and the compiler computes it so."""
         if op.primitive in _PASSED:
             return True
         rule = op.rule
         return (
-            self._sinks
+            self._topology.sinks_slices
             and len(op.results) == 1
             and "." not in op.primitive
             and op.primitive != "optimization_barrier"
             and all(kind is FactorKind.PASS_THROUGH for kind in rule.kinds)
-            and len({dims for dims in (*rule.operands, *rule.results) if dims}) == 1
+            and rule.operands[position] == rule.results[0]
+            and all(own in ((), whole) for dims in rule.operands for own, whole in zip(dims, rule.results[0], strict=False))
         )
 
-
-def _extension(stored: TensorSharding, kept: TensorSharding) -> AxisNames:
-    """The axes by which `kept` splits one dimension further than `stored`; none where it differs otherwise."""
-    changed = [(own, new) for own, new in zip(stored, kept, strict=True) if own != new]
-    if len(changed) != 1 or changed[0][1][: len(changed[0][0])] != changed[0][0]:
-        return ()
-    extra = changed[0][1][len(changed[0][0]) :]
-    return () if set(extra) & set(axes_of(stored)) else extra
+    def _extension(self, stored: TensorSharding, kept: TensorSharding) -> AxisNames:
+        """The axes by which `kept` splits one dimension further than `stored`; none where it differs otherwise."""
+        sizes = self._mesh.sizes
+        pairs = [[tuple(name for name in dim if sizes[name] > 1) for dim in dims] for dims in zip(stored, kept, strict=True)]
+        changed = [(own, new) for own, new in pairs if own != new]
+        if len(changed) != 1 or changed[0][1][: len(changed[0][0])] != changed[0][0]:
+            return ()
+        extra = changed[0][1][len(changed[0][0]) :]
+        return () if set(extra) & set(axes_of(stored)) else extra

@@ -4,6 +4,7 @@ import pytest
 
 from spmdctx.cost.topology import PRESETS
 from spmdctx.ir import Assignment, OpSharding
+from spmdctx.mesh import LogicalMesh
 from spmdctx.rules import rule_for
 from spmdctx.rules.builder import identity
 from spmdctx.search.price import price
@@ -25,7 +26,7 @@ class Plan:
     """A graph written op by op, each with the axes of its factors and the sharding its result is stored in."""
 
     def __init__(self):
-        self.make, self.axes, self.values = GraphMaker(), [], []
+        self.make, self.axes, self.values, self.mesh = GraphMaker(), [], [], MESH
 
     def input(self, shape, sharding):
         self.values.append(sharding)
@@ -53,7 +54,7 @@ class Plan:
     def collectives(self, topology, *outputs):
         graph = self.make.graph(*outputs)
         assignment = Assignment(tuple(self.axes), tuple(self.values), "by hand")
-        found = price(graph, [0] * len(graph.ops), frozenset(), (), assignment, MESH, topology)
+        found = price(graph, [0] * len(graph.ops), frozenset(), (), assignment, self.mesh, topology)
         return [(row.kind, row.axes, row.payload_bytes) for row in found.collectives]
 
     def readers(self, *outputs):
@@ -77,6 +78,35 @@ def test_element_wise_ops_before_the_slice_stop_all_but_the_tpu_compiler(topolog
     total = plan.partial_sum()
     between = [plan.unary("tanh", total, ROWS) for _ in range(branches)]
     assert plan.collectives(topology, *(plan.unary("exp", value, SLICED) for value in between)) == expected
+
+
+MOVED = ["reduce_scatter", "collective_permute", "all_gather"]
+
+
+@pytest.mark.parametrize(("topology", "first"), [(TPU, "reduce_scatter"), (CPU, "all_reduce")], ids=["tpu", "cpu"])
+@pytest.mark.parametrize("stored", [ROWS, (M, ())], ids=["by its reader", "where it is made"])
+def test_a_sum_that_is_sliced_to_be_moved_to_other_axes_is_scattered(topology, first, stored):
+    plan = Plan()
+    left, right = plan.input((32, 64), (D, M)), plan.input((64, 16), (M, ()))
+    total = plan.op("dot_general", DOT, left, right, taken={0: (D, M)}, stored=stored)
+    kinds = [kind for kind, _, _ in plan.collectives(topology, plan.unary("exp", total, (M, ())))]
+    assert kinds == [first, *MOVED[1:]]
+
+
+def test_a_slice_moves_up_through_the_addition_of_a_bias():
+    plan = Plan()
+    total, bias = plan.partial_sum(), plan.input((1, 16), WHOLE)
+    rule = rule_for("add", (SHAPE, (1, 16)), (SHAPE,), {})
+    shifted = plan.op("add", rule, total, bias, taken={0: ROWS}, stored=ROWS)
+    assert plan.collectives(TPU, plan.unary("exp", shifted, SLICED)) == SCATTERED
+
+
+def test_axes_of_one_device_do_not_keep_a_sum_from_being_scattered():
+    plan = Plan()
+    left, right = plan.input((32, 64), ((), DM)), plan.input((64, 16), (DM, ()))
+    total = plan.op("dot_general", DOT, left, right, taken={0: ((), DM)}, stored=WHOLE)
+    plan.mesh = LogicalMesh((("data", 1), ("model", 4)))
+    assert [kind for kind, _, _ in plan.collectives(TPU, plan.unary("exp", total, SLICED))] == ["reduce_scatter"]
 
 
 @pytest.mark.parametrize("primitive", ["spmdctx_shard", "sharding_constraint", "name"])
