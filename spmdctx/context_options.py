@@ -74,7 +74,6 @@ OPTIONS: tuple[Option, ...] = (
         _LOCAL_LOSS,
         "`spmdctx.value_and_grad` averages gradients over the replicas instead of summing them. No effect on plain `jax.grad`, which means "
         "the global loss.",
-        built=False,
     ),
     Option(
         "gradient_fp32_sync",
@@ -93,9 +92,8 @@ OPTIONS: tuple[Option, ...] = (
         values.boolean,
         True,
         "",
-        _DISTRIBUTED,
-        "Where several devices compute the same loss, its cotangent is divided among them.",
-        built=False,
+        _LOCAL_LOSS,
+        "Where every device computes the same loss, since nothing of the batch enters it, its gradient is divided among them instead of summed.",
     ),
     Option(
         "parallel_mode",
@@ -256,9 +254,9 @@ OPTIONS: tuple[Option, ...] = (
         values.boolean,
         False,
         "",
-        _PLANNED,
-        "Whether compiled programs may contain all-to-all; False: all-gather and slices instead.",
-        built=False,
+        _DISTRIBUTED,
+        "Whether a tensor may be moved from one split dimension to another by all-to-all where that is cheaper; False: by all-gather and "
+        "slices.",
     ),
     Option(
         "all_reduce_fusion_config",
@@ -279,7 +277,6 @@ OPTIONS: tuple[Option, ...] = (
         "openstate (bool); allreduce, allgather, reducescatter: {mode: auto or size (allreduce: or index), config: MB > 0, or indices}",
         _DISTRIBUTED,
         "Fusion of collectives by size or index; of this and all_reduce_fusion_config the later call wins. Unset: XLA's own combiner.",
-        built=False,
         store=store_comm_fusion,
     ),
     Option(
@@ -307,9 +304,8 @@ OPTIONS: tuple[Option, ...] = (
         values.integer(1),
         1,
         ">= 1",
-        _REPLICAS,
-        "Micro-batches per step; gradients are reduced once.",
-        built=False,
+        PARALLEL_MODES,
+        "Micro-batches per step of `spmdctx.value_and_grad`; gradients are averaged over them and reduced once. No effect on plain `jax.grad`.",
     ),
     Option(
         "communi_parallel_mode",

@@ -66,6 +66,16 @@ class Entry:
         return self.planned.plan
 
     @cached_property
+    def compiler_options(self) -> dict[str, int | str]:
+        """What the compiler is told for this step alone."""
+        planned = self.planned
+        devices = self.environment.devices[: planned.mesh.num_devices]
+        sums = [row for row in planned.plan.collectives if row.kind in ("reduce_scatter", "all_reduce")]
+        largest = max(sums, key=lambda row: (row.kind == "reduce_scatter", row.payload_bytes), default=None)
+        ways = 1 if largest is None else planned.mesh.num_slices(largest.axes)
+        return compile_options(devices, self.environment.context, ways)
+
+    @cached_property
     def program(self) -> CompiledProgram:
         """The jitted flat program.
 
@@ -81,7 +91,8 @@ class Entry:
             planned.mesh,
             devices,
             donated=donated,
-            compiler_options=compile_options(devices),
+            compiler_options=self.compiler_options,
+            all_to_all=self.environment.context.enable_alltoall,
             name=self.captured.name,
         )
 
@@ -100,9 +111,8 @@ class Entry:
         """The short way to run a call, None where there is none; see `spmdctx.direct`."""
         if not isinstance(self.structure, PureStructure):
             return None
-        options = compile_options(self.program.mesh.devices.flat)
         donated = [leaf.donated for leaf in self.captured.inputs]
-        return direct_call(self.program, self.structure, self.captured.in_avals, donated, self._carried, options)
+        return direct_call(self.program, self.structure, self.captured.in_avals, donated, self._carried, self.compiler_options)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """The program that a call with these leaves, real or abstract, runs: lowered by JAX, which compiles it once for all."""
@@ -168,7 +178,7 @@ class Entry:
     def _placed(self, read: Read) -> list[Any]:
         """The leaves, those that are committed elsewhere moved to where the plan wants them."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
-            if compile_options(self.program.mesh.devices.flat):
+            if self.compiler_options:
                 raise UnsupportedError(
                     f"{self.captured.name} needs compiler options, which a step inside of jit, grad or vmap cannot have.",
                     fix="call the step outside, or leave out the options that need them",

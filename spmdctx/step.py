@@ -17,13 +17,15 @@ from spmdctx.audit import AuditReport, audit_program
 from spmdctx.context import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.direct import OtherArgumentsError
 from spmdctx.entry import Entry
+from spmdctx.gradients.passes import capture_step
+from spmdctx.lowering.xla_options import warn_without_option
 from spmdctx.mesh_scope import auto_axes, traced_for
 from spmdctx.plan.plan import Plan
 from spmdctx.sharding_marks import tracing_in
 from spmdctx.step_options import StepOptions, environment, step_options
 from spmdctx.strategy_files import loaded_plan
 from spmdctx.trace.arguments import NO_STATIC, Call, Static, split_static
-from spmdctx.trace.capture import capture_call, target_of
+from spmdctx.trace.capture import target_of
 from spmdctx.trace.structure import Read
 
 _MOST_MISSES = 50
@@ -233,8 +235,9 @@ class ParallelStep:
             entry = next((entry for entry in entries if entry.read(call) is not None), None)
             if entry is None:
                 notes = warn_ineffective(around.context, stacklevel=stacklevel + 1)
+                notes += warn_without_option(around.backend, around.context, stacklevel=stacklevel + 1)
                 with tracing_in(around.context.parallel_mode), traced_for(around):
-                    captured = capture_call(self._target, call, static)
+                    captured = capture_step(self._target, call, static, around.settings)
                 entry = Entry(captured, around, notes)
                 entries.append(entry)
             entry.planned  # noqa: B018  errors of planning belong to this call

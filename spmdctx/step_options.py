@@ -12,8 +12,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from spmdctx._compat import is_compile_only
 from spmdctx.context import AutoParallelContext, check_consistency, device_count
 from spmdctx.context_options import checked
-from spmdctx.cost.topology import Topology, topology
+from spmdctx.cost.topology import Topology, topology, without_all_to_all
 from spmdctx.errors import ContextError, message
+from spmdctx.lowering.xla_options import backend_of
 from spmdctx.mesh import LogicalMesh
 from spmdctx.planner import Settings
 from spmdctx.search.meshes import MAX_AXES
@@ -31,6 +32,7 @@ _KINDS = (
     ("h100", "h100"),
     ("a100", "a100"),
 )
+_GPUS = ("h100", "h200", "a100")
 _PLATFORMS = {"tpu": "tpu-v5p", "gpu": "h100", "cuda": "h100"}
 
 
@@ -151,6 +153,12 @@ class Environment:
         """The context with the step's own options on top."""
         return self.settings.context
 
+    @property
+    def backend(self) -> str:
+        """The compiler that the plan is for, "cpu", "gpu" or "tpu": the machine's, or the devices' where that is the user's own."""
+        machine = self.settings.topology.device.partition("-")[0]
+        return {**dict.fromkeys(_GPUS, "gpu"), "tpu": "tpu", "cpu": "cpu"}.get(machine) or backend_of(self.devices)
+
     def check_running(self) -> None:
         """Raises ContextError where there are fewer devices than the plan is for, or none that can run."""
         mesh = self.settings.mesh
@@ -185,7 +193,7 @@ def environment(options: StepOptions, context: AutoParallelContext) -> Environme
         context=context,
         num_devices=count,
         mesh=mesh,
-        topology=chosen,
+        topology=chosen if context.enable_alltoall else without_all_to_all(chosen),
         memory_bytes=options.memory_bytes,
         max_mesh_axes=options.max_mesh_axes,
         strict=options.strict,

@@ -42,14 +42,22 @@ class _Move(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def reshard_steps(
-    shape: tuple[int, ...], item_bytes: int, source: TensorSharding, target: TensorSharding, mesh: LogicalMesh
+    shape: tuple[int, ...],
+    item_bytes: int,
+    source: TensorSharding,
+    target: TensorSharding,
+    mesh: LogicalMesh,
+    all_to_all: bool = True,
 ) -> tuple[ReshardStep, ...]:
-    """The steps that turn `source` into `target` for a tensor of `shape`; none where they are equal."""
+    """The steps that turn `source` into `target` for a tensor of `shape`; none where they are equal.
+
+    Without `all_to_all` no step is one: the tensor is gathered and sliced.
+    """
     if source == target:
         return ()
     if 1 in mesh.sizes.values():
-        return _without_single_axes(shape, item_bytes, source, target, mesh)
-    tabled = _tabled_steps(shape, item_bytes, source, target, mesh)
+        return _without_single_axes(shape, item_bytes, source, target, mesh, all_to_all)
+    tabled = _tabled_steps(shape, item_bytes, source, target, mesh, all_to_all)
     if tabled is not None:
         return tabled
     changed = tuple(dim for dim in range(len(shape)) if source[dim] != target[dim])
@@ -60,13 +68,14 @@ def reshard_steps(
         tuple(math.gcd(shape[dim], mesh.num_devices) for dim in changed),
         kept,
         mesh,
+        all_to_all,
     )
     whole = tuple((kind, axes, _with_dims(source, changed, state)) for kind, axes, state in found)
     return _with_payloads(shape, item_bytes, source, whole, mesh)
 
 
 def _tabled_steps(
-    shape: tuple[int, ...], item_bytes: int, source: TensorSharding, target: TensorSharding, mesh: LogicalMesh
+    shape: tuple[int, ...], item_bytes: int, source: TensorSharding, target: TensorSharding, mesh: LogicalMesh, all_to_all: bool
 ) -> tuple[ReshardStep, ...] | None:
     """The steps of `reshard_table`, where the mesh is small enough for it and no dimension is padded."""
     if len(mesh.axes) > MAX_ORDERED_AXES:
@@ -76,7 +85,7 @@ def _tabled_steps(
     if first < 0 or last < 0:
         return None
     path: list[_Move] = []
-    for hop in chain(known, first, last):
+    for hop in chain(known, first, last, all_to_all):
         path.append(_Move(hop.kind, hop.axes, known.shardings[hop.after], 0))
     return _with_payloads(shape, item_bytes, source, _merge_slices(path), mesh)
 
@@ -97,12 +106,12 @@ def _with_payloads(
 
 
 def _without_single_axes(
-    shape: tuple[int, ...], item_bytes: int, source: TensorSharding, target: TensorSharding, mesh: LogicalMesh
+    shape: tuple[int, ...], item_bytes: int, source: TensorSharding, target: TensorSharding, mesh: LogicalMesh, all_to_all: bool
 ) -> tuple[ReshardStep, ...]:
     """Axes of size 1 split nothing: the steps are those of the mesh without them, and a free one sets the names right."""
     smaller = LogicalMesh(tuple((name, size) for name, size in mesh.axes if size > 1))
     ends = [tuple(tuple(name for name in names if name in smaller.sizes) for names in end) for end in (source, target)]
-    steps = reshard_steps(shape, item_bytes, ends[0], ends[1], smaller)
+    steps = reshard_steps(shape, item_bytes, ends[0], ends[1], smaller, all_to_all)
     return steps if ends[1] == target and steps else (*steps, ReshardStep("slice", (), 0, target))
 
 
@@ -113,7 +122,7 @@ def reshard_time_s(
     """Seconds that the steps from `source` to `target` take one after the other."""
     return sum(
         collective_time_s(step.kind, step.payload_bytes, step.axes, mesh, topology)
-        for step in reshard_steps(shape, item_bytes, source, target, mesh)
+        for step in reshard_steps(shape, item_bytes, source, target, mesh, topology.uses_all_to_all)
         if step.kind != "slice"
     )
 
@@ -141,7 +150,7 @@ def _payload_bytes(
 
 @lru_cache(maxsize=1 << 14)
 def _chain(
-    source: TensorSharding, target: TensorSharding, common: tuple[int, ...], kept: frozenset[str], mesh: LogicalMesh
+    source: TensorSharding, target: TensorSharding, common: tuple[int, ...], kept: frozenset[str], mesh: LogicalMesh, all_to_all: bool
 ) -> tuple[tuple[str, AxisNames, TensorSharding], ...]:
     """Dijkstra over shardings; `common` holds per dimension its greatest common divisor with the number of devices."""
     best: dict[TensorSharding, tuple[int, int]] = {source: (0, 0)}
@@ -154,6 +163,8 @@ def _chain(
         if best[state] < (moved, count):
             continue
         for move in _moves(state, target, common, kept, mesh):
+            if move.kind == "all_to_all" and not all_to_all:
+                continue
             price = (moved + move.moved, count + 1)
             if price < best.get(move.state, (math.inf, 0)):
                 best[move.state] = price

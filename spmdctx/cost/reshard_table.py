@@ -61,9 +61,9 @@ class ReshardTable(NamedTuple):
     s_per_byte: FloatArray
 
 
-def chain(known: Domain, source: int, target: int) -> Iterator[Hop]:
-    """The steps from one sharding of a domain to another."""
-    paths = _paths(known.rows.tobytes(), len(known.shape), known.codes.mesh)
+def chain(known: Domain, source: int, target: int, all_to_all: bool = True) -> Iterator[Hop]:
+    """The steps from one sharding of a domain to another; without `all_to_all`, no such step."""
+    paths = _paths(known.rows.tobytes(), len(known.shape), known.codes.mesh, all_to_all)
     while source != target:
         hop = paths.hops[source, int(paths.following[source, target])]
         yield hop
@@ -78,7 +78,7 @@ def reshard_table(known: Domain, topology: Topology) -> ReshardTable:
 
 
 @lru_cache(maxsize=1024)
-def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh) -> Paths:
+def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh, all_to_all: bool) -> Paths:
     """All-pairs cheapest chains from single steps."""
     codes = axis_codes(mesh)
     states = np.frombuffer(rows, dtype=np.int64).reshape(-1, num_dims)
@@ -87,6 +87,8 @@ def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh) -> Paths:
     np.fill_diagonal(price, 0.0)
     hops: dict[tuple[int, int], Hop] = {}
     for number, hop, moved in _single_steps(states, codes):
+        if hop.kind == "all_to_all" and not all_to_all:
+            continue
         own = moved + (_SLICE_PRICE if hop.kind == "slice" else _STEP_PRICE / mesh.num_devices)
         if own < price[number, hop.after] - 1e-12:
             price[number, hop.after] = own
@@ -104,7 +106,7 @@ def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh) -> Paths:
 @lru_cache(maxsize=1024)
 def _table(rows: bytes, num_dims: int, mesh: LogicalMesh, topology: Topology) -> ReshardTable:
     """Seconds along the chains: every chain is its first step and the chain from there, so filled by number of steps."""
-    paths = _paths(rows, num_dims, mesh)
+    paths = _paths(rows, num_dims, mesh, topology.uses_all_to_all)
     codes = axis_codes(mesh)
     states = np.frombuffer(rows, dtype=np.int64).reshape(-1, num_dims)
     slices = np.prod(codes.slices[states], axis=1)

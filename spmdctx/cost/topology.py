@@ -57,6 +57,7 @@ class Topology:
         reduction_overlap: The same of a gradient reduction.
         combines_reductions: Whether the compiler makes one collective of many reductions of gradients, so that none pays a latency
             of its own (XLA on TPU and GPU: 33 all_reduces of a ViT step become 2, 14 reduce_scatters 3; all_gathers stay as they are).
+        uses_all_to_all: Whether reshards may be all_to_alls; else a tensor is gathered and sliced. A plan takes it from enable_alltoall.
         source: Where the figures were published.
     """
 
@@ -83,6 +84,7 @@ class Topology:
     gather_overlap: float = 0.0
     reduction_overlap: float = 0.0
     combines_reductions: bool = True
+    uses_all_to_all: bool = True
     source: str = "user"
 
     def __post_init__(self) -> None:
@@ -235,6 +237,12 @@ PRESETS: dict[str, Topology] = {
         source="nominal figures for virtual CPU devices, not a machine",
     ),
 }
+
+
+@lru_cache(maxsize=64)
+def without_all_to_all(machine: Topology) -> Topology:
+    """The machine for programs that may hold no all_to_all."""
+    return replace(machine, uses_all_to_all=False)
 
 
 @lru_cache(maxsize=64)

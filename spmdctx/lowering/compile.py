@@ -35,6 +35,7 @@ def jit_program(
     *,
     donated: Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
+    all_to_all: bool = True,
     name: str = "step",
 ) -> CompiledProgram:
     """Writes the assignment into the program and jits it; nothing is compiled yet.
@@ -46,6 +47,7 @@ def jit_program(
         devices: at least as many as the mesh has.
         donated: indices of the input leaves whose buffers the step may reuse.
         compiler_options: options for XLA, for this program only.
+        all_to_all: whether a reshard may be one; as in the prices.
         name: name of the function in profiles and dumps.
 
     Raises:
@@ -55,7 +57,7 @@ def jit_program(
     graph, values = program.graph, assignment.values
     inputs = tuple(named_sharding(jax_mesh, values[value]) for value in graph.inputs)
     outputs = tuple(named_sharding(jax_mesh, values[value] if value != LITERAL else ()) for value in graph.outputs)
-    closed = constrain(program, assignment, mesh, jax_mesh) if mesh.num_devices > 1 else program.jaxpr
+    closed = constrain(program, assignment, mesh, jax_mesh, all_to_all) if mesh.num_devices > 1 else program.jaxpr
     jitted = jax.jit(
         _evaluator(closed, name),
         in_shardings=inputs,

@@ -31,9 +31,9 @@ Substitution = dict[Any, Any]
 _IDENTITIES = frozenset({"sharding_constraint", "reshard", MARKER})
 
 
-def constrain(program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh) -> jexc.ClosedJaxpr:
-    """The program's jaxpr with the assignment's shardings as constraints."""
-    rewriter = _Rewriter(program, assignment, mesh, jax_mesh)
+def constrain(program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, all_to_all: bool = True) -> jexc.ClosedJaxpr:
+    """The program's jaxpr with the assignment's shardings as constraints; `all_to_all` as in `reshard_steps`."""
+    rewriter = _Rewriter(program, assignment, mesh, jax_mesh, all_to_all)
     closed = program.jaxpr
     block = _Block(rewriter)
     substitution = {var: var for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars)}
@@ -69,7 +69,8 @@ class _Block:
 
 
 class _Rewriter:
-    def __init__(self, program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh) -> None:
+    def __init__(self, program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, all_to_all: bool) -> None:
+        self._all_to_all = all_to_all
         self.graph, self.assignment, self.mesh, self.jax_mesh = program.graph, assignment, mesh, jax_mesh
         self._sites = iter(program.op_of_site)
         self._moved = _moved(program.graph.ops, assignment)
@@ -99,7 +100,8 @@ class _Rewriter:
         if source == target:
             return []
         known = self.graph.values[value]
-        return [step.sharding for step in reshard_steps(known.shape, item_bytes(known.dtype), source, target, self.mesh)]
+        steps = reshard_steps(known.shape, item_bytes(known.dtype), source, target, self.mesh, self._all_to_all)
+        return [step.sharding for step in steps]
 
     # One op
 

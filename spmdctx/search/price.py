@@ -225,7 +225,7 @@ class _Biller:
         time_s, current = 0.0, source
         share = self._sides.gather_share(value, self.topology)
         size = item_bytes("bfloat16" if narrow else known.dtype)
-        for step in reshard_steps(known.shape, size, source, target, self.mesh):
+        for step in reshard_steps(known.shape, size, source, target, self.mesh, self.topology.uses_all_to_all):
             key = (scope, self._same[value], current, step.sharding)
             if step.kind != "slice" and key not in self._done:
                 cause = f"{role}: {known.path or 'value'} {format_sharding(current)} -> {format_sharding(step.sharding)}"

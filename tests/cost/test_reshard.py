@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdctx.cost.reshard import reshard_steps, reshard_time_s
-from spmdctx.cost.topology import topology
+from spmdctx.cost.topology import topology, without_all_to_all
 from spmdctx.ir import TensorSharding
 from spmdctx.mesh import LogicalMesh, axes_of, divides, local_shape, replicated
 
@@ -209,3 +209,24 @@ def test_a_whole_chain_compiles_to_its_steps(source, target):
     steps = reshard_steps((64, 64), ITEM_BYTES, source, target, MESH_2X4)
     expected = [(step.kind, step.payload_bytes) for step in steps if step.kind != "slice"]
     assert compiled_collectives(MESH_2X4, (64, 64), [source, *(step.sharding for step in steps)]) == expected
+
+
+def test_without_all_to_all_a_tensor_is_gathered_and_sliced():
+    """A dimension is given up before another is split: more bytes, no all_to_all; on small meshes, large ones and with padding."""
+    meshes = (MESH_2X4, MESH_2X2X2, LogicalMesh.of({"a": 2, "b": 2, "c": 2, "d": 2}))
+    for mesh in meshes:
+        for shape in ((64, 64), (6, 64)):
+            own = [one for one in shardings(mesh, 2) if divides(shape, one, mesh)][::5]
+            for source, target in itertools.product(own, own):
+                steps = reshard_steps(shape, ITEM_BYTES, source, target, mesh, all_to_all=False)
+                assert "all_to_all" not in {step.kind for step in steps}
+                assert not steps or steps[-1].sharding == target
+    steps = reshard_steps((64, 64), ITEM_BYTES, (("a",), ()), ((), ("a",)), MESH_2X4, all_to_all=False)
+    assert [step.kind for step in steps] == ["all_gather", "slice"]
+
+
+def test_the_machine_says_whether_a_reshard_is_priced_as_all_to_all():
+    machine = topology("tpu-v5e")
+    ends = (("a", "b"), ()), ((), ("a", "b"))
+    times = [reshard_time_s((4096, 4096), ITEM_BYTES, *ends, MESH_2X4, one) for one in (machine, without_all_to_all(machine))]
+    assert times[0] * 2 < times[1]

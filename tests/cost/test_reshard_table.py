@@ -11,7 +11,7 @@ import pytest
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import reshard_steps
 from spmdctx.cost.reshard_table import reshard_table
-from spmdctx.cost.topology import topology
+from spmdctx.cost.topology import topology, without_all_to_all
 from spmdctx.domains import domain
 from spmdctx.ir import TensorSharding
 from spmdctx.mesh import LogicalMesh, divides
@@ -97,3 +97,19 @@ def test_chains_are_as_short_as_a_plain_search_finds_and_seconds_add_up(axes: tu
             assert current == target
             assert counted == pytest.approx(best[last], abs=1e-9)
             assert table.fixed_s[first, last] + table.s_per_byte[first, last] * total == pytest.approx(seconds, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(("axes", "shape"), CASES)
+def test_seconds_without_all_to_all_are_those_of_the_chains_without_it(axes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    mesh, machine = LogicalMesh.of(axes), without_all_to_all(topology("h100"))
+    known = domain(mesh, shape)
+    table = reshard_table(known, machine)
+    for first, source in enumerate(known.shardings):
+        for last, target in enumerate(known.shardings):
+            steps = reshard_steps(shape, 4, source, target, mesh, all_to_all=False)
+            assert "all_to_all" not in {step.kind for step in steps}
+            seconds = sum(
+                collective_time_s(step.kind, step.payload_bytes, step.axes, mesh, machine) for step in steps if step.kind != "slice"
+            )
+            predicted = table.fixed_s[first, last] + table.s_per_byte[first, last] * 4 * math.prod(shape)
+            assert predicted == pytest.approx(seconds, rel=1e-9, abs=1e-15)

@@ -10,9 +10,9 @@ from spmdctx.plan.plan import Plan
 from tests.zoo import LARGE, UNSPLIT
 
 
-def plan(name: str, search: str) -> Plan:
+def plan(name: str, search: str, **more: object) -> Plan:
     step, args = LARGE[name](UNSPLIT, np.float32)
-    options = {"parallel_mode": "auto_parallel", "search_mode": search, "device_num": 8}
+    options = {"parallel_mode": "auto_parallel", "search_mode": search, "device_num": 8, **more}
     return spmdctx.parallel(step, strict=True, topology="tpu-v5p", **options).plan(*args)
 
 
@@ -25,7 +25,7 @@ def test_every_primitive_of_a_model_at_its_published_size_has_a_rule(name: str) 
 
 @pytest.mark.parametrize("search", ["recursive_programming", "dynamic_programming"])
 def test_a_search_finds_expert_parallelism(search: str) -> None:
-    found = plan("gshard", search)
+    found = plan("gshard", search, enable_alltoall=True)
     experts = [tensor for tensor in found.inputs if tensor.path.endswith(("/up", "/down")) and "params" in tensor.path]
     assert len(experts) == 4
     assert all(tensor.sharding[0] and not any(tensor.sharding[1:]) for tensor in experts), [tensor.sharding for tensor in experts]
