@@ -129,14 +129,14 @@ def _request(program: Program, captured: Captured, settings: Settings) -> Reques
         marks=program.marks,
         region_ops=program.region_ops,
         value_pins=tuple(pins),
-        manual=tuple(ManualSpecs(region.op, region.mesh_axes, region.operands, region.results) for region in program.manual),
+        manual=tuple(
+            ManualSpecs(region.op, region.mesh_axes, region.operands, region.results, region.is_loss) for region in program.manual
+        ),
         layerwise=frozenset(
             value
             for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True)
-            if _is_layerwise(leaf, settings.layerwise_parallel)
+            if is_layerwise(leaf, settings.layerwise_parallel)
         ),
-    )
-
         optimizer=_optimizer(context),
     )
 
@@ -151,6 +151,8 @@ def _optimizer(context: AutoParallelContext) -> OptimizerSharding | None:
         threshold_bytes=asked.parallel_optimizer_threshold * 1024,
         shard_size=asked.optimizer_weight_shard_size,
         splits_accumulators=asked.gradient_accumulation_shard,
+    )
+
 
 def _dataset(context: AutoParallelContext) -> str | tuple[object, ...] | None:
     """How the batch is split: None where auto_parallel may choose."""
@@ -161,7 +163,8 @@ def _dataset(context: AutoParallelContext) -> str | tuple[object, ...] | None:
     return "full_batch" if context.full_batch else context.dataset_strategy
 
 
-def _is_layerwise(leaf: InputLeaf, patterns: Sequence[str]) -> bool:
+def is_layerwise(leaf: InputLeaf, patterns: Sequence[str]) -> bool:
+    """Whether each device has a piece of its own of an argument, by its own metadata or a path pattern."""
     return leaf.layerwise or any(_matches(leaf.path, pattern) for pattern in patterns)
 
 

@@ -3,61 +3,45 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import jax
-from flax import nnx
-
-from spmdctx.context import current_context
-from spmdctx.errors import ContextWarning
-from spmdctx.sharding_marks import traced_mode
-from spmdctx.trace.objects import has_objects
+from spmdctx.gradients.loss import Loss
+from spmdctx.gradients.scope import carrier_of_trace
 
 
 def value_and_grad(fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
     """As `jax.value_and_grad`, or as `nnx.value_and_grad` where an argument is an nnx object.
 
-    The gradient is that of the loss over the global batch, which is what `gradients_mean=True` asks for.
+    In a step of semi_auto_parallel or auto_parallel the gradient is that of the loss over the global batch. In data_parallel
+    and hybrid_parallel each device differentiates the loss of its own shard of the batch, and gradients are summed over the
+    devices, or averaged with `gradients_mean`, in float32 with `gradient_fp32_sync`. There the loss and floating scalars of
+    aux come back as means over the devices, aux with the batch as a dimension whole, batch statistics averaged; PRNG keys
+    are folded with the device's number. Gradients of arguments that are split, of layerwise_parallel parameters and of the
+    batch itself, stay where they are.
+
+    With `grad_accumulation_step` k the loss is differentiated on k micro-batches one after the other, of which number j
+    holds the elements j, j+k, j+2k, ... of the batch; gradients, loss and floating scalars of aux are means over them, and
+    variables and batch statistics go from one to the next. PRNG keys that are arguments are folded with j.
 
     Args:
-        fun: the loss.
+        fun: the loss, which may close over arrays of the step.
         argnums: the arguments to differentiate by; of nnx, `nnx.DiffState` too.
         has_aux: whether `fun` gives (loss, aux).
         options: further options of the two functions.
     """
-    return _transformed(fun, "value_and_grad", argnums, has_aux, options)
+    return _transformed(Loss(fun, "value_and_grad", argnums, has_aux, options))
 
 
 def grad(fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
     """As `jax.grad`, or as `nnx.grad` where an argument is an nnx object; see `value_and_grad`."""
-    return _transformed(fun, "grad", argnums, has_aux, options)
+    return _transformed(Loss(fun, "grad", argnums, has_aux, options))
 
 
-def _transformed(fun: Callable[..., Any], name: str, argnums: Any, has_aux: bool, options: dict[str, Any]) -> Callable[..., Any]:
-    pure = None if _is_of_nnx(argnums) else getattr(jax, name)(fun, argnums=argnums, has_aux=has_aux, **options)
-
-    @functools.wraps(fun)
+def _transformed(loss: Loss) -> Callable[..., Any]:
+    @functools.wraps(loss.fn)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        _warn_of_sum()
-        if pure is None or has_objects((args, kwargs)):
-            return getattr(nnx, name)(fun, argnums=argnums, has_aux=has_aux, **options)(*args, **kwargs)
-        return pure(*args, **kwargs)
+        carrier = carrier_of_trace()
+        return loss.call(args, kwargs) if carrier is None else carrier.run(loss, args, kwargs)
 
     return differentiated
-
-
-def _is_of_nnx(argnums: Any) -> bool:
-    entries = argnums if isinstance(argnums, tuple | list) else (argnums,)
-    return not all(isinstance(entry, int) for entry in entries)
-
-
-def _warn_of_sum() -> None:
-    """data_parallel asks for the sum over replicas where gradients_mean is False; what comes is the mean."""
-    if traced_mode() == "data_parallel" and not current_context().gradients_mean:
-        warnings.warn(
-            "gradients_mean=False has no effect: it is not built yet; the gradient is that of the mean loss over the global batch.",
-            ContextWarning,
-            stacklevel=3,
-        )

@@ -27,7 +27,7 @@ class ValuePin(NamedTuple):
 
 
 class ManualSpecs(NamedTuple):
-    """The shardings that a shard_map of the user fixes for one op."""
+    """The shardings that a shard_map fixes for one op; `is_loss` where it is none of the user's."""
 
     op: int
     mesh_axes: MeshAxes
@@ -261,7 +261,7 @@ def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:
 
 def _hybrid_parallel(graph: Graph, request: Request, setup: Setup) -> None:
     """The user's shard_maps decide; a step without any is split like data_parallel."""
-    if not request.manual:
+    if all(specs.is_loss for specs in request.manual):
         _data_parallel(graph, request, setup)
 
 

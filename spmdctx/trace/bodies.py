@@ -17,6 +17,7 @@ from spmdctx.ir import Mark, OpRule, Role
 from spmdctx.rules.builder import RuleBuilder, identity
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands
 from spmdctx.trace import manual, user_pins
+from spmdctx.trace.program import LossOperand
 
 if TYPE_CHECKING:
     from spmdctx.trace.build import Builder, Env
@@ -36,6 +37,7 @@ INLINED = frozenset(CALLS) - KEPT
 
 NEVER_LOOSE = frozenset({"scan.enter", "scan.next", "scan.exit", "while.enter", "while.next", "cond.exit", "random_seed"})
 MARKER = "spmdctx_shard"
+LOSS = "spmdctx_loss"
 
 
 def open_jaxpr(body: Any) -> tuple[Any, Sequence[Any]]:
@@ -208,6 +210,12 @@ def _marker(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> 
     builder.marks.append(Mark(op, result, params["region"], params["side"], params["index"], params["strategy"], params["label"]))
 
 
+def _loss_operand(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+    """Noted down and left out: a program with such markers is looked at, and never planned."""
+    value = env[eqn.outvars[0]] = builder.read(env, eqn.invars)[0]
+    builder.loss_operands.append(LossOperand(**eqn.params, value=value))
+
+
 def _shard_map(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
     operands = builder.read(env, eqn.invars)
     results = tuple(builder.add_value(var.aval) for var in eqn.outvars)
@@ -224,5 +232,6 @@ HANDLERS: dict[str, Handler] = {
     "sharding_constraint": _constraint,
     "reshard": _constraint,
     MARKER: _marker,
+    LOSS: _loss_operand,
     "shard_map": _shard_map,
 }

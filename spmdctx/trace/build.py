@@ -17,7 +17,7 @@ from spmdctx.rules.flops import op_flops
 from spmdctx.rules.fusion import fused_bits, in_memory, read_before
 from spmdctx.trace import bodies
 from spmdctx.trace.origins import LazyOrigins, Place
-from spmdctx.trace.program import ManualRegion, Program, UserPin
+from spmdctx.trace.program import LossOperand, ManualRegion, Program, UserPin
 
 Env = dict[Any, int]
 
@@ -82,6 +82,7 @@ class Builder:
         self.marks: list[Mark] = []
         self.user_pins: list[UserPin] = []
         self.manual: list[ManualRegion] = []
+        self.loss_operands: list[LossOperand] = []
         self.notes: list[str] = []
         self._known: dict[Any, _Known] = {}
         self._kinds: list[str] = []
@@ -207,6 +208,7 @@ class Builder:
             manual=tuple(region._replace(op=op_of_site[region.op]) for region in self.manual if op_of_site[region.op] >= 0),
             loose=_loose_values(graph),
             region_ops=origins.inside_regions() if self.marks else frozenset(),
+            loss_operands=tuple(self.loss_operands),
         )
 
     def _alive(self, outputs: tuple[int, ...]) -> list[int]:

@@ -214,7 +214,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
         traced = _trace(target, static, flattening, avals, donated)
     roles, carried, notes = _roles(target, static, flattening, traced)
     inputs = tuple(
-        InputLeaf(path, tuple(aval.shape), str(aval.dtype), role, given, leaf.names)
+        InputLeaf(path, tuple(aval.shape), str(aval.dtype), role, given, leaf.names, leaf.layerwise)
         for path, aval, role, given, leaf in zip(paths, traced.jaxpr.in_avals, roles, donated, flattening.leaves, strict=True)
     )
     outputs = tuple(

@@ -26,6 +26,10 @@ _KINDS = {
 }
 
 
+LOSS_SCOPE = "spmdctx_loss"
+"""Name scope of the shard_maps that `spmdctx.value_and_grad` makes."""
+
+
 def rule_of(eqn: Any) -> OpRule:
     """Every dimension is a factor of its own, so each operand and result can take the axes of its spec."""
     builder = RuleBuilder()
@@ -44,6 +48,7 @@ def region_of(eqn: Any, op: int, repeats: int) -> ManualRegion:
         operands=_specs(eqn.params["in_specs"], eqn.invars),
         results=_specs(eqn.params["out_specs"], eqn.outvars),
         collectives=tuple(_collectives(getattr(body, "jaxpr", body), repeats)),
+        is_loss=LOSS_SCOPE in str(eqn.source_info.name_stack),
     )
 
 

@@ -253,7 +253,9 @@ def _leaves_of(item: Any, keys: Keys) -> list[Leaf]:
     role = _role_of(item)
     names = variable_names(item) if isinstance(item, nnx.Variable) else None
     entries, _ = jax.tree_util.tree_flatten_with_path(_value_of(item))
-    return [Leaf((*keys, *inner), value, role, names, owned=True) for inner, value in entries]
+    layerwise = isinstance(item, nnx.Variable) and item.get_metadata().get("layerwise_parallel", False) is True
+    statistic = isinstance(item, nnx.BatchStat)
+    return [Leaf((*keys, *inner), value, role, names, True, statistic, layerwise) for inner, value in entries]
 
 
 def _role_of(item: Any) -> Role:

@@ -21,14 +21,30 @@ class UserPin(NamedTuple):
     dims: tuple[AxisNames | None, ...]
 
 
+class LossOperand(NamedTuple):
+    """A value that enters a call of `value_and_grad`: the number of the call and of its leaf.
+
+    `mapped` holds the dimensions of the value that vmaps around the call take away, the innermost first.
+    """
+
+    call: int
+    leaf: int
+    mapped: tuple[int, ...]
+    value: int
+
+
 class ManualRegion(NamedTuple):
-    """A `shard_map` of the user: the op that stands for it, its specs per operand and result, and the collectives inside."""
+    """A `shard_map`: the op that stands for it, its specs per operand and result, and the collectives inside.
+
+    `is_loss` marks one that `spmdctx.value_and_grad` has made; others are the user's.
+    """
 
     op: int
     mesh_axes: tuple[tuple[str, int], ...]
     operands: tuple[tuple[AxisNames, ...], ...]
     results: tuple[tuple[AxisNames, ...], ...]
     collectives: tuple[Collective, ...]
+    is_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,3 +66,4 @@ class Program:
     manual: tuple[ManualRegion, ...]
     loose: frozenset[int]
     region_ops: frozenset[int]
+    loss_operands: tuple[LossOperand, ...] = ()

@@ -19,7 +19,8 @@ class Leaf(NamedTuple):
     """One flat leaf as capture sees it.
 
     `keys` is its path inside the dynamic call: (0, position, ...) or (1, keyword, ...). `role` and `names` are set where
-    Flax says them. `owned` marks a leaf of an nnx object, which the step mutates in place.
+    Flax says them. `owned` marks a leaf of an nnx object, which the step mutates in place; of those, `is_statistic` marks batch
+    statistics, and `layerwise` variables of which each device has a piece of its own.
     """
 
     keys: Keys
@@ -27,6 +28,8 @@ class Leaf(NamedTuple):
     role: Role | None = None
     names: PartitionNames | None = None
     owned: bool = False
+    is_statistic: bool = False
+    layerwise: bool = False
 
 
 class Read(NamedTuple):

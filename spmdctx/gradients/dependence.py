@@ -1,0 +1,95 @@
+"""Which results of a jaxpr depend on which of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jexc
+
+from spmdctx._compat import scan_counts
+from spmdctx.rules.control_flow import CALLS, call_body, call_operands
+
+_VIEWS = frozenset({"convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "copy", "spmdctx_shard"})
+"""Ops that only prepare an array for its use: a model may cast all of its parameters before it reads the first."""
+
+
+def dependents(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Per result of `jaxpr` whether it depends on one of the inputs marked True; constants depend on nothing."""
+    body = getattr(jaxpr, "jaxpr", jaxpr)
+    reached = {var for var, mark in zip(body.invars, inputs, strict=True) if mark}
+    for eqn in body.eqns:
+        marks = [_is_in(atom, reached) for atom in eqn.invars]
+        if any(marks):
+            reached.update(var for var, mark in zip(eqn.outvars, _results(eqn, marks), strict=True) if mark)
+    return [_is_in(atom, reached) for atom in body.outvars]
+
+
+def _is_in(atom: Any, reached: set[Any]) -> bool:
+    return not isinstance(atom, jexc.Literal) and atom in reached
+
+
+def _results(eqn: Any, marks: list[bool]) -> list[bool]:
+    name = eqn.primitive.name
+    if name in CALLS and name != "custom_linear_solve":
+        taken = [marks[index] for index in call_operands(name, eqn.params, len(eqn.invars))]
+        return dependents(call_body(name, eqn.params), taken)
+    if name == "scan":
+        return _scan(eqn, marks)
+    if name == "cond" and not marks[0]:
+        per_branch = [dependents(branch, marks[1:]) for branch in eqn.params["branches"]]
+        return [any(found) for found in zip(*per_branch, strict=True)]
+    return [True] * len(eqn.outvars)
+
+
+def _scan(eqn: Any, marks: list[bool]) -> list[bool]:
+    """Followed around the loop until nothing changes."""
+    num_consts, num_carry = scan_counts(eqn.params)
+    while True:
+        found = dependents(eqn.params["jaxpr"], marks)
+        carried = [old or new for old, new in zip(marks[num_consts : num_consts + num_carry], found[:num_carry], strict=True)]
+        if carried == marks[num_consts : num_consts + num_carry]:
+            return [*carried, *found[num_carry:]]
+        marks = [*marks[:num_consts], *carried, *marks[num_consts + num_carry :]]
+
+
+def first_uses(jaxpr: Any) -> list[int]:
+    """Per input the number of the equation that reads it first, calls looked into; the number of all equations where none does.
+
+    The forward pass comes first in the program of a gradient, so this is the order of the forward pass.
+    """
+    body = getattr(jaxpr, "jaxpr", jaxpr)
+    counter = _Counter()
+    counter.walk(body, {var: [index] for index, var in enumerate(body.invars)})
+    return [counter.first.get(index, counter.count) for index in range(len(body.invars))]
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: dict[int, int] = {}
+
+    def walk(self, jaxpr: Any, names: dict[Any, list[int]]) -> None:
+        """Counts the equations; `names` are the inputs behind the variables of this body."""
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in CALLS:
+                inner = getattr(call_body(name, eqn.params), "jaxpr", call_body(name, eqn.params))
+                taken = [eqn.invars[index] for index in call_operands(name, eqn.params, len(eqn.invars))]
+                self.walk(inner, self._bound(inner.invars, taken, names))
+                continue
+            known = [index for atom in eqn.invars if not isinstance(atom, jexc.Literal) for index in names.get(atom, [])]
+            if name in _VIEWS:
+                names[eqn.outvars[0]] = known
+                continue
+            self.count += 1
+            for index in known:
+                self.first.setdefault(index, self.count)
+
+    @staticmethod
+    def _bound(variables: Sequence[Any], atoms: Sequence[Any], names: dict[Any, list[int]]) -> dict[Any, list[int]]:
+        known = {}
+        for var, atom in zip(variables, atoms, strict=True):
+            if not isinstance(atom, jexc.Literal) and atom in names:
+                known[var] = names[atom]
+        return known

@@ -1,0 +1,196 @@
+"""A loss to be differentiated as the user asked, and one call of it taken apart into flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jexc
+import numpy as np
+from flax import nnx
+from jax.tree_util import DictKey, SequenceKey
+
+from spmdctx.gradients.closure import Closure
+from spmdctx.ir import Role
+from spmdctx.trace.capture import flattening_of
+from spmdctx.trace.objects import ObjectFlattening, has_objects
+from spmdctx.trace.pure import NotPure
+from spmdctx.trace.structure import Flattening, Keys, key_text, path_text, shape_of
+
+
+class Loss(NamedTuple):
+    """A function with what `jax.value_and_grad` was asked; `name` is "value_and_grad" or "grad"."""
+
+    fn: Callable[..., Any]
+    name: str
+    argnums: Any
+    has_aux: bool
+    options: dict[str, Any]
+
+    def transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """JAX's or nnx's transformation of the function, by the arguments."""
+        module: Any = nnx if not self._is_of_jax or has_objects((args, kwargs)) else jax
+        return getattr(module, self.name)(self.fn, argnums=self.argnums, has_aux=self.has_aux, **self.options)  # type: ignore[no-any-return]
+
+    @property
+    def _is_of_jax(self) -> bool:
+        entries = self.argnums if isinstance(self.argnums, tuple | list) else (self.argnums,)
+        return all(isinstance(entry, int) for entry in entries)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The plain result."""
+        return self.transformed(args, kwargs)(*args, **kwargs)
+
+    def parts(self, result: Any) -> dict[str, Any]:
+        """A result by what it holds: gradients, and where asked for value and aux."""
+        if self.name == "grad":
+            return {"gradients": result[0], "aux": result[1]} if self.has_aux else {"gradients": result}
+        value, gradients = result
+        return {"gradients": gradients, "value": value[0], "aux": value[1]} if self.has_aux else {"gradients": gradients, "value": value}
+
+    def whole(self, parts: dict[str, Any]) -> Any:
+        """The result that has these parts."""
+        gradients = parts["gradients"]
+        if self.name == "grad":
+            return (gradients, parts["aux"]) if self.has_aux else gradients
+        return ((parts["value"], parts["aux"]), gradients) if self.has_aux else (parts["value"], gradients)
+
+
+class Made(NamedTuple):
+    """One traced result: its path, and the argument leaf whose next value it is, None where it is new."""
+
+    keys: Keys
+    source: int | None
+
+    @property
+    def part(self) -> str:
+        """ "value", "aux" or "gradients"; "state" for a variable of an nnx object."""
+        head = key_text(self.keys[0]) if self.keys else ""
+        return head if head in ("value", "aux", "gradients") and self.source is None else "state"
+
+    @property
+    def path(self) -> str:
+        """What messages call it."""
+        return path_text(self.keys)
+
+
+class Traced(NamedTuple):
+    """The flat program of a call over its traced leaves, and what each of its results is."""
+
+    jaxpr: jexc.ClosedJaxpr
+    results: list[Made]
+
+
+class LossCall:
+    """One call: its traced leaves (`values`, with `paths`), those that the loss closes over first."""
+
+    def __init__(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._loss = loss
+        self._closure = Closure(loss.fn)
+        self._call: Any = ((tuple(self._closure.values), *args), kwargs)
+        self._flattening: Flattening = flattening_of(self._call)
+        self._kept: list[int] = []
+        self._fixed: list[Any] = []
+        self._take_leaves()
+
+    def _take_leaves(self) -> None:
+        leaves = self._flattening.leaves
+        self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf.value, jax.core.Tracer)]
+        self.leaves = [leaves[place] for place in self._places]
+        self.values = [leaf.value for leaf in self.leaves]
+        self.paths = [self._path(leaf.keys) for leaf in self.leaves]
+
+    def _path(self, keys: Keys) -> str:
+        if isinstance(keys[1], SequenceKey) and keys[1].idx == 0:
+            return str(self._closure.paths[keys[2].idx])
+        if len(keys) == 2 and isinstance(keys[1], SequenceKey):
+            return f"argument {keys[1].idx - 1}"
+        return path_text(keys[1:] if isinstance(keys[1], DictKey) else keys[2:])
+
+    def trace(self, avals: Sequence[Any], axes: Sequence[tuple[str, int]] = ()) -> Traced:
+        """The program of the differentiated loss where its traced leaves have these types."""
+        try:
+            return self._trace(avals, axes)
+        except NotPure:
+            self._flattening = ObjectFlattening(self._call)
+            self._take_leaves()
+            return self._trace(avals, axes)
+
+    def _trace(self, avals: Sequence[Any], axes: Sequence[tuple[str, int]]) -> Traced:
+        made: list[Made] = []
+        flat = self._flattening
+        originals = [leaf.value for leaf in flat.leaves]
+        position = {place: index for index, place in enumerate(self._places)}
+
+        def program(*leaves: Any) -> list[Any]:
+            given = list(originals)
+            for place, leaf in zip(self._places, leaves, strict=True):
+                given[place] = leaf
+            results = flat.run(self._evaluate, given)
+            same = [result.source is not None and result.value is given[result.source] for result in results]
+            self._kept = flat.kept(same)
+            self._fixed = []
+            made.clear()
+            outputs = []
+            for index in self._kept:
+                result = results[index]
+                if result.source is not None and same[index]:
+                    self._fixed.append(originals[result.source])
+                elif _is_array(result.value):
+                    self._fixed.append(_TRACED)
+                    made.append(Made(result.keys, None if result.source is None else position.get(result.source)))
+                    outputs.append(result.value)
+                else:
+                    self._fixed.append(result.value)
+            return outputs
+
+        jaxpr = jax.make_jaxpr(program, axis_env=list(axes))(*map(shape_of, avals))
+        return Traced(jaxpr, made)
+
+    def _evaluate(self, call: Any) -> dict[str, Any]:
+        (values, *args), kwargs = call
+        loss = self._loss._replace(fn=self._closure.rebind(values))
+        return loss.parts(loss.call(tuple(args), kwargs))
+
+    def finish(self, outputs: Sequence[Any]) -> Any:
+        """What the user's call gives back, from the results of the traced program; nnx objects are mutated."""
+        given = iter(outputs)
+        leaves = [next(given) if value is _TRACED else value for value in self._fixed]
+        structure = self._flattening.structure(self._kept)
+        read = structure.read(self._call)
+        assert read is not None, "a call has the structure of its own flattening"
+        return self._loss.whole(structure.finish(read.handle, leaves))
+
+    def primal(self, gradient: Made) -> int | None:
+        """The leaf that a gradient belongs to, None where it is not traced."""
+        keys, entry = gradient.keys[1:], self._loss.argnums
+        if isinstance(entry, tuple | list):
+            entry, keys = entry[keys[0].idx], keys[1:]
+        position = getattr(entry, "argnum", entry) % (len(self._call[0]) - 1)
+        names = _names(keys)
+        found = (index for index, leaf in enumerate(self.leaves) if _position(leaf.keys) == position and _names(leaf.keys[2:]) == names)
+        return next(found, None)
+
+    def is_stateful_key(self, index: int) -> bool:
+        """Whether a leaf is the key of an nnx stream, whose count says how often it was used."""
+        leaf = self.leaves[index]
+        return leaf.owned and leaf.role is Role.KEY
+
+
+_TRACED = object()
+
+
+def _position(keys: Keys) -> int:
+    """Which positional argument of the user's call a leaf lies in; -1 for what the loss closes over and for keywords."""
+    return getattr(keys[1], "idx", 0) - 1
+
+
+def _names(keys: Keys) -> list[str]:
+    """A path without the last step into a variable."""
+    names = [key_text(key) for key in keys]
+    return names[:-1] if names[-1:] == ["value"] else names
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray) and value.dtype != jax.dtypes.float0

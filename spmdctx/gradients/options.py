@@ -1,0 +1,58 @@
+"""What the context asks of gradients, as one step resolves it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from spmdctx.context import AutoParallelContext
+from spmdctx.mesh import LogicalMesh
+
+LOCAL_MODES = ("data_parallel", "hybrid_parallel")
+
+
+class GradientOptions(NamedTuple):
+    """What `spmdctx.value_and_grad` does in one step.
+
+    `mesh` is that of the replicas, of one device where the loss is global; `buckets` are the ends of all index buckets but the
+    last, None where XLA's combiner decides.
+    """
+
+    mesh: LogicalMesh
+    mean: bool
+    float32: bool
+    repeated_mean: bool
+    micro_batches: int
+    buckets: tuple[int, ...] | None
+
+    @property
+    def num_replicas(self) -> int:
+        """Devices with a loss of their own."""
+        return self.mesh.num_devices
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each device has a loss of its own."""
+        return self.mesh.num_devices > 1
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything differs from JAX's own transformation."""
+        return self.is_local or self.micro_batches > 1
+
+
+def gradient_options(context: AutoParallelContext, num_devices: int, mesh: LogicalMesh | None) -> GradientOptions:
+    """The options of a step that runs on so many devices, on `mesh` where one was given."""
+    replicas = num_devices if context.parallel_mode in LOCAL_MODES else 1
+    return GradientOptions(
+        mesh=mesh if mesh is not None and replicas > 1 else LogicalMesh.of({"data": replicas}),
+        mean=context.gradients_mean,
+        float32=context.gradient_fp32_sync,
+        repeated_mean=context.loss_repeated_mean,
+        micro_batches=context.grad_accumulation_step,
+        buckets=_buckets(context),
+    )
+
+
+def _buckets(context: AutoParallelContext) -> tuple[int, ...] | None:
+    is_off = context.is_set("comm_fusion") and not context.comm_fusion.openstate
+    return context.all_reduce_fusion_config if context.index_fusion and not is_off else None

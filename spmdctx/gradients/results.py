@@ -1,0 +1,175 @@
+"""What becomes of each result of a loss that replicas, or micro-batches, compute apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from spmdctx.errors import StrategyError
+from spmdctx.gradients.dependence import dependents
+from spmdctx.gradients.loss import LossCall, Made, Traced
+from spmdctx.gradients.options import GradientOptions
+from spmdctx.gradients.split import Operand, SeenCall
+from spmdctx.ir import TensorSharding
+from spmdctx.mesh import replicated
+
+
+class Fate(Enum):
+    """How the pieces of a result become one."""
+
+    REDUCED = auto()
+    """A gradient: reduced over replicas, averaged over micro-batches."""
+    AVERAGED = auto()
+    """The loss, a floating scalar, statistics: the mean over both."""
+    STACKED = auto()
+    """Grows with the batch: the pieces one after the other."""
+    OWN = auto()
+    """Each replica keeps its own, averaged over micro-batches where it is a gradient."""
+    SAME = auto()
+    """All alike."""
+
+
+class Row(NamedTuple):
+    """One result: its fate, the dimension that is stacked, its sharding over the replicas.
+
+    `carry` is the leaf that takes it in the next micro-batch, None where there is none.
+    """
+
+    path: str
+    fate: Fate
+    sharding: TensorSharding
+    dim: int | None = None
+    carry: int | None = None
+
+
+def rows_of(seen: SeenCall, call: LossCall, traced: Traced, operands: Sequence[Operand], options: GradientOptions) -> list[Row]:
+    """One row per result of the traced loss of one replica and one micro-batch.
+
+    Raises:
+        StrategyError: a result that differs between them and cannot be joined, or another structure of results than before.
+    """
+    made = traced.results
+    if [one.path for one in made] != [one.path for one in seen.results]:
+        raise StrategyError(
+            "The results of the loss change their structure with the size of the batch.",
+            where=seen.where,
+            fix="return arrays in place of lists",
+        )
+    carries = [_carry(one, call) if options.micro_batches > 1 or one.part == "state" else None for one in made]
+    differs = _differs(traced, operands, carries)
+    return [
+        _row(one, carry, mark, aval, whole, call, operands, options, seen)
+        for one, carry, mark, aval, whole in zip(made, carries, differs, traced.jaxpr.out_avals, seen.out_avals, strict=True)
+    ]
+
+
+def _differs(traced: Traced, operands: Sequence[Operand], carries: Sequence[int | None]) -> list[bool]:
+    """Which results differ between replicas or micro-batches, followed through what is carried on."""
+    marks = [operand.is_split or operand.batch_dim is not None or operand.is_key for operand in operands]
+    while True:
+        found = dependents(traced.jaxpr, marks)
+        more = [carry for carry, mark in zip(carries, found, strict=True) if carry is not None and mark and not marks[carry]]
+        if not more:
+            return found
+        for carry in more:
+            marks[carry] = True
+
+
+def _carry(made: Made, call: LossCall) -> int | None:
+    """The leaf whose next value a result is: a variable's own, or for linen's batch statistics the leaf of the same path."""
+    if made.source is not None:
+        return made.source
+    tail = _after(made.path, "batch_stats")
+    if made.part != "aux" or tail is None:
+        return None
+    return next((index for index, path in enumerate(call.paths) if _after(path, "batch_stats") == tail), None)
+
+
+def _after(path: str, word: str) -> str | None:
+    head, found, tail = f"/{path}".rpartition(f"/{word}/")
+    del head
+    return tail if found else None
+
+
+def _row(
+    made: Made,
+    carry: int | None,
+    differs: bool,
+    aval: Any,
+    whole: Any,
+    call: LossCall,
+    operands: Sequence[Operand],
+    options: GradientOptions,
+    seen: SeenCall,
+) -> Row:
+    path, none = made.path, replicated(len(aval.shape))
+    if made.part == "gradients":
+        return _gradient(path, aval, whole, call.primal(made), operands, options, none)
+    if made.part == "value":
+        return Row(path, Fate.AVERAGED, none)
+    if carry is not None and operands[carry].is_split and tuple(aval.shape) == _micro_shape(call, operands, carry, options):
+        return Row(path, Fate.OWN, operands[carry].sharding, carry=carry)
+    if not differs:
+        return Row(path, Fate.SAME, none, carry=carry)
+    dim = _grown(aval.shape, whole.shape, options)
+    if dim is not None:
+        return Row(path, Fate.STACKED, (*none[:dim], _axes(options), *none[dim + 1 :]), dim)
+    floating = jnp.issubdtype(aval.dtype, jnp.inexact)
+    if floating and (not aval.shape or _is_statistic(made, call)):
+        return Row(path, Fate.AVERAGED, none, carry=carry)
+    if carry is not None and not options.is_local:
+        return Row(path, Fate.SAME, none, carry=carry)
+    pieces = "devices" if options.is_local else "micro-batches"
+    raise StrategyError(
+        f"The loss gives '{path}', {aval.dtype}{list(aval.shape)}, which differs between {pieces}.",
+        where=seen.where,
+        need="floating scalars, arrays with the batch as a dimension, batch statistics, or results that do not depend on the batch",
+        fix="return one of those, or compute it outside of the loss",
+    )
+
+
+def _axes(options: GradientOptions) -> tuple[str, ...]:
+    return options.mesh.names if options.is_local else ()
+
+
+def _gradient(
+    path: str, aval: Any, whole: Any, primal: int | None, operands: Sequence[Operand], options: GradientOptions, none: TensorSharding
+) -> Row:
+    """Gradients of what every replica has whole are reduced; those of pieces belong to the piece."""
+    if primal is None:
+        dim = _grown(aval.shape, whole.shape, options)
+        return (
+            Row(path, Fate.REDUCED, none) if dim is None else Row(path, Fate.STACKED, (*none[:dim], _axes(options), *none[dim + 1 :]), dim)
+        )
+    operand = operands[primal]
+    if operand.batch_dim is not None:
+        return Row(path, Fate.STACKED, operand.sharding, operand.batch_dim)
+    return Row(path, Fate.OWN if operand.is_split else Fate.REDUCED, operand.sharding)
+
+
+def _grown(shape: Sequence[int], whole: Sequence[int], options: GradientOptions) -> int | None:
+    """The one dimension that is larger in the whole by the number of pieces."""
+    pieces = options.num_replicas * options.micro_batches
+    if len(shape) != len(whole):
+        return None
+    grown = [dim for dim, (part, full) in enumerate(zip(shape, whole, strict=True)) if part != full]
+    return grown[0] if len(grown) == 1 and whole[grown[0]] == shape[grown[0]] * pieces else None
+
+
+def _is_statistic(made: Made, call: LossCall) -> bool:
+    return _after(made.path, "batch_stats") is not None or (made.source is not None and call.leaves[made.source].is_statistic)
+
+
+def _micro_shape(call: LossCall, operands: Sequence[Operand], index: int, options: GradientOptions) -> tuple[int, ...]:
+    return piece_shape(call.values[index].shape, operands[index], options)
+
+
+def piece_shape(shape: Sequence[int], operand: Operand, options: GradientOptions) -> tuple[int, ...]:
+    """The shape of a leaf in one replica and one micro-batch."""
+    sizes = [size // options.mesh.num_slices(names) for size, names in zip(shape, operand.sharding, strict=True)]
+    if operand.batch_dim is not None:
+        sizes[operand.batch_dim] //= options.micro_batches
+    return tuple(sizes)

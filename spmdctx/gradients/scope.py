@@ -1,0 +1,57 @@
+"""The trace that calls of `value_and_grad` belong to: what the context asks of them, and who carries them out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import jax
+
+from spmdctx.gradients.loss import Loss
+
+
+class Carrier(Protocol):
+    """Carries out the calls of one trace."""
+
+    def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the call gives back."""
+
+
+_carrier: ContextVar[Carrier | None] = ContextVar("spmdctx_gradients", default=None)
+_numbers = itertools.count(1)
+
+# JAX caches what nested jits trace; a number in its trace context keeps the passes over one step apart.
+_pass_number = jax.make_user_context(0)
+
+
+@contextmanager
+def carried_by(carrier: Carrier) -> Iterator[None]:
+    """While a step is traced: its calls of `value_and_grad` go to `carrier`."""
+    token = _carrier.set(carrier)
+    try:
+        with _pass_number(next(_numbers)):
+            yield
+    finally:
+        _carrier.reset(token)
+
+
+def carrier_of_trace() -> Carrier | None:
+    """Who carries out a call of `value_and_grad`; None where it is that of JAX or nnx.
+
+    Inside a shard_map of the user's, and inside another loss, it is.
+    """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    return _carrier.get()
+
+
+def plainly(fn: Callable[[], Any]) -> Any:
+    """Calls `fn`, in which `value_and_grad` is that of JAX or nnx."""
+    token = _carrier.set(None)
+    try:
+        return fn()
+    finally:
+        _carrier.reset(token)
