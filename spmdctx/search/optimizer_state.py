@@ -23,7 +23,7 @@ from spmdctx.search.refined_mesh import refined, refined_assignment, refined_set
 from spmdctx.search.space import Space
 from spmdctx.search.update_region import plan_update
 
-WEIGHTS_TOO = 3
+GRADIENTS_TOO, WEIGHTS_TOO = 2, 3
 REASON = "enable_parallel_optimizer splits it over the replicas"
 
 
@@ -55,24 +55,29 @@ def split_optimizer(
     mesh, parts = refined(setup.mesh, inner)
     setup, assignment = refined_setup(setup, mesh, parts), refined_assignment(assignment, parts)
     stored: dict[int, TensorSharding] = {}
+    gradients: dict[int, TensorSharding] = {}
     unfit: list[Value] = []
     for one in splits:
         replicas = tuple([part for name in one.replicas for part in parts[name]])
         chosen = replicas if size == ALL_REPLICAS else _inner(replicas, mesh, size)
-        targets = {value: _target(graph, assignment, mesh, value, one, chosen) for value in one.values} if chosen else {}
-        if None in targets.values() or not chosen:
+        target = _target(graph, assignment, mesh, one, chosen)
+        if target is None:
             unfit.append(graph.values[one.parameter])
-        else:
-            stored |= {value: target for value, target in targets.items() if target is not None and target != assignment.values[value]}
+            continue
+        base = assignment.values[one.parameter]
+        # What the search has split on its own account stays so.
+        stored |= {value: target for value in one.values if assignment.values[value] == base or not any(assignment.values[value])}
+        if asked.level >= GRADIENTS_TOO and _is_weight(graph, one.parameter):
+            gradients[one.parameter] = target
     setup.notes += [*_small_note(small, asked.threshold_bytes), *_unfit_note(unfit, size)]
-    if not stored:
+    if not stored and not gradients:
         return setup, assignment
     setup.pins.update(stored)
     setup.reasons.update(dict.fromkeys(stored, REASON))
     assignment, moved = keep_at_rest(graph, assignment, {value: stored[value] for value in stored if _is_weight(graph, value)}, setup)
     space = Space(graph, mesh, topology, step.loose)
     kept = frozenset(setup.forced) | moved
-    return setup, plan_update(space, assignment, stored, kept, splits_accumulators=asked.splits_accumulators)
+    return setup, plan_update(space, assignment, stored, gradients, kept, splits_accumulators=asked.splits_accumulators)
 
 
 def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
@@ -96,7 +101,10 @@ def _splits(
         values = tuple(dict.fromkeys((*weight, *state)))
         used = axes_of(assignment.values[parameter])
         replicas = tuple([name for name, size in mesh.axes if size > 1 and name not in used])
-        if not values or not known.shape or not replicas or parameter in layerwise:
+        is_split = values or (asked.level >= GRADIENTS_TOO and _is_weight(graph, parameter))
+        if not is_split or not known.shape or not replicas or parameter in layerwise:
+            continue
+        if math.prod(known.shape) == 1:
             continue
         if num_bytes(known.shape, known.dtype) < asked.threshold_bytes:
             small.append(known)
@@ -170,13 +178,11 @@ def _inner(replicas: AxisNames, mesh: LogicalMesh, size: int) -> AxisNames:
     return ()
 
 
-def _target(graph: Graph, assignment: Assignment, mesh: LogicalMesh, value: int, one: _Split, chosen: AxisNames) -> TensorSharding | None:
-    """The sharding that a value gets; its own where the search has split it on its own account; None where it does not divide."""
-    own, base = assignment.values[value], assignment.values[one.parameter]
-    if any(own) and own != base:
-        return own
+def _target(graph: Graph, assignment: Assignment, mesh: LogicalMesh, one: _Split, chosen: AxisNames) -> TensorSharding | None:
+    """The parameter's sharding with the chosen replicas added; None where there are none or they do not divide it."""
+    base = assignment.values[one.parameter]
     target = (*base[: one.dim], base[one.dim] + chosen, *base[one.dim + 1 :])
-    return target if divides(graph.values[value].shape, target, mesh) else None
+    return target if chosen and divides(graph.values[one.parameter].shape, target, mesh) else None
 
 
 def _small_note(small: Iterable[Value], threshold_bytes: int) -> list[str]:

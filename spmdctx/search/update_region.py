@@ -19,21 +19,30 @@ _LOOPED = ("scan.next", "while.next")
 
 
 def plan_update(
-    space: Space, assignment: Assignment, stored: Mapping[int, TensorSharding], kept: frozenset[int], *, splits_accumulators: bool
+    space: Space,
+    assignment: Assignment,
+    stored: Mapping[int, TensorSharding],
+    gradients: Mapping[int, TensorSharding],
+    kept: frozenset[int],
+    *,
+    splits_accumulators: bool,
 ) -> Assignment:
     """The assignment with other shardings of some inputs, and an update that fits them.
 
     Args:
         space: the graph on its mesh.
         assignment: the plan so far.
-        stored: input values and what they come from or lead to, with their new shardings.
+        stored: input values with their new shardings.
+        gradients: parameters whose gradients must be split, and how.
         kept: ops whose split stands.
         splits_accumulators: whether what a loop sums up may be split too.
     """
     graph, slot_of = space.graph, space.slot_of
     given = {slot_of[value]: sharding for value, sharding in stored.items()}
     region = _Region(space, kept, splits_accumulators)
-    free, ops = region.around(set(given))
+    free, ops = region.around({*given, *(slot_of[value] for value in gradients)})
+    given |= {slot: sharding for value, sharding in gradients.items() if (slot := region.gradient(slot_of[value])) is not None}
+    free -= given.keys()
     pins = {value: given.get(slot, assignment.values[value]) for value, slot in enumerate(slot_of) if slot not in free}
     forced = {op.id: assignment.ops[op.id].axes for op in graph.ops if op.id not in ops}
     spreader = Spreader(space, pins, forced, {})
@@ -68,6 +77,19 @@ class _Region:
         if op.primitive in MATRIX_PRODUCTS or not all(terminal[value] for value in op.results):
             return False
         return self._batch.isdisjoint((*op.operands, *op.results))
+
+    def gradient(self, parameter: int) -> int | None:
+        """The slot of the first value of a parameter's shape that its update is made of, after it is transposed, if it is."""
+        space = self._space
+        found, _ = self.around({parameter})
+        alike = [slot for slot in found if space.shapes[slot] == space.shapes[parameter] and slot not in space.loose_slots]
+        return min([slot for slot in alike if not self._is_turned(slot)], default=None)
+
+    def _is_turned(self, slot: int) -> bool:
+        """Whether only a transposition reads a slot."""
+        ops = self._space.graph.ops
+        readers = [index for index in self._space.neighbours[slot] if slot in self._space.op_slots[index][: len(ops[index].operands)]]
+        return bool(readers) and all(ops[index].primitive == "transpose" for index in readers)
 
     def around(self, start: set[int]) -> tuple[set[int], set[int]]:
         """The free slots and the ops that hang together with some slots."""
