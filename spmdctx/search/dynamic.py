@@ -33,10 +33,16 @@ from spmdctx.search.tables import Tables
 
 MODE = "dynamic_programming"
 _BUDGET_ROUNDS = 12
+_SOFT_ROUNDS = 2
+"""Rounds for a budget that nobody set, of a large program."""
+
 _EQUAL = 1e-6
 _LAST_EFFORT = 5
 SMALL_PROGRAM = 100
 """Ops up to which meshes of three axes are tried unasked."""
+
+_LARGE_PROGRAM = 5000
+"""Ops from which a budget that nobody set is tried on one mesh only."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +165,13 @@ class Searcher:
         """The set-ups by what a first, short search finds on their meshes."""
         if len(setups) <= 2:
             return setups
-        for setup in setups:
+        # A glance at three axes takes as long as all of the others, and says less.
+        few = [setup for setup in setups if len(setup.mesh.axes) < MAX_AXES]
+        for setup in few:
             tables = self._tables(setup)
             self._glances[setup.mesh] = _Glance(tables, self._solve(tables.problem(), float("-inf")))
-        return sorted(setups, key=lambda setup: self._glances[setup.mesh].solution.cost)
+        few.sort(key=lambda setup: self._glances[setup.mesh].solution.cost)
+        return few + [setup for setup in setups if len(setup.mesh.axes) >= MAX_AXES]
 
     def fastest(self, setups: list[Setup]) -> Found:
         """The cheapest assignment on any of the meshes, whatever memory it takes."""
@@ -184,8 +193,10 @@ class Searcher:
         best: Found | None = None
         least: Shortfall | None = None
         bounds = []
-        for setup in setups:
-            if best is not None and self._bounds[setup.mesh] >= best.cost_s:
+        is_hasty = self._is_hasty()
+        for setup in sorted(setups, key=lambda setup: is_hasty and setup.mesh != fastest.setup.mesh):
+            if best is not None and (is_hasty or self._bounds[setup.mesh] >= best.cost_s):
+                bounds.append(self._bounds[setup.mesh])
                 continue
             tables = self._tables(setup)
             found = self._within(self._options.memory_bytes or 0, tables, tables.problem(), fastest._replace(setup=setup))
@@ -201,6 +212,10 @@ class Searcher:
         assert least is not None
         return least
 
+    def _is_hasty(self) -> bool:
+        """Whether the budget is not worth much time."""
+        return self._options.is_soft and len(self._step.graph.ops) >= _LARGE_PROGRAM
+
     def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
         """The cheapest assignment on the mesh of a set-up within the budget, if there is one below `known_s`."""
         found = self._fastest_on(setup, known_s)
@@ -214,7 +229,8 @@ class Searcher:
         if glance is not None and glance.solution.lower_bound >= known_s * (1 - _EQUAL):
             return Beaten(glance.solution.lower_bound)
         tables = self._tables(setup) if glance is None else glance.tables
-        solution = self._solve(tables.problem(), known_s)
+        is_proven = glance is not None and glance.solution.lower_bound == glance.solution.cost
+        solution = glance.solution if glance is not None and is_proven else self._solve(tables.problem(), known_s)
         if solution.lower_bound >= known_s * (1 - _EQUAL):
             return Beaten(solution.lower_bound)
         return self._found(setup, tables, solution)
@@ -264,7 +280,7 @@ class Searcher:
         limit = high = full = float(budget + self._topology.scratch_bytes)
         low, bound_s, nearest = 0.0, 0.0, Peak(0, 0)
         counted: dict[Carry, None] = {}
-        for _ in range(_BUDGET_ROUNDS):
+        for _ in range(_SOFT_ROUNDS if self._is_hasty() else _BUDGET_ROUNDS):
             limited = with_memory(tables, problem, self._memory, limit, counted)
             solution = self._limited(limited, budget - limit, fastest)
             if isinstance(solution, Shortfall):
@@ -296,7 +312,8 @@ class Searcher:
         if least.bytes > limited.memory.limit:
             return Shortfall(least.time, int(least.bytes + spare), int(least.bytes + spare), fastest)
         # What nobody asked for is not worth a proof to the last digit.
-        solution = solve(limited, effort=1 if self._options.is_soft else 2, tolerance=self._options.limits.tolerance)
+        effort = 0 if self._is_hasty() else 1 if self._options.is_soft else 2
+        solution = solve(limited, effort=effort, tolerance=self._options.limits.tolerance)
         if isinstance(solution, Infeasible):
             return Shortfall(solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
         return solution

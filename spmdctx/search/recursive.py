@@ -10,8 +10,8 @@
 
 Where the user set mem_coeff, the cuts of step 2 stand, on the mesh of step 3, and step 4 decides the other ops. Else step 4
 decides all ops. A large program is then searched on one axis, which takes a tenth of the time of all meshes, and whose plans are
-a few hundredths dearer at most on few devices; on many also on two axes of about one size. A small one is searched on all meshes
-of one or two axes.
+a few hundredths dearer at most on few devices; on many devices on two axes of about one size, which together serve as one. A small
+program is searched on all meshes of one or two axes.
 """
 
 from __future__ import annotations
@@ -115,8 +115,7 @@ class Recursive(Searcher):
             return [own]
         meshes = candidate_meshes(request.num_devices, self._topology, 2)
         if len(self._step.graph.ops) > SMALL_PROGRAM:
-            squarest = min(meshes, key=lambda mesh: max(mesh.shape))
-            meshes = meshes[:1] if request.num_devices <= _FEW_DEVICES else [meshes[0], squarest]
+            meshes = [meshes[0] if request.num_devices <= _FEW_DEVICES else min(meshes, key=lambda mesh: max(mesh.shape))]
         return [prepare(self._step.graph, replace(request, mesh=mesh)) for mesh in meshes]
 
     def _tables(self, setup: Setup) -> Tables:
