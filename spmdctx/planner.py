@@ -22,6 +22,7 @@ from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
 from spmdctx.search.modes import ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
 from spmdctx.search.price import Bill, price
 from spmdctx.search.select import SearchOptions, search
+from spmdctx.search.refined_mesh import refined_axes
 from spmdctx.search.shortfall import over_budget
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
@@ -72,7 +73,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         request = _request(program, captured, settings)
         step = _step(program, captured)
         setup, assignment, bound_s = search(step, request, _search_options(settings))
-        written = [row for region in program.manual for row in region.collectives]
+        written = [replace(row, axes=refined_axes(row.axes, setup.parts)) for region in program.manual for row in region.collectives]
         bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology, step.donated)
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices)
@@ -137,11 +138,11 @@ def _request(program: Program, captured: Captured, settings: Settings) -> Reques
             for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True)
             if is_layerwise(leaf, settings.layerwise_parallel)
         ),
-        optimizer=_optimizer(context),
+        optimizer=optimizer_sharding(context),
     )
 
 
-def _optimizer(context: AutoParallelContext) -> OptimizerSharding | None:
+def optimizer_sharding(context: AutoParallelContext) -> OptimizerSharding | None:
     """What the parallel optimizer splits; None where it is off or the mode has none."""
     if not context.enable_parallel_optimizer or context.parallel_mode not in BY_NAME["enable_parallel_optimizer"].modes:
         return None

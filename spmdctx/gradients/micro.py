@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from spmdctx.gradients.keys import fold
 from spmdctx.gradients.loss import LossCall, Traced
 from spmdctx.gradients.options import GradientOptions
-from spmdctx.gradients.reduce import is_low_precision
+from spmdctx.gradients.reduce import is_low_precision, scatter_gradient
 from spmdctx.gradients.results import Fate, Row
 from spmdctx.gradients.split import Operand
 
@@ -34,7 +34,7 @@ def run_micro_batches(
 
 class _Loop:
     def __init__(self, call: LossCall, traced: Traced, operands: Sequence[Operand], rows: Sequence[Row], options: GradientOptions) -> None:
-        self._operands, self._rows, self._count = operands, rows, options.micro_batches
+        self._operands, self._rows, self._count, self._options = operands, rows, options.micro_batches, options
         self._avals = traced.jaxpr.out_avals
         self._scanned = [index for index, operand in enumerate(operands) if operand.batch_dim is not None]
         self._folded = [index for index, operand in enumerate(operands) if operand.is_key and not call.is_stateful_key(index)]
@@ -44,7 +44,7 @@ class _Loop:
 
     def run(self, evaluate: Any, leaves: Sequence[Any]) -> list[Any]:
         own = [leaves[leaf] for leaf in self._carried.values()]
-        sums = [jnp.zeros(self._avals[index].shape, self._sum_type(index)) for index in self._summed]
+        sums = [jnp.zeros(self._sum_shape(index), self._sum_type(index)) for index in self._summed]
         scanned = [_parted(leaves[index], self._batch_dim(index), self._count) for index in self._scanned]
 
         def body(carry: Any, given: Any) -> Any:
@@ -59,7 +59,9 @@ class _Loop:
                 own[index] = fold(own[index], number)
             results = evaluate(*own)
             state = [_of_type(results[index], old) for index, old in zip(self._carried, state, strict=True)]
-            sums = [total + results[index].astype(total.dtype) for index, total in zip(self._summed, sums, strict=True)]
+            sums = [
+                total + self._summand(index, results[index]).astype(total.dtype) for index, total in zip(self._summed, sums, strict=True)
+            ]
             return (state, sums), [results[index] for index in self._stacked]
 
         numbers = jnp.arange(self._count, dtype=jnp.uint32)
@@ -73,6 +75,18 @@ class _Loop:
         dim = self._operands[index].batch_dim
         assert dim is not None, "only leaves of the batch are cut"
         return dim
+
+    def _scatter_dim(self, index: int) -> int | None:
+        """The dimension along which a sum is held in pieces."""
+        return self._rows[index].scatter_dim if self._options.splits_accumulators else None
+
+    def _sum_shape(self, index: int) -> tuple[int, ...]:
+        dim, shape = self._scatter_dim(index), tuple(self._avals[index].shape)
+        return shape if dim is None else (*shape[:dim], shape[dim] // self._options.num_replicas, *shape[dim + 1 :])
+
+    def _summand(self, index: int, value: Any) -> Any:
+        dim = self._scatter_dim(index)
+        return value if dim is None else scatter_gradient(value, self._avals[index].dtype, dim, self._options)
 
     def _sum_type(self, index: int) -> Any:
         dtype = self._avals[index].dtype

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from spmdctx.context import AutoParallelContext
 from spmdctx.mesh import LogicalMesh
+from spmdctx.planner import optimizer_sharding
+from spmdctx.search.modes import ALL_REPLICAS, OptimizerSharding
 
 LOCAL_MODES = ("data_parallel", "hybrid_parallel")
 
@@ -14,7 +16,7 @@ class GradientOptions(NamedTuple):
     """What `spmdctx.value_and_grad` does in one step.
 
     `mesh` is that of the replicas, of one device where the loss is global; `buckets` are the ends of all index buckets but the
-    last, None where XLA's combiner decides.
+    last, None where XLA's combiner decides; `optimizer` is what the parallel optimizer splits, None where it is off.
     """
 
     mesh: LogicalMesh
@@ -23,6 +25,18 @@ class GradientOptions(NamedTuple):
     repeated_mean: bool
     micro_batches: int
     buckets: tuple[int, ...] | None
+    optimizer: OptimizerSharding | None = None
+
+    @property
+    def scatters(self) -> bool:
+        """Whether gradients of parameters that the parallel optimizer splits leave the loss in pieces."""
+        asked = self.optimizer
+        return self.is_local and asked is not None and asked.shard_size == ALL_REPLICAS and self.buckets is None
+
+    @property
+    def splits_accumulators(self) -> bool:
+        """Whether those are accumulated in pieces, and so reduced once per micro-batch."""
+        return self.scatters and self.optimizer is not None and self.optimizer.splits_accumulators and self.micro_batches > 1
 
     @property
     def num_replicas(self) -> int:
@@ -50,6 +64,7 @@ def gradient_options(context: AutoParallelContext, num_devices: int, mesh: Logic
         repeated_mean=context.loss_repeated_mean,
         micro_batches=context.grad_accumulation_step,
         buckets=_buckets(context),
+        optimizer=optimizer_sharding(context),
     )
 
 

@@ -145,12 +145,19 @@ class _Second:
         return call.finish([_cast(value, aval.dtype) for value, aval in zip(results, traced.jaxpr.out_avals, strict=True)])
 
     def _notes(self) -> list[str]:
-        count = self._options.num_replicas
+        count, notes = self._options.num_replicas, []
+        optimizer = self._options.optimizer
+        if optimizer is not None and optimizer.splits_accumulators and self._options.micro_batches > 1 and not self._options.scatters:
+            notes.append(
+                "gradient_accumulation_shard has no effect: gradients that are reduced in index buckets, or for "
+                "optimizer_weight_shard_size, are accumulated whole in data_parallel."
+            )
         if self._options.mean:
-            return []
+            return notes
         return [
             f"gradients_mean=False: gradients are summed over the {count} devices, which for a loss that is a mean over the batch makes "
-            f"{count} times its gradient."
+            f"{count} times its gradient.",
+            *notes,
         ]
 
     def _alike(self, seen: SeenCall, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

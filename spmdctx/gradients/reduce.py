@@ -32,8 +32,18 @@ def reduce_gradients(gradients: Sequence[Any], dtypes: Sequence[Any], order: Seq
         groups = None if options.buckets is None else _turned(options.num_replicas, number)
         sums = jax.lax.psum(tuple(sent[index] for index in bucket), options.mesh.names, axis_index_groups=groups)
         received.update(zip(bucket, sums, strict=True))
+    return [averaged(received[index], dtype, options) for index, dtype in enumerate(dtypes)]
+
+
+def scatter_gradient(gradient: Any, dtype: Any, dim: int, options: GradientOptions) -> Any:
+    """This replica's piece, along `dim`, of the sum of a gradient over the replicas."""
+    return jax.lax.psum_scatter(_sent(gradient, dtype, options), options.mesh.names, scatter_dimension=dim, tiled=True)
+
+
+def averaged(total: Any, dtype: Any, options: GradientOptions) -> Any:
+    """A sum over the replicas as the context asks for it, in the gradient's type."""
     divisor = options.num_replicas if options.mean else 1
-    return [(received[index] / divisor if divisor > 1 else received[index]).astype(dtype) for index, dtype in enumerate(dtypes)]
+    return (total / divisor if divisor > 1 else total).astype(dtype)
 
 
 def _sent(gradient: Any, dtype: Any, options: GradientOptions) -> Any:

@@ -35,7 +35,8 @@ class Fate(Enum):
 class Row(NamedTuple):
     """One result: its fate, the dimension that is stacked, its sharding over the replicas.
 
-    `carry` is the leaf that takes it in the next micro-batch, None where there is none.
+    `carry` is the leaf that takes it in the next micro-batch, None where there is none; `scatter_dim` the dimension along which a
+    gradient is reduced in pieces.
     """
 
     path: str
@@ -43,6 +44,7 @@ class Row(NamedTuple):
     sharding: TensorSharding
     dim: int | None = None
     carry: int | None = None
+    scatter_dim: int | None = None
 
 
 def rows_of(seen: SeenCall, call: LossCall, traced: Traced, operands: Sequence[Operand], options: GradientOptions) -> list[Row]:
@@ -147,6 +149,9 @@ def _gradient(
     operand = operands[primal]
     if operand.batch_dim is not None:
         return Row(path, Fate.STACKED, operand.sharding, operand.batch_dim)
+    dim = operand.scatter_dim
+    if dim is not None:
+        return Row(path, Fate.REDUCED, (*none[:dim], _axes(options), *none[dim + 1 :]), scatter_dim=dim)
     return Row(path, Fate.OWN if operand.is_split else Fate.REDUCED, operand.sharding)
 
 

@@ -12,6 +12,7 @@ from spmdctx.gradients.options import GradientOptions
 from spmdctx.ir import Role, TensorSharding, Value
 from spmdctx.mesh import LogicalMesh, replicated
 from spmdctx.search.batch import batch_dims
+from spmdctx.search.optimizer_state import scattered_gradients
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured
 from spmdctx.trace.program import LossOperand, Program
@@ -21,11 +22,15 @@ _KEY_WORDS = (2, 4)
 
 
 class Operand(NamedTuple):
-    """How a leaf enters a loss: its sharding over the replicas, its batch dimension (None: not of the batch), whether it is a key."""
+    """How a leaf enters a loss: its sharding over the replicas, its batch dimension (None: not of the batch), whether it is a key.
+
+    `scatter_dim` is the dimension along which its gradient leaves the loss in pieces; None where the gradient is whole.
+    """
 
     sharding: TensorSharding
     batch_dim: int | None = None
     is_key: bool = False
+    scatter_dim: int | None = None
 
     @property
     def is_split(self) -> bool:
@@ -75,6 +80,7 @@ def find_operands(captured: Captured, calls: Sequence[SeenCall], options: Gradie
     own_leaves = [graph.inputs[index] for index in sorted(layerwise)]
     own = batch_dims(graph, own_leaves, mesh).found
     metadata = {graph.inputs[index]: _metadata(captured, index, mesh) for index in sorted(layerwise)}
+    scattered = scattered_gradients(graph, mesh, options.optimizer, frozenset(own_leaves)) if options.scatters and options.optimizer else {}
     keys = _keys(program)
     for entering in program.loss_operands:
         call = calls[entering.call]
@@ -91,6 +97,8 @@ def find_operands(captured: Captured, calls: Sequence[SeenCall], options: Gradie
                 found = found._replace(sharding=_along(dim, rank, mesh))
         elif own_dim is not None and options.is_local:
             found = found._replace(sharding=metadata.get(value.id) or _along(own_dim, rank, mesh))
+        elif not entering.mapped and value.id in scattered:
+            found = found._replace(scatter_dim=scattered[value.id])
         _check(found, entering, value, call, options)
         known = call.operands.setdefault(entering.leaf, found)
         if known != found:

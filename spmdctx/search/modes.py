@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,7 +82,8 @@ class Setup:
 
     `partial_pins` are those of the seeds that the user asked for, with None for the dimensions that he left free.
 
-    `reasons` says of a pinned or seeded value who asked for it.
+    `reasons` says of a pinned or seeded value who asked for it. `parts` are, per axis of the mesh that the program was written
+    for, its axes in this one; empty where the two are the same.
     """
 
     mesh: LogicalMesh
@@ -93,6 +95,7 @@ class Setup:
     notes: list[str] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
     reasons: dict[int, str] = field(default_factory=dict)
+    parts: Mapping[str, AxisNames] = field(default_factory=dict)
 
 
 def prepare(graph: Graph, request: Request) -> Setup:

@@ -9,12 +9,12 @@ it. With level 3 the weights are stored so too, and every op outside of the upda
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import Assignment, AxisNames, Graph, Op, Role, TensorSharding, Value, item_bytes
-from spmdctx.mesh import LogicalMesh, axes_of, divides
+from spmdctx.mesh import LogicalMesh, axes_of, divides, replicated
 from spmdctx.search.dynamic import Step
 from spmdctx.search.gather_at_use import RENAMED, keep_at_rest, readers_of
 from spmdctx.search.modes import ALL_REPLICAS, OptimizerSharding, Setup
@@ -50,7 +50,7 @@ def split_optimizer(
         layerwise: parameters that have no replicas.
     """
     graph, size = step.graph, asked.shard_size
-    splits, small = _splits(graph, assignment, setup.mesh, asked, layerwise)
+    splits, small = _splits(graph, assignment.values, setup.mesh, asked, layerwise)
     inner = {} if size == ALL_REPLICAS else _inner_parts(splits, setup.mesh, size)
     mesh, parts = refined(setup.mesh, inner)
     setup, assignment = refined_setup(setup, mesh, parts), refined_assignment(assignment, parts)
@@ -60,7 +60,7 @@ def split_optimizer(
     for one in splits:
         replicas = tuple([part for name in one.replicas for part in parts[name]])
         chosen = replicas if size == ALL_REPLICAS else _inner(replicas, mesh, size)
-        target = _target(graph, assignment, mesh, one, chosen)
+        target = _target(graph, assignment.values[one.parameter], mesh, one, chosen)
         if target is None:
             unfit.append(graph.values[one.parameter])
             continue
@@ -80,6 +80,14 @@ def split_optimizer(
     return setup, plan_update(space, assignment, stored, gradients, kept, splits_accumulators=asked.splits_accumulators)
 
 
+def scattered_gradients(graph: Graph, mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]) -> dict[int, int]:
+    """Parameters whose gradients may leave a loss of each device's own in pieces, where all inputs are whole, and along which dimension."""
+    whole = [replicated(len(value.shape)) for value in graph.values]
+    splits, _ = _splits(graph, whole, mesh, asked, layerwise)
+    fitting = [one for one in splits if _is_weight(graph, one.parameter) and _target(graph, whole[one.parameter], mesh, one, one.replicas)]
+    return {one.parameter: one.dim for one in fitting}
+
+
 def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Bytes of a whole tensor."""
     return math.prod(shape) * item_bytes(dtype)
@@ -90,7 +98,7 @@ def _is_weight(graph: Graph, value: int) -> bool:
 
 
 def _splits(
-    graph: Graph, assignment: Assignment, mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]
+    graph: Graph, stored: Sequence[TensorSharding], mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]
 ) -> tuple[list[_Split], list[Value]]:
     """The parameters that have replicas, with what of them is split; and those that are too small."""
     readers = readers_of(graph)
@@ -99,7 +107,7 @@ def _splits(
         known = graph.values[parameter]
         weight = (parameter,) if asked.level >= WEIGHTS_TOO and _is_weight(graph, parameter) else ()
         values = tuple(dict.fromkeys((*weight, *state)))
-        used = axes_of(assignment.values[parameter])
+        used = axes_of(stored[parameter])
         replicas = tuple([name for name, size in mesh.axes if size > 1 and name not in used])
         is_split = values or (asked.level >= GRADIENTS_TOO and _is_weight(graph, parameter))
         if not is_split or not known.shape or not replicas or parameter in layerwise:
@@ -178,9 +186,8 @@ def _inner(replicas: AxisNames, mesh: LogicalMesh, size: int) -> AxisNames:
     return ()
 
 
-def _target(graph: Graph, assignment: Assignment, mesh: LogicalMesh, one: _Split, chosen: AxisNames) -> TensorSharding | None:
+def _target(graph: Graph, base: TensorSharding, mesh: LogicalMesh, one: _Split, chosen: AxisNames) -> TensorSharding | None:
     """The parameter's sharding with the chosen replicas added; None where there are none or they do not divide it."""
-    base = assignment.values[one.parameter]
     target = (*base[: one.dim], base[one.dim] + chosen, *base[one.dim + 1 :])
     return target if chosen and divides(graph.values[one.parameter].shape, target, mesh) else None
 

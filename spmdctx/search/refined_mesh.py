@@ -42,9 +42,12 @@ def _free_name(name: str, mesh: LogicalMesh) -> str:
 
 def refined_setup(setup: Setup, mesh: LogicalMesh, parts: Parts) -> Setup:
     """The set-up on the refined mesh; every sharding splits what it did."""
+    if mesh == setup.mesh:
+        return setup
     return replace(
         setup,
         mesh=mesh,
+        parts=parts,
         pins=_of_each(setup.pins, parts),
         seeds=_of_each(setup.seeds, parts),
         forced=_of_each(setup.forced, parts),
@@ -56,6 +59,8 @@ def refined_setup(setup: Setup, mesh: LogicalMesh, parts: Parts) -> Setup:
 
 def refined_assignment(assignment: Assignment, parts: Parts) -> Assignment:
     """The assignment on the refined mesh."""
+    if all(own == (name,) for name, own in parts.items()):
+        return assignment
     known: dict[TensorSharding, TensorSharding] = {}
     ops: dict[TensorSharding, OpSharding] = {}
     for sharding in assignment.values:
@@ -64,6 +69,11 @@ def refined_assignment(assignment: Assignment, parts: Parts) -> Assignment:
         if op.axes not in ops:
             ops[op.axes] = OpSharding(_dims(op.axes, parts))
     return replace(assignment, ops=tuple([ops[op.axes] for op in assignment.ops]), values=tuple([known[own] for own in assignment.values]))
+
+
+def refined_axes(axes: AxisNames, parts: Parts) -> AxisNames:
+    """Some axes of the old mesh in the new one; where there is no new one, as they are."""
+    return _names(axes, parts) if parts else axes
 
 
 def _of_each(shardings: Mapping[int, TensorSharding], parts: Parts) -> dict[int, TensorSharding]:
