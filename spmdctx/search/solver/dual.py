@@ -141,6 +141,11 @@ class Dual:
         ahead = sum(self._rank[other] > self._rank[node] for other in self._graph.links[node])
         return max(ahead, len(self._graph.links[node]) - ahead, 1)
 
+    def message(self, sender: int, receiver: int) -> FloatArray:
+        """What a node says to a neighbour about each of that one's states."""
+        at = self._message[sender, receiver]
+        return self._messages[at : at + self._graph.size(receiver)]
+
     def add(self, node: int, costs: FloatArray) -> None:
         """Adds to the costs of a node's states."""
         start = self._start[node]

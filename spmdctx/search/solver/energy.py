@@ -15,6 +15,7 @@ from spmdctx.search.solver.graph import Graph
 from spmdctx.search.solver.local import descend
 from spmdctx.search.solver.memory import Rows
 from spmdctx.search.solver.problem import IntArray
+from spmdctx.search.solver.triples import Triples
 
 MAX_TABLE = 1 << 23
 DIRECT_WORK = 60_000_000
@@ -28,11 +29,25 @@ SHELL_WORK = 30_000_000
 MAX_SHELLS = 8
 _WORTH = 0.7
 """Share of its states that a core must lose to be made anew."""
+_NEAR = 8
+"""Times the allowed gap from which on shells are tried."""
 _LOOSE = 4
 """How much more elimination may take before a shell is made smaller than it takes afterwards."""
 REDUCING_SHARE = 0.1
 """Share of the time that one reduction may take."""
 SWEEPS = (10, 15, 25, 50, 100)
+TRIPLES_WORK = 15_000_000
+MAX_TRIPLES = 10_000_000
+"""Entries that the triples added at one time may have."""
+PASSES = 5
+FIRST_SHARE = 4e-5
+"""States this near to the bound, as a share of the gap, look as good as the best: few, so that few triples are formed at first."""
+WORTH_GAIN = 0.02
+"""Share of the gap by which passes must raise the bound to go on with the same triples."""
+GOOD_GAP = 0.04
+"""Gap at effort 0, relative to the cost, that is not worth triples; each effort is content with a quarter."""
+FORBIDDEN = 4.0
+"""What stands for infinite costs, as a multiple of the best cost."""
 
 
 class Minimum(NamedTuple):
@@ -148,8 +163,10 @@ class _Shells:
             states = dual.decode()
             value = descend(self.core, states)
             self._offer(Minimum(states, value + self.core.base, 0.0))
-            if self._is_done() or self._closed(bound) or self.search.expired():
+            if self._is_done() or (self._is_near() and self._closed(bound)) or self.search.expired():
                 break
+        if dual is not None and bound is not None and not self._is_done() and not self.search.expired():
+            self._tighten(dual, bound)
         if not self._is_done():
             exact = _eliminated(self.core, self.search, self.search.work)
             if exact is not None:
@@ -158,6 +175,36 @@ class _Shells:
         if self.best is None:
             return None
         return self.best._replace(bound=self.best.cost if self._gap() <= EQUAL * abs(self.best.cost) else self.bound)
+
+    def _tighten(self, dual: Dual, bound: Bound) -> None:
+        """Raises the bound by triples, more of them each time that it hardly rises; the states that cost too much are left out."""
+        if self.best is None:
+            return
+        triples = Triples(self.core, dual, FORBIDDEN * abs(self.best.cost))
+        work, share = TRIPLES_WORK * 4.0**self.search.effort, FIRST_SHARE
+        while work > 0 and self._spare(bound) > GOOD_GAP / 4**self.search.effort * abs(self.best.cost):
+            near = {node: int((beliefs <= bound.value + share * self._spare(bound)).sum()) for node, beliefs in bound.beliefs.items()}
+            triples.cover({node: count for node, count in near.items() if count > 1}, MAX_TRIPLES)
+            share, gain, before = 4 * share, np.inf, bound.value
+            while work > 0 and gain > WORTH_GAIN * self._spare(bound) and not self.search.expired():
+                triples.run(PASSES)
+                work -= PASSES * triples.work
+                self.search.count("passes", PASSES)
+                bound = triples.bound()
+                gain, before = bound.value - before, max(bound.value, before)
+                self._raise(bound.value + self.core.base)
+                most = self._spare(bound) + bound.value
+                self._outside = min(self._outside, most + self.core.base)
+                if self._is_done() or not triples.restrict(most):
+                    self._raise(np.inf)
+                    return
+            if share > 1 or self.search.expired() or self._closed(bound):
+                return
+
+    def _spare(self, bound: Bound) -> float:
+        """How far a bound is below the cost from which on choices are of no use."""
+        most = self.search.cutoff if self.best is None else min(self.search.cutoff, self.best.cost)
+        return most - self.core.base - bound.value
 
     def _offer(self, found: Minimum) -> None:
         if np.isfinite(found.cost) and (self.best is None or found.cost < self.best.cost):
@@ -178,6 +225,11 @@ class _Shells:
         if self.best is None:
             return False
         return self.bound >= self.search.cutoff or self._gap() <= max(self.search.tolerance, EQUAL) * abs(self.best.cost)
+
+    def _is_near(self) -> bool:
+        """Whether shells may well end the search; where a gap is allowed, that is cheaper to reach by more sweeps at first."""
+        tolerance = self.search.tolerance
+        return not tolerance or (self.best is not None and self._gap() <= _NEAR * tolerance * abs(self.best.cost))
 
     def _without_useless(self, dual: Dual, bound: Bound) -> Dual | None:
         """The messages on a core without the states that cost too much; None if that leaves nothing."""
