@@ -23,6 +23,8 @@ def place_free_values(space: Space, assignment: Assignment, pins: Mapping[int, P
     ops, values = list(assignment.ops), list(assignment.values)
     memo: dict[tuple[object, ...], FactorAxes] = {}
     for op in reversed(graph.ops):
+        if space.loose_slots.isdisjoint(space.op_slots[op.id]):
+            continue
         if op.results and all(slot_of[value] in space.loose_slots for value in op.results):
             for value in op.results:
                 values[value] = _fitting(space, value, demands.get(slot_of[value]), pins.get(slot_of[value]))

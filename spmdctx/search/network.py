@@ -221,6 +221,7 @@ def _add_carries(network: Network, found: Sides) -> None:
     sources: dict[int, Source] = {}
     fed: set[tuple[int, int]] = set()
     exposed = [1.0 - space.topology.gather_overlap if weight else 1.0 for weight in found.weights]
+    targets = {slot for own in network.slot_nodes for slot in folded.slot_members[own]}
     for index, op in enumerate(ops):
         node = folded.op_class[index]
         if node < 0:
@@ -241,7 +242,8 @@ def _add_carries(network: Network, found: Sides) -> None:
                     _count(loads, (*source, use, 0, slim), weight, value)
                 source = Source(use, 0)
             _count(loads, (*source, node, position, slim), weight, value)
-        _add_results(network, loads, index, exposed)
+        if not targets.isdisjoint(space.op_slots[index][len(op.operands) :]):
+            _add_results(network, loads, index, exposed)
     for (node, result, target, position, slim), (total, member) in loads.items():
         network.carries[Carry(Source(node, result), target, position, slim)] = Load(total, int(member))
 

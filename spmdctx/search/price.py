@@ -63,13 +63,16 @@ class Bill:
 
 
 class _Need(NamedTuple):
-    """What one kind of op needs in one state: operands and results to reshard, reductions, seconds of compute."""
+    """What one kind of op needs in one state: operands and results to reshard, reductions, seconds of compute.
+
+    `share` is into how many parts the op is split, of as many as there are devices.
+    """
 
     operands: tuple[tuple[int, TensorSharding], ...]
     results: tuple[tuple[int, TensorSharding], ...]
     partial: AxisNames
     compute_s: float
-    slices: int
+    share: float
 
 
 def price(
@@ -133,7 +136,7 @@ class _Biller:
             # What depends on no input is computed on the way into its readers.
             bill.compute_s += need.compute_s * op.repeats
         bill.flops += op.flops * op.repeats
-        bill.split_flops += op.flops * op.repeats * (need.slices / self.mesh.num_devices)
+        bill.split_flops += op.flops * op.repeats * need.share
         for value_position, target in need.operands:
             value = op.operands[value_position]
             if value not in self.loose:
@@ -180,8 +183,8 @@ class _Biller:
             for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True))
             if (natural := project(dims, axes)) != stored[value]
         )
-        slices = self.mesh.num_slices(name for own in axes for name in own)
-        return _Need(operands, results, partial_axes(rule, axes), compute_time_s(self.graph, op, axes, self.mesh, self.topology), slices)
+        share = self.mesh.num_slices(name for own in axes for name in own) / self.mesh.num_devices
+        return _Need(operands, results, partial_axes(rule, axes), compute_time_s(self.graph, op, axes, self.mesh, self.topology), share)
 
     def _finish(self, op: Op, scope: int, need: _Need) -> None:
         for position, value in enumerate(op.results):
