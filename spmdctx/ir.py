@@ -220,6 +220,9 @@ class Assignment:
     notes: tuple[str, ...] = field(default=())
 
 
+LOSS_REDUCTION = "joined by value_and_grad"
+"""The cause of collectives that join what devices computed by losses of their own."""
+
 COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 
 

@@ -18,11 +18,12 @@ from spmdctx.ir import LITERAL, Assignment, Role
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedTensor, Reshard, Timing
 from spmdctx.search.algo import AlgoLimits
+from spmdctx.search.bodies import Body, add_bodies
 from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
 from spmdctx.search.modes import ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
 from spmdctx.search.price import Bill, price
-from spmdctx.search.select import SearchOptions, search
 from spmdctx.search.refined_mesh import refined_axes
+from spmdctx.search.select import SearchOptions, search
 from spmdctx.search.shortfall import over_budget
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
@@ -75,6 +76,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         setup, assignment, bound_s = search(step, request, _search_options(settings))
         written = [replace(row, axes=refined_axes(row.axes, setup.parts)) for region in program.manual for row in region.collectives]
         bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology, step.donated)
+        add_bodies(bill, program.graph, _bodies(program), assignment, setup.mesh, settings.topology)
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices)
         notes = _notes(program, captured, setup, settings, assignment, bill)
@@ -91,6 +93,15 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         request = _request(program, captured, settings)
         bound = lower_bound_s(_step(program, captured), request, settings.topology, options, plan.logical_mesh)
     return replace(plan, lower_bound_s=bound, gap=_gap(plan.cost.total_s, bound))
+
+
+def _bodies(program: Program) -> list[Body]:
+    """What runs inside shard_maps."""
+    return [
+        Body(region.op, region.repeats, region.body.graph, region.body.scopes, region.body.loose)
+        for region in program.manual
+        if region.op >= 0
+    ]
 
 
 def _step(program: Program, captured: Captured) -> Step:

@@ -216,12 +216,18 @@ def _loss_operand(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: st
     builder.loss_operands.append(LossOperand(**eqn.params, value=value))
 
 
+def _joined(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+    """A collective inside of a shard_map, counted by itself: what it gives is what it takes, of another device."""
+    for var, value in zip(eqn.outvars, builder.read(env, eqn.invars), strict=True):
+        env[var] = value if value >= 0 else builder.add_value(var.aval)
+
+
 def _shard_map(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
     operands = builder.read(env, eqn.invars)
     results = tuple(builder.add_value(var.aval) for var in eqn.outvars)
     env.update(zip(eqn.outvars, results, strict=True))
     op = builder.add_op("shard_map", operands, results, manual.rule_of(eqn), repeats, eqn.source_info, prefix)
-    builder.manual.append(manual.region_of(eqn, op, repeats))
+    builder.manual.append(manual.region_of(eqn, op, builder.program_of(eqn.params["jaxpr"]), repeats))
 
 
 HANDLERS: dict[str, Handler] = {
@@ -233,5 +239,6 @@ HANDLERS: dict[str, Handler] = {
     "reshard": _constraint,
     MARKER: _marker,
     LOSS: _loss_operand,
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _joined),
     "shard_map": _shard_map,
 }

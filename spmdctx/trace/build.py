@@ -103,6 +103,11 @@ class Builder:
             known = self._tensors[id(aval)] = _Tensor(getattr(aval, "shape", ()), str(getattr(aval, "dtype", None)))
         return known
 
+    def program_of(self, body: Any) -> Program:
+        """The program of a body that runs on one device by itself."""
+        jaxpr, consts = bodies.open_jaxpr(body)
+        return build(jexc.ClosedJaxpr(jaxpr, consts), [Argument("", Role.ARGUMENT) for _ in jaxpr.invars])
+
     def walk(self, jaxpr: Any, env: Env, repeats: int, prefix: str) -> None:
         """Adds the ops of `jaxpr`, whose inputs `env` already knows; `prefix` is the name scope of the enclosing calls."""
         for eqn in jaxpr.eqns:
@@ -238,6 +243,7 @@ class Builder:
         for pin in self.user_pins:
             digest.update(repr(pin).encode())
         for region in self.manual:
+            digest.update(region.body.graph.fingerprint.encode())
             written = [(row.kind, row.axes, row.payload_bytes, row.repeats) for row in region.collectives]
             digest.update(repr((region.mesh_axes, region.operands, region.results, written)).encode())
         for index in inputs:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from spmdctx.ir import AxisNames, Collective, OpRule, item_bytes
+from spmdctx.ir import LOSS_REDUCTION, AxisNames, Collective, OpRule, item_bytes
 from spmdctx.rules.builder import RuleBuilder
 from spmdctx.trace.origins import source_line
-from spmdctx.trace.program import ManualRegion
+from spmdctx.trace.program import ManualRegion, Program
 from spmdctx.trace.user_pins import spec_dims
 
 _KINDS = {
@@ -38,17 +38,21 @@ def rule_of(eqn: Any) -> OpRule:
     return builder.build(operands, results)
 
 
-def region_of(eqn: Any, op: int, repeats: int) -> ManualRegion:
-    """Specs and collectives of a shard_map equation."""
+def region_of(eqn: Any, op: int, program: Program, repeats: int) -> ManualRegion:
+    """Specs and collectives of a shard_map equation, whose body is `program`."""
     mesh = eqn.params["mesh"]
     body = eqn.params["jaxpr"]
+    is_loss = LOSS_SCOPE in str(eqn.source_info.name_stack)
+    cause = LOSS_REDUCTION if is_loss else ""
     return ManualRegion(
         op=op,
         mesh_axes=tuple((str(name), int(size)) for name, size in mesh.shape.items()),
         operands=_specs(eqn.params["in_specs"], eqn.invars),
         results=_specs(eqn.params["out_specs"], eqn.outvars),
-        collectives=tuple(_collectives(getattr(body, "jaxpr", body), repeats)),
-        is_loss=LOSS_SCOPE in str(eqn.source_info.name_stack),
+        collectives=tuple(_collectives(getattr(body, "jaxpr", body), repeats, cause)),
+        body=program,
+        repeats=repeats,
+        is_loss=is_loss,
     )
 
 
@@ -58,24 +62,23 @@ def _specs(specs: Any, atoms: Any) -> tuple[tuple[AxisNames, ...], ...]:
     )
 
 
-def _collectives(jaxpr: Any, repeats: int) -> Iterator[Collective]:
+def _collectives(jaxpr: Any, repeats: int, cause: str) -> Iterator[Collective]:
     """The collectives written in a manual body, loops multiplied."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _KINDS:
-            yield from _written(eqn, _KINDS[name], repeats)
+            yield from _written(eqn, _KINDS[name], repeats, cause or f"{name} written in shard_map")
         inside = repeats * int(eqn.params["length"]) if name == "scan" else repeats
         for param in eqn.params.values():
             for body in param if isinstance(param, (tuple, list)) else (param,):
                 if hasattr(body, "eqns") or hasattr(body, "jaxpr"):
-                    yield from _collectives(getattr(body, "jaxpr", body), inside)
+                    yield from _collectives(getattr(body, "jaxpr", body), inside, cause)
 
 
-def _written(eqn: Any, kind: str, repeats: int) -> Iterator[Collective]:
+def _written(eqn: Any, kind: str, repeats: int, cause: str) -> Iterator[Collective]:
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
     names = tuple(str(axis) for axis in (axes if isinstance(axes, (tuple, list)) else (axes,)))
     for operand, result in zip(eqn.invars, eqn.outvars, strict=False):
         carrier = (result if kind == "all_gather" else operand).aval
         payload = math.prod(getattr(carrier, "shape", ())) * item_bytes(str(getattr(carrier, "dtype", "float32")))
-        cause = f"{eqn.primitive.name} written in shard_map"
         yield Collective(kind, names, payload, 0.0, repeats, cause, source_line(eqn.source_info))

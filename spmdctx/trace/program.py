@@ -36,7 +36,8 @@ class LossOperand(NamedTuple):
 class ManualRegion(NamedTuple):
     """A `shard_map`: the op that stands for it, its specs per operand and result, and the collectives inside.
 
-    `is_loss` marks one that `spmdctx.value_and_grad` has made; others are the user's.
+    `body` is the program of one device, run `repeats` times. `is_loss` marks a region that `spmdctx.value_and_grad` has made;
+    others are the user's.
     """
 
     op: int
@@ -44,7 +45,9 @@ class ManualRegion(NamedTuple):
     operands: tuple[tuple[AxisNames, ...], ...]
     results: tuple[tuple[AxisNames, ...], ...]
     collectives: tuple[Collective, ...]
-    is_loss: bool = False
+    body: Program
+    repeats: int
+    is_loss: bool
 
 
 @dataclass(frozen=True)
