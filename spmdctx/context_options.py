@@ -140,8 +140,7 @@ OPTIONS: tuple[Option, ...] = (
         False,
         "",
         _DISTRIBUTED,
-        "Before the first step all devices get device 0's parameters; split and layerwise_parallel ones excepted.",
-        built=False,
+        "Before the first step all devices get device 0's parameters and other state; split and layerwise_parallel ones excepted.",
     ),
     Option(
         "strategy_ckpt_load_file",
@@ -256,7 +255,7 @@ OPTIONS: tuple[Option, ...] = (
         "",
         _DISTRIBUTED,
         "Whether a tensor may be moved from one split dimension to another by all-to-all where that is cheaper; False: by all-gather and "
-        "slices.",
+        "slices. Unset in auto_parallel (`get` gives False): the search may use it.",
     ),
     Option(
         "all_reduce_fusion_config",
@@ -266,7 +265,6 @@ OPTIONS: tuple[Option, ...] = (
         "ascending ints >= 0, such as [20, 35]",
         _DISTRIBUTED,
         "Gradient all-reduces in buckets by index: [20, 35] is the first 20, the next 15, the rest. Unset: XLA's own combiner.",
-        built=False,
         store=store_fusion_indices,
     ),
     Option(

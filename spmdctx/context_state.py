@@ -89,9 +89,20 @@ class AutoParallelContext:
         return "sharding_propagation" if self.sharding_propagation else self.search_mode
 
     @property
+    def fuses_by_index(self) -> bool:
+        """Whether gradients are reduced in buckets by index."""
+        return self.index_fusion and self.comm_fusion.openstate and self.parallel_mode != "stand_alone"
+
+    @property
     def batch_is_pinned(self) -> bool:
         """Whether the user said how the batch is split; in auto_parallel it is free otherwise."""
         return not self.explicit.isdisjoint(("dataset_strategy", "full_batch"))
+
+    @property
+    def allows_all_to_all(self) -> bool:
+        """Whether a plan may hold all-to-alls: where the user says so, and where he says nothing and leaves the plan to the search."""
+        is_free = self.parallel_mode in ("stand_alone", "auto_parallel") and not self.is_set("enable_alltoall")
+        return self.enable_alltoall or is_free
 
     def is_set(self, name: str) -> bool:
         """Whether the user set the option, by either name where it has two."""
@@ -114,9 +125,12 @@ class AutoParallelContext:
     def plan_options(self) -> tuple[tuple[str, Any], ...]:
         """Options that differ from their defaults, in table order, as `get` gives them; none of paths and ranks."""
         rows = [(option, self.value(option)) for option in OPTIONS if option.in_plan and not option.same_as]
-        found = [(option.name, plain(value)) for option, value in rows if value != option.default]
+        found = [(option.name, plain(value)) for option, value in rows if value != option.default or self._acts_unlike_unset(option.name)]
         algo = [(name, getattr(self.algo, name)) for name in ALGO_BY_NAME if name in self.algo.explicit]
         return tuple(found + algo)
+
+    def _acts_unlike_unset(self, name: str) -> bool:
+        return name == "enable_alltoall" and self.is_set(name) and self.parallel_mode == "auto_parallel"
 
     def with_checked(self, values: Mapping[str, Any]) -> AutoParallelContext:
         """This context with options set on top whose values are in normal form."""

@@ -193,7 +193,7 @@ def environment(options: StepOptions, context: AutoParallelContext) -> Environme
         context=context,
         num_devices=count,
         mesh=mesh,
-        topology=chosen if context.enable_alltoall else without_all_to_all(chosen),
+        topology=chosen if context.allows_all_to_all else without_all_to_all(chosen),
         memory_bytes=options.memory_bytes,
         max_mesh_axes=options.max_mesh_axes,
         strict=options.strict,

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import spmdctx
 from spmdctx.context import current_context
-from spmdctx.cost.topology import PRESETS
+from spmdctx.cost.topology import PRESETS, without_all_to_all
 from spmdctx.errors import ContextError
 from spmdctx.step_options import environment, step_options
 
@@ -27,7 +27,7 @@ def test_all_devices_are_used_by_default():
     around = resolved()
     assert around.settings.num_devices == 8
     assert around.devices == tuple(jax.devices())
-    assert around.settings.topology is PRESETS["cpu"]
+    assert around.settings.topology == without_all_to_all(PRESETS["cpu"])
 
 
 def test_stand_alone_uses_one_device_whatever_the_mesh():
@@ -63,8 +63,23 @@ def test_devices_limit_the_step():
 
 
 def test_a_topology_is_named_or_made():
-    assert resolved(topology="tpu-v5p").settings.topology is PRESETS["tpu-v5p"]
-    assert resolved(topology=PRESETS["h100"]).settings.topology is PRESETS["h100"]
+    assert resolved("auto_parallel", topology="tpu-v5p").settings.topology is PRESETS["tpu-v5p"]
+    assert resolved("auto_parallel", topology=PRESETS["h100"]).settings.topology is PRESETS["h100"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "allowed"),
+    [
+        ("data_parallel", {}, False),
+        ("semi_auto_parallel", {}, False),
+        ("semi_auto_parallel", {"enable_alltoall": True}, True),
+        ("auto_parallel", {}, True),
+        ("auto_parallel", {"enable_alltoall": True}, True),
+        ("auto_parallel", {"enable_alltoall": False}, False),
+    ],
+)
+def test_all_to_all_needs_leave_unless_a_search_decides(mode, options, allowed):
+    assert resolved(mode, **options).settings.topology.uses_all_to_all is allowed
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,15 @@ def test_every_primitive_of_a_model_at_its_published_size_has_a_rule(name: str) 
 
 @pytest.mark.parametrize("search", ["recursive_programming", "dynamic_programming"])
 def test_a_search_finds_expert_parallelism(search: str) -> None:
-    found = plan("gshard", search, enable_alltoall=True)
+    found = plan("gshard", search)
     experts = [tensor for tensor in found.inputs if tensor.path.endswith(("/up", "/down")) and "params" in tensor.path]
     assert len(experts) == 4
     assert all(tensor.sharding[0] and not any(tensor.sharding[1:]) for tensor in experts), [tensor.sharding for tensor in experts]
     assert "all_to_all" in {row.kind for row in found.collectives}
+
+
+def test_a_plan_holds_no_all_to_all_where_the_user_forbids_it() -> None:
+    free, forbidden = plan("gshard", "dynamic_programming"), plan("gshard", "dynamic_programming", enable_alltoall=False)
+    assert "all_to_all" not in {row.kind for row in forbidden.collectives}
+    assert forbidden.cost.total_s > free.cost.total_s
+    assert dict(forbidden.options)["enable_alltoall"] is False
