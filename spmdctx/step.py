@@ -14,9 +14,11 @@ import jax
 from spmdctx import placement, verify
 from spmdctx._compat import x64_is_on
 from spmdctx.audit import AuditReport, audit_program
+from spmdctx.broadcast import broadcast_state
 from spmdctx.context import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.direct import OtherArgumentsError
 from spmdctx.entry import Entry
+from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.passes import capture_step
 from spmdctx.lowering.xla_options import warn_without_option
 from spmdctx.mesh_scope import auto_axes, traced_for
@@ -65,6 +67,7 @@ class ParallelStep:
         self._entries: dict[Any, list[Entry]] = {}
         self._last: _Last | None = None
         self._direct: _Direct | None = None
+        self._has_run = False
         self._bound: WeakKeyDictionary[Any, ParallelStep] = WeakKeyDictionary()
         self._lock = threading.RLock()
         functools.update_wrapper(self, self._target.fn if self._target.leading else fn, updated=())
@@ -112,6 +115,9 @@ class ParallelStep:
         call, static = self._split(args, kwargs)
         with auto_axes():
             entry, read = self._found(call, static)
+            if not self._has_run and entry.environment.context.parameter_broadcast:
+                read = self._broadcast(entry, read)
+            self._has_run = True
             result = entry.run(read)
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
             self._direct = _Direct(version(), entry.direct, entry)
@@ -210,6 +216,16 @@ class ParallelStep:
                 return last.entry, read
         entry = self._entry(call, static, stacklevel=4)
         return entry, self._read(entry, call)
+
+    @staticmethod
+    def _broadcast(entry: Entry, read: Read) -> Read:
+        """The leaves of the first call, the state that devices share being device 0's; objects take it over."""
+        entry.environment.check_running()
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
+            raise UnsupportedError("parameter_broadcast needs arrays, and this step is called inside of jit, grad or vmap.")
+        leaves = broadcast_state(entry, read.leaves)
+        entry.structure.place(read.handle, leaves)
+        return read._replace(leaves=leaves)
 
     @staticmethod
     def _read(entry: Entry, call: Call) -> Read:

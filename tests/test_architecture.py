@@ -25,7 +25,7 @@ ROWS = (
 """Units from the lowest row to the highest; a module imports its own unit and lower rows."""
 
 FAMILIES = {
-    **dict.fromkeys(("entry", "direct", "mesh_scope", "placement", "verify", "gradients", "step_options"), "step"),
+    **dict.fromkeys(("broadcast", "entry", "direct", "mesh_scope", "placement", "verify", "gradients", "step_options"), "step"),
     "wording": "errors",
     "domains": "mesh",
     **dict.fromkeys(("strategy_files", "insight"), "planner"),
