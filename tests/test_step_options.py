@@ -79,7 +79,8 @@ def test_a_topology_is_named_or_made():
     ],
 )
 def test_all_to_all_needs_leave_unless_a_search_decides(mode, options, allowed):
-    assert resolved(mode, **options).settings.topology.uses_all_to_all is allowed
+    around = environment(step_options({}), current_context().with_checked({"parallel_mode": mode, **options}))
+    assert around.settings.topology.uses_all_to_all is allowed
 
 
 @pytest.mark.parametrize(
