@@ -24,6 +24,11 @@ def readers_of(graph: Graph) -> dict[int, list[Op]]:
     return readers
 
 
+def is_slice(graph: Graph, op: Op) -> bool:
+    """Whether an op takes one layer of what a scan runs over."""
+    return op.primitive == "scan.enter" and len(graph.values[op.results[0]].shape) < len(graph.values[op.operands[0]].shape)
+
+
 def keep_at_rest(
     graph: Graph, assignment: Assignment, weights: Mapping[int, TensorSharding], setup: Setup
 ) -> tuple[Assignment, frozenset[int]]:
@@ -52,8 +57,7 @@ def keep_at_rest(
 
 def _passed_on(graph: Graph, op: Op, sharding: TensorSharding) -> FactorAxes | None:
     """The split of an op that hands on all of its operand's; None where it reads more than renames, or widens."""
-    is_slice = op.primitive == "scan.enter" and bool(op.rule.blocked)
-    if not is_slice and (op.primitive not in RENAMED or len(op.operands) != 1):
+    if not is_slice(graph, op) and (op.primitive not in RENAMED or len(op.operands) != 1):
         return None
     before, after = (item_bytes(graph.values[value].dtype) for value in (op.operands[0], op.results[0]))
     axes: list[tuple[str, ...]] = [()] * len(op.rule.sizes)

@@ -16,7 +16,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import Assignment, AxisNames, Graph, Op, Role, TensorSharding, Value, item_bytes
 from spmdctx.mesh import LogicalMesh, axes_of, divides, replicated
 from spmdctx.search.dynamic import Step
-from spmdctx.search.gather_at_use import RENAMED, keep_at_rest, readers_of
+from spmdctx.search.gather_at_use import RENAMED, is_slice, keep_at_rest, readers_of
 from spmdctx.search.modes import ALL_REPLICAS, OptimizerSharding, Setup
 from spmdctx.search.overlap import sides
 from spmdctx.search.refined_mesh import refined, refined_assignment, refined_setup
@@ -157,7 +157,7 @@ def _common(first: str, second: str) -> int:
 def _dim(graph: Graph, readers: Mapping[int, list[Op]], value: int) -> int:
     """The first dimension that counts no layers of a scan."""
     for op in readers.get(value, []):
-        if op.primitive == "scan.enter" and op.rule.blocked and len(graph.values[value].shape) > 1:
+        if is_slice(graph, op) and len(graph.values[value].shape) > 1:
             return 1 + _dim(graph, readers, op.results[0])
         if op.primitive in RENAMED and (deeper := _dim(graph, readers, op.results[0])):
             return deeper
