@@ -147,7 +147,8 @@ def lower_bound_s(step: Step, request: Request, topology: Topology, options: Dyn
 
 def mesh_is_fixed(request: Request) -> bool:
     """Whether the user or his strategies name a mesh."""
-    return request.mesh is not None or bool(request.marks or request.value_pins or request.manual)
+    named = request.marks or request.value_pins or request.manual or isinstance(request.dataset, tuple)
+    return request.mesh is not None or bool(named)
 
 
 class Searcher:
