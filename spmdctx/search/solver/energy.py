@@ -163,7 +163,12 @@ class _Shells:
             states = dual.decode()
             value = descend(self.core, states)
             self._offer(Minimum(states, value + self.core.base, 0.0))
-            if self._is_done() or (self._is_near() and self._closed(bound)) or self.search.expired():
+            if self._is_done():
+                if self._gap() > EQUAL * abs(self.best.cost if self.best else 0.0) and self.bound < self.search.cutoff:
+                    # Near enough; one look at the shells often finds much better states.
+                    self._closed(bound)
+                break
+            if (self._is_near() and self._closed(bound)) or self.search.expired():
                 break
         if dual is not None and bound is not None and not self._is_done() and not self.search.expired():
             self._tighten(dual, bound)
