@@ -12,6 +12,7 @@ import jax
 from spmdctx.direct import OtherArgumentsError, direct_call, signature
 from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile import CompiledProgram, jit_program
+from spmdctx.lowering.wishes import wishes_of
 from spmdctx.lowering.xla_options import compile_options
 from spmdctx.mesh_scope import auto_axes, has_explicit_type, has_mesh_type
 from spmdctx.plan.plan import Plan
@@ -92,7 +93,7 @@ class Entry:
             devices,
             donated=donated,
             compiler_options=self.compiler_options,
-            all_to_all=self.environment.context.enable_alltoall,
+            wishes=wishes_of(planned.program.graph, self.environment.context),
             name=self.captured.name,
         )
 

@@ -16,10 +16,11 @@ from spmdctx.cost.topology import Topology
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir import LITERAL, Assignment, Role
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
-from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedTensor, Reshard, Timing
+from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.bodies import Body, add_bodies
 from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
+from spmdctx.search.gradient_order import bucket_of, gradient_order, sum_buckets
 from spmdctx.search.modes import ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
 from spmdctx.search.price import Bill, price
 from spmdctx.search.refined_mesh import refined_axes
@@ -75,7 +76,17 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         step = _step(program, captured)
         setup, assignment, bound_s = search(step, request, _search_options(settings))
         written = [replace(row, axes=refined_axes(row.axes, setup.parts)) for region in program.manual for row in region.collectives]
-        bill = price(program.graph, program.scopes, program.loose, written, assignment, setup.mesh, settings.topology, step.donated)
+        bill = price(
+            program.graph,
+            program.scopes,
+            program.loose,
+            written,
+            assignment,
+            setup.mesh,
+            settings.topology,
+            step.donated,
+            _buckets(program, settings.context),
+        )
         add_bodies(bill, program.graph, _bodies(program), assignment, setup.mesh, settings.topology)
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices)
@@ -102,6 +113,19 @@ def _bodies(program: Program) -> list[Body]:
         for region in program.manual
         if region.op >= 0
     ]
+
+
+def _buckets(program: Program, context: AutoParallelContext) -> dict[int, int]:
+    """Per sum that makes up a gradient its bucket, where there are any."""
+    return sum_buckets(program.graph, context.all_reduce_fusion_config) if context.fuses_by_index else {}
+
+
+def _gradients(program: Program, context: AutoParallelContext) -> tuple[PlannedGradient, ...]:
+    boundaries = context.all_reduce_fusion_config if context.fuses_by_index else None
+    return tuple(
+        PlannedGradient(one.path, None if boundaries is None else bucket_of(index, boundaries))
+        for index, one in enumerate(gradient_order(program.graph))
+    )
 
 
 def _step(program: Program, captured: Captured) -> Step:
@@ -309,6 +333,7 @@ def _assemble(
         assignment=assignment,
         reshards=_reshards(program, bill),
         collectives=tuple(bill.collectives),
+        gradients=_gradients(program, context) if setup.mesh.num_devices > 1 else (),
         cost=_cost(bill),
         notes=notes,
         timing=timing,

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from spmdctx.ir import LITERAL, Assignment
 from spmdctx.lowering.constrain import constrain
 from spmdctx.lowering.specs import make_mesh, named_sharding
+from spmdctx.lowering.wishes import NO_WISHES, Wishes
 from spmdctx.mesh import LogicalMesh
 from spmdctx.trace.program import Program
 
@@ -35,7 +36,7 @@ def jit_program(
     *,
     donated: Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
-    all_to_all: bool = True,
+    wishes: Wishes = NO_WISHES,
     name: str = "step",
 ) -> CompiledProgram:
     """Writes the assignment into the program and jits it; nothing is compiled yet.
@@ -47,7 +48,7 @@ def jit_program(
         devices: at least as many as the mesh has.
         donated: indices of the input leaves whose buffers the step may reuse.
         compiler_options: options for XLA, for this program only.
-        all_to_all: whether a reshard may be one; as in the prices.
+        wishes: what the context says of the program's collectives.
         name: name of the function in profiles and dumps.
 
     Raises:
@@ -57,7 +58,7 @@ def jit_program(
     graph, values = program.graph, assignment.values
     inputs = tuple(named_sharding(jax_mesh, values[value]) for value in graph.inputs)
     outputs = tuple(named_sharding(jax_mesh, values[value] if value != LITERAL else ()) for value in graph.outputs)
-    closed = constrain(program, assignment, mesh, jax_mesh, all_to_all) if mesh.num_devices > 1 else program.jaxpr
+    closed = constrain(program, assignment, mesh, jax_mesh, wishes) if mesh.num_devices > 1 else program.jaxpr
     jitted = jax.jit(
         _evaluator(closed, name),
         in_shardings=inputs,

@@ -6,6 +6,7 @@ order in which equations and body boundaries are met is that of `trace.bodies`, 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,16 @@ from jax.sharding import Mesh
 
 from spmdctx._compat import scan_counts
 from spmdctx.cost.reshard import reshard_steps
+from spmdctx.errors import ContextWarning
 from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, TensorSharding, item_bytes
+from spmdctx.lowering.buckets import Sum, barrier_of, tie_buckets
 from spmdctx.lowering.islands import ISLANDS, island
+from spmdctx.lowering.recompute import is_recomputed, operand_shardings, refines
 from spmdctx.lowering.specs import named_sharding
+from spmdctx.lowering.wishes import NO_WISHES, Wishes
 from spmdctx.mesh import LogicalMesh
 from spmdctx.rules.control_flow import body_parameter, call_body, call_operands
+from spmdctx.search.gradient_order import carriers
 from spmdctx.search.space import reduction_plan
 from spmdctx.search.transfer import partial_axes, project
 from spmdctx.trace.bodies import INLINED, KEPT, MARKER, open_jaxpr
@@ -31,23 +37,55 @@ Substitution = dict[Any, Any]
 _IDENTITIES = frozenset({"sharding_constraint", "reshard", MARKER})
 
 
-def constrain(program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, all_to_all: bool = True) -> jexc.ClosedJaxpr:
-    """The program's jaxpr with the assignment's shardings as constraints; `all_to_all` as in `reshard_steps`."""
-    rewriter = _Rewriter(program, assignment, mesh, jax_mesh, all_to_all)
+def constrain(program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, wishes: Wishes = NO_WISHES) -> jexc.ClosedJaxpr:
+    """The program's jaxpr with the assignment's shardings as constraints."""
+    rewriter = _Rewriter(program, assignment, mesh, jax_mesh, wishes)
     closed = program.jaxpr
     block = _Block(rewriter)
     substitution = {var: var for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars)}
-    outputs = rewriter.rewrite(closed.jaxpr, substitution, block, None)
-    return jexc.ClosedJaxpr(closed.jaxpr.replace(eqns=block.eqns, outvars=outputs), closed.consts)
+    eqns, outputs = block.finish(rewriter.rewrite(closed.jaxpr, substitution, block, None))
+    return jexc.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns, outvars=outputs), closed.consts)
 
 
 class _Block:
-    """The equations of one body under construction, and the reshards already written in it."""
+    """The equations of one body under construction, and the reshards already written in it.
 
-    def __init__(self, rewriter: _Rewriter) -> None:
-        self.eqns: list[Any] = []
+    A body that is dissolved into `outer` writes there, and shares no reshards with it.
+    """
+
+    def __init__(self, rewriter: _Rewriter, outer: _Block | None = None) -> None:
+        self.eqns: list[Any] = [] if outer is None else outer.eqns
+        self._sums: dict[int, Any] = {} if outer is None else outer._sums
+        self._held: dict[int, Any] = {} if outer is None else outer._held
         self._rewriter = rewriter
         self._done: dict[tuple[Any, TensorSharding], Any] = {}
+        # What computes a value on the way into its readers, and the slices of such values.
+        self.recipes: dict[int, tuple[Op, Any, list[Any]]] = {}
+        self.slices: dict[tuple[int, TensorSharding], Any] = {}
+
+    def note(self, op: Op, eqn: Any, results: Sequence[Any]) -> None:
+        """Remembers what an op makes, where it belongs to a bucket."""
+        rewriter = self._rewriter
+        for value, var in zip(op.results, results, strict=True):
+            if value in rewriter.wishes.buckets and partial_axes(op.rule, rewriter.assignment.ops[op.id].axes):
+                self._sums[value] = eqn
+            if value in rewriter.wishes.buckets or value in rewriter.carried:
+                self._held[value] = var
+
+    def finish(self, outputs: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The equations and results of the body, its buckets tied."""
+        rewriter = self._rewriter
+        sums = []
+        for value, eqn in self._sums.items():
+            reduced = self._held.get(rewriter.carriers[value], self._held[value])
+            sums.append(Sum(rewriter.wishes.buckets[value], eqn, reduced))
+        if not sums:
+            return self.eqns, outputs
+        tied = tie_buckets(self.eqns, outputs, sums)
+        for bucket in tied.joined:
+            text = f"Buckets {bucket} and {bucket + 1} of gradients are reduced together: one is computed from the other."
+            warnings.warn(text, ContextWarning, stacklevel=2)
+        return tied.eqns, tied.outputs
 
     def constrain(self, var: Any, sharding: TensorSharding) -> Any:
         """`var` constrained to `sharding`, written once."""
@@ -69,8 +107,10 @@ class _Block:
 
 
 class _Rewriter:
-    def __init__(self, program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, all_to_all: bool) -> None:
-        self._all_to_all = all_to_all
+    def __init__(self, program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, wishes: Wishes) -> None:
+        self.wishes = wishes
+        self.carriers = carriers(program.graph, wishes.buckets) if wishes.buckets else {}
+        self.carried = frozenset(self.carriers.values())
         self.graph, self.assignment, self.mesh, self.jax_mesh = program.graph, assignment, mesh, jax_mesh
         self._sites = iter(program.op_of_site)
         self._moved = _moved(program.graph.ops, assignment)
@@ -100,7 +140,7 @@ class _Rewriter:
         if source == target:
             return []
         known = self.graph.values[value]
-        steps = reshard_steps(known.shape, item_bytes(known.dtype), source, target, self.mesh, self._all_to_all)
+        steps = reshard_steps(known.shape, item_bytes(known.dtype), source, target, self.mesh, self.wishes.all_to_all)
         return [step.sharding for step in steps]
 
     # One op
@@ -110,11 +150,40 @@ class _Rewriter:
         value = op.operands[position]
         if value == LITERAL or isinstance(atom, jexc.Literal):
             return atom
+        target = project(op.rule.operands[position], self.assignment.ops[op.id].axes)
+        return self._taken(block, value, atom, target)
+
+    def _taken(self, block: _Block, value: int, atom: Any, target: TensorSharding) -> Any:
         stored = self.assignment.values[value]
+        if target != stored and value in block.recipes and refines(stored, target):
+            made = self._recomputed(block, value, target)
+            if made is not None:
+                return made
         if value in self._moved:
             # All readers take the value from here, or the partitioner would give them what one of them asks for.
             atom = block.constrain(atom, stored)
-        return block.reshard(atom, value, stored, project(op.rule.operands[position], self.assignment.ops[op.id].axes))
+        return block.reshard(atom, value, stored, target)
+
+    def _recomputed(self, block: _Block, value: int, target: TensorSharding) -> Any:
+        """A slice of a value that only exists on the way into its readers, from slices of its operands; None where they are none."""
+        known = block.slices.get((value, target))
+        if known is not None:
+            return known
+        op, eqn, atoms = block.recipes[value]
+        needed = operand_shardings(op, target)
+        if needed is None:
+            return None
+        taken = list(zip(op.operands, atoms, needed, strict=True))
+        tensors = [(operand, sharding) for operand, atom, sharding in taken if operand != LITERAL and not isinstance(atom, jexc.Literal)]
+        if not all(refines(self.assignment.values[operand], sharding) for operand, sharding in tensors):
+            return None
+        operands = [
+            atom if operand == LITERAL or isinstance(atom, jexc.Literal) else self._taken(block, operand, atom, sharding)
+            for operand, atom, sharding in taken
+        ]
+        (var,) = self.emit(eqn, operands, block)
+        made = block.slices[value, target] = block.constrain(var, target)
+        return made
 
     def settle(self, block: _Block, op: Op, position: int, var: Any) -> Any:
         """The result at `position` reduced and brought into its stored sharding."""
@@ -174,11 +243,15 @@ class _Rewriter:
     def _equation(self, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
         op = self.next_op()
         if op is not None:
+            if is_recomputed(op):
+                block.recipes[op.results[0]] = op, eqn, operands
             operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
             eqn = self._as_island(eqn, op)
         results = self.emit(eqn, operands, block)
         if op is not None:
+            made = block.eqns[-1]
             results = [self.settle(block, op, position, var) for position, var in enumerate(results)]
+            block.note(op, made, results)
         return results
 
     def _as_island(self, eqn: Any, op: Op) -> Any:
@@ -198,7 +271,11 @@ class _Rewriter:
 
     def _identity(self, operands: list[Any], block: _Block) -> list[Any]:
         op = self.next_op()
-        return operands if op is None else [self.settle(block, op, 0, self.use(block, op, 0, operands[0]))]
+        if op is None:
+            return operands
+        results = [self.settle(block, op, 0, self.use(block, op, 0, operands[0]))]
+        block.note(op, None, results)
+        return results
 
     def _inline(self, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
         name = eqn.primitive.name
@@ -226,11 +303,12 @@ class _Rewriter:
     def close(self, body: Any, block: _Block, fresh: Substitution, outputs: list[Any]) -> Any:
         """The rewritten body, open or closed as it was."""
         jaxpr, consts = open_jaxpr(body)
+        eqns, outputs = block.finish(outputs)
         new = jaxpr.replace(
             constvars=[fresh[var] for var in jaxpr.constvars],
             invars=[fresh[var] for var in jaxpr.invars],
             outvars=outputs,
-            eqns=block.eqns,
+            eqns=eqns,
         )
         return jexc.ClosedJaxpr(new, consts) if hasattr(body, "consts") else new
 
@@ -293,6 +371,26 @@ def _kept_call(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block
     inner, fresh = rewriter.body(jaxpr)
     outputs = rewriter.rewrite(jaxpr, dict(fresh), inner, None)
     return rewriter.emit(eqn, operands, block, **{name: rewriter.close(body, inner, fresh, outputs)})
+
+
+def _remat(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
+    """A remat; where gradients have buckets dissolved, as JAX does it when it lowers one, or no barrier could reach inside."""
+    jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
+    if not rewriter.wishes.buckets or consts:
+        return _kept_call(rewriter, eqn, operands, block)
+    prevents = eqn.params["prevent_cse"]
+    prevents = prevents if isinstance(prevents, tuple) else (prevents,) * len(operands)
+    held = [
+        place
+        for place, atom in enumerate(operands)
+        if prevents[place] and not isinstance(atom, jexc.Literal) and eqn.params["differentiated"]
+    ]
+    if held:
+        fresh = [jexc.Var(operands[place].aval) for place in held]
+        block.eqns.append(barrier_of([operands[place] for place in held], fresh, eqn.source_info))
+        for place, var in zip(held, fresh, strict=True):
+            operands[place] = var
+    return rewriter.rewrite(jaxpr, dict(zip(jaxpr.invars, operands, strict=True)), _Block(rewriter, block), eqn.source_info)
 
 
 def _scan(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
@@ -359,4 +457,10 @@ def _cond(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> 
     return [var if op is None else rewriter.settle(block, op, 0, var) for op, var in zip(ops, results, strict=True)]
 
 
-_BODIES = {**dict.fromkeys(KEPT, _kept_call), "scan": _scan, "while": _while, "cond": _cond}
+_BODIES = {
+    **dict.fromkeys(KEPT, _kept_call),
+    **dict.fromkeys(("remat2", "remat", "checkpoint"), _remat),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}

@@ -13,7 +13,7 @@ from spmdctx.errors import PlanFormatError
 from spmdctx.ir import Assignment, AxisNames, Collective, FactorKind, Op, OpRule, OpSharding, Origin, Role, TensorSharding
 from spmdctx.mesh import LogicalMesh
 from spmdctx.plan.mindspore import MindSporeStrategy, is_mindspore, parse_mindspore
-from spmdctx.plan.plan import FORMAT_VERSION, Cost, OpTable, Plan, PlannedTensor, Reshard
+from spmdctx.plan.plan import FORMAT_VERSION, Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard
 
 FORMAT = "spmdctx plan"
 
@@ -161,6 +161,7 @@ def _encode(plan: Plan) -> dict[str, Any]:
             [row.kind, row.axes, row.payload_bytes, row.time_s, row.repeats, texts.add(row.cause), texts.add(row.source)]
             for row in plan.collectives
         ],
+        "gradients": plan.gradients,
         "cost": plan.cost._asdict(),
         "memory_limit_bytes": plan.memory_limit_bytes,
         "lower_bound_s": plan.lower_bound_s,
@@ -232,6 +233,7 @@ def _decode(body: dict[str, Any]) -> Plan:
             Collective(kind, tuple(axes), payload, time_s, repeats, texts[cause], texts[source])
             for kind, axes, payload, time_s, repeats, cause, source in body["collectives"]
         ),
+        gradients=tuple(PlannedGradient(path, bucket) for path, bucket in body.get("gradients", ())),
         cost=Cost(**body["cost"]),
         options=_tuples(body["options"]),
         memory_limit_bytes=body["memory_limit_bytes"],

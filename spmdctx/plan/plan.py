@@ -45,6 +45,13 @@ class PlannedTensor(NamedTuple):
         return _num_bytes(local_shape(self.shape, self.sharding, mesh), self.dtype)
 
 
+class PlannedGradient(NamedTuple):
+    """The gradient of the parameter at `path`; `bucket` is that of the index mode of fusion, None without it."""
+
+    path: str
+    bucket: int | None = None
+
+
 class PlannedOp(NamedTuple):
     """One op: its rule and, as text, the axes of each split factor (`i=data, k=model`)."""
 
@@ -162,6 +169,7 @@ class Plan:
         op_table: The ops; `ops` gives them as rows.
         assignment: All shardings, enough to lower the plan without a search.
         reshards, collectives: Predicted communication, by value and by collective.
+        gradients: In the order of the parameters' first use in the forward pass; a gradient's index is its place here.
         cost: Predicted time and memory.
         options: Context options that differ from their defaults.
         memory_limit_bytes: The budget per device, if there was one.
@@ -194,6 +202,7 @@ class Plan:
     lower_bound_s: float | None = None
     gap: float | None = None
     notes: tuple[str, ...] = ()
+    gradients: tuple[PlannedGradient, ...] = ()
     timing: Timing = field(default=Timing(), compare=False)
     alternatives: Alternatives | None = field(default=None, compare=False, repr=False)
     memory_profile: Sequence[int] | None = field(default=None, compare=False, repr=False)

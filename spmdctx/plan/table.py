@@ -49,6 +49,9 @@ def _sections(plan: Plan) -> Iterator[RenderableType]:
         yield _causes(plan)
     else:
         yield Padding("none", (0, 0, 1, 2))
+    if any(one.bucket is not None for one in plan.gradients):
+        yield _title("Gradients", f"{len(plan.gradients)} by index, in buckets")
+        yield _gradients(plan)
     if plan.notes:
         yield _title("Notes", str(len(plan.notes)))
         yield _notes(plan)
@@ -168,6 +171,15 @@ def _causes(plan: Plan) -> RenderableType:
     if rest:
         count, time_s = sum(group.count for group in rest), sum(group.time_s for group in rest)
         table.add_row(Text(f"{len(rest)} more", style="dim"), "", "", str(count), seconds_text(time_s), "")
+    return table
+
+
+def _gradients(plan: Plan) -> Table:
+    table = _table(("bucket", "right"), ("index", "right"), ("gradient", ""))
+    last = None
+    for index, one in enumerate(plan.gradients):
+        table.add_row("" if one.bucket == last else str(one.bucket), str(index), Text(one.path))
+        last = one.bucket
     return table
 
 

@@ -6,8 +6,10 @@ merges equal ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from spmdctx.cost.collectives import collective_time_s
@@ -84,11 +86,17 @@ def price(
     mesh: LogicalMesh,
     topology: Topology,
     donated: frozenset[int] = frozenset(),
+    buckets: Mapping[int, int] = MappingProxyType({}),
 ) -> Bill:
-    """Prices an assignment; `manual` are the collectives that the user wrote himself, `donated` inputs lend their memory."""
+    """Prices an assignment.
+
+    `manual` are the collectives that the user wrote himself, `donated` inputs lend their memory, `buckets` says of sums that make up
+    gradients in which bucket they are reduced.
+    """
     scopes = tuple(scopes)
     memory = step_memory(graph, scopes, donated)
     biller = _Biller(graph, loose, assignment, mesh, topology, memory)
+    biller.buckets = buckets
     for op, scope in zip(graph.ops, scopes, strict=True):
         biller.add(op, scope)
     biller.settle_sums()
@@ -98,7 +106,7 @@ def price(
         time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
     bill.shares = [*biller.shares, *[0.0] * (len(bill.collectives) - len(biller.shares))]
-    alive = profile(memory.lives, _local_bytes(graph, assignment, mesh), len(graph.ops), biller.copies.found, topology.scratch_bytes)
+    alive = profile(memory.lives, biller.sizes(), len(graph.ops), biller.copies.found, topology.scratch_bytes)
     bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
     return bill
 
@@ -108,6 +116,7 @@ class _Biller:
         self, graph: Graph, loose: frozenset[int], assignment: Assignment, mesh: LogicalMesh, topology: Topology, memory: StepMemory
     ) -> None:
         self.copies = _Copies(memory)
+        self.buckets: Mapping[int, int] = {}
         self.graph, self.loose, self.assignment, self.mesh, self.topology = graph, loose, assignment, mesh, topology
         self.bill = Bill()
         self.shares: list[float] = []
@@ -115,6 +124,7 @@ class _Biller:
         self._machines: list[Topology] = []
         self._sides = sides(graph)
         self._needs: dict[tuple[object, ...], _Need] = {}
+        self._stored: dict[tuple[object, ...], int] = {}
         self._done: set[tuple[object, ...]] = set()
         self._same = _aliases(graph)
         # All that matters of a value that its op's rule does not say, as a number; the last one answers for literals.
@@ -190,12 +200,16 @@ class _Biller:
         for position, value in enumerate(op.results):
             natural = project(op.rule.results[position], self.assignment.ops[op.id].axes)
             stored = self.assignment.values[value]
+            made = natural
+            if need.partial and not (natural == stored and self.copies.is_held(value)):
+                self.copies.make(op, ("unreduced", value), self._stored_bytes(value, natural))
             if need.partial and op.rule.combiner in ("argmax", "argmin"):
                 self._gather_candidates(op, value, natural, need.partial)
             elif need.partial:
                 plan = reduction_plan(op, natural, stored, need.partial)
                 payload = self._bytes(value, natural)
-                cause = f"partial result of {op.primitive}"
+                bucket = f"bucket {self.buckets[value]} of gradients: " if value in self.buckets else ""
+                cause = f"{bucket}partial result of {op.primitive}"
                 hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)
                 if plan.scattered:
                     self._collect("reduce_scatter", plan.scattered, payload, op, cause, *hides)
@@ -207,10 +221,9 @@ class _Biller:
                     if self._sums and direct and not plan.scattered:
                         self._sums.reduced(value, len(self.bill.collectives) - 1, plan.after)
                 natural = plan.after
-            if need.partial and not self.copies.is_held(value):
-                self.copies.make(op, ("reduced", value), self._bytes(value, natural))
             if natural != stored and value not in self.loose:
-                self.copies.pass_on(op, value, self._bytes(value, natural))
+                if not need.partial or natural != made:
+                    self.copies.pass_on(op, value, self._stored_bytes(value, natural))
                 narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value)
                 self._move(op, scope, value, natural, stored, f"result of {op.primitive}", narrow, made_repeats(self.graph, op))
 
@@ -235,7 +248,7 @@ class _Biller:
                 time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause, share, repeats=repeats)
             self._done.add(key)
             if step.kind != "slice" and not (step.sharding == self.assignment.values[value] and self.copies.is_held(value)):
-                self.copies.make(op, key, self._bytes(value, step.sharding) // item_bytes(known.dtype) * size)
+                self.copies.make(op, key, self._stored_bytes(value, step.sharding, narrow))
             current = step.sharding
         self.bill.moves.append(Moved(value, source, target, op.id, time_s))
 
@@ -256,6 +269,24 @@ class _Biller:
         self.bill.collectives.append(Collective(kind, axes, payload, time_s, repeats, cause, self.graph.origins[op.id].source))
         self.shares.append(share)
         return time_s * repeats
+
+    def sizes(self) -> list[int]:
+        """Bytes that each value takes in memory; what only the matrix unit reads is kept in the unit's precision."""
+        narrows, given = self.topology.narrows_matrix_operands, frozenset(self.graph.inputs)
+        found = []
+        for value, sharding in enumerate(self.assignment.values):
+            narrow = narrows and value not in given and self._readers.are_matrix_products(value)
+            found.append(self._stored_bytes(value, sharding, narrow))
+        return found
+
+    def _stored_bytes(self, value: int, sharding: TensorSharding, narrow: bool = False) -> int:
+        known = self.graph.values[value]
+        key = (known.shape, known.dtype, narrow, sharding)
+        size = self._stored.get(key)
+        if size is None:
+            size = item_bytes("bfloat16" if narrow else known.dtype) * math.prod(local_shape(known.shape, sharding, self.mesh))
+            self._stored[key] = size
+        return size
 
     def _bytes(self, value: int, sharding: TensorSharding) -> int:
         return local_bytes(self.graph.values[value], sharding, self.mesh)
@@ -294,18 +325,3 @@ def _aliases(graph: Graph) -> list[int]:
         if op.primitive in ("spmdctx_shard", "sharding_constraint") and op.operands[0] != LITERAL:
             same[op.results[0]] = same[op.operands[0]]
     return same
-
-
-def _local_bytes(graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> list[int]:
-    memo: dict[tuple[object, ...], int] = {}
-    sizes = []
-    for value, sharding in zip(graph.values, assignment.values, strict=True):
-        key = (value.shape, value.dtype, sharding)
-        known = memo.get(key)
-        if known is None:
-            known = item_bytes(value.dtype)
-            for size in local_shape(value.shape, sharding, mesh):
-                known *= size
-            memo[key] = known
-        sizes.append(known)
-    return sizes

@@ -1,0 +1,35 @@
+"""Which slices of a tensor are computed once more, from slices of what it is made of.
+
+A tensor that element-wise ops compute only on the way into other ops is priced as if each reader computed it for itself
+(`rules.fusion`). A constraint on it would make it exist: XLA (libtpu 0.0.42) then writes all of it for whoever wants a slice,
+converted values in their wider type. So its readers' slices are made from slices of its operands.
+"""
+
+from __future__ import annotations
+
+from spmdctx.ir import Op, TensorSharding
+from spmdctx.rules.elementwise import BINARY, MANY, UNARY
+from spmdctx.search.transfer import project
+
+_ELEMENTWISE = frozenset({*UNARY, *BINARY, *MANY})
+
+
+def is_recomputed(op: Op) -> bool:
+    """Whether an op is element-wise and its one result only exists on the way into other ops."""
+    return len(op.results) == 1 and op.primitive in _ELEMENTWISE and bool(op.fused >> len(op.operands) & 1)
+
+
+def refines(source: TensorSharding, target: TensorSharding) -> bool:
+    """Whether every device's block under `target` is a part of its block under `source`."""
+    return all(new[: len(own)] == own for own, new in zip(source, target, strict=True))
+
+
+def operand_shardings(op: Op, target: TensorSharding) -> tuple[TensorSharding, ...] | None:
+    """What an element-wise op reads to make its result in the sharding `target`; None where a dimension is made of several."""
+    axes: list[tuple[str, ...]] = [()] * len(op.rule.sizes)
+    for own, factors in zip(target, op.rule.results[0], strict=True):
+        if own and len(factors) != 1:
+            return None
+        for factor in factors:
+            axes[factor] = own
+    return tuple(project(dims, tuple(axes)) for dims in op.rule.operands)
