@@ -151,7 +151,9 @@ def compile_program(lowered: jax.stages.Lowered, dump: Path, *, codegen: bool) -
 
 def _is_scheduled(dump: Path) -> bool:
     found = sorted(dump.glob(SCHEDULED))
-    return bool(found) and _program(dump).read_text().rstrip().endswith("}")
+    text = _program(dump).read_text() if found else ""
+    # The entry is written last.
+    return "\nENTRY " in text and text.rstrip().endswith("\n}")
 
 
 def _program(dump: Path) -> Path:
