@@ -1,0 +1,48 @@
+"""Slices of tensors that only exist on the way into other ops are made from slices of their operands."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spmdctx.lowering.constrain import constrain
+from spmdctx.lowering.recompute import is_recomputed, operand_shardings, refines
+from spmdctx.lowering.specs import make_mesh
+from tests.road import MESH, ops, run, trace
+
+D, M = ("data",), ("model",)
+X = jnp.linspace(-1.0, 1.0, 32 * 64).reshape(32, 64)
+WHOLE = ((), ())
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "want"),
+    [
+        (WHOLE, (D, M), True),
+        ((D, ()), (("data", "model"), ()), True),
+        ((D, ()), (("model", "data"), ()), False),
+        ((D, ()), ((), D), False),
+        ((D, M), (D, ()), False),
+    ],
+)
+def test_a_sharding_refines_another_where_blocks_are_parts_of_blocks(source, target, want):
+    assert refines(source, target) is want
+
+
+def test_a_slice_is_computed_again_where_another_reader_takes_the_whole():
+    def step(x):
+        hidden = jnp.sin(x)
+        return hidden * 2, jnp.cos(hidden)
+
+    program = trace(step, X)
+    (sine,), (cosine,), (product,) = (ops(program, name) for name in ("sin", "cos", "mul"))
+    assert is_recomputed(sine)
+    assert not is_recomputed(cosine)
+    found = run(step, X, pins={0: WHOLE, sine: WHOLE, product: WHOLE, cosine: (D, M)})
+    found.check()
+    closed = constrain(program, found.assignment, MESH, make_mesh(MESH, jax.devices()))
+    assert [eqn.primitive.name for eqn in closed.jaxpr.eqns].count("sin") == 2
+
+
+def test_what_an_op_reads_for_a_slice_leaves_out_dimensions_that_it_repeats():
+    (product,) = ops(trace(lambda x, y: x * y, X, X[:1]), "mul")
+    assert operand_shardings(product, (D, M)) == ((D, M), ((), M))
