@@ -47,7 +47,9 @@ def reduction_machine(is_terminal: bool, topology: Topology) -> Topology:
 def sides(graph: Graph) -> Sides:
     """Classifies all values of a graph. Depends on no sharding."""
     carries = {op.results[0] for op in graph.ops if op.primitive in _CARRIED}
-    loops = [pair for pair in graph.ties if pair[1] in carries]
+    # What a loop hands on may be the step's own next state; only the loop goes round within a step.
+    given = set(graph.inputs)
+    loops = [pair for pair in graph.ties if pair[1] in carries and pair[0] not in given]
     return Sides(_weights(graph, loops), _terminal(graph, loops))
 
 

@@ -79,3 +79,15 @@ def test_shares_are_the_machine_s():
 def test_shares_lie_between_nothing_and_all(field, share):
     with pytest.raises(ContextError, match="a share"):
         dataclasses.replace(PRESETS["cpu"], **{field: share})
+
+
+def test_state_that_comes_out_of_a_loop_as_it_goes_round_is_classified():
+    """Its own next value depends on the batch, and it does not, which once went on for ever."""
+
+    def running_mean(mean, x):
+        return lax.scan(lambda mean, row: (0.9 * mean + row, None), mean, x)[0]
+
+    program = trace(running_mean, W[0], X, roles=[Role.STATE, Role.BATCH], carried=[(0, 0)])
+    found = sides(program.graph)
+    assert found.weights[program.graph.inputs[0]] == 1
+    assert not found.weights[program.graph.outputs[0]]
