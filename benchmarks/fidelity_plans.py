@@ -26,15 +26,23 @@ MODELS = ("llama", "mlp", "transformer", "moe", "vit")
 MESHES = ((4, 2), (2, 4), (1, 8))
 SEEDS = (0, 1, 2)
 MIN_RANK, MIN_BYTES, MAX_MEMORY = 0.9, 0.95, 0.15
-LLAMA: dict[str, Any] = {
-    "vocab_size": 2048,
-    "width": 1024,
-    "num_layers": 2,
-    "num_heads": 8,
-    "num_kv_heads": 8,
-    "hidden": 2816,
-    "max_seq": 512,
+SIZES: dict[str, dict[str, int]] = {
+    "mlp": {"BATCH": 32768, "WIDTH": 4096, "HIDDEN": 16384, "CLASSES": 2048},
+    "transformer": {"BATCH": 64, "SEQ": 512, "WIDTH": 2048, "HEADS": 16, "HEAD_DIM": 128, "HIDDEN": 8192, "VOCAB": 16384},
+    "moe": {"BATCH": 64, "SEQ": 512, "WIDTH": 1024, "HIDDEN": 4096, "EXPERTS": 16, "CAPACITY": 80, "CLASSES": 8192},
+    "vit": {"batch": 512},
 }
+"""Larger than the judge's, so that every plan takes about half a gigabyte or more."""
+LLAMA: dict[str, Any] = {
+    "vocab_size": 16384,
+    "width": 2048,
+    "num_layers": 2,
+    "num_heads": 16,
+    "num_kv_heads": 16,
+    "hidden": 5632,
+    "max_seq": 1024,
+}
+LLAMA_BATCH = 32
 
 
 def jobs(topology: str) -> Iterator[Job]:
@@ -107,13 +115,13 @@ def _program(model: str, split: str, data: int, slices: int) -> tuple[Callable[.
         kind = {"none": "none", "strategies": "megatron", "pins": "pins"}[split]
         config = DecoderConfig(**LLAMA, dtype="bfloat16", remat=True)
         own = Split(kind, data, slices)  # type: ignore[arg-type]  # the kinds come from a table of names
-        _, (decoder, optimizer, batch) = abstract_program(config, 16, split=own)
+        _, (decoder, optimizer, batch) = abstract_program(config, LLAMA_BATCH, split=own)
         step, state = pure_step(decoder, optimizer)
         return step, (state, batch)
     from benchmarks.judge_models import zoo_program
     from tests.zoo.case import Split as ZooSplit
 
-    return zoo_program(model, ZooSplit(split, data, slices))  # type: ignore[arg-type]  # the kinds come from a table of names
+    return zoo_program(model, ZooSplit(split, data, slices), SIZES[model])  # type: ignore[arg-type]  # the kinds come from a table of names
 
 
 def name_of(job: Job) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -35,21 +35,21 @@ ZOO = (*_CONSTANTS, *_LARGE)
 """Names of the models."""
 
 
-def zoo_program(model: str, split: Any) -> Program:
+def zoo_program(model: str, split: Any, own_sizes: Mapping[str, int] | None = None) -> Program:
     """The training step and its abstract arguments; `split` is a `tests.zoo.Split`, or what stands in for one.
 
-    The modules' sizes are set for this process.
+    The modules' sizes are set for this process; `own_sizes` replace some of them.
     """
     if model in _LARGE:
         module, changes = _LARGE[model]
         large: Any = module
-        large.LARGE = replace(large.LARGE, **changes)
+        large.LARGE = replace(large.LARGE, **{**changes, **(own_sizes or {})})
         made: Program = large.make_large(split, jnp.bfloat16)
         return made
     module, sizes = _CONSTANTS[model]
     # Others take the transformer's attention weights, at its sizes.
     for own in (module, transformer):
-        for name, size in {**sizes, "Numbers": Shapes}.items():
+        for name, size in {**sizes, **(own_sizes or {}), "Numbers": Shapes}.items():
             if hasattr(own, name):
                 setattr(own, name, size)
     made = module.make_pytree(split, jnp.bfloat16 if model in ("transformer", "encoder_decoder") else jnp.float32)

@@ -27,6 +27,11 @@ _CHAINED = frozenset(
 
 _ELEMENTWISE = frozenset({*UNARY, *BINARY, *MANY})
 
+_LOOP_READS = frozenset({"scan.enter", "while.enter"})
+"""Ops that find in memory what is computed before them: the start of a loop."""
+
+_SPREAD = frozenset({"broadcast_in_dim", "convert_element_type"})
+
 _READS_CHAINS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce", "arg", "scan.exit", "dynamic_update_slice")
 """Beginnings of the names of ops that are not fused with each other, but take chains as operands."""
 
@@ -42,11 +47,11 @@ def in_memory(values: Sequence[Value], ops: Sequence[Op], kept: Iterable[int]) -
         ops: of the step, an op's number being its place.
         kept: inputs and outputs.
     """
-    readers = _Readers(values, ops)
     held = bytearray(len(values) + 1)
     for value in kept:
         if value != LITERAL:
             held[value] = 1
+    readers = _Readers(values, ops, held)
     ahead, compared = bytearray(len(values) + 1), bytearray(len(values) + 1)
     sources: list[frozenset[int]] = [frozenset()] * (len(values) + 1)
     for op in ops:
@@ -125,10 +130,13 @@ def fused_bits(op: Op, held: bytearray, read: Sequence[int] = ()) -> int:
 class _Readers:
     """How often each value is read, by which op first, and whether an op needs it in memory."""
 
-    def __init__(self, values: Sequence[Value], ops: Sequence[Op]) -> None:
+    def __init__(self, values: Sequence[Value], ops: Sequence[Op], kept: bytearray) -> None:
         size = len(values) + 1  # the last one stands for literals
         self.count, self.first, self.needed = [0] * size, [-1] * size, bytearray(size)
         self.elements, self._ops = _elements(values), ops
+        # Numbers that depend on no input, spread out or not: they are made where they are read.
+        simple = bytearray(count == 1 and not given for count, given in zip(self.elements, kept, strict=True))
+        simple[LITERAL] = 1
         self._chained: dict[tuple[str, int], bool] = {}
         reads_chains: dict[str, bool] = {}
         for op in ops:
@@ -140,8 +148,10 @@ class _Readers:
                 if self.first[value] != op.id:
                     self.count[value] += 1
                     self.first[value] = op.id
-                if not fused:
+                if not fused or (op.primitive in _LOOP_READS and not simple[value]):
                     self.needed[value] = 1
+            for value in op.results:
+                simple[value] = (op.primitive in _SPREAD or self.elements[value] == 1) and all(simple[operand] for operand in op.operands)
 
     def is_chained(self, op: Op) -> bool:
         """Whether the compiler fuses an op with others; a scatter of one element per row becomes a comparison of indices."""

@@ -94,14 +94,16 @@ def profile(
     alive = _alive(table, num_ops)
     if scratch_bytes:
         short = (table[:, 1] - table[:, 0] <= _SHORT) & ((table[:, 0] > 0) | (table[:, 1] < num_ops - 1))
-        fits = short & (table[:, 2] <= scratch_bytes // _SCRATCH_PARTS)
-        alive -= np.minimum(_alive(table[fits], num_ops), scratch_bytes)
+        kept = scratch_bytes // _SCRATCH_PARTS
+        fits = short & (table[:, 2] <= kept // _SCRATCH_PARTS)
+        alive -= np.minimum(_alive(table[fits], num_ops), kept)
     return alive
 
 
 _SCRATCH_PARTS = 3
 _SHORT = 200
-"""Ops that a value lives at most to be kept on the chip, whose part it may fill; both chosen on compiled programs."""
+"""Values are kept on the chip that live for so many ops at most, in a third of its memory, and fill a third of that; the rest holds
+what is brought there ahead of its use. All three were chosen on compiled programs."""
 
 
 def _alive(table: NDArray[np.int64], num_ops: int) -> NDArray[np.int64]:

@@ -201,7 +201,7 @@ class _Biller:
             natural = project(op.rule.results[position], self.assignment.ops[op.id].axes)
             stored = self.assignment.values[value]
             made = natural
-            if need.partial and not (natural == stored and self.copies.is_held(value)):
+            if need.partial:
                 self.copies.make(op, ("unreduced", value), self._stored_bytes(value, natural))
             if need.partial and op.rule.combiner in ("argmax", "argmin"):
                 self._gather_candidates(op, value, natural, need.partial)
@@ -271,13 +271,8 @@ class _Biller:
         return time_s * repeats
 
     def sizes(self) -> list[int]:
-        """Bytes that each value takes in memory; what only the matrix unit reads is kept in the unit's precision."""
-        narrows, given = self.topology.narrows_matrix_operands, frozenset(self.graph.inputs)
-        found = []
-        for value, sharding in enumerate(self.assignment.values):
-            narrow = narrows and value not in given and self._readers.are_matrix_products(value)
-            found.append(self._stored_bytes(value, sharding, narrow))
-        return found
+        """Bytes that each value takes in memory."""
+        return [self._stored_bytes(value, sharding) for value, sharding in enumerate(self.assignment.values)]
 
     def _stored_bytes(self, value: int, sharding: TensorSharding, narrow: bool = False) -> int:
         known = self.graph.values[value]

@@ -119,7 +119,7 @@ def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
         assert not isinstance(found, Shortfall), seed
         assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9), seed
         assert found.lower_bound_s <= truth.cost_s * (1 + 1e-9), seed
-    assert compared >= 3
+    assert compared >= 2
 
 
 def _request(num_devices):

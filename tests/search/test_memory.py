@@ -45,7 +45,7 @@ def test_what_a_fused_op_reads_lives_until_the_op_that_it_is_fused_into():
     def function(x, w):
         first = x @ w
         used = jnp.sin(first)
-        return ((first @ w) @ w) + used
+        return (((first @ w) @ w) + used) @ w
 
     kept = found(function, X, W)
     assert kept[0][:2] == ("dot_general", 0)
@@ -126,10 +126,25 @@ def test_the_profile_adds_up_lives_and_copies():
 
 def test_small_and_short_lived_values_are_on_the_chip_as_far_as_they_fit():
     kept = (ValueLife(0, 0, 3), ValueLife(1, 1, 2), ValueLife(2, 1, 2))
-    assert profile(kept, [10, 5, 6], 4, scratch_bytes=18).tolist() == [10, 10, 10, 10]
-    assert profile(kept, [10, 5, 7], 4, scratch_bytes=18).tolist() == [10, 17, 17, 10]
-    assert profile(kept, [10, 5, 5], 4, scratch_bytes=17).tolist() == [10, 10, 10, 10]
-    assert profile((*kept, ValueLife(2, 2, 3)), [10, 5, 6], 4, scratch_bytes=18).tolist() == [10, 10, 10, 10]
+    assert profile(kept, [40, 5, 10], 4, scratch_bytes=90).tolist() == [40, 40, 40, 40]
+    assert profile(kept, [40, 5, 11], 4, scratch_bytes=90).tolist() == [40, 51, 51, 40]
+    assert profile(kept, [40, 5, 10], 4, scratch_bytes=80).tolist() == [40, 50, 50, 40]
+    several = (*kept, ValueLife(2, 1, 1), ValueLife(2, 1, 3))
+    assert profile(several, [40, 5, 10], 4, scratch_bytes=90).tolist() == [40, 45, 40, 40]
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept"), [(lambda mask: mask * 2, 1), (lambda _: jnp.full((32, 64), 3.0), 0)], ids=["computed", "a number spread out"]
+)
+def test_what_a_loop_reads_is_in_memory_before_it(changed, kept):
+    def function(x, mask):
+        constant = changed(jnp.tanh(mask))
+        return lax.scan(lambda carry, _: (carry + constant, None), x, None, length=3)[0]
+
+    program, graph = traced(function, X, X)
+    held = step_memory(graph, program.scopes).held
+    entered = [op.operands[0] for op in graph.ops if op.primitive == "scan.enter" and op.operands[0] in graph.producers]
+    assert sum(held[value] for value in entered) == kept
 
 
 @pytest.mark.parametrize("num_ops", [0, 1])
