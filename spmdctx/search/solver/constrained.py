@@ -25,7 +25,7 @@ PRICE_STEPS = 30
 MAX_REPAIRS = 12
 MAX_FREE = 3000
 """Nodes up to which a wide problem is first solved without memory."""
-ASCENT_SHARE = 0.4
+ASCENT_SHARE = 0.35
 FOREST_PASSES = 6
 PRUNING_SWEEPS = 15
 SMALLER = 0.6
@@ -137,7 +137,7 @@ class Constrained:
         """Rounds of improvement: as many as the effort allows, or as the time does."""
         if self.best is not None:
             polish = Polish(self.graph, self.amounts, self.rows.weights(self.prices), self.best.states, self.search)
-            polish.run(4**self.search.effort // 8 if self.search.left() is None else MAX_ROUNDS, self.bound)
+            polish.run(4**self.search.effort // 4 if self.search.left() is None else MAX_ROUNDS, self.bound)
             self._offer(polish.best.states)
 
     def _close(self) -> None:

@@ -14,7 +14,7 @@ TREE_SCALES = (0.5, 0.25, 0.0, 2.0, 1.0)
 """Trees are solved at these multiples of the prices in turn: low prices use up room, high ones make it."""
 TREE_SIZES = (30, 100, 300)
 FOREST_SCALES = (1.0, 0.5, 0.25, 0.7)
-MIN_TREES, MAX_TREES = 20, 2000
+MIN_TREES, MAX_TREES = 20, 100
 
 
 class Polish:
