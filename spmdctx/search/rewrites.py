@@ -154,7 +154,7 @@ class Sums:
     def _sliced(self, value: int, source: TensorSharding, target: TensorSharding) -> TensorSharding | None:
         """The slice that the way from one sharding to another begins with, if it does."""
         known = self._readers.graph.values[value]
-        steps = reshard_steps(known.shape, item_bytes(known.dtype), source, target, self._mesh)
+        steps = reshard_steps(known.shape, item_bytes(known.dtype), source, target, self._mesh, self._topology.uses_all_to_all)
         return steps[0].sharding if steps and steps[0].kind == "slice" else None
 
     def _lets_pass(self, op: Op, position: int) -> bool:
