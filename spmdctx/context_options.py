@@ -83,7 +83,6 @@ OPTIONS: tuple[Option, ...] = (
         "",
         _DISTRIBUTED,
         "Low-precision gradients are reduced across devices in float32 and cast back; False: in their own type.",
-        built=False,
         quiet=False,
     ),
     Option(

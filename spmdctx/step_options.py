@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from spmdctx._compat import is_compile_only
 from spmdctx.context import AutoParallelContext, check_consistency, device_count
 from spmdctx.context_options import checked
-from spmdctx.cost.topology import Topology, topology, without_all_to_all
+from spmdctx.cost.topology import Topology, as_asked, topology
 from spmdctx.errors import ContextError, message
 from spmdctx.lowering.xla_options import backend_of
 from spmdctx.mesh import LogicalMesh
@@ -193,7 +193,7 @@ def environment(options: StepOptions, context: AutoParallelContext) -> Environme
         context=context,
         num_devices=count,
         mesh=mesh,
-        topology=chosen if context.allows_all_to_all else without_all_to_all(chosen),
+        topology=as_asked(chosen, context.allows_all_to_all, context.gradient_fp32_sync),
         memory_bytes=options.memory_bytes,
         max_mesh_axes=options.max_mesh_axes,
         strict=options.strict,

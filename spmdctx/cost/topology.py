@@ -58,6 +58,7 @@ class Topology:
         combines_reductions: Whether the compiler makes one collective of many reductions of gradients, so that none pays a latency
             of its own (XLA on TPU and GPU: 33 all_reduces of a ViT step become 2, 14 reduce_scatters 3; all_gathers stay as they are).
         uses_all_to_all: Whether reshards may be all_to_alls; else a tensor is gathered and sliced. A plan takes it from enable_alltoall.
+        widens_gradients: Whether low-precision gradients are reduced in float32. A plan takes it from gradient_fp32_sync.
         source: Where the figures were published.
     """
 
@@ -85,6 +86,7 @@ class Topology:
     reduction_overlap: float = 0.0
     combines_reductions: bool = True
     uses_all_to_all: bool = True
+    widens_gradients: bool = False
     source: str = "user"
 
     def __post_init__(self) -> None:
@@ -240,9 +242,14 @@ PRESETS: dict[str, Topology] = {
 
 
 @lru_cache(maxsize=64)
+def as_asked(machine: Topology, uses_all_to_all: bool, widens_gradients: bool) -> Topology:
+    """The machine with what a context asks of its collectives."""
+    return replace(machine, uses_all_to_all=uses_all_to_all, widens_gradients=widens_gradients)
+
+
 def without_all_to_all(machine: Topology) -> Topology:
     """The machine for programs that may hold no all_to_all."""
-    return replace(machine, uses_all_to_all=False)
+    return as_asked(machine, uses_all_to_all=False, widens_gradients=machine.widens_gradients)
 
 
 @lru_cache(maxsize=64)

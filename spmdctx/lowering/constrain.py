@@ -20,6 +20,7 @@ from spmdctx.errors import ContextWarning
 from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, TensorSharding, item_bytes
 from spmdctx.lowering.buckets import Sum, barrier_of, tie_buckets
 from spmdctx.lowering.islands import ISLANDS, island
+from spmdctx.lowering.precision import PASSED_ON, cast, passed_on, wide
 from spmdctx.lowering.recompute import is_recomputed, operand_shardings, refines
 from spmdctx.lowering.specs import named_sharding
 from spmdctx.lowering.wishes import NO_WISHES, Wishes
@@ -57,11 +58,21 @@ class _Block:
         self.eqns: list[Any] = [] if outer is None else outer.eqns
         self._sums: dict[int, Any] = {} if outer is None else outer._sums
         self._held: dict[int, Any] = {} if outer is None else outer._held
+        self.wide: dict[Any, Any] = {}
         self._rewriter = rewriter
         self._done: dict[tuple[Any, TensorSharding], Any] = {}
         # What computes a value on the way into its readers, and the slices of such values.
         self.recipes: dict[int, tuple[Op, Any, list[Any]]] = {}
         self.slices: dict[tuple[int, TensorSharding], Any] = {}
+
+    def narrowed(self, var: Any, dtype: Any) -> Any:
+        """A float32 variable cast to a type; readers that can take it as it is find it in `wide`."""
+        if var.aval.dtype == dtype:
+            return var
+        self.eqns.append(cast(var, dtype, self.eqns[-1].source_info))
+        narrow = self.eqns[-1].outvars[0]
+        self.wide[narrow] = var
+        return narrow
 
     def note(self, op: Op, eqn: Any, results: Sequence[Any]) -> None:
         """Remembers what an op makes, where it belongs to a bucket."""
@@ -247,12 +258,28 @@ class _Rewriter:
                 block.recipes[op.results[0]] = op, eqn, operands
             operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
             eqn = self._as_island(eqn, op)
-        results = self.emit(eqn, operands, block)
-        if op is not None:
-            made = block.eqns[-1]
-            results = [self.settle(block, op, position, var) for position, var in enumerate(results)]
-            block.note(op, made, results)
-        return results
+        if op is None:
+            return self.emit(eqn, operands, block)
+        widened = self._widened(eqn, op, operands, block)
+        results = self.emit(eqn, operands, block) if widened is None else [widened]
+        made = block.eqns[-1]
+        results = [self.settle(block, op, position, var) for position, var in enumerate(results)]
+        block.note(op, made, results)
+        return results if widened is None else [block.narrowed(results[0], eqn.outvars[0].aval.dtype)]
+
+    def _widened(self, eqn: Any, op: Op, operands: list[Any], block: _Block) -> Any:
+        """The op's result in float32 where that is what is reduced, or what it passes on of such; None elsewhere."""
+        if not self.wishes.widened or eqn.primitive.name != op.primitive:
+            return None
+        if op.results and op.results[0] in self.wishes.widened and partial_axes(op.rule, self.assignment.ops[op.id].axes):
+            written = wide(eqn, operands)
+        elif op.primitive in PASSED_ON and operands and all(not isinstance(atom, jexc.Literal) and atom in block.wide for atom in operands):
+            operands = [block.wide[atom] for atom in operands]
+            written = passed_on(eqn, operands)
+        else:
+            return None
+        block.eqns += written
+        return written[-1].outvars[0] if written else operands[0]
 
     def _as_island(self, eqn: Any, op: Op) -> Any:
         """The equation, made to work per block where the partitioner would not split it."""

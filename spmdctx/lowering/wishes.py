@@ -9,6 +9,7 @@ from typing import NamedTuple
 from spmdctx.context_state import AutoParallelContext
 from spmdctx.ir import Graph
 from spmdctx.search.gradient_order import sum_buckets
+from spmdctx.search.overlap import LOW, WIDENED, sides
 
 
 class Wishes(NamedTuple):
@@ -16,16 +17,37 @@ class Wishes(NamedTuple):
 
     Attributes:
         all_to_all: whether a reshard may be one; as in the prices.
+        widened: values whose partial results are added up and reduced in float32.
         buckets: of sums that make up gradients, the number of the bucket in which they are reduced.
     """
 
     all_to_all: bool = True
+    widened: frozenset[int] = frozenset()
     buckets: Mapping[int, int] = MappingProxyType({})
 
 
 NO_WISHES = Wishes()
 
 
+def _widened(graph: Graph) -> frozenset[int]:
+    """The low-precision sums that end in gradients, and in nothing that a matrix product reads."""
+    found = [
+        value
+        for op in graph.ops
+        if op.primitive in WIDENED and op.rule.combiner == "add"
+        for value in op.results
+        if graph.values[value].dtype in LOW
+    ]
+    if not found:
+        return frozenset()
+    terminal = sides(graph).terminal
+    return frozenset(value for value in found if terminal[value])
+
+
 def wishes_of(graph: Graph, context: AutoParallelContext) -> Wishes:
     """What the context asks for in a step."""
-    return Wishes(context.allows_all_to_all, sum_buckets(graph, context.all_reduce_fusion_config) if context.fuses_by_index else {})
+    return Wishes(
+        context.allows_all_to_all,
+        _widened(graph) if context.gradient_fp32_sync else frozenset(),
+        sum_buckets(graph, context.all_reduce_fusion_config) if context.fuses_by_index else {},
+    )

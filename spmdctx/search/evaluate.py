@@ -278,6 +278,7 @@ class _Evaluator:
             yield partial.natural, candidates_gather_s(self.graph, op, value, payload, partial.axes, self.mesh, self.topology)
             return
         machine = self.sides.reduction_machine(value, self.topology)
+        payload *= self.sides.widening(op, value, known.dtype, self.topology)
         for after, scattered, reduced in reductions(op, known.shape, partial.natural, partial.axes, self.mesh):
             seconds = self._collective("reduce_scatter", payload, scattered, machine)
             left = payload // self.mesh.num_slices(scattered)

@@ -310,6 +310,7 @@ class _Everything:
             yield natural, candidates_gather_s(self.graph, op, value, payload, partial, mesh, topology) * exposed
             return
         machine = self.sides.reduction_machine(value, topology)
+        payload *= self.sides.widening(op, value, known.dtype, topology)
         for after, scattered, reduced in reductions(op, known.shape, natural, partial, mesh):
             seconds = collective_time_s("reduce_scatter", payload, scattered, mesh, machine) if scattered else 0.0
             left = payload // mesh.num_slices(scattered)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from spmdctx.cost.topology import Topology, without_latency
-from spmdctx.ir import LITERAL, Graph, Role
+from spmdctx.ir import LITERAL, Graph, Op, Role
 
 MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "shard_map"})
 """Ops long enough to hide communication behind them."""
@@ -18,6 +18,13 @@ MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_
 _NO_WEIGHTS = frozenset({Role.BATCH, Role.KEY, Role.ARGUMENT, Role.INTERMEDIATE})
 _CARRIED = ("scan.next", "while.next")
 _CONSTANT = 2
+
+
+LOW = frozenset({"bfloat16", "float16"})
+WIDENED = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add"})
+"""Ops that lowering can make add up in float32 what is of low precision."""
+
+_ADDITIONS = frozenset({"add", "add_any"})
 
 
 class Sides(NamedTuple):
@@ -29,6 +36,10 @@ class Sides(NamedTuple):
     def reduction_machine(self, value: int, topology: Topology) -> Topology:
         """The machine by which a reduction of the value's partial results is priced."""
         return reduction_machine(bool(self.terminal[value]), topology)
+
+    def widening(self, op: Op, value: int, dtype: str, topology: Topology) -> int:
+        """How many times its own bytes a partial result of the op has when it is reduced."""
+        return widening(op, dtype, bool(self.terminal[value]), topology)
 
     def gather_share(self, value: int, topology: Topology) -> float:
         """Largest share of a reshard of the value that can hide."""
@@ -42,6 +53,12 @@ class Sides(NamedTuple):
 def reduction_machine(is_terminal: bool, topology: Topology) -> Topology:
     """Reductions of terminal values are combined where the compiler does so: they pay no latency of their own."""
     return without_latency(topology) if is_terminal and topology.combines_reductions else topology
+
+
+def widening(op: Op, dtype: str, is_terminal: bool, topology: Topology) -> int:
+    """2 where a low-precision gradient is reduced in float32, else 1; a sum of unreduced terms is what they are."""
+    wide = topology.widens_gradients and is_terminal and dtype in LOW and op.rule.combiner == "add"
+    return 2 if wide and (op.primitive in WIDENED or op.primitive in _ADDITIONS) else 1
 
 
 def sides(graph: Graph) -> Sides:

@@ -207,7 +207,7 @@ class _Biller:
                 self._gather_candidates(op, value, natural, need.partial)
             elif need.partial:
                 plan = reduction_plan(op, natural, stored, need.partial)
-                payload = self._bytes(value, natural)
+                payload = self._bytes(value, natural) * self._sides.widening(op, value, self.graph.values[value].dtype, self.topology)
                 bucket = f"bucket {self.buckets[value]} of gradients: " if value in self.buckets else ""
                 cause = f"{bucket}partial result of {op.primitive}"
                 hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)

@@ -16,7 +16,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.domains import AxisCodes, axis_codes, domain
 from spmdctx.ir import LITERAL, FactorKind, Graph, Op, OpRule, item_bytes
 from spmdctx.mesh import LogicalMesh
-from spmdctx.search.overlap import reduction_machine
+from spmdctx.search.overlap import reduction_machine, widening
 from spmdctx.search.roofline import compute_time_s
 from spmdctx.search.solver.problem import FloatArray, IntArray
 from spmdctx.search.transfer import FactorAxes
@@ -127,6 +127,7 @@ class _State(NamedTuple):
 
 class _Builder:
     def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool) -> None:
+        self._is_terminal = is_terminal
         self._exposed = 1.0 - topology.reduction_overlap if is_terminal else 1.0
         self._reducing = reduction_machine(is_terminal, topology)
         self._graph, self._op, self._split, self._mesh, self._topology = graph, op, split, mesh, topology
@@ -202,7 +203,7 @@ class _Builder:
     def _payload(self, position: int, number: int) -> int:
         value = self._graph.values[self._op.results[position]]
         known = self._results[position]
-        count = item_bytes(value.dtype)
+        count = item_bytes(value.dtype) * widening(self._op, value.dtype, self._is_terminal, self._topology)
         for size in value.shape:
             count *= size
         return count // int(known.slices[number])

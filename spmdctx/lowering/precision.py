@@ -1,0 +1,66 @@
+"""Sums of low-precision gradients in float32: equations that make partial results are widened, and so are those that only pass them on.
+
+What is reduced across devices is then float32, and is cast back where it is first used for something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+
+_BY_RESULT = frozenset({"dot_general", "conv_general_dilated"})
+"""Primitives that multiply low-precision operands and say in which type they add up."""
+
+PASSED_ON = frozenset({"add", "add_any", "neg", "transpose", "reshape", "squeeze", "expand_dims", "copy", "convert_element_type"})
+"""Primitives that take sums as they are, float32 for low precision too."""
+
+
+def wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Equations that compute in float32 what `eqn` computes of `operands` in low precision; the last makes the result."""
+    params = dict(eqn.params)
+    if eqn.primitive.name in _BY_RESULT:
+        params["preferred_element_type"] = jnp.dtype(jnp.float32)
+        return [_bound(eqn, params, operands)]
+    written, taken = [], []
+    for atom in operands:
+        if not jnp.issubdtype(atom.aval.dtype, jnp.floating) or atom.aval.dtype == jnp.float32:
+            taken.append(atom)
+            continue
+        written.append(cast(atom, jnp.float32, eqn.source_info))
+        taken.append(written[-1].outvars[0])
+    return [*written, _bound(eqn, params, taken)]
+
+
+def passed_on(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """`eqn` on operands that are float32 now; none for a cast to float32 or less: to a low precision those cast who read the result."""
+    if eqn.primitive.name != "convert_element_type":
+        return [_bound(eqn, dict(eqn.params), operands)]
+    dtype = jnp.dtype(eqn.params["new_dtype"])
+    wider = dtype.itemsize > 4 or not jnp.issubdtype(dtype, jnp.floating)
+    return [cast(operands[0], dtype, eqn.source_info)] if wider else []
+
+
+def cast(atom: Any, dtype: Any, source_info: Any) -> Any:
+    """An equation that casts."""
+    struct = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
+    template = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(struct).jaxpr.eqns[0]
+    return template.replace(invars=[atom], outvars=[jexc.Var(template.outvars[0].aval)], source_info=source_info)
+
+
+def _bound(eqn: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
+    """The primitive bound anew, so that its result has the type that it now makes."""
+    structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in operands]
+    if eqn.primitive.name == "scatter-add":
+        # Its parameters hold the addition itself, as a function of the old type.
+        kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+        bind = partial(jax.lax.scatter_add, **{name: params[name] for name in kept})
+    else:
+        bind = partial(eqn.primitive.bind, **params)
+    template = jax.make_jaxpr(bind)(*structs).jaxpr.eqns[-1]
+    fresh = [jexc.Var(var.aval) for var in template.outvars]
+    return template.replace(invars=list(operands), outvars=fresh, source_info=eqn.source_info)

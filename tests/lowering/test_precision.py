@@ -1,0 +1,146 @@
+"""gradient_fp32_sync in planned modes: the type in which low-precision gradients are reduced, and what rounding costs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmdctx
+from spmdctx.audit import audit_program
+from tests.audit.compile_only import need_gpu, need_tpu
+from tests.lowering.gradients import combined
+from tests.lowering.gradients import step as twenty
+
+TARGETS = {"tpu": (need_tpu, "tpu-v5e"), "gpu": (need_gpu, "h100")}
+BF16 = jnp.bfloat16
+
+
+def step(weights, x):
+    """Products, biases, a table that is looked up and read again as a matrix, and a convolution: every way to make a gradient."""
+
+    def loss(weights):
+        hidden = jnp.tanh(x @ weights["first"] + weights["bias"])
+        hidden = hidden[:, :256] + weights["table"][jnp.arange(x.shape[0]) % 8]
+        hidden = jax.lax.conv_general_dilated(hidden[:, None, :], weights["filter"], (1,), "SAME")[:, 0]
+        return jnp.mean((hidden @ weights["table"].T).astype(jnp.float32) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return value, jax.tree.map(lambda one, more: one - (0.1 * more).astype(one.dtype), weights, gradients)
+
+
+def arguments(dtype=BF16):
+    shapes = {"first": (512, 512), "bias": (512,), "table": (8, 256), "filter": (1, 1, 3)}
+    weights = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    return weights, jax.ShapeDtypeStruct((64, 512), dtype)
+
+
+def gradients_reduced_in(text):
+    """Types of the tensors with dimensions that a program reduces; scalars are the loss."""
+    found = Counter()
+    for one in combined(text):
+        assert one.kind == "all_reduce"
+        found.update(dtype for dtype, shape in zip(one.dtypes, one.shapes, strict=True) if np.prod(shape) > 1)
+    return set(found)
+
+
+@pytest.mark.parametrize(("sync", "dtype"), [(True, "float32"), (False, "bfloat16")])
+@pytest.mark.parametrize("backend", TARGETS)
+def test_bfloat16_gradients_are_reduced_in_the_type_that_was_asked_for(backend, sync, dtype):
+    need, topology = TARGETS[backend]
+    parallel = spmdctx.parallel(step, parallel_mode="data_parallel", devices=need(), topology=topology, gradient_fp32_sync=sync)
+    compiled = parallel.lower(*arguments()).compile()
+    assert gradients_reduced_in(compiled.as_text()) == {dtype}
+    report = audit_program(parallel.plan(*arguments()), compiled)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(("sync", "dtype"), [(True, "f32"), (False, "bf16")])
+def test_before_the_cpu_compiler_promotes_types_they_are_those_asked_for_too(sync, dtype, tmp_path):
+    parallel = spmdctx.parallel(step, parallel_mode="data_parallel", gradient_fp32_sync=sync)
+    parallel.lower(*arguments()).compile(compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": ".*partitioning.*"})
+    (dump,) = tmp_path.glob("*jit_step*after_spmd-partitioning*.txt") or tmp_path.glob("*after_*partitioning*.txt")
+    reduced = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-reduce\(", dump.read_text())
+    assert {own for own, dims in reduced if dims} == {dtype}
+
+
+def test_the_bytes_that_a_plan_predicts_follow():
+    plans = [spmdctx.parallel(step, parallel_mode="data_parallel", gradient_fp32_sync=sync).plan(*arguments()) for sync in (True, False)]
+    wide, low = (sum(row.payload_bytes for row in plan.collectives if row.payload_bytes > 4) for plan in plans)
+    assert wide == 2 * low
+    assert plans[0].cost.communication_s > plans[1].cost.communication_s
+
+
+def test_float32_gradients_are_none_of_it():
+    texts = []
+    for sync in (True, False):
+        parallel = spmdctx.parallel(step, parallel_mode="data_parallel", gradient_fp32_sync=sync)
+        texts.append(parallel.lower(*arguments(jnp.float32)).as_text())
+    assert texts[0] == texts[1]
+
+
+def test_a_cast_parameters_gradient_stays_in_float32_to_the_end():
+    """Parameters in float32, computed with in bfloat16: nothing is rounded between the product and the optimizer."""
+
+    def mixed(weights, x):
+        gradients = jax.grad(lambda own: jnp.sum((x @ own.astype(BF16)).astype(jnp.float32)))(weights)
+        return weights - gradients
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.uniform(1, 2, size=(64, 16)), BF16)
+    weights = jnp.zeros((16, 8))
+    wanted = -np.asarray(x, np.float64).sum(0)[:, None] * np.ones((1, 8))
+    errors = []
+    for sync in (True, False):
+        lowered = spmdctx.parallel(mixed, parallel_mode="data_parallel", gradient_fp32_sync=sync).lower(weights, x)
+        got = lowered.compile(compiler_options={"xla_allow_excess_precision": False})(weights, x)
+        errors.append(np.abs(np.asarray(got) / wanted - 1).max())
+    assert errors[0] < 1e-6
+    assert errors[1] > 1e-4
+
+
+def test_rounding_falls_against_a_reference_in_float64():
+    """Every device's part is rounded before the sum in one case, the sum once in the other. CPU must not keep more than it is told to."""
+
+    def reduced(weights, x):
+        return jax.grad(lambda own: jnp.sum((x @ own).astype(jnp.float32)))(weights)
+
+    x = jnp.asarray(np.random.default_rng(1).uniform(1, 2, size=(512, 64)), BF16)
+    weights = jnp.zeros((64, 8), BF16)
+    exact = np.asarray(x, np.float64).sum(0)[:, None]
+    errors = []
+    for sync in (True, False):
+        lowered = spmdctx.parallel(reduced, parallel_mode="data_parallel", gradient_fp32_sync=sync).lower(weights, x)
+        got = lowered.compile(compiler_options={"xla_allow_excess_precision": False})(weights, x)
+        assert got.dtype == BF16
+        errors.append(np.abs(np.asarray(got, np.float64) / exact - 1).max())
+    assert errors[0] <= 2**-8  # half a unit of the last place
+    assert errors[0] < errors[1]
+
+
+def test_loops_and_remat_are_widened_inside():
+    def scanned(weights, x):
+        def loss(weights):
+            body = jax.checkpoint(lambda hidden, own: (jnp.tanh(hidden @ own), None))
+            return jnp.mean(jax.lax.scan(body, x, weights)[0].astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda one, more: one - more, weights, jax.grad(loss)(weights))
+
+    args = jax.ShapeDtypeStruct((4, 256, 256), BF16), jax.ShapeDtypeStruct((64, 256), BF16)
+    parallel = spmdctx.parallel(scanned, parallel_mode="data_parallel", devices=need_tpu(), topology="tpu-v5e")
+    assert gradients_reduced_in(parallel.lower(*args).compile().as_text()) == {"float32"}
+
+
+def test_buckets_hold_widened_gradients():
+    weights, x = [jax.ShapeDtypeStruct((256 + 8 * index, 512), BF16) for index in range(20)], jax.ShapeDtypeStruct((64, 512), BF16)
+    parallel = spmdctx.parallel(
+        twenty, parallel_mode="data_parallel", devices=need_tpu(), topology="tpu-v5e", all_reduce_fusion_config=[3, 10]
+    )
+    program = combined(parallel.lower(weights, x).compile().as_text())
+    counts = sorted(sum(np.prod(shape) > 1 for shape in one.shapes) for one in program)
+    assert [count for count in counts if count] == [3, 7, 10]
+    assert {dtype for one in program for dtype in one.dtypes} == {"float32"}
