@@ -9,10 +9,11 @@ import jax
 import jax.extend.core as jexc
 import numpy as np
 from flax import nnx
-from jax.tree_util import DictKey, SequenceKey
+from jax.tree_util import SequenceKey
 
 from spmdctx.gradients.closure import Closure
 from spmdctx.ir import Role
+from spmdctx.trace.arguments import parameters_of
 from spmdctx.trace.capture import flattening_of
 from spmdctx.trace.objects import ObjectFlattening, has_objects
 from spmdctx.trace.pure import NotPure
@@ -102,11 +103,11 @@ class LossCall:
         self.paths = [self._path(leaf.keys) for leaf in self.leaves]
 
     def _path(self, keys: Keys) -> str:
-        if isinstance(keys[1], SequenceKey) and keys[1].idx == 0:
+        position = _position(keys)
+        if position == _CLOSED_OVER and isinstance(keys[1], SequenceKey):
             return str(self._closure.paths[keys[2].idx])
-        if len(keys) == 2 and isinstance(keys[1], SequenceKey):
-            return f"argument {keys[1].idx - 1}"
-        return path_text(keys[1:] if isinstance(keys[1], DictKey) else keys[2:])
+        head = key_text(keys[1]) if position == _CLOSED_OVER else parameters_of(self._loss.fn).name(position)
+        return "/".join([head, *map(key_text, keys[2:])])
 
     def trace(self, avals: Sequence[Any], axes: Sequence[tuple[str, int]] = ()) -> Traced:
         """The program of the differentiated loss where its traced leaves have these types."""
@@ -179,11 +180,12 @@ class LossCall:
 
 
 _TRACED = object()
+_CLOSED_OVER = -1
 
 
 def _position(keys: Keys) -> int:
     """Which positional argument of the user's call a leaf lies in; -1 for what the loss closes over and for keywords."""
-    return getattr(keys[1], "idx", 0) - 1
+    return keys[1].idx - 1 if isinstance(keys[1], SequenceKey) else _CLOSED_OVER
 
 
 def _names(keys: Keys) -> list[str]:

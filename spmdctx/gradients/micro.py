@@ -86,7 +86,10 @@ class _Loop:
 
     def _summand(self, index: int, value: Any) -> Any:
         dim = self._scatter_dim(index)
-        return value if dim is None else scatter_gradient(value, self._avals[index].dtype, dim, self._options)
+        if dim is None:
+            return value
+        # Else XLA would sum up whole gradients, to scatter their sum once.
+        return jax.lax.optimization_barrier(scatter_gradient(value, self._avals[index].dtype, dim, self._options))
 
     def _sum_type(self, index: int) -> Any:
         dtype = self._avals[index].dtype

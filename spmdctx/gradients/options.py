@@ -31,12 +31,18 @@ class GradientOptions(NamedTuple):
     def scatters(self) -> bool:
         """Whether gradients of parameters that the parallel optimizer splits leave the loss in pieces."""
         asked = self.optimizer
-        return self.is_local and asked is not None and asked.shard_size == ALL_REPLICAS and self.buckets is None
+        return self.is_local and asked is not None and asked.shard_size == ALL_REPLICAS
 
     @property
     def splits_accumulators(self) -> bool:
         """Whether those are accumulated in pieces, and so reduced once per micro-batch."""
         return self.scatters and self.optimizer is not None and self.optimizer.splits_accumulators and self.micro_batches > 1
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Whether they are not although the parallel optimizer asks for it."""
+        asked = self.optimizer
+        return self.is_local and asked is not None and asked.splits_accumulators and self.micro_batches > 1 and not self.scatters
 
     @property
     def num_replicas(self) -> int:

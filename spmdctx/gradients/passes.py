@@ -18,7 +18,8 @@ from spmdctx.gradients.loss import Loss, LossCall
 from spmdctx.gradients.marks import mark
 from spmdctx.gradients.micro import run_micro_batches
 from spmdctx.gradients.options import GradientOptions, gradient_options
-from spmdctx.gradients.replicas import run_on_replicas
+from spmdctx.gradients.reduce import buckets_of
+from spmdctx.gradients.replicas import gradient_order, run_on_replicas
 from spmdctx.gradients.results import piece_shape, rows_of
 from spmdctx.gradients.scope import carried_by, plainly
 from spmdctx.gradients.split import SeenCall, find_operands, operands_of
@@ -139,26 +140,28 @@ class _Second:
         traced = plainly(lambda: call.trace(avals, options.mesh.axes if options.is_local else ()))
         rows = rows_of(seen, call, traced, operands, options)
         if options.is_local:
-            self.notes += self._notes()
-            return call.finish(run_on_replicas(call, traced, operands, rows, options, get_mesh()))
+            order = gradient_order(call, traced, rows)
+            self.notes += self._notes([rows[index].path.removeprefix("gradients/") for index in order])
+            return call.finish(run_on_replicas(call, traced, operands, rows, order, options, get_mesh()))
         results = run_micro_batches(call, traced, operands, rows, call.values, options)
         return call.finish([_cast(value, aval.dtype) for value, aval in zip(results, traced.jaxpr.out_avals, strict=True)])
 
-    def _notes(self) -> list[str]:
-        count, notes = self._options.num_replicas, []
-        optimizer = self._options.optimizer
-        if optimizer is not None and optimizer.splits_accumulators and self._options.micro_batches > 1 and not self._options.scatters:
+    def _notes(self, paths: Sequence[str]) -> list[str]:
+        """What is done to the gradients at `paths`, which are in the order of their first use."""
+        options, notes = self._options, []
+        if options.buckets is not None:
+            buckets = [", ".join(f"{index} {paths[index]}" for index in bucket) for bucket in buckets_of(range(len(paths)), options)]
+            notes.append(f"Gradients are reduced in {len(buckets)} buckets, in the order of their first use: {' | '.join(buckets)}.")
+        if options.scatters and options.buckets is not None:
+            notes.append("Gradients that the parallel optimizer splits are reduce-scattered one by one, outside of the buckets.")
+        if options.accumulates_whole:
+            notes.append("gradient_accumulation_shard has no effect in data_parallel with optimizer_weight_shard_size.")
+        if not options.mean:
             notes.append(
-                "gradient_accumulation_shard has no effect: gradients that are reduced in index buckets, or for "
-                "optimizer_weight_shard_size, are accumulated whole in data_parallel."
+                f"gradients_mean=False: gradients are summed over the {options.num_replicas} devices, which for a loss that is a mean "
+                f"over the batch makes {options.num_replicas} times its gradient."
             )
-        if self._options.mean:
-            return notes
-        return [
-            f"gradients_mean=False: gradients are summed over the {count} devices, which for a loss that is a mean over the batch makes "
-            f"{count} times its gradient.",
-            *notes,
-        ]
+        return notes
 
     def _alike(self, seen: SeenCall, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A loss that every device computes alike, or that is split by the user."""

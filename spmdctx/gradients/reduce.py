@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.options import GradientOptions
 
 
@@ -16,34 +18,35 @@ def is_low_precision(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
-def reduce_gradients(gradients: Sequence[Any], dtypes: Sequence[Any], order: Sequence[int], options: GradientOptions) -> list[Any]:
+def reduce_gradients(
+    gradients: Sequence[Any], dtypes: Sequence[Any], scatter_dims: Sequence[int | None], order: Sequence[int], options: GradientOptions
+) -> list[Any]:
     """Sums gradients over the replicas, or averages them.
 
     Args:
         gradients: of this replica; accumulated ones may be of a higher precision than the parameter's.
         dtypes: what they are given back in.
+        scatter_dims: the dimension along which this replica gets its piece of a sum only, None where it gets all of it.
         order: the gradients, by number, in the order in which the forward pass first uses their parameters.
         options: of the gradients.
     """
-    sent = [_sent(gradient, dtype, options) for gradient, dtype in zip(gradients, dtypes, strict=True)]
     received: dict[int, Any] = {}
+    for index, dim in enumerate(scatter_dims):
+        if dim is not None:
+            own = gradients[index]
+            received[index] = own if options.splits_accumulators else scatter_gradient(own, dtypes[index], dim, options)
     for number, bucket in enumerate(buckets_of(order, options)):
-        # XLA combines all-reduces of equal groups only: each bucket lists the same devices, turned by one more.
-        groups = None if options.buckets is None else _turned(options.num_replicas, number)
-        sums = jax.lax.psum(tuple(sent[index] for index in bucket), options.mesh.names, axis_index_groups=groups)
-        received.update(zip(bucket, sums, strict=True))
-    return [averaged(received[index], dtype, options) for index, dtype in enumerate(dtypes)]
+        whole = [index for index in bucket if index not in received]
+        groups = None if options.buckets is None else groups_of(options.num_replicas, number)
+        sent = tuple(_sent(gradients[index], dtypes[index], options) for index in whole)
+        received.update(zip(whole, jax.lax.psum(sent, options.mesh.names, axis_index_groups=groups) if sent else (), strict=True))
+    divisor = options.num_replicas if options.mean else 1
+    return [(received[index] / divisor if divisor > 1 else received[index]).astype(dtype) for index, dtype in enumerate(dtypes)]
 
 
 def scatter_gradient(gradient: Any, dtype: Any, dim: int, options: GradientOptions) -> Any:
     """This replica's piece, along `dim`, of the sum of a gradient over the replicas."""
     return jax.lax.psum_scatter(_sent(gradient, dtype, options), options.mesh.names, scatter_dimension=dim, tiled=True)
-
-
-def averaged(total: Any, dtype: Any, options: GradientOptions) -> Any:
-    """A sum over the replicas as the context asks for it, in the gradient's type."""
-    divisor = options.num_replicas if options.mean else 1
-    return (total / divisor if divisor > 1 else total).astype(dtype)
 
 
 def _sent(gradient: Any, dtype: Any, options: GradientOptions) -> Any:
@@ -60,6 +63,20 @@ def buckets_of(order: Sequence[int], options: GradientOptions) -> list[tuple[int
     return [part for part in parts if part]
 
 
-def _turned(count: int, places: int) -> list[list[int]]:
-    places %= count
-    return [[*range(places, count), *range(places)]]
+def groups_of(count: int, number: int) -> list[list[int]]:
+    """All devices as one group, in an order that no other bucket has: XLA combines all-reduces of equal groups only.
+
+    Raises:
+        UnsupportedError: more buckets than the devices have orders.
+    """
+    if number >= math.factorial(count):
+        raise UnsupportedError(
+            f"Gradients of {count} devices can be kept apart in {math.factorial(count)} buckets only.",
+            got=f"all_reduce_fusion_config with bucket {number}",
+            fix="use fewer indices",
+        )
+    rest, order = list(range(count)), []
+    for left in range(count, 0, -1):
+        number, place = divmod(number, left)
+        order.append(rest.pop(place))
+    return [order]

@@ -13,7 +13,7 @@ from spmdctx.gradients.keys import fold
 from spmdctx.gradients.loss import LossCall, Traced
 from spmdctx.gradients.micro import run_micro_batches
 from spmdctx.gradients.options import GradientOptions
-from spmdctx.gradients.reduce import averaged, reduce_gradients, scatter_gradient
+from spmdctx.gradients.reduce import reduce_gradients
 from spmdctx.gradients.results import Fate, Row
 from spmdctx.gradients.split import Operand
 from spmdctx.ir import TensorSharding
@@ -21,10 +21,15 @@ from spmdctx.trace.manual import LOSS_SCOPE
 
 
 def run_on_replicas(
-    call: LossCall, traced: Traced, operands: Sequence[Operand], rows: Sequence[Row], options: GradientOptions, mesh: Any
+    call: LossCall,
+    traced: Traced,
+    operands: Sequence[Operand],
+    rows: Sequence[Row],
+    order: Sequence[int],
+    options: GradientOptions,
+    mesh: Any,
 ) -> list[Any]:
-    """The results of a call, each device differentiating the loss of its own shard."""
-    order = gradient_order(call, traced, rows)
+    """The results of a call, each device differentiating the loss of its own shard; `order` is that of `gradient_order`."""
 
     def replica(*leaves: Any) -> list[Any]:
         place = jax.lax.axis_index(options.mesh.names)
@@ -57,11 +62,9 @@ def gradient_order(call: LossCall, traced: Traced, rows: Sequence[Row]) -> list[
 
 def _joined(results: Sequence[Any], traced: Traced, rows: Sequence[Row], order: Sequence[int], options: GradientOptions) -> list[Any]:
     joined = list(results)
-    for index in [index for index in order if rows[index].scatter_dim is not None]:
-        joined[index] = _piece(results[index], traced.jaxpr.out_avals[index].dtype, rows[index].scatter_dim, options)
-    order = [index for index in order if rows[index].scatter_dim is None]
     dtypes = [traced.jaxpr.out_avals[index].dtype for index in order]
-    reduced = reduce_gradients([results[index] for index in order], dtypes, range(len(order)), options)
+    scatter_dims = [rows[index].scatter_dim for index in order]
+    reduced = reduce_gradients([results[index] for index in order], dtypes, scatter_dims, range(len(order)), options)
     for index, gradient in zip(order, reduced, strict=True):
         joined[index] = gradient
     for index, row in enumerate(rows):
@@ -71,12 +74,6 @@ def _joined(results: Sequence[Any], traced: Traced, rows: Sequence[Row], order: 
         if joined[index].dtype != dtype:
             joined[index] = joined[index].astype(dtype)
     return joined
-
-
-def _piece(gradient: Any, dtype: Any, dim: int | None, options: GradientOptions) -> Any:
-    """This replica's piece of a reduced gradient, which is what it accumulated where micro-batches were reduced one by one."""
-    total = gradient if dim is None or options.splits_accumulators else scatter_gradient(gradient, dtype, dim, options)
-    return averaged(total, dtype, options)
 
 
 def _spec(sharding: TensorSharding) -> PartitionSpec:

@@ -135,7 +135,7 @@ def test_other_results_that_differ_are_refused_by_name(aux):
 
 
 def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(StrategyError, match="'argument 1' over 8 devices, but its size 12 is not divisible by 8"):
+    with pytest.raises(StrategyError, match="'x' over 8 devices, but its size 12 is not divisible by 8"):
         run(by_argument, W, X[:12], Y[:12])
 
 
@@ -222,6 +222,11 @@ def nnx_step(model, x, y):
     return value, gradients
 
 
+@nnx.jit
+def gradients_of_one(model, x, y):
+    return nnx.value_and_grad(nnx_loss)(model, x, y)
+
+
 def replicas_by_loop(model, x, y):
     """The values, gradients and states of each replica's loss, one after the other."""
     values, gradients, states = [], [], []
@@ -231,7 +236,7 @@ def replicas_by_loop(model, x, y):
             if isinstance(node, nnx.RngKey):
                 node.set_raw_value(jax.random.fold_in(node.get_raw_value(), place))
         rows = slice(2 * place, 2 * place + 2)
-        value, gradient = nnx.value_and_grad(nnx_loss)(own, x[rows], y[rows])
+        value, gradient = gradients_of_one(own, x[rows], y[rows])
         values.append(value)
         gradients.append(nnx.to_pure_dict(gradient))
         states.append(nnx.to_pure_dict(nnx.state(own, nnx.BatchStat)))
