@@ -117,7 +117,9 @@ def work(module: str, job: Job, scratch: Path, folder: Path, codegen: bool) -> N
     """Builds, compiles and judges a job in this process, and writes `result.json` into `scratch`."""
     build: Callable[[Job], Built] = importlib.import_module(module).build
     built = build(job)
-    place = folder / f"program-{_digest(json.dumps([built.lowered.as_text(), job['topology'], codegen, _versions()]))}.json.gz"
+    # Options of the compiler are not in the text.
+    own = [job["options"]] if "options" in job else []
+    place = folder / f"program-{_digest(json.dumps([built.lowered.as_text(), job['topology'], codegen, _versions(), *own]))}.json.gz"
     if place.exists():
         text, peak = json.loads(gzip.decompress(place.read_bytes()))
     else:
