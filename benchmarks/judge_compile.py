@@ -13,13 +13,14 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 Job = dict[str, Any]
 SCHEDULED = "*after_optimizations_after_buffer_assignment.txt"
 POLL_S = 0.2
+RESULT = "result.json"
 
 
 class Built(NamedTuple):
@@ -92,29 +94,42 @@ def _digest(text: str) -> str:
 
 def _run(job: Job, module: str, folder: Path, codegen: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.judge_compile",
-            module,
-            json.dumps(job),
-            scratch,
-            str(folder.resolve()),
-            str(int(codegen)),
-        ]
-        # Without codegen the worker leaves in the middle of a compilation, with whatever temporary files that has.
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TMPDIR": scratch}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        result = Path(scratch) / "result.json"
+        worker = _workers(module).Process(target=_work_apart, args=(module, job, Path(scratch), folder.resolve(), codegen))
+        worker.start()
+        worker.join()
+        result = Path(scratch) / RESULT
         if result.exists():
             outcome: dict[str, Any] = json.loads(result.read_text())
             return outcome
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"judgement": None, "planned": {}, "error": lines[-1][:300] if lines else f"exit code {done.returncode}"}
+        return {"judgement": None, "planned": {}, "error": f"exit code {worker.exitcode}"}
+
+
+@cache
+def _workers(module: str) -> ForkServerContext:
+    """Starts workers that have imported what a job needs, which takes longer than most jobs."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    workers = multiprocessing.get_context("forkserver")
+    workers.set_forkserver_preload([module, *_IMPORTED])
+    return workers
+
+
+_IMPORTED = ["benchmarks.templates_zoo", "spmdctx", "spmdctx.audit", "spmdctx.lowering.targets", "tests.zoo", "scipy.stats"]
+
+
+def _work_apart(module: str, job: Job, scratch: Path, folder: Path, codegen: bool) -> None:
+    # Without codegen the worker leaves in the middle of a compilation, with whatever temporary files that has.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
+    try:
+        work(module, job, scratch, folder, codegen)
+    except Exception as error:
+        failed: dict[str, Any] = {"judgement": None, "planned": {}, "error": f"{type(error).__name__}: {error}"[:300]}
+        (scratch / RESULT).write_text(json.dumps(failed))
+    # The compiler's thread may be generating code that nobody needs.
+    os._exit(0)
 
 
 def work(module: str, job: Job, scratch: Path, folder: Path, codegen: bool) -> None:
-    """Builds, compiles and judges a job in this process, and writes `result.json` into `scratch`."""
+    """Builds, compiles and judges a job in this process, and writes `RESULT` into `scratch`."""
     build: Callable[[Job], Built] = importlib.import_module(module).build
     built = build(job)
     # Options of the compiler are not in the text.
@@ -127,7 +142,7 @@ def work(module: str, job: Job, scratch: Path, folder: Path, codegen: bool) -> N
         place.write_bytes(gzip.compress(json.dumps([text, peak]).encode()))
     judgement = judge_text(text, slice_of(job["topology"], built.devices), peak)
     planned = describe_plan(built.plan, text) if built.plan else {}
-    (scratch / "result.json").write_text(json.dumps({"judgement": judgement.to_dict(), "planned": planned, "error": ""}))
+    (scratch / RESULT).write_text(json.dumps({"judgement": judgement.to_dict(), "planned": planned, "error": ""}))
 
 
 def compile_program(lowered: jax.stages.Lowered, dump: Path, *, codegen: bool) -> tuple[str, int]:
@@ -198,10 +213,3 @@ def describe_plan(plan: Plan, hlo_text: str) -> dict[str, Any]:
         "unplanned": [f"{one.kind} {one.axes} {one.total_bytes} {one.source}" for one in report.unplanned][:12],
         "missing": [f"{one.kind} {one.axes} {one.payload_bytes * one.repeats} {one.source}" for one in report.missing][:12],
     }
-
-
-if __name__ == "__main__":
-    work(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), bool(int(sys.argv[5])))
-    sys.stdout.flush()
-    # The compiler's thread may be generating code that nobody needs.
-    os._exit(0)
