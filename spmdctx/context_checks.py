@@ -13,6 +13,7 @@ from spmdctx.errors import ContextError, ContextWarning, StrategyError
 from spmdctx.wording import counted
 
 _RECURSIVE = "recursive_programming"
+_OF_PARALLEL_OPTIMIZER = ("parallel_optimizer_config", "optimizer_weight_shard_size")
 _FULL_BATCH_REFUSED = ("data_parallel", "hybrid_parallel")
 
 
@@ -126,6 +127,8 @@ def _reason(option: Option, context: AutoParallelContext) -> str:
         return f"parallel_mode {context.parallel_mode!r} does not use it (it acts in {', '.join(option.modes)})"
     if option.name == "mem_coeff" and context.effective_search_mode != _RECURSIVE:
         return f"search_mode {context.effective_search_mode!r} does not use it (it acts in {_RECURSIVE})"
+    if option.name in _OF_PARALLEL_OPTIMIZER and not context.enable_parallel_optimizer:
+        return "enable_parallel_optimizer is off"
     return "" if option.built else "it is not built yet"
 
 

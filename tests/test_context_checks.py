@@ -122,12 +122,20 @@ NON_DEFAULT = {
 }
 
 
+NEEDED = {
+    "mem_coeff": {"search_mode": "recursive_programming"},
+    "parallel_optimizer_config": {"enable_parallel_optimizer": True},
+    "optimizer_weight_shard_size": {"enable_parallel_optimizer": True},
+}
+"""Other options without which one has no effect."""
+
+
 @pytest.mark.parametrize("mode", PARALLEL_MODES)
 @pytest.mark.parametrize("name", NON_DEFAULT)
 def test_what_has_no_effect_is_warned_of_by_name_and_only_that(mode, name):
     option = next(option for option in OPTIONS if option.name == name)
-    searched = {"search_mode": "recursive_programming"} if (name, mode) == ("mem_coeff", "auto_parallel") else {}
-    changed = context(parallel_mode=mode, **{name: NON_DEFAULT[name]}, **searched)
+    needed = NEEDED.get(name, {}) if mode in option.modes else {}
+    changed = context(parallel_mode=mode, **{name: NON_DEFAULT[name]}, **needed)
     if mode in option.modes and option.built:
         assert not ineffective(changed)
         return
@@ -168,6 +176,14 @@ def test_search_parameters_without_effect_are_warned_of():
     values = {option.name: option.default for option in ALGO_OPTIONS} | {"tensor_slice_align_enable": True}
     changed = DEFAULT_CONTEXT.with_algo(AlgoParameters(**values, explicit=frozenset(("tensor_slice_align_enable",))))
     assert [name for name, _ in ineffective(changed)] == ["tensor_slice_align_enable"]
+
+
+@pytest.mark.parametrize("name", ["parallel_optimizer_config", "optimizer_weight_shard_size"])
+def test_what_the_parallel_optimizer_splits_is_said_to_be_without_effect_where_it_is_off(name):
+    changed = context(parallel_mode="data_parallel", **{name: NON_DEFAULT[name]})
+    found = dict(ineffective(changed))
+    assert name in found
+    assert found[name].endswith("has no effect: enable_parallel_optimizer is off.")
 
 
 @pytest.mark.parametrize("search", [{"search_mode": "dynamic_programming"}, {"sharding_propagation": True}, {}])
