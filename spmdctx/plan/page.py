@@ -110,7 +110,7 @@ def _tiles(plan: Plan) -> str:
     ]
     if plan.lower_bound_s is not None:
         gap = "" if plan.gap is None else f"gap {100 * plan.gap:.2f} %"
-        tiles.append(_tile("lower bound", seconds_text(plan.lower_bound_s), gap))
+        tiles.append(_tile("lower bound", seconds_text(plan.lower_bound_s), f"{gap} in {plan.declared_space}".strip()))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 

@@ -11,6 +11,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.ir import Assignment, Collective, Graph, Op, OpRule, OpSharding, Origin, Role, TensorSharding, factor_name, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape
 from spmdctx.plan.units import mesh_text, seconds_text
+from spmdctx.search.fold import ROUNDS, SMALL
 from spmdctx.wording import bytes_text, counted
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class Plan:
         cost: Predicted time and memory.
         options: Context options that differ from their defaults.
         memory_limit_bytes: The budget per device, if there was one.
-        lower_bound_s, gap: No plan of the declared space costs less; `gap` is total / lower bound - 1. None where not computed.
+        lower_bound_s, gap: No plan of `declared_space` costs less; `gap` is total / lower bound - 1. None where not computed.
         notes: Every guess, fallback, padding and replication.
         timing: How long planning took.
         alternatives: What else could have been chosen, worked out when it is asked for.
@@ -267,6 +268,12 @@ class Plan:
         from spmdctx.plan.diff import diff_plans
 
         return diff_plans(self, other)
+
+    @property
+    def declared_space(self) -> str:
+        """What the certificate is about, in words."""
+        alike = f" (ops that look alike for {ROUNDS} ops around are split alike)" if len(self.ops) > SMALL else ""
+        return f"every legal split of every op and tensor{alike}, on the meshes that were tried"
 
     def explain(self, pattern: str) -> Explanation:
         """Why the arguments or ops that match `pattern` are split as they are, the runner-up, and what would make it win.

@@ -91,7 +91,7 @@ def _certificate(plan: Plan) -> str:
     if plan.lower_bound_s is None:
         return "no lower bound computed" + ("" if plan.certifier is None else "; plan.certify() computes one")
     gap = "" if plan.gap is None else f", gap {100 * plan.gap:.2f} %"
-    return f"nothing below {seconds_text(plan.lower_bound_s)} in the declared space{gap}"
+    return f"nothing below {seconds_text(plan.lower_bound_s)} in the declared space{gap}: {plan.declared_space}"
 
 
 def _table(*columns: tuple[str, str]) -> Table:
