@@ -10,8 +10,9 @@ from typing import Any, TypeVar, cast
 
 from flax import linen, nnx
 
-from spmdctx.errors import ContextWarning, StrategyError, message
+from spmdctx.errors import ContextWarning, StrategyError, UnsupportedError, message
 from spmdctx.layout import Layout
+from spmdctx.shard_batches import on_own_batch
 from spmdctx.shard_call import Spec, Strategies, call_marked
 from spmdctx.shard_modules import shard_linen, shard_nnx
 
@@ -46,12 +47,14 @@ def shard(
             arguments of a function (`params/up/kernel`). The first pattern that matches counts.
         device: MindSpore's; without effect.
         level: MindSpore's; without effect.
-        cross_batch: MindSpore's; without effect.
-        fusion: MindSpore's; without effect.
+        cross_batch: reductions over the batch stay inside of each device's part of it, as `in_strategy` splits dimension 0:
+            no device waits for another's statistics. Floating results without the batch are means over the parts. Of functions.
+        fusion: gradients of parameters that `fn` uses are reduced together, and apart from others: those of all regions with this
+            number are one bucket. 0: as the context says.
 
     Raises:
         TypeError: an argument has the wrong type.
-        StrategyError: out_strategy without in_strategy, or slices < 1. Strategies that do not fit their tensors are found
+        StrategyError: out_strategy without in_strategy, slices < 1, or fusion < 0. Strategies that do not fit their tensors are found
             when the step is planned.
     """
     if not callable(fn):
@@ -62,13 +65,33 @@ def shard(
         None if in_strategy is None else _checked_specs("in_strategy", in_strategy),
         None if out_strategy is None else _checked_specs("out_strategy", out_strategy),
         _checked_plan(parameter_plan),
+        _checked_fusion(fusion),
     )
-    _check_hints(device, level, cross_batch, fusion)
+    _check_hints(device, level)
+    fn = _with_own_batch(fn, strategies, cross_batch)
     if isinstance(fn, nnx.Module):
         return cast(F, shard_nnx(fn, strategies))
     if isinstance(fn, linen.Module):
         return cast(F, shard_linen(fn, strategies))
     return _shard_function(fn, strategies)
+
+
+def _with_own_batch(fn: F, strategies: Strategies, cross_batch: Any) -> F:
+    """A function whose reductions do not cross the parts of the batch, where that is asked for."""
+    if type(cross_batch) is not bool:
+        raise TypeError(message("cross_batch must be bool.", got=_typed(cross_batch)))
+    if not cross_batch:
+        return fn
+    if isinstance(fn, nnx.Module | linen.Module):
+        raise UnsupportedError(
+            "cross_batch is of functions, and this is a module.",
+            got=type(fn).__name__,
+            fix="shard the function that reduces over the batch",
+        )
+    if strategies.in_strategy is None:
+        raise StrategyError("cross_batch needs in_strategy, which says how the batch is split.")
+    label = getattr(fn, "__name__", type(fn).__name__)
+    return functools.update_wrapper(on_own_batch(fn, strategies.in_strategy, label), fn, updated=())  # type: ignore[return-value]
 
 
 def _shard_function(fn: F, strategies: Strategies) -> F:
@@ -134,13 +157,19 @@ def _checked_plan(plan: Any) -> tuple[tuple[str, Spec], ...]:
     return tuple((pattern, _checked_spec(f"parameter_plan[{pattern!r}]", spec)) for pattern, spec in plan.items())
 
 
-def _check_hints(device: Any, level: Any, cross_batch: Any, fusion: Any) -> None:
+def _checked_fusion(fusion: Any) -> int:
+    if fusion is not None and type(fusion) is not int:
+        raise TypeError(message("fusion must be int.", got=_typed(fusion)))
+    if fusion is not None and fusion < 0:
+        raise StrategyError("fusion is the number of a bucket of gradients.", got=str(fusion), need="at least 0; 0 is none")
+    return fusion or 0
+
+
+def _check_hints(device: Any, level: Any) -> None:
     """MindSpore's hints: checked for their type, and said to be without effect where they ask for something."""
     hints = (
         ("device", device, str, None),
         ("level", level, int, 0),
-        ("cross_batch", cross_batch, bool, False),
-        ("fusion", fusion, int, None),
     )
     for name, value, kind, default in hints:
         if value is default:

@@ -29,7 +29,7 @@ FAMILIES = {
     "wording": "errors",
     "domains": "mesh",
     **dict.fromkeys(("strategy_files", "insight"), "planner"),
-    **dict.fromkeys(("shard_call", "shard_eager", "shard_modules"), "shard"),
+    **dict.fromkeys(("shard_batches", "shard_call", "shard_eager", "shard_modules"), "shard"),
 }
 """Modules that belong to a unit without being in its folder, beside those whose name starts with `context_` or `cli_`."""
 

@@ -384,6 +384,7 @@ def test_a_sharded_linen_child_takes_the_place_of_the_plain_one(parent):
         ((jnp.sin, ((2, 1),), None, None, None, "0"), TypeError, "level must be int"),
         ((jnp.sin, ((2, 1),), None, None, None, 0, 1), TypeError, "cross_batch must be bool"),
         ((jnp.sin, ((2, 1),), None, None, None, 0, False, 1.5), TypeError, "fusion must be int"),
+        ((jnp.sin, ((2, 1),), None, None, None, 0, False, -1), StrategyError, "fusion is the number of a bucket"),
     ],
 )
 def test_arguments_are_checked_at_once(arguments, error, text):
@@ -391,7 +392,7 @@ def test_arguments_are_checked_at_once(arguments, error, text):
         shard(*arguments)
 
 
-@pytest.mark.parametrize("hint", [{"device": "Ascend"}, {"level": 1}, {"cross_batch": True}, {"fusion": 2}])
+@pytest.mark.parametrize("hint", [{"device": "Ascend"}, {"level": 1}])
 def test_hints_without_effect_are_said_to_have_none(hint):
     with pytest.warns(ContextWarning, match=f"{next(iter(hint))}=.* has no effect"):
         shard(jnp.sin, ((2, 1),), **hint)
