@@ -74,7 +74,8 @@ class Entry:
         sums = [row for row in planned.plan.collectives if row.kind in ("reduce_scatter", "all_reduce")]
         largest = max(sums, key=lambda row: (row.kind == "reduce_scatter", row.payload_bytes), default=None)
         ways = 1 if largest is None else planned.mesh.num_slices(largest.axes)
-        return compile_options(devices, self.environment.context, ways)
+        grouped = any(one.bucket is not None for one in planned.plan.gradients)
+        return compile_options(devices, self.environment.context, ways, grouped)
 
     @cached_property
     def program(self) -> CompiledProgram:
@@ -93,7 +94,7 @@ class Entry:
             devices,
             donated=donated,
             compiler_options=self.compiler_options,
-            wishes=wishes_of(planned.program.graph, self.environment.context),
+            wishes=wishes_of(planned.program, self.environment.context),
             name=self.captured.name,
         )
 

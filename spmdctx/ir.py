@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import takewhile
 from typing import NamedTuple
 
 AxisNames = tuple[str, ...]
@@ -173,11 +174,25 @@ class Mark(NamedTuple):
     label: str
 
 
+_FUSION = "~fusion"
+
+
+def fusion_scope(fusion: int) -> str:
+    """What a region's name scope ends in where `shard(fusion=)` gives its gradients a bucket of their own."""
+    return f"{_FUSION}{fusion}" if fusion else ""
+
+
 class Origin(NamedTuple):
     """Where an op comes from: its name scope and `file.py:line`."""
 
     name: str
     source: str
+
+    @property
+    def fusion(self) -> int:
+        """The number of the innermost `shard(fusion=)` around the op, 0 where there is none."""
+        digits = self.name.rpartition(_FUSION)[2] if _FUSION in self.name else ""
+        return int("".join(takewhile(str.isdigit, digits)) or 0)
 
 
 @dataclass(frozen=True)

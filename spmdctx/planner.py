@@ -17,10 +17,11 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.ir import LITERAL, Assignment, Role
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
+from spmdctx.search.accumulation import accumulated_sums
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.bodies import Body, add_bodies
 from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
-from spmdctx.search.gradient_order import bucket_of, gradient_order, sum_buckets
+from spmdctx.search.gradient_order import gradient_buckets, gradient_order, sum_buckets
 from spmdctx.search.modes import ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
 from spmdctx.search.price import Bill, price
 from spmdctx.search.refined_mesh import refined_axes
@@ -76,6 +77,8 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         step = _step(program, captured)
         setup, assignment, bound_s = search(step, request, _search_options(settings))
         written = [replace(row, axes=refined_axes(row.axes, setup.parts)) for region in program.manual for row in region.collectives]
+        gradients = gradient_order(program.graph) if setup.mesh.num_devices > 1 else ()
+        buckets = gradient_buckets(program.graph, settings.context, gradients)
         bill = price(
             program.graph,
             program.scopes,
@@ -85,7 +88,8 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
             setup.mesh,
             settings.topology,
             step.donated,
-            _buckets(program, settings.context),
+            sum_buckets(gradients, buckets),
+            _accumulated(program, settings),
         )
         add_bodies(bill, program.graph, _bodies(program), assignment, setup.mesh, settings.topology)
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
@@ -93,6 +97,8 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         notes = _notes(program, captured, setup, settings, assignment, bill)
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
         plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing, bound_s)
+        named = tuple(PlannedGradient(one.path, bucket) for one, bucket in zip(gradients, buckets, strict=True))
+        plan = replace(plan, gradients=named)
     return Planned(plan, program, assignment, setup.mesh)
 
 
@@ -106,6 +112,13 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
     return replace(plan, lower_bound_s=bound, gap=_gap(plan.cost.total_s, bound))
 
 
+def _accumulated(program: Program, settings: Settings) -> dict[int, int]:
+    """How often sums are reduced that a loop only adds up; a search takes each turn to reduce them, as its bound does."""
+    if not settings.topology.hoists_reductions or _search_mode(settings):
+        return {}
+    return accumulated_sums(program.graph)
+
+
 def _bodies(program: Program) -> list[Body]:
     """What runs inside shard_maps."""
     return [
@@ -113,19 +126,6 @@ def _bodies(program: Program) -> list[Body]:
         for region in program.manual
         if region.op >= 0
     ]
-
-
-def _buckets(program: Program, context: AutoParallelContext) -> dict[int, int]:
-    """Per sum that makes up a gradient its bucket, where there are any."""
-    return sum_buckets(program.graph, context.all_reduce_fusion_config) if context.fuses_by_index else {}
-
-
-def _gradients(program: Program, context: AutoParallelContext) -> tuple[PlannedGradient, ...]:
-    boundaries = context.all_reduce_fusion_config if context.fuses_by_index else None
-    return tuple(
-        PlannedGradient(one.path, None if boundaries is None else bucket_of(index, boundaries))
-        for index, one in enumerate(gradient_order(program.graph))
-    )
 
 
 def _step(program: Program, captured: Captured) -> Step:
@@ -333,7 +333,6 @@ def _assemble(
         assignment=assignment,
         reshards=_reshards(program, bill),
         collectives=tuple(bill.collectives),
-        gradients=_gradients(program, context) if setup.mesh.num_devices > 1 else (),
         cost=_cost(bill),
         notes=notes,
         timing=timing,

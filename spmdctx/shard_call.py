@@ -13,6 +13,7 @@ from flax import nnx
 
 from spmdctx.context import current_context
 from spmdctx.errors import ContextWarning, StrategyError
+from spmdctx.ir import fusion_scope
 from spmdctx.layout import Layout
 from spmdctx.shard_eager import SPLITTING_MODES, run_split, runs_eagerly
 from spmdctx.sharding_marks import mark, new_region, traced_mode
@@ -27,6 +28,7 @@ class Strategies(NamedTuple):
     in_strategy: tuple[Spec, ...] | None
     out_strategy: tuple[Spec, ...] | None
     parameter_plan: tuple[tuple[str, Spec], ...]
+    fusion: int = 0
 
     def parameter_spec(self, path: str) -> Spec:
         """The strategy of the first pattern that matches a parameter's path, None if none does."""
@@ -88,7 +90,7 @@ def call_marked(
         return run_split(split, args if owner is None else (owner, *args), kwargs)
     # The marks are made in every mode: JAX caches what it traces, and a later step in another mode may need them.
     region = Region(new_region(), label, strategies)
-    with jax.named_scope(f"shard{region.number}:{label}"):
+    with jax.named_scope(f"shard{region.number}:{label}{fusion_scope(strategies.fusion)}"):
         with _marked_arguments(region, args, kwargs, names) as (args, kwargs):
             result = body(region)(*args, **kwargs)
         return _marked_results(region, result)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from spmdctx.context_state import AutoParallelContext
 from spmdctx.ir import Graph
-from spmdctx.search.gradient_order import sum_buckets
+from spmdctx.search.gradient_order import gradient_buckets, gradient_order, sum_buckets
 from spmdctx.search.overlap import LOW, WIDENED, sides
+from spmdctx.trace.program import Program
 
 
 class Wishes(NamedTuple):
@@ -44,10 +45,15 @@ def _widened(graph: Graph) -> frozenset[int]:
     return frozenset(value for value in found if terminal[value])
 
 
-def wishes_of(graph: Graph, context: AutoParallelContext) -> Wishes:
-    """What the context asks for in a step."""
+def wishes_of(program: Program, context: AutoParallelContext) -> Wishes:
+    """What the context, and `shard(fusion=)` in the step, ask for."""
     return Wishes(
         context.allows_all_to_all,
-        _widened(graph) if context.gradient_fp32_sync else frozenset(),
-        sum_buckets(graph, context.all_reduce_fusion_config) if context.fuses_by_index else {},
+        _widened(program.graph) if context.gradient_fp32_sync else frozenset(),
+        _buckets(program.graph, context) if context.fuses_by_index or program.region_ops else {},
     )
+
+
+def _buckets(graph: Graph, context: AutoParallelContext) -> dict[int, int]:
+    gradients = gradient_order(graph)
+    return sum_buckets(gradients, gradient_buckets(graph, context, gradients))

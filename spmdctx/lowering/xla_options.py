@@ -85,17 +85,21 @@ def backend_of(devices: Iterable[_Device]) -> str:
     return platforms[0]
 
 
-def compile_options(devices: Iterable[_Device], context: AutoParallelContext, scatter_ways: int = 1) -> Options:
+def compile_options(devices: Iterable[_Device], context: AutoParallelContext, scatter_ways: int = 1, has_buckets: bool = False) -> Options:
     """`compiler_options=` of `jax.jit` for these devices; its keys are the backend's own.
 
     Args:
         devices: what is compiled for.
         context: the context of the step.
         scatter_ways: into how many pieces the step's reduce_scatters cut a gradient.
+        has_buckets: whether gradients are reduced in buckets, whose size must not be limited.
     """
     backend = backend_of(devices)
     options: Options = {}
-    for kind, size in fusion_bytes(context)._asdict().items():
+    sizes = fusion_bytes(context)
+    if has_buckets and sizes.all_reduce is None:
+        sizes = sizes._replace(all_reduce=UNLIMITED)
+    for kind, size in sizes._asdict().items():
         name = _THRESHOLDS.get((backend, kind))
         if name is None or size is None:
             continue

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from spmdctx.context_state import AutoParallelContext
 from spmdctx.ir import LITERAL, FactorKind, Graph, Op, Role
 
 _NAMES = frozenset(
@@ -23,6 +24,8 @@ _LINEAR = _NAMES - {"scan.enter"} | {"add", "add_any"}
 
 _CUTS = frozenset({"scan.exit", "pad", "concatenate", "slice", "split", "dynamic_slice", "dynamic_update_slice"})
 """Ops that put elements together or take some."""
+
+_PLANNED = ("semi_auto_parallel", "auto_parallel")
 
 
 class Gradient(NamedTuple):
@@ -47,17 +50,30 @@ def gradient_order(graph: Graph) -> tuple[Gradient, ...]:
     return tuple(Gradient(graph.values[value].path, own) for _, value, own in sorted(found))
 
 
-def bucket_of(index: int, boundaries: Sequence[int]) -> int:
-    """The bucket of a gradient: [3, 10] is the first three, the next seven, the rest."""
-    return sum(index >= one for one in boundaries)
+def gradient_buckets(graph: Graph, context: AutoParallelContext, gradients: Sequence[Gradient]) -> tuple[int | None, ...]:
+    """The bucket of each gradient, None where it has none.
+
+    [3, 10] is the first three, the next seven, the rest. What is used inside of a `shard(fusion=)` has a bucket per number, and what is
+    left without either shares one. Buckets are numbered by their first gradient.
+    """
+    by_index = context.all_reduce_fusion_config if context.fuses_by_index else ()
+    by_number = [0] * len(gradients)
+    if context.parallel_mode in _PLANNED:
+        made = graph.producers
+        by_number = [graph.origins[made[one.sums[0]]].fusion for one in gradients]
+    if not by_index and not any(by_number):
+        return (None,) * len(gradients)
+    keys = [(number, 0 if number else sum(index >= one for one in by_index)) for index, number in enumerate(by_number)]
+    order = list(dict.fromkeys(keys))
+    return tuple(order.index(key) for key in keys)
 
 
-def sum_buckets(graph: Graph, boundaries: Sequence[int]) -> dict[int, int]:
+def sum_buckets(gradients: Sequence[Gradient], buckets: Sequence[int | None]) -> dict[int, int]:
     """Per sum that makes up a gradient the bucket of that gradient; of several gradients that it is cut into, the first one's."""
     found: dict[int, int] = {}
-    for index, gradient in enumerate(gradient_order(graph)):
-        for value in gradient.sums:
-            found.setdefault(value, bucket_of(index, boundaries))
+    for gradient, bucket in zip(gradients, buckets, strict=True):
+        if bucket is not None:
+            found |= {value: bucket for value in gradient.sums if value not in found}
     return found
 
 

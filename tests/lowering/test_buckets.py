@@ -82,6 +82,28 @@ def test_buckets_change_no_numbers_and_the_plan_says_which_gradient_is_in_which(
     assert [line.split()[-2:] for line in str(plan).splitlines() if "weights/" in line][-6:] == [[str(n), f"weights/{n}"] for n in range(6)]
 
 
+@pytest.mark.parametrize("backend", TARGETS)
+def test_regions_with_a_fusion_number_are_reduced_together_and_apart_from_the_rest(backend):
+    """The products with the parameters 4 to 7 are one group, and the last one too; the other fifteen share what is left."""
+    group = {4, 5, 6, 7, 19}
+
+    def grouped(weights, x):
+        def loss(weights):
+            hidden = x
+            for index, weight in enumerate(weights):
+                product = spmdctx.shard(jnp.matmul, ((8, 1), (1, 1)), fusion=1 if index in group else None)
+                hidden = jnp.tanh(product(hidden[:, : weight.shape[0]], weight))
+            return jnp.mean(hidden**2)
+
+        return [weight - 0.1 * one for weight, one in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+    need, topology = TARGETS[backend]
+    parallel = spmdctx.parallel(grouped, parallel_mode="semi_auto_parallel", devices=need(), topology=topology)
+    sizes = [math.prod(leaf.shape) for leaf in arguments()[0]]
+    wanted = sorted(sorted(size for index, size in enumerate(sizes) if (index in group) == inside) for inside in (True, False))
+    assert reduced(parallel.lower(*arguments()).compile()) == wanted
+
+
 def test_a_step_that_needs_compiler_options_cannot_run_inside_another_jit():
     devices = need_tpu()
     parallel = spmdctx.parallel(step, parallel_mode="data_parallel", devices=devices, all_reduce_fusion_config=[3])

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import spmdctx
-from spmdctx.search.gradient_order import bucket_of, carriers, gradient_order
+from spmdctx.search.gradient_order import carriers, gradient_order
 from tests.road import trace
 from tests.zoo import UNSPLIT, case
 
@@ -76,8 +76,34 @@ def test_every_trained_parameter_of_a_model_has_one_gradient(name, flavor):
     assert {one.path for one in plan.gradients} == parameters
 
 
-def test_buckets_are_cut_at_the_indices():
-    assert [bucket_of(index, (3, 10)) for index in (0, 2, 3, 9, 10, 40)] == [0, 0, 1, 1, 2, 2]
+def buckets(step, *args, **options):
+    plan = spmdctx.parallel(step, device_num=8, **options).plan(*args)
+    return [one.bucket for one in plan.gradients]
+
+
+def test_buckets_are_cut_at_the_indices_and_there_are_none_where_nothing_asks_for_them():
+    def step(weights, x):
+        return jax.tree.map(lambda one, more: one - more, weights, jax.grad(loss)(weights, x))
+
+    assert buckets(step, *arguments(), parallel_mode="data_parallel") == [None] * 3
+    assert buckets(step, *arguments(), parallel_mode="data_parallel", all_reduce_fusion_config=[1]) == [0, 1, 1]
+    assert buckets(step, *arguments(), parallel_mode="data_parallel", all_reduce_fusion_config=[7]) == [0, 0, 0]
+    off = {"all_reduce_fusion_config": [1], "comm_fusion": {"openstate": False}}
+    with pytest.warns(spmdctx.ContextWarning, match="no option"):
+        assert buckets(step, *arguments(), parallel_mode="data_parallel", topology="cpu", **off) == [None] * 3
+
+
+def test_what_is_used_inside_of_shard_with_a_fusion_number_has_a_bucket_of_its_own():
+    def grouped(weights, x):
+        first = spmdctx.shard(jnp.matmul, ((8, 1), (1, 1)), fusion=2)
+        second = spmdctx.shard(jnp.matmul, ((8, 1), (1, 1)))
+        return jnp.mean((second(jnp.tanh(first(x, weights["early"])), weights["late"]) + weights["bias"]) ** 2)
+
+    def step(weights, x):
+        return jax.tree.map(lambda one, more: one - more, weights, jax.grad(grouped)(weights, x))
+
+    assert buckets(step, *arguments(), parallel_mode="semi_auto_parallel") == [0, 1, 1]
+    assert buckets(step, *arguments(), parallel_mode="semi_auto_parallel", all_reduce_fusion_config=[2]) == [0, 1, 2]
 
 
 def test_a_sum_is_carried_behind_the_linear_ops_that_alone_read_it():
