@@ -87,16 +87,17 @@ def price(
     topology: Topology,
     donated: frozenset[int] = frozenset(),
     buckets: Mapping[int, int] = MappingProxyType({}),
+    accumulated: Mapping[int, int] = MappingProxyType({}),
 ) -> Bill:
     """Prices an assignment.
 
     `manual` are the collectives that the user wrote himself, `donated` inputs lend their memory, `buckets` says of sums that make up
-    gradients in which bucket they are reduced.
+    gradients in which bucket they are reduced, `accumulated` of sums that a loop adds up how often they are reduced.
     """
     scopes = tuple(scopes)
     memory = step_memory(graph, scopes, donated)
     biller = _Biller(graph, loose, assignment, mesh, topology, memory)
-    biller.buckets = buckets
+    biller.buckets, biller.accumulated = buckets, accumulated
     for op, scope in zip(graph.ops, scopes, strict=True):
         biller.add(op, scope)
     biller.settle_sums()
@@ -117,6 +118,7 @@ class _Biller:
     ) -> None:
         self.copies = _Copies(memory)
         self.buckets: Mapping[int, int] = {}
+        self.accumulated: Mapping[int, int] = {}
         self.graph, self.loose, self.assignment, self.mesh, self.topology = graph, loose, assignment, mesh, topology
         self.bill = Bill()
         self.shares: list[float] = []
@@ -215,7 +217,7 @@ class _Biller:
                     self._collect("reduce_scatter", plan.scattered, payload, op, cause, *hides)
                     payload //= self.mesh.num_slices(plan.scattered)
                 if plan.reduced:
-                    self._collect("all_reduce", plan.reduced, payload, op, cause, *hides)
+                    self._collect("all_reduce", plan.reduced, payload, op, cause, *hides, repeats=self.accumulated.get(value, 0))
                     # Rows outside of the table are masked after the reduction of a gather.
                     direct = op.primitive != "gather" or self.topology.sinks_slices
                     if self._sums and direct and not plan.scattered:
