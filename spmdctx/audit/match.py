@@ -24,6 +24,7 @@ WIDENED = "float32 for bfloat16"
 NARROWED = "bfloat16 for float32"
 STACKED = "once after its loop, stacked"
 HOISTED = "once after its loop"
+HOISTED_SLICE = "reduce_scatter after its loop"
 JOINED = "added to another before the reduction"
 PER_AXIS = "one per axis"
 AT_ONCE = "one over all axes"
@@ -123,6 +124,7 @@ def compare(planned: Iterable[Collective], compiled: Iterable[CompiledCollective
     _match_at_once(ledger, mesh)
     _match_stacked(ledger)
     _match_hoisted(ledger)
+    _match_hoisted_slices(ledger)
     _match_joined(ledger)
     return Comparison(
         tuple(ledger.matches),
@@ -215,6 +217,16 @@ def _match_hoisted(ledger: _Ledger) -> None:
         if found >= len(group) and all(one.item.repeats > 1 for one in open_ones):
             for one in open_ones:
                 ledger.close(one, one.left, [], HOISTED)
+
+
+def _match_hoisted_slices(ledger: _Ledger) -> None:
+    """Planned once per iteration, compiled once: of a sum over the iterations every device keeps its slice."""
+    for planned in ledger.planned:
+        if planned.item.kind == "all_reduce" and planned.left == planned.item.repeats > 1:
+            own = (one for one in ledger.compiled if one.left and one.item.kind == "reduce_scatter" and one.item.axes == planned.axes)
+            one = next((one for one in own if _near(one.item.payload_bytes, planned.item.payload_bytes)), None)
+            if one is not None:
+                ledger.close(planned, planned.left, [(one, 1)], HOISTED_SLICE)
 
 
 def _match_joined(ledger: _Ledger) -> None:

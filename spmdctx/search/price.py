@@ -221,7 +221,9 @@ class _Biller:
                     # Rows outside of the table are masked after the reduction of a gather.
                     direct = op.primitive != "gather" or self.topology.sinks_slices
                     if self._sums and direct and not plan.scattered:
-                        self._sums.reduced(value, len(self.bill.collectives) - 1, plan.after)
+                        total = self._readers.total(value) if value in self.accumulated else value
+                        after = plan.after if total == value else self.assignment.values[total]
+                        self._sums.reduced(total, len(self.bill.collectives) - 1, after)
                 natural = plan.after
             if natural != stored and value not in self.loose:
                 if not need.partial or natural != made:

@@ -1,7 +1,7 @@
 import pytest
 
 from spmdctx.audit.collectives import CompiledCollective
-from spmdctx.audit.match import AS_PLANNED, AT_ONCE, HOISTED, JOINED, NARROWED, PER_AXIS, SLICED, STACKED, WIDENED, compare
+from spmdctx.audit.match import AS_PLANNED, AT_ONCE, HOISTED, HOISTED_SLICE, JOINED, NARROWED, PER_AXIS, SLICED, STACKED, WIDENED, compare
 from spmdctx.ir import Collective
 from spmdctx.mesh import LogicalMesh
 
@@ -101,6 +101,14 @@ def test_a_sum_over_iterations_reduced_after_the_loop_is_found_with_its_real_byt
     assert (missing, unplanned) == ([], [])
     assert sum(one[2] for one in matches) == 128
     assert {one[3] for one in matches} == {AS_PLANNED, HOISTED}
+
+
+def test_a_reduction_that_leaves_its_loop_may_be_scattered():
+    planned = [plan("all_reduce", "data", 64, repeats=4)]
+    matches, missing, unplanned = summary(planned, [real("reduce_scatter", "data", 64)])
+    assert (matches, missing, unplanned) == ([(64, 4, 64, HOISTED_SLICE)], [], [])
+    assert summary([plan("all_reduce", "data", 64)], [real("reduce_scatter", "data", 64)])[1] == [1]
+    assert summary(planned, [real("reduce_scatter", "model", 64)])[1] == [4]
 
 
 def test_one_reduction_is_not_taken_for_two_loops():
