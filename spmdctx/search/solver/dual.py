@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.search.solver.graph import Graph
+from spmdctx.search.solver.groups import Groups
 from spmdctx.search.solver.problem import FloatArray, IntArray
 
 SMALL_TABLE = 2048
@@ -21,7 +22,7 @@ class Batch(NamedTuple):
     """Edges of one shape whose messages are sent at once, from `left` to `right`.
 
     `left`, `right` index the flat state arrays, [edge, state]; `into_left`, `into_right` the flat messages; `share` is the weight of the
-    sender; `tables` is [edge or 1, state of left, state of right].
+    sender; `tables` is [edge or 1, state of left, state of right], or with `groups` those of the one table that all edges share.
     """
 
     left: IntArray
@@ -30,6 +31,7 @@ class Batch(NamedTuple):
     into_right: IntArray
     share: FloatArray
     tables: FloatArray
+    groups: Groups | None
 
 
 class Single(NamedTuple):
@@ -41,6 +43,7 @@ class Single(NamedTuple):
     into_right: slice
     share: float
     table: FloatArray
+    groups: Groups | None
 
 
 class Bound(NamedTuple):
@@ -127,7 +130,10 @@ class Dual:
             return indices
 
         numbers = [graph.links[node][other] for node, other in edges]
+        groups = graph.pool.groups(numbers[0]) if len(set(numbers)) == 1 else None
         tables = [graph.pool.arrays[number] for number in (numbers if len(set(numbers)) > 1 else numbers[:1])]
+        if groups is not None:
+            tables = [groups.small]
         return Batch(
             at([self._start[node] for node, _ in edges], lefts),
             at([self._start[other] for _, other in edges], rights),
@@ -135,6 +141,7 @@ class Dual:
             at([self._message[node, other] for node, other in edges], rights),
             np.array([[1.0 / self._chains(node)] for node, _ in edges]),
             np.stack(tables) if len(tables) > 1 else tables[0][None],
+            groups,
         )
 
     def _chains(self, node: int) -> int:
@@ -171,15 +178,20 @@ class Dual:
     def _send_one(self, edge: Single, totals: FloatArray) -> None:
         messages = self._messages
         known = edge.share * totals[edge.left] - messages[edge.into_left]
+        groups = edge.groups
+        if groups is not None:
+            known = np.minimum.reduceat(known.take(groups.rows.order), groups.rows.starts)
         sent = np.minimum.reduce(edge.table + known[:, None], axis=0)
         sent -= np.minimum.reduce(sent)
+        if groups is not None:
+            sent = sent.take(groups.columns.of)
         before = messages[edge.into_right]
         totals[edge.right] += sent - before
         before[:] = sent
 
     def _send(self, batch: Batch, totals: FloatArray) -> None:
         known = batch.share * totals[batch.left] - self._messages[batch.into_left]
-        sent = _least(batch.tables, known)
+        sent = _least(batch.tables, known, batch.groups)
         # Only differences matter; this keeps the numbers small.
         sent -= sent.min(axis=1, keepdims=True)
         np.add.at(totals, batch.right, sent - self._messages[batch.into_right])
@@ -198,8 +210,8 @@ class Dual:
         for batch in self._all:
             into_left = self._messages[batch.into_left]
             into_right = self._messages[batch.into_right] - (totals * self._share)[batch.right]
-            rows = _least_of_rows(batch.tables, into_right) - into_left
-            columns = _least(batch.tables, -into_left) - into_right
+            rows = _least_of_rows(batch.tables, into_right, batch.groups) - into_left
+            columns = _least(batch.tables, -into_left, batch.groups) - into_right
             least = rows.min(axis=1, keepdims=True)
             value += float(least.sum())
             np.add.at(beliefs, batch.left, rows - least)
@@ -217,11 +229,11 @@ class Dual:
         totals = self._totals()
         for batch in self._forward:
             if isinstance(batch, Single):
-                known = batch.table[int(totals[batch.left].argmin())]
+                known = _rows(batch.table[None], np.array([totals[batch.left].argmin()]), batch.groups)[0]
                 totals[batch.right] += known - self._messages[batch.into_right]
                 continue
             chosen = totals[batch.left].argmin(axis=1)
-            known = batch.tables[np.arange(len(chosen)), chosen] if len(batch.tables) > 1 else batch.tables[0][chosen]
+            known = _rows(batch.tables, chosen, batch.groups)
             np.add.at(totals, batch.right, known - self._messages[batch.into_right])
         states = [0] * len(self._graph.unary)
         for start, size, node in zip(self._firsts.tolist(), self._sizes, self.nodes, strict=True):
@@ -234,7 +246,7 @@ def _narrowed(batch: Batch) -> Batch | Single:
     if len(batch.left) > 1:
         return batch
     places = [slice(int(own[0, 0]), int(own[0, -1]) + 1) for own in batch[:4]]
-    return Single(places[0], places[1], places[2], places[3], float(batch.share[0, 0]), batch.tables[0])
+    return Single(places[0], places[1], places[2], places[3], float(batch.share[0, 0]), batch.tables[0], batch.groups)
 
 
 def _ordered(graph: Graph) -> list[int]:
@@ -252,21 +264,35 @@ def _ordered(graph: Graph) -> list[int]:
     return sorted(nodes, key=lambda node: (-colours[node], node))
 
 
-def _least(tables: FloatArray, added: FloatArray) -> FloatArray:
+def _rows(tables: FloatArray, chosen: IntArray, groups: Groups | None) -> FloatArray:
+    """One row of each table, [edge, column]."""
+    if groups is not None:
+        chosen = groups.rows.of[chosen]
+    rows: FloatArray = tables[np.arange(len(chosen)), chosen] if len(tables) > 1 else tables[0][chosen]
+    return rows if groups is None else rows[:, groups.columns.of]
+
+
+def _least(tables: FloatArray, added: FloatArray, groups: Groups | None) -> FloatArray:
     """The least over the rows of each table, [edge, column], after adding to its rows."""
+    if groups is not None:
+        added = np.minimum.reduceat(added[:, groups.rows.order], groups.rows.starts, axis=1)
     step = max(1, CHUNK // (tables.shape[1] * tables.shape[2]))
     parts = []
     for start in range(0, len(added), step):
         part = tables[start : start + step] if len(tables) > 1 else tables
         parts.append((part + added[start : start + step, :, None]).min(axis=1))
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+    least = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    return least if groups is None else least[:, groups.columns.of]
 
 
-def _least_of_rows(tables: FloatArray, removed: FloatArray) -> FloatArray:
+def _least_of_rows(tables: FloatArray, removed: FloatArray, groups: Groups | None) -> FloatArray:
     """The least over the columns of each table, [edge, row], after subtracting from its columns."""
+    if groups is not None:
+        removed = np.maximum.reduceat(removed[:, groups.columns.order], groups.columns.starts, axis=1)
     step = max(1, CHUNK // (tables.shape[1] * tables.shape[2]))
     parts = []
     for start in range(0, len(removed), step):
         part = tables[start : start + step] if len(tables) > 1 else tables
         parts.append((part - removed[start : start + step, None, :]).min(axis=2))
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+    least = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    return least if groups is None else least[:, groups.rows.of]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spmdctx.search.solver.groups import Groups, content_hash, grouped
 from spmdctx.search.solver.join import least
 from spmdctx.search.solver.problem import FloatArray, IntArray
 
@@ -14,6 +15,10 @@ BoolArray = NDArray[np.bool_]
 
 MAX_COMPARED = 1 << 16
 """Entries up to which results are compared with those known before."""
+_PLAIN = 64
+"""Entries up to which an array is its own key."""
+_WIDE = 1 << 18
+"""Additions from which a minimum is taken by groups."""
 
 
 class Pool:
@@ -26,7 +31,8 @@ class Pool:
         self.arrays: list[FloatArray] = []
         self._objects: dict[int, int] = {}
         self._held: list[FloatArray] = []
-        self._contents: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self._contents: dict[tuple[tuple[int, ...], bytes | int], int] = {}
+        self._groups: dict[int, Groups | None] = {}
         self._transposed: dict[int, int] = {}
         self._totals: dict[tuple[int, int], int] = {}
         self._rows: dict[tuple[int, int], int] = {}
@@ -46,7 +52,16 @@ class Pool:
     def intern(self, array: FloatArray) -> int:
         """The number of an array, the same for equal contents."""
         data = np.ascontiguousarray(array)
-        key = (data.shape, data.tobytes() if data.size <= 8 else blake2b(data.tobytes(), digest_size=16).digest())
+        if data.size <= _PLAIN:
+            return self._known((data.shape, data.tobytes()), data)
+        value = content_hash(data)
+        # Another array may have this hash.
+        while not _same(self.arrays[self._known((data.shape, value), data)], data):
+            value += 1
+        return self._contents[data.shape, value]
+
+    def _known(self, key: tuple[tuple[int, ...], bytes | int], data: FloatArray) -> int:
+        """The number of a key, which is new where nothing has it."""
         number = self._contents.get(key)
         if number is None:
             number = self._contents[key] = self.new(data)
@@ -68,6 +83,17 @@ class Pool:
             found = self.new(np.ascontiguousarray(self.arrays[number].T))
             self._transposed[number], self._transposed[found] = found, number
         return found
+
+    def groups(self, number: int) -> Groups | None:
+        """The equal rows and columns of a table; None where there are few."""
+        if number not in self._groups:
+            other = self._transposed.get(number, -1)
+            if other in self._groups:
+                known = self._groups[other]
+                self._groups[number] = None if known is None else known.transposed()
+            else:
+                self._groups[number] = grouped(self.arrays[number])
+        return self._groups[number]
 
     def total(self, first: int, second: int) -> int:
         """The number of the sum of two arrays of one shape."""
@@ -97,9 +123,19 @@ class Pool:
         key = (unary, *tables)
         found = self._best.get(key)
         if found is None:
-            scopes: list[tuple[tuple[int, ...], FloatArray]] = [((-1,), self.arrays[unary])]
-            scopes += [((-1, place), self.arrays[table]) for place, table in enumerate(tables)]
-            found = self._best[key] = self.lowered(least(scopes, len(tables)))
+            found = self._best[key] = self.lowered(self._least(self.arrays[unary], [self.arrays[table] for table in tables], tables))
+        return found
+
+    def _least(self, costs: FloatArray, arrays: list[FloatArray], tables: tuple[int, ...]) -> FloatArray:
+        """The least for `best`; equal columns of a table are formed once."""
+        groups = [None] * len(tables) if costs.size * prod(array.shape[1] for array in arrays) < _WIDE else [*map(self.groups, tables)]
+        for place, own in enumerate(groups):
+            if own is not None:
+                arrays[place] = arrays[place].take(own.columns.firsts(), axis=1)
+        found = least([((-1,), costs), *(((-1, place), array) for place, array in enumerate(arrays))], len(tables))
+        for place, own in enumerate(groups):
+            if own is not None:
+                found = found.take(own.columns.of, axis=place)
         return found
 
     def choice(self, states: IntArray) -> int:
@@ -118,9 +154,9 @@ class Pool:
         if found is None:
             array = self.arrays[number]
             if left >= 0:
-                array = array[self.choices[left]]
+                array = array.take(self.choices[left], axis=0)
             if right >= 0:
-                array = array[:, self.choices[right]]
+                array = array.take(self.choices[right], axis=1)
             found = self._selected[key] = self.intern(array)
         return found
 
@@ -153,6 +189,11 @@ class Pool:
                 split = bool(((rows[:, None] + columns) == table).all())
             self._parts[number] = (self.intern(rows), self.intern(columns)) if split else None
         return self._parts[number]
+
+
+def _same(first: FloatArray, second: FloatArray) -> bool:
+    """Whether two arrays of one shape are equal to the last bit."""
+    return first is second or np.array_equal(first.view(np.uint64), second.view(np.uint64))
 
 
 def _worst_row(row: FloatArray, lower: FloatArray) -> FloatArray:
