@@ -254,7 +254,7 @@ class _Rewriter:
     def _equation(self, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
         op = self.next_op()
         if op is not None:
-            if is_recomputed(op):
+            if is_recomputed(op) and (self.wishes.all_to_all or not _repeats(eqn)):
                 block.recipes[op.results[0]] = op, eqn, operands
             operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
             eqn = self._as_island(eqn, op)
@@ -346,6 +346,15 @@ class _Rewriter:
             return atom, var
         atom = self.use(block, op, 0, atom)
         return atom, inner.constrain(var, self.assignment.values[op.results[0]])
+
+
+def _repeats(eqn: Any) -> bool:
+    """Whether an equation repeats an operand along dimensions of size 1.
+
+    XLA makes the repeated operand once for all copies of the equation, and moves it between their shardings, by all-to-all too.
+    """
+    shape = eqn.outvars[0].aval.shape
+    return any(getattr(atom.aval, "shape", ()) not in ((), shape) for atom in eqn.invars)
 
 
 def _moved(ops: Sequence[Op], assignment: Assignment) -> frozenset[int]:
