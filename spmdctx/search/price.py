@@ -195,7 +195,8 @@ class _Biller:
             for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True))
             if (natural := project(dims, axes)) != stored[value]
         )
-        share = self.mesh.num_slices(name for own in axes for name in own) / self.mesh.num_devices
+        # Dimensions of a shard_map's tensors, which are factors of their own, may use an axis many times.
+        share = self.mesh.num_slices(dict.fromkeys(name for own in axes for name in own)) / self.mesh.num_devices
         return _Need(operands, results, partial_axes(rule, axes), compute_time_s(self.graph, op, axes, self.mesh, self.topology), share)
 
     def _finish(self, op: Op, scope: int, need: _Need) -> None:
