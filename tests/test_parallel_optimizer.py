@@ -297,6 +297,19 @@ def test_a_tpu_scatters_sums_of_micro_batches_as_often_as_the_plan_says(mode, sh
     assert scattered == [4 if shards else 1] * 2
 
 
+def test_a_loss_of_very_many_parameters_is_priced():
+    tx = optax.sgd(1e-2)
+    params = [jnp.ones((64, 4))] * 200
+
+    def step(params, x):
+        gradients = spmdctx.grad(lambda params: jnp.mean(x) * sum(jnp.sum(one) for one in params))(params)
+        return optax.apply_updates(params, tx.update(gradients, tx.init(params))[0])
+
+    plan = parallel(step, "level2", device_num=64, config={"parallel_optimizer_threshold": 0}).plan(params, jnp.ones((64, 4)))
+    assert Counter(row.kind for row in plan.collectives) == {"reduce_scatter": 200, "all_gather": 200}
+    assert 0 < plan.cost.compute_s < 1
+
+
 # What a device holds
 
 
