@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from spmdctx.gradients import value_and_grad
 from spmdctx.models.config import DecoderConfig
 from spmdctx.models.decoder import Decoder
 from spmdctx.models.strategies import UNSPLIT, Split
@@ -32,7 +33,7 @@ def loss_fn(model: Decoder, batch: Batch) -> jax.Array:
 def train_step(model: Decoder, optimizer: nnx.Optimizer[Decoder], batch: Batch) -> jax.Array:
     """One AdamW step of the parameters that the optimizer holds; model and optimizer change in place. Returns the loss."""
     loss: jax.Array
-    loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt))(model, batch)
+    loss, grads = value_and_grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt))(model, batch)
     optimizer.update(model, grads)
     return loss
 
