@@ -43,6 +43,8 @@ class Way(NamedTuple):
 WAYS: tuple[Way, ...] = (
     *(Way(kind, kind, 1.0, (), AS_PLANNED) for kind in COLLECTIVE_KINDS),
     Way("reduce_scatter", "all_reduce", 1.0, (), SLICED),
+    # TPU scatters some tensors in pieces that overlap by an eighth, and then passes the overlaps on.
+    Way("reduce_scatter", "reduce_scatter", 1.125, (), "reduce_scatter of longer pieces"),
     # TPU gathers small tensors by reducing them, each device's shard padded with zeros.
     Way("all_gather", "all_reduce", 1.0, (), "all_reduce of padded shards"),
     # CPU communicates bfloat16 as float32; TPU gathers float32 as bfloat16 where only its matrix unit reads the result.

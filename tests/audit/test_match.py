@@ -63,6 +63,7 @@ def test_the_order_of_axes_and_axes_of_size_one_do_not_matter():
     [
         (plan("reduce_scatter", "data", 512), real("all_reduce", "data", 512), SLICED),
         (plan("reduce_scatter", "data", 512), real("all_reduce", "data", 1024), f"{SLICED}, {WIDENED}"),
+        (plan("reduce_scatter", "data", 512), real("reduce_scatter", "data", 576), "reduce_scatter of longer pieces"),
         (plan("all_reduce", "data", 512), real("all_reduce", "data", 1024), WIDENED),
         (plan("all_gather", "data", 512), real("all_gather", "data", 256, dtype="bfloat16"), NARROWED),
         (plan("all_gather", "data", 512), real("all_reduce", "data", 512), "all_reduce of padded shards"),
