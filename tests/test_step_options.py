@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import spmdctx
 from spmdctx.context import current_context
-from spmdctx.cost.topology import PRESETS, without_all_to_all
+from spmdctx.cost.topology import PRESETS, as_asked
 from spmdctx.errors import ContextError
 from spmdctx.step_options import environment, step_options
 
@@ -27,7 +27,7 @@ def test_all_devices_are_used_by_default():
     around = resolved()
     assert around.settings.num_devices == 8
     assert around.devices == tuple(jax.devices())
-    assert around.settings.topology == without_all_to_all(PRESETS["cpu"])
+    assert around.settings.topology == as_asked(PRESETS["cpu"], uses_all_to_all=False, widens_gradients=True)
 
 
 def test_stand_alone_uses_one_device_whatever_the_mesh():
@@ -63,8 +63,13 @@ def test_devices_limit_the_step():
 
 
 def test_a_topology_is_named_or_made():
-    assert resolved("auto_parallel", topology="tpu-v5p").settings.topology is PRESETS["tpu-v5p"]
-    assert resolved("auto_parallel", topology=PRESETS["h100"]).settings.topology is PRESETS["h100"]
+    for given, machine in (("tpu-v5p", PRESETS["tpu-v5p"]), (PRESETS["h100"], PRESETS["h100"])):
+        asked = as_asked(machine, uses_all_to_all=True, widens_gradients=True)
+        assert resolved("auto_parallel", topology=given).settings.topology is asked
+
+
+def test_gradients_are_reduced_in_their_own_type_where_the_context_says_so():
+    assert not resolved("auto_parallel", gradient_fp32_sync=False).settings.topology.widens_gradients
 
 
 @pytest.mark.parametrize(
