@@ -118,7 +118,6 @@ def _cells(outcome: Judged) -> str:
     kinds = [f"{row['count']:.0f} {row['kind']}" for row in _by_kind(made.traffic)]
     moved = sum(row["payload_bytes"] for row in made.traffic)
     cycles = f"{made.cycles_s * 1e3:.1f} ms" if made.cycles_s else "-"
-    exact = outcome.planned["exact_bytes"] / max(outcome.planned["planned_bytes"], 1)
     return " | ".join(
         [
             cycles,
@@ -127,7 +126,7 @@ def _cells(outcome: Judged) -> str:
             ", ".join(kinds),
             f"{moved / 2**20:.0f} MiB",
             f"{made.peak_bytes / 2**30:.2f} GiB",
-            f"{exact:.0%}",
+            f"{outcome.planned['found_share']:.0%}",
         ]
     )
 

@@ -209,6 +209,7 @@ def describe_plan(plan: Plan, hlo_text: str) -> dict[str, Any]:
         "planned_bytes": report.planned_bytes,
         "compiled_bytes": report.compiled_bytes,
         "exact_bytes": exact,
+        "found_share": report.found_share,
         "unplanned_bytes": report.unplanned_bytes,
         "unplanned": [f"{one.kind} {one.axes} {one.total_bytes} {one.source}" for one in report.unplanned][:12],
         "missing": [f"{one.kind} {one.axes} {one.payload_bytes * one.repeats} {one.source}" for one in report.missing][:12],
