@@ -65,11 +65,12 @@ def test_devices_limit_the_step():
 def test_a_topology_is_named_or_made():
     for given, machine in (("tpu-v5p", PRESETS["tpu-v5p"]), (PRESETS["h100"], PRESETS["h100"])):
         asked = as_asked(machine, uses_all_to_all=True, widens_gradients=True)
-        assert resolved("auto_parallel", topology=given).settings.topology is asked
+        assert resolved("auto_parallel", topology=given).settings.topology == asked
 
 
 def test_gradients_are_reduced_in_their_own_type_where_the_context_says_so():
-    assert not resolved("auto_parallel", gradient_fp32_sync=False).settings.topology.widens_gradients
+    context = current_context().replace(parallel_mode="auto_parallel", gradient_fp32_sync=False)
+    assert not environment(step_options({}), context).settings.topology.widens_gradients
 
 
 @pytest.mark.parametrize(

@@ -251,11 +251,6 @@ def as_asked(machine: Topology, uses_all_to_all: bool, widens_gradients: bool) -
     return replace(machine, uses_all_to_all=uses_all_to_all, widens_gradients=widens_gradients)
 
 
-def without_all_to_all(machine: Topology) -> Topology:
-    """The machine for programs that may hold no all_to_all."""
-    return as_asked(machine, uses_all_to_all=False, widens_gradients=machine.widens_gradients)
-
-
 @lru_cache(maxsize=64)
 def without_latency(machine: Topology) -> Topology:
     """The machine as a collective meets it that is combined with others."""

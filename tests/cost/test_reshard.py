@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdctx.cost.reshard import reshard_steps, reshard_time_s
-from spmdctx.cost.topology import topology, without_all_to_all
+from spmdctx.cost.topology import as_asked, topology
 from spmdctx.ir import TensorSharding
 from spmdctx.mesh import LogicalMesh, axes_of, divides, local_shape, replicated
 
@@ -228,5 +228,5 @@ def test_without_all_to_all_a_tensor_is_gathered_and_sliced():
 def test_the_machine_says_whether_a_reshard_is_priced_as_all_to_all():
     machine = topology("tpu-v5e")
     ends = (("a", "b"), ()), ((), ("a", "b"))
-    times = [reshard_time_s((4096, 4096), ITEM_BYTES, *ends, MESH_2X4, one) for one in (machine, without_all_to_all(machine))]
+    times = [reshard_time_s((4096, 4096), ITEM_BYTES, *ends, MESH_2X4, one) for one in (machine, as_asked(machine, False, False))]
     assert times[0] * 2 < times[1]

@@ -11,7 +11,7 @@ import pytest
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import reshard_steps
 from spmdctx.cost.reshard_table import reshard_table
-from spmdctx.cost.topology import topology, without_all_to_all
+from spmdctx.cost.topology import as_asked, topology
 from spmdctx.domains import domain
 from spmdctx.ir import TensorSharding
 from spmdctx.mesh import LogicalMesh, divides
@@ -101,7 +101,7 @@ def test_chains_are_as_short_as_a_plain_search_finds_and_seconds_add_up(axes: tu
 
 @pytest.mark.parametrize(("axes", "shape"), CASES)
 def test_seconds_without_all_to_all_are_those_of_the_chains_without_it(axes: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    mesh, machine = LogicalMesh.of(axes), without_all_to_all(topology("h100"))
+    mesh, machine = LogicalMesh.of(axes), as_asked(topology("h100"), uses_all_to_all=False, widens_gradients=False)
     known = domain(mesh, shape)
     table = reshard_table(known, machine)
     for first, source in enumerate(known.shardings):
