@@ -6,15 +6,17 @@ to an addition whose other term is unreduced too, which then reduces the sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.cost.collectives import collective_time_s
+from spmdctx.cost.collectives import LinearPrice, collective_price, collective_time_s
 from spmdctx.cost.topology import Topology
 from spmdctx.domains import AxisCodes, axis_codes, domain
-from spmdctx.ir import LITERAL, FactorKind, Graph, Op, OpRule, item_bytes
+from spmdctx.ir import LITERAL, AxisNames, FactorKind, Graph, Op, OpRule, Value, item_bytes
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.overlap import reduction_machine, widening
 from spmdctx.search.roofline import compute_time_s
@@ -110,8 +112,7 @@ def _legal_rows(rule: OpRule, rows: IntArray, codes: AxisCodes) -> IntArray:
 def states_of(graph: Graph, op: Op, split: Split, joins: Joins, mesh: LogicalMesh, topology: Topology, is_terminal: bool = False) -> States:
     """The states of an op for its splits; `is_terminal` where its results reach no matrix product."""
     builder = _Builder(graph, op, split, mesh, topology, is_terminal)
-    for place in range(len(split.rows)):
-        builder.add(place, joins.hands_on)
+    builder.add(joins.hands_on)
     if joins.takes:
         builder.add_unreduced(joins.hands_on)
     return builder.states()
@@ -125,6 +126,23 @@ class _State(NamedTuple):
     seconds: float
 
 
+_Scatters = list[tuple[int, AxisNames, AxisNames]]
+"""What a reduce_scatter of partial results over some axes can scatter: codes with their axes, and the axes left to reduce."""
+
+
+@lru_cache(maxsize=1024)
+def _extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> list[list[list[int]]]:
+    """[code, dim, number]: the sharding after a code's axes join a dimension, minor-most; -1 where there is none."""
+    known, codes = domain(mesh, shape), axis_codes(mesh)
+    found = []
+    for added in range(len(codes)):
+        after = [known.rows.copy() for _ in shape]
+        for dim, rows in enumerate(after):
+            rows[:, dim] = codes.joined[rows[:, dim], added]
+        found.append([known.numbers(rows).tolist() for rows in after])
+    return found
+
+
 class _Builder:
     def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool) -> None:
         self._is_terminal = is_terminal
@@ -132,81 +150,102 @@ class _Builder:
         self._reducing = reduction_machine(is_terminal, topology)
         self._graph, self._op, self._split, self._mesh, self._topology = graph, op, split, mesh, topology
         self._codes = axis_codes(mesh)
-        self._results = [domain(mesh, graph.values[value].shape) for value in op.results]
+        self._results = [graph.values[value] for value in op.results]
+        self._slices = [domain(mesh, value.shape).slices.tolist() for value in self._results]
+        self._bytes = [self._whole_bytes(value) for value in self._results]
         self._summed = [factor for factor, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
-        self._natural = np.stack(split.results, axis=1).tolist() if op.results else [[] for _ in split.rows]
+        self._rows: list[list[int]] = split.rows.tolist()
+        self._natural = list(zip(*(own.tolist() for own in split.results), strict=True)) if op.results else [()] * len(self._rows)
+        self._compute_s = self._all_compute_s()
+        self._prices: dict[tuple[str, AxisNames], LinearPrice] = {}
+        self._scatters: dict[AxisNames, _Scatters] = {}
         self._found: list[_State] = []
 
-    def add(self, place: int, hands_on: bool) -> None:
-        """The states of one split whose operands are whole or split, but reduced."""
-        row = self._split.rows[place].tolist()
-        compute_s = compute_time_s(self._graph, self._op, self._codes.sharding(row), self._mesh, self._topology)
-        natural = tuple(self._natural[place])
-        partial = [name for factor in self._summed for name in self._codes.axes[row[factor]]]
-        if not partial:
-            self._found.append(_State(place, 0, natural, 0, compute_s))
-            return
-        self._reduce(place, 0, natural, tuple(partial), compute_s, hands_on)
+    def _whole_bytes(self, value: Value) -> int:
+        """Bytes of a whole result while it is partial."""
+        count = item_bytes(value.dtype) * widening(self._op, value.dtype, self._is_terminal, self._topology)
+        return count * math.prod(value.shape)
+
+    def _all_compute_s(self) -> list[float]:
+        """Seconds that each split computes, which depend on the factors' numbers of slices only."""
+        known: dict[tuple[int, ...], float] = {}
+        found = []
+        for row, slices in zip(self._rows, self._codes.slices[self._split.rows].tolist(), strict=True):
+            key = tuple(slices)
+            if key not in known:
+                known[key] = compute_time_s(self._graph, self._op, self._codes.sharding(row), self._mesh, self._topology)
+            found.append(known[key])
+        return found
+
+    def add(self, hands_on: bool) -> None:
+        """The states of the splits whose operands are whole or split, but reduced."""
+        axes, summed = self._codes.axes, self._summed
+        for place, (row, natural, compute_s) in enumerate(zip(self._rows, self._natural, self._compute_s, strict=True)):
+            partial = tuple([name for factor in summed for name in axes[row[factor]]])
+            if partial:
+                self._reduce(place, 0, natural, partial, compute_s, hands_on)
+            else:
+                self._found.append(_State(place, 0, natural, 0, compute_s))
 
     def add_unreduced(self, hands_on: bool) -> None:
         """The states in which an addition takes both of its terms unreduced over axes that it does not use."""
-        for place, row in enumerate(self._split.rows.tolist()):
-            used = int(np.bitwise_or.reduce(self._codes.bits[row])) if row else 0
-            compute_s = compute_time_s(self._graph, self._op, self._codes.sharding(row), self._mesh, self._topology)
-            for bits in range(1, 1 << len(self._codes.names(-1))):
+        every = [(bits, self._codes.names(bits)) for bits in range(1, 1 << len(self._codes.names(-1)))]
+        taken = np.bitwise_or.reduce(self._codes.bits[self._split.rows], axis=1).tolist()
+        for place, used in enumerate(taken):
+            for bits, names in every:
                 if bits & used == 0:
-                    self._reduce(place, bits, tuple(self._natural[place]), self._codes.names(bits), compute_s, hands_on)
+                    self._reduce(place, bits, self._natural[place], names, self._compute_s[place], hands_on)
 
     def _reduce(
-        self, place: int, unreduced_in: int, natural: tuple[int, ...], partial: tuple[str, ...], compute_s: float, hands_on: bool
+        self, place: int, unreduced_in: int, natural: tuple[int, ...], partial: AxisNames, compute_s: float, hands_on: bool
     ) -> None:
-        payloads = [self._payload(position, number) for position, number in enumerate(natural)]
+        payloads = [self._bytes[position] // self._slices[position][number] for position, number in enumerate(natural)]
         reduced_s = sum(self._all_reduce_s(position, payload, partial) for position, payload in enumerate(payloads))
         self._found.append(_State(place, unreduced_in, natural, 0, compute_s + self._exposed * reduced_s))
         if len(natural) != 1 or self._op.rule.combiner != "add":
             return
         if hands_on:
-            bits = sum(1 << list(self._codes.names(-1)).index(name) for name in partial)
+            bits = sum(1 << self._codes.names(-1).index(name) for name in partial)
             self._found.append(_State(place, unreduced_in, natural, bits, compute_s))
-        for stored, scattered in self._scatters(natural[0], partial):
-            seconds = collective_time_s("reduce_scatter", payloads[0], scattered, self._mesh, self._reducing)
-            rest = tuple(name for name in partial if name not in scattered)
+        known = self._scatters.get(partial)
+        if known is None:
+            known = self._scatters[partial] = self._scatters_over(partial)
+        extended = _extended(self._mesh, self._results[0].shape)
+        for added, scattered, rest in known:
+            numbers = [stored for own in extended[added] if (stored := own[natural[0]]) >= 0]
+            if not numbers:
+                continue
+            seconds = self._collective_s("reduce_scatter", payloads[0], scattered)
             if rest:
-                left = payloads[0] // self._mesh.num_slices(scattered)
-                seconds += collective_time_s("all_reduce", left, rest, self._mesh, self._reducing)
-            self._found.append(_State(place, unreduced_in, (stored,), 0, compute_s + self._exposed * seconds))
+                seconds += self._collective_s("all_reduce", payloads[0] // self._mesh.num_slices(scattered), rest)
+            seconds = compute_s + self._exposed * seconds
+            self._found += [_State(place, unreduced_in, (stored,), 0, seconds) for stored in numbers]
 
-    def _all_reduce_s(self, position: int, payload: int, partial: tuple[str, ...]) -> float:
+    def _collective_s(self, kind: str, payload: int, axes: AxisNames) -> float:
+        """Seconds of a collective that reduces."""
+        price = self._prices.get((kind, axes))
+        if price is None:
+            price = self._prices[kind, axes] = collective_price(kind, axes, self._mesh, self._reducing)
+        return price.fixed_s + payload * price.s_per_byte
+
+    def _all_reduce_s(self, position: int, payload: int, partial: AxisNames) -> float:
         """Seconds to reduce a result in place; of an argmax XLA gathers every device's best value and its index."""
         if self._op.rule.combiner not in ("argmax", "argmin"):
-            return collective_time_s("all_reduce", payload, partial, self._mesh, self._reducing)
+            return self._collective_s("all_reduce", payload, partial)
         dtypes = [self._graph.values[value].dtype for value in (self._op.operands[0], self._op.results[position])]
         candidates = payload // item_bytes(dtypes[1]) * self._mesh.num_slices(partial)
         gathered = [candidates * item_bytes(dtype) for dtype in dtypes]
         return sum(collective_time_s("all_gather", num_bytes, partial, self._mesh, self._topology) for num_bytes in gathered)
 
-    def _scatters(self, natural: int, partial: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Shardings that a reduce_scatter can leave a result in, and the axes it scatters over."""
-        known, codes = self._results[0], self._codes
-        row = known.rows[natural]
+    def _scatters_over(self, partial: AxisNames) -> _Scatters:
+        """The codes that a reduce_scatter of results that are partial over some axes can leave them split by."""
         wanted = set(partial)
+        found: _Scatters = []
         some = self._op.primitive == "dot_general"
-        for added, own in enumerate(codes.axes):
+        for added, own in enumerate(self._codes.axes):
             if own and (set(own) == wanted or (some and set(own) < wanted)):
-                for dim in range(len(row)):
-                    after = row.copy()
-                    after[dim] = codes.joined[row[dim], added]
-                    number = int(known.numbers(after[None, :])[0])
-                    if number >= 0:
-                        yield number, own
-
-    def _payload(self, position: int, number: int) -> int:
-        value = self._graph.values[self._op.results[position]]
-        known = self._results[position]
-        count = item_bytes(value.dtype) * widening(self._op, value.dtype, self._is_terminal, self._topology)
-        for size in value.shape:
-            count *= size
-        return count // int(known.slices[number])
+                found.append((added, own, tuple([name for name in partial if name not in own])))
+        return found
 
     def states(self) -> States:
         """What was added, as arrays."""
