@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from spmdctx.context import AutoParallelContext
 from spmdctx.context_options import BY_NAME
 from spmdctx.context_values import OPTIMIZER_LEVELS
 from spmdctx.cost.topology import Topology
-from spmdctx.errors import UnsupportedError
+from spmdctx.errors import ContextWarning, UnsupportedError
 from spmdctx.ir import LITERAL, Assignment, Role
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
@@ -33,6 +34,7 @@ from spmdctx.trace.program import Program
 from spmdctx.wording import exact_bytes_text
 
 _ROUNDING = 1e-9
+_NO_BUCKETS = "Buckets of gradients have no effect: the CPU compiler drops what keeps them apart, and reduces all of them at once."
 _SEARCHED = ("dynamic_programming", "recursive_programming")
 
 
@@ -95,6 +97,9 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices)
         notes = _notes(program, captured, setup, settings, assignment, bill)
+        if settings.topology.device == "cpu" and any(bucket is not None for bucket in buckets):
+            warnings.warn(_NO_BUCKETS, ContextWarning, stacklevel=2)
+            notes = (*notes, _NO_BUCKETS)
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
         plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing, bound_s)
         named = tuple(PlannedGradient(one.path, bucket) for one, bucket in zip(gradients, buckets, strict=True))

@@ -76,9 +76,11 @@ def test_buckets_change_no_numbers_and_the_plan_says_which_gradient_is_in_which(
     batch = rng.normal(size=(16, 16)).astype(np.float32)
     whole = spmdctx.parallel(step, parallel_mode="data_parallel")
     parallel = whole.with_options(all_reduce_fusion_config=[2, 4])
+    with pytest.warns(spmdctx.ContextWarning, match="the CPU compiler drops what keeps them apart"):
+        plan = parallel.plan(weights, batch)
+    assert any("CPU compiler" in note for note in plan.notes)
     for got, want in zip(jax.tree.leaves(parallel(weights, batch)), jax.tree.leaves(whole(weights, batch)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
-    plan = parallel.plan(weights, batch)
     causes = [row.cause for row in plan.collectives if row.cause.startswith("bucket")]
     assert sorted(causes) == [f"bucket {index // 2} of gradients: partial result of dot_general" for index in range(6)]
     assert [line.split()[-2:] for line in str(plan).splitlines() if "weights/" in line][-6:] == [[str(n), f"weights/{n}"] for n in range(6)]
