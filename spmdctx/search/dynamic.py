@@ -29,6 +29,7 @@ from spmdctx.search.price import price
 from spmdctx.search.solver.problem import Infeasible, Problem, Solution
 from spmdctx.search.solver.solve import solve
 from spmdctx.search.space import Space
+from spmdctx.search.stored_inputs import store_as_read
 from spmdctx.search.tables import Tables
 
 MODE = "dynamic_programming"
@@ -265,6 +266,7 @@ class Searcher:
     def _found(self, setup: Setup, tables: Tables, solution: Solution) -> Found:
         states = solution.states[: len(tables.choices)]
         assignment = place_free_values(tables.space, tables.assignment(states, MODE), tables.pins)
+        assignment = store_as_read(tables.space, assignment, tables.pins)
         # The batch lies as the plan has it; nobody asked for anything else.
         asked = {value: sharding for value, sharding in setup.seeds.items() if value in setup.partial_pins}
         return Found(replace(setup, seeds=asked), assignment, solution.cost, solution.lower_bound, solution.counts)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmdctx.domains import domain
-from spmdctx.ir import item_bytes
+from spmdctx.ir import FactorKind, item_bytes
 from spmdctx.search.memory import Peak, StepMemory
 from spmdctx.search.narrowing import NARROW_BYTES
 from spmdctx.search.network import Carry, Network, Source
@@ -166,14 +166,20 @@ class _Builder:
 
     def add_own_copies(self, memory: StepMemory, carries: Collection[Carry]) -> None:
         """What ops make for themselves alone while they run: operands as they take them, and results before they are stored."""
-        folded, nodes = self._network.folded, self._network.nodes
+        folded, nodes, ops = self._network.folded, self._network.nodes, self._space.graph.ops
+        seen: set[tuple[int, int]] = set()
         for carry in carries:
             value = self._network.carries[carry].value
             into_op = nodes[carry.target].sort == "op"
             members = folded.op_members[carry.target if into_op else carry.source.node]
             if into_op or not memory.held[value]:
                 copy = self._copy_node(carry.target, carry.source, value, carry.position, carry.narrow)
-                self._lives += [Life(copy, min(op, memory.times[op]), memory.times[op] + 1) for op in members]
+                for op in members:
+                    # Ops that run together may read one copy.
+                    taken = ops[op].operands[carry.position] if into_op else ops[op].results[carry.source.result]
+                    if (taken, memory.times[op]) not in seen:
+                        seen.add((taken, memory.times[op]))
+                        self._lives.append(Life(copy, memory.times[op], memory.times[op] + 1))
             if not into_op:
                 made = self._made_node(carry, value)
                 self._lives += [Life(made, op, op + 1) for op in members]
@@ -188,25 +194,40 @@ class _Builder:
         is_slice = self._tables.reshard_s(known_value.shape, 1)[stored] == 0.0
         size = self._bytes(value, None) * (NARROW_BYTES / item_bytes(known_value.dtype) if narrow else 1.0)
         copy = self._twice((node, ~position), node, taken, size)
-        self._edges.append(Edge(source.node, copy, self._unless_copied(("slice", id(stored), known_value.shape), is_slice)))
+        self._edges.append(Edge(source.node, copy, self._shared(("slice", id(stored), known_value.shape), _unless_copied(is_slice))))
         return copy
 
     def _made_node(self, carry: Carry, value: int) -> int:
-        """The company of an op's result: each sharding twice, first where it is stored so, then where it is made so and moved."""
+        """The company of an op's result: how it is made, twice, first where it is stored so, then where it is moved.
+
+        Partial results are in memory before their reduction, others where they are moved.
+        """
         key = (carry.source.node, ~(carry.target + _POSITIONS))
         known = self._company.get(key)
         if known is not None:
             return known
-        choices = self._tables.choices
-        made, stored, size = (
-            choices[carry.source.node].stored[carry.source.result],
-            choices[carry.target].taken[0],
-            self._bytes(value, None),
-        )
-        copy = self._twice(key, carry.source.node, made, size)
-        as_made = stored[:, None] == np.arange(len(size))
-        self._edges.append(Edge(carry.target, copy, self._unless_copied(("made", id(stored), len(size)), as_made)))
+        result, stored, size = carry.source.result, self._tables.choices[carry.target].taken[0], self._bytes(value, None)
+        before, made = self._made(carry.source.node, result)
+        kinds, kind = np.unique(np.stack([before, made], axis=1), axis=0, return_inverse=True)
+        is_partial = kinds[:, 0] >= 0
+        at_first = np.where(is_partial, size[kinds[:, 0]], 0.0)
+        moved = at_first + np.where(is_partial & (kinds[:, 0] == kinds[:, 1]), 0.0, size[kinds[:, 1]])
+        same = np.where(kind.reshape(-1)[:, None] == np.arange(len(kinds)), 0.0, np.inf)
+        copy = self._add(key, carry.source.node, np.hstack([same, same]))
+        self._usages[copy] = np.concatenate([at_first, moved])
+        self._edges.append(Edge(carry.target, copy, _unless_copied(stored[:, None] == kinds[:, 1])))
         return copy
+
+    def _made(self, node: int, result: int) -> tuple[IntArray, IntArray]:
+        """Per state of an op: the sharding of a partial result before its reduction (-1 of others), and after it."""
+        choices = self._tables.choices[node]
+        assert choices.split is not None
+        assert choices.states is not None
+        kinds = self._space.graph.ops[self._network.nodes[node].member].rule.kinds
+        summed = [factor for factor, kind in enumerate(kinds) if kind is FactorKind.REDUCTION]
+        is_partial = np.asarray((choices.split.rows[:, summed] > 0).any(axis=1))
+        split = choices.states.split
+        return np.where(is_partial[split], choices.split.results[result][split], -1), choices.stored[result]
 
     def _twice(self, key: tuple[int, int], node: int, numbers: IntArray, num_bytes: FloatArray) -> int:
         """A company of `node`, whose states have `numbers`: each number first as no copy, then as one."""
@@ -215,9 +236,10 @@ class _Builder:
         self._usages[copy] = np.concatenate([np.zeros(len(num_bytes)), num_bytes])
         return copy
 
-    def _unless_copied(self, key: tuple[object, ...], is_free: NDArray[np.bool_]) -> FloatArray:
-        """The edge to such a company from a node in whose states no copy is made where `is_free`."""
-        return self._shared(key, np.hstack([np.where(is_free, 0.0, np.inf), np.zeros(is_free.shape)]))
-
     def _shared(self, key: tuple[object, ...], table: FloatArray) -> FloatArray:
         return self._memo.setdefault(key, table)
+
+
+def _unless_copied(is_free: NDArray[np.bool_]) -> FloatArray:
+    """An edge from a node to company that has each state twice, in the first of which it makes no copy: possible where `is_free`."""
+    return np.hstack([np.where(is_free, 0.0, np.inf), np.zeros(is_free.shape)])

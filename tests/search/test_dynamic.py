@@ -96,17 +96,17 @@ def test_the_plan_is_the_cheapest_that_the_parameters_allow(first, limits):
                 assert limits.allows(op, axes, mesh, stored if follows else None)
 
 
-@pytest.mark.parametrize("first", range(3000, 3100, TOGETHER))
+@pytest.mark.parametrize("first", range(3000, 3120, 3 * TOGETHER))
 def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
     monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 600)
     compared = 0
-    for seed in range(first, first + TOGETHER):
+    for seed in range(first, first + 3 * TOGETHER):
         made, mesh, machine = random_step(seed, 4), random_mesh(seed), random_machine(seed)
         if made.loose:
             continue
         free = _search(made, mesh, machine)
         peak = price(made.graph, made.scopes, made.loose, (), free.assignment, mesh, machine).memory_bytes
-        budget = int(peak * random.Random(seed).choice((0.95, 0.8, 0.6)))
+        budget = int(peak * random.Random(seed).choice((0.95, 0.9, 0.7)))
         found = _search(made, mesh, machine, memory_bytes=budget)
         try:
             truth = exhaustive(made.graph, made.scopes, made.loose, mesh, machine, Conditions(memory_bytes=budget, count_copies=True))

@@ -1,0 +1,52 @@
+"""Arguments that are only read in slices go in sliced."""
+
+import pytest
+
+from spmdctx.cost.topology import topology
+from spmdctx.ir import Assignment, OpSharding
+from spmdctx.mesh import LogicalMesh
+from spmdctx.search.price import price
+from spmdctx.search.space import Space
+from spmdctx.search.stored_inputs import store_as_read
+from tests.search.random_graphs import StepMaker
+
+MESH = LogicalMesh.of((2, 2))
+X, Y = MESH.names
+
+
+def _step(splits, stored):
+    """An argument that element-wise ops read, each split so, and its assignment."""
+    make = StepMaker()
+    argument = make.input(8, 4)
+    for _ in splits:
+        make.same("neg", argument)
+    step = make.finish()
+    ops = tuple(OpSharding(split) for split in splits)
+    values = [((), ())] * len(step.graph.values)
+    for op, split in zip(step.graph.ops, splits, strict=True):
+        values[op.results[0]] = split
+    values[step.graph.inputs[0]] = stored
+    return step, Assignment(ops, tuple(values), "test")
+
+
+@pytest.mark.parametrize(
+    ("splits", "stored", "expected"),
+    [
+        ([((X,), ()), ((X,), ())], ((), ()), ((X,), ())),
+        ([((X, Y), ()), ((X,), (Y,))], ((), ()), ((X,), ())),
+        ([((X, Y), ()), ((X,), ())], ((X,), ()), ((X,), ())),
+        ([((X,), ()), ((), (Y,))], ((), ()), ((), ())),
+        ([((X,), ()), ((X,), ())], ((), (Y,)), ((), (Y,))),
+    ],
+    ids=["all alike", "common part", "no less than now", "nothing in common", "moved for all"],
+)
+def test_an_argument_is_split_as_far_as_all_of_its_readers_split_it(splits, stored, expected):
+    step, assignment = _step(splits, stored)
+    space = Space(step.graph, MESH, topology("h100"), step.loose)
+    found = store_as_read(space, assignment, {})
+    argument = step.graph.inputs[0]
+    assert found.values[argument] == expected
+    bills = [price(step.graph, step.scopes, step.loose, (), one, MESH, topology("h100")) for one in (assignment, found)]
+    assert bills[1].communication_s == bills[0].communication_s
+    assert bills[1].memory_bytes <= bills[0].memory_bytes
+    assert store_as_read(space, assignment, {space.slot_of[argument]: (None, None)}) == assignment
