@@ -105,8 +105,8 @@ def _searched(job: Job, devices: Any) -> Built:
         arguments: tuple[Any, ...] = (state, batch)
     else:
         step, arguments = zoo_program(job["model"], UNSPLIT)
-    # Templates exchange tokens by all-to-alls; the switch gives plans the same freedom.
-    spmdctx.set_auto_parallel_context(enable_alltoall=True)
+    # As the templates do: gradients are reduced in their own type.
+    spmdctx.set_auto_parallel_context(gradient_fp32_sync=False)
     run = spmdctx.parallel(
         step,
         devices=devices,
