@@ -94,12 +94,17 @@ def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh, all_to_all: bool) -> P
             price[number, hop.after] = own
             hops[number, hop.after] = hop
     following = np.broadcast_to(np.arange(count), (count, count)).copy()
+    most, through, better = price - 1e-12, np.empty_like(price), np.empty(price.shape, dtype=bool)
     for middle in range(count):
-        through = price[:, middle, None] + price[None, middle, :]
-        better = through < price - 1e-12
-        if better.any():
-            np.copyto(price, through, where=better)
-            np.copyto(following, following[:, middle, None], where=better)
+        np.add(price[:, middle, None], price[None, middle, :], out=through)
+        np.less(through, most, out=better)
+        # Few are better: their places are handled one by one.
+        places = np.flatnonzero(better)
+        if len(places):
+            lower = through.take(places)
+            price.put(places, lower)
+            most.put(places, lower - 1e-12)
+            following.put(places, following[:, middle].take(places // count))
     return Paths(following, hops)
 
 
@@ -112,11 +117,15 @@ def _table(rows: bytes, num_dims: int, mesh: LogicalMesh, topology: Topology) ->
     slices = np.prod(codes.slices[states], axis=1)
     count = len(states)
     fixed, slope = np.zeros((count, count)), np.zeros((count, count))
-    for (number, other), hop in paths.hops.items():
-        if hop.kind != "slice":
-            line = collective_price(hop.kind, hop.axes, mesh, topology)
-            payload = 1 / slices[other if hop.kind == "all_gather" else number]
-            fixed[number, other], slope[number, other] = line.fixed_s, line.s_per_byte * payload
+    lines: dict[tuple[str, AxisNames], LinearPrice] = {}
+    payloads = (1 / slices).tolist()
+    for (number, other), (kind, axes, _) in paths.hops.items():
+        if kind != "slice":
+            line = lines.get((kind, axes))
+            if line is None:
+                line = lines[kind, axes] = collective_price(kind, axes, mesh, topology)
+            fixed[number, other] = line.fixed_s
+            slope[number, other] = line.s_per_byte * payloads[other if kind == "all_gather" else number]
     first_fixed, first_slope = fixed, slope
     fixed, slope = np.zeros((count, count)), np.zeros((count, count))
     place = np.broadcast_to(np.arange(count)[:, None], (count, count))
@@ -132,22 +141,37 @@ def _table(rows: bytes, num_dims: int, mesh: LogicalMesh, topology: Topology) ->
 
 def _single_steps(states: IntArray, codes: AxisCodes) -> Iterator[tuple[int, Hop, float]]:
     """Every step out of every state, with the bytes that it moves in units of the whole tensor."""
-    slices = np.prod(codes.slices[states], axis=1)
+    slices = np.prod(codes.slices[states], axis=1).tolist()
     places = {tuple(row): number for number, row in enumerate(states.tolist())}
+    known = _known_steps(codes.mesh)
     for row, number in places.items():
-        for kind, axes, after in _steps(row, codes):
+        steps = known.get(row)
+        if steps is None:
+            steps = known[row] = [(kind, axes, after, _moved(kind, axes, codes.mesh)) for kind, axes, after in _steps(row, codes)]
+        for kind, axes, after, moved in steps:
             other = places.get(after)
             if other is not None:
-                group = codes.mesh.num_slices(axes)
-                moved = {"slice": 0.0, "all_gather": group - 1.0, "all_to_all": (group - 1) / group}[kind]
-                yield number, Hop(kind, axes, other), moved / int(slices[number])
+                yield number, Hop(kind, axes, other), moved / slices[number]
     cuts = codes.slices[states]
     alike = (cuts[:, None, :] == cuts[None, :, :]).all(axis=2)
     np.fill_diagonal(alike, False)
-    for number, other in zip(*(found.tolist() for found in np.nonzero(alike)), strict=True):
-        changed = states[number] != states[other]
-        bits = int(np.bitwise_or.reduce(codes.bits[[*states[number][changed], *states[other][changed]]]))
-        yield number, Hop("collective_permute", codes.names(bits), other), 1 / int(slices[number])
+    numbers, others = np.nonzero(alike)
+    changed = np.where(states[numbers] != states[others], codes.bits[states[numbers]] | codes.bits[states[others]], 0)
+    names = [codes.names(bits) for bits in range(int(codes.bits.max(initial=0)) + 1)]
+    for number, other, bits in zip(numbers.tolist(), others.tolist(), np.bitwise_or.reduce(changed, axis=1).tolist(), strict=True):
+        yield number, Hop("collective_permute", names[bits], other), 1 / slices[number]
+
+
+@lru_cache(maxsize=64)
+def _known_steps(mesh: LogicalMesh) -> dict[tuple[int, ...], list[tuple[str, AxisNames, tuple[int, ...], float]]]:
+    """The steps out of rows that were looked at before, each with the blocks that it moves."""
+    return {}
+
+
+def _moved(kind: str, axes: AxisNames, mesh: LogicalMesh) -> float:
+    """Blocks that one device moves."""
+    group = mesh.num_slices(axes)
+    return {"slice": 0.0, "all_gather": group - 1.0, "all_to_all": (group - 1) / group}[kind]
 
 
 def _steps(row: tuple[int, ...], codes: AxisCodes) -> Iterator[tuple[str, AxisNames, tuple[int, ...]]]:

@@ -131,7 +131,8 @@ class Tables:
         key = (id(stored), id(taken), known.shape, size, weight, unreduced, carry.position if follows else -1)
         table = self._edges.get(key)
         if table is None:
-            table = self.reshard_s(known.shape, size)[np.ix_(stored, taken)] * weight
+            # Weighted while it is small; columns before rows, which are then copied whole.
+            table = (self.reshard_s(known.shape, size) * weight).take(taken, axis=1).take(stored, axis=0)
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
             if source.split is not None and target.split is None:
