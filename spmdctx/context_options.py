@@ -273,7 +273,8 @@ OPTIONS: tuple[Option, ...] = (
         CommFusion(True, _AUTO_FUSION, _AUTO_FUSION, _AUTO_FUSION),
         "openstate (bool); allreduce, allgather, reducescatter: {mode: auto or size (allreduce: or index), config: MB > 0, or indices}",
         _DISTRIBUTED,
-        "Fusion of collectives by size or index; of this and all_reduce_fusion_config the later call wins. Unset: XLA's own combiner.",
+        "Fusion of collectives by size (auto: 64 MB) or index; of this and all_reduce_fusion_config the later call wins. Unset: XLA's own "
+        "combiner. TPU combines no all-gathers, and CPU joins what it likes: a plan for them says so.",
         store=store_comm_fusion,
     ),
     Option(

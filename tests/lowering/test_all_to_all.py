@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,3 +45,20 @@ def test_experts_are_dispatched_by_all_to_all_where_that_is_allowed_and_by_gathe
 def test_no_search_brings_one_in(name, backend):
     options = {"parallel_mode": "auto_parallel", "search_mode": "dynamic_programming"}
     assert all_to_alls(name, backend, False, **options) == (0, 0)
+
+
+def moved(x):
+    """A large tensor that is split by rows, then by columns."""
+    return spmdctx.shard(jnp.cos, ((1, 8),))(spmdctx.shard(jnp.sin, ((8, 1),))(x) * 2)
+
+
+def test_a_plan_without_says_what_it_would_save():
+    options = {"parallel_mode": "semi_auto_parallel", "device_num": 8, "topology": "h100"}
+    x = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+    without, allowed = (spmdctx.parallel(moved, enable_alltoall=own, **options).plan(x) for own in (False, True))
+    (note,) = [note for note in without.notes if "enable_alltoall" in note]
+    saved_s = float(note.split("about ")[1].split(" ")[0]) * 1e-6
+    assert saved_s == pytest.approx(without.cost.communication_s - allowed.cost.communication_s, rel=0.01)
+    assert {row.kind for row in without.collectives} == {"all_gather"}
+    assert {row.kind for row in allowed.collectives} == {"all_to_all"}
+    assert not [note for note in allowed.notes if "enable_alltoall" in note]
