@@ -60,7 +60,7 @@ def test_gradients_of_a_llama_step_are_reduced_in_exactly_the_three_buckets_thro
         replace(config(), num_layers=1, vocab_size=512, width=128, hidden=256, num_heads=4, num_kv_heads=4, max_seq=64), 16, split=UNSPLIT
     )
     parallel = spmdctx.parallel(
-        function, parallel_mode="data_parallel", devices=need(), topology=topology, all_reduce_fusion_config=[3, 10]
+        function, parallel_mode="semi_auto_parallel", devices=need(), topology=topology, all_reduce_fusion_config=[3, 10]
     )
     plan = parallel.plan(*args)
     compiled = parallel.lower(*args).compile()
