@@ -141,7 +141,7 @@ class _Second:
         rows = rows_of(seen, call, traced, operands, options)
         if options.is_local:
             order = gradient_order(call, traced, rows)
-            self.notes += self._notes([rows[index].path.removeprefix("gradients/") for index in order])
+            self.notes += self._notes([rows[index].path.removeprefix("gradients/").removesuffix("/value") for index in order])
             return call.finish(run_on_replicas(call, traced, operands, rows, order, options, get_mesh()))
         results = run_micro_batches(call, traced, operands, rows, call.values, options)
         return call.finish([_cast(value, aval.dtype) for value, aval in zip(results, traced.jaxpr.out_avals, strict=True)])
