@@ -63,11 +63,20 @@ def widening(op: Op, dtype: str, is_terminal: bool, topology: Topology) -> int:
 
 def sides(graph: Graph) -> Sides:
     """Classifies all values of a graph. Depends on no sharding."""
+    loops = _loops(graph)
+    return Sides(_weights(graph, loops), _terminal(graph, loops))
+
+
+def terminal_values(graph: Graph, stops: frozenset[int]) -> bytearray:
+    """Values from which no matrix product can be reached, on ways that end at `stops`."""
+    return _terminal(graph, _loops(graph), stops)
+
+
+def _loops(graph: Graph) -> list[tuple[int, int]]:
     carries = {op.results[0] for op in graph.ops if op.primitive in _CARRIED}
     # What a loop hands on may be the step's own next state; only the loop goes round within a step.
     given = set(graph.inputs)
-    loops = [pair for pair in graph.ties if pair[1] in carries and pair[0] not in given]
-    return Sides(_weights(graph, loops), _terminal(graph, loops))
+    return [pair for pair in graph.ties if pair[1] in carries and pair[0] not in given]
 
 
 def _weights(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
@@ -92,14 +101,14 @@ def _weights(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
         carried |= more
 
 
-def _terminal(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
+def _terminal(graph: Graph, loops: list[tuple[int, int]], stops: frozenset[int] = frozenset()) -> bytearray:
     """Values from which no matrix product can be reached."""
     leads = bytearray(len(graph.values) + 1)
     while True:
         for op in reversed(graph.ops):
             onward = op.primitive in MATRIX_PRODUCTS
             for value in op.results:
-                if leads[value]:
+                if leads[value] and value not in stops:
                     onward = True
             if onward:
                 for value in op.operands:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from spmdctx.ir import Assignment, Op, Role, TensorSharding
 from spmdctx.search.batch import batch_dims
-from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
+from spmdctx.search.overlap import MATRIX_PRODUCTS, terminal_values
 from spmdctx.search.propagation import Spreader, free_loose_values, settle
 from spmdctx.search.space import NO_SLOT, Space
 
@@ -65,8 +65,10 @@ class _Region:
         graph = space.graph
         leaves = [value for value in graph.inputs if graph.values[value].role is Role.BATCH]
         self._batch = batch_dims(graph, leaves, space.mesh).found.keys()
-        terminal = sides(graph).terminal
         self._fixed = {space.slot_of[value] for value in graph.inputs}
+        # What the next turn of a loop over whole steps reads is no part of this turn's update.
+        self._stored = frozenset([value for value, slot in enumerate(space.slot_of) if slot in self._fixed])
+        terminal = terminal_values(graph, self._stored)
         self._fixed |= {slot for value, slot in enumerate(space.slot_of) if not terminal[value] or value in self._batch}
         self._fixed |= {slot for slot, shape in enumerate(space.shapes) if not shape}
         if not splits_accumulators:
@@ -74,7 +76,7 @@ class _Region:
         self._ops = {op.id for op in graph.ops if op.id not in kept and self._is_update(op, terminal)}
 
     def _is_update(self, op: Op, terminal: bytearray) -> bool:
-        if op.primitive in MATRIX_PRODUCTS or not all(terminal[value] for value in op.results):
+        if op.primitive in MATRIX_PRODUCTS or not all(terminal[value] or value in self._stored for value in op.results):
             return False
         return self._batch.isdisjoint((*op.operands, *op.results))
 
