@@ -25,6 +25,7 @@ from spmdctx.search.bodies import Body, add_bodies
 from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
 from spmdctx.search.gradient_order import gradient_buckets, gradient_order, sum_buckets
 from spmdctx.search.modes import ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
+from spmdctx.search.optimizer_state import layer_dims
 from spmdctx.search.price import Bill, price
 from spmdctx.search.refined_mesh import refined_axes
 from spmdctx.search.select import SearchOptions, search
@@ -180,8 +181,20 @@ def _request(program: Program, captured: Captured, settings: Settings) -> Reques
             for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True)
             if is_layerwise(leaf, settings.layerwise_parallel)
         ),
-        optimizer=optimizer_sharding(context),
+        optimizer=_optimizer(program, context),
     )
+
+
+def _optimizer(program: Program, context: AutoParallelContext) -> OptimizerSharding | None:
+    """What the parallel optimizer splits of a step."""
+    asked = optimizer_sharding(context)
+    if asked is None:
+        return None
+    layers: dict[int, int] = {}
+    for region in program.manual:
+        operands = program.graph.ops[region.op].operands if region.op >= 0 else ()
+        layers.update(zip(operands, layer_dims(region.body.graph), strict=False))
+    return replace(asked, layers=tuple((value, count) for value, count in layers.items() if value >= 0 and count))
 
 
 def optimizer_sharding(context: AutoParallelContext) -> OptimizerSharding | None:

@@ -246,6 +246,18 @@ def test_weights_are_gathered_and_gradients_scattered_and_no_activation_moves(di
         assert sorted(row.payload_bytes for row in rows if row.kind == kind) == sizes
 
 
+def test_stacked_weights_are_split_inside_a_layer_in_a_local_loss_too():
+    def step(params, x):
+        def objective(params):
+            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0] ** 2)
+
+        return jax.tree.map(jnp.subtract, params, spmdctx.grad(objective)(params))
+
+    plan = parallel(step, "level3").plan({"layers": jnp.stack([jnp.eye(WIDTH)] * 8)}, jnp.ones((BATCH, WIDTH)))
+    assert plan.inputs[0].sharding == ((), ("data",), ())
+    assert sorted(row.kind for row in plan.collectives) == ["all_gather", "reduce_scatter"]
+
+
 def test_stacked_weights_are_split_inside_a_layer_and_gathered_layer_by_layer():
     def step(params, state, x):
         def objective(params):
@@ -263,6 +275,27 @@ def test_stacked_weights_are_split_inside_a_layer_and_gathered_layer_by_layer():
     gathers = [row for row in plan.collectives if row.kind == "all_gather"]
     assert {(row.payload_bytes, row.repeats) for row in gathers} == {(WIDTH * WIDTH * 4, 8)}
     assert split.audit(params, tx.init(params), jnp.ones((BATCH, WIDTH))).ok
+
+
+@pytest.mark.parametrize("level", ["level1", "level3"])
+def test_a_loop_over_whole_steps_keeps_its_state_split(level):
+    tx = OPTIMIZERS["adamw"]
+    params, state, *batch = arguments(tx)
+
+    def steps(params, state, *batches):
+        def turn(carry, batch):
+            params, state, value = step_of(tx)(*carry, *batch)
+            return (params, state), value
+
+        (params, state), values = jax.lax.scan(turn, (params, state), batches)
+        return params, state, values
+
+    split = parallel(steps, level, "semi_auto_parallel", dataset_strategy=((1, 8, 1), (1, 8, 1)))
+    batches = [jnp.stack([one] * 3) for one in batch]
+    counts = Counter((row.kind, row.repeats) for row in split.plan(params, state, *batches).collectives if row.payload_bytes > 8)
+    assert counts == {("reduce_scatter", 3): 3, ("all_gather", 3): 3}
+    assert split.audit(params, state, *batches).ok
+    assert split.verify(params, state, *batches).ok
 
 
 @pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel"])

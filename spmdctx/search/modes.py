@@ -49,12 +49,14 @@ class OptimizerSharding:
         threshold_bytes: smaller parameters stay whole, and their state.
         shard_size: how many replicas share one copy; `ALL_REPLICAS` for all.
         splits_accumulators: whether what loops over micro-batches sum up is split too.
+        layers: values that go into shard_maps whose bodies scan over them, with how many of their leading dimensions count layers.
     """
 
     level: int
     threshold_bytes: int
     shard_size: int
     splits_accumulators: bool
+    layers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ def _splits(
         if num_bytes(known.shape, known.dtype) < asked.threshold_bytes:
             small.append(known)
         else:
-            found.append(_Split(parameter, values, _dim(graph, readers, parameter), replicas))
+            found.append(_Split(parameter, values, _dim(graph, readers, parameter, dict(asked.layers)), replicas))
     return found, small
 
 
@@ -154,12 +154,20 @@ def _common(first: str, second: str) -> int:
     return count
 
 
-def _dim(graph: Graph, readers: Mapping[int, list[Op]], value: int) -> int:
-    """The first dimension that counts no layers of a scan."""
+def layer_dims(graph: Graph) -> list[int]:
+    """How many leading dimensions of each input count layers of scans."""
+    readers = readers_of(graph)
+    return [_dim(graph, readers, value, {}) for value in graph.inputs]
+
+
+def _dim(graph: Graph, readers: Mapping[int, list[Op]], value: int, known: Mapping[int, int]) -> int:
+    """The first dimension that counts no layers of a scan; `known` has those of what goes into shard_maps."""
+    if value in known:
+        return known[value]
     for op in readers.get(value, []):
         if is_slice(graph, op) and len(graph.values[value].shape) > 1:
-            return 1 + _dim(graph, readers, op.results[0])
-        if op.primitive in RENAMED and (deeper := _dim(graph, readers, op.results[0])):
+            return 1 + _dim(graph, readers, op.results[0], known)
+        if op.primitive in RENAMED and (deeper := _dim(graph, readers, op.results[0], known)):
             return deeper
     return 0
 
