@@ -22,7 +22,8 @@ class Batch(NamedTuple):
     """Edges of one shape whose messages are sent at once, from `left` to `right`.
 
     `left`, `right` index the flat state arrays, [edge, state]; `into_left`, `into_right` the flat messages; `share` is the weight of the
-    sender; `tables` is [edge or 1, state of left, state of right], or with `groups` those of the one table that all edges share.
+    sender; `tables` is [edge or 1, state of left, state of right], or with `groups` those of the one table that all edges share;
+    `is_apart` where no two edges have one receiver.
     """
 
     left: IntArray
@@ -32,6 +33,7 @@ class Batch(NamedTuple):
     share: FloatArray
     tables: FloatArray
     groups: Groups | None
+    is_apart: bool
 
 
 class Single(NamedTuple):
@@ -142,6 +144,7 @@ class Dual:
             np.array([[1.0 / self._chains(node)] for node, _ in edges]),
             np.stack(tables) if len(tables) > 1 else tables[0][None],
             groups,
+            len({other for _, other in edges}) == len(edges),
         )
 
     def _chains(self, node: int) -> int:
@@ -193,8 +196,12 @@ class Dual:
         known = batch.share * totals[batch.left] - self._messages[batch.into_left]
         sent = _least(batch.tables, known, batch.groups)
         # Only differences matter; this keeps the numbers small.
-        sent -= sent.min(axis=1, keepdims=True)
-        np.add.at(totals, batch.right, sent - self._messages[batch.into_right])
+        sent -= np.minimum.reduce(sent, axis=1, keepdims=True)
+        change = sent - self._messages[batch.into_right]
+        if batch.is_apart:
+            totals[batch.right] += change
+        else:
+            np.add.at(totals, batch.right, change)
         self._messages[batch.into_right] = sent
 
     def bound(self) -> Bound:
@@ -277,11 +284,14 @@ def _least(tables: FloatArray, added: FloatArray, groups: Groups | None) -> Floa
     if groups is not None:
         added = np.minimum.reduceat(added[:, groups.rows.order], groups.rows.starts, axis=1)
     step = max(1, CHUNK // (tables.shape[1] * tables.shape[2]))
-    parts = []
-    for start in range(0, len(added), step):
-        part = tables[start : start + step] if len(tables) > 1 else tables
-        parts.append((part + added[start : start + step, :, None]).min(axis=1))
-    least = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    if step >= len(added):
+        least: FloatArray = np.minimum.reduce(tables + added[:, :, None], axis=1)
+    else:
+        parts = []
+        for start in range(0, len(added), step):
+            part = tables[start : start + step] if len(tables) > 1 else tables
+            parts.append(np.minimum.reduce(part + added[start : start + step, :, None], axis=1))
+        least = np.concatenate(parts)
     return least if groups is None else least[:, groups.columns.of]
 
 
