@@ -100,9 +100,10 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices)
         notes = _notes(program, captured, setup, settings, assignment, bill)
-        if settings.topology.device == "cpu" and any(bucket is not None for bucket in buckets):
-            warnings.warn(_NO_BUCKETS, ContextWarning, stacklevel=2)
-            notes = (*notes, _NO_BUCKETS)
+        without = _without_buckets(program, settings, setup, buckets)
+        if without:
+            warnings.warn(without, ContextWarning, stacklevel=2)
+            notes = (*notes, without)
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
         plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing, bound_s)
         named = tuple(PlannedGradient(one.path, bucket) for one, bucket in zip(gradients, buckets, strict=True))
@@ -134,6 +135,16 @@ def _bodies(program: Program) -> list[Body]:
         for region in program.manual
         if region.op >= 0
     ]
+
+
+def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets: Sequence[int | None]) -> str:
+    """Why the gradients' buckets that were asked for are none; empty where they are made."""
+    if any(bucket is not None for bucket in buckets):
+        return _NO_BUCKETS if settings.topology.device == "cpu" else ""
+    local = any(region.is_loss for region in program.manual)
+    if not settings.context.fuses_by_index or local or setup.mesh.num_devices == 1:
+        return ""
+    return "all_reduce_fusion_config has no effect: no gradient is found that the plan reduces; what a shard_map reduces is the user's own."
 
 
 def _step(program: Program, captured: Captured) -> Step:

@@ -113,3 +113,10 @@ def test_a_sum_is_carried_behind_the_linear_ops_that_alone_read_it():
 
 def test_a_step_that_trains_nothing_has_no_gradients():
     assert gradient_order(trace(lambda x: x * 2, jnp.ones(8)).graph) == ()
+
+
+def test_buckets_that_find_no_gradient_are_said_to_have_no_effect():
+    parallel = spmdctx.parallel(lambda x: x * 2, parallel_mode="data_parallel", device_num=8, all_reduce_fusion_config=[3])
+    with pytest.warns(spmdctx.ContextWarning, match="all_reduce_fusion_config has no effect: no gradient is found"):
+        plan = parallel.plan(jnp.ones((8, 4)))
+    assert any("no gradient is found" in note for note in plan.notes)
