@@ -92,7 +92,8 @@ OPTIONS: tuple[Option, ...] = (
         True,
         "",
         _LOCAL_LOSS,
-        "Where every device computes the same loss, since nothing of the batch enters it, its gradient is divided among them instead of summed.",
+        "Where every device computes the same loss, since nothing of the batch enters it, its gradient is divided among them instead of "
+        "summed.",
     ),
     Option(
         "parallel_mode",
@@ -303,7 +304,8 @@ OPTIONS: tuple[Option, ...] = (
         1,
         ">= 1",
         PARALLEL_MODES,
-        "Micro-batches per step of `spmdctx.value_and_grad`; gradients are averaged over them and reduced once. No effect on plain `jax.grad`.",
+        "Micro-batches per step of `spmdctx.value_and_grad`; gradients are averaged over them and reduced once. No effect on plain "
+        "`jax.grad`.",
     ),
     Option(
         "communi_parallel_mode",

@@ -265,8 +265,8 @@ class Searcher:
 
     def _found(self, setup: Setup, tables: Tables, solution: Solution) -> Found:
         states = solution.states[: len(tables.choices)]
-        assignment = place_free_values(tables.space, tables.assignment(states, MODE), tables.pins)
-        assignment = store_as_read(tables.space, assignment, tables.pins)
+        assignment = store_as_read(tables.space, tables.assignment(states, MODE), tables.pins)
+        assignment = place_free_values(tables.space, assignment, tables.pins)
         # The batch lies as the plan has it; nobody asked for anything else.
         asked = {value: sharding for value, sharding in setup.seeds.items() if value in setup.partial_pins}
         return Found(replace(setup, seeds=asked), assignment, solution.cost, solution.lower_bound, solution.counts)
