@@ -259,5 +259,6 @@ def _signature(returns: object) -> inspect.Signature:
     return inspect.Signature(keywords, return_annotation=returns)
 
 
+# inspect reads the attribute, which the type of functions does not have.
 set_auto_parallel_context.__signature__ = _signature(None)  # type: ignore[attr-defined]
 auto_parallel_context.__signature__ = _signature(ContextLayer)  # type: ignore[attr-defined]

@@ -31,7 +31,8 @@ class Closure:
 
     def rebind(self, values: Sequence[Any]) -> Callable[..., Any]:
         """The function with `values` in the place of its own."""
-        return _Copier(self._holds, self._known, values).copy(self._fn)  # type: ignore[no-any-return]
+        copied: Callable[..., Any] = _Copier(self._holds, self._known, values).copy(self._fn)
+        return copied
 
     def _find(self, item: Any, path: str) -> bool:
         """Whether traced arrays lie in `item`; a function that reaches itself counts once."""

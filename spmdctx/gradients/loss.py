@@ -32,7 +32,8 @@ class Loss(NamedTuple):
     def transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """JAX's or nnx's transformation of the function, by the arguments."""
         module: Any = nnx if not self._is_of_jax or has_objects((args, kwargs)) else jax
-        return getattr(module, self.name)(self.fn, argnums=self.argnums, has_aux=self.has_aux, **self.options)  # type: ignore[no-any-return]
+        found: Callable[..., Any] = getattr(module, self.name)(self.fn, argnums=self.argnums, has_aux=self.has_aux, **self.options)
+        return found
 
     @property
     def _is_of_jax(self) -> bool:

@@ -175,7 +175,12 @@ def _check(operand: Operand, entering: LossOperand, value: Value, call: SeenCall
         pieces = options.mesh.num_slices(names)
         micro = options.micro_batches if dim == operand.batch_dim else 1
         if shape[dim] % (pieces * micro):
-            raise StrategyError(_indivisible(call.paths[entering.leaf], dim, shape[dim], pieces, micro), where=call.where)
+            raise StrategyError(
+                _indivisible(call.paths[entering.leaf], dim, shape[dim], pieces, micro),
+                where=call.where,
+                got=f"shape {tuple(shape)}",
+                fix="change the batch size, device_num or grad_accumulation_step",
+            )
 
 
 def _indivisible(path: str, dim: int, size: int, pieces: int, micro: int) -> str:

@@ -99,7 +99,9 @@ def test_a_carry_that_an_elementwise_op_changes_is_changed_in_place():
 
 def test_activations_saved_for_the_backward_pass_outweigh_those_computed_again():
     def loss(remat):
-        layer = lambda x: jnp.tanh(jnp.tanh(jnp.tanh(x @ W) @ W) @ W)  # noqa: E731
+        def layer(x):
+            return jnp.tanh(jnp.tanh(jnp.tanh(x @ W) @ W) @ W)
+
         layer = jax.checkpoint(layer) if remat else layer
 
         def run(x):

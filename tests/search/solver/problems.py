@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.search.solver.energy import Search, minimise
 from spmdctx.search.solver.problem import Edge, Life, Memory, Problem
 
 NUM_TIMES = 8
@@ -74,3 +75,13 @@ def truth(problem):
             if max(usage) <= most:
                 best = min(best, cost)
     return Truth(best, least, limit)
+
+
+def assert_beliefs_below_the_truth(graph, bound):
+    """Fixing any state of a graph costs no less than the bound believes of it."""
+    for node, beliefs in bound.beliefs.items():
+        for state, belief in enumerate(beliefs):
+            fixed = graph.copy()
+            fixed.restrict({node: np.array([state])})
+            found = minimise(fixed, Search())
+            assert belief <= (np.inf if found is None else found.cost) + 1e-9

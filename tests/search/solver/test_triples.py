@@ -8,7 +8,7 @@ from spmdctx.search.solver.graph import Graph
 from spmdctx.search.solver.pool import Pool
 from spmdctx.search.solver.problem import Edge, Problem
 from spmdctx.search.solver.triples import Triples
-from tests.search.solver.problems import random_problem, truth
+from tests.search.solver.problems import assert_beliefs_below_the_truth, random_problem, truth
 from tests.search.solver.test_dual import grid
 
 
@@ -44,12 +44,7 @@ def test_bounds_and_beliefs_never_exceed_the_truth(seed):
     triples.run(3)
     bound = triples.bound()
     assert bound.value <= true.cost + 1e-9
-    for node, beliefs in bound.beliefs.items():
-        for state, belief in enumerate(beliefs):
-            fixed = graph.copy()
-            fixed.restrict({node: np.array([state])})
-            found = minimise(fixed, Search())
-            assert belief <= (np.inf if found is None else found.cost) + 1e-9
+    assert_beliefs_below_the_truth(graph, bound)
 
 
 @pytest.mark.parametrize("length", [3, 5, 8, 9])
