@@ -1,7 +1,9 @@
 """Automatic parallelism for JAX: decorate a single-device training step, run it split over a device mesh."""
 
+from spmdctx import data
 from spmdctx.api import ParallelStep, get_mesh, grad, parallel, plan, value_and_grad
 from spmdctx.audit import AuditReport
+from spmdctx.checkpoint import CheckpointManager
 from spmdctx.context import (
     auto_parallel_context,
     get_algo_parameters,
@@ -14,6 +16,7 @@ from spmdctx.context import (
 )
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import (
+    CheckpointError,
     ContextError,
     ContextWarning,
     InfeasibleError,
@@ -33,6 +36,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AuditReport",
+    "CheckpointError",
+    "CheckpointManager",
     "ContextError",
     "ContextWarning",
     "InfeasibleError",
@@ -48,6 +53,7 @@ __all__ = [
     "UnsupportedError",
     "VerifyReport",
     "auto_parallel_context",
+    "data",
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_mesh",

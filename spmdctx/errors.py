@@ -5,7 +5,9 @@
     │   ├── ContextError (ValueError)         an option, or options that contradict each other
     │   ├── StrategyError (ValueError)        a strategy that does not fit its tensor, op or mesh
     │   ├── UnsupportedError (NotImplementedError)   what the program does not do, by name
+    │   ├── CommunicationError (RuntimeError) communication before init, or that does not come about
     │   ├── InfeasibleError (RuntimeError)    no plan satisfies a constraint, which is named
+    │   ├── CheckpointError (ValueError)      a checkpoint that is missing, damaged, or holds another state
     │   └── PlanError (ValueError)
     │       ├── PlanFormatError               a file that is no plan, or a plan of another version
     │       └── PlanMismatchError             a plan for another program, mesh or context
@@ -46,8 +48,16 @@ class UnsupportedError(SpmdctxError, NotImplementedError):
     """Something the program does not support, named."""
 
 
+class CommunicationError(SpmdctxError, RuntimeError):
+    """Communication that was not started, or that does not come about."""
+
+
 class InfeasibleError(SpmdctxError, RuntimeError):
     """No plan satisfies a constraint; the message names the binding one."""
+
+
+class CheckpointError(SpmdctxError, ValueError):
+    """A checkpoint that is missing, damaged, or holds another state than is asked for; the file or the leaf is named."""
 
 
 class PlanError(SpmdctxError, ValueError):

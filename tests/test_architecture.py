@@ -15,7 +15,7 @@ ROWS = (
     ("search",),
     ("plan",),
     ("planner", "lowering"),
-    ("audit",),
+    ("audit", "checkpoint"),
     ("step",),
     ("api",),
     ("shard",),

@@ -60,8 +60,16 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         PlanFormatError: the file is no plan, is damaged, or has another format version.
     """
-    where = os.fspath(path)
-    return _plan_of(_parsed(path, where), where)
+    return parse_plan(Path(path).read_bytes(), os.fspath(path))
+
+
+def parse_plan(text: str | bytes, where: str) -> Plan:
+    """Reads a plan from the text of its file, which errors call `where`.
+
+    Raises:
+        PlanFormatError: the text is no plan, is damaged, or has another format version.
+    """
+    return _plan_of(_parsed(text, where), where)
 
 
 def read_strategy(path: str | os.PathLike[str]) -> Plan | MindSporeStrategy:
@@ -71,13 +79,13 @@ def read_strategy(path: str | os.PathLike[str]) -> Plan | MindSporeStrategy:
         PlanFormatError: the file is neither, is damaged, or has another format version.
     """
     where = os.fspath(path)
-    body = _parsed(path, where)
+    body = _parsed(Path(path).read_bytes(), where)
     return parse_mindspore(body, where) if is_mindspore(body) else _plan_of(body, where)
 
 
-def _parsed(path: str | os.PathLike[str], where: str) -> Any:
+def _parsed(text: str | bytes, where: str) -> Any:
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(text)
     except ValueError as error:
         raise PlanFormatError(
             "The file is no plan: it does not hold JSON text.",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.ir import Role
 from spmdctx.trace.arguments import Call
 from spmdctx.trace.partitioning import variable_names
@@ -198,6 +199,26 @@ class ObjectFlattening:
         else:
             state = [Result(("state", str(index)), value) for index, value in enumerate(leaves_after)]
         return state + [Result(keys, value) for keys, value in zip(_places(result)[1], rest, strict=True)]
+
+    def filled(self, leaves: Sequence[Any]) -> Call:
+        """The call with these leaves in it; its objects are the caller's own, which take the values over.
+
+        Raises:
+            UnsupportedError: an object holds an array in an attribute that is no variable, which cannot take another value.
+        """
+        values = self._values.unflatten(leaves[: self._num_owned])
+        _, state = graph.flatten((self._objects, ()), with_paths=True, graph=True)
+        for path, variable, value in zip(state.paths, state.leaves, values, strict=True):
+            if isinstance(variable, nnx.Variable):
+                variable.set_raw_value(value)
+            elif variable is not value:
+                raise UnsupportedError(
+                    "An object holds an array that is no nnx.Variable, and cannot take another value.",
+                    got="/".join(map(str, path[2:])),
+                    fix="wrap the array in an nnx.Variable",
+                )
+        call: Call = self._form.build(self._objects, leaves[self._num_owned :])
+        return call
 
     def kept(self, unchanged: Sequence[bool]) -> list[int]:
         """All but the variables that the step leaves as they are."""

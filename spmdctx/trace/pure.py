@@ -74,6 +74,11 @@ class PureFlattening:
         entries, self.result_tree = jax.tree_util.tree_flatten_with_path(result)
         return [Result(keys, value) for keys, value in entries]
 
+    def filled(self, leaves: Sequence[Any]) -> Call:
+        """The call with these leaves in it."""
+        call: Call = self._in_tree.unflatten(leaves)
+        return call
+
     def kept(self, unchanged: Sequence[bool]) -> list[int]:
         """All: the caller gets every result."""
         return list(range(len(unchanged)))

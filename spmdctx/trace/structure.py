@@ -82,6 +82,9 @@ class Flattening(Protocol):
     def run(self, fn: Callable[[Call], Any], leaves: Sequence[Any]) -> list[Result]:
         """Calls `fn` on the call with traced leaves in it."""
 
+    def filled(self, leaves: Sequence[Any]) -> Call:
+        """The call with these leaves in it; objects take them over and stay the caller's own."""
+
     def kept(self, unchanged: Sequence[bool]) -> list[int]:
         """Which results the flat program must give, where some are their inputs, unchanged."""
 

@@ -1,0 +1,84 @@
+"""Files of a checkpoint: their sizes and checksums, written with them and compared before they are read."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spmdctx.errors import CheckpointError
+
+_BLOCK_BYTES = 1 << 22
+
+
+class Seal(NamedTuple):
+    """A file's size and the CRC-32 of what it holds."""
+
+    num_bytes: int
+    crc: int
+
+
+def seal(path: Path) -> Seal:
+    """Reads a file once, a block at a time."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+            size += len(block)
+    return Seal(size, crc)
+
+
+def seal_all(root: Path, files: Iterable[Path]) -> dict[str, Seal]:
+    """Seals by path below `root`, in order of the paths."""
+    return {file.relative_to(root).as_posix(): seal(file) for file in sorted(files)}
+
+
+def files_below(root: Path) -> list[Path]:
+    """All files of a folder and its folders."""
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def damage(root: Path, seals: Mapping[str, Seal], *, contents: bool) -> str:
+    """What is wrong with the first file that is not as it was written; empty where all are.
+
+    Args:
+        root: folder of the checkpoint.
+        seals: of the files to look at.
+        contents: whether to read them, and not only compare sizes.
+    """
+    for name, wanted in sorted(seals.items()):
+        path = root / name
+        if not path.is_file():
+            return f"{path} is missing"
+        size = path.stat().st_size
+        if size != wanted.num_bytes:
+            return f"{path} has {size} bytes instead of {wanted.num_bytes}"
+        if contents and seal(path).crc != wanted.crc:
+            return f"{path} does not hold what was written: its checksum differs"
+    return ""
+
+
+def write_json(path: Path, body: Mapping[str, Any]) -> None:
+    """Writes JSON; a reader never sees half of it."""
+    scratch = path.with_name(f".{path.name}.writing")
+    scratch.write_text(json.dumps(body, sort_keys=True, allow_nan=True), encoding="utf-8")
+    scratch.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads what `write_json` wrote.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError("A file of the checkpoint cannot be read.", where=str(path), got=str(error)) from error
+    except ValueError as error:
+        raise CheckpointError("A file of the checkpoint is damaged: it holds no JSON text.", where=str(path), got=str(error)) from error
+    if not isinstance(body, dict):
+        raise CheckpointError("A file of the checkpoint is damaged.", where=str(path), got=type(body).__name__, need="a JSON object")
+    return body

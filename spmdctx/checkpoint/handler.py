@@ -1,0 +1,106 @@
+"""How orbax stores a state: its own arrays, what else was saved with them, and sums over every file, all in one commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from spmdctx.checkpoint.files import Seal, files_below, read_json, seal_all, write_json
+
+ITEM, CONTENTS, SEALS = "state", "contents.json", "files.json"
+"""The folder in that of a step; in it, beside orbax's arrays, what was saved with them, and the seals of all files."""
+
+_PROCESS_FOLDER = "ocdbt.process_"
+
+
+class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]  # orbax has no types
+    """Stores arrays as orbax's PyTreeCheckpointHandler does; each process seals the files that it writes, process 0 the rest."""
+
+    def __init__(self) -> None:
+        self._arrays = ocp.PyTreeCheckpointHandler()
+
+    async def async_save(self, directory: Any, args: SaveState) -> list[Any]:
+        """Begins to write; the returned futures end when this process's files are written and sealed."""
+        folder = Path(directory)
+        if jax.process_index() == 0:
+            write_json(folder / CONTENTS, args.contents)
+        write_json(folder / own_contents(jax.process_index()), args.own)
+        writing = await self._arrays.async_save(directory, args=ocp.args.PyTreeSave(args.arrays)) or []
+        return [_Sealed(writing, folder)]
+
+    def save(self, directory: Any, args: SaveState) -> None:
+        """Writes and waits."""
+        ocp.AsyncCheckpointer(self).save(directory, args=args)
+
+    def restore(self, directory: Any, args: RestoreState) -> Any:
+        """The arrays that `args` asks for."""
+        wanted = ocp.args.PyTreeRestore(args.item, restore_args=args.how, partial_restore=True)
+        return self._arrays.restore(directory, args=wanted)
+
+    def finalize(self, directory: Any) -> None:
+        """Joins what the processes wrote; process 0 alone, after all have written."""
+        self._arrays.finalize(directory)
+        folder = Path(directory)
+        lists = sorted(folder.glob(f"{_own_seals('*')}"))
+        seals: dict[str, Any] = {name: own for one in lists for name, own in read_json(one).items()}
+        shared = [path for path in files_below(folder) if path.relative_to(folder).as_posix() not in seals and path not in lists]
+        write_json(folder / SEALS, {**seals, **seal_all(folder, shared)})
+        for one in lists:
+            one.unlink()
+
+    def close(self) -> None:
+        """Ends the handler of the arrays."""
+        self._arrays.close()
+
+
+@ocp.args.register_with_handler(StateHandler, for_save=True)
+@dataclass
+class SaveState(ocp.args.CheckpointArgs):  # type: ignore[misc]  # orbax has no types
+    """What is saved: arrays as a nested dict, JSON of the job, and JSON of this process."""
+
+    arrays: Any
+    contents: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+
+@ocp.args.register_with_handler(StateHandler, for_restore=True)
+@dataclass
+class RestoreState(ocp.args.CheckpointArgs):  # type: ignore[misc]  # orbax has no types
+    """The arrays that are asked for, as a nested dict of shapes, and how each comes back."""
+
+    item: Any
+    how: Any
+
+
+def own_contents(process: int) -> str:
+    """Name of the file of one process's contents."""
+    return f"contents.{process}.json"
+
+
+def read_seals(folder: Path) -> dict[str, Seal]:
+    """The seals of a step's files, by path below its folder."""
+    return {name: Seal(*own) for name, own in read_json(folder / SEALS).items()}
+
+
+def _own_seals(process: int | str) -> str:
+    return f"files.{process}.json"
+
+
+class _Sealed:
+    """Ends when others have ended and this process's files are sealed."""
+
+    def __init__(self, writing: Sequence[Any], folder: Path) -> None:
+        self._writing, self._folder = writing, folder
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits."""
+        for one in self._writing:
+            one.result(timeout=timeout)
+        process = jax.process_index()
+        own = [*files_below(self._folder / f"{_PROCESS_FOLDER}{process}"), self._folder / own_contents(process)]
+        write_json(self._folder / _own_seals(process), seal_all(self._folder, own))

@@ -1,0 +1,312 @@
+"""Checkpoints of training: saved while it goes on, found again after a stop, restored into any other split."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from spmdctx.checkpoint.files import damage, read_json
+from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
+from spmdctx.errors import CheckpointError, message
+from spmdctx.plan.file import parse_plan, plan_json
+from spmdctx.plan.plan import Plan
+
+_BYTES = "__bytes__"
+
+
+class Restored(NamedTuple):
+    """What a checkpoint gives back.
+
+    Attributes:
+        step: how many steps were done; 0 where there is no checkpoint.
+        state: the state, nnx objects in it the caller's own.
+        data: the data position as it was given.
+        plan: the plan that was saved with it.
+    """
+
+    step: int
+    state: Any
+    data: Any = None
+    plan: Plan | None = None
+
+
+class CheckpointManager:
+    """Saves a training state every so many steps, keeps the last ones, and resumes from the latest complete one.
+
+    A script that is run again with the same command goes on where it stopped:
+
+        with spmdctx.CheckpointManager("run/checkpoints", every=100) as checkpoints:
+            model, optimizer = step.init(create, batch=shapes)
+            rngs = nnx.Rngs(0)
+            state = {"model": model, "optimizer": optimizer, "rngs": rngs}
+            start = checkpoints.restore(state, data=batches).step
+            for number in range(start, num_steps):
+                loss = step(model, optimizer, rngs, next(batches))
+                checkpoints.save(number + 1, state, data=batches)
+
+    With pytrees, take the state that comes back: `start, state, *_ = checkpoints.restore(state)`.
+
+    Saving copies the state to the host and goes on; files are written by a thread, each process writing its own part, and
+    the folder gets its name when all of them are complete. What a killed process leaves behind is no checkpoint: it is removed
+    by the next run, and older checkpoints stay as they are. Every file's size and checksum are kept and compared on restoring.
+
+    All processes of a job make the manager, save and restore together, and see the same folder.
+
+    Args:
+        directory: folder of the checkpoints, one folder per step in it.
+        every: save at steps that this number divides; other calls of `save` return at once.
+        keep: how many checkpoints stay; None keeps all.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, every: int = 1, keep: int | None = 3) -> None:
+        for name, value in (("every", every), ("keep", keep)):
+            if isinstance(value, bool) or not (isinstance(value, int) or (name == "keep" and value is None)):
+                raise TypeError(message(f"{name} must be a number.", got=repr(value)))
+            if value is not None and value < 1:
+                raise CheckpointError(f"{name} must be at least 1.", got=repr(value))
+        import orbax.checkpoint as ocp  # slow to import
+
+        from spmdctx.checkpoint.handler import StateHandler
+
+        self.directory = Path(directory).resolve()
+        self._every = every
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
+        self._manager = ocp.CheckpointManager(
+            self.directory, options=options, item_names=("state",), item_handlers={"state": StateHandler()}
+        )
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of the complete checkpoints, oldest first."""
+        return tuple(sorted(self._manager.all_steps(read=True)))
+
+    def latest_step(self) -> int | None:
+        """The step of the latest complete checkpoint, the same on every process; None where there is none."""
+        latest = self._manager.latest_step()
+        if jax.process_count() > 1:  # a shared folder may show one process more than another
+            latest = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if latest is None else latest)))
+        return None if latest is None or latest < 0 else int(latest)
+
+    def save(self, step: int, state: Any, *, data: Any = None, plan: Plan | None = None, force: bool = False) -> bool:
+        """Begins to save; the state may change, or be donated, as soon as this returns. Waits for a save that still runs.
+
+        Args:
+            step: how many steps are done.
+            state: arrays, random keys and numbers in nnx objects, pytrees or both; a dict by the step's argument names gives
+                its leaves the paths that they have in plans.
+            data: the data position: JSON values and bytes, or an iterator with `get_state()` that gives them. Each process
+                saves its own.
+            plan: kept with the checkpoint.
+            force: save at any step.
+
+        Returns:
+            Whether it saves at this step.
+
+        Raises:
+            TypeError: a leaf or a data position that cannot be stored.
+            CheckpointError: the step is saved already, or the last save failed.
+        """
+        if not force and step % self._every:
+            return False
+        from spmdctx.checkpoint.handler import SaveState
+
+        tree = StateTree(state)
+        forms = {path: stored_form(path, leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True)}
+        arrays = _nested({path: to_stored(leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True)})
+        contents = {"step": step, "leaves": forms, "processes": jax.process_count(), "plan": None if plan is None else plan_json(plan)}
+        own = {"data": _packed(data.get_state() if hasattr(data, "get_state") else data)}
+        self.wait()
+        if step in self._manager.all_steps():
+            raise CheckpointError(f"Step {step} is saved already.", where=str(self.directory), fix="restore before training goes on")
+        import orbax.checkpoint as ocp
+
+        self._manager.save(step, args=ocp.args.Composite(state=SaveState(arrays, contents, own)), force=True)
+        return True
+
+    def restore(self, state: Any, *, step: int | None = None, shardings: Any = None, data: Any = None, verify: bool = True) -> Restored:
+        """Reads a checkpoint into a state like the saved one; nnx objects in it take the values over.
+
+        Each leaf comes back as what `state` has in its place (array, number, key), where that lies, whatever mesh, plan or
+        number of processes saved it. Leaves that the checkpoint has besides are left out.
+
+        Args:
+            state: arrays, or shapes (`jax.ShapeDtypeStruct`).
+            step: the checkpoint; by default the latest complete one. If there is none, `state` comes back, as of step 0.
+            shardings: where leaves are to lie: a tree like `state`, states in the place of nnx objects, such as
+                `step.in_shardings` gives; by default where those of `state` lie.
+            data: an iterator with `set_state()`, which is set to the saved data position.
+            verify: read every file first and compare its checksum; without it sizes alone are compared.
+
+        Raises:
+            CheckpointError: no such step; a missing or damaged file, named; or a leaf that the checkpoint has not, or in
+                another shape or dtype.
+        """
+        self.wait()
+        step = self.latest_step() if step is None else step
+        if step is None:
+            return Restored(0, state)
+        folder = self.directory / str(step) / "state"
+        if not folder.is_dir():
+            raise CheckpointError(f"There is no checkpoint of step {step}.", where=str(self.directory), need=f"one of {list(self.steps())}")
+        _check_files(folder, contents=verify)
+        contents = read_json(folder / "contents.json")
+        position = _unpacked(_own_data(folder, contents["processes"]))
+        restored = self._read(step, StateTree(state), shardings_by_path(shardings), contents)
+        if data is not None and hasattr(data, "set_state"):
+            data.set_state(position)
+        plan = None if contents["plan"] is None else parse_plan(contents["plan"], str(folder))
+        return Restored(int(contents["step"]), restored, position, plan)
+
+    def wait(self) -> None:
+        """Waits until what was saved is complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as error:
+            raise CheckpointError("A checkpoint could not be written.", where=str(self.directory), got=str(error)) from error
+
+    def close(self) -> None:
+        """Waits, and ends the threads."""
+        self.wait()
+        self._manager.close()
+
+    def _read(self, step: int, tree: StateTree, given: Mapping[str, Any], contents: Mapping[str, Any]) -> Any:
+        import orbax.checkpoint as ocp
+
+        from spmdctx.checkpoint.handler import RestoreState
+
+        forms = {path: Stored(tuple(shape), dtype, key) for path, (shape, dtype, key) in contents["leaves"].items()}
+        _check_leaves(tree, forms, str(self.directory / str(step)))
+        shapes, how = {}, {}
+        for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+            form, sharding = forms[path], target_sharding(leaf, given.get(path))
+            shapes[path] = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding)
+            host = ocp.RestoreArgs(restore_type=np.ndarray)
+            how[path] = host if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding, global_shape=form.shape, dtype=leaf.dtype)
+        try:
+            args = ocp.args.Composite(state=RestoreState(_nested(shapes), _nested(how)))
+            found = _flat(self._manager.restore(step, args=args)["state"], tree.paths)
+        except Exception as error:
+            raise CheckpointError("The checkpoint cannot be read.", where=str(self.directory / str(step)), got=str(error)) from error
+        pairs = zip(tree.paths, tree.leaves, strict=True)
+        return tree.filled([from_stored(leaf, found[path], forms[path], given.get(path)) for path, leaf in pairs])
+
+
+def _check_files(folder: Path, *, contents: bool) -> None:
+    """Each process looks at its part of the files; all of them learn what is wrong."""
+    from spmdctx.checkpoint.handler import read_seals
+
+    seals = read_seals(folder)
+    own = dict(sorted(seals.items())[jax.process_index() :: jax.process_count()])
+    wrong = damage(folder, own, contents=contents)
+    if jax.process_count() > 1 and np.any(multihost_utils.process_allgather(np.bool_(wrong != ""))):
+        wrong = wrong or "another process found a damaged file, and names it"
+    if wrong:
+        raise CheckpointError(
+            "The checkpoint is damaged.",
+            where=str(folder.parent),
+            got=wrong,
+            fix=f"remove the folder {folder.parent.name} to go on from the checkpoint before it",
+        )
+
+
+def _check_leaves(tree: StateTree, forms: Mapping[str, Stored], where: str) -> None:
+    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+        form, own = forms.get(path), stored_form(path, leaf)
+        if form is None:
+            near = [name for name in forms if name.rpartition("/")[2] == path.rpartition("/")[2]]
+            raise CheckpointError(
+                f"The checkpoint has no leaf {path!r}.", where=where, got=", ".join([*near, *forms][:4]), need="a state like the saved one"
+            )
+        if form.shape != own.shape or form.key != own.key or not _same_type(form, own):
+            raise CheckpointError(f"The checkpoint holds another {path!r}.", where=where, got=str(form), need=str(own))
+
+
+def _same_type(form: Stored, own: Stored) -> bool:
+    """Whether dtypes are the same; Python's numbers, which are stored wide, fit scalars of their kind."""
+    return form.dtype == own.dtype or (not form.shape and np.dtype(form.dtype).kind == np.dtype(own.dtype).kind)
+
+
+def _own_data(folder: Path, num_saved: int) -> Any:
+    """The data position of this process; where another number of processes saved, the one that all of them had."""
+    from spmdctx.checkpoint.handler import own_contents
+
+    if num_saved == jax.process_count():
+        return read_json(folder / own_contents(jax.process_index()))["data"]
+    positions = [read_json(folder / own_contents(process))["data"] for process in range(num_saved)]
+    if any(position != positions[0] for position in positions):
+        raise CheckpointError(
+            "The processes that saved had data positions of their own, and now there is another number of processes.",
+            where=str(folder.parent),
+            got=f"{num_saved} processes saved, {jax.process_count()} restore",
+            fix="save a data position that is the same on every process, such as the number of batches",
+        )
+    return positions[0]
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """A dict of dicts from paths, which is what orbax shows to those who look into a checkpoint."""
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = root
+        *folders, name = path.split("/")
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = leaf
+    return root
+
+
+def _flat(tree: Any, paths: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for path in paths:
+        node = tree
+        for name in path.split("/"):
+            node = node[name]
+        found[path] = node
+    return found
+
+
+def _packed(value: Any) -> Any:
+    """A data position as JSON."""
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        return {str(key): _packed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_packed(item) for item in value]
+    if isinstance(value, np.integer | np.floating):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        message(
+            "A data position holds JSON values and bytes.", got=type(value).__name__, fix="pass an iterator with get_state(), or a number"
+        )
+    )
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, dict):
+        return base64.b64decode(value[_BYTES]) if set(value) == {_BYTES} else {key: _unpacked(item) for key, item in value.items()}
+    return [_unpacked(item) for item in value] if isinstance(value, list) else value

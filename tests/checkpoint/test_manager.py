@@ -1,0 +1,283 @@
+"""The manager: what was saved comes back into any split, bit for bit, or an error names what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import spmdctx
+from spmdctx import CheckpointError, CheckpointManager
+
+
+def mesh(*sizes: int) -> jax.sharding.Mesh:
+    names = tuple(f"a{index}" for index in range(len(sizes)))
+    count = int(np.prod(sizes))
+    return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(sizes), names)
+
+
+def split(shape: tuple[int, ...], sharding: NamedSharding, seed: int = 0) -> jax.Array:
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), sharding)
+
+
+def same(one: Any, other: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_pytree_comes_back_as_what_it_was(tmp_path):
+    whole = NamedSharding(mesh(2, 4), P("a0", "a1"))
+    state = {
+        "w": split((16, 24), whole),
+        "half": split((16, 24), whole).astype(jnp.bfloat16),
+        "count": jnp.int32(7),
+        "host": np.arange(6.0).reshape(2, 3),
+        "number": 3,
+        "rate": 0.1,
+        "key": jax.random.key(5),
+        "keys": jax.random.split(jax.random.key(6), 4),
+        "nested": [jnp.ones(3), (np.int16(4),)],
+    }
+    with CheckpointManager(tmp_path) as checkpoints:
+        assert checkpoints.restore(state) == (0, state, None, None)
+        assert checkpoints.save(5, state)
+        checkpoints.wait()
+        template = {**jax.tree.map(lambda leaf: leaf * 0, {name: own for name, own in state.items() if "key" not in name})}
+        template |= {"key": jax.random.key(0), "keys": jax.random.split(jax.random.key(0), 4)}
+        step, found, data, plan = checkpoints.restore(template)
+    assert (step, data, plan) == (5, None, None)
+    assert jax.tree.map(type, found) == jax.tree.map(type, template)
+    for name in ("key", "keys"):
+        same(jax.random.key_data(found.pop(name)), jax.random.key_data(state.pop(name)))
+    same(found, state)
+    assert found["w"].sharding == whole
+    assert found["half"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec"),
+    [((8,), P("a0")), ((8,), P(None, "a0")), ((2, 4), P("a1", "a0")), ((4, 2), P(("a0", "a1"))), ((3,), P("a0")), ((1,), P())],
+)
+def test_an_array_is_restored_into_another_split(tmp_path, sizes, spec):
+    value = split((24, 48), NamedSharding(mesh(4, 2), P("a0", "a1")))
+    target = NamedSharding(mesh(*sizes), spec)
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": value})
+        shape = {"w": jax.ShapeDtypeStruct(value.shape, value.dtype)}
+        by_argument = checkpoints.restore(shape, shardings={"w": target}).state["w"]
+        by_leaf = checkpoints.restore({"w": jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=target)}).state["w"]
+    for found in (by_argument, by_leaf):
+        assert found.sharding == target
+        same(found, value)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.drop = nnx.Dropout(0.25, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.drop(jax.nn.relu(self.norm(self.up(x)))))
+
+
+def train_step(model: Net, optimizer: nnx.Optimizer[Net], x: jax.Array) -> jax.Array:
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def create() -> tuple[Net, nnx.Optimizer[Net]]:
+    model = Net(nnx.Rngs(0, dropout=1))
+    return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+
+def batch(number: int) -> np.ndarray:
+    return np.random.default_rng(number).standard_normal((24, 16)).astype(np.float32)
+
+
+MODES: list[dict[str, Any]] = [
+    {"parallel_mode": "data_parallel", "device_num": 8},
+    {"parallel_mode": "semi_auto_parallel", "device_num": 4, "enable_parallel_optimizer": True},
+    {"parallel_mode": "auto_parallel", "device_num": 8, "topology": "tpu-v5e"},
+]
+
+
+@pytest.mark.parametrize("options", MODES, ids=lambda one: one["parallel_mode"])
+def test_a_resumed_training_equals_the_undisturbed_one_bit_for_bit(tmp_path, options):
+    shape = jax.ShapeDtypeStruct((24, 16), jnp.float32)
+
+    def run(last: int, directory: Any) -> list[float]:
+        step = spmdctx.parallel(train_step, **options)
+        model, optimizer = step.init(create, batch=shape)
+        state = {"model": model, "optimizer": optimizer}
+        with CheckpointManager(directory, every=2) as checkpoints:
+            losses = []
+            for number in range(checkpoints.restore(state).step, last):
+                losses.append(float(step(model, optimizer, batch(number))))
+                checkpoints.save(number + 1, state)
+        return losses
+
+    whole = run(6, tmp_path / "whole")
+    stopped = run(5, tmp_path / "stopped")
+    assert stopped == whole[:5]
+    assert run(6, tmp_path / "stopped") == whole[4:]
+
+
+def test_nnx_objects_are_restored_in_place_into_another_mesh_and_plan(tmp_path):
+    shape = jax.ShapeDtypeStruct((24, 16), jnp.float32)
+    one = spmdctx.parallel(train_step, **MODES[1])
+    model, optimizer = one.init(create, batch=shape)
+    one(model, optimizer, batch(0))
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"model": model, "optimizer": optimizer}, plan=one.plan(model, optimizer, shape))
+        other = spmdctx.parallel(train_step, **MODES[2])
+        new_model, new_optimizer = nnx.eval_shape(create)
+        shardings = other.in_shardings(new_model, new_optimizer, shape)
+        step, state, _, plan = checkpoints.restore(
+            {"model": new_model, "optimizer": new_optimizer}, shardings=dict(zip(("model", "optimizer"), shardings, strict=False))
+        )
+    assert step == 1
+    assert plan == one.plan(model, optimizer, shape)
+    assert state["model"] is new_model
+    assert new_model.up.kernel.sharding.is_equivalent_to(shardings[0]["up"]["kernel"].get_value(), 2)
+    assert float(other(new_model, new_optimizer, batch(1))) == pytest.approx(float(one(model, optimizer, batch(1))), rel=1e-6)
+
+
+def test_a_model_alone_is_restored_from_a_training_state(tmp_path):
+    model, optimizer = create()
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(3, {"model": model, "optimizer": optimizer})
+        other = Net(nnx.Rngs(9))
+        checkpoints.restore({"model": other})
+    same(nnx.to_pure_dict(nnx.state(other, nnx.Param)), nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+def test_a_linen_train_state_comes_back(tmp_path):
+    net = nn.Dense(8)
+    state = TrainState.create(apply_fn=net.apply, params=net.init(jax.random.key(0), jnp.ones((2, 4))), tx=optax.adam(0.1))
+    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        found = checkpoints.restore(jax.tree.map(jnp.zeros_like, state)).state
+    assert isinstance(found, TrainState)
+    same(found, state)
+
+
+class Batches:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def get_state(self) -> dict[str, Any]:
+        return {"position": self.position, "bytes": b"\x00\xff", "rng": np.random.default_rng(1).bit_generator.state}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def test_the_data_position_comes_back(tmp_path):
+    batches = Batches()
+    batches.position = 12
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)}, data=batches)
+        other = Batches()
+        assert checkpoints.restore({"w": jnp.ones(2)}, data=other).data == batches.get_state()
+        assert other.position == 12
+        checkpoints.save(2, {"w": jnp.ones(2)}, data=[1, "two", None])
+        assert checkpoints.restore({"w": jnp.ones(2)}).data == [1, "two", None]
+        with pytest.raises(TypeError, match="data position"):
+            checkpoints.save(3, {"w": jnp.ones(2)}, data=object())
+
+
+def test_it_saves_every_so_many_steps_and_keeps_the_last_ones(tmp_path):
+    with CheckpointManager(tmp_path, every=2, keep=2) as checkpoints:
+        saved = [step for step in range(1, 10) if checkpoints.save(step, {"w": jnp.full(2, step)})]
+        assert saved == [2, 4, 6, 8]
+        assert checkpoints.save(9, {"w": jnp.full(2, 9)}, force=True)
+        checkpoints.wait()
+        assert checkpoints.steps() == (8, 9)
+        assert checkpoints.latest_step() == 9
+        assert checkpoints.restore({"w": jnp.ones(2, jnp.int32)}, step=8).state["w"][0] == 8
+
+
+def test_what_a_kill_leaves_behind_is_no_checkpoint_and_is_removed(tmp_path):
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)})
+    half = tmp_path / "2.orbax-checkpoint-tmp" / "state"
+    half.mkdir(parents=True)
+    (half / "contents.json").write_text("{")
+    with CheckpointManager(tmp_path) as checkpoints:
+        assert checkpoints.steps() == (1,)
+        assert checkpoints.restore({"w": jnp.zeros(2)}).step == 1
+    assert not half.exists()
+
+
+def _files(folder: Any) -> list[Any]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "a cut file", "no file"])
+def test_a_damaged_file_is_named(tmp_path, how):
+    state = {"w": split((64, 64), NamedSharding(mesh(8), P("a0")))}
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        path = max(_files(tmp_path / "1" / "state"), key=lambda path: path.stat().st_size)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        if how == "no file":
+            path.unlink()
+        else:
+            path.write_bytes(content if how == "a flipped bit" else content[:-3])
+        with pytest.raises(CheckpointError, match=path.name):
+            checkpoints.restore(state)
+
+
+@pytest.mark.parametrize("name", ["contents.json", "files.json", "contents.0.json", "_METADATA", "manifest.ocdbt"])
+def test_every_missing_file_is_named(tmp_path, name):
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)})
+        checkpoints.wait()
+        (tmp_path / "1" / "state" / name).unlink()
+        with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+            checkpoints.restore({"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"other": np.ones(2, np.float32)}, "no leaf 'other'"),
+        ({"w": np.ones(3, np.float32)}, r"another 'w'(.|\n)*float32\[2\](.|\n)*float32\[3\]"),
+        ({"w": np.ones(2, np.int32)}, "another 'w'"),
+        ({"w": jax.random.key(0)}, "another 'w'"),
+    ],
+)
+def test_another_state_is_refused_by_leaf(tmp_path, state, text):
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(2, np.float32)})
+        with pytest.raises(CheckpointError, match=text):
+            checkpoints.restore(state)
+
+
+def test_wrong_use_is_refused(tmp_path):
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)})
+        with pytest.raises(CheckpointError, match="saved already"):
+            checkpoints.save(1, {"w": jnp.ones(2)})
+        with pytest.raises(CheckpointError, match="no checkpoint of step 4"):
+            checkpoints.restore({"w": jnp.ones(2)}, step=4)
+        with pytest.raises(TypeError, match="arrays, random keys and numbers"):
+            checkpoints.save(2, {"w": "text"})
+    with pytest.raises(CheckpointError, match="at least 1"):
+        CheckpointManager(tmp_path, every=0)
+    with pytest.raises(TypeError, match="keep"):
+        CheckpointManager(tmp_path, keep="3")
