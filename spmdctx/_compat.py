@@ -15,9 +15,43 @@ def x64_is_on() -> bool:
     return bool(config.jax_enable_x64)
 
 
+class KeyValueStore:
+    """What processes tell each other beside their computation: strings by key, kept by process 0."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def set(self, key: str, value: str) -> None:
+        """Tells all processes; a key is set once."""
+        self._client.key_value_set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> str | None:
+        """What a process has told, waited for; None where it does not come."""
+        try:
+            return str(self._client.blocking_key_value_get(key, int(1000 * timeout_s)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+
+
+def key_value_store() -> KeyValueStore:
+    """That of `jax.distributed`, whose client JAX shows in a private module only."""
+    from jax._src import distributed
+
+    return KeyValueStore(distributed.global_state.client)
+
+
 def is_compile_only(device: Any) -> bool:
     """Whether a device is a description to compile for; JAX has no public way to ask, and fails late when it is used."""
     return "CompileOnly" in type(getattr(device, "client", None)).__name__
+
+
+def coordination_client() -> Any:
+    """The client of JAX's coordination service, whose key-value store JAX offers no public way to; None for one process alone."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 class JitOptions(NamedTuple):

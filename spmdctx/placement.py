@@ -13,6 +13,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from spmdctx.data.blocks import Piece, assemble
+from spmdctx.data.lazy import is_read_by_blocks, reader
+from spmdctx.data.targets import Leaf, Targets
 from spmdctx.entry import Entry
 from spmdctx.errors import PlanError, PlanMismatchError, StrategyError, message
 from spmdctx.ir import Role
@@ -146,48 +149,56 @@ def _no_eager_sharding() -> AbstractContextManager[Any]:
     return scope
 
 
-def shard_batch(batch: Any, entry: Entry | None, *, whole: bool) -> Any:
-    """Places one batch argument of the step, or a tuple of all of them.
+def batch_targets(entry: Entry | None, *, whole: bool) -> Targets:
+    """Where a planned step takes its batch arguments, those with batch leaves, in order.
 
     Args:
-        batch: the arrays: this process's block, or the whole batch.
         entry: the planned step.
         whole: whether each process has the whole batch.
 
     Raises:
-        PlanError: nothing is planned, or the plan has no such batch.
-        StrategyError: a dimension that does not divide.
+        PlanError: nothing is planned.
     """
     if entry is None:
         raise PlanError("The batch cannot be placed: nothing was planned yet.", fix="call step.plan, step.init or the step first")
-    planned = _batch_arguments(entry)
-    structure: Any = jax.tree.structure(batch)
-    for tree in (*planned, tuple(planned), list(planned)):
-        if jax.tree.structure(tree) == structure:
-            return jax.tree.map(lambda leaf, sharding: _place(leaf, sharding, whole=whole), batch, tree)
-    raise PlanError(
-        "The plan has no batch of this structure.",
-        got=str(structure),
-        need=" or ".join(str(jax.tree.structure(tree)) for tree in planned) or "a step with a batch",
-    )
+    inputs, shardings = entry.captured.inputs, entry.program.in_shardings
+    leaves = [Leaf(leaf.path, own, leaf.shape, np.dtype(leaf.dtype)) for leaf, own in zip(inputs, shardings, strict=True)]
+    roles, names = entry.structure.inputs([leaf.role for leaf in inputs])
+    places, named = entry.structure.inputs(leaves)
+    pairs = [*zip(roles, places, strict=True), *((names[name], named[name]) for name in names)]
+    arguments = tuple(own for role, own in pairs if Role.BATCH in jax.tree.leaves(role))
+    return Targets(arguments, tuple(jax.tree.leaves(arguments)), whole)
 
 
-def _batch_arguments(entry: Entry) -> list[Any]:
-    """Per argument with batch leaves, in order: its shardings."""
-    roles, names = entry.structure.inputs([leaf.role for leaf in entry.captured.inputs])
-    shardings, named = entry.structure.inputs(list(entry.program.in_shardings))
-    pairs = [*zip(roles, shardings, strict=True), *((names[name], named[name]) for name in names)]
-    return [own for role, own in pairs if Role.BATCH in jax.tree.leaves(role)]
+def shard_batch(batch: Any, targets: Targets) -> Any:
+    """Places one batch argument of the step, or a tuple of all of them.
+
+    Raises:
+        PlanError: the plan has no such batch.
+        StrategyError: a dimension that does not divide.
+    """
+    found = targets.match(batch)
+    placed = [_place(value, leaf, whole=targets.whole) for value, leaf in zip(found.values, found.leaves, strict=True)]
+    return jax.tree.unflatten(found.structure, placed)
 
 
-def _place(leaf: Any, sharding: NamedSharding, *, whole: bool) -> Any:
+def _place(value: Any, leaf: Leaf, *, whole: bool) -> Any:
+    sharding = leaf.sharding
     try:
+        if is_read_by_blocks(value):
+            sharding.shard_shape(value.shape)
+            return assemble([Piece(value.shape, sharding, reader(value, None))])[0]
         if jax.process_count() == 1:
-            sharding.shard_shape(np.shape(leaf))
-            return jax.device_put(leaf, sharding)
+            sharding.shard_shape(np.shape(value))
+            return jax.device_put(value, sharding)
         if whole:
-            array = np.asarray(leaf)
-            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+            array = np.asarray(value)
+            sharding.shard_shape(array.shape)
+            return assemble([Piece(array.shape, sharding, reader(array, None))])[0]
+        return jax.make_array_from_process_local_data(sharding, np.asarray(value))
+    except StrategyError:
+        raise
     except ValueError as error:
-        raise StrategyError("A batch leaf cannot be split as planned.", got=f"shape {np.shape(leaf)}", need=str(sharding.spec)) from error
+        raise StrategyError(
+            f"Batch leaf '{leaf.path}' cannot be split as planned.", got=f"shape {np.shape(value)}", need=str(sharding)
+        ) from error

@@ -16,6 +16,7 @@ from spmdctx._compat import x64_is_on
 from spmdctx.audit import AuditReport, audit_program
 from spmdctx.broadcast import broadcast_state
 from spmdctx.context import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
+from spmdctx.data.targets import Targets
 from spmdctx.direct import OtherArgumentsError
 from spmdctx.entry import Entry
 from spmdctx.errors import UnsupportedError
@@ -196,12 +197,22 @@ class ParallelStep:
         """Places a batch as the plan takes it: this process's block of it, or the whole with full_batch.
 
         Args:
-            batch: one batch argument of the step, or a tuple of all of them.
+            batch: one batch argument of the step, or a tuple of all of them. Leaves that are `spmdctx.data.Blocks` are whole ones,
+                of which each process reads only its blocks.
 
         Raises:
             PlanError: nothing was planned yet, or the plan has no such batch.
+            StrategyError: a dimension that does not divide.
         """
-        return placement.shard_batch(batch, None if self._last is None else self._last.entry, whole=self.context.full_batch)
+        return placement.shard_batch(batch, self.batch_targets())
+
+    def batch_targets(self) -> Targets:
+        """Where the last plan takes its batch: what `spmdctx.data.shard` reads of a step.
+
+        Raises:
+            PlanError: nothing was planned yet.
+        """
+        return placement.batch_targets(None if self._last is None else self._last.entry, whole=self.context.full_batch)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Static]:
         target = self._target

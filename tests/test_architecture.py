@@ -15,7 +15,7 @@ ROWS = (
     ("search",),
     ("plan",),
     ("planner", "lowering"),
-    ("audit", "checkpoint"),
+    ("audit", "checkpoint", "data"),
     ("step",),
     ("api",),
     ("shard",),

@@ -1,0 +1,118 @@
+"""A process's part of a global array: its distinct blocks, and the array put together from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from numpy.typing import NDArray
+
+from spmdctx.errors import StrategyError
+
+Bounds = tuple[tuple[int, int], ...]
+"""Per dimension where a block starts and ends."""
+
+_ALIGNMENT = 64
+"""Bytes. The CPU backend takes an array over that starts at a multiple of it, and copies others."""
+
+
+class Part(NamedTuple):
+    """What some devices hold of an array.
+
+    `blocks` are the distinct blocks, each with the devices that hold it; `dims` per dimension the distinct ranges, ascending.
+    """
+
+    blocks: tuple[tuple[Bounds, tuple[Any, ...]], ...]
+    dims: tuple[Bounds, ...]
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether the blocks are all combinations of the ranges, so that they make up one local array."""
+        return len(self.blocks) == math.prod(len(ranges) for ranges in self.dims)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the local array that has the ranges of each dimension one after the other."""
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.dims)
+
+    def local_bounds(self, bounds: Bounds) -> Bounds:
+        """Where a block lies in the local array."""
+        found = []
+        for ranges, (start, stop) in zip(self.dims, bounds, strict=True):
+            before = sum(end - begin for begin, end in ranges if begin < start)
+            found.append((before, before + stop - start))
+        return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def part_of(sharding: Sharding, shape: tuple[int, ...], process: int | None = None) -> Part:
+    """What a process holds of an array of `shape`; by default this process.
+
+    Raises:
+        ValueError: a dimension does not divide.
+    """
+    sharding.shard_shape(shape)
+    holders: dict[Bounds, list[Any]] = {}
+    wanted = jax.process_index() if process is None else process
+    places: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in places.items():
+        if device.process_index == wanted:
+            bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+            holders.setdefault(bounds, []).append(device)
+    blocks = tuple((bounds, tuple(devices)) for bounds, devices in sorted(holders.items(), key=lambda item: item[0]))
+    dims = tuple(tuple(sorted({bounds[dim] for bounds, _ in blocks})) for dim in range(len(shape)))
+    return Part(blocks, dims)
+
+
+class Piece(NamedTuple):
+    """One leaf that is to be placed: its global shape and sharding, and what gives a block of it."""
+
+    shape: tuple[int, ...]
+    sharding: Sharding
+    read: Callable[[Bounds], Any]
+
+
+def assemble(pieces: Sequence[Piece]) -> list[jax.Array]:
+    """The global arrays; each distinct block of this process is asked for once, all are put on their devices together."""
+    arrays: list[Any] = []
+    devices: list[Any] = []
+    counts = []
+    for piece in pieces:
+        part = part_of(piece.sharding, piece.shape)
+        for bounds, holders in part.blocks:
+            block = np.asarray(piece.read(bounds))
+            expected = tuple(stop - start for start, stop in bounds)
+            if block.shape != expected:
+                raise StrategyError(f"A block has shape {block.shape}.", got=f"for {_text(bounds)}", need=f"shape {expected}")
+            block = _owned(block) if holders[0].platform == "cpu" else block
+            arrays.extend([block] * len(holders))
+            devices.extend(holders)
+        counts.append(sum(len(holders) for _, holders in part.blocks))
+    placed = iter(jax.device_put(arrays, devices))
+    shards = [[next(placed) for _ in range(count)] for count in counts]
+    return [jax.make_array_from_single_device_arrays(piece.shape, piece.sharding, own) for piece, own in zip(pieces, shards, strict=True)]
+
+
+def slices(bounds: Bounds) -> tuple[slice, ...]:
+    """Bounds as what an array is indexed with."""
+    return tuple(slice(start, stop) for start, stop in bounds)
+
+
+def _owned(block: NDArray[Any]) -> NDArray[Any]:
+    """A copy in memory that the CPU backend takes over: it would alias the caller's memory, which he may write to again."""
+    if block.nbytes == 0 or block.dtype.hasobject:
+        return block
+    memory = np.empty(block.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    copy = memory[start : start + block.nbytes].view(block.dtype).reshape(block.shape)
+    copy[...] = block
+    return copy
+
+
+def _text(bounds: Bounds) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in bounds) + "]"

@@ -1,0 +1,75 @@
+"""Batches with fewer rows than the plan has: what is done with them, decided alike in all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.data.agreement import ENDED, FAILED, Share
+from spmdctx.errors import StrategyError
+
+REMAINDERS = ("error", "pad", "drop")
+
+
+class Decision(NamedTuple):
+    """What happens to a batch: "use", "pad", "drop" or "end"; its real rows, and those of the plan."""
+
+    kind: str
+    rows: int
+    expected: int
+
+
+def decide(shares: Sequence[Share], remainder: str, number: int) -> Decision:
+    """What all processes do with batch `number`, given what each has of it.
+
+    Raises:
+        StrategyError: a process failed or has nothing at all, processes contradict each other, or a short batch is an error.
+    """
+    where = f"batch {number}"
+    for process, share in enumerate(shares):
+        if share.rows == FAILED:
+            raise StrategyError(f"Process {process} failed to read its part of a batch.", where=where)
+    ended = [process for process, share in enumerate(shares) if share.rows == ENDED]
+    if len(ended) == len(shares):
+        return Decision("end", 0, 0)
+    rows, expected = _count(shares, where)
+    if rows == expected:
+        return Decision("use", rows, expected)
+    have = ", ".join(f"{max(share.rows, 0)} of {share.expected}" for share in shares) if len(shares) > 1 else ""
+    nothing = next((process for process in ended if not shares[process].ranges), None)
+    if ended and (nothing is not None or remainder == "error"):
+        raise StrategyError(
+            f"Process {ended[0] if nothing is None else nothing} has no {'more ' if nothing is None else ''}batches, while others have.",
+            where=where,
+            got=f"rows per process: {have}",
+            fix="give all processes as many rows" + (", or say remainder='pad' or 'drop'" if nothing is None else ""),
+        )
+    if remainder == "error" or (rows == 0 and remainder == "pad"):
+        raise StrategyError(
+            f"A batch has {rows} rows, and the plan {expected}.",
+            where=where,
+            got=f"rows per process: {have}" if have else "",
+            fix="say remainder='pad' or 'drop', or change the batch size" if rows else "let the source leave out batches without rows",
+        )
+    return Decision("end" if ended and remainder == "drop" else remainder, rows, expected)
+
+
+def _count(shares: Sequence[Share], where: str) -> tuple[int, int]:
+    """Real rows and all rows of the whole batch; processes that hold the same rows must agree on them."""
+    total = max(stop for share in shares for _, stop in share.ranges)
+    real = np.full(total, -1, np.int8)
+    for process, share in enumerate(shares):
+        if not share.ranges:
+            continue
+        own = np.concatenate([np.arange(start, stop) for start, stop in share.ranges])
+        mine = (np.arange(len(own)) < share.rows).astype(np.int8)
+        if np.any((real[own] >= 0) & (real[own] != mine)):
+            raise StrategyError(
+                f"Process {process} has another number of rows than one that holds the same rows of the batch.",
+                where=where,
+                got=", ".join(str(max(one.rows, 0)) for one in shares),
+            )
+        real[own] = mine
+    return int((real == 1).sum()), total
