@@ -19,7 +19,7 @@ from spmdctx.errors import ContextWarning, UnsupportedError
 from spmdctx.ir import LITERAL, Assignment, Role, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
-from spmdctx.search.accumulation import accumulated_sums
+from spmdctx.search.accumulation import holds_of, loop_sums
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.bodies import Body, add_bodies
 from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
@@ -84,6 +84,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         written = [replace(row, axes=refined_axes(row.axes, setup.parts)) for region in program.manual for row in region.collectives]
         gradients = gradient_order(program.graph) if setup.mesh.num_devices > 1 else ()
         buckets = gradient_buckets(program.graph, settings.context, gradients)
+        by_sum = sum_buckets(gradients, buckets)
         bill = price(
             program.graph,
             program.scopes,
@@ -93,8 +94,8 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
             setup.mesh,
             settings.topology,
             step.donated,
-            sum_buckets(gradients, buckets),
-            _accumulated(program, settings),
+            by_sum,
+            holds_of(program.graph, loop_sums(program.graph, by_sum), assignment, setup.mesh),
         )
         add_bodies(bill, program.graph, _bodies(program), assignment, setup.mesh, settings.topology)
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
@@ -119,13 +120,6 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         request = _request(program, captured, settings)
         bound = lower_bound_s(_step(program, captured), request, settings.topology, options, plan.logical_mesh)
     return replace(plan, lower_bound_s=bound, gap=_gap(plan.cost.total_s, bound))
-
-
-def _accumulated(program: Program, settings: Settings) -> dict[int, int]:
-    """How often sums are reduced that a loop only adds up; a search takes each turn to reduce them, as its bound does."""
-    if not settings.topology.hoists_reductions or _search_mode(settings):
-        return {}
-    return accumulated_sums(program.graph)
 
 
 def _bodies(program: Program) -> list[Body]:

@@ -44,8 +44,6 @@ class Topology:
         merges_partial_sums: Whether the device's compiler adds partial results before it reduces them, so that a sum of
             unreduced values costs one all_reduce, and reduce-scatters a sum of which every device keeps only its slice.
             XLA does both on TPU and GPU, not on CPU.
-        hoists_reductions: Whether it reduces what a loop only adds up once, after the loop (XLA on TPU and GPU, seen in compiled
-            programs for v5e:2x4 and 8 x H100).
         scatters_over_all: Whether it reduce-scatters over all devices of a slice, and does not reduce there and slice (XLA on TPU v5p,
             seen in compiled programs for v5p:2x2x2).
         sinks_slices: Whether it does so too where element-wise ops stand between the sum and the slice (XLA on TPU).
@@ -77,7 +75,6 @@ class Topology:
     torus_dims: int = 1
     ring_side: int = 1
     merges_partial_sums: bool = True
-    hoists_reductions: bool = True
     scatters_over_all: bool = True
     sinks_slices: bool = False
     narrows_matrix_operands: bool = False
@@ -238,7 +235,6 @@ PRESETS: dict[str, Topology] = {
         network_bytes_per_s=1.25e9,
         network_latency_s=50e-6,
         merges_partial_sums=False,
-        hoists_reductions=False,
         combines_reductions=False,
         source="nominal figures for virtual CPU devices, not a machine",
     ),

@@ -20,12 +20,14 @@ from spmdctx.errors import ContextWarning
 from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, TensorSharding, item_bytes
 from spmdctx.lowering.buckets import Sum, barrier_of, tie_buckets
 from spmdctx.lowering.islands import ISLANDS, island
+from spmdctx.lowering.loop_sums import HeldSums
 from spmdctx.lowering.precision import PASSED_ON, cast, passed_on, wide
 from spmdctx.lowering.recompute import is_recomputed, operand_shardings, refines
 from spmdctx.lowering.specs import named_sharding
 from spmdctx.lowering.wishes import NO_WISHES, Wishes
 from spmdctx.mesh import LogicalMesh
 from spmdctx.rules.control_flow import body_parameter, call_body, call_operands
+from spmdctx.search.accumulation import holds_of, loop_sums
 from spmdctx.search.gradient_order import carriers
 from spmdctx.search.space import reduction_plan
 from spmdctx.search.transfer import partial_axes, project
@@ -78,18 +80,30 @@ class _Block:
         """Remembers what an op makes, where it belongs to a bucket."""
         rewriter = self._rewriter
         for value, var in zip(op.results, results, strict=True):
+            if value in rewriter.held:
+                continue
             if value in rewriter.wishes.buckets and partial_axes(op.rule, rewriter.assignment.ops[op.id].axes):
                 self._sums[value] = eqn
             if value in rewriter.wishes.buckets or value in rewriter.carried:
                 self._held[value] = var
+
+    def note_total(self, value: int, eqn: Any, var: Any) -> None:
+        """Remembers the total of a loop."""
+        if self._rewriter.bucket(value) is not None:
+            self._sums[value], self._held[value] = eqn, var
+
+    def write(self, made: tuple[list[Any], Any]) -> Any:
+        """Appends equations; returns the variable of their result."""
+        self.eqns += made[0]
+        return made[1]
 
     def finish(self, outputs: list[Any]) -> tuple[list[Any], list[Any]]:
         """The equations and results of the body, its buckets tied."""
         rewriter = self._rewriter
         sums = []
         for value, eqn in self._sums.items():
-            reduced = self._held.get(rewriter.carriers[value], self._held[value])
-            sums.append(Sum(rewriter.wishes.buckets[value], eqn, reduced))
+            reduced = self._held.get(rewriter.carriers.get(value, value), self._held[value])
+            sums.append(Sum(rewriter.bucket(value) or 0, eqn, reduced))
         if not sums:
             return self.eqns, outputs
         tied = tie_buckets(self.eqns, outputs, sums)
@@ -123,11 +137,18 @@ class _Rewriter:
         self.carriers = carriers(program.graph, wishes.buckets) if wishes.buckets else {}
         self.carried = frozenset(self.carriers.values())
         self.graph, self.assignment, self.mesh, self.jax_mesh = program.graph, assignment, mesh, jax_mesh
+        sums = loop_sums(program.graph, wishes.buckets)
+        self.held = HeldSums(self, holds_of(program.graph, sums, assignment, mesh))
         self._sites = iter(program.op_of_site)
         self._moved = _moved(program.graph.ops, assignment)
         self._turned = _turned(program.graph, assignment)
         self._templates: dict[Any, Any] = {}
         self._info: Any = None
+
+    def bucket(self, value: int) -> int | None:
+        """The bucket of a gradient's sum, None where it has none."""
+        terms = self.held.totals[value].terms if value in self.held.totals else (value,)
+        return next((self.wishes.buckets[term] for term in terms if term in self.wishes.buckets), None)
 
     def next_op(self) -> Op | None:
         """The op of the next site, None where it is dead."""
@@ -253,6 +274,8 @@ class _Rewriter:
 
     def _equation(self, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
         op = self.next_op()
+        if op is not None and op.results and op.results[0] in self.held and not self.held.is_whole(op):
+            return [self.held.equation(block, op, eqn, operands)]
         if op is not None:
             if is_recomputed(op) and (self.wishes.all_to_all or not _repeats(eqn)):
                 block.recipes[op.results[0]] = op, eqn, operands
@@ -290,9 +313,9 @@ class _Rewriter:
         template = island(eqn, operands, [project(dims, axes) for dims in op.rule.results], self.jax_mesh)
         return template.replace(outvars=eqn.outvars, source_info=eqn.source_info)
 
-    def emit(self, eqn: Any, operands: Sequence[Any], block: _Block, **params: Any) -> list[Any]:
-        """Writes the equation with new operands and fresh results."""
-        fresh: list[Any] = [jexc.Var(var.aval) for var in eqn.outvars]
+    def emit(self, eqn: Any, operands: Sequence[Any], block: _Block, avals: Sequence[Any] = (), **params: Any) -> list[Any]:
+        """Writes the equation with new operands and fresh results, of `avals` where they are other ones."""
+        fresh: list[Any] = [jexc.Var(aval) for aval in avals or [var.aval for var in eqn.outvars]]
         block.eqns.append(eqn.replace(invars=list(operands), outvars=fresh, params={**eqn.params, **params}))
         return fresh
 
@@ -300,6 +323,8 @@ class _Rewriter:
         op = self.next_op()
         if op is None:
             return operands
+        if op.results[0] in self.held:
+            return [self.held.handed_on(block, op, operands[0], self._info)]
         results = [self.settle(block, op, 0, self.use(block, op, 0, operands[0]))]
         block.note(op, None, results)
         return results
@@ -322,9 +347,12 @@ class _Rewriter:
                 atoms[index] = self._identity([atoms[index]], block)[0]
         return atoms
 
-    def body(self, jaxpr: Any) -> tuple[_Block, Substitution]:
-        """A new block with fresh inputs for `jaxpr`."""
+    def body(self, jaxpr: Any, operands: Sequence[Any] = ()) -> tuple[_Block, Substitution]:
+        """A new block with fresh inputs for `jaxpr`, like its operands where they are known."""
         fresh = {var: jexc.Var(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
+        for var, atom in zip(jaxpr.invars, operands, strict=False):
+            if atom.aval.shape != var.aval.shape:
+                fresh[var] = jexc.Var(atom.aval)
         return _Block(self), fresh
 
     def close(self, body: Any, block: _Block, fresh: Substitution, outputs: list[Any]) -> Any:
@@ -339,11 +367,15 @@ class _Rewriter:
         )
         return jexc.ClosedJaxpr(new, consts) if hasattr(body, "consts") else new
 
-    def enter(self, atom: Any, block: _Block, inner: _Block, var: Any) -> tuple[Any, Any]:
-        """A loop's entry boundary: the outer operand as the loop takes it, and the inner input in its stored sharding."""
-        op = self.next_op()
+    def enter(self, atom: Any, block: _Block, inner: _Block, fresh: Substitution, own: Any) -> tuple[Any, Any]:
+        """A loop's entry boundary: the outer operand as the loop takes it, and the inner input `own` in its stored sharding."""
+        op, var = self.next_op(), fresh[own]
         if op is None:
             return atom, var
+        if op.results[0] in self.held:
+            atom = self.held.started(block, op, atom, self._info)
+            fresh[own] = jexc.Var(atom.aval)
+            return atom, inner.constrain(fresh[own], (self.held.axes_of(op.results[0]), *self.assignment.values[op.results[0]]))
         atom = self.use(block, op, 0, atom)
         return atom, inner.constrain(var, self.assignment.values[op.results[0]])
 
@@ -404,9 +436,9 @@ def _kept_call(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block
     name = body_parameter(eqn.primitive.name, eqn.params)
     body = eqn.params[name]
     jaxpr, _ = open_jaxpr(body)
-    inner, fresh = rewriter.body(jaxpr)
+    inner, fresh = rewriter.body(jaxpr, operands)
     outputs = rewriter.rewrite(jaxpr, dict(fresh), inner, None)
-    return rewriter.emit(eqn, operands, block, **{name: rewriter.close(body, inner, fresh, outputs)})
+    return rewriter.emit(eqn, operands, block, [atom.aval for atom in outputs], **{name: rewriter.close(body, inner, fresh, outputs)})
 
 
 def _remat(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
@@ -431,27 +463,41 @@ def _remat(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) ->
 
 def _scan(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
     body, (_, num_carry) = eqn.params["jaxpr"], scan_counts(eqn.params)
+    held, info = rewriter.held, eqn.source_info
     jaxpr, _ = open_jaxpr(body)
     inner, fresh = rewriter.body(jaxpr)
     substitution = dict(fresh)
     for index, var in enumerate(jaxpr.invars):
-        operands[index], substitution[var] = rewriter.enter(operands[index], block, inner, fresh[var])
+        operands[index], substitution[var] = rewriter.enter(operands[index], block, inner, fresh, var)
     outputs = rewriter.rewrite(jaxpr, substitution, inner, None)
     ops = [rewriter.next_op() for _ in outputs]
+    avals = [var.aval for var in eqn.outvars]
     for index, op in enumerate(ops):
-        if op is not None:
-            outputs[index] = rewriter.use(inner, op, 0, outputs[index])
-            if index < num_carry:
-                outputs[index] = rewriter.settle(inner, op, 0, outputs[index])
-    results = rewriter.emit(eqn, operands, block, jaxpr=rewriter.close(body, inner, fresh, outputs))
+        if op is None:
+            continue
+        if _is_held(held, op):
+            outputs[index] = held.handed_on(inner, op, outputs[index], info)
+            own = outputs[index].aval
+            avals[index] = own if index < num_carry else own.update(shape=(*avals[index].shape[:1], *own.shape))
+            continue
+        outputs[index] = rewriter.use(inner, op, 0, outputs[index])
+        if index < num_carry:
+            outputs[index] = rewriter.settle(inner, op, 0, outputs[index])
+    results = rewriter.emit(eqn, operands, block, avals, jaxpr=rewriter.close(body, inner, fresh, outputs))
     return [
         var
         if op is None
+        else held.left(block, op, var, info)
+        if _is_held(held, op)
         else rewriter.settle(block, op, 0, var)
         if index >= num_carry
         else block.constrain(var, rewriter.assignment.values[op.results[0]])
         for index, (op, var) in enumerate(zip(ops, results, strict=True))
     ]
+
+
+def _is_held(held: HeldSums, op: Op) -> bool:
+    return op.results[0] in held or op.results[0] in held.totals
 
 
 def _while(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
@@ -462,10 +508,10 @@ def _while(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) ->
     in_body, fresh_body = rewriter.body(body.jaxpr)
     sub_cond, sub_body = dict(fresh_cond), dict(fresh_body)
     for index, var in enumerate(cond.jaxpr.invars[:num_cond]):
-        operands[index], sub_cond[var] = rewriter.enter(operands[index], block, in_cond, fresh_cond[var])
+        operands[index], sub_cond[var] = rewriter.enter(operands[index], block, in_cond, fresh_cond, var)
     for index, var in enumerate(body.jaxpr.invars):
         position = num_cond + index
-        operands[position], sub_body[var] = rewriter.enter(operands[position], block, in_body, fresh_body[var])
+        operands[position], sub_body[var] = rewriter.enter(operands[position], block, in_body, fresh_body, var)
     cond_outputs = rewriter.rewrite(cond.jaxpr, sub_cond, in_cond, None)
     outputs = rewriter.rewrite(body.jaxpr, sub_body, in_body, None)
     ops = [rewriter.next_op() for _ in outputs]

@@ -5,7 +5,7 @@ What is reduced across devices is then float32, and is cast back where it is fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,18 +22,34 @@ PASSED_ON = frozenset({"add", "add_any", "neg", "transpose", "reshape", "squeeze
 
 def wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Equations that compute in float32 what `eqn` computes of `operands` in low precision; the last makes the result."""
-    params = dict(eqn.params)
-    if eqn.primitive.name in _BY_RESULT:
-        params["preferred_element_type"] = jnp.dtype(jnp.float32)
-        return [_bound(eqn, params, operands)]
     written, taken = [], []
     for atom in operands:
-        if not jnp.issubdtype(atom.aval.dtype, jnp.floating) or atom.aval.dtype == jnp.float32:
+        if eqn.primitive.name in _BY_RESULT or not _is_low(atom.aval.dtype):
             taken.append(atom)
             continue
         written.append(cast(atom, jnp.float32, eqn.source_info))
         taken.append(written[-1].outvars[0])
-    return [*written, _bound(eqn, params, taken)]
+    return [*written, _bound(eqn, _wide_params(eqn), taken)]
+
+
+def computing_wide(eqn: Any) -> Callable[..., Any]:
+    """The same as a function of arrays."""
+    bind = _binder(eqn, _wide_params(eqn))
+    keeps = eqn.primitive.name in _BY_RESULT
+
+    def compute(*operands: Any) -> Any:
+        return bind(*[one.astype(jnp.float32) if not keeps and _is_low(one.dtype) else one for one in operands])
+
+    return compute
+
+
+def _is_low(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float32
+
+
+def _wide_params(eqn: Any) -> dict[str, Any]:
+    asked = {"preferred_element_type": jnp.dtype(jnp.float32)} if eqn.primitive.name in _BY_RESULT else {}
+    return {**eqn.params, **asked}
 
 
 def passed_on(eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -55,12 +71,16 @@ def cast(atom: Any, dtype: Any, source_info: Any) -> Any:
 def _bound(eqn: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
     """The primitive bound anew, so that its result has the type that it now makes."""
     structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in operands]
-    if eqn.primitive.name == "scatter-add":
-        # Its parameters hold the addition itself, as a function of the old type.
-        kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-        bind = partial(jax.lax.scatter_add, **{name: params[name] for name in kept})
-    else:
-        bind = partial(eqn.primitive.bind, **params)
+    bind = _binder(eqn, params)
     template = jax.make_jaxpr(bind)(*structs).jaxpr.eqns[-1]
     fresh = [jexc.Var(var.aval) for var in template.outvars]
     return template.replace(invars=list(operands), outvars=fresh, source_info=eqn.source_info)
+
+
+def _binder(eqn: Any, params: dict[str, Any]) -> Callable[..., Any]:
+    """The primitive on operands of any type."""
+    if eqn.primitive.name == "scatter-add":
+        # Its parameters hold the addition itself, as a function of the old type.
+        kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+        return partial(jax.lax.scatter_add, **{name: params[name] for name in kept})
+    return partial(eqn.primitive.bind, **params)

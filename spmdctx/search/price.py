@@ -17,6 +17,7 @@ from spmdctx.cost.reshard import reshard_steps
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
+from spmdctx.search.accumulation import NO_HOLDS, Holds, reduced_dtype
 from spmdctx.search.memory import Copy, StepMemory, profile, step_memory
 from spmdctx.search.overlap import sides
 from spmdctx.search.rewrites import Readers, Sums
@@ -87,17 +88,17 @@ def price(
     topology: Topology,
     donated: frozenset[int] = frozenset(),
     buckets: Mapping[int, int] = MappingProxyType({}),
-    accumulated: Mapping[int, int] = MappingProxyType({}),
+    holds: Holds = NO_HOLDS,
 ) -> Bill:
     """Prices an assignment.
 
     `manual` are the collectives that the user wrote himself, `donated` inputs lend their memory, `buckets` says of sums that make up
-    gradients in which bucket they are reduced, `accumulated` of sums that a loop adds up how often they are reduced.
+    gradients in which bucket they are reduced, `holds` what loops add up and leave unreduced until it is complete.
     """
     scopes = tuple(scopes)
     memory = step_memory(graph, scopes, donated)
     biller = _Biller(graph, loose, assignment, mesh, topology, memory)
-    biller.buckets, biller.accumulated = buckets, accumulated
+    biller.buckets, biller.holds = buckets, holds
     for op, scope in zip(graph.ops, scopes, strict=True):
         biller.add(op, scope)
     biller.settle_sums()
@@ -118,7 +119,7 @@ class _Biller:
     ) -> None:
         self.copies = _Copies(memory)
         self.buckets: Mapping[int, int] = {}
-        self.accumulated: Mapping[int, int] = {}
+        self.holds = NO_HOLDS
         self.graph, self.loose, self.assignment, self.mesh, self.topology = graph, loose, assignment, mesh, topology
         self.bill = Bill()
         self.shares: list[float] = []
@@ -161,6 +162,24 @@ class _Biller:
             self._join_terms(self._sums, op)
         if need.partial or need.results:
             self._finish(op, scope, need)
+        for value in op.results:
+            if value in self.holds.totals:
+                self._reduce_total(op, value)
+
+    def _reduce_total(self, op: Op, value: int) -> None:
+        """What a loop has added up, unreduced, is complete."""
+        graph, stored = self.graph, self.assignment.values[value]
+        axes, repeats, terms = self.holds.totals[value]
+        makers = [(term, graph.ops[graph.producers[term]]) for term in terms]
+        widened = {term for term, maker in makers if self._sides.widening(maker, term, graph.values[term].dtype, self.topology) > 1}
+        sizes = [item_bytes(dtype) for dtype in (graph.values[value].dtype, reduced_dtype(graph, value, terms, widened))]
+        payload = self._bytes(value, stored) // sizes[0] * sizes[1]
+        bucket = next((f"bucket {self.buckets[term]} of gradients: " for term in terms if term in self.buckets), "")
+        cause = f"{bucket}partial result of {makers[0][1].primitive}, added up by a loop"
+        hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)
+        self._collect("all_reduce", axes, payload, op, cause, *hides, repeats=repeats)
+        if self._sums:
+            self._sums.reduced(value, len(self.bill.collectives) - 1, stored)
 
     def _join_terms(self, sums: Sums, op: Op) -> None:
         """A sum of two reduced values is reduced once, after it."""
@@ -209,7 +228,8 @@ class _Biller:
             if need.partial and op.rule.combiner in ("argmax", "argmin"):
                 self._gather_candidates(op, value, natural, need.partial)
             elif need.partial:
-                plan = reduction_plan(op, natural, stored, need.partial)
+                held = self.holds.axes.get(value, ())
+                plan = reduction_plan(op, natural, stored, tuple([name for name in need.partial if name not in held]))
                 payload = self._bytes(value, natural) * self._sides.widening(op, value, self.graph.values[value].dtype, self.topology)
                 bucket = f"bucket {self.buckets[value]} of gradients: " if value in self.buckets else ""
                 cause = f"{bucket}partial result of {op.primitive}"
@@ -218,13 +238,11 @@ class _Biller:
                     self._collect("reduce_scatter", plan.scattered, payload, op, cause, *hides)
                     payload //= self.mesh.num_slices(plan.scattered)
                 if plan.reduced:
-                    self._collect("all_reduce", plan.reduced, payload, op, cause, *hides, repeats=self.accumulated.get(value, 0))
+                    self._collect("all_reduce", plan.reduced, payload, op, cause, *hides)
                     # Rows outside of the table are masked after the reduction of a gather.
                     direct = op.primitive != "gather" or self.topology.sinks_slices
                     if self._sums and direct and not plan.scattered:
-                        total = self._readers.total(value) if value in self.accumulated else value
-                        after = plan.after if total == value else self.assignment.values[total]
-                        self._sums.reduced(total, len(self.bill.collectives) - 1, after)
+                        self._sums.reduced(value, len(self.bill.collectives) - 1, plan.after)
                 natural = plan.after
             if natural != stored and value not in self.loose:
                 if not need.partial or natural != made:

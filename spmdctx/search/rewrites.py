@@ -40,14 +40,6 @@ class Readers:
         """The ops that read a value, one that reads it twice twice."""
         return self._of[value]
 
-    def total(self, value: int) -> int:
-        """What a loop that only adds up a value of each turn leaves behind."""
-        while True:
-            op = self._of[value][0]
-            value = op.results[0]
-            if op.primitive == "scan.next":
-                return value
-
     def taken(self, op: Op, position: int) -> TensorSharding:
         """The sharding in which an op takes an operand."""
         return project(op.rule.operands[position], self._assignment.ops[op.id].axes)
