@@ -10,6 +10,7 @@ from spmdctx.context_state import AutoParallelContext
 from spmdctx.context_storage import Option
 from spmdctx.context_values import plain
 from spmdctx.errors import ContextError, ContextWarning, StrategyError
+from spmdctx.layout import Layout
 from spmdctx.wording import counted
 
 _RECURSIVE = "recursive_programming"
@@ -91,7 +92,8 @@ def _check_batch(context: AutoParallelContext, total: int) -> None:
         )
     if isinstance(strategy, str) or mode in _FULL_BATCH_REFUSED:
         return
-    if context.full_batch and any(slices > 1 for entry in strategy for slices in entry):
+    entries = [entry.strategy if isinstance(entry, Layout) else entry for entry in strategy]
+    if context.full_batch and any(slices > 1 for entry in entries for slices in entry):
         raise ContextError(
             "full_batch and a dataset_strategy that splits the batch contradict each other.",
             got=f"full_batch=True, dataset_strategy={strategy}",
@@ -99,9 +101,10 @@ def _check_batch(context: AutoParallelContext, total: int) -> None:
         )
     per_stage = total // context.pipeline_stages
     for position, entry in enumerate(strategy):
-        if per_stage % math.prod(entry):
+        blocks = math.prod(entry.device_matrix if isinstance(entry, Layout) else entry)
+        if per_stage % blocks:
             raise StrategyError(
-                f"dataset_strategy[{position}] has {math.prod(entry)} slices, which does not divide {counted(per_stage, 'device')}.",
+                f"dataset_strategy[{position}] has {blocks} slices, which does not divide {counted(per_stage, 'device')}.",
                 got=f"dataset_strategy[{position}] = {entry}",
                 need=f"slices whose product divides {per_stage}",
             )

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from spmdctx.context_options import LATER_OPTIONS, PARALLEL_MODES, checked
-from spmdctx.context_values import is_int, nearest, wrong_type
+from spmdctx.context_values import dataset_strategy_from_lists, is_int, nearest, wrong_type
 from spmdctx.errors import ContextError, ContextWarning, message
 
 _SECTIONS = ("use_parallel", "parallel", "parallel_config")
@@ -98,10 +98,8 @@ def _read_yaml(path: str) -> Mapping[str, Any]:
 
 
 def _with_tuples(name: str, value: Any) -> Any:
-    """YAML has no tuples, so a dataset_strategy is written as lists there."""
-    if name == "dataset_strategy" and isinstance(value, list):
-        return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
-    return value
+    """YAML has no tuples, so a dataset_strategy is written as lists there, and its Layouts as mappings."""
+    return dataset_strategy_from_lists(value) if name == "dataset_strategy" else value
 
 
 def _section(content: Mapping[str, Any], name: str) -> dict[str, Any]:

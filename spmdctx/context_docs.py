@@ -10,7 +10,7 @@ from typing import Any
 
 from spmdctx.context_options import ALGO_OPTIONS, OPTIONS, PARALLEL_MODES
 from spmdctx.context_storage import Option
-from spmdctx.context_values import plain
+from spmdctx.context_values import dataset_strategy_from_lists, plain
 from spmdctx.errors import SpmdctxError
 
 _HEADER = ("Option", "Type", "Default", "Allowed", "Modes", "Meaning in JAX")
@@ -93,9 +93,8 @@ def _parser(option: Option) -> Callable[[str], Any]:
 
     def parse(text: str) -> Any:
         value = text if option.kind == "str" else _literal(text)
-        if option.name == "dataset_strategy" and isinstance(value, list):
-            value = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
         try:
+            value = dataset_strategy_from_lists(value) if option.name == "dataset_strategy" else value
             option.check(option.name, value)
         except (SpmdctxError, TypeError) as error:
             raise argparse.ArgumentTypeError(str(error)) from error

@@ -202,9 +202,10 @@ OPTIONS: tuple[Option, ...] = (
         "str or tuple",
         values.dataset_strategy,
         "data_parallel",
-        "'data_parallel', 'full_batch', or one tuple of ints >= 1 per batch input",
+        "'data_parallel', 'full_batch', or one tuple of ints >= 1, or one Layout, per batch input",
         _PLANNED,
-        "How each batch input is split. In auto_parallel the batch is free until this or full_batch is set.",
+        "How each batch input is split, its other dimensions too; a Layout names the mesh axes. In auto_parallel the batch is free "
+        "until this or full_batch is set.",
         store=store_dataset_strategy,
     ),
     Option(

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from spmdctx.errors import ContextError, UnsupportedError, message
+from spmdctx.layout import Layout
 
 Check = Callable[[str, Any], Any]
 """Takes an option's name and the user's value; returns the normal form, or raises TypeError or ContextError."""
@@ -50,7 +51,7 @@ class StrategyFiles(NamedTuple):
     only_trainable_params: bool
 
 
-DatasetStrategy = str | tuple[tuple[int, ...], ...]
+DatasetStrategy = str | tuple[tuple[int, ...] | Layout, ...]
 
 
 def plain(value: Any) -> Any:
@@ -59,6 +60,8 @@ def plain(value: Any) -> Any:
         if hasattr(value, "_asdict"):
             return {name: plain(part) for name, part in value._asdict().items()}
         return [plain(part) for part in value]
+    if isinstance(value, Layout):
+        return {name: plain(part) for name, part in value.to_dict().items()}
     return value
 
 
@@ -162,15 +165,19 @@ def weight_shard_size(name: str, value: Any) -> int:
 
 
 def dataset_strategy(name: str, value: Any) -> DatasetStrategy:
-    """A string, or one tuple of slices per batch input."""
-    need = "'data_parallel', 'full_batch', or a tuple of one tuple of ints >= 1 per batch input, such as ((8, 1), (8,))"
+    """A string, or per batch input a tuple of slices or a Layout of its dimensions."""
+    need = "'data_parallel', 'full_batch', or a tuple of one tuple of ints >= 1, or one Layout, per batch input, such as ((8, 1), (8,))"
     if isinstance(value, str):
         if value not in DATASET_STRATEGIES:
             raise bad_value(name, value, need, nearest(value, DATASET_STRATEGIES))
         return value
-    if not isinstance(value, tuple) or not all(isinstance(entry, tuple) for entry in value):
+    if not isinstance(value, tuple) or not all(isinstance(entry, tuple | Layout) for entry in value):
         raise wrong_type(name, value, need)
     for position, entry in enumerate(value):
+        if isinstance(entry, Layout):
+            if entry.alias_tensor_map is None:
+                raise bad_value(f"{name}[{position}]", entry, "a Layout that was called", 'call it: layout("axis", "None")')
+            continue
         for dim, slices in enumerate(entry):
             if not is_int(slices):
                 raise wrong_type(f"{name}[{position}][{dim}]", slices, "an int >= 1")
@@ -179,6 +186,16 @@ def dataset_strategy(name: str, value: Any) -> DatasetStrategy:
     if not value:
         raise bad_value(name, value, need)
     return value
+
+
+def dataset_strategy_from_lists(value: Any) -> Any:
+    """A dataset_strategy as JSON and YAML hold it: lists for tuples, mappings for Layouts; other values are left to the check."""
+    if not isinstance(value, list | tuple):
+        return value
+    found = [
+        tuple(entry) if isinstance(entry, list) else Layout.from_dict(entry) if isinstance(entry, Mapping) else entry for entry in value
+    ]
+    return tuple(found)
 
 
 def fusion_indices(name: str, value: Any) -> tuple[int, ...]:

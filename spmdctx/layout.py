@@ -7,9 +7,9 @@ of a tensor, the device-matrix axis that splits it, counted from the RIGHT, or -
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmdctx.errors import StrategyError, UnsupportedError, message
 from spmdctx.ir import OpRule
@@ -184,6 +184,30 @@ class Layout:
             "alias_name": self.alias_name,
             "rank_list": self.rank_list or tuple(range(math.prod(self.device_matrix))),
         }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Layout:
+        """The layout that `to_dict` wrote, lists standing for tuples.
+
+        Raises:
+            StrategyError: keys are missing, or the tensor map names axes that the device matrix does not have.
+            TypeError: values of a wrong type.
+        """
+        for name in ("device_matrix", "alias_name", "tensor_map"):
+            if not isinstance(content.get(name), list | tuple):
+                raise StrategyError(f"A layout lacks {name!r}.", got=repr(dict(content)), need="what Layout.to_dict gives")
+        aliases, ranks = tuple(content["alias_name"]), content.get("rank_list")
+        layout = cls(tuple(content["device_matrix"]), aliases, None if ranks is None else tuple(ranks))
+        layout = cls(layout.device_matrix, aliases)  # the ranks are in natural order, which needs no list
+        dims = []
+        for entry in content["tensor_map"]:
+            axes = [axis for axis in (entry if isinstance(entry, list | tuple) else (entry,)) if axis != WHOLE]
+            if not all(type(axis) is int and 0 <= axis < len(aliases) for axis in axes):
+                raise StrategyError(
+                    "A tensor map counts axes of the device matrix from the right, or has -1.", got=repr(content["tensor_map"])
+                )
+            dims.append(tuple(aliases[len(aliases) - 1 - axis] for axis in axes) or _NONE)
+        return layout(*dims)
 
     def _placed(self) -> tuple[tuple[str, ...] | None, ...]:
         if self.alias_tensor_map is None:

@@ -1,5 +1,7 @@
 """Device matrices, tensor maps and layouts, against MindSpore's."""
 
+import json
+
 import pytest
 
 from spmdctx.errors import StrategyError, UnsupportedError
@@ -159,3 +161,23 @@ def test_a_tensor_map_is_checked(tensor_map, error, text):
 def test_a_layout_that_was_not_called_has_no_strategy():
     with pytest.raises(StrategyError, match="names no tensor dimensions"):
         _ = LAYOUT.strategy
+
+
+@pytest.mark.parametrize("dims", [("dp", "None", "None"), (("mp", "dp"), "sp"), ("None",)])
+def test_a_layout_goes_through_a_dictionary(dims):
+    layout = Layout((2, 2, 2), ("dp", "sp", "mp"))(*dims)
+    assert Layout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tensor_map": [3]}, "counts axes of the device matrix"),
+        ({"tensor_map": ["dp"]}, "counts axes of the device matrix"),
+        ({"tensor_map": 0}, "lacks 'tensor_map'"),
+        ({"rank_list": [1, 0, 2, 3, 4, 5, 6, 7]}, "natural order"),
+    ],
+)
+def test_a_dictionary_that_is_no_layout_is_refused(change, words):
+    with pytest.raises(StrategyError, match=words):
+        Layout.from_dict({**Layout((2, 2, 2), ("dp", "sp", "mp"))("dp").to_dict(), **change})

@@ -15,7 +15,6 @@ from spmdctx.data.lazy import is_read_by_blocks
 from spmdctx.data.targets import Leaf, Mask, Targets
 from spmdctx.errors import StrategyError
 
-
 _BYTES = "bytes"
 """Key of a state that is bytes (those of grain's DataLoader), which JSON has none of."""
 

@@ -1,4 +1,4 @@
-"""A tuple dataset_strategy as marks on the batch leaves, so that it takes part in finding the mesh."""
+"""A dataset_strategy of slices or Layouts as marks on the batch leaves, so that it takes part in finding the mesh."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from spmdctx.errors import StrategyError
 from spmdctx.ir import Graph, Mark
+from spmdctx.layout import Layout
 
 
 def dataset_marks(graph: Graph, leaves: Sequence[int], dataset: object, num_devices: int) -> list[Mark]:
@@ -33,22 +34,26 @@ def dataset_marks(graph: Graph, leaves: Sequence[int], dataset: object, num_devi
 
 def _check_dataset_entry(graph: Graph, value: int, strategy: object, num_devices: int) -> None:
     known = graph.values[value]
+    given = strategy
+    if isinstance(strategy, Layout):
+        strategy = strategy.strategy
     if not isinstance(strategy, tuple):
         return
     if len(strategy) != len(known.shape):
         raise StrategyError(
             f"dataset_strategy gives {len(strategy)} dimensions for '{known.path}', which has {len(known.shape)}.",
-            got=f"{strategy} for shape {known.shape}",
+            got=f"{given} for shape {known.shape}",
         )
     for dim, (slices, size) in enumerate(zip(strategy, known.shape, strict=True)):
         if not isinstance(slices, int) or slices < 1 or size % slices:
             raise StrategyError(
                 f"dataset_strategy splits dimension {dim} of '{known.path}' into {slices} slices, "
                 f"but its size {size} is not divisible by {slices}.",
-                got=f"{strategy} for shape {known.shape}",
+                got=f"{given} for shape {known.shape}",
             )
-    if num_devices % math.prod(strategy):
+    blocks = math.prod(given.device_matrix if isinstance(given, Layout) else strategy)
+    if num_devices % blocks:
         raise StrategyError(
-            f"dataset_strategy splits '{known.path}' into {math.prod(strategy)} blocks, which does not divide {num_devices} devices.",
-            got=f"{strategy}",
+            f"dataset_strategy splits '{known.path}' into {blocks} blocks, which does not divide {num_devices} devices.",
+            got=f"{given}",
         )
