@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from spmdctx.entry import Entry
 from spmdctx.ir import Role
 from spmdctx.planner import is_layerwise
+from spmdctx.processes import on_all
 
 _STATE = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE)
 
@@ -41,6 +42,8 @@ def _on_mesh(leaf: Any, target: Any) -> Any:
     """What is on all devices already stays: each device's own value is still to be compared with none."""
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(target, leaf.ndim):
         return leaf
+    if len({device.process_index for device in target.device_set}) > 1:
+        return on_all(leaf, target)
     return jax.device_put(leaf, target) if isinstance(leaf, jax.Array) else leaf
 
 

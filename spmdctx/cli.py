@@ -1,4 +1,4 @@
-"""The command line: `spmdctx train | plan | explain | audit | diff | verify | strategies | calibrate`."""
+"""The command line: `spmdctx train | plan | explain | audit | diff | verify | strategies | calibrate | launch`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from spmdctx.cli_calibrate import add_calibrate_arguments, calibrate_devices
+from spmdctx.cli_launch import add_launch_arguments, launch
 from spmdctx.cli_output import Output, audit_data, diff_data, explain_data, plan_data, verify_data
 from spmdctx.cli_program import add_program_arguments, add_target_argument, choose, start_devices, target_options
 from spmdctx.cli_strategies import add_strategies_arguments, strategies
@@ -117,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     add_strategies_arguments(_command(commands, "strategies", strategies, "make the library of ready strategies, or check its files"))
     one = _command(commands, "calibrate", calibrate_devices, "measure the devices that are there, as a topology to plan with")
     add_calibrate_arguments(one)
+    add_launch_arguments(_command(commands, "launch", launch, "run a script as several processes on this machine"))
     return parser
 
 

@@ -16,7 +16,9 @@ from spmdctx.lowering.wishes import wishes_of
 from spmdctx.lowering.xla_options import compile_options
 from spmdctx.mesh_scope import auto_axes, has_explicit_type, has_mesh_type
 from spmdctx.plan.plan import Plan
+from spmdctx.plan_agreement import agree_on_plan, spans_processes
 from spmdctx.planner import Planned
+from spmdctx.processes import is_of_one_process, on_all
 from spmdctx.step_options import Environment
 from spmdctx.strategy_files import planned_with_files
 from spmdctx.trace.arguments import Call
@@ -65,6 +67,19 @@ class Entry:
     def plan(self) -> Plan:
         """The plan of this step for these shapes."""
         return self.planned.plan
+
+    @cached_property
+    def spans_processes(self) -> bool:
+        """Whether the step runs on devices of several processes, which then have agreed on its plan.
+
+        Raises:
+            PlanMismatchError: another process has another program or plan.
+        """
+        planned = self.planned
+        spans = spans_processes(self.environment.devices[: planned.mesh.num_devices])
+        if spans:
+            agree_on_plan(self.captured.name, planned.plan, self.captured.jaxpr)
+        return spans
 
     @cached_property
     def compiler_options(self) -> dict[str, int | str]:
@@ -134,11 +149,13 @@ class Entry:
             on_mesh = moves or has_mesh_type(leaf)
         else:
             on_mesh = index in self._carried or self._owned[index] or sharding is not None
+        on_mesh = on_mesh or (self.spans_processes and aval.ndim > 0)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=target if on_mesh else None)
 
     def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The program's flat results for leaves that are where it takes them; nothing of the user's is changed."""
         self.environment.check_running()
+        self.spans_processes  # noqa: B018  all processes agree on the plan before they run it
         if self.direct is not None:
             try:
                 return jax.tree.leaves(self.direct(*self.structure.inputs(leaves)[0]))
@@ -190,6 +207,9 @@ class Entry:
         placed, loose, moves = list(read.leaves), [], False
         for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
             sharding = getattr(leaf, "sharding", None)
+            if self.spans_processes and is_of_one_process(leaf):
+                placed[index], moves = on_all(leaf, target), True
+                continue
             if index in self._carried and not (getattr(leaf, "committed", False) and has_mesh_type(leaf)):
                 # jit would place it too, but then compile again for the next call, whose leaf has the mesh in its type.
                 placed[index], moves = jax.device_put(leaf, target, donate=self.captured.inputs[index].donated), True

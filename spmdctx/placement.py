@@ -24,6 +24,8 @@ from spmdctx.mesh import replicated
 from spmdctx.mesh_scope import auto_axes
 from spmdctx.plan.mismatch import differences_text, leaf_differences
 from spmdctx.plan.plan import Plan
+from spmdctx.plan_agreement import spans_processes
+from spmdctx.processes import on_all
 from spmdctx.trace.arguments import NO_STATIC, Call, split_static
 from spmdctx.trace.capture import Captured, Target, capture_call, flattening_of, leaf_paths, target_of
 from spmdctx.trace.structure import Read, shape_of
@@ -81,6 +83,7 @@ class Init:
     def run(self, entry: Entry, call: Call) -> Any:
         """Makes the state, each leaf split as the step takes it; leaves that the step does not take are whole everywhere."""
         entry.environment.check_running()
+        entry.spans_processes  # noqa: B018  all processes agree on the plan before the state is made by it
         taken = zip(flattening_of(call).leaves, entry.program.in_shardings, strict=True)
         return self._place({id(leaf.value): sharding for leaf, sharding in taken}, entry.program.mesh)
 
@@ -112,8 +115,11 @@ class Init:
     def _place(self, targets: Mapping[int, NamedSharding], mesh: Mesh) -> Any:
         shardings = [targets.get(id(leaf), named_sharding(mesh, replicated(len(leaf.shape)))) for leaf in self._abstract]
         run = jax.jit(jexc.jaxpr_as_fun(self._captured.jaxpr), out_shardings=shardings)
+        leaves = self._read().leaves
         with auto_axes():
-            return self._finish(run(*self._read().leaves))
+            if spans_processes(mesh.devices.flat):
+                leaves = [on_all(leaf, named_sharding(mesh, ())) for leaf in leaves]
+            return self._finish(run(*leaves))
 
     def _read(self) -> Read:
         read = self._captured.structure.read(self._call)

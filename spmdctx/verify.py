@@ -16,6 +16,7 @@ from spmdctx.entry import Entry
 from spmdctx.lowering.specs import make_mesh, named_sharding
 from spmdctx.mesh import LogicalMesh
 from spmdctx.mesh_scope import auto_axes
+from spmdctx.processes import on_all, to_host
 
 FLOOR = 1e-3
 """A result smaller than this is compared as if it were this large."""
@@ -90,7 +91,7 @@ def verify_entry(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
     is_manual = any(math.prod(size for _, size in region.mesh_axes) > 1 for region in entry.planned.program.manual)
     with auto_axes():
         # Copies: the step may have been told to reuse the memory of its arguments.
-        split = entry.execute([_copied(leaf, entry.type_as_called(index, leaf).sharding) for index, leaf in enumerate(leaves)])
+        split = entry.execute(_as_called(entry, leaves))
         whole = _whole_on_all(entry, leaves) if is_manual else _on_one_device(entry, leaves)
     rows = tuple(
         _row(leaf.path, leaf.carried_from is not None, ours, reference)
@@ -99,8 +100,15 @@ def verify_entry(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
     return VerifyReport(rows, program.mesh.devices.size, *(("with whole arguments",) if is_manual else ()))
 
 
+def _as_called(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
+    if entry.spans_processes:
+        return [on_all(to_host(leaf), target) for leaf, target in zip(leaves, entry.program.in_shardings, strict=True)]
+    return [_copied(leaf, entry.type_as_called(index, leaf).sharding) for index, leaf in enumerate(leaves)]
+
+
 def _on_one_device(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:
-    device = entry.program.mesh.devices.flat[0]
+    """The step on one device of this process."""
+    device = next(device for device in entry.program.mesh.devices.flat if device.process_index == jax.process_index())
     with jax.set_mesh(make_mesh(LogicalMesh.of({"device": 1}), [device])):  # whatever mesh the user set
         whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(_unconstrained(entry.captured.jaxpr)))(*[_copied(leaf, device) for leaf in leaves])
     return whole
@@ -108,17 +116,17 @@ def _on_one_device(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:
 
 def _whole_on_all(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:
     everywhere = named_sharding(entry.program.mesh, ())
-    whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(entry.captured.jaxpr))(*[_copied(leaf, everywhere) for leaf in leaves])
+    copied = [on_all(to_host(leaf), everywhere) if entry.spans_processes else _copied(leaf, everywhere) for leaf in leaves]
+    whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(entry.captured.jaxpr))(*copied)
     return whole
 
 
 def _copied(leaf: Any, target: Any) -> Any:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.device_put(
-            jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf)), target
-        )
+        words = jnp.array(np.array(to_host(jax.random.key_data(leaf))))
+        return jax.device_put(jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf)), target)
     if isinstance(leaf, jax.Array):
-        return jax.device_put(np.array(leaf), target)
+        return jax.device_put(np.array(to_host(leaf)), target)
     return leaf if target is None else jax.device_put(leaf, target)
 
 
@@ -126,7 +134,7 @@ def _row(path: str, is_state: bool, ours: Any, reference: Any) -> VerifyRow:
     dtype = str(reference.dtype)
     if jnp.issubdtype(reference.dtype, jax.dtypes.prng_key):
         ours, reference = jax.random.key_data(ours), jax.random.key_data(reference)
-    a, b = np.asarray(ours), np.asarray(reference)
+    a, b = to_host(ours), to_host(reference)
     if not jnp.issubdtype(reference.dtype, jnp.inexact):
         return VerifyRow(path, dtype, float(np.count_nonzero(a != b)), 0.0, 0.0, False)
     kind = np.complex128 if jnp.issubdtype(reference.dtype, jnp.complexfloating) else np.float64

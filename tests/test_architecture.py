@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "spmdctx"
 ROWS = (
     ("errors", "_compat", "ir"),
     ("mesh", "layout"),
-    ("context", "sharding_marks"),
+    ("communication", "launch", "context", "sharding_marks"),
     ("rules", "cost"),
     ("trace",),
     ("search",),
@@ -25,7 +25,10 @@ ROWS = (
 """Units from the lowest row to the highest; a module imports its own unit and lower rows."""
 
 FAMILIES = {
-    **dict.fromkeys(("broadcast", "entry", "direct", "mesh_scope", "placement", "verify", "gradients", "step_options"), "step"),
+    **dict.fromkeys(
+        ("broadcast", "entry", "plan_agreement", "processes", "direct", "mesh_scope", "placement", "verify", "gradients", "step_options"),
+        "step",
+    ),
     "wording": "errors",
     "domains": "mesh",
     **dict.fromkeys(("strategy_files", "insight"), "planner"),

@@ -1,0 +1,29 @@
+"""Communication between processes and devices, after MindSpore's `mindspore.communication`; a rank is a device."""
+
+from spmdctx.communication.groups import WORLD, create_group, destroy_group
+from spmdctx.communication.world import (
+    get_group_rank_from_world_rank,
+    get_group_size,
+    get_local_rank,
+    get_local_rank_size,
+    get_rank,
+    get_world_rank_from_group_rank,
+    init,
+    is_initialized,
+    release,
+)
+
+__all__ = [
+    "WORLD",
+    "create_group",
+    "destroy_group",
+    "get_group_rank_from_world_rank",
+    "get_group_size",
+    "get_local_rank",
+    "get_local_rank_size",
+    "get_rank",
+    "get_world_rank_from_group_rank",
+    "init",
+    "is_initialized",
+    "release",
+]

@@ -1,0 +1,182 @@
+"""Who this process is in its job: read from the environment that a launcher, Slurm, Open MPI or Kubernetes has set."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from spmdctx.errors import ContextError
+
+ADDRESS, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICES = (
+    "SPMDCTX_ADDRESS",
+    "SPMDCTX_NUM_PROCESSES",
+    "SPMDCTX_PROCESS_ID",
+    "SPMDCTX_LOCAL_DEVICE_IDS",
+)
+"""What `spmdctx launch` sets; `SPMDCTX_ADDRESS` alone overrides the address that is found in any other way."""
+
+_FIRST_PORT, _NUM_PORTS = 61440, 4096
+"""Ports above those that Linux gives to outgoing connections (32768 to 60999), so that the one chosen is most likely free."""
+_KUBERNETES_PORT = 55527
+
+
+class Cluster(NamedTuple):
+    """One process of a job.
+
+    `address` is "host:port" of process 0; `local_device_ids` restricts the process to these GPUs of its machine, None where it
+    sees what it sees; `source` says who told.
+    """
+
+    source: str
+    address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None = None
+
+
+def detect(environ: Mapping[str, str]) -> Cluster | None:
+    """The job that the environment describes, None where it describes none.
+
+    `spmdctx launch` comes first, then what users and Kubeflow's trainer set for JAX, Open MPI, Slurm (inside of a step only, since
+    a batch script is no process of the job), Kubeflow's JAXJob and JobSet.
+
+    Raises:
+        ContextError: a part of the description is missing or is no number.
+    """
+    for find in _FINDERS:
+        found = find(environ)
+        if found is not None:
+            address = environ.get(ADDRESS, found.address)
+            if not 0 <= found.process_id < found.num_processes:
+                raise ContextError(
+                    f"{found.source} says that this is process {found.process_id} of {found.num_processes}.",
+                    need=f"a process from 0 to {found.num_processes - 1}",
+                )
+            return found._replace(address=_checked_address(address, found.source))
+    return None
+
+
+def _launched(environ: Mapping[str, str]) -> Cluster | None:
+    return _stated(environ, "spmdctx launch", ADDRESS, NUM_PROCESSES, PROCESS_ID)
+
+
+def _stated_for_jax(environ: Mapping[str, str]) -> Cluster | None:
+    return _stated(environ, "the JAX_ variables", "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def _stated(environ: Mapping[str, str], source: str, address: str, count: str, number: str) -> Cluster | None:
+    """A job whose address, number of processes and process have a variable each; the count says that there is one."""
+    if count not in environ:
+        return None
+    missing = [name for name in (address, number) if name not in environ]
+    if missing:
+        raise ContextError(f"{count} is set, but {' and '.join(missing)} is not.", fix="set all three, or none")
+    devices = environ.get(LOCAL_DEVICES)
+    own = None if devices is None else tuple(_number(LOCAL_DEVICES, one) for one in devices.split(","))
+    return Cluster(source, environ[address], _of(environ, count), _of(environ, number), own)
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Cluster | None:
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    size = _of(environ, "OMPI_COMM_WORLD_SIZE")
+    job = environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMIX_NAMESPACE", "")
+    port = _port(zlib.crc32(job.encode()))
+    launcher = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    short, long = re.search(r"tcp://([^,:]+)", launcher), re.search(r"tcp6://\[([^,\]]+)", launcher)
+    if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size):
+        host = "127.0.0.1"
+    elif short:
+        host = short[1]
+    elif long:
+        host = f"[{long[1]}]"
+    elif ADDRESS in environ:
+        host = ""
+    else:
+        raise ContextError("Open MPI does not say where process 0 runs.", fix=f"mpirun -x {ADDRESS}=HOST:PORT with the host of process 0")
+    own = _own_gpu(environ, "OMPI_COMM_WORLD_LOCAL_RANK", environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    return Cluster("Open MPI", f"{host}:{port}", size, _of(environ, "OMPI_COMM_WORLD_RANK"), own)
+
+
+def _slurm(environ: Mapping[str, str]) -> Cluster | None:
+    if "SLURM_STEP_NODELIST" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
+        return None
+    job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
+    host = first_host(environ["SLURM_STEP_NODELIST"])
+    port = _port(zlib.crc32(f"{job}.{step}".encode()))
+    own = _own_gpu(environ, "SLURM_LOCALID", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    return Cluster("Slurm", f"{host}:{port}", _of(environ, "SLURM_STEP_NUM_TASKS"), _of(environ, "SLURM_PROCID"), own)
+
+
+def _jax_job(environ: Mapping[str, str]) -> Cluster | None:
+    """Kubeflow's training operator."""
+    if "COORDINATOR_ADDRESS" not in environ or "NUM_PROCESSES" not in environ or "PROCESS_ID" not in environ:
+        return None
+    address = f"{environ['COORDINATOR_ADDRESS']}:{environ.get('COORDINATOR_PORT', str(_KUBERNETES_PORT))}"
+    return Cluster("Kubeflow", address, _of(environ, "NUM_PROCESSES"), _of(environ, "PROCESS_ID"))
+
+
+def _job_set(environ: Mapping[str, str]) -> Cluster | None:
+    """A JobSet whose pods get their names by the downward API: the first pod of the first job is process 0."""
+    if "JOBSET_NAME" not in environ:
+        return None
+    needed = ("REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX", "NUM_PROCESSES")
+    missing = [name for name in needed if name not in environ]
+    if missing:
+        raise ContextError(
+            f"JOBSET_NAME is set, but {' and '.join(missing)} is not.",
+            fix='completionMode: Indexed sets JOB_COMPLETION_INDEX; set the others under "env" of the container',
+        )
+    name, count = environ["JOBSET_NAME"], _of(environ, "NUM_PROCESSES")
+    job, pods = int(environ.get("JOB_INDEX", "0")), int(environ.get("PODS_PER_JOB", str(count)))
+    host = f"{name}-{environ['REPLICATED_JOB_NAME']}-0-0.{name}"
+    return Cluster("JobSet", f"{host}:{_KUBERNETES_PORT}", count, job * pods + _of(environ, "JOB_COMPLETION_INDEX"))
+
+
+_FINDERS: tuple[Callable[[Mapping[str, str]], Cluster | None], ...] = (_launched, _stated_for_jax, _open_mpi, _slurm, _jax_job, _job_set)
+
+
+def first_host(hosts: str) -> str:
+    """The first of Slurm's list of hosts, such as `node[007-009,12],other`."""
+    found = re.match(r"([^,\[]+)(?:\[(\w+))?([^,\[\]]*)", hosts)
+    if found is None:
+        raise ContextError("Slurm's list of hosts cannot be read.", got=f"SLURM_STEP_NODELIST={hosts}")
+    prefix, number = found[1], found[2]
+    if number is None:
+        return prefix
+    rest = re.match(r"[^\]]*\]([^,\[]*)", hosts[found.end(2) :])
+    return f"{prefix}{number}{rest[1] if rest else ''}"
+
+
+def _own_gpu(environ: Mapping[str, str], local_rank: str, per_machine: str) -> tuple[int, ...] | None:
+    """One GPU per process, by its number on the machine, where several share it and the launcher has not dealt them out."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    number = _of(environ, local_rank)
+    alone = re.match(r"1(?!\d)", per_machine) is not None
+    return None if alone or (visible is not None and number >= len(visible.split(","))) else (number,)
+
+
+def _port(number: int) -> int:
+    """A port that all processes of a job find alike, and most likely no other job."""
+    return _FIRST_PORT + number % _NUM_PORTS
+
+
+def _of(environ: Mapping[str, str], name: str) -> int:
+    if name not in environ:
+        raise ContextError(f"{name} is not set, though other variables of the same launcher are.")
+    return _number(name, environ[name])
+
+
+def _number(name: str, text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ContextError(f"{name} must be a number.", got=repr(text))
+    return int(text)
+
+
+def _checked_address(address: str, source: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ContextError(f"{source} gives no address of process 0.", got=repr(address), need="host:port")
+    return address

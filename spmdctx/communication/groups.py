@@ -1,0 +1,107 @@
+"""Groups of ranks: the world, and those that the user makes; a rank is a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from spmdctx.errors import CommunicationError, message
+
+WORLD = "world"
+"""The group of all devices."""
+WORLD_NAMES = (WORLD, "nccl_world_group", "hccl_world_group", "mccl_world_group")
+"""Its names in MindSpore, by backend."""
+
+Ranks = tuple[tuple[int, ...], ...]
+
+_groups: dict[str, Ranks] = {}
+
+
+def create_group(group: str, rank_ids: Sequence[int] | Sequence[Sequence[int]]) -> None:
+    """Makes a group that collectives in `spmdctx.ops` and the functions here know by its name.
+
+    One program runs on every device, so every process makes the same groups. Where each device belongs to another list of
+    ranks under the same name, as when each process of MindSpore's names its own, give all the lists.
+
+    Args:
+        group: its name.
+        rank_ids: the ranks, in the order that results are joined in; or several such lists of one length with no rank in two.
+
+    Raises:
+        CommunicationError: the name is in use, or the ranks are none, repeated or negative.
+        TypeError: a name that is no string, or ranks that are no ints.
+    """
+    _check_name(group)
+    if group in _groups or group in WORLD_NAMES:
+        raise CommunicationError(f"There is a group '{group}' already.", fix="destroy_group it first, or take another name")
+    _groups[group] = _checked(group, rank_ids)
+
+
+def destroy_group(group: str) -> None:
+    """Forgets a group; steps that were traced with it keep its ranks.
+
+    Raises:
+        CommunicationError: there is no such group, or it is that of all devices.
+    """
+    _check_name(group)
+    if group in WORLD_NAMES:
+        raise CommunicationError("The group of all devices cannot be destroyed.", got=f"group='{group}'")
+    if group not in _groups:
+        raise _unknown(group)
+    del _groups[group]
+
+
+def forget_groups() -> None:
+    """Forgets all of them."""
+    _groups.clear()
+
+
+def ranks_of(group: str, size: int) -> Ranks:
+    """The lists of ranks of a group in a world of `size` devices.
+
+    Raises:
+        CommunicationError: there is no such group, or it has ranks that the world has not.
+    """
+    _check_name(group)
+    if group in WORLD_NAMES:
+        return (tuple(range(size)),)
+    if group not in _groups:
+        raise _unknown(group)
+    found = _groups[group]
+    largest = max(max(ranks) for ranks in found)
+    if largest >= size:
+        raise CommunicationError(f"Group '{group}' has rank {largest}, but there are {size} devices.", need=f"ranks from 0 to {size - 1}")
+    return found
+
+
+def own_ranks(group: str, rank: int, size: int) -> tuple[int, ...]:
+    """The list of a group that holds `rank`; the first one where none does."""
+    found = ranks_of(group, size)
+    return next((ranks for ranks in found if rank in ranks), found[0])
+
+
+def _check_name(group: object) -> None:
+    if not isinstance(group, str):
+        raise TypeError(message("A group is named by a string.", got=repr(group)))
+
+
+def _unknown(group: str) -> CommunicationError:
+    known = ", ".join(f"'{name}'" for name in (WORLD, *_groups))
+    return CommunicationError(f"There is no group '{group}'.", need=f"one of {known}", fix=f"create_group('{group}', [...])")
+
+
+def _checked(group: str, rank_ids: object) -> Ranks:
+    rows = list(rank_ids) if isinstance(rank_ids, Iterable) and not isinstance(rank_ids, str) else None
+    if rows and all(isinstance(row, Sequence) and not isinstance(row, str) for row in rows):
+        found = tuple(tuple(row) for row in rows)
+    else:
+        found = (tuple(rows or ()),)
+    ranks = [rank for row in found for rank in row]
+    if rows is None or any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
+        raise TypeError(message(f"The ranks of group '{group}' must be ints.", got=repr(rank_ids)))
+    if not all(found) or len(set(ranks)) != len(ranks) or min(ranks) < 0 or len({len(row) for row in found}) != 1:
+        raise CommunicationError(
+            f"The ranks of group '{group}' cannot be used.",
+            got=repr(rank_ids),
+            need="at least one, none negative, none twice, and lists of one length",
+        )
+    return found

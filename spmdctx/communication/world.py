@@ -1,0 +1,299 @@
+"""The world of a job: its processes, its devices as ranks, and how it is started and left."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from spmdctx._compat import key_value_store
+from spmdctx.communication.clusters import Cluster, detect
+from spmdctx.communication.groups import WORLD, forget_groups, own_ranks
+from spmdctx.communication.watch import Watch, start_watch
+from spmdctx.errors import CommunicationError, ContextError, UnsupportedError, message
+
+_PLATFORMS = {"gloo": "cpu", "nccl": "gpu", "tpu": "tpu"}
+_ASCEND = ("hccl", "mccl", "lccl")
+
+
+class World(NamedTuple):
+    """What `init` found: the job, the machine of each process, and who watches over them."""
+
+    cluster: Cluster | None
+    hosts: tuple[str, ...]
+    watch: Watch | None
+
+    @property
+    def devices(self) -> list[Any]:
+        """All devices: their numbers in this list are the ranks."""
+        return jax.devices()
+
+
+_world: World | None = None
+
+
+def init(
+    backend: str | None = None,
+    *,
+    address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: Sequence[int] | None = None,
+    timeout_s: float = 300,
+    heartbeat_timeout_s: float = 30,
+    watch: bool = True,
+) -> None:
+    """Starts communication between the processes of a job; to be called before anything that uses a device.
+
+    The job is read from what `spmdctx launch`, Open MPI's mpirun, Slurm's srun, Kubeflow or a JobSet have set, or from the
+    arguments. Where there is none, the world is this process with its devices. A second call changes nothing.
+
+    With `watch`, a process that is killed or fails ends all others at once with an error that names it. What the watch cannot
+    see, a machine that freezes, JAX finds out after `heartbeat_timeout_s`.
+
+    Args:
+        backend: "nccl" for GPUs, "gloo" for CPUs, "tpu"; None takes what JAX finds.
+        address: "host:port" of process 0, where it accepts connections.
+        num_processes: in the job.
+        process_id: of this process, from 0.
+        local_device_ids: the GPUs of this process among those of its machine.
+        timeout_s: how long to wait for all processes to come.
+        heartbeat_timeout_s: after how much silence JAX takes a process for dead.
+        watch: whether processes watch each other.
+
+    Raises:
+        UnsupportedError: a backend of Ascend.
+        ContextError: an unknown backend, or an environment that cannot be read.
+        CommunicationError: the processes do not come together, or have no devices of the backend.
+    """
+    global _world
+    platform = _platform(backend)
+    if _world is not None:
+        return
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    cluster = _cluster(address, num_processes, process_id, local_device_ids)
+    if not jax.distributed.is_initialized():
+        _start(cluster, platform, timeout_s, heartbeat_timeout_s)
+    _check_platform(backend, platform)
+    watched = start_watch(cluster, timeout_s) if watch and cluster is not None and jax.process_count() > 1 else None
+    _world = World(cluster, _hosts(timeout_s), watched)
+
+
+def release() -> None:
+    """Leaves the world: groups are forgotten, and `init` has to be called again.
+
+    Processes of a job wait for each other here, and cannot come back.
+
+    Raises:
+        CommunicationError: before `init`.
+    """
+    global _world
+    world = _entered("release")
+    forget_groups()
+    if world.watch is not None:
+        world.watch.leave()
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+    _world = None
+
+
+def get_rank(group: str = WORLD) -> int:
+    """The rank of this process's first device in a group.
+
+    Raises:
+        CommunicationError: before `init`, for an unknown group, or where the group has none of this process's devices.
+    """
+    ranks, mine = _own(group, "get_rank")
+    return next(index for index, rank in enumerate(ranks) if rank in mine)
+
+
+def get_group_size(group: str = WORLD) -> int:
+    """The number of devices in a group.
+
+    Raises:
+        CommunicationError: before `init`, or for an unknown group.
+    """
+    size = len(_entered("get_group_size").devices)
+    return len(own_ranks(group, _ranks_here()[0], size))
+
+
+def get_local_rank(group: str = WORLD) -> int:
+    """The rank of this process's first device among the group's devices of its machine.
+
+    Raises:
+        CommunicationError: as `get_rank`.
+    """
+    ranks, mine = _own(group, "get_local_rank")
+    local = [rank for rank in ranks if rank in _ranks_of_host()]
+    return next(index for index, rank in enumerate(local) if rank in mine)
+
+
+def get_local_rank_size(group: str = WORLD) -> int:
+    """How many devices of the group this machine has.
+
+    Raises:
+        CommunicationError: as `get_rank`.
+    """
+    ranks, _ = _own(group, "get_local_rank_size")
+    here = _ranks_of_host()
+    return sum(rank in here for rank in ranks)
+
+
+def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
+    """The rank in the world of a rank in a group.
+
+    Raises:
+        CommunicationError: before `init`, for an unknown group, or a rank that it has not.
+        TypeError: a rank that is no int.
+    """
+    _entered("get_world_rank_from_group_rank")
+    _check_rank("group_rank_id", group_rank_id)
+    ranks = own_ranks(group, _ranks_here()[0], jax.device_count())
+    if not 0 <= group_rank_id < len(ranks):
+        raise CommunicationError(f"Group '{group}' has no rank {group_rank_id}.", need=f"a rank from 0 to {len(ranks) - 1}")
+    return ranks[group_rank_id]
+
+
+def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
+    """The rank in a group of a rank in the world.
+
+    Raises:
+        CommunicationError: before `init`, for an unknown group, or a rank that is not in it.
+        TypeError: a rank that is no int.
+    """
+    _entered("get_group_rank_from_world_rank")
+    _check_rank("world_rank_id", world_rank_id)
+    ranks = own_ranks(group, world_rank_id, jax.device_count())
+    if world_rank_id not in ranks:
+        raise CommunicationError(f"Rank {world_rank_id} is not in group '{group}'.", got=f"ranks {list(ranks)}")
+    return ranks.index(world_rank_id)
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, and `release` not since."""
+    return _world is not None
+
+
+def check_initialized(what: str) -> None:
+    """Raises CommunicationError before `init`; `what` is the name of the function that needs it."""
+    _entered(what)
+
+
+def _entered(what: str) -> World:
+    if _world is None:
+        raise CommunicationError(
+            f"{what} is called before spmdctx.communication.init().", fix="call init() first, at the start of the script"
+        )
+    return _world
+
+
+def _platform(backend: str | None) -> str | None:
+    if backend is None:
+        return None
+    if not isinstance(backend, str):
+        raise TypeError(message("The backend is named by a string.", got=repr(backend)))
+    name = backend.lower()
+    if name in _ASCEND:
+        raise UnsupportedError(
+            f"'{name}' is the communication of Ascend devices and MindSpore's own CPUs, which JAX does not run on.",
+            fix="nccl for GPUs, gloo for CPUs, tpu, or None for what is there",
+        )
+    if name not in _PLATFORMS:
+        raise ContextError(f"There is no backend '{backend}'.", need="nccl, gloo, tpu or None")
+    return _PLATFORMS[name]
+
+
+def _cluster(address: str | None, count: int | None, number: int | None, devices: Sequence[int] | None) -> Cluster | None:
+    """The job as the arguments say it, and the environment where they are silent."""
+    if address is not None and count is not None and number is not None:
+        return Cluster("the arguments of init", address, count, number, None if devices is None else tuple(devices))
+    found = detect(os.environ)
+    given = {"address": address, "num_processes": count, "process_id": number, "local_device_ids": devices}
+    stated = {name: value for name, value in given.items() if value is not None}
+    if found is None:
+        if stated and set(stated) != {"local_device_ids"}:
+            missing = [name for name in ("address", "num_processes", "process_id") if name not in stated]
+            raise ContextError(f"init is told {', '.join(stated)}, but not {' and '.join(missing)}.")
+        return None
+    return found._replace(**stated)  # type: ignore[arg-type]  # the names are its fields
+
+
+def _start(cluster: Cluster | None, platform: str | None, timeout_s: float, heartbeat_timeout_s: float) -> None:
+    try:
+        if cluster is not None:
+            jax.distributed.initialize(
+                cluster.address,
+                cluster.num_processes,
+                cluster.process_id,
+                cluster.local_device_ids,
+                cluster_detection_method="deactivate",
+                initialization_timeout=int(timeout_s),
+                heartbeat_timeout_seconds=int(heartbeat_timeout_s),
+            )
+        elif platform == "tpu":
+            # The machines of a TPU pod know their job; nothing else does.
+            jax.distributed.initialize(initialization_timeout=int(timeout_s), heartbeat_timeout_seconds=int(heartbeat_timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise _not_started(cluster, timeout_s, error) from error
+
+
+def _not_started(cluster: Cluster | None, timeout_s: float, error: Exception) -> CommunicationError:
+    if "must be called before" in str(error):
+        return CommunicationError("init is called after JAX has used a device.", fix="call init() first, at the start of the script")
+    if cluster is None:
+        return CommunicationError("This machine does not know of a job with TPUs.", got=str(error).splitlines()[0])
+    return CommunicationError(
+        f"The job of {cluster.num_processes} processes did not come together.",
+        where=f"process {cluster.process_id}, told by {cluster.source}",
+        got=str(error).splitlines()[0],
+        need=f"all processes within {timeout_s:g} s, at {cluster.address}",
+    )
+
+
+def _check_platform(backend: str | None, platform: str | None) -> None:
+    found = jax.default_backend()
+    if platform is not None and found != platform:
+        raise CommunicationError(
+            f"Backend '{backend}' is for {platform}s, but the devices are {found}s.".replace("cpus", "CPUs").replace("gpus", "GPUs"),
+            fix="init() without a backend, or JAX_PLATFORMS",
+        )
+
+
+def _hosts(timeout_s: float) -> tuple[str, ...]:
+    """The machine of each process."""
+    if jax.process_count() == 1:
+        return (socket.gethostname(),)
+    store = key_value_store()
+    store.set(f"spmdctx/host/{jax.process_index()}", socket.gethostname())
+    return tuple(store.get(f"spmdctx/host/{index}", timeout_s) or "" for index in range(jax.process_count()))
+
+
+def _ranks_here() -> list[int]:
+    own = jax.process_index()
+    return [rank for rank, device in enumerate(jax.devices()) if device.process_index == own]
+
+
+def _ranks_of_host() -> frozenset[int]:
+    hosts = _entered("_ranks_of_host").hosts
+    own = hosts[jax.process_index()]
+    return frozenset(rank for rank, device in enumerate(jax.devices()) if hosts[device.process_index] == own)
+
+
+def _own(group: str, what: str) -> tuple[tuple[int, ...], frozenset[int]]:
+    """The ranks of a group, and this process's devices among them."""
+    size = len(_entered(what).devices)
+    mine = _ranks_here()
+    for rank in mine:
+        ranks = own_ranks(group, rank, size)
+        if rank in ranks:
+            return ranks, frozenset(mine) & frozenset(ranks)
+    raise CommunicationError(f"Group '{group}' has no device of process {jax.process_index()}.", got=f"the process's ranks {mine}")
+
+
+def _check_rank(name: str, rank: Any) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(message(f"{name} must be an int.", got=repr(rank)))

@@ -1,0 +1,29 @@
+"""What a process of a job finds in its environment."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+
+_XLA_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def process_environment(environ: Mapping[str, str], port: int, count: int, process: int, devices: int) -> dict[str, str]:
+    """The environment of one process, with `devices` CPU devices or GPUs of its own."""
+    own = {
+        "SPMDCTX_ADDRESS": f"127.0.0.1:{port}",
+        "SPMDCTX_NUM_PROCESSES": str(count),
+        "SPMDCTX_PROCESS_ID": str(process),
+        "SPMDCTX_LOCAL_DEVICE_IDS": ",".join(str(process * devices + index) for index in range(devices)),
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONUNBUFFERED": "1",
+    }
+    # JAX refuses two counts of CPU devices.
+    return {**environ, **own, "XLA_FLAGS": _XLA_COUNT.sub("", environ.get("XLA_FLAGS", "")).strip()}
