@@ -25,6 +25,10 @@ class KeyValueStore:
         """Tells all processes; a key is set once."""
         self._client.key_value_set(key, value)
 
+    def delete(self, key: str) -> None:
+        """Forgets what was told."""
+        self._client.key_value_delete(key)
+
     def get(self, key: str, timeout_s: float) -> str | None:
         """What a process has told, waited for; None where it does not come."""
         try:
@@ -45,13 +49,6 @@ def key_value_store() -> KeyValueStore:
 def is_compile_only(device: Any) -> bool:
     """Whether a device is a description to compile for; JAX has no public way to ask, and fails late when it is used."""
     return "CompileOnly" in type(getattr(device, "client", None)).__name__
-
-
-def coordination_client() -> Any:
-    """The client of JAX's coordination service, whose key-value store JAX offers no public way to; None for one process alone."""
-    from jax._src import distributed
-
-    return distributed.global_state.client
 
 
 class JitOptions(NamedTuple):

@@ -1,7 +1,8 @@
 """Batches on their devices: split as a plan says, each process reading only its part."""
 
 from spmdctx.data.arrays import arrays
+from spmdctx.data.batch_size import global_batch_size
 from spmdctx.data.lazy import Blocks
 from spmdctx.data.sharded import ShardedBatches, shard
 
-__all__ = ["Blocks", "ShardedBatches", "arrays", "shard"]
+__all__ = ["Blocks", "ShardedBatches", "arrays", "global_batch_size", "shard"]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from threading import Event
 from typing import NamedTuple
 
 import jax
 
-from spmdctx._compat import coordination_client
+from spmdctx._compat import KeyValueStore, key_value_store
 from spmdctx.errors import StrategyError
 
-_POLL_MS = 500
+_POLL_S = 0.5
 _numbers = count()
 
 
@@ -33,10 +34,10 @@ ENDED, FAILED = -1, -2
 class Agreement:
     """An exchange per batch over JAX's coordination service; processes must make their data loaders in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Callable[[], KeyValueStore] = key_value_store) -> None:
+        self._store = store
         self._number = next(_numbers)
-        self._pass = 0
-        self._batch = 0
+        self._pass = self._batch = 0
 
     def restart(self) -> None:
         """A new pass over the source, in all processes."""
@@ -44,7 +45,7 @@ class Agreement:
 
     def tell(self, own: Share) -> None:
         """Tells the others of this process's share of the next batch, and does not wait for theirs."""
-        coordination_client().key_value_set(self._key(self._batch, jax.process_index()), _written(own))
+        self._store().set(self._key(self._batch, jax.process_index()), _written(own))
 
     def exchange(self, own: Share, stopped: Event) -> list[Share]:
         """The shares of all processes, in their order.
@@ -57,11 +58,10 @@ class Agreement:
             StrategyError: nobody waits any more.
         """
         self.tell(own)
-        client = coordination_client()
         me, batch = jax.process_index(), self._batch
         self._batch += 1
         if batch > 1:
-            client.key_value_delete(self._key(batch - 2, me))  # all have read it: they are past batch - 1
+            self._store().delete(self._key(batch - 2, me))  # all have read it: they are past batch - 1
         found = []
         for process in range(jax.process_count()):
             found.append(own if process == me else _read(self._wait(self._key(batch, process), stopped)))
@@ -70,15 +70,11 @@ class Agreement:
     def _key(self, batch: int, process: int) -> str:
         return f"spmdctx/data/{self._number}/{self._pass}/{batch}/{process}"
 
-    @staticmethod
-    def _wait(key: str, stopped: Event) -> str:
-        client = coordination_client()
+    def _wait(self, key: str, stopped: Event) -> str:
         while not stopped.is_set():
-            try:
-                return str(client.blocking_key_value_get(key, _POLL_MS))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
+            told = self._store().get(key, _POLL_S)
+            if told is not None:
+                return told
         raise StrategyError("The data loader was closed while it waited for another process.")
 
 

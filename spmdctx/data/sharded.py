@@ -157,7 +157,9 @@ class ShardedBatches:
         sentences = []
         for number, rows in ready.dropped:
             self.dropped_rows += rows
-            sentences.append(f"Batch {number} has {rows} rows, fewer than planned: it is dropped.")
+            is_end = ready.batch is None and number == ready.number
+            why = "and another process has no more: it and what follows are dropped" if is_end else "fewer than planned: it is dropped"
+            sentences.append(f"Batch {number} has {rows} rows, {why}.")
         if ready.batch is not None:
             self.rows = ready.rows
             missing = ready.expected - ready.rows
