@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import spmdctx
 from spmdctx.errors import InfeasibleError
+from spmdctx.search.recursive import SMALL_PROGRAM
 
 ADAMW = optax.adamw(1e-3)
 SIZES = (512, 2048, 512)
@@ -111,6 +112,33 @@ def test_it_is_no_dearer_than_propagation_and_data_parallelism(devices, rows):
 def test_it_is_near_the_exact_search(devices, rows):
     found = plan(train, *arguments(rows), devices=devices)
     exact = plan(train, *arguments(rows), devices=devices, mode="dynamic_programming")
+    assert found.cost.total_s <= exact.cost.total_s * 1.1
+
+
+def deep(state, batch):
+    """Layers enough to make a large program."""
+    params, moments = state
+
+    def loss(params):
+        hidden = batch["x"]
+        for layer in params:
+            hidden = hidden + jnp.tanh(hidden @ layer["up"]) @ layer["down"]
+        return jnp.mean((hidden - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, moments = ADAMW.update(grads, moments, params)
+    return (optax.apply_updates(params, updates), moments), value
+
+
+@pytest.mark.parametrize(("devices", "mesh"), [(8, (2, 4)), (64, (8, 8)), (7, (7,))])
+def test_a_large_program_is_searched_on_two_axes_of_about_one_size(devices, mesh):
+    rows = 7 * 64
+    params = [{"up": shape(512, 2048), "down": shape(2048, 512)} for _ in range(16)]
+    given = (params, jax.eval_shape(ADAMW.init, params)), {"x": shape(rows, 512), "y": shape(rows, 512)}
+    found = plan(deep, *given, devices=devices)
+    assert len(found.ops) > SMALL_PROGRAM
+    assert found.logical_mesh.shape == mesh
+    exact = plan(deep, *given, devices=devices, mode="dynamic_programming")
     assert found.cost.total_s <= exact.cost.total_s * 1.1
 
 

@@ -7,10 +7,12 @@ from spmdctx.domains import axis_codes
 from spmdctx.ir import Role
 from spmdctx.mesh import LogicalMesh
 from spmdctx.rules.contraction import dot_general
+from spmdctx.rules.elementwise import elementwise
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.modes import Setup
 from spmdctx.search.network import build_network
 from spmdctx.search.recursive_splits import FewSplits
+from spmdctx.search.solver.graph import cost_of
 from spmdctx.search.solver.solve import solve
 from spmdctx.search.space import Space
 from spmdctx.search.tables import Tables
@@ -20,6 +22,7 @@ from tests.search.graphs import GraphMaker
 MESH = LogicalMesh.of((4, 2))
 D, M = ("data",), ("model",)
 NUMBERS = {"dimension_numbers": (((1,), (0,)), ((), ()))}
+ONE, TWO = (elementwise(((64, 64),) * count, ((64, 64),), {}) for count in (1, 2))
 
 
 def tables(cuts, mesh=MESH, **given):
@@ -75,3 +78,49 @@ def test_on_one_axis_nothing_is_left_out():
     found = tables({}, mesh)
     every = Tables.problem(found)
     assert all(np.isfinite(few).sum() == np.isfinite(own).sum() for few, own in zip(found.problem().costs, every.costs, strict=True))
+
+
+def chained(mesh=MESH, **given):
+    """x @ w, two element-wise ops on it, and an argument added."""
+    make = GraphMaker()
+    product = dot_general(((64, 64), (64, 64)), ((64, 64),), NUMBERS)
+    x, w = make.input(64, 64), make.input(64, 64, role=Role.PARAMETER)
+    made = make.op("dot_general", product, x, w, shape=(64, 64))
+    for _ in range(2):
+        made = make.op("tanh", ONE, made, shape=(64, 64))
+    result = make.op("add", TWO, made, make.input(64, 64), shape=(64, 64))
+    space = Space(make.graph(result), mesh, CPU, frozenset())
+    setup = Setup(mesh, **given)
+    network = build_network(space, (0,) * 4, dict.fromkeys(setup.pins, 1), {})
+    return FewSplits(network, space, setup, AlgoLimits(), {})
+
+
+def members(found, groups):
+    """The members of the groups of several nodes, as sorts and ids of ops and values."""
+    together = {}
+    for node, group in zip(found.network.nodes, groups, strict=True):
+        together.setdefault(group, []).append((node.sort, node.member))
+    return [own for own in together.values() if len(own) > 1]
+
+
+def test_element_wise_ops_go_with_what_is_made():
+    found = chained()
+    # The results of the four ops are values 2, 3, 4 and 6; value 5 is the argument that the last one adds.
+    assert members(found, found.joined().groups) == [[("op", 1), ("op", 2), ("op", 3), ("slot", 2), ("slot", 3), ("slot", 4), ("slot", 6)]]
+
+
+def test_what_is_pinned_goes_with_nothing():
+    found = chained(pins={3: (D, ())})
+    assert [own[0] for own in members(found, found.joined().groups)] == [("op", 1), ("op", 2)]
+    assert all(("slot", 3) not in own for own in members(found, found.joined().groups))
+
+
+@pytest.mark.parametrize("mesh", [MESH, LogicalMesh.of((8,))], ids=str)
+def test_a_joined_problem_costs_what_its_states_cost_apart(mesh):
+    found = chained(mesh)
+    problem, joined = found.problem(), found.joined()
+    solution = solve(joined.problem)
+    apart = joined.apart(solution)
+    assert len(joined.problem.costs) < len(problem.costs)
+    assert cost_of(problem.costs, problem.edges, apart.states) == pytest.approx(solution.cost, rel=1e-12)
+    assert solution.cost >= solve(problem).cost * (1 - 1e-12)
