@@ -3,7 +3,16 @@
 from spmdctx import data
 from spmdctx.api import ParallelStep, get_mesh, grad, parallel, plan, value_and_grad
 from spmdctx.audit import AuditReport
-from spmdctx.checkpoint import CheckpointManager
+from spmdctx.checkpoint import (
+    CheckpointManager,
+    build_searched_strategy,
+    load_distributed_checkpoint,
+    merge_sliced_parameter,
+    rank_list_for_transform,
+    save_distributed_checkpoint,
+    transform_checkpoint_by_rank,
+    transform_checkpoints,
+)
 from spmdctx.context import (
     auto_parallel_context,
     get_algo_parameters,
@@ -53,18 +62,25 @@ __all__ = [
     "UnsupportedError",
     "VerifyReport",
     "auto_parallel_context",
+    "build_searched_strategy",
     "data",
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_mesh",
     "grad",
     "load_context",
+    "load_distributed_checkpoint",
+    "merge_sliced_parameter",
     "parallel",
     "plan",
+    "rank_list_for_transform",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
+    "save_distributed_checkpoint",
     "set_algo_parameters",
     "set_auto_parallel_context",
     "shard",
+    "transform_checkpoint_by_rank",
+    "transform_checkpoints",
     "value_and_grad",
 ]

@@ -15,6 +15,7 @@ from spmdctx import placement, verify
 from spmdctx._compat import x64_is_on
 from spmdctx.audit import AuditReport, audit_program
 from spmdctx.broadcast import broadcast_state
+from spmdctx.checkpoint.layouts import predicted_layouts
 from spmdctx.context import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.data.targets import Targets
 from spmdctx.direct import OtherArgumentsError
@@ -23,6 +24,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.passes import capture_step
 from spmdctx.lowering.xla_options import warn_without_option
 from spmdctx.mesh_scope import auto_axes, traced_for
+from spmdctx.plan.mindspore import ParameterLayout
 from spmdctx.plan.plan import Plan
 from spmdctx.sharding_marks import tracing_in
 from spmdctx.step_options import StepOptions, environment, step_options
@@ -157,6 +159,18 @@ class ParallelStep:
         """A NamedSharding per leaf of what the step returns."""
         entry = self._entry_of(args, kwargs)
         return entry.structure.outputs(entry.program.out_shardings)
+
+    def infer_predict_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterLayout]:
+        """How a forward step's parameters are split, by their dotted paths: what `load_distributed_checkpoint` loads them by.
+
+        Args:
+            args: the step's arguments, real or abstract.
+            kwargs: the same.
+
+        Raises:
+            ContextError: the step is planned in a mode other than semi_auto_parallel and auto_parallel.
+        """
+        return predicted_layouts(self.plan(*args, **kwargs))
 
     def audit(self, *args: Any, **kwargs: Any) -> AuditReport:
         """The compiled program held against the plan: collectives and memory."""

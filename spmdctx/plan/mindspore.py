@@ -208,9 +208,35 @@ def _op_type(op: Op) -> str:
     return _OP_TYPES.get(op.primitive) or "".join(word.capitalize() for word in op.primitive.split("_"))
 
 
+def tensor_layout(tensor: PlannedTensor, mesh: LogicalMesh) -> ParameterLayout:
+    """The layout of one leaf on its own, without asking what of it is the optimizer's sharding."""
+    return _layout(_layout_entry(tensor, mesh, None))
+
+
+def layout_entry(layout: ParameterLayout) -> dict[str, Any]:
+    """A layout as an entry of `parallel_layout_item`."""
+    return {
+        "dev_matrix": list(layout.device_matrix),
+        "tensor_map": [list(axes) if len(axes) > 1 else axes[0] if axes else WHOLE for axes in layout.tensor_map],
+        "tensor_shape": list(layout.shape),
+        "field": 0,
+        "opt_weight_shard_step": layout.shard_step,
+        "opt_weight_shard_size": layout.shard_size,
+    }
+
+
+def write_layouts(layouts: Mapping[str, ParameterLayout], path: str | os.PathLike[str]) -> None:
+    """Writes layouts by name as a strategy file; a reader never sees half of it."""
+    target = Path(path)
+    body = {"current_stage": 0, STRATEGIES: {}, LAYOUTS: {name: layout_entry(layout) for name, layout in layouts.items()}}
+    scratch = target.with_name(f".{target.name}.writing")
+    scratch.write_text(_text(body), encoding="utf-8")
+    scratch.replace(target)
+
+
 def _layout_entry(tensor: PlannedTensor, mesh: LogicalMesh, needs: TensorSharding | None) -> dict[str, Any]:
     """The layout of a tensor; what dimension 0 is split further than its reader needs it is the optimizer's sharding."""
-    stored = tensor.sharding
+    stored = tensor.sharding or ((),)
     count = len(stored[0])
     if needs is not None and len(needs) == len(stored) and needs[1:] == stored[1:] and stored[0][: len(needs[0])] == needs[0]:
         count = len(needs[0])
@@ -225,7 +251,7 @@ def _layout_entry(tensor: PlannedTensor, mesh: LogicalMesh, needs: TensorShardin
         matrix, tensor_map = _device_matrix(stored, mesh)
     return {
         "dev_matrix": matrix,
-        "tensor_map": tensor_map,
+        "tensor_map": tensor_map[: len(tensor.shape)],
         "tensor_shape": list(tensor.shape),
         "field": 0,
         "opt_weight_shard_step": math.prod(mesh.shape[mesh.names.index(extra[-1]) + 1 :]) if extra else 0,

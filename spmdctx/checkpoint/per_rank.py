@@ -1,0 +1,198 @@
+"""A state to files per rank, and files per rank into a state: each device's block is read on its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from spmdctx.checkpoint.blocks import Block, layout_sharding, shape_of_block
+from spmdctx.checkpoint.layouts import Layouts, Slicing, Strategy, rank_devices, slicing, state_layouts
+from spmdctx.checkpoint.sources import Sources, check_complete, rank_files
+from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, Tensor, write_tensors
+from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, stored_form, to_stored
+from spmdctx.context import current_context
+from spmdctx.errors import CheckpointError, UnsupportedError, message
+from spmdctx.plan.mindspore import ParameterLayout, mindspore_name, write_layouts
+
+STRATEGY = "strategy.json"
+"""The strategy file beside the folders of the ranks."""
+
+
+class Loaded(NamedTuple):
+    """A network with its parameters loaded, and how much was read."""
+
+    network: Any
+    reads: Reads
+
+
+def save_distributed_checkpoint(
+    network: Any, directory: str | os.PathLike[str], ckpt_prefix: str = "checkpoint", *, enc_key: bytes | None = None
+) -> Layouts:
+    """Writes what each device holds: `directory/rank_0/<prefix>0.safetensors`, and `directory/strategy.json`, which says what that is.
+
+    A rank is a device, in the order of the arrays' mesh. Each process writes the files of its devices; all return together.
+    A dict by the names of a step's arguments gives tensors the names that they have in its plans and strategy files.
+
+    Args:
+        network: arrays in nnx objects, pytrees or both.
+        directory: made where it is not there.
+        ckpt_prefix: of the names of the files.
+        enc_key: must be None.
+
+    Returns:
+        The layouts by name.
+
+    Raises:
+        UnsupportedError: `enc_key` is set, an array is on no mesh, or a dtype that safetensors files do not hold.
+        CheckpointError: arrays on different devices.
+    """
+    _refuse_encryption("enc_key", enc_key)
+    tree, layouts = StateTree(network), state_layouts(network)
+    root = Path(directory)
+    forms = [stored_form(path, leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True)]
+    arrays = [to_stored(leaf) for leaf in tree.leaves]
+    num_ranks = slicing(layouts).num_ranks if layouts else 1
+    for rank, device in enumerate(rank_devices(getattr(array, "sharding", None) for array in arrays)[:num_ranks]):
+        if device.process_index == jax.process_index():
+            rows = [_tensor(path, form, array, device) for path, form, array in zip(tree.paths, forms, arrays, strict=True)]
+            write_tensors(root / f"rank_{rank}" / f"{ckpt_prefix}{rank}{SUFFIX}", rows)
+    if jax.process_index() == 0:
+        root.mkdir(parents=True, exist_ok=True)
+        write_layouts(layouts, root / STRATEGY)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"spmdctx checkpoint {root}")
+    return layouts
+
+
+def _tensor(path: str, form: Stored, array: Any, device: Any) -> Tensor:
+    own = {shard.device: shard.data for shard in array.addressable_shards} if isinstance(array, jax.Array) else {}
+    block = own.get(device, array)  # what lies on one device alone is whole
+    return Tensor(mindspore_name(path), tuple(block.shape), form.dtype, partial(np.asarray, block))
+
+
+def load_distributed_checkpoint(
+    network: Any,
+    checkpoint_filenames: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+    predict_strategy: Strategy | None = None,
+    train_strategy_filename: Strategy | None = None,
+    strict_load: bool = False,
+    dec_key: bytes | None = None,
+    dec_mode: str = "AES-GCM",
+    format: str = "safetensors",
+) -> Loaded:
+    """Loads files per rank into a network that is split another way; each device's block is read alone, and only its bytes.
+
+    Args:
+        network: what is loaded into: nnx objects, which take the values over, or pytrees; of arrays or shapes.
+        checkpoint_filenames: the files in the order of the ranks, or the folder of `rank_0`, `rank_1`, ...
+        predict_strategy: how the network is split: what `infer_predict_layout` gives, or a strategy file; what it does not name
+            is whole on each device. Without it, tensors go to where the network's own lie.
+        train_strategy_filename: how the checkpoint is split; by default strategy_ckpt_load_file of the context, else
+            `strategy.json` in the folder.
+        strict_load: whether names and dtypes must be the same. If not, a name may be the end of another, such as that of a
+            model which was saved with its optimizer, and floating and whole numbers are converted among themselves.
+        dec_key: must be None.
+        dec_mode: without effect.
+        format: only "safetensors".
+
+    Raises:
+        UnsupportedError: `dec_key` is set, or another format.
+        CheckpointError: a file is missing or damaged, or has no fitting tensor; the message names it.
+        TypeError: an argument of a wrong type.
+    """
+    _refuse_encryption("dec_key", dec_key)
+    if format != "safetensors":
+        raise UnsupportedError("Checkpoints are read from safetensors files.", got=f"format {format!r}", fix="save them as safetensors")
+    files, beside = _files(checkpoint_filenames)
+    strategy = train_strategy_filename or current_context().strategy_ckpt_load_file or beside
+    source = slicing(strategy or None)
+    check_complete(files, source.num_ranks, str(next(iter(files.values()))))
+    tree = StateTree(network)
+    target = None if predict_strategy is None else slicing(predict_strategy)
+    with Sources(files, source) as sources:
+        leaves = []
+        for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+            form = stored_form(path, leaf)
+            name = _found(mindspore_name(path), sources.names(), strict_load)
+            _check(name, sources, form, strict_load)
+            sharding = getattr(leaf, "sharding", None) if target is None else _target(target, mindspore_name(path), form.shape, strict_load)
+            leaves.append(from_stored(leaf, _array(sources, name, form, sharding), form, sharding))
+        return Loaded(tree.filled(leaves), sources.reads)
+
+
+def _refuse_encryption(name: str, key: object) -> None:
+    if key is not None:
+        raise UnsupportedError(
+            f"Encrypted checkpoints are not supported: {name} must be None.", fix="encrypt the file system, or decrypt the files first"
+        )
+
+
+def _files(given: Any) -> tuple[dict[int, Any], str]:
+    """Rank to file, and the strategy file beside them, if there is one."""
+    if isinstance(given, str | os.PathLike) and Path(given).suffix != SUFFIX:
+        beside = Path(given) / STRATEGY
+        return dict(rank_files(given)), str(beside) if beside.is_file() else ""
+    names = [given] if isinstance(given, str | os.PathLike) else given
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str | os.PathLike) for name in names):
+        raise TypeError(message("checkpoint_filenames must be a list of paths, or a folder.", got=repr(given)[:80]))
+    return dict(enumerate(names)), ""
+
+
+def _target(target: Slicing, name: str, shape: tuple[int, ...], strict: bool) -> Any:
+    """Where a tensor goes; what the strategy does not name is whole on each of its devices."""
+    fitting = _called(name, target.layouts, strict)
+    layout = target.layouts[fitting[0]] if len(fitting) == 1 else ParameterLayout((target.num_ranks,), ((),) * len(shape), shape)
+    if layout.shape != shape:
+        raise CheckpointError(f"predict_strategy has another '{name}'.", got=str(list(layout.shape)), need=str(list(shape)))
+    return layout_sharding(layout, jax.devices())
+
+
+def _found(name: str, known: Sequence[str], strict: bool) -> str:
+    fitting = _called(name, known, strict)
+    if len(fitting) == 1:
+        return fitting[0]
+    last = name.rpartition(".")[2]
+    near = fitting or [own for own in known if own.rpartition(".")[2] == last] or list(known)
+    raise CheckpointError(f"The checkpoint has {'several' if fitting else 'no'} '{name}'.", got=", ".join(near[:4]))
+
+
+def _called(name: str, known: Iterable[str], strict: bool) -> list[str]:
+    """The entry of that name; if not strict, the shortest ones of which either is the end of the other."""
+    own = list(known)
+    if name in own or strict:
+        return [name] if name in own else []
+    ends = [one for one in own if one.endswith(f".{name}") or name.endswith(f".{one}")]
+    return [one for one in ends if len(one) == min(map(len, ends))]
+
+
+def _check(name: str, sources: Sources, form: Stored, strict: bool) -> None:
+    shape, dtype = sources.shape(name), sources.dtype(name)
+    kinds = [jnp.dtype(dtype), jnp.dtype(form.dtype)]
+    alike = any(all(jnp.issubdtype(kind, family) for kind in kinds) for family in (jnp.floating, jnp.integer))
+    if shape != form.shape or (dtype != form.dtype and (strict or not alike or bool(form.key))):
+        raise CheckpointError(f"The checkpoint holds another '{name}'.", got=f"{dtype}{list(shape)}", need=str(form))
+
+
+def _array(sources: Sources, name: str, form: Stored, sharding: Any) -> Any:
+    """The tensor: on the host where it has no sharding, else an array whose blocks are read one after the other."""
+    if sharding is None or form.key:
+        return sources.read(name, tuple((0, size) for size in form.shape), 0).astype(form.dtype, copy=False)
+    wanted: dict[Block, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(form.shape).items():
+        bounds = [part.indices(size)[:2] for part, size in zip(index, form.shape, strict=True)]
+        wanted.setdefault(tuple(bounds), []).append(device)
+    ranks = {device: rank for rank, device in enumerate(rank_devices([sharding]))}
+    placed: Mapping[Any, Any] = {}
+    for block, devices in wanted.items():
+        value = sources.read(name, block, ranks.get(devices[0], 0)).astype(form.dtype, copy=False)
+        assert value.shape == shape_of_block(block)
+        placed = {**placed, **{device: jax.device_put(value, device) for device in devices}}
+    return jax.make_array_from_single_device_arrays(form.shape, sharding, list(placed.values()))

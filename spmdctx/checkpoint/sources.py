@@ -1,0 +1,168 @@
+"""A checkpoint in files per rank, as one: any block of any tensor, put together from the ranks that hold its parts."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmdctx.checkpoint.blocks import Block, block_of, overlap, shape_of_block, slices_of, whole, within
+from spmdctx.checkpoint.layouts import Slicing
+from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, TensorFile
+from spmdctx.errors import CheckpointError, message
+from spmdctx.plan.mindspore import ParameterLayout
+
+_RANK_FOLDER = re.compile(r"rank_(\d+)")
+
+
+class Piece(NamedTuple):
+    """A part of a block: the ranks that hold it, the block that they hold, and what of it is wanted."""
+
+    ranks: tuple[int, ...]
+    held: Block
+    wanted: Block
+
+
+@functools.lru_cache(maxsize=4096)
+def holders(layout: ParameterLayout, num_ranks: int) -> Mapping[Block, tuple[int, ...]]:
+    """The distinct blocks of a tensor, and the ranks that hold each, lowest first."""
+    found: dict[Block, list[int]] = {}
+    for rank in range(num_ranks):
+        found.setdefault(block_of(layout, rank), []).append(rank)
+    return {block: tuple(ranks) for block, ranks in found.items()}
+
+
+def pieces(source: Slicing, name: str, shape: Sequence[int], block: Block) -> list[Piece]:
+    """What a block of a tensor of that global shape is put together from."""
+    layout = source.layouts.get(name)
+    held = {whole(shape): tuple(range(source.num_ranks))} if layout is None else holders(layout, source.num_ranks)
+    shared = ((own, ranks, overlap(own, block)) for own, ranks in held.items())
+    return [Piece(ranks, own, wanted) for own, ranks, wanted in shared if wanted is not None]
+
+
+class Sources:
+    """The files of a checkpoint, opened as they are needed.
+
+    Args:
+        files: rank to file.
+        source: how the checkpoint is split.
+
+    Raises:
+        CheckpointError: a file that is missing, damaged, or does not fit the strategy; the message names it.
+    """
+
+    def __init__(self, files: Mapping[int, str | os.PathLike[str]], source: Slicing) -> None:
+        self.source = source
+        self.reads = Reads()
+        self._files = files
+        self._open: dict[int, TensorFile] = {}
+        self._stack = ExitStack()
+        if not files:
+            raise CheckpointError("There are no files to read.")
+        if source.num_ranks == 1 and len(files) > 1:
+            raise CheckpointError(
+                "Several files need the strategy that they were saved with.",
+                got=f"{len(files)} files",
+                fix="name the source's strategy file",
+            )
+        extra = [rank for rank in files if rank >= source.num_ranks]
+        if extra:
+            raise CheckpointError("There are more files than ranks.", got=f"a file of rank {extra[0]}", need=f"{source.num_ranks} ranks")
+
+    def __enter__(self) -> Sources:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def names(self) -> tuple[str, ...]:
+        """The tensors of the checkpoint; every rank's file has all of them."""
+        return tuple(self._file(min(self._files)).tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        layout = self.source.layouts.get(name)
+        return self._file(min(self._files)).tensors[name].shape if layout is None else layout.shape
+
+    def dtype(self, name: str) -> str:
+        """Dtype of a tensor."""
+        return str(self._file(min(self._files)).tensors[name].dtype)
+
+    def read(self, name: str, block: Block, rank: int) -> np.ndarray:
+        """A block of a tensor; only the bytes that make it up are read."""
+        out = np.empty(shape_of_block(block), self._file(min(self._files)).tensors[name].dtype)
+        for piece in pieces(self.source, name, self.shape(name), block):
+            file = self._holder(piece, name, rank, out.dtype)
+            file.read(name, within(piece.wanted, piece.held), out[slices_of(within(piece.wanted, block))] if block else out)
+        return out
+
+    def _holder(self, piece: Piece, name: str, rank: int, dtype: np.dtype[Any]) -> TensorFile:
+        """The file that a part is read from: the rank's own where it holds it, else the lowest rank's."""
+        usable = [one for one in piece.ranks if one in self._files]
+        if not usable:
+            raise CheckpointError(
+                f"The files hold only a part of '{name}'.",
+                got=f"files of ranks {sorted(self._files)[:16]}",
+                need=f"that of rank {' or '.join(map(str, piece.ranks[:8]))}",
+            )
+        own = rank % self.source.num_ranks
+        file = self._file(own if own in usable else usable[0])
+        info = file.tensors.get(name)
+        if info is None or info.shape != shape_of_block(piece.held) or info.dtype != dtype:
+            raise CheckpointError(
+                f"A file does not hold '{name}' as the strategy says.",
+                where=str(file.path),
+                got="no such tensor" if info is None else f"{info.dtype}{list(info.shape)}",
+                need=f"{dtype}{list(shape_of_block(piece.held))}",
+            )
+        return file
+
+    def _file(self, rank: int) -> TensorFile:
+        if rank not in self._open:
+            self._open[rank] = self._stack.enter_context(TensorFile(self._files[rank], self.reads))
+        return self._open[rank]
+
+
+def rank_files(directory: str | os.PathLike[str]) -> dict[int, Path]:
+    """Rank to file of a folder `directory/rank_0/a.safetensors`; of several files of a rank, the last by name.
+
+    Raises:
+        TypeError: it is no path.
+        CheckpointError: no folder, or one of a rank without a file.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(message("The folder of a checkpoint must be a path.", got=f"{directory!r} of type {type(directory).__name__}"))
+    root = Path(directory)
+    if not root.is_dir():
+        raise CheckpointError("There is no such folder.", where=str(root))
+    found: dict[int, Path] = {}
+    for folder in root.iterdir():
+        match = _RANK_FOLDER.fullmatch(folder.name)
+        if match and folder.is_dir():
+            files = sorted(folder.glob(f"*{SUFFIX}"))
+            if not files:
+                raise CheckpointError("A rank's folder has no file of its checkpoint.", where=str(folder), need=f"a file *{SUFFIX}")
+            found[int(match[1])] = files[-1]
+    if not found:
+        raise CheckpointError("The folder holds no checkpoint in files per rank.", where=str(root), need=f"rank_0/*{SUFFIX}")
+    return dict(sorted(found.items()))
+
+
+def check_complete(files: Mapping[int, str | os.PathLike[str]], num_ranks: int, where: str) -> None:
+    """Refuses a checkpoint with files missing.
+
+    Raises:
+        CheckpointError: the lowest rank without a file is named.
+    """
+    missing = sorted(set(range(num_ranks)) - set(files))
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint has no file of rank {missing[0]}.", where=where, got=f"ranks {list(files)[:16]}", need=f"{num_ranks} files"
+        )

@@ -1,0 +1,239 @@
+"""Safetensors files, read by ranges: a block of a tensor costs its own bytes, and those are counted.
+
+    8 bytes          length of the header, little-endian
+    header           JSON: {"name": {"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 128]}, "__metadata__": {...}}
+    data             the tensors, row-major, little-endian, one after the other
+
+The format is that of https://github.com/huggingface/safetensors. Tensors are written one at a time, so that no second copy
+of a file's content is in memory, and in any dtype of JAX that the format has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from spmdctx.checkpoint.blocks import Block, shape_of_block
+from spmdctx.errors import CheckpointError, UnsupportedError
+
+SUFFIX = ".safetensors"
+_METADATA = "__metadata__"
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_SHORT_RUN_BYTES = 256
+"""Shorter runs are read with what lies between them: a call costs more than the bytes that it would spare."""
+_SPAN_BYTES = 1 << 22
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+_CODES = {name: code for code, name in _DTYPES.items()}
+
+
+@dataclass
+class Reads:
+    """What was read: `needed_bytes` of tensors were asked for, `read_bytes` came from files, headers included."""
+
+    needed_bytes: int = 0
+    read_bytes: int = 0
+    num_files: int = 0
+
+    def add(self, other: Reads) -> None:
+        """Counts those of another reader too."""
+        self.needed_bytes += other.needed_bytes
+        self.read_bytes += other.read_bytes
+        self.num_files += other.num_files
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a file; `start` is where its bytes begin in the file."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+
+
+class TensorFile:
+    """A safetensors file, open for reading.
+
+    Args:
+        path: the file.
+        reads: counts what is read.
+
+    Raises:
+        CheckpointError: the file is missing, cut, or no safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], reads: Reads) -> None:
+        self.path = Path(path)
+        self._reads = reads
+        try:
+            self._file = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError("A file of the checkpoint cannot be read.", where=str(path), got=error.strerror or str(error)) from error
+        try:
+            self.tensors: dict[str, TensorInfo] = self._header()
+        except BaseException:
+            self.close()
+            raise
+        reads.num_files += 1
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+    def read(self, name: str, block: Block, out: np.ndarray) -> None:
+        """Reads a block of a tensor into `out`, an array of the block's shape and the tensor's dtype, contiguous or not."""
+        info = self.tensors[name]
+        shape = shape_of_block(block)
+        self._reads.needed_bytes += math.prod(shape) * info.dtype.itemsize
+        if not math.prod(shape):
+            return
+        split = len(shape)
+        while split and shape[split - 1] == info.shape[split - 1]:
+            split -= 1
+        outer = max(split - 1, 0)
+        strides = [math.prod(info.shape[dim + 1 :]) * info.dtype.itemsize for dim in range(len(shape))]
+        run = math.prod(shape[outer:]) * info.dtype.itemsize
+        if outer and run < _SHORT_RUN_BYTES and shape[outer - 1] > 1:
+            self._read_rows(info, block, out, outer - 1, strides)
+            return
+        base = info.start + sum(start * stride for (start, _), stride in zip(block, strides, strict=True))
+        for index in np.ndindex(*shape[:outer]):
+            self._read_into(out[index] if index else out, base + sum(i * stride for i, stride in zip(index, strides, strict=False)))
+
+    def _read_rows(self, info: TensorInfo, block: Block, out: np.ndarray, dim: int, strides: list[int]) -> None:
+        """Reads whole rows of dimension `dim`, many at a time, and takes the block out of them."""
+        shape = shape_of_block(block)
+        rows = max(1, _SPAN_BYTES // max(1, strides[dim]))
+        inner = tuple(slice(start, stop) for start, stop in block[dim + 1 :])
+        base = info.start + sum(start * stride for (start, _), stride in zip(block[: dim + 1], strides, strict=False))
+        for index in np.ndindex(*shape[:dim]):
+            first = base + sum(i * stride for i, stride in zip(index, strides, strict=False))
+            for row in range(0, shape[dim], rows):
+                count = min(rows, shape[dim] - row)
+                span = np.empty((count, *info.shape[dim + 1 :]), info.dtype)
+                self._read_into(span, first + row * strides[dim])
+                out[(*index, slice(row, row + count))] = span[(slice(None), *inner)]
+
+    def _read_into(self, out: np.ndarray, offset: int) -> None:
+        direct = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        view = direct.reshape(-1).view(np.uint8).data
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._file, [view[done:]], offset + done)
+            if not count:
+                raise CheckpointError("A file of the checkpoint ends too early.", where=str(self.path), got=f"no byte {offset + done}")
+            done += count
+        self._reads.read_bytes += len(view)
+        if direct is not out:
+            out[...] = direct
+
+    def _header(self) -> dict[str, TensorInfo]:
+        size = os.fstat(self._file).st_size
+        length = int.from_bytes(self._bytes(0, 8), "little") if size >= 8 else -1
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise self._damaged(f"a header of {length} bytes in a file of {size}")
+        try:
+            header = json.loads(self._bytes(8, length))
+            found = {name: _info(entry, 8 + length) for name, entry in header.items() if name != _METADATA}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._damaged(f"{type(error).__name__}: {error}") from error
+        for name, info in found.items():
+            end = info.start + math.prod(info.shape) * info.dtype.itemsize
+            if end > size:
+                raise self._damaged(f"'{name}' ends at byte {end} of a file of {size}")
+        return found
+
+    def _bytes(self, start: int, count: int) -> bytes:
+        self._reads.read_bytes += count
+        return os.pread(self._file, count, start)
+
+    def _damaged(self, got: str) -> CheckpointError:
+        return CheckpointError(
+            "The file is no safetensors file, or it is damaged or encrypted.", where=str(self.path), got=got, need="a safetensors file"
+        )
+
+
+def _info(entry: Mapping[str, Any], data_start: int) -> TensorInfo:
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype {entry['dtype']!r}")
+    dtype, shape = jnp.dtype(_DTYPES[entry["dtype"]]), tuple(map(int, entry["shape"]))
+    start, stop = map(int, entry["data_offsets"])
+    if start < 0 or stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{stop - start} bytes for {entry['dtype']}{list(shape)}")
+    return TensorInfo(dtype, shape, data_start + start)
+
+
+class Tensor(NamedTuple):
+    """A tensor to be written, made only when its turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    make: Callable[[], np.ndarray]
+
+
+def write_tensors(path: str | os.PathLike[str], tensors: Iterable[Tensor]) -> None:
+    """Writes a file, one tensor at a time; a reader never sees half of it.
+
+    Raises:
+        UnsupportedError: a dtype that the format does not have.
+    """
+    rows = list(tensors)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.writing")
+    try:
+        with scratch.open("wb") as file:
+            file.write(_header_bytes(rows))
+            for row in rows:
+                # A view of bytes: numpy cannot hand bfloat16 to a file.
+                file.write(np.ascontiguousarray(row.make()).reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(target)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _header_bytes(rows: Iterable[Tensor]) -> bytes:
+    header: dict[str, Any] = {}
+    end = 0
+    for row in rows:
+        if row.dtype not in _CODES:
+            raise UnsupportedError(f"Safetensors files hold no {row.dtype}.", where=row.name, need=", ".join(_CODES))
+        start, end = end, end + math.prod(row.shape) * jnp.dtype(row.dtype).itemsize
+        header[row.name] = {"dtype": _CODES[row.dtype], "shape": list(row.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
