@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -70,32 +70,50 @@ def part_of(sharding: Sharding, shape: tuple[int, ...], process: int | None = No
 
 
 class Piece(NamedTuple):
-    """One leaf that is to be placed: its global shape and sharding, and what gives a block of it."""
+    """One leaf that is to be placed: its global shape and sharding, what gives a block of it, and whether all of it is in memory."""
 
     shape: tuple[int, ...]
     sharding: Sharding
     read: Callable[[Bounds], Any]
+    in_memory: bool = False
 
 
 def assemble(pieces: Sequence[Piece]) -> list[jax.Array]:
     """The global arrays; each distinct block of this process is asked for once, all are put on their devices together."""
     arrays: list[Any] = []
-    devices: list[Any] = []
+    targets: list[Any] = []
     counts = []
     for piece in pieces:
-        part = part_of(piece.sharding, piece.shape)
-        for bounds, holders in part.blocks:
+        blocks = _blocks(piece)
+        for bounds, holders in blocks:
             block = np.asarray(piece.read(bounds))
             expected = tuple(stop - start for start, stop in bounds)
             if block.shape != expected:
                 raise StrategyError(f"A block has shape {block.shape}.", got=f"for {_text(bounds)}", need=f"shape {expected}")
-            block = _owned(block) if holders[0].platform == "cpu" else block
-            arrays.extend([block] * len(holders))
-            devices.extend(holders)
-        counts.append(sum(len(holders) for _, holders in part.blocks))
-    placed = iter(jax.device_put(arrays, devices))
-    shards = [[next(placed) for _ in range(count)] for count in counts]
-    return [jax.make_array_from_single_device_arrays(piece.shape, piece.sharding, own) for piece, own in zip(pieces, shards, strict=True)]
+            device = holders[0] if holders else next(iter(piece.sharding.device_set))
+            block = _owned(block) if device.platform == "cpu" else block
+            arrays.extend([block] * max(len(holders), 1))
+            targets.extend(holders or [piece.sharding])
+        counts.append(sum(len(holders) for _, holders in blocks))
+    placed = iter(jax.device_put(arrays, targets))
+    return [_joined(piece, count, placed) for piece, count in zip(pieces, counts, strict=True)]
+
+
+def _blocks(piece: Piece) -> tuple[tuple[Bounds, tuple[Any, ...]], ...]:
+    """The blocks to read, each with its devices; one without devices is the whole, which JAX splits faster by itself."""
+    part = part_of(piece.sharding, piece.shape)
+    if piece.in_memory and piece.sharding.is_fully_addressable:
+        is_cpu = part.blocks[0][1][0].platform == "cpu"
+        if not is_cpu or all(len(ranges) == 1 for ranges in part.dims[1:]):  # on CPU, blocks are copied but once
+            return ((tuple((0, size) for size in piece.shape), ()),)
+    return part.blocks
+
+
+def _joined(piece: Piece, count: int, placed: Iterator[Any]) -> jax.Array:
+    if count == 0:
+        whole: jax.Array = next(placed)
+        return whole
+    return jax.make_array_from_single_device_arrays(piece.shape, piece.sharding, [next(placed) for _ in range(count)])
 
 
 def slices(bounds: Bounds) -> tuple[slice, ...]:

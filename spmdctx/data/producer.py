@@ -110,7 +110,7 @@ class Producer:
         else:
             read = reader(value, max(given, 1))
         if not self._source.local:
-            return Piece(shape, sharding, read)
+            return Piece(shape, sharding, read, in_memory=not is_read_by_blocks(value))
         part = part_of(sharding, shape)
 
         def read_local(bounds: Bounds) -> Any:

@@ -1,0 +1,133 @@
+"""What `spmdctx.data.shard` costs over `jax.device_put` by hand, and what reading ahead gains.
+
+    python -m benchmarks.data_loading [--batches 60]
+
+Batches by hand and by `data.shard` are made in turn in one process, so that both see the same machine; medians are printed. Then
+three loops train with a source that waits for its medium, and the pixels that two processes would read are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmdctx
+from spmdctx.data.blocks import part_of
+
+Batch = dict[str, Any]
+READ_S = 0.03
+
+
+def tokens(rows: int, length: int) -> Batch:
+    return {"tokens": np.ones((rows, length), np.int32), "targets": np.ones((rows, length), np.int32)}
+
+
+def images(rows: int) -> Batch:
+    return {"image": np.ones((rows, 224, 224, 3), np.float32), "label": np.ones((rows,), np.int32)}
+
+
+def total(scale: Any, batch: Batch) -> Any:
+    return scale * sum(jnp.sum(leaf) for leaf in jax.tree.leaves(batch))
+
+
+def planned(batch: Batch, strategy: Any) -> Any:
+    step = spmdctx.parallel(total, parallel_mode="semi_auto_parallel", dataset_strategy=strategy)
+    step.plan(np.float32(1), batch)
+    return step
+
+
+def overhead(name: str, batch: Batch, strategy: Any, count: int) -> None:
+    """Seconds per batch: by hand, and by data.shard with nothing read ahead."""
+    step = planned(batch, strategy)
+    shardings = step.in_shardings(np.float32(1), batch)[1]
+    ours = spmdctx.data.shard(forever(batch), step, prefetch=0)
+    times: dict[str, list[float]] = {"hand": [], "shard": []}
+    ways: dict[str, Callable[[], Any]] = {"hand": lambda: jax.device_put(batch, shardings), "shard": lambda: next(ours)}
+    for number in range(count + 5):
+        for way in sorted(ways, reverse=number % 2 == 0):
+            start = time.perf_counter()
+            jax.block_until_ready(ways[way]())
+            if number >= 5:
+                times[way].append(time.perf_counter() - start)
+    ours.close()
+    hand, shard = (statistics.median(times[way]) * 1e3 for way in ("hand", "shard"))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) / 2**20
+    print(f"| {name} | {size:.2f} MiB | {hand:.2f} ms | {shard:.2f} ms | {shard - hand:+.2f} ms |")
+
+
+def forever(batch: Batch) -> Iterator[Batch]:
+    while True:
+        yield batch
+
+
+def slow(batch: Batch, count: int) -> Iterator[Batch]:
+    """A source that waits for its medium."""
+    for _ in range(count):
+        time.sleep(READ_S)
+        yield batch
+
+
+def reading_ahead(count: int) -> None:
+    """Seconds per step of a training loop: the source by hand, and data.shard without and with reading ahead."""
+    batch = tokens(64, 256)
+    step = planned(batch, ((8, 1), (8, 1)))
+    shardings = step.in_shardings(np.float32(1), batch)[1]
+    ways: dict[str, Callable[[], Iterable[Batch]]] = {
+        "by hand": lambda: (jax.device_put(one, shardings) for one in slow(batch, count)),
+        "data.shard, prefetch=0": lambda: spmdctx.data.shard(slow(batch, count), step, prefetch=0),
+        "data.shard, prefetch=2": lambda: spmdctx.data.shard(slow(batch, count), step),
+    }
+    print(f"\nReading a batch takes {READ_S * 1e3:.0f} ms of waiting, and so does a step, as one on an accelerator would.\n")
+    print("| loop | time per step |\n|---|---|")
+    for name, make in ways.items():
+        start = time.perf_counter()
+        for one in make():
+            step(np.float32(1), one).block_until_ready()
+            time.sleep(READ_S)
+        print(f"| {name} | {(time.perf_counter() - start) / count * 1e3:.1f} ms |")
+
+
+def shares() -> None:
+    """The share of an image that the first half of the devices holds, as the processes of a job would."""
+    shape = (8, 1024, 1024)
+    print("\n| dataset_strategy | blocks of 4 of 8 devices | their pixels |\n|---|---|---|")
+    for strategy in ((1, 2, 4), (1, 4, 2), (8, 1, 1), (1, 1, 8), (1, 1, 1)):
+        step = spmdctx.parallel(lambda scale, image: scale * image.sum(), parallel_mode="semi_auto_parallel", dataset_strategy=(strategy,))
+        (_, sharding) = step.in_shardings(np.float32(1), jax.ShapeDtypeStruct(shape, np.float32))
+        held = {bounds for bounds, devices in part_of(sharding, shape).blocks if any(device.id < 4 for device in devices)}
+        pixels = sum(np.prod([stop - start for start, stop in bounds]) for bounds in sorted(held))
+        print(f"| {strategy} | {len(held)} | {100 * pixels / np.prod(shape):.0f} % |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, default=60, help="batches per measurement")
+    count = parser.parse_args().batches
+    print(
+        f"{datetime.date.today()}  {platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}, {len(jax.devices())} CPU devices\n"
+    )
+    print("| batch | size | device_put by hand | data.shard | difference |\n|---|---|---|---|---|")
+    overhead("tokens [32, 512], rows split", tokens(32, 512), ((8, 1), (8, 1)), count)
+    overhead("tokens [256, 4096], rows split", tokens(256, 4096), ((8, 1), (8, 1)), count)
+    overhead("images [32, 224, 224, 3], rows split", images(32), ((8, 1, 1, 1), (8,)), count)
+    overhead("images [32, 224, 224, 3], (1, 2, 4, 1)", images(32), ((1, 2, 4, 1), (1,)), count)
+    overhead("images [32, 224, 224, 3], whole", images(32), "full_batch", count)
+    reading_ahead(count)
+    shares()
+
+
+if __name__ == "__main__":
+    main()
