@@ -18,7 +18,7 @@ from spmdctx.cost.topology import Topology, as_asked
 from spmdctx.errors import ContextWarning, UnsupportedError
 from spmdctx.ir import LITERAL, Assignment, Role, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
-from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
+from spmdctx.plan.plan import Cost, Gradients, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
 from spmdctx.search.accumulation import holds_of, loop_sums
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.bodies import Body, add_bodies
@@ -82,7 +82,8 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         step = _step(program, captured)
         setup, assignment, bound_s = search(step, request, _search_options(settings))
         written = [replace(row, axes=refined_axes(row.axes, setup.parts)) for region in program.manual for row in region.collectives]
-        gradients = gradient_order(program.graph) if setup.mesh.num_devices > 1 else ()
+        grouped = setup.mesh.num_devices > 1 and (settings.context.fuses_by_index or bool(program.region_ops))
+        gradients = gradient_order(program.graph) if grouped else ()
         buckets = gradient_buckets(program.graph, settings.context, gradients)
         by_sum = sum_buckets(gradients, buckets)
         bill = price(
@@ -108,7 +109,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
         plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing, bound_s)
         named = tuple(PlannedGradient(one.path, bucket) for one, bucket in zip(gradients, buckets, strict=True))
-        plan = replace(plan, gradients=named)
+        plan = replace(plan, gradients=named if grouped else _gradients(program, setup))
     return Planned(plan, program, assignment, setup.mesh)
 
 
@@ -120,6 +121,11 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         request = _request(program, captured, settings)
         bound = lower_bound_s(_step(program, captured), request, settings.topology, options, plan.logical_mesh)
     return replace(plan, lower_bound_s=bound, gap=_gap(plan.cost.total_s, bound))
+
+
+def _gradients(program: Program, setup: Setup) -> Sequence[PlannedGradient]:
+    """The gradients where they have no buckets."""
+    return Gradients(lambda: [one.path for one in gradient_order(program.graph)]) if setup.mesh.num_devices > 1 else ()
 
 
 def _bodies(program: Program) -> list[Body]:

@@ -169,7 +169,7 @@ def _encode(plan: Plan) -> dict[str, Any]:
             [row.kind, row.axes, row.payload_bytes, row.time_s, row.repeats, texts.add(row.cause), texts.add(row.source)]
             for row in plan.collectives
         ],
-        "gradients": plan.gradients,
+        "gradients": tuple(plan.gradients),
         "cost": plan.cost._asdict(),
         "memory_limit_bytes": plan.memory_limit_bytes,
         "lower_bound_s": plan.lower_bound_s,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from spmdctx.ir import Assignment, Op, OpSharding, Origin, Role
 from spmdctx.mesh import LogicalMesh
-from spmdctx.plan import OpTable, PlannedTensor, Timing
+from spmdctx.plan import OpTable, Plan, PlannedTensor, Timing
+from spmdctx.plan.plan import Gradients, PlannedGradient
 from tests.plan import DOT, small_graph, small_plan
 
 
@@ -90,3 +92,22 @@ def test_bytes_of_a_block_are_rounded_up_as_xla_pads():
     tensor = PlannedTensor("w", Role.PARAMETER, (12, 3), "bfloat16", (("data",), ()))
     assert tensor.num_bytes == 72
     assert tensor.local_bytes(LogicalMesh.of({"data": 8})) == 2 * 3 * 2
+
+
+def test_gradients_without_buckets_are_found_once_and_only_when_asked_for(tmp_path):
+    calls = []
+
+    def find():
+        calls.append(1)
+        return ["w", "b"]
+
+    plan = replace(small_plan(), gradients=Gradients(find))
+    assert not calls
+    assert [one.path for one in plan.gradients] == ["w", "b"]
+    assert plan.gradients[1] == PlannedGradient("b", None)
+    assert plan.gradients[:1] == (PlannedGradient("w"),)
+    assert plan == replace(plan, gradients=(PlannedGradient("w"), PlannedGradient("b")))
+    assert plan != replace(plan, gradients=())
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert len(calls) == 1

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import spmdctx
+from spmdctx import planner
 from spmdctx.search.gradient_order import carriers, gradient_order
 from tests.road import trace
 from tests.zoo import UNSPLIT, case
@@ -120,3 +121,16 @@ def test_buckets_that_find_no_gradient_are_said_to_have_no_effect():
     with pytest.warns(spmdctx.ContextWarning, match="all_reduce_fusion_config has no effect: no gradient is found"):
         plan = parallel.plan(jnp.ones((8, 4)))
     assert any("no gradient is found" in note for note in plan.notes)
+
+
+def test_gradients_that_nothing_groups_are_found_when_they_are_read(monkeypatch):
+    calls = []
+    monkeypatch.setattr(planner, "gradient_order", lambda graph: calls.append(graph) or gradient_order(graph))
+
+    def step(weights, x):
+        return jax.tree.map(lambda one, more: one - more, weights, jax.grad(loss)(weights, x))
+
+    plan = spmdctx.plan(step, *arguments(), parallel_mode="data_parallel", device_num=8)
+    assert not calls
+    assert [one.path for one in plan.gradients] == ["weights/early", "weights/late", "weights/bias"]
+    assert len(calls) == 1
