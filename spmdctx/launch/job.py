@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import IO, Any, NamedTuple
@@ -26,8 +25,6 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 _POLL_S = 0.05
 _GRACE_S = 5.0
 """Seconds that processes get to end by themselves, after a failure and after SIGTERM."""
-_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of Linux's prctl."""
 
 
 class Job(NamedTuple):
@@ -73,7 +70,7 @@ class _Processes:
         self._readers: list[threading.Thread] = []
         self._started = time.monotonic()
         self._interrupted: int | None = None
-        port, on_start = free_port(), _dies_with_parent()
+        port = free_port()
         self._all: list[subprocess.Popen[str]] = []
         for number in range(job.num_processes):
             made = subprocess.Popen(
@@ -85,7 +82,6 @@ class _Processes:
                 text=True,
                 errors="replace",
                 start_new_session=True,
-                preexec_fn=on_start,
             )
             self._all.append(made)
             self._read(made.stdout, out, number)
@@ -99,10 +95,11 @@ class _Processes:
 
     def _copy(self, pipe: IO[str], sink: IO[str], number: int) -> None:
         width = len(str(self._job.num_processes - 1))
-        for line in pipe:
-            with self._lock:
-                sink.write(f"[{number:{width}}] {line if line.endswith(chr(10)) else line + chr(10)}")
-                sink.flush()
+        with pipe:
+            for line in pipe:
+                with self._lock:
+                    sink.write(f"[{number:{width}}] {line if line.endswith(chr(10)) else line + chr(10)}")
+                    sink.flush()
 
     def wait(self) -> Outcome:
         """Waits for the end of all processes, the first failure, or the time limit."""
@@ -184,11 +181,3 @@ def _others(count: int) -> str:
 
 def _listed(numbers: Sequence[str]) -> str:
     return f"process {numbers[0]}" if len(numbers) == 1 else f"processes {', '.join(numbers)}"
-
-
-def _dies_with_parent() -> Callable[[], None] | None:
-    """What a child does first on Linux, so that it does not outlive a launcher that is killed."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_DEATH_SIGNAL, signal.SIGKILL)
