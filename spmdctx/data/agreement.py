@@ -20,12 +20,14 @@ class Share(NamedTuple):
     """One process's part of one batch.
 
     `rows` are those it has, -1 where its source has ended and -2 where it failed; `expected` those that its devices hold, in the
-    `ranges` of the whole batch.
+    `ranges` of the whole batch. `contents` has, for the first batch of a pass, per leaf a digest of which part it is and one of
+    what is in it.
     """
 
     rows: int
     expected: int
     ranges: tuple[tuple[int, int], ...]
+    contents: tuple[str, ...] = ()
 
 
 ENDED, FAILED = -1, -2
@@ -79,10 +81,13 @@ class Agreement:
 
 
 def _written(share: Share) -> str:
-    return f"{share.rows},{share.expected}," + ";".join(f"{start}-{stop}" for start, stop in share.ranges)
+    ranges = ";".join(f"{start}-{stop}" for start, stop in share.ranges)
+    return f"{share.rows},{share.expected},{ranges},{';'.join(share.contents)}"
 
 
 def _read(text: str) -> Share:
-    rows, expected, ranges = text.split(",")
+    rows, expected, ranges, contents = text.split(",")
     pairs = [pair.split("-") for pair in ranges.split(";") if pair]
-    return Share(int(rows), int(expected), tuple((int(start), int(stop)) for start, stop in pairs))
+    return Share(
+        int(rows), int(expected), tuple((int(start), int(stop)) for start, stop in pairs), tuple(filter(None, contents.split(";")))
+    )

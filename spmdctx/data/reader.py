@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ class Reader:
 
     def __init__(self, iterator: Iterator[Any], targets: Targets, mask: Mask | None, whole: bool, skip: int) -> None:
         self._iterator, self._targets, self._mask = iterator, targets, mask
-        self._skip = skip
+        self._skip, self._has_told = skip, False
         self.form: Form | None = None
         self.local = jax.process_count() > 1 and not whole
 
@@ -71,7 +72,9 @@ class Reader:
             expected, ranges = form.given[form.rows][0], form.row_ranges(form.rows, self.local)
         if values is not None and rows < expected and self.local:
             self._check_ranges(form, ranges, where)
-        return values, Share(ENDED if values is None else rows, expected, ranges)
+        contents = _contents(values, form) if values is not None and self.local and not self._has_told else ()
+        self._has_told = True
+        return values, Share(ENDED if values is None else rows, expected, ranges, contents)
 
     def state(self) -> Any:
         """The source's own state, None where it has none."""
@@ -171,6 +174,15 @@ def _rows(values: Sequence[Any], form: Form, where: str) -> tuple[int, int]:
                 fix="plan the step for batches of this shape, or give each process its part of the batch, or all of it with whole=True",
             )
     return rows, expected
+
+
+def _contents(values: Sequence[Any], form: Form) -> tuple[str, ...]:
+    """Per leaf a digest of which part of it this process has, and one of what is in it."""
+    found = []
+    for value, leaf, shape in zip(values, form.leaves, form.shapes, strict=True):
+        part = zlib.crc32(repr(part_of(leaf.sharding, shape).dims).encode())
+        found.append("" if value is None else f"{part:08x}{zlib.crc32(np.ascontiguousarray(value).tobytes()):08x}")
+    return tuple(content or "-" for content in found)
 
 
 def _check_types(values: Sequence[Any], form: Form, where: str) -> None:

@@ -35,6 +35,7 @@ def decide(shares: Sequence[Share], remainder: str, number: int) -> Decision:
     if len(ended) == len(shares):
         return Decision("end", 0, 0)
     rows, expected = _count(shares, where)
+    _check_contents(shares, where)
     if rows == expected:
         return Decision("use", rows, expected)
     have = ", ".join(f"{max(share.rows, 0)} of {share.expected}" for share in shares) if len(shares) > 1 else ""
@@ -54,6 +55,21 @@ def decide(shares: Sequence[Share], remainder: str, number: int) -> Decision:
             fix="say remainder='pad' or 'drop', or change the batch size" if rows else "let the source leave out batches without rows",
         )
     return Decision("end" if ended and remainder == "drop" else remainder, rows, expected)
+
+
+def _check_contents(shares: Sequence[Share], where: str) -> None:
+    """Processes that hold the same part of a leaf must have been given the same."""
+    known: dict[tuple[int, str], tuple[int, str]] = {}
+    for process, share in enumerate(shares):
+        for leaf, content in enumerate(share.contents):
+            part, digest = content[:8], content[8:]
+            other, own = known.setdefault((leaf, part), (process, digest))
+            if own != digest:
+                raise StrategyError(
+                    f"Processes {other} and {process} hold the same part of the batch, but were given different data.",
+                    where=f"{where}, leaf {leaf} of the batch",
+                    fix="read the part that spmdctx.data.process_shard(step) names, or let every process give whole batches (whole=True)",
+                )
 
 
 def _count(shares: Sequence[Share], where: str) -> tuple[int, int]:

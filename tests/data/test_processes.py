@@ -51,3 +51,10 @@ def test_short_batches_are_dropped_in_all_processes(found):
 def test_what_one_process_cannot_read_ends_all(found):
     assert "StrategyError: Process 1 failed to read its part of a batch." in found[0]["failing"]
     assert found[1]["failing"] == "FileNotFoundError: part-00001 is not there"
+
+
+def test_processes_that_hold_the_same_rows_must_be_given_the_same(found):
+    for process, own in enumerate(found):
+        assert own["same_rows"]["shards"] == [[0, 1, 8], [process, 2, 4], [0, 1, 8]]
+        assert "Processes 0 and 1 hold the same part of the batch, but were given different data" in own["same_rows"]["error"]
+        assert own["same_rows"]["equal"]

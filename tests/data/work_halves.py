@@ -110,6 +110,20 @@ def uneven(mine, remainder):
     return {"rows": rows, "labels": sums, "dropped": loader.dropped_rows, "padded": loader.padded_rows}
 
 
+def same_rows(mine):
+    """The model axis spans the processes, so that both hold all rows: what each reads is the same."""
+    step = spmdctx.parallel(forward, parallel_mode="semi_auto_parallel", mesh={"model": 2, "data": 4}, dataset_strategy=((4, 1, 1), (4,)))
+    step.plan(np.float32(2), *[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in whole(0)])
+    error = ""
+    try:
+        next(spmdctx.data.shard([whole(mine)], step))
+    except spmdctx.StrategyError as found:
+        error = str(found)
+    shards = [spmdctx.data.process_shard(one) for one in (step, step_of("data_parallel"), step_of("full_batch"))]
+    (batch,) = spmdctx.data.shard([whole(7)], step)
+    return {"shards": shards, "error": error, "equal": same(batch, whole(7))}
+
+
 def failing(mine):
     """Process 1 cannot read its second batch."""
 
@@ -137,6 +151,7 @@ def main():
         "shuffled": shuffled_halves(mine),
         "own": own_parts(mine),
         "whole": whole_batches(mine),
+        "same_rows": same_rows(mine),
         "failing": failing(mine),
         **{remainder: uneven(mine, remainder) for remainder in ("error", "pad", "drop")},
     }
