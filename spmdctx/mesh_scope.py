@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from spmdctx.errors import ContextError
+from spmdctx.layout import Layout
 from spmdctx.lowering.specs import make_mesh
 from spmdctx.mesh import LogicalMesh
 from spmdctx.step_options import Environment
@@ -36,8 +37,8 @@ def traced_for(environment: Environment) -> Iterator[None]:
 def get_mesh() -> Mesh | AbstractMesh:
     """The mesh of the step that is being traced: for shard_map, and for constraints with a NamedSharding.
 
-    A step in data_parallel or hybrid_parallel has the mesh given as `mesh=`, else one axis, "data". Where there are fewer
-    devices than the plan is for, the mesh is abstract.
+    It is the one given as `mesh=`, else that of a Layout over all devices in dataset_strategy, else, in data_parallel and
+    hybrid_parallel, one axis, "data". Where there are fewer devices than the plan is for, the mesh is abstract.
 
     Raises:
         ContextError: outside of a step, or in a mode that finds its mesh after the trace.
@@ -46,13 +47,24 @@ def get_mesh() -> Mesh | AbstractMesh:
     if environment is None:
         raise ContextError("get_mesh() is called outside of a step.", fix="call it inside the function given to spmdctx.parallel")
     mesh, mode = environment.settings.mesh, environment.context.parallel_mode
-    if mesh is None:
-        if mode in ("semi_auto_parallel", "auto_parallel") and environment.settings.num_devices > 1:
+    if mesh is None and mode in ("semi_auto_parallel", "auto_parallel") and environment.settings.num_devices > 1:
+        mesh = _mesh_of_layouts(environment)
+        if mesh is None:
             raise ContextError(
-                f"In {mode} the mesh is found after the step is traced.", fix='name it: spmdctx.parallel(fn, mesh={"data": 4, "model": 2})'
+                f"In {mode} the mesh is found after the step is traced.",
+                fix='name it: spmdctx.parallel(fn, mesh={"data": 4, "model": 2}), or give a Layout over all devices in dataset_strategy',
             )
+    if mesh is None:
         mesh = LogicalMesh.of({"data": environment.settings.num_devices})
     return _jax_mesh(mesh, environment.devices)
+
+
+def _mesh_of_layouts(environment: Environment) -> LogicalMesh | None:
+    """The axes of the first Layout in dataset_strategy that has all devices: a step that uses them gets this mesh."""
+    strategy = environment.context.dataset_strategy
+    layouts = [entry for entry in strategy if isinstance(entry, Layout)] if isinstance(strategy, tuple) else []
+    meshes = [LogicalMesh(tuple(zip(layout.alias_name, layout.device_matrix, strict=True))) for layout in layouts]
+    return next((mesh for mesh in meshes if mesh.num_devices == environment.settings.num_devices), None)
 
 
 def has_explicit_axes() -> bool:

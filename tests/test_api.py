@@ -12,22 +12,31 @@ import spmdctx.shard_call  # importing submodules must not hide the functions of
 
 FUNCTIONS = [
     "auto_parallel_context",
+    "build_searched_strategy",
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_mesh",
     "grad",
     "load_context",
+    "load_distributed_checkpoint",
+    "merge_sliced_parameter",
     "parallel",
     "plan",
+    "rank_list_for_transform",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
+    "save_distributed_checkpoint",
     "set_algo_parameters",
     "set_auto_parallel_context",
     "shard",
+    "transform_checkpoint_by_rank",
+    "transform_checkpoints",
     "value_and_grad",
 ]
-CLASSES = ["AuditReport", "Layout", "ParallelStep", "Plan", "Topology", "VerifyReport"]
+MODULES = ["data"]
+CLASSES = ["AuditReport", "CheckpointManager", "Layout", "ParallelStep", "Plan", "Topology", "VerifyReport"]
 ERRORS = [
+    "CheckpointError",
     "ContextError",
     "ContextWarning",
     "InfeasibleError",
@@ -41,7 +50,7 @@ ERRORS = [
 
 
 def test_the_public_names_are_these():
-    assert sorted(spmdctx.__all__) == sorted(FUNCTIONS + CLASSES + ERRORS)
+    assert sorted(spmdctx.__all__) == sorted(FUNCTIONS + MODULES + CLASSES + ERRORS)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -60,8 +69,10 @@ def test_a_step_has_these_methods():
     methods = [name for name in vars(spmdctx.ParallelStep) if not name.startswith("_")]
     assert sorted(methods) == [
         "audit",
+        "batch_targets",
         "context",
         "in_shardings",
+        "infer_predict_layout",
         "init",
         "lower",
         "notes",

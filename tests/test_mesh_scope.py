@@ -86,3 +86,19 @@ def test_metadata_of_nnx_means_the_mesh_that_is_set():
         plan = spmdctx.parallel(lambda model, x: model(x).sum(), parallel_mode="auto_parallel").plan(model, jnp.ones((8, 8)))
     assert plan.mesh == {"data": 4, "model": 2}
     assert plan.inputs[0].sharding == ((), ("model",))
+
+
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+def test_a_layout_of_the_batch_over_all_devices_names_the_mesh(mode):
+    layout = spmdctx.Layout((4, 2), ("rows", "columns"))
+
+    def step(w, x):
+        split = jax.NamedSharding(spmdctx.get_mesh(), jax.P("rows", "columns"))
+        return jax.lax.with_sharding_constraint(jnp.tanh(x), split).sum() * w
+
+    parallel = spmdctx.parallel(step, parallel_mode=mode, dataset_strategy=(layout("rows", "columns"),))
+    arguments = np.float32(1), np.ones((8, 8), np.float32)
+    assert parallel.plan(*arguments).mesh == {"rows": 4, "columns": 2}
+    assert parallel.verify(*arguments).ok
+    with pytest.raises(ContextError, match="a Layout over all devices"):
+        parallel.with_options(dataset_strategy=((8, 1),)).plan(*arguments)

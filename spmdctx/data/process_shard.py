@@ -22,8 +22,8 @@ class ProcessShard(NamedTuple):
 def process_shard(target: Any, *, process: int | None = None) -> ProcessShard:
     """Which part of the data a process reads where each gives its own rows: processes that hold the same rows have the same index.
 
-    It is what a source is sharded by: `grain.sharding.ShardOptions(own.shard_index, own.shard_count)`, or `examples[own.shard_index :: own.shard_count]`.
-    `jax.process_index()` is not, where a mesh axis that splits no rows spans processes. With full_batch it is part 0 of 1.
+    It is what a source is sharded by: `grain.sharding.ShardOptions(own.shard_index, own.shard_count)`. `jax.process_index()` is not,
+    where a mesh axis that splits no rows spans processes. With full_batch it is part 0 of 1.
 
     Args:
         target: a planned step or a Plan, as for `spmdctx.data.shard`.
