@@ -139,12 +139,23 @@ class Value(NamedTuple):
     path: str
 
 
+class Work(NamedTuple):
+    """What the fusion around an op does, unsplit: bytes moved per element of each operand, then result, and vector operations.
+
+    Of an op inside another's fusion `moved` is empty, and `vector_flops` what is left of its price.
+    """
+
+    moved: tuple[float, ...]
+    vector_flops: float
+
+
 class Op(NamedTuple):
     """One equation of the program, or one boundary of a control-flow body (primitive `scan.enter`, `scan.next`, ...).
 
     `operands` holds value ids, `LITERAL` for scalar literals. `repeats` counts executions in one step. `pinned` gives the
     sharding the user fixed per result, None for those that are free. `fused` has a bit per operand, then per result, set
-    where the tensor is literal, computed inside a fusion and never in memory, or read or made by the fusion before.
+    where the tensor is literal, computed inside a fusion and never in memory, or read or made by the fusion before. `work` is
+    that of its fusion, None where the op is priced on its own.
     """
 
     id: int
@@ -156,6 +167,7 @@ class Op(NamedTuple):
     repeats: int
     pinned: tuple[TensorSharding | None, ...] | None = None
     fused: int = 0
+    work: Work | None = None
 
 
 class Mark(NamedTuple):

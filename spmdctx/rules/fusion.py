@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from spmdctx.ir import LITERAL, Op, Value
+from spmdctx.ir import LITERAL, Op, Value, item_bytes
 from spmdctx.rules.elementwise import BINARY, MANY, UNARY
 
-_CHAINED = frozenset(
+CHAINED = frozenset(
     {
         *UNARY,
         *BINARY,
@@ -134,6 +134,7 @@ class _Readers:
         size = len(values) + 1  # the last one stands for literals
         self.count, self.first, self.needed = [0] * size, [-1] * size, bytearray(size)
         self.elements, self._ops = _elements(values), ops
+        self._bytes = [item_bytes(value.dtype) for value in values]
         # Numbers that depend on no input, spread out or not: they are made where they are read.
         simple = bytearray(count == 1 and not given for count, given in zip(self.elements, kept, strict=True))
         simple[LITERAL] = 1
@@ -142,7 +143,7 @@ class _Readers:
         for op in ops:
             fused = reads_chains.get(op.primitive)
             if fused is None:
-                fused = reads_chains[op.primitive] = op.primitive in _CHAINED or op.primitive.startswith(_READS_CHAINS)
+                fused = reads_chains[op.primitive] = op.primitive in CHAINED or op.primitive.startswith(_READS_CHAINS)
             fused = fused or (op.primitive == "scatter-add" and self.is_chained(op))
             for value in op.operands:
                 if self.first[value] != op.id:
@@ -156,7 +157,7 @@ class _Readers:
     def is_chained(self, op: Op) -> bool:
         """Whether the compiler fuses an op with others; a scatter of one element per row becomes a comparison of indices."""
         if op.primitive != "scatter-add":
-            return op.primitive in _CHAINED
+            return op.primitive in CHAINED
         key = (op.primitive, id(op.rule))
         known = self._chained.get(key)
         if known is None:
@@ -174,9 +175,14 @@ class _Readers:
         if self.count[value] != 1:
             return False
         reader = self._ops[self.first[value]]
-        if not self.is_chained(reader) or "." in reader.primitive:
+        if not self.is_chained(reader) or "." in reader.primitive or self._widens_for_many(reader, value):
             return False
         return self.elements[reader.results[0]] == self.elements[value]
+
+    def _widens_for_many(self, op: Op, value: int) -> bool:
+        """Whether an op only makes its operand's numbers wider for several readers, which do so on their own."""
+        made = op.results[0]
+        return op.primitive == "convert_element_type" and self.count[made] > 1 and self._bytes[made] > self._bytes[value]
 
 
 def _elements(values: Sequence[Value]) -> list[int]:

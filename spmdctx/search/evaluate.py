@@ -6,7 +6,8 @@
 A value that several matrix products of one computation read goes through one sharding `u`: min over u of
 R(stored -> u) + sum R(u -> wanted). Where the compiler merges partial sums, two unreduced terms that only an addition reads are
 added first and reduced once, and a sum may be scattered to where its readers take slices of it. The share of weight gathers and gradient
-reductions that hides behind compute (`overlap`) is left out. Where the compiler narrows operands of matrix products, float32 values
+reductions that hides behind compute (`overlap`) is left out. A value that is only computed on the way into its readers is written
+where its sharding changes. Where the compiler narrows operands of matrix products, float32 values
 that are moved for products alone move as bfloat16.
 """
 
@@ -24,7 +25,7 @@ from spmdctx.ir import LITERAL, Assignment, AxisNames, Graph, Op, TensorSharding
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.overlap import sides
 from spmdctx.search.rewrites import LAYOUT
-from spmdctx.search.roofline import compute_time_s, local_bytes
+from spmdctx.search.roofline import compute_time_s, local_bytes, passing_values, written_s
 from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
 from spmdctx.search.transfer import partial_axes, project
 from spmdctx.search.turns import made_repeats, read_repeats
@@ -184,7 +185,7 @@ class _Evaluator:
         self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
         self.eligible = Eligible(graph, self.free, pinned).values
         self.decided = {value for pair in graph.ties for value in pair} | pinned | set(graph.outputs)
-        self.sides = sides(graph)
+        self.sides, self.passing = sides(graph), passing_values(graph)
         self.reads = self._reads(scopes)
         self.memo: dict[tuple[object, ...], float] = {}
 
@@ -306,7 +307,7 @@ class _Evaluator:
         if len(reads) == 1:
             return self._reshard(value, source, reads[0].wanted, reads[0].bytes) * reads[0].repeats
         known = self.graph.values[value]
-        key = (known.shape, known.dtype, self.sides.weights[value], source, *reads)
+        key = (known.shape, known.dtype, self.sides.weights[value], self.passing[value], source, *reads)
         if key not in self.memo:
             self.memo[key] = min(
                 self._reshard(value, source, use, reads[0].bytes) * reads[0].repeats
@@ -320,7 +321,10 @@ class _Evaluator:
             return 0.0
         known = self.graph.values[value]
         exposed = 1.0 - self.sides.gather_share(value, self.topology)
-        return reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology) * exposed
+        seconds = reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology)
+        if self.passing[value]:
+            seconds += written_s(known, source, self.mesh, self.topology)
+        return seconds * exposed
 
 
 def tied_with(graph: Graph, values: frozenset[int]) -> frozenset[int]:

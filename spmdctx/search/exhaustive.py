@@ -28,7 +28,7 @@ from spmdctx.search.memory import profile, step_memory
 from spmdctx.search.overlap import sides
 from spmdctx.search.pins import PinnedDims
 from spmdctx.search.price import price
-from spmdctx.search.roofline import compute_time_s, local_bytes
+from spmdctx.search.roofline import compute_time_s, local_bytes, passing_values, written_s
 from spmdctx.search.space import MATRIX_PRODUCTS
 from spmdctx.search.transfer import FactorAxes, partial_axes, project
 from spmdctx.search.turns import made_repeats, read_repeats
@@ -138,7 +138,7 @@ class _Everything:
         self.slot_of = [min(tied_with(graph, frozenset({own.id}))) if own.id in tied else own.id for own in graph.values]
         self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
         self.pinned = tied_with(graph, frozenset(conditions.pins))
-        self.sides = sides(graph)
+        self.sides, self.passing = sides(graph), passing_values(graph)
         self.read_bytes = read_bytes(graph, topology)
         self.memory = step_memory(graph, scopes, conditions.donated)
         self.sums = self._sums()
@@ -337,7 +337,7 @@ class _Everything:
     def _moves(self, op: Op, value: int, sources: Sequence[TensorSharding], targets: Sequence[TensorSharding]) -> NDArray[np.float64]:
         """Seconds in which `op` is brought a value from each source to each target."""
         known, size = self.graph.values[value], self.read_bytes[op.id, value]
-        key = (known.shape, size, self.sides.weights[value], tuple(sources), tuple(targets))
+        key = (known.shape, known.dtype, size, self.sides.weights[value], self.passing[value], tuple(sources), tuple(targets))
         if key not in self.memo:
             self.memo[key] = np.array([[self._reshard(value, source, target, size) for target in targets] for source in sources])
         return self.memo[key].copy()
@@ -346,7 +346,10 @@ class _Everything:
         if source == target:
             return 0.0
         known, exposed = self.graph.values[value], 1.0 - self.sides.gather_share(value, self.topology)
-        return reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology) * exposed
+        seconds = reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology)
+        if self.passing[value]:
+            seconds += written_s(known, source, self.mesh, self.topology)
+        return seconds * exposed
 
     def _assignment(self, chosen: Mapping[object, int]) -> Assignment:
         ops = [OpSharding(((),) * len(op.rule.sizes)) for op in self.graph.ops]

@@ -21,7 +21,7 @@ from spmdctx.search.accumulation import NO_HOLDS, Holds, reduced_dtype
 from spmdctx.search.memory import Copy, StepMemory, profile, step_memory
 from spmdctx.search.overlap import sides
 from spmdctx.search.rewrites import Readers, Sums
-from spmdctx.search.roofline import compute_time_s, local_bytes
+from spmdctx.search.roofline import compute_time_s, local_bytes, passing_values, written_s
 from spmdctx.search.space import reduction_plan
 from spmdctx.search.transfer import partial_axes, project
 from spmdctx.search.turns import made_repeats, read_repeats
@@ -125,7 +125,7 @@ class _Biller:
         self.shares: list[float] = []
         # The machine by which each collective was priced.
         self._machines: list[Topology] = []
-        self._sides = sides(graph)
+        self._sides, self._passing = sides(graph), passing_values(graph)
         self._needs: dict[tuple[object, ...], _Need] = {}
         self._stored: dict[tuple[object, ...], int] = {}
         self._done: set[tuple[object, ...]] = set()
@@ -140,7 +140,15 @@ class _Biller:
     def add(self, op: Op, scope: int) -> None:
         """Adds what one op costs."""
         kind = self._kinds.__getitem__
-        key = (id(op.rule), op.primitive, op.fused, id(self.assignment.ops[op.id]), *map(kind, op.operands), *map(kind, op.results))
+        key = (
+            id(op.rule),
+            op.primitive,
+            op.fused,
+            op.work,
+            id(self.assignment.ops[op.id]),
+            *map(kind, op.operands),
+            *map(kind, op.results),
+        )
         need = self._needs.get(key)
         if need is None:
             need = self._needs[key] = self._need(op)
@@ -264,7 +272,10 @@ class _Biller:
         time_s, current = 0.0, source
         share = self._sides.gather_share(value, self.topology)
         size = item_bytes("bfloat16" if narrow else known.dtype)
-        for step in reshard_steps(known.shape, size, source, target, self.mesh, self.topology.uses_all_to_all):
+        steps = reshard_steps(known.shape, size, source, target, self.mesh, self.topology.uses_all_to_all)
+        if self._passing[value] and (scope, self._same[value], source, steps[0].sharding) not in self._done:
+            self.bill.compute_s += written_s(known, source, self.mesh, self.topology) * (repeats or op.repeats)
+        for step in steps:
             key = (scope, self._same[value], current, step.sharding)
             if step.kind != "slice" and key not in self._done:
                 cause = f"{role}: {known.path or 'value'} {format_sharding(current)} -> {format_sharding(step.sharding)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from spmdctx.ir import LITERAL, Graph, Op, Role, Value
+from spmdctx.ir import LITERAL, Graph, Role, Value
 from spmdctx.search.fold import Fold
 from spmdctx.search.modes import Setup
 from spmdctx.search.recursive_rounds import Inputs, Roots, backward_products, main_ops
@@ -64,7 +64,7 @@ def folded_program(space: Space, found: Fold) -> Folded:
         ids = [LITERAL if slot == NO_SLOT else value_of.get(slot, loose.get(slot, LITERAL)) for slot in slots]
         count = len(op.operands)
         ops.append(
-            Op(index, op.primitive, tuple(ids[:count]), tuple(ids[count:]), op.rule, op.flops, op.repeats * len(own), fused=op.fused)
+            op._replace(id=index, operands=tuple(ids[:count]), results=tuple(ids[count:]), repeats=op.repeats * len(own), pinned=None)
         )
     graph = Graph(tuple(values), tuple(ops), tuple(inputs), (), (), space.graph.origins, space.graph.fingerprint)
     followers, roots = backward_products(space.graph), Roots(space.graph)

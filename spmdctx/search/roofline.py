@@ -2,7 +2,7 @@
 
 An op takes the longest of three times: its multiplications on the matrix unit, with what pads them to whole tiles; its other
 arithmetic on the vector unit; and what it reads and writes in memory. Tensors that exist only inside a fusion (`Op.fused`) are
-neither read nor written, but the arithmetic that makes them takes its time.
+neither read nor written. A fusion takes its time as a whole (`Op.work`), at the op that it is built around.
 """
 
 from __future__ import annotations
@@ -10,25 +10,15 @@ from __future__ import annotations
 import math
 
 from spmdctx.cost.topology import Topology
-from spmdctx.ir import LITERAL, Graph, Op, TensorSharding, Value, item_bytes
+from spmdctx.ir import LITERAL, Graph, Op, TensorSharding, Value, Work, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape
+from spmdctx.rules.fusion import CHAINED
+from spmdctx.rules.traffic import NAMING, vector_flops
 from spmdctx.search.transfer import FactorAxes, project
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "scaled_dot"})
-_NOTHING = frozenset({"spmdctx_shard", "sharding_constraint", "name", "scan.next", "while.enter", "while.next"})
-"""Ops that only name a tensor anew."""
-
 _PICKING = ("slice", "dynamic_slice", "gather", "split")
 """Ops that read no more of their operand than they return."""
-
-_COSTLY = frozenset(
-    {
-        *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf", "erf_inv", "erfc"),
-        *("exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh"),
-    }
-)
-_COSTLY_FLOPS = 10
-"""Vector operations that one of them takes: a polynomial and what comes before and after it."""
 
 
 def local_bytes(value: Value, sharding: TensorSharding, mesh: LogicalMesh) -> int:
@@ -40,15 +30,41 @@ def local_bytes(value: Value, sharding: TensorSharding, mesh: LogicalMesh) -> in
 
 
 def compute_time_s(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh, topology: Topology) -> float:
-    """Seconds of one execution. Depends on the op's rule, primitive, `fused` and dtypes, on `axes`, and on nothing else."""
-    if op.primitive in _NOTHING:
+    """Seconds of one execution. Depends on the op's rule, primitive, `fused`, `work` and dtypes, on `axes`, and on nothing else."""
+    if op.primitive in NAMING:
         return 0.0
-    memory_s = _moved_bytes(graph, op, axes, mesh) / topology.memory_bytes_per_s
-    if op.primitive in _PRODUCTS:
-        return max(memory_s, _product_time_s(graph, op, axes, mesh, topology))
+    is_product, work = op.primitive in _PRODUCTS, op.work
+    vector = work.vector_flops if work is not None else 0 if is_product else vector_flops(op)
     slices = mesh.num_slices(name for own in axes for name in own)
-    weight = _COSTLY_FLOPS if op.primitive in _COSTLY else 1
-    return max(memory_s, op.flops * weight / slices / topology.vector_flops_per_s)
+    moved = _moved_bytes(graph, op, axes, mesh) if work is None else _moved_by_fusion(graph, op, work, axes, mesh)
+    longest = max(moved / topology.memory_bytes_per_s, vector / slices / topology.vector_flops_per_s)
+    return max(longest, _product_time_s(graph, op, axes, mesh, topology)) if is_product else longest
+
+
+def passing_values(graph: Graph) -> bytearray:
+    """Per value 1 where it is only computed on the way into its readers, by the element-wise ops of their fusions."""
+    found = bytearray(len(graph.values))
+    for op in graph.ops:
+        if op.work is not None and not op.work.moved and op.primitive in CHAINED and op.fused >> len(op.operands) & 1:
+            found[op.results[0]] = 1
+    return found
+
+
+def written_s(value: Value, sharding: TensorSharding, mesh: LogicalMesh, topology: Topology) -> float:
+    """Seconds to write a value that is only computed on the way, and to read it again, as it takes where its sharding changes.
+
+    XLA computes such a value apart for readers that want it differently split, or merges what they compute in its wider type.
+    """
+    return 2 * local_bytes(value, sharding, mesh) / topology.memory_bytes_per_s
+
+
+def _moved_by_fusion(graph: Graph, op: Op, work: Work, axes: FactorAxes, mesh: LogicalMesh) -> float:
+    tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
+    return sum(
+        rate * math.prod(local_shape(graph.values[value].shape, project(dims, axes), mesh))
+        for rate, (value, dims) in zip(work.moved, tensors, strict=False)
+        if rate
+    )
 
 
 def _moved_bytes(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh) -> int:

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import Topology
-from spmdctx.ir import LITERAL, AxisNames, Graph, Op, OpRule, OpSharding, TensorSharding, item_bytes
+from spmdctx.ir import LITERAL, AxisNames, Graph, Op, OpRule, OpSharding, TensorSharding, Work, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape, replicated
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.roofline import compute_time_s
+from spmdctx.search.roofline import compute_time_s, passing_values, written_s
 from spmdctx.search.transfer import FactorAxes, legal, merge, partial_axes, project
 from spmdctx.search.turns import made_repeats, read_repeats
 
@@ -42,7 +42,8 @@ class Kind(NamedTuple):
     """What ops of one kind have in common: all that prices depend on, but for the shardings of their slots.
 
     `rule` is the id of the rule object. `free` says for each operand and result whether it is loose; empty where none is.
-    `fused` is the ops' own.
+    `fused` and `work` are the ops' own, `passing` says
+    which of its values are only computed on the way.
     """
 
     rule: int
@@ -50,6 +51,8 @@ class Kind(NamedTuple):
     dtype: str
     free: tuple[bool, ...]
     fused: int = 0
+    work: Work | None = None
+    passing: tuple[bool, ...] = ()
 
 
 class Space:
@@ -72,6 +75,7 @@ class Space:
         slots = [*self.slot_of, NO_SLOT]
         self.op_slots = [tuple([slots[value] for value in (*op.operands, *op.results)]) for op in graph.ops]
         self.kinds: list[Kind] = []
+        self.passing = passing_values(self.graph)
         self.kind_of = self._number_kinds()
         self.neighbours = self._adjacency()
         self.shapes = [value.shape for value in graph.values]
@@ -109,12 +113,13 @@ class Space:
 
     def _number_kinds(self) -> list[int]:
         """The number of each op's kind."""
-        numbers: dict[tuple[int, str, str, tuple[bool, ...], int], int] = {}
+        numbers: dict[tuple[int, str, str, tuple[bool, ...], int, Work | None, tuple[bool, ...]], int] = {}
         values, loose = self.graph.values, self.loose_slots
         kinds = []
         for op, slots in zip(self.graph.ops, self.op_slots, strict=True):
             free = () if loose.isdisjoint(slots) else tuple([slot in loose for slot in slots])
-            key = (id(op.rule), op.primitive, values[op.results[0]].dtype if op.results else "", free, op.fused)
+            passing = tuple([bool(self.passing[value]) for value in (*op.operands, *op.results) if value != LITERAL])
+            key = (id(op.rule), op.primitive, values[op.results[0]].dtype if op.results else "", free, op.fused, op.work, passing)
             kinds.append(numbers.setdefault(key, len(numbers)))
         self.kinds = [Kind(*key) for key in numbers]
         return kinds
@@ -166,7 +171,8 @@ class Space:
         if source == target:
             return 0.0
         size = item_bytes(self.graph.values[value].dtype)
-        return reshard_time_s(self.shapes[value], size, source, target, self.mesh, self.topology)
+        seconds = reshard_time_s(self.shapes[value], size, source, target, self.mesh, self.topology)
+        return seconds + written_s(self.graph.values[value], source, self.mesh, self.topology) if self.passing[value] else seconds
 
     def _reduction_time_s(self, op: Op, value: int, natural: TensorSharding, stored: TensorSharding, partial: AxisNames) -> float:
         """Seconds to turn an unreduced result into its stored sharding."""

@@ -38,7 +38,7 @@ class Tables:
         self.network, self.space, self.forced, self._limits = network, space, setup.forced, limits
         self.pins: dict[int, PinnedDims] = {space.slot_of[value]: dims for value, dims in setup.partial_pins.items()}
         self.pins.update({space.slot_of[value]: sharding for value, sharding in setup.pins.items()})
-        self._outputs = frozenset(space.graph.outputs)
+        self._outputs, self._passing = frozenset(space.graph.outputs), space.passing
         self._memo: dict[tuple[object, ...], Choices] = {}
         self._edges: dict[tuple[object, ...], FloatArray] = {}
         self._reshard_s: dict[tuple[object, ...], FloatArray] = {}
@@ -128,11 +128,13 @@ class Tables:
         unreduced = self._unreduced(source, target)
         size = NARROW_BYTES if carry.narrow else item_bytes(known.dtype)
         follows = target.states is not None and bool((target.states.follows == carry.position).any())
-        key = (id(stored), id(taken), known.shape, size, weight, unreduced, carry.position if follows else -1)
+        key = (id(stored), id(taken), known.shape, size, weight, unreduced, carry.position if follows else -1, self._passing[value])
         table = self._edges.get(key)
         if table is None:
             # Weighted while it is small; columns before rows, which are then copied whole.
             table = (self.reshard_s(known.shape, size) * weight).take(taken, axis=1).take(stored, axis=0)
+            if self._passing[value]:
+                table += self._written_s(known.shape, item_bytes(known.dtype), stored, taken) * weight
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
             if source.split is not None and target.split is None:
@@ -179,6 +181,12 @@ class Tables:
             table = reshard_table(domain(self.space.mesh, shape), self.space.topology)
             known = self._reshard_s[key] = table.fixed_s + table.s_per_byte * (size * math.prod(shape))
         return known
+
+    def _written_s(self, shape: tuple[int, ...], size: int, stored: IntArray, taken: IntArray) -> FloatArray:
+        """`roofline.written_s` where a value that is only computed on the way changes its sharding."""
+        slices = domain(self.space.mesh, shape).slices[stored]
+        seconds = 2 * size * math.prod(shape) / slices / self.space.topology.memory_bytes_per_s
+        return np.where(stored[:, None] != taken[None, :], seconds[:, None], 0.0)
 
     def assignment(self, states: tuple[int, ...], mode: str) -> Assignment:
         """What a choice of states means for every op and value; values that are free to place are left whole."""

@@ -15,6 +15,7 @@ from spmdctx.ir import LITERAL, Graph, Mark, Op, OpRule, Role, Value
 from spmdctx.rules import rule_for
 from spmdctx.rules.flops import op_flops
 from spmdctx.rules.fusion import fused_bits, in_memory, read_before
+from spmdctx.rules.traffic import fusion_works
 from spmdctx.trace import bodies
 from spmdctx.trace.origins import LazyOrigins, Place
 from spmdctx.trace.program import LossOperand, ManualRegion, Program, UserPin
@@ -191,7 +192,9 @@ class Builder:
             op_of_site[site] = number
         ops = [Op(number, *self.ops[site][1:]) if site != number else self.ops[site] for number, site in enumerate(alive)]
         held = in_memory(self.values, ops, (*inputs, *outputs))
-        ops = [Op(*op[:8], fused_bits(op, held, read)) for op, read in zip(ops, read_before(self.values, ops), strict=True)]
+        fused = [fused_bits(op, held, read) for op, read in zip(ops, read_before(self.values, ops), strict=True)]
+        works = fusion_works(self.values, ops, fused, [self.scopes[site] for site in alive])
+        ops = [Op(*op[:8], bits, work) for op, bits, work in zip(ops, fused, works, strict=True)]
         origins = LazyOrigins(self.places, self.prefixes).select(alive)
         graph = Graph(
             values=tuple(self.values),
