@@ -96,7 +96,7 @@ class _Walk:
         instruction, scope = place
         opcode = instruction.opcode
         if opcode == "while":
-            yield from self.visit_loop(place)
+            yield from self.visit_loop(place, fused)
         elif opcode == "conditional":
             for name in (name for key in _BRANCHES for name in instruction.callees(key)):
                 yield from (_noted(one, "in a branch") for one in self.visit(Scope(self.module.computations[name]), set()))
@@ -111,12 +111,13 @@ class _Walk:
             if kind is not None and not _is_repeated(instruction, fused):
                 yield from self.read(kind, place)
 
-    def visit_loop(self, place: Place) -> Iterator[CompiledCollective]:
+    def visit_loop(self, place: Place, fused: set[tuple[str, ...]]) -> Iterator[CompiledCollective]:
         loop, scope = place
         count = trip_count(loop, scope.computation, self.module)
         for key in ("condition", "body"):
             for name in loop.callees(key):
-                for one in self.visit(Scope(self.module.computations[name]), set()):
+                # What was started before the loop goes on beside its turns.
+                for one in self.visit(Scope(self.module.computations[name]), set(fused)):
                     yield _noted(one, "in a loop of unknown length") if count is None else replace(one, repeats=one.repeats * count)
 
     def read(self, kind: str, place: Place) -> Iterator[CompiledCollective]:

@@ -177,21 +177,21 @@ class _Rewriter:
 
     # One op
 
-    def use(self, block: _Block, op: Op, position: int, atom: Any) -> Any:
-        """The operand at `position` in the sharding in which the op takes it."""
+    def use(self, block: _Block, op: Op, position: int, atom: Any, *, recomputes: bool = True) -> Any:
+        """The operand at `position` in the sharding in which the op takes it; slices may be recomputed."""
         value = op.operands[position]
         if value == LITERAL or isinstance(atom, jexc.Literal):
             return atom
         target = project(op.rule.operands[position], self.assignment.ops[op.id].axes)
-        return self._taken(block, value, atom, target)
+        return self._taken(block, value, atom, target, recomputes)
 
-    def _taken(self, block: _Block, value: int, atom: Any, target: TensorSharding) -> Any:
+    def _taken(self, block: _Block, value: int, atom: Any, target: TensorSharding, recomputes: bool = True) -> Any:
         stored = self.assignment.values[value]
-        if target != stored and value in block.recipes and refines(stored, target):
+        if recomputes and target != stored and value in block.recipes and refines(stored, target):
             made = self._recomputed(block, value, target)
             if made is not None:
                 return made
-        if value in self._moved:
+        if value in self._moved or target != stored:
             # All readers take the value from here, or the partitioner would give them what one of them asks for.
             atom = block.constrain(atom, stored)
         return block.reshard(atom, value, stored, target)
@@ -274,7 +274,8 @@ class _Rewriter:
 
     def _equation(self, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
         op = self.next_op()
-        if op is not None and op.results and op.results[0] in self.held and not self.held.is_whole(op):
+        is_held = op is not None and bool(op.results) and op.results[0] in self.held
+        if op is not None and is_held and not self.held.is_whole(op):
             return [self.held.equation(block, op, eqn, operands)]
         if op is not None:
             if is_recomputed(op) and (self.wishes.all_to_all or not _repeats(eqn)):
@@ -288,7 +289,9 @@ class _Rewriter:
         made = block.eqns[-1]
         results = [self.settle(block, op, position, var) for position, var in enumerate(results)]
         block.note(op, made, results)
-        return results if widened is None else [block.narrowed(results[0], eqn.outvars[0].aval.dtype)]
+        if widened is not None:
+            results = [block.narrowed(results[0], eqn.outvars[0].aval.dtype)]
+        return [self.held.added_by_one(block, op, results[0], eqn.source_info)] if is_held else results
 
     def _widened(self, eqn: Any, op: Op, operands: list[Any], block: _Block) -> Any:
         """The op's result in float32 where that is what is reduced, or what it passes on of such; None elsewhere."""

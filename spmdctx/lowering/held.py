@@ -35,9 +35,11 @@ def written(fn: Callable[..., Any], atoms: Sequence[Any], source_info: Any) -> t
 def partial_term(eqn: Any, operands: Sequence[Any], specs: Sequence[TensorSharding], axes: AxisNames, mesh: Mesh, *, is_wide: bool) -> Any:
     """What writes the partial results of `eqn` on each device of `axes`, over which `specs` split the operands.
 
-    Other axes of the mesh are left to the partitioner, partial sums over them too.
+    Over axes that split a dimension together with those the results are reduced here; others are left to the partitioner.
     """
-    compute = computing_wide(eqn) if is_wide else lambda *blocks: eqn.primitive.bind(*blocks, **eqn.params)
+    near = [names for spec in specs for names in spec if not set(axes).isdisjoint(names)]
+    others = tuple(dict.fromkeys(name for names in near for name in names if name not in axes))
+    compute: Callable[..., Any] = computing_wide(eqn) if is_wide else lambda *blocks: eqn.primitive.bind(*blocks, **eqn.params)
     adds_to_first = eqn.primitive.name.startswith("scatter")
 
     def local(number: Any, *blocks: Any) -> Any:
@@ -46,12 +48,14 @@ def partial_term(eqn: Any, operands: Sequence[Any], specs: Sequence[TensorShardi
             start = blocks[0]
             kept = jnp.broadcast_to(number[0] == 0, start.shape)
             blocks = (jax.lax.select(kept, start, jnp.zeros_like(start)), *blocks[1:])
-        return compute(*blocks)[None]
+        made = compute(*blocks)
+        return (jax.lax.psum(made, others) if others else made)[None]
 
     def partial(*arrays: Any) -> Any:
-        in_specs = (PartitionSpec(axes), *(_spec(spec, axes) for spec in specs))
+        manual = (*axes, *others)
+        in_specs = (PartitionSpec(axes), *(_spec(spec, manual) for spec in specs))
         mapped: Callable[..., Any] = jax.shard_map(
-            local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(axes), axis_names=frozenset(axes), check_vma=False
+            local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(axes), axis_names=frozenset(manual), check_vma=False
         )
         return mapped(jnp.arange(_count(axes, mesh)), *arrays)
 

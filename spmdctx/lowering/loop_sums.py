@@ -35,7 +35,7 @@ class _Rewriter(Protocol):
 
     def steps(self, value: int, source: TensorSharding, target: TensorSharding) -> list[TensorSharding]: ...
 
-    def use(self, block: Any, op: Op, position: int, atom: Any) -> Any: ...
+    def use(self, block: Any, op: Op, position: int, atom: Any, *, recomputes: bool) -> Any: ...
 
 
 class HeldSums:
@@ -66,7 +66,8 @@ class HeldSums:
         value, axes = op.results[0], self._holds.axes[op.results[0]]
         if value in self._terms:
             shardings = [project(dims, self._ops[op.id].axes) for dims in op.rule.operands]
-            taken = [self._rewriter.use(block, op, position, atom) for position, atom in enumerate(operands)]
+            # Beside a slice that is computed again XLA would gather the whole from such slices.
+            taken = [self._rewriter.use(block, op, position, atom, recomputes=False) for position, atom in enumerate(operands)]
             is_wide = value in self._rewriter.wishes.widened
             made = partial_term(eqn, taken, shardings, axes, self._rewriter.jax_mesh, is_wide=is_wide)
         elif op.primitive in ADDITIONS:
@@ -78,6 +79,13 @@ class HeldSums:
             shape = self._graph.values[op.operands[place]].shape
             made = linear(eqn, self._taken(block, op, place, operands[place], axes, shape, eqn.source_info), place)
         return self._settled(block, op, block.write(made))
+
+    def added_by_one(self, block: _Block, op: Op, var: Any, source_info: Any) -> Any:
+        """A whole term as one of the first device alone."""
+        value = op.results[0]
+        axes, shape = self._holds.axes[value], self._graph.values[value].shape
+        lifted = block.write(whole_term(var, shape, axes, self._rewriter.jax_mesh, source_info))
+        return block.constrain(lifted, (axes, *self._stored[value]))
 
     def handed_on(self, block: _Block, op: Op, atom: Any, source_info: Any) -> Any:
         """What an op that changes nothing, or the end of a loop's turn, makes of its operand; the loop's carry has the total's type."""
@@ -115,7 +123,7 @@ class HeldSums:
         if value in self:
             return self._moved(block, atom, value, axes, self._stored[value], wanted)
         if value != LITERAL and not isinstance(atom, jexc.Literal):
-            atom = self._rewriter.use(block, op, place, atom)
+            atom = self._rewriter.use(block, op, place, atom, recomputes=False)
         var = block.write(whole_term(atom, shape, axes, self._rewriter.jax_mesh, source_info))
         return block.constrain(var, (axes, *(wanted if value != LITERAL else ((),) * len(shape))))
 

@@ -52,6 +52,31 @@ class Later(NamedTuple):
     size: float
 
 
+AT_ONCE = Later(1.0, 1.0)
+
+
+class Summed(NamedTuple):
+    """Values on the way of some sums, what the turns of their loops start from, and the totals."""
+
+    way: frozenset[int]
+    carries: frozenset[int]
+    totals: frozenset[int]
+
+    @classmethod
+    def of(cls, sums: Iterable[LoopSum]) -> Summed:
+        """Those of some sums."""
+        sums = tuple(sums)
+        way = frozenset(value for one in sums for value in one.way)
+        return cls(way, frozenset(value for one in sums for value in one.carries), frozenset(one.total for one in sums))
+
+    def keeps(self, value: int, *, is_made: bool) -> bool:
+        """Whether a value must not be cut further on its way, or its terms could not wait; `is_made` where its op hands it on."""
+        return value in self.way or value in (self.totals if is_made else self.carries)
+
+
+NOTHING_SUMMED = Summed(frozenset(), frozenset(), frozenset())
+
+
 class Total(NamedTuple):
     """A total that is reduced over some axes, how often in a step, and its terms."""
 
@@ -83,13 +108,15 @@ def loop_sums(graph: Graph, stacked: Iterable[int] = ()) -> tuple[LoopSum, ...]:
 
 
 def later_reductions(graph: Graph, sums: Iterable[LoopSum]) -> dict[int, Later]:
-    """What reducing later makes of the price of the reductions of values on the way."""
+    """What reducing later makes of the price of the reductions of values on the way; terms of one total share its reduction."""
     found = {}
     for one in sums:
+        terms = frozenset(one.terms)
         whole = math.prod(graph.values[one.total].shape)
         for value in one.way:
             executions = graph.ops[graph.producers[value]].repeats
-            found[value] = Later(one.repeats / max(1, executions), whole / max(1, math.prod(graph.values[value].shape)))
+            times = one.repeats / max(1, executions) / (len(terms) if value in terms else 1)
+            found[value] = Later(times, whole / max(1, math.prod(graph.values[value].shape)))
     return found
 
 

@@ -24,7 +24,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.overlap import sides
-from spmdctx.search.rewrites import LAYOUT
+from spmdctx.search.rewrites import BROUGHT_IN, LOOKED_UP
 from spmdctx.search.roofline import compute_time_s, local_bytes, passing_values, written_s
 from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
 from spmdctx.search.transfer import partial_axes, project
@@ -130,7 +130,7 @@ def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
             readers.setdefault(value, []).append(op)
 
     def is_for_products(op: Op) -> bool:
-        if op.primitive in LAYOUT:
+        if op.primitive in BROUGHT_IN or (op.primitive == LOOKED_UP and len(readers[op.operands[0]]) == 1):
             result = op.results[0]
             return result not in graph.outputs and all(is_for_products(reader) for reader in readers.get(result, ()))
         return op.primitive in MATRIX_PRODUCTS

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from spmdctx.ir import Role
+from spmdctx.search.accumulation import AT_ONCE, NOTHING_SUMMED, Later, Summed, later_reductions, loop_sums
 from spmdctx.search.fold import Fold, fold
 from spmdctx.search.narrowing import narrow_readers
 from spmdctx.search.overlap import Sides, sides
@@ -54,7 +55,7 @@ class Load(NamedTuple):
 class Node(NamedTuple):
     """A node: its sort ("op", "slot" or "use"), the op or value that stands for its class, and how often it is executed.
 
-    A `terminal` op's results reach no matrix product (overlap.Sides).
+    A `terminal` op's results reach no matrix product (overlap.Sides); `later` says how its partial results are reduced.
     """
 
     sort: str
@@ -62,6 +63,7 @@ class Node(NamedTuple):
     weight: int
     joins: Joins = PLAIN
     terminal: bool = False
+    later: Later = AT_ONCE
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Network:
     """Nodes and edges of a folded graph. `carries` maps an edge to its weight and a value that it carries.
 
     `slot_nodes` maps classes of slots to their nodes; `fixed_slots` are those that no single op decides: arguments, tied and pinned
-    values.
+    values. `summed` are the sums of loops that wait for their reduction.
 
     The weight counts executions, each by the share of its time that cannot hide behind compute.
     """
@@ -82,6 +84,7 @@ class Network:
     slot_nodes: dict[int, int] = field(default_factory=dict)
     fixed_slots: set[int] = field(default_factory=set)
     uses: dict[tuple[int, int], int] = field(default_factory=dict)
+    summed: Summed = NOTHING_SUMMED
 
 
 def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int, int], forced: Mapping[int, FactorAxes]) -> Network:
@@ -96,16 +99,20 @@ def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int
     joins = _joins(space, slot_marks)
     found = sides(space.graph)
     terminal = [bool(op.results) and bool(found.terminal[op.results[0]]) for op in space.graph.ops]
+    sums = loop_sums(space.graph)
+    later = {space.graph.producers[value]: own for value, own in later_reductions(space.graph, sums).items()}
+    kinds = {own: number for number, own in enumerate(dict.fromkeys(later.values()), 1)}
     op_marks = [
-        4 * last + (3 if index in forced else own.takes + 2 * own.hands_on)
+        8 * kinds.get(later.get(index, AT_ONCE), 0) + 4 * last + (3 if index in forced else own.takes + 2 * own.hands_on)
         for index, (own, last) in enumerate(zip(joins, terminal, strict=True))
     ]
     folded = fold(space, op_marks, slot_marks, found.terminal)
-    network = Network(space, folded, scopes)
+    network = Network(space, folded, scopes, summed=Summed.of(sums))
     ops = space.graph.ops
     for members in folded.op_members:
         first = members[0]
-        network.nodes.append(Node("op", first, sum([ops[member].repeats for member in members]), joins[first], terminal[first]))
+        weight = sum([ops[member].repeats for member in members])
+        network.nodes.append(Node("op", first, weight, joins[first], terminal[first], later.get(first, AT_ONCE)))
     for slot_class, standalone in enumerate(_standalone(space, folded, slot_marks)):
         if standalone:
             network.fixed_slots.add(slot_class)

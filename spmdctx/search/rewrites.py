@@ -20,6 +20,12 @@ _PASSED = frozenset({"spmdctx_shard", "sharding_constraint", "name"})
 
 LAYOUT = _PASSED | {"reshape", "squeeze", "expand_dims", "transpose", "copy"}
 
+BROUGHT_IN = LAYOUT | {"scan.enter"}
+"""Ops that the compiler moves a conversion to lower precision in front of: out of loops too."""
+
+LOOKED_UP = "gather"
+"""And a look-up in a table that nothing else reads."""
+
 _FARTHEST = 100
 """Element-wise ops that a slice is followed through; chains between two matrix products are shorter."""
 
@@ -56,7 +62,8 @@ class Readers:
             if sharding is not None and sharding != self.taken(op, op.operands.index(value)):
                 continue
             found = True
-            if op.primitive not in MATRIX_PRODUCTS and not (op.primitive in LAYOUT and self.are_matrix_products(op.results[0])):
+            passes = op.primitive in BROUGHT_IN or (op.primitive == LOOKED_UP and len(self._of[value]) == 1)
+            if op.primitive not in MATRIX_PRODUCTS and not (passes and self.are_matrix_products(op.results[0])):
                 return False
         return found
 

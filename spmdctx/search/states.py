@@ -18,6 +18,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.domains import AxisCodes, axis_codes, domain
 from spmdctx.ir import LITERAL, AxisNames, FactorKind, Graph, Op, OpRule, Value, item_bytes
 from spmdctx.mesh import LogicalMesh
+from spmdctx.search.accumulation import AT_ONCE, Later
 from spmdctx.search.overlap import reduction_machine, widening
 from spmdctx.search.roofline import compute_time_s
 from spmdctx.search.solver.problem import FloatArray, IntArray
@@ -109,9 +110,18 @@ def _legal_rows(rule: OpRule, rows: IntArray, codes: AxisCodes) -> IntArray:
     return rows[legal]
 
 
-def states_of(graph: Graph, op: Op, split: Split, joins: Joins, mesh: LogicalMesh, topology: Topology, is_terminal: bool = False) -> States:
-    """The states of an op for its splits; `is_terminal` where its results reach no matrix product."""
-    builder = _Builder(graph, op, split, mesh, topology, is_terminal)
+def states_of(
+    graph: Graph,
+    op: Op,
+    split: Split,
+    joins: Joins,
+    mesh: LogicalMesh,
+    topology: Topology,
+    is_terminal: bool = False,
+    later: Later = AT_ONCE,
+) -> States:
+    """The states of an op for its splits; `is_terminal` where its results reach no matrix product, `later` how they are reduced."""
+    builder = _Builder(graph, op, split, mesh, topology, is_terminal, later)
     builder.add(joins.hands_on)
     if joins.takes:
         builder.add_unreduced(joins.hands_on)
@@ -144,8 +154,10 @@ def _extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> list[list[list[int]]
 
 
 class _Builder:
-    def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool) -> None:
-        self._is_terminal = is_terminal
+    def __init__(
+        self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool, later: Later
+    ) -> None:
+        self._is_terminal, self._later = is_terminal, later
         self._exposed = 1.0 - topology.reduction_overlap if is_terminal else 1.0
         self._reducing = reduction_machine(is_terminal, topology)
         self._graph, self._op, self._split, self._mesh, self._topology = graph, op, split, mesh, topology
@@ -231,7 +243,8 @@ class _Builder:
     def _all_reduce_s(self, position: int, payload: int, partial: AxisNames) -> float:
         """Seconds to reduce a result in place; of an argmax XLA gathers every device's best value and its index."""
         if self._op.rule.combiner not in ("argmax", "argmin"):
-            return self._collective_s("all_reduce", payload, partial)
+            whole = round(payload * self._later.size)
+            return self._collective_s("all_reduce", whole, partial) * self._later.times
         dtypes = [self._graph.values[value].dtype for value in (self._op.operands[0], self._op.results[position])]
         candidates = payload // item_bytes(dtypes[1]) * self._mesh.num_slices(partial)
         gathered = [candidates * item_bytes(dtype) for dtype in dtypes]

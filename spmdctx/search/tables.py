@@ -90,14 +90,14 @@ class Tables:
         forced = self.forced.get(op.id)
         # The kind of an op says nothing of its operands' types, on which its bytes depend.
         dtypes = tuple([space.graph.values[value].dtype for value in op.operands if value != LITERAL])
-        key = (space.kind_of[op.id], tuple(shapes), dtypes, op.flops, forced, node.joins, node.terminal)
+        key = (space.kind_of[op.id], tuple(shapes), dtypes, op.flops, forced, node.joins, node.terminal, node.later)
         known = self._memo.get(key)
         if known is None:
             if forced is None:
                 split = self._allowed(op, split_of_rule(op, shapes, space.splittable(op.rule), space.mesh))
             else:
                 split = split_of_axes(op, shapes, forced, space.mesh)
-            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology, node.terminal)
+            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology, node.terminal, node.later)
             if forced is None and self._limits.elementwise_follow:
                 states = following(states, self._leaders(op))
             known = self._memo[key] = Choices(states.stored, states.wanted, states.seconds, split, states)
@@ -128,7 +128,18 @@ class Tables:
         unreduced = self._unreduced(source, target)
         size = NARROW_BYTES if carry.narrow else item_bytes(known.dtype)
         follows = target.states is not None and bool((target.states.follows == carry.position).any())
-        key = (id(stored), id(taken), known.shape, size, weight, unreduced, carry.position if follows else -1, self._passing[value])
+        is_kept = self.network.summed.keeps(value, is_made=self.network.nodes[carry.source.node].sort == "op")
+        key = (
+            id(stored),
+            id(taken),
+            known.shape,
+            size,
+            weight,
+            unreduced,
+            carry.position if follows else -1,
+            is_kept,
+            self._passing[value],
+        )
         table = self._edges.get(key)
         if table is None:
             # Weighted while it is small; columns before rows, which are then copied whole.
@@ -140,6 +151,8 @@ class Tables:
             if source.split is not None and target.split is None:
                 natural = source.split.results[carry.source.result][source.states.split] if source.states else stored
                 table = self._with_scatters(table, domain(self.space.mesh, known.shape).rows, natural, stored, taken)
+            if is_kept:
+                table = self._without_slices(table, known.shape, stored, taken)
             if follows and target.states is not None:
                 table = np.where((target.states.follows == carry.position) & (stored[:, None] != taken[None, :]), np.inf, table)
             self._edges[key] = table
@@ -159,6 +172,12 @@ class Tables:
         misfit = given[:, None] != asked[None, :]
         misfit |= (given[:, None] != 0) & (stored[:, None] != taken[None, :])
         return np.where(misfit, np.inf, table)
+
+    def _without_slices(self, table: FloatArray, shape: tuple[int, ...], stored: IntArray, taken: IntArray) -> FloatArray:
+        """What a loop adds up is split by its reduction, in every turn, or not at all."""
+        codes = axis_codes(self.space.mesh)
+        used = np.bitwise_or.reduce(codes.bits[domain(self.space.mesh, shape).rows], axis=1, initial=0)
+        return np.where(used[taken][None, :] & ~used[stored][:, None], np.inf, table)
 
     @staticmethod
     def _with_scatters(table: FloatArray, rows: IntArray, natural: IntArray, left: IntArray, stored: IntArray) -> FloatArray:

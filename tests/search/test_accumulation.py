@@ -90,17 +90,78 @@ def step(params, x):
     return jax.tree.map(lambda p, g: p - g, params, gradients), value
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu", "cpu"])
-def test_gradients_of_micro_batches_are_reduced_once_in_every_compiled_program(backend):
-    devices = {"tpu": need_tpu, "gpu": need_gpu, "cpu": jax.devices}[backend]()
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+MODES = {
+    "data_parallel": {"gradients_mean": True},
+    "semi_auto_parallel": {},
+    "auto_parallel": {"search_mode": "dynamic_programming", "dataset_strategy": "data_parallel"},
+}
+DEVICES = {"tpu": need_tpu, "gpu": need_gpu, "cpu": jax.devices}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", DEVICES)
+def test_gradients_of_micro_batches_move_as_many_bytes_as_those_of_one_batch(backend, mode):
+    devices = DEVICES[backend]()
     params = {f"w{index}": np.ones((128, 128), np.float32) for index in range(2)} | {
         f"b{index}": np.ones(128, np.float32) for index in range(2)
     }
-    run = spmdctx.parallel(step, parallel_mode="semi_auto_parallel", grad_accumulation_step=4, devices=devices)
-    x = jax.ShapeDtypeStruct((256, 128), jnp.float32)
-    rows = [row for row in run.plan(params, x).collectives if row.payload_bytes > 4]
-    assert {row.repeats for row in rows} == {1}
-    assert sum(row.payload_bytes for row in rows) == 4 * sum(leaf.size for leaf in params.values())
-    report = run.audit(params, x)
+    x = jax.ShapeDtypeStruct((16384, 128), jnp.float32)
+    moved = []
+    for count in (1, 4):
+        run = spmdctx.parallel(step, parallel_mode=mode, grad_accumulation_step=count, devices=devices, **MODES[mode])
+        reductions = [row for row in run.plan(params, x).collectives if row.kind in REDUCTIONS and row.payload_bytes > 4]
+        assert {row.repeats for row in reductions} == {1}
+        report = run.audit(params, x)
+        assert (report.found_share, report.unplanned_share) == (1, 0)
+        moved.append(sum(row.payload_bytes for row in reductions))
+    assert moved == [4 * sum(leaf.size for leaf in params.values())] * 2
+
+
+def tied_layers(params, ids):
+    """An embedding that is read twice, layers in a scan, recomputed."""
+    h = params["table"][ids]
+    h, _ = lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w) + h, None)), h, params["layers"])
+    return jnp.mean((h @ params["table"].T) ** 2)
+
+
+def tied_step(params, ids):
+    value, gradients = spmdctx.value_and_grad(tied_layers)(params, ids)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+@pytest.mark.parametrize("backend", DEVICES)
+def test_layers_in_scans_and_shared_tables_are_reduced_once_too(backend, mode):
+    rng = np.random.default_rng(0)
+    params = {"table": rng.normal(size=(256, 64)).astype(np.float32), "layers": rng.normal(size=(3, 64, 64)).astype(np.float32) / 8}
+    ids = rng.integers(0, 256, size=(64, 8)).astype(np.int32)
+    run = spmdctx.parallel(tied_step, parallel_mode=mode, grad_accumulation_step=4, devices=DEVICES[backend](), **MODES[mode])
+    report = run.audit(params, ids)
     assert report.ok
-    assert report.found_share == 1
+    assert {row.repeats for row in run.plan(params, ids).collectives if row.kind == "all_reduce"} == {1}
+    if backend == "cpu":
+        assert run.verify(params, ids).ok
+
+
+def test_the_gap_of_a_searched_plan_counts_reductions_after_the_loop():
+    params = {f"w{index}": jax.ShapeDtypeStruct((128, 128), jnp.float32) for index in range(2)} | {
+        f"b{index}": jax.ShapeDtypeStruct((128,), jnp.float32) for index in range(2)
+    }
+    x = jax.ShapeDtypeStruct((2048, 128), jnp.float32)
+    run = spmdctx.parallel(
+        step, parallel_mode="auto_parallel", search_mode="dynamic_programming", grad_accumulation_step=4, topology="tpu-v5p"
+    )
+    assert run.plan(params, x).gap == pytest.approx(0, abs=1e-6)
+
+
+def test_steps_of_the_plan_follow_the_sum_over_micro_batches():
+    rng = np.random.default_rng(0)
+    params = {f"w{index}": rng.normal(size=(16, 16)) / 4 for index in range(2)} | {f"b{index}": np.zeros(16) for index in range(2)}
+    x = rng.normal(size=(64, 16))
+    with jax.enable_x64(True):
+        runs = [spmdctx.parallel(step, parallel_mode="semi_auto_parallel", grad_accumulation_step=count) for count in (1, 4)]
+        for _ in range(2):
+            whole, parted = (run(params, x)[0] for run in runs)
+        for name in params:
+            np.testing.assert_allclose(whole[name], parted[name], rtol=1e-12, atol=1e-13)
