@@ -154,9 +154,7 @@ def _extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> list[list[list[int]]
 
 
 class _Builder:
-    def __init__(
-        self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool, later: Later
-    ) -> None:
+    def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool, later: Later) -> None:
         self._is_terminal, self._later = is_terminal, later
         self._exposed = 1.0 - topology.reduction_overlap if is_terminal else 1.0
         self._reducing = reduction_machine(is_terminal, topology)
