@@ -41,7 +41,7 @@ class Producer:
         self._number = first
         self._previous: list[Any] | None = None
         self._x64 = x64_is_on()
-        self._num_used = 0
+        self._num_used = first  # a pass that goes on may end with nothing but a short batch
         self._ended = False
 
     def __call__(self) -> Ready:

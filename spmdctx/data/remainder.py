@@ -47,12 +47,13 @@ def decide(shares: Sequence[Share], remainder: str, number: int) -> Decision:
             got=f"rows per process: {have}",
             fix="give all processes as many rows" + (", or say remainder='pad' or 'drop'" if nothing is None else ""),
         )
-    if remainder == "error" or (rows == 0 and remainder == "pad"):
+    has_none = any(share.rows == 0 for share in shares)  # then there is no row to pad with
+    if remainder == "error" or (remainder == "pad" and has_none):
         raise StrategyError(
             f"A batch has {rows} rows, and the plan {expected}.",
             where=where,
             got=f"rows per process: {have}" if have else "",
-            fix="say remainder='pad' or 'drop', or change the batch size" if rows else "let the source leave out batches without rows",
+            fix="let the source leave out batches without rows" if has_none else "say remainder='pad' or 'drop', or change the batch size",
         )
     return Decision("end" if ended and remainder == "drop" else remainder, rows, expected)
 

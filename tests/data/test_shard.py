@@ -260,6 +260,13 @@ def test_a_state_leads_back_to_the_batch_after_the_last_given_out(kind, prefetch
     assert_same(list(again), want[2:])
 
 
+def test_a_pass_that_goes_on_may_end_with_a_short_batch_that_is_dropped():
+    step, source = planned(), batches_of(ROWS, 5)
+    batches = spmdctx.data.shard(source, step, remainder="drop")
+    batches.set_state({"batches": 1, "source": None})
+    assert (list(batches), batches.dropped_rows) == ([], 5)
+
+
 def test_states_that_lead_nowhere_are_refused():
     step = planned()
     batches = spmdctx.data.shard(batches_of(ROWS), step)
