@@ -8,7 +8,7 @@ from spmdctx.ir import Assignment, OpSharding, TensorSharding
 from spmdctx.mesh import divides, replicated
 from spmdctx.search.pins import PinnedDims
 from spmdctx.search.space import Space
-from spmdctx.search.transfer import FactorAxes, merge, project
+from spmdctx.search.transfer import merge, project
 
 
 def place_free_values(space: Space, assignment: Assignment, pins: Mapping[int, PinnedDims]) -> Assignment:
@@ -18,24 +18,27 @@ def place_free_values(space: Space, assignment: Assignment, pins: Mapping[int, P
     """
     if not space.loose_slots:
         return assignment
-    graph, slot_of = space.graph, space.slot_of
+    graph, slot_of, loose = space.graph, space.slot_of, space.loose_slots
     demands: dict[int, TensorSharding] = {}
     ops, values = list(assignment.ops), list(assignment.values)
-    memo: dict[tuple[object, ...], FactorAxes] = {}
-    for op in reversed(graph.ops):
-        if space.loose_slots.isdisjoint(space.op_slots[op.id]):
+    splits: dict[tuple[object, ...], OpSharding] = {}
+    # Equal ones are one object, by which they are priced once.
+    same: dict[TensorSharding, TensorSharding] = {}
+    for op, slots in zip(reversed(graph.ops), reversed(space.op_slots), strict=True):
+        if loose.isdisjoint(slots):
             continue
-        if op.results and all(slot_of[value] in space.loose_slots for value in op.results):
+        if op.results and all(slot_of[value] in loose for value in op.results):
             for value in op.results:
-                values[value] = _fitting(space, value, demands.get(slot_of[value]), pins.get(slot_of[value]))
+                own = _fitting(space, value, demands.get(slot_of[value]), pins.get(slot_of[value]))
+                values[value] = same.setdefault(own, own)
             tensors = [(dims, values[value]) for dims, value in zip(op.rule.results, op.results, strict=True)]
             key = (id(op.rule), *(sharding for _, sharding in tensors))
-            axes = memo.get(key)
-            if axes is None:
-                axes = memo[key] = merge(op.rule, tensors, space.splittable(op.rule), space.mesh)
-            ops[op.id] = OpSharding(axes)
-        for position, slot in enumerate(space.op_slots[op.id][: len(op.operands)]):
-            if slot in space.loose_slots:
+            split = splits.get(key)
+            if split is None:
+                split = splits[key] = OpSharding(merge(op.rule, tensors, space.splittable(op.rule), space.mesh))
+            ops[op.id] = split
+        for position, slot in enumerate(slots[: len(op.operands)]):
+            if slot in loose:
                 wanted = project(op.rule.operands[position], ops[op.id].axes)
                 known = demands.get(slot)
                 demands[slot] = wanted if known is None else tuple(a if a == b else () for a, b in zip(known, wanted, strict=True))

@@ -5,6 +5,7 @@ This is about arguments, and about what depends on no input and enters a loop.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -27,6 +28,8 @@ def store_as_read(space: Space, assignment: Assignment, pins: Mapping[int, Pinne
     free = _alone(space, [*graph.inputs, *entering], pins)
     agreed: dict[int, TensorSharding] = {}
     for op in graph.ops:
+        if free.isdisjoint(op.operands):
+            continue
         for value, dims in zip(op.operands, op.rule.operands, strict=True):
             if value != LITERAL and value in free:
                 wanted = project(dims, assignment.ops[op.id].axes)
@@ -68,10 +71,9 @@ def _is_free(space: Space, op: Op) -> bool:
 
 def _alone(space: Space, values: Sequence[int], pins: Mapping[int, PinnedDims]) -> set[int]:
     """Those that are part of the search, tied to nothing, not pinned, and not returned."""
-    counts: dict[int, int] = {}
-    for slot in space.slot_of:
-        counts[slot] = counts.get(slot, 0) + 1
-    slots = {value: space.slot_of[value] for value in values if value not in space.graph.outputs}
+    counts = Counter(space.slot_of)
+    outputs = frozenset(space.graph.outputs)
+    slots = {value: space.slot_of[value] for value in values if value not in outputs}
     return {value for value, slot in slots.items() if counts[slot] == 1 and slot not in pins and slot not in space.loose_slots}
 
 

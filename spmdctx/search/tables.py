@@ -211,7 +211,10 @@ class Tables:
         """What a choice of states means for every op and value; values that are free to place are left whole."""
         space, folded = self.space, self.network.folded
         graph, mesh = space.graph, space.mesh
-        shardings = [self._op_sharding(node, states[node]) for node in range(len(folded.op_members))]
+        # Equal ones are one object, by which they are priced once.
+        same: dict[OpSharding, OpSharding] = {}
+        chosen = [self._op_sharding(node, states[node]) for node in range(len(folded.op_members))]
+        shardings = [same.setdefault(own, own) for own in chosen]
         ops = []
         values: list[TensorSharding] = [space.shardings[space.whole[value.id]] for value in graph.values]
         for slot, dims in self.pins.items():
