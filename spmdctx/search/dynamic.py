@@ -10,8 +10,10 @@ over every legal split on every mesh that is tried. The solver minimises exactly
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from spmdctx.cost.topology import Topology
@@ -19,12 +21,13 @@ from spmdctx.errors import StrategyError
 from spmdctx.ir import Assignment, Graph
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits
+from spmdctx.search.branching import Best, cheapest_accepted
 from spmdctx.search.free_values import place_free_values
 from spmdctx.search.memory import Peak, StepMemory, step_memory
-from spmdctx.search.memory_rows import carries_to, counted_bytes, least_peak, with_memory
+from spmdctx.search.memory_rows import Passing, counted_bytes, least_peak, passing_at, with_memory
 from spmdctx.search.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
-from spmdctx.search.network import Carry, Network, build_network
+from spmdctx.search.network import Network, build_network
 from spmdctx.search.price import price
 from spmdctx.search.solver.problem import Infeasible, Problem, Solution
 from spmdctx.search.solver.solve import solve
@@ -282,7 +285,7 @@ class Searcher:
         # As much of the small and short-lived may be on the chip.
         limit = high = full = float(budget + self._topology.scratch_bytes)
         low, bound_s, nearest = 0.0, 0.0, Peak(0, 0)
-        counted: dict[Carry, None] = {}
+        counted: dict[Passing, None] = {}
         for _ in range(_SOFT_ROUNDS if self._is_hasty() else _BUDGET_ROUNDS):
             limited = with_memory(tables, problem, self._memory, limit, counted)
             solution = self._limited(limited, budget - limit, fastest)
@@ -299,14 +302,34 @@ class Searcher:
             if peak.bytes <= budget:
                 return found
             nearest = peak if not nearest.bytes or peak.bytes < nearest.bytes else nearest
-            more = dict.fromkeys(carries_to(tables.network, self._memory, peak.time))
+            more = dict.fromkeys(passing_at(tables.network, self._memory, peak.time))
             if not self._options.is_soft and not counted.keys() >= more.keys():
                 counted |= more
                 continue
+            if limit == full and self._is_small():
+                best = self._branched(limited, solution, tables, fastest)
+                if best.found is not None or math.isinf(best.lower_bound):
+                    return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if best.found is None else best.found
+                bound_s = best.lower_bound
             high = counted_bytes(limited, solution.states)
             limit = budget - (peak.bytes - high)
             limit = limit if limit > low else (low + high) / 2
         return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest)
+
+    def _is_small(self) -> bool:
+        """Whether the budget is worth every proof."""
+        return not self._options.is_soft and len(self._step.graph.ops) <= SMALL_PROGRAM
+
+    def _branched(self, limited: Problem, first: Solution, tables: Tables, fastest: Found) -> Best[Found]:
+        """The cheapest assignment whose peak is in the budget, among those whose counted peak is."""
+
+        def accept(solution: Solution) -> Found | None:
+            found = self._found(fastest.setup, tables, solution)
+            return found if self.fits(found) else None
+
+        best = cheapest_accepted(tables, limited, first, partial(solve, tolerance=self._options.limits.tolerance), accept)
+        found = None if best.found is None else best.found._replace(lower_bound_s=best.lower_bound)
+        return Best(found, best.lower_bound)
 
     def _limited(self, limited: Problem, spare: float, fastest: Found) -> Solution | Shortfall:
         """The best choice of states in the problem's budget, which is by `spare` smaller than the user's."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,30 +20,43 @@ from spmdctx.search.memory import Peak, StepMemory
 from spmdctx.search.narrowing import NARROW_BYTES
 from spmdctx.search.network import Carry, Network, Source
 from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Life, Memory, Problem
+from spmdctx.search.space import MATRIX_PRODUCTS
 from spmdctx.search.tables import Tables
 
 _POSITIONS = 1 << 16
 """More than any op has operands."""
 
 
-def with_memory(tables: Tables, problem: Problem, memory: StepMemory, limit: float, carries: Collection[Carry] = ()) -> Problem:
+Passing = Carry | Source
+"""What makes copies for one op alone: an edge into it, or from it to a slot, or a result that may be partial."""
+
+
+def with_memory(tables: Tables, problem: Problem, memory: StepMemory, limit: float, passing: Collection[Passing] = ()) -> Problem:
     """The problem with the budget `limit` in bytes; its states begin with those of the problem without it.
 
-    Counted are values as they are stored, what uses gather, and the copies that `carries` bring to the ops that they lead to.
+    Counted are values as they are stored, what uses gather, and the copies that are `passing`.
     """
     builder = _Builder(tables, problem)
     builder.add_values(memory)
     builder.add_copies(memory)
-    builder.add_own_copies(memory, carries)
+    builder.add_own_copies(memory, passing)
     return builder.problem(limit)
 
 
-def carries_to(network: Network, memory: StepMemory, time: int) -> list[Carry]:
-    """The edges into ops, and from them to slots, whose copies may be alive at an op."""
-    ops = network.space.graph.ops
+def passing_at(network: Network, memory: StepMemory, time: int) -> list[Passing]:
+    """All that may be alive at an op for it alone."""
+    ops, nodes = network.space.graph.ops, network.nodes
+    # A set of numbers is only asked what it holds.
     classes = {network.folded.op_class[op.id] for op in ops if op.id <= time <= memory.times[op.id]}
-    is_slot = [node.sort == "slot" for node in network.nodes]
-    return [carry for carry in network.carries if carry.target in classes or (carry.source.node in classes and is_slot[carry.target])]
+    found: list[Passing] = []
+    for carry in network.carries:
+        if carry.target in classes or (carry.source.node in classes and nodes[carry.target].sort == "slot"):
+            found.append(carry)
+    for node in sorted(classes - {-1}):
+        op = ops[nodes[node].member]
+        if FactorKind.REDUCTION in op.rule.kinds:
+            found += [Source(node, result) for result in range(len(op.results))]
+    return found
 
 
 def counted_bytes(problem: Problem, states: Sequence[int]) -> float:
@@ -72,12 +86,27 @@ def least_peak(problem: Problem) -> Peak:
     return Peak(int(alive.argmax()), int(alive.max()))
 
 
+_Way = list[tuple[int, NDArray[np.bool_]]]
+_Readers = frozenset[tuple[int, int]]
+"""Nodes and the positions at which they take a value."""
+
+
+class _Reader(NamedTuple):
+    time: int
+    node: int
+    position: int
+
+
 class _Builder:
     def __init__(self, tables: Tables, problem: Problem) -> None:
         self._tables, self._network, self._space = tables, tables.network, tables.space
         self._costs, self._edges = list(problem.costs), list(problem.edges)
         self._usages: list[FloatArray | None] = [None] * len(problem.costs)
-        self._company: dict[tuple[int, int], int] = {}
+        self._company: dict[tuple[object, ...], int] = {}
+        self._into_use = {carry.target: carry for carry in self._network.carries if self._network.nodes[carry.target].sort == "use"}
+        self._slices: dict[tuple[object, ...], NDArray[np.bool_]] = {}
+        # Tables are shared by their objects' numbers, which must not be given to others.
+        self._kept: list[object] = []
         self._lives: list[Life] = []
         self._memo: dict[tuple[object, ...], FloatArray] = {}
 
@@ -141,7 +170,7 @@ class _Builder:
         same = np.where(np.eye(count, dtype=bool), 0.0, np.inf)
         return self._add((node, result), node, self._shared(("result", id(stored)), same[stored]))
 
-    def _add(self, key: tuple[int, int], node: int, table: FloatArray) -> int:
+    def _add(self, key: tuple[object, ...], node: int, table: FloatArray) -> int:
         company = self._company[key] = len(self._costs)
         self._costs.append(np.zeros(table.shape[1]))
         self._usages.append(None)
@@ -149,73 +178,148 @@ class _Builder:
         return company
 
     def add_copies(self, memory: StepMemory) -> None:
-        """What uses gather for their readers, from the first of them to the last."""
+        """What uses gather, from the first product that takes it so to the last."""
         network = self._network
-        spans: dict[tuple[int, int], tuple[int, int]] = {}
+        readers: dict[tuple[int, int], list[_Reader]] = {}
         for op, scope in zip(self._space.graph.ops, network.scopes, strict=True):
-            time = memory.times[op.id]
-            for value in op.operands:
-                if (value, scope) in network.uses:
-                    start, end = spans.get((value, scope), (time, time))
-                    spans[value, scope] = min(start, time), max(end, time)
-        sources = {carry.target: carry.source for carry in network.carries if network.nodes[carry.target].sort == "use"}
+            if op.primitive in MATRIX_PRODUCTS:
+                for position, value in enumerate(op.operands):
+                    if (value, scope) in network.uses:
+                        own = _Reader(memory.times[op.id], network.folded.op_class[op.id], position)
+                        readers.setdefault((value, scope), []).append(own)
         for key, node in network.uses.items():
-            copy = self._copy_node(node, sources[node], key[0])
-            start, end = spans[key]
-            self._lives.append(Life(copy, start, end + 1))
+            times = [reader.time for reader in readers[key]]
+            first, last = (frozenset(own[1:] for own in readers[key] if own.time == time) for time in (min(times), max(times)))
+            self._lives.append(Life(self._gathered_node(node, key[0], (first, last)), min(times), max(times) + 1))
 
-    def add_own_copies(self, memory: StepMemory, carries: Collection[Carry]) -> None:
+    def _gathered_node(self, node: int, value: int, ends: tuple[_Readers, _Readers]) -> int:
+        """The company of a use: a copy unless it is a slice of what is stored, or the first or last readers take something else."""
+        key = ("gathered", node, *ends)
+        known = self._company.get(key)
+        if known is not None:
+            return known
+        carry = self._into_use[node]
+        size = self._copied_bytes(value, carry)
+        ways: list[_Way] = [[(carry.source.node, self._is_slice(carry.source, value))]]
+        for readers in dict.fromkeys(ends):
+            others = [(reader, self._tables.choices[reader].taken[position]) for reader, position in sorted(readers)]
+            ways.append([(reader, taken[:, None] != np.arange(len(size))) for reader, taken in others])
+        return self._excused(key, node, self._tables.choices[node].taken[0], size, ways)
+
+    def add_own_copies(self, memory: StepMemory, passing: Collection[Passing]) -> None:
         """What ops make for themselves alone while they run: operands as they take them, and results before they are stored."""
         folded, nodes, ops = self._network.folded, self._network.nodes, self._space.graph.ops
-        seen: set[tuple[int, int]] = set()
-        for carry in carries:
+        seen: dict[tuple[int, int], int] = {}
+        for carry in passing:
+            if isinstance(carry, Source):
+                partial = self._partial_node(carry)
+                self._lives += [Life(partial, op, memory.times[op] + 1) for op in folded.op_members[carry.node]]
+                continue
             value = self._network.carries[carry].value
             into_op = nodes[carry.target].sort == "op"
             members = folded.op_members[carry.target if into_op else carry.source.node]
             if into_op or not memory.held[value]:
-                copy = self._copy_node(carry.target, carry.source, value, carry.position, carry.narrow)
+                copy = self._copy_node(carry, value, into_op)
                 for op in members:
                     # Ops that run together may read one copy.
                     taken = ops[op].operands[carry.position] if into_op else ops[op].results[carry.source.result]
-                    if (taken, memory.times[op]) not in seen:
-                        seen.add((taken, memory.times[op]))
+                    if seen.setdefault((taken, memory.times[op]), op) == op:
                         self._lives.append(Life(copy, memory.times[op], memory.times[op] + 1))
             if not into_op:
                 made = self._made_node(carry, value)
                 self._lives += [Life(made, op, op + 1) for op in members]
 
-    def _copy_node(self, node: int, source: Source, value: int, position: int = 0, narrow: bool = False) -> int:
-        """The company of what takes a value: each sharding twice, first where it is a slice of what is stored, then as a copy."""
+    def _copy_node(self, carry: Carry, value: int, into_op: bool) -> int:
+        """The company of what takes a value: a copy unless it is a slice of what is stored, or something else has it so."""
+        node, position = carry.target, carry.position
         known = self._company.get((node, ~position))
         if known is not None:
             return known
-        stored, taken = self._tables.choices[source.node].stored[source.result], self._tables.choices[node].taken[position]
-        known_value = self._space.graph.values[value]
-        is_slice = self._tables.reshard_s(known_value.shape, 1)[stored] == 0.0
-        size = self._bytes(value, None) * (NARROW_BYTES / item_bytes(known_value.dtype) if narrow else 1.0)
-        copy = self._twice((node, ~position), node, taken, size)
-        self._edges.append(Edge(source.node, copy, self._shared(("slice", id(stored), known_value.shape), _unless_copied(is_slice))))
-        return copy
+        taken = self._tables.choices[node].taken[position]
+        ways: list[_Way] = [[(carry.source.node, self._is_slice(carry.source, value))]]
+        if into_op:
+            numbers = np.arange(len(domain(self._space.mesh, self._space.graph.values[value].shape)))
+            gathered = self._into_use.get(carry.source.node)
+            if gathered is not None:
+                # Copies are made of what is stored, whatever others gather.
+                ways.append([(gathered.source.node, self._is_slice(gathered.source, value))])
+            for use in self._uses_beside(carry):
+                ways.append([(use, self._tables.choices[use].taken[0][:, None] == numbers)])
+            for other in self._earlier(carry):
+                own = self._tables.choices[node].taken[other]
+                ways.append([(node, (own == taken)[:, None] & (taken[:, None] == numbers))])
+        return self._excused((node, ~position), node, taken, self._copied_bytes(value, carry), ways)
+
+    def _uses_beside(self, carry: Carry) -> list[int]:
+        """Uses of what an edge carries, of which its target is no reader."""
+        network, ops = self._network, self._space.graph.ops
+        if not network.uses:
+            return []
+        keys = [(ops[op].operands[carry.position], network.scopes[op]) for op in network.folded.op_members[carry.target]]
+        return sorted({network.uses[key] for key in keys if key in network.uses} - {carry.source.node})
+
+    def _earlier(self, carry: Carry) -> list[int]:
+        """The positions before an edge's at which its target takes the same value."""
+        operands = self._space.graph.ops[self._network.nodes[carry.target].member].operands
+        return [position for position in range(carry.position) if operands[position] == operands[carry.position]]
+
+    def _is_slice(self, source: Source, value: int) -> NDArray[np.bool_]:
+        """Per state of what stores a value and sharding: whether no bytes move. [state, sharding]"""
+        stored, shape = self._tables.choices[source.node].stored[source.result], self._space.graph.values[value].shape
+        key = ("slice", id(stored), shape)
+        known = self._slices.get(key)
+        if known is None:
+            known = self._slices[key] = self._tables.reshard_s(shape, 1)[stored] == 0.0
+        return known
+
+    def _copied_bytes(self, value: int, carry: Carry) -> FloatArray:
+        """Bytes of a copy of a value per sharding."""
+        known, topology = self._space.graph.values[value], self._space.topology
+        is_result = self._network.nodes[carry.target].sort == "slot"
+        # A result on its way is narrow if all of its readers are.
+        narrow = carry.narrow or (is_result and topology.narrows_matrix_operands and known.dtype == "float32")
+        return self._bytes(value, None) * (NARROW_BYTES / item_bytes(known.dtype) if narrow else 1.0)
 
     def _made_node(self, carry: Carry, value: int) -> int:
-        """The company of an op's result: how it is made, twice, first where it is stored so, then where it is moved.
-
-        Partial results are in memory before their reduction, others where they are moved.
-        """
-        key = (carry.source.node, ~(carry.target + _POSITIONS))
+        """The company of an op's result: how it is made, first where it is stored so, then where it is moved, and in memory before."""
+        node, result = carry.source
+        key = (node, ~(carry.target + _POSITIONS))
         known = self._company.get(key)
         if known is not None:
             return known
-        result, stored, size = carry.source.result, self._tables.choices[carry.target].taken[0], self._bytes(value, None)
-        before, made = self._made(carry.source.node, result)
-        kinds, kind = np.unique(np.stack([before, made], axis=1), axis=0, return_inverse=True)
-        is_partial = kinds[:, 0] >= 0
-        at_first = np.where(is_partial, size[kinds[:, 0]], 0.0)
-        moved = at_first + np.where(is_partial & (kinds[:, 0] == kinds[:, 1]), 0.0, size[kinds[:, 1]])
-        same = np.where(kind.reshape(-1)[:, None] == np.arange(len(kinds)), 0.0, np.inf)
-        copy = self._add(key, carry.source.node, np.hstack([same, same]))
-        self._usages[copy] = np.concatenate([at_first, moved])
-        self._edges.append(Edge(carry.target, copy, _unless_copied(stored[:, None] == kinds[:, 1])))
+        stored = self._tables.choices[carry.target].taken[0]
+        before, made = self._made(node, result)
+        # A partial result is in memory anyway.
+        kinds, kind = np.unique(np.where(before == made, -1, made), return_inverse=True)
+        size = np.where(kinds >= 0, self._bytes(value, None)[kinds], 0.0)
+        return self._excused(key, node, kind, size, [[(carry.target, (stored[:, None] == kinds) | (kinds == -1))]])
+
+    def _partial_node(self, source: Source) -> int:
+        """The company of an op for a result that is in memory before its reduction."""
+        key = (source.node, ~(source.result + 2 * _POSITIONS))
+        known = self._company.get(key)
+        if known is not None:
+            return known
+        size = self._bytes(self._space.graph.ops[self._network.nodes[source.node].member].results[source.result], None)
+        kinds, kind = np.unique(self._made(*source)[0], return_inverse=True)
+        return self._excused(key, source.node, kind, np.where(kinds >= 0, size[kinds], 0.0), [])
+
+    def _excused(self, key: tuple[object, ...], node: int, numbers: IntArray, size: FloatArray, ways: Sequence[_Way]) -> int:
+        """The company of a node, whose states have `numbers`: each number once for every way to take no bytes, at last with its bytes.
+
+        A way is open where all of its nodes, each with a table of its states by numbers, allow it.
+        """
+        same = np.where(np.eye(len(size), dtype=bool), 0.0, np.inf)[numbers]
+        copy = self._add(key, node, self._shared(("same", id(numbers), len(size), len(ways)), np.hstack([same] * (len(ways) + 1))))
+        self._usages[copy] = np.concatenate([*[np.zeros(len(size))] * len(ways), size])
+        self._kept.append(numbers)
+        for place, way in enumerate(ways):
+            for other, allowed in way:
+                shared = ("way", id(allowed), place, len(ways))
+                parts = [np.zeros(allowed.shape)] * (len(ways) + 1)
+                parts[place] = np.where(allowed, 0.0, np.inf)
+                self._edges.append(Edge(other, copy, self._shared(shared, np.hstack(parts))))
+                self._kept.append(allowed)
         return copy
 
     def _made(self, node: int, result: int) -> tuple[IntArray, IntArray]:
@@ -229,17 +333,5 @@ class _Builder:
         split = choices.states.split
         return np.where(is_partial[split], choices.split.results[result][split], -1), choices.stored[result]
 
-    def _twice(self, key: tuple[int, int], node: int, numbers: IntArray, num_bytes: FloatArray) -> int:
-        """A company of `node`, whose states have `numbers`: each number first as no copy, then as one."""
-        same = np.where(np.eye(len(num_bytes), dtype=bool), 0.0, np.inf)[numbers]
-        copy = self._add(key, node, self._shared(("twice", id(numbers), len(num_bytes)), np.hstack([same, same])))
-        self._usages[copy] = np.concatenate([np.zeros(len(num_bytes)), num_bytes])
-        return copy
-
     def _shared(self, key: tuple[object, ...], table: FloatArray) -> FloatArray:
         return self._memo.setdefault(key, table)
-
-
-def _unless_copied(is_free: NDArray[np.bool_]) -> FloatArray:
-    """An edge from a node to company that has each state twice, in the first of which it makes no copy: possible where `is_free`."""
-    return np.hstack([np.where(is_free, 0.0, np.inf), np.zeros(is_free.shape)])

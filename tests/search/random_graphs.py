@@ -12,6 +12,7 @@ from spmdctx.mesh import LogicalMesh
 from spmdctx.rules import rule_for
 from spmdctx.rules.builder import identity
 from spmdctx.rules.flops import op_flops
+from spmdctx.rules.fusion import fused_bits, in_memory, read_before
 
 SIZES = (3, 8, 16, 64, 256)
 
@@ -241,6 +242,15 @@ class _Walk:
                 if self.make.shape(value) == self.make.shape(output) and output not in tied:
                     self.make.ties.append((value, output))
                     return
+
+
+def fused(made: RandomStep) -> RandomStep:
+    """The step as the compiler runs it: with what it only computes on the way into other ops."""
+    graph = made.graph
+    held = in_memory(graph.values, graph.ops, (*graph.inputs, *graph.outputs))
+    reads = read_before(graph.values, graph.ops)
+    ops = tuple([op._replace(fused=fused_bits(op, held, read)) for op, read in zip(graph.ops, reads, strict=True)])
+    return replace(made, graph=replace(graph, ops=ops))
 
 
 def random_machine(seed: int) -> Topology:

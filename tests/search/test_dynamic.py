@@ -12,7 +12,7 @@ from spmdctx.search.evaluate import all_shardings, evaluate
 from spmdctx.search.exhaustive import Conditions, exhaustive
 from spmdctx.search.modes import Request, Setup
 from spmdctx.search.price import price
-from tests.search.random_graphs import random_machine, random_mesh, random_step
+from tests.search.random_graphs import fused, random_machine, random_mesh, random_step
 
 TOGETHER = 10
 """Graphs of one test."""
@@ -120,6 +120,62 @@ def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
         assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9), seed
         assert found.lower_bound_s <= truth.cost_s * (1 + 1e-9), seed
     assert compared >= 2
+
+
+def _peak(made, mesh, machine, assignment):
+    return price(made.graph, made.scopes, made.loose, (), assignment, mesh, machine).memory_bytes
+
+
+def _step_on(seed):
+    """A step of four ops, in every other case as the compiler fuses it, and a machine for it."""
+    made = random_step(seed, 4)
+    return fused(made) if seed % 2 else made, random_mesh(seed), random_machine(seed)
+
+
+def _check_budget(made, mesh, machine, budget):
+    """Whether there is a plan in the budget that is known to be the cheapest, or none; None where that would take too long to know."""
+    try:
+        truth = exhaustive(made.graph, made.scopes, made.loose, mesh, machine, Conditions(memory_bytes=budget, count_copies=True))
+    except UnsupportedError:
+        return None  # too many plans cost less and do not fit
+    found = _search(made, mesh, machine, memory_bytes=budget)
+    assert isinstance(found, Shortfall) == (truth is None), (budget, truth)
+    if truth is None:
+        return False
+    assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9), budget
+    assert found.lower_bound_s <= truth.cost_s * (1 + 1e-9), budget
+    assert _peak(made, mesh, machine, found.assignment) <= budget
+    return True
+
+
+@pytest.mark.parametrize("first", range(5000, 5120, TOGETHER))
+def test_the_plan_is_the_cheapest_in_any_budget_between_the_least_and_what_the_fastest_plan_takes(first, monkeypatch):
+    monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 300)
+    outcomes = []
+    for seed in range(first, first + TOGETHER):
+        made, mesh, machine = _step_on(seed)
+        if made.loose:
+            continue
+        peak = _peak(made, mesh, machine, _search(made, mesh, machine).assignment)
+        least = _search(made, mesh, machine, memory_bytes=1).least_bytes
+        if least < peak - 1:
+            middle = (least + peak) // 2
+            outcomes += [
+                _check_budget(made, mesh, machine, random.Random(seed).randrange(middle, peak)),
+                _check_budget(made, mesh, machine, peak - 1),
+            ]
+    assert outcomes.count(True) >= 4
+
+
+@pytest.mark.parametrize(
+    ("seed", "budget"),
+    [(3089, 3738), (5010, 3113), (5088, 29752), (5160, 24164), (5257, 11643), (5278, 34911)],
+)
+def test_nothing_is_counted_that_a_plan_does_not_hold(seed, budget, monkeypatch):
+    # Narrow copies, partial results, slices of what others gather, partial results of fused ops, a value that an op takes twice.
+    monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 4000)
+    made = random_step(seed, 4)
+    assert _check_budget(fused(made) if seed % 2 and seed > 5000 else made, random_mesh(seed), random_machine(seed), budget)
 
 
 def _request(num_devices):

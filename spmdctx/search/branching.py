@@ -1,0 +1,93 @@
+"""The cheapest choice of states that a test of the whole plan accepts, where the solver's problem only knows a part of the test.
+
+The cheapest choice is tested. If it fails, the choices that are left are divided by the first node that differs from it, each part is
+solved, and the cheapest of all parts is next. Exact where the parts are solved exactly, and the number of solutions is bounded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmdctx.search.network import Node
+from spmdctx.search.solver.problem import FloatArray, Infeasible, IntArray, Problem, Solution
+from spmdctx.search.tables import Choices, Tables
+
+T = TypeVar("T")
+_WORK = 30_000
+"""States of all parts together that are looked at."""
+
+
+class Best(NamedTuple, Generic[T]):
+    """What was accepted, None where nothing was; and what nothing that would be goes below, infinite where nothing is left."""
+
+    found: T | None
+    lower_bound: float
+
+
+def cheapest_accepted(
+    tables: Tables,
+    problem: Problem,
+    first: Solution,
+    solve: Callable[[Problem], Solution | Infeasible],
+    accept: Callable[[Solution], T | None],
+) -> Best[T]:
+    """Tries choices in the order of their cost.
+
+    Args:
+        tables: what the states mean.
+        problem: what is minimised; its nodes begin with those of the tables.
+        first: its solution.
+        solve: solves it with some states forbidden.
+        accept: what a solution is good for, None where it is not accepted.
+    """
+    kinds = [_kinds(node, choices) for node, choices in zip(tables.network.nodes, tables.choices, strict=True)]
+    most = max(1, _WORK // max(1, sum(map(len, problem.costs))))
+    queue: list[tuple[float, int, Solution, Problem]] = [(first.lower_bound, 0, first, problem)]
+    solved = 0
+    while queue:
+        bound, _, solution, part = queue[0]
+        accepted = accept(solution)
+        if accepted is not None or solved >= most:
+            return Best(accepted, bound)
+        heapq.heappop(queue)
+        for own in _divided(part, kinds, solution.states):
+            solved += 1
+            found = solve(own)
+            if isinstance(found, Solution):
+                heapq.heappush(queue, (max(bound, found.lower_bound), solved, found, own))
+    return Best(None, float("inf"))
+
+
+def _kinds(node: Node, choices: Choices) -> IntArray | None:
+    """Per state a number, equal for states of which the same plan comes; None where a node is no part of the plan."""
+    if node.sort == "use":
+        return None
+    if choices.states is None:
+        return choices.stored[0]
+    states = choices.states
+    columns = np.stack([states.split, states.unreduced_in, *choices.stored], axis=1)
+    return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def _divided(problem: Problem, kinds: Sequence[IntArray | None], states: Sequence[int]) -> list[Problem]:
+    """The problem without choices of which the same plan comes as of `states`, in parts."""
+    costs, parts = list(problem.costs), []
+    for node, own in enumerate(kinds):
+        if own is None:
+            continue
+        same = own == own[states[node]]
+        others = _without(costs[node], same)
+        if np.isfinite(others).any():
+            parts.append(replace(problem, costs=(*costs[:node], others, *costs[node + 1 :])))
+        costs[node] = _without(costs[node], ~same)
+    return parts
+
+
+def _without(costs: FloatArray, forbidden: NDArray[np.bool_]) -> FloatArray:
+    return np.where(forbidden, np.inf, costs)
