@@ -1,6 +1,6 @@
 """Automatic parallelism for JAX: decorate a single-device training step, run it split over a device mesh."""
 
-from spmdctx import data
+from spmdctx import communication, data, ops
 from spmdctx.api import ParallelStep, get_mesh, grad, parallel, plan, value_and_grad
 from spmdctx.audit import AuditReport
 from spmdctx.checkpoint import (
@@ -26,6 +26,7 @@ from spmdctx.context import (
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import (
     CheckpointError,
+    CommunicationError,
     ContextError,
     ContextWarning,
     InfeasibleError,
@@ -47,6 +48,7 @@ __all__ = [
     "AuditReport",
     "CheckpointError",
     "CheckpointManager",
+    "CommunicationError",
     "ContextError",
     "ContextWarning",
     "InfeasibleError",
@@ -63,6 +65,7 @@ __all__ = [
     "VerifyReport",
     "auto_parallel_context",
     "build_searched_strategy",
+    "communication",
     "data",
     "get_algo_parameters",
     "get_auto_parallel_context",
@@ -71,6 +74,7 @@ __all__ = [
     "load_context",
     "load_distributed_checkpoint",
     "merge_sliced_parameter",
+    "ops",
     "parallel",
     "plan",
     "rank_list_for_transform",

@@ -33,10 +33,11 @@ FUNCTIONS = [
     "transform_checkpoints",
     "value_and_grad",
 ]
-MODULES = ["data"]
+MODULES = ["communication", "data", "ops"]
 CLASSES = ["AuditReport", "CheckpointManager", "Layout", "ParallelStep", "Plan", "Topology", "VerifyReport"]
 ERRORS = [
     "CheckpointError",
+    "CommunicationError",
     "ContextError",
     "ContextWarning",
     "InfeasibleError",

@@ -26,7 +26,7 @@ ROWS = (
 
 FAMILIES = {
     **dict.fromkeys(
-        ("broadcast", "entry", "plan_agreement", "processes", "direct", "mesh_scope", "placement", "verify", "gradients", "step_options"),
+        ("broadcast", "entry", "plan_agreement", "processes", "direct", "mesh_scope", "placement", "verify", "gradients", "ops", "step_options"),
         "step",
     ),
     "wording": "errors",

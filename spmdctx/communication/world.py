@@ -12,6 +12,7 @@ import jax
 from spmdctx._compat import key_value_store
 from spmdctx.communication.clusters import Cluster, detect
 from spmdctx.communication.groups import WORLD, forget_groups, own_ranks
+from spmdctx.communication.launcher import die_with_launcher
 from spmdctx.communication.watch import Watch, start_watch
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError, message
 
@@ -73,6 +74,7 @@ def init(
     platform = _platform(backend)
     if _world is not None:
         return
+    die_with_launcher(os.environ)
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     cluster = _cluster(address, num_processes, process_id, local_device_ids)

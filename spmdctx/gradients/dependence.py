@@ -8,20 +8,28 @@ from typing import Any
 import jax.extend.core as jexc
 
 from spmdctx._compat import scan_counts
+from spmdctx.ir import AxisNames
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands
 
 _VIEWS = frozenset({"convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "copy", "spmdctx_shard"})
 """Ops that only prepare an array for its use: a model may cast all of its parameters before it reads the first."""
 
 
-def dependents(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Per result of `jaxpr` whether it depends on one of the inputs marked True; constants depend on nothing."""
+_JOINING = frozenset({"psum", "pmax", "pmin", "all_gather"})
+"""Collectives that give all devices the same."""
+
+
+def dependents(jaxpr: Any, inputs: Sequence[bool], joined: AxisNames = ()) -> list[bool]:
+    """Per result of `jaxpr` whether it depends on one of the inputs marked True; constants depend on nothing.
+
+    What a device's number goes into does, and what collectives join over all of the axes `joined` does not.
+    """
     body = getattr(jaxpr, "jaxpr", jaxpr)
     reached = {var for var, mark in zip(body.invars, inputs, strict=True) if mark}
     for eqn in body.eqns:
         marks = [_is_in(atom, reached) for atom in eqn.invars]
-        if any(marks):
-            reached.update(var for var, mark in zip(eqn.outvars, _results(eqn, marks), strict=True) if mark)
+        if any(marks) or eqn.primitive.name == "axis_index":
+            reached.update(var for var, mark in zip(eqn.outvars, _results(eqn, marks, joined), strict=True) if mark)
     return [_is_in(atom, reached) for atom in body.outvars]
 
 
@@ -29,24 +37,31 @@ def _is_in(atom: Any, reached: set[Any]) -> bool:
     return not isinstance(atom, jexc.Literal) and atom in reached
 
 
-def _results(eqn: Any, marks: list[bool]) -> list[bool]:
+def _results(eqn: Any, marks: list[bool], joined: AxisNames) -> list[bool]:
     name = eqn.primitive.name
+    if name in _JOINING and joined and _axes(eqn.params) >= set(joined) and eqn.params.get("axis_index_groups") is None:
+        return [False] * len(eqn.outvars)
     if name in CALLS and name != "custom_linear_solve":
         taken = [marks[index] for index in call_operands(name, eqn.params, len(eqn.invars))]
-        return dependents(call_body(name, eqn.params), taken)
+        return dependents(call_body(name, eqn.params), taken, joined)
     if name == "scan":
-        return _scan(eqn, marks)
+        return _scan(eqn, marks, joined)
     if name == "cond" and not marks[0]:
-        per_branch = [dependents(branch, marks[1:]) for branch in eqn.params["branches"]]
+        per_branch = [dependents(branch, marks[1:], joined) for branch in eqn.params["branches"]]
         return [any(found) for found in zip(*per_branch, strict=True)]
     return [True] * len(eqn.outvars)
 
 
-def _scan(eqn: Any, marks: list[bool]) -> list[bool]:
+def _axes(params: Any) -> set[str]:
+    axes = params.get("axes", params.get("axis_name"))
+    return set(axes if isinstance(axes, tuple | list) else (axes,))
+
+
+def _scan(eqn: Any, marks: list[bool], joined: AxisNames) -> list[bool]:
     """Followed around the loop until nothing changes."""
     num_consts, num_carry = scan_counts(eqn.params)
     while True:
-        found = dependents(eqn.params["jaxpr"], marks)
+        found = dependents(eqn.params["jaxpr"], marks, joined)
         carried = [old or new for old, new in zip(marks[num_consts : num_consts + num_carry], found[:num_carry], strict=True)]
         if carried == marks[num_consts : num_consts + num_carry]:
             return [*carried, *found[num_carry:]]

@@ -24,6 +24,7 @@ from spmdctx.gradients.results import piece_shape, rows_of
 from spmdctx.gradients.scope import carried_by, plainly
 from spmdctx.gradients.split import SeenCall, find_operands, operands_of
 from spmdctx.mesh_scope import get_mesh
+from spmdctx.ops.scope import traced_locally, traced_whole
 from spmdctx.planner import Settings, is_layerwise
 from spmdctx.trace.arguments import Call, Static
 from spmdctx.trace.capture import Captured, Target, capture_call
@@ -45,7 +46,7 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
     options = gradient_options(settings.context, settings.num_devices, settings.mesh)
     if not options.acts:
         return capture_call(target, call, static)
-    first = _First()
+    first = _First(options)
     with carried_by(first):
         captured = capture_call(target, call, static)
     if not first.calls:
@@ -85,14 +86,15 @@ def _said_before() -> Iterator[None]:
 class _First:
     """Takes every loss as global, and marks what enters it."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: GradientOptions) -> None:
         self.calls: list[SeenCall] = []
+        self._axes = options.mesh.axes if options.is_local else ()
 
     def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = len(self.calls)
         call = LossCall(loss, args, kwargs)
         avals = [jax.typeof(value) for value in call.values]
-        traced = plainly(lambda: call.trace(avals))
+        traced = plainly(lambda: traced_whole(lambda: call.trace(avals), self._axes))
         others = [const for const in traced.jaxpr.consts if isinstance(const, jax.core.Tracer)]
         self.calls.append(
             SeenCall(
@@ -137,7 +139,8 @@ class _Second:
         avals = [
             jax.ShapeDtypeStruct(shape, value.dtype, weak_type=_is_weak(value)) for shape, value in zip(shapes, call.values, strict=True)
         ]
-        traced = plainly(lambda: call.trace(avals, options.mesh.axes if options.is_local else ()))
+        axes = options.mesh.axes if options.is_local else ()
+        traced = plainly(lambda: traced_locally(lambda: call.trace(avals, axes), axes))
         rows = rows_of(seen, call, traced, operands, options)
         if options.is_local:
             order = gradient_order(call, traced, rows)

@@ -13,7 +13,7 @@ from spmdctx.gradients.dependence import dependents
 from spmdctx.gradients.loss import LossCall, Made, Traced
 from spmdctx.gradients.options import GradientOptions
 from spmdctx.gradients.split import Operand, SeenCall
-from spmdctx.ir import TensorSharding
+from spmdctx.ir import AxisNames, TensorSharding
 from spmdctx.mesh import replicated
 
 
@@ -61,18 +61,20 @@ def rows_of(seen: SeenCall, call: LossCall, traced: Traced, operands: Sequence[O
             fix="return arrays in place of lists",
         )
     carries = [_carry(one, call) if options.micro_batches > 1 or one.part == "state" else None for one in made]
-    differs = _differs(traced, operands, carries)
+    # Micro-batches differ though devices do not.
+    joined = options.mesh.names if options.is_local and options.micro_batches == 1 else ()
+    differs = _differs(traced, operands, carries, joined)
     return [
         _row(one, carry, mark, aval, whole, call, operands, options, seen)
         for one, carry, mark, aval, whole in zip(made, carries, differs, traced.jaxpr.out_avals, seen.out_avals, strict=True)
     ]
 
 
-def _differs(traced: Traced, operands: Sequence[Operand], carries: Sequence[int | None]) -> list[bool]:
+def _differs(traced: Traced, operands: Sequence[Operand], carries: Sequence[int | None], joined: AxisNames) -> list[bool]:
     """Which results differ between replicas or micro-batches, followed through what is carried on."""
     marks = [operand.is_split or operand.batch_dim is not None or operand.is_key for operand in operands]
     while True:
-        found = dependents(traced.jaxpr, marks)
+        found = dependents(traced.jaxpr, marks, joined)
         more = [carry for carry, mark in zip(carries, found, strict=True) if carry is not None and mark and not marks[carry]]
         if not more:
             return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from spmdctx.errors import StrategyError, UnsupportedError
 from spmdctx.gradients.loss import Made
 from spmdctx.gradients.options import GradientOptions
-from spmdctx.ir import Role, TensorSharding, Value
+from spmdctx.ir import Graph, Role, TensorSharding, Value
 from spmdctx.mesh import LogicalMesh, replicated
 from spmdctx.search.batch import batch_dims
 from spmdctx.search.optimizer_state import scattered_gradients
@@ -78,7 +78,7 @@ def find_operands(captured: Captured, calls: Sequence[SeenCall], options: Gradie
     graph = program.graph
     batch = batch_dims(graph, [value for value in graph.inputs if graph.values[value].role is Role.BATCH], mesh).found
     own_leaves = [graph.inputs[index] for index in sorted(layerwise)]
-    own = batch_dims(graph, own_leaves, mesh).found
+    own = batch_dims(_one_step(graph), own_leaves, mesh).found
     metadata = {graph.inputs[index]: _metadata(captured, index, mesh) for index in sorted(layerwise)}
     scattered = scattered_gradients(graph, mesh, options.optimizer, frozenset(own_leaves)) if options.scatters and options.optimizer else {}
     keys = _keys(program)
@@ -108,6 +108,12 @@ def find_operands(captured: Captured, calls: Sequence[SeenCall], options: Gradie
                 where=call.where,
                 fix="call spmdctx.value_and_grad outside of a function that jax.jit traces once for both",
             )
+
+
+def _one_step(graph: Graph) -> Graph:
+    """The graph of one call: the gradient of a layer that is split does not split the parameters of the next call."""
+    carried = set(graph.inputs)
+    return replace(graph, ties=tuple(tie for tie in graph.ties if carried.isdisjoint(tie)))
 
 
 def _along(dim: int, rank: int, mesh: LogicalMesh) -> TensorSharding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ def process_environment(environ: Mapping[str, str], port: int, count: int, proce
         "SPMDCTX_ADDRESS": f"127.0.0.1:{port}",
         "SPMDCTX_NUM_PROCESSES": str(count),
         "SPMDCTX_PROCESS_ID": str(process),
+        "SPMDCTX_LAUNCHER": str(os.getpid()),
         "SPMDCTX_LOCAL_DEVICE_IDS": ",".join(str(process * devices + index) for index in range(devices)),
         "JAX_NUM_CPU_DEVICES": str(devices),
         "PYTHONUNBUFFERED": "1",

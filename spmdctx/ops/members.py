@@ -1,0 +1,109 @@
+"""The devices that a collective joins, as JAX's collectives take them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.communication.groups import Ranks, ranks_of
+from spmdctx.communication.world import check_initialized
+from spmdctx.errors import CommunicationError, message
+from spmdctx.ops.scope import Axes, Scope, View, positions, scope_of
+
+
+class Members(NamedTuple):
+    """What a collective joins: the devices along mesh axes, or lists of places in the mesh.
+
+    Attributes:
+        axes: names of the mesh axes; none in a world of one device.
+        groups: the places of each list along `axes`, None where all devices along them are one list.
+        size: devices in a list.
+        view: how values are seen.
+        outside: the places of devices that are in no list of the user's; each has a list of its own at the end of `groups`.
+    """
+
+    axes: tuple[str, ...]
+    groups: list[list[int]] | None
+    size: int
+    view: View = View.LOCAL
+    outside: tuple[int, ...] = ()
+
+    @property
+    def is_real(self) -> bool:
+        """Whether there is something to send."""
+        return bool(self.axes) and self.view is View.LOCAL
+
+
+def members_of(what: str, group: str, *, covers_all: bool = True) -> Members:
+    """The members of a group where a collective is called.
+
+    Args:
+        what: the collective.
+        group: its group.
+        covers_all: whether every device must be in the group, since its result has another shape.
+
+    Raises:
+        CommunicationError: before `communication.init`, outside of a device's part of a step, or devices that the group leaves out.
+    """
+    check_initialized(f"spmdctx.ops.{what}")
+    scope = scope_of(what)
+    size = math.prod(size for _, size in scope.axes)
+    ranks = ranks_of(group, size)
+    if not scope.axes:
+        return Members((), None, 1)
+    places = positions(scope)
+    lists = [[rank if places is None else places[rank] for rank in row] for row in ranks]
+    left = sorted(set(range(size)) - {place for row in lists for place in row})
+    if left and covers_all:
+        raise CommunicationError(
+            f"{what} over group '{group}' leaves out {len(left)} of the {size} devices, and every device runs the same program.",
+            got=f"ranks {_text(ranks)}",
+            fix=f"create_group('{group}', [[...], [...]]) with a list for each device to be in",
+        )
+    if left:
+        return Members(scope.names, [*lists, *([place] for place in left)], len(lists[0]), scope.view, tuple(left))
+    axes = _as_axes(lists, scope)
+    if axes is not None:
+        return Members(axes, None, len(lists[0]), scope.view)
+    return Members(scope.names, lists, len(lists[0]), scope.view)
+
+
+def _as_axes(lists: Sequence[Sequence[int]], scope: Scope) -> tuple[str, ...] | None:
+    """The mesh axes along which the lists lie, None where they lie otherwise."""
+    for count in range(1, len(scope.axes) + 1):
+        for chosen in itertools.combinations(range(len(scope.axes)), count):
+            if {tuple(row) for row in lists} == set(_along(scope.axes, chosen)):
+                return tuple(scope.axes[index][0] for index in chosen)
+    return None
+
+
+def _along(axes: Axes, chosen: tuple[int, ...]) -> list[tuple[int, ...]]:
+    shape = tuple(size for _, size in axes)
+    grid = np.arange(math.prod(shape)).reshape(shape)
+    others = [index for index in range(len(axes)) if index not in chosen]
+    rows = np.transpose(grid, (*others, *chosen)).reshape(-1, math.prod(shape[index] for index in chosen))
+    return [tuple(int(place) for place in row) for row in rows]
+
+
+def _text(ranks: Ranks) -> str:
+    return str([list(row) for row in ranks] if len(ranks) > 1 else list(ranks[0]))
+
+
+def checked_group(group: object) -> str:
+    """The name of a group, as the constructors of the collectives take it."""
+    if not isinstance(group, str):
+        raise TypeError(message("A group is named by a string.", got=repr(group)))
+    return group
+
+
+def checked_int(what: str, value: object, least: int = 0) -> int:
+    """A number that a constructor takes."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(message(f"{what} must be an int.", got=repr(value)))
+    if value < least:
+        raise CommunicationError(f"{what} must be at least {least}.", got=str(value))
+    return value
