@@ -6,17 +6,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from spmdctx.data.blocks import part_of
-from spmdctx.data.targets import targets_of
+from spmdctx.data.blocks import Bounds, part_of
+from spmdctx.data.targets import Targets, targets_of
 from spmdctx.errors import PlanError
 
 
 class ProcessShard(NamedTuple):
-    """Part `shard_index` of `shard_count` equal parts of the data, `rows` in each batch."""
+    """Part `shard_index` of `shard_count` equal parts of the rows, `rows` in each batch.
+
+    `ranges` has, per leaf of the batch and per dimension, what of the whole batch a process gives: (start, stop), one or more.
+    """
 
     shard_index: int
     shard_count: int
     rows: int
+    ranges: tuple[tuple[Bounds, ...], ...]
 
 
 def process_shard(target: Any, *, process: int | None = None) -> ProcessShard:
@@ -33,13 +37,17 @@ def process_shard(target: Any, *, process: int | None = None) -> ProcessShard:
         PlanError: nothing was planned, or no leaf of the batch has rows.
     """
     targets = targets_of(target)
-    leaf = next((leaf for leaf in targets.flat if leaf.shape), None)
-    if leaf is None or leaf.shape is None:
+    shapes = [leaf.shape for leaf in targets.flat]
+    rows = next((index for index, shape in enumerate(shapes) if shape), None)
+    if rows is None or any(shape is None for shape in shapes):
         raise PlanError("The plan has no batch leaf with rows.", need="a planned step, or a Plan, whose batch has rows")
-    process = jax.process_index() if process is None else process
+    held = [_ranges(targets, process) for process in range(jax.process_count())]
+    own = held[jax.process_index() if process is None else process]
+    parts = sorted({ranges[rows][0] for ranges in held})
+    return ProcessShard(parts.index(own[rows][0]), len(parts), sum(stop - start for start, stop in own[rows][0]), own)
+
+
+def _ranges(targets: Targets, process: int) -> tuple[tuple[Bounds, ...], ...]:
     if targets.whole:
-        return ProcessShard(0, 1, leaf.shape[0])
-    number = jax.process_count()
-    held = [part_of(leaf.sharding, leaf.shape, other).dims[0] for other in range(number)]
-    parts = sorted(set(held))
-    return ProcessShard(parts.index(held[process]), len(parts), sum(stop - start for start, stop in held[process]))
+        return tuple(tuple(((0, size),) for size in leaf.shape or ()) for leaf in targets.flat)
+    return tuple(part_of(leaf.sharding, leaf.shape or (), process).dims for leaf in targets.flat)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from spmdctx.errors import StrategyError
 from spmdctx.ir import Graph, Mark
 from spmdctx.layout import Layout
+from spmdctx.search.pin_checks import strategy_text
 
 
 def dataset_marks(graph: Graph, leaves: Sequence[int], dataset: object, num_devices: int) -> list[Mark]:
@@ -42,18 +43,18 @@ def _check_dataset_entry(graph: Graph, value: int, strategy: object, num_devices
     if len(strategy) != len(known.shape):
         raise StrategyError(
             f"dataset_strategy gives {len(strategy)} dimensions for '{known.path}', which has {len(known.shape)}.",
-            got=f"{given} for shape {known.shape}",
+            got=f"{strategy_text(given)} for shape {known.shape}",
         )
     for dim, (slices, size) in enumerate(zip(strategy, known.shape, strict=True)):
         if not isinstance(slices, int) or slices < 1 or size % slices:
             raise StrategyError(
                 f"dataset_strategy splits dimension {dim} of '{known.path}' into {slices} slices, "
                 f"but its size {size} is not divisible by {slices}.",
-                got=f"{given} for shape {known.shape}",
+                got=f"{strategy_text(given)} for shape {known.shape}",
             )
     blocks = math.prod(given.device_matrix if isinstance(given, Layout) else strategy)
     if num_devices % blocks:
         raise StrategyError(
             f"dataset_strategy splits '{known.path}' into {blocks} blocks, which does not divide {num_devices} devices.",
-            got=f"{given}",
+            got=strategy_text(given),
         )

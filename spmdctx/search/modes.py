@@ -12,6 +12,7 @@ from spmdctx.ir import AxisNames, Graph, Mark, Op, OpRule, Role, TensorSharding
 from spmdctx.mesh import LogicalMesh, axes_of, divides, format_sharding, replicated
 from spmdctx.search.batch import batch_dims, dividing_axes
 from spmdctx.search.dataset import dataset_marks
+from spmdctx.search.pin_checks import strategy_text
 from spmdctx.search.pins import PinnedDims, resolve_marks
 from spmdctx.search.transfer import FactorAxes
 
@@ -114,6 +115,9 @@ def prepare(graph: Graph, request: Request) -> Setup:
     _force_manual(graph, request, setup)
     for value, dims in marked.items():
         _fix(setup, value, dims)
+    if isinstance(request.dataset, tuple) and marked:
+        for value, entry in zip(batch_leaves(graph), request.dataset, strict=True):
+            setup.reasons[value] = f"dataset_strategy {strategy_text(entry)}"
     _pin_user_shardings(graph, request, setup)
     _MODES[request.parallel_mode](graph, request, setup)
     _reconcile(graph, setup)

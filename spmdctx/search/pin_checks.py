@@ -130,7 +130,7 @@ def _error(
     own = {member.position: member for member in reversed(members) if base_side(member) == side}
     if side == "parameter":
         own = {mark.position: mark}
-    texts = {index: _text(own[index].strategy) for index in sorted(own)}
+    texts = {index: strategy_text(own[index].strategy) for index in sorted(own)}
     shapes = " and ".join(str(links.graph.values[own[index].value].shape) for index in texts)
     fixed = {**texts, **{index: str(entry) for index, entry in (fixes or {}).items()}}
     return StrategyError(
@@ -147,7 +147,8 @@ def _argument(side: str, texts: Mapping[int, str]) -> str:
     return f"{side}_strategy ({', '.join(texts.values())}{',' if len(texts) == 1 else ''})"
 
 
-def _text(strategy: object) -> str:
+def strategy_text(strategy: object) -> str:
+    """A strategy as it is written in messages: `(1, 2, 4)`, `Layout(2, 4)(None, h, w)`."""
     if isinstance(strategy, Layout):
         dims = ", ".join("None" if not dim else "+".join(dim) for dim in strategy.alias_tensor_map or ())
         return f"Layout{strategy.device_matrix}({dims})"

@@ -68,6 +68,7 @@ def test_batches_are_split_as_the_strategy_says(strategy, mode):
 def test_a_layout_names_the_axes_of_the_mesh():
     _, plan = planned(STRATEGIES["layout"])
     assert plan.mesh == {"h": 2, "w": 4}
+    assert plan.inputs[1].reason == "dataset_strategy Layout(2, 4)(None, h, w)"
     assert [leaf.sharding for leaf in plan.inputs[1:]] == [((), ("h",), ("w",)), ((),)]
     _, plan = planned(STRATEGIES["one dimension by two axes"])
     assert plan.inputs[1].sharding == ((), (), ("w", "h"))

@@ -55,6 +55,8 @@ def test_what_one_process_cannot_read_ends_all(found):
 
 def test_processes_that_hold_the_same_rows_must_be_given_the_same(found):
     for process, own in enumerate(found):
-        assert own["same_rows"]["shards"] == [[0, 1, 8], [process, 2, 4], [0, 1, 8]]
+        assert own["same_rows"]["shards"] == [[0, 1, 8], [process, 2, 4], [0, 1, 8], [0, 1, 8]]
+        columns = [[start, start + 8] for start in range(0, 32, 8)]
+        assert own["same_rows"]["ranges"] == [[[[0, 8]], [[process * 8, process * 8 + 8]], columns], [[[0, 8]]]]
         assert "Processes 0 and 1 hold the same part of the batch, but were given different data" in own["same_rows"]["error"]
         assert own["same_rows"]["equal"]

@@ -7,7 +7,9 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import spmdctx
@@ -297,3 +299,25 @@ def test_shardings_alone_take_the_shape_of_the_first_batch():
     assert [(batch.shape, batches.rows) for batch in batches] == [((8, 4), 8), ((8, 4), 6)]
     with pytest.raises(StrategyError, match="cannot be split"):
         next(spmdctx.data.shard([np.ones((8, 6))], NamedSharding(mesh, PartitionSpec("a", "b"))))
+
+
+def test_a_step_of_nnx_objects_is_fed():
+    def train(model, optimizer, batch):
+        value, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))(model)
+        optimizer.update(model, gradients)
+        return value
+
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step = spmdctx.parallel(train, parallel_mode="auto_parallel", search_mode="recursive_programming")
+    step.plan(model, optimizer, batch_of())
+    losses = [float(step(model, optimizer, batch)) for batch in spmdctx.data.shard([batch_of()] * 3, step)]
+    assert losses == sorted(losses, reverse=True)
+    assert not any(note.startswith("batch") for note in step.notes)
+
+
+def test_the_part_of_one_process_is_everything():
+    shard = spmdctx.data.process_shard(planned())
+    assert shard[:3] == (0, 1, ROWS)
+    with pytest.raises(PlanError, match="no batch leaf with rows"):
+        spmdctx.data.process_shard(planned().in_shardings(PARAMS, batch_of())[1])

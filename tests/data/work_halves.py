@@ -119,9 +119,10 @@ def same_rows(mine):
         next(spmdctx.data.shard([whole(mine)], step))
     except spmdctx.StrategyError as found:
         error = str(found)
-    shards = [spmdctx.data.process_shard(one) for one in (step, step_of("data_parallel"), step_of("full_batch"))]
+    steps = (step, step_of("data_parallel"), step_of("full_batch"), step_of(((1, 2, 4), (1,))))
+    shards = [spmdctx.data.process_shard(one) for one in steps]
     (batch,) = spmdctx.data.shard([whole(7)], step)
-    return {"shards": shards, "error": error, "equal": same(batch, whole(7))}
+    return {"shards": [list(own[:3]) for own in shards], "ranges": shards[3].ranges, "error": error, "equal": same(batch, whole(7))}
 
 
 def failing(mine):
