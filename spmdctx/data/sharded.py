@@ -34,7 +34,8 @@ def shard(
             shardings, such as those of `step.in_shardings`.
         remainder: what becomes of a batch with fewer rows than the plan has: "error"; "drop"; or "pad" with copies of its last row.
         mask: the key or position in the batch of a mask, one for real rows and zero for padding; where batches do not bring it, it
-            is made. It must be an argument of the step, as every batch has it.
+            is made. It must be an argument of the step, as every batch has it. Where the loss is local (`spmdctx.value_and_grad` in
+            data_parallel), a device may hold nothing but padding: divide by a fixed number of rows there, not by the mask's sum.
         prefetch: how many batches are put on the devices ahead of their use, by a thread; 0 for none.
         whole: with several processes, whether each of them gives whole batches; by default where full_batch is set. Else each gives
             the rows, or blocks, that its devices hold, and the processes agree on short batches and on the end.

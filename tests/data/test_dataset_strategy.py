@@ -1,5 +1,7 @@
 """dataset_strategy by slices and by Layouts: in plans, step.shard_batch and data.shard; and what is read of images."""
 
+import argparse
+import json
 import math
 
 import jax
@@ -11,6 +13,7 @@ import yaml
 import spmdctx
 from spmdctx import Layout
 from spmdctx.context import current_context, get_auto_parallel_context, load_context, set_auto_parallel_context
+from spmdctx.context_docs import add_context_arguments, options_from_arguments
 from spmdctx.errors import ContextError, StrategyError
 
 IMAGES, LABELS = (8, 16, 32), (8,)
@@ -93,6 +96,13 @@ def test_layouts_go_through_get_and_through_files():
     load_context(yaml.safe_load(yaml.safe_dump({"parallel_mode": "semi_auto_parallel", "dataset_strategy": found})))
     assert current_context().dataset_strategy == STRATEGIES["mixed"]
     assert get_auto_parallel_context("dataset_strategy") == found
+
+
+def test_layouts_are_written_on_the_command_line():
+    parser = argparse.ArgumentParser()
+    add_context_arguments(parser)
+    text = json.dumps([LAYOUT("None", "h", "w").to_dict(), [1]])
+    assert options_from_arguments(parser.parse_args(["--dataset-strategy", text])) == {"dataset_strategy": STRATEGIES["mixed"]}
 
 
 @pytest.mark.parametrize(
