@@ -366,6 +366,6 @@ def test_a_device_of_a_llama_step_holds_what_theory_says(level, scan_layers):
     assert share_of_theory(level, scan_layers) == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize("level", ["level1", "level3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_tpu_of_a_llama_step_holds_what_theory_says(level):
     assert share_of_theory(level, False, devices=need_tpu(), topology="tpu-v5e") == pytest.approx(1, abs=0.05)

@@ -52,7 +52,10 @@ def scatter_gradient(gradient: Any, dtype: Any, dim: int, options: GradientOptio
 def _sent(gradient: Any, dtype: Any, options: GradientOptions) -> Any:
     if not is_low_precision(dtype):
         return gradient
-    return gradient.astype(jnp.float32 if options.float32 else dtype)
+    if not options.float32:
+        return gradient.astype(dtype)
+    # Between two casts the TPU compiler would reduce what is cast instead.
+    return gradient if gradient.dtype == jnp.float32 else jax.lax.optimization_barrier(gradient.astype(jnp.float32))
 
 
 def buckets_of(order: Sequence[int], options: GradientOptions) -> list[tuple[int, ...]]:

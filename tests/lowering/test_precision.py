@@ -20,17 +20,29 @@ TARGETS = {"tpu": (need_tpu, "tpu-v5e"), "gpu": (need_gpu, "h100")}
 BF16 = jnp.bfloat16
 
 
-def step(weights, x):
+def step(weights, x, differentiate=jax.value_and_grad):
     """Products, biases, a table that is looked up and read again as a matrix, and a convolution: every way to make a gradient."""
 
-    def loss(weights):
+    def loss(weights, x):
         hidden = jnp.tanh(x @ weights["first"] + weights["bias"])
         hidden = hidden[:, :256] + weights["table"][jnp.arange(x.shape[0]) % 8]
         hidden = jax.lax.conv_general_dilated(hidden[:, None, :], weights["filter"], (1,), "SAME")[:, 0]
         return jnp.mean((hidden @ weights["table"].T).astype(jnp.float32) ** 2)
 
-    value, gradients = jax.value_and_grad(loss)(weights)
+    value, gradients = differentiate(loss)(weights, x)
     return value, jax.tree.map(lambda one, more: one - (0.1 * more).astype(one.dtype), weights, gradients)
+
+
+def own_step(weights, x):
+    return step(weights, x, spmdctx.value_and_grad)
+
+
+WAYS = {
+    "of the global loss": (step, {"parallel_mode": "data_parallel"}),
+    "of each device's loss": (own_step, {"parallel_mode": "data_parallel", "gradients_mean": True}),
+    "of micro-batches": (own_step, {"parallel_mode": "semi_auto_parallel", "grad_accumulation_step": 4}),
+    "of each device's micro-batches": (own_step, {"parallel_mode": "data_parallel", "gradients_mean": True, "grad_accumulation_step": 4}),
+}
 
 
 def arguments(dtype=BF16):
@@ -49,21 +61,24 @@ def gradients_reduced_in(text):
 
 
 @pytest.mark.parametrize(("sync", "dtype"), [(True, "float32"), (False, "bfloat16")])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("backend", TARGETS)
-def test_bfloat16_gradients_are_reduced_in_the_type_that_was_asked_for(backend, sync, dtype):
-    need, topology = TARGETS[backend]
-    parallel = spmdctx.parallel(step, parallel_mode="data_parallel", devices=need(), topology=topology, gradient_fp32_sync=sync)
+def test_bfloat16_gradients_are_reduced_in_the_type_that_was_asked_for(backend, way, sync, dtype):
+    (need, topology), (function, options) = TARGETS[backend], WAYS[way]
+    parallel = spmdctx.parallel(function, devices=need(), topology=topology, gradient_fp32_sync=sync, **options)
     compiled = parallel.lower(*arguments()).compile()
     assert gradients_reduced_in(compiled.as_text()) == {dtype}
     report = audit_program(parallel.plan(*arguments()), compiled)
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("sync", "dtype"), [(True, "f32"), (False, "bf16")])
-def test_before_the_cpu_compiler_promotes_types_they_are_those_asked_for_too(sync, dtype, tmp_path):
-    parallel = spmdctx.parallel(step, parallel_mode="data_parallel", gradient_fp32_sync=sync)
+def test_before_the_cpu_compiler_promotes_types_they_are_those_asked_for_too(sync, dtype, way, tmp_path):
+    function, options = WAYS[way]
+    parallel = spmdctx.parallel(function, gradient_fp32_sync=sync, **options)
     parallel.lower(*arguments()).compile(compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": ".*partitioning.*"})
-    (dump,) = tmp_path.glob("*jit_step*after_spmd-partitioning*.txt") or tmp_path.glob("*after_*partitioning*.txt")
+    (dump,) = tmp_path.glob("*jit_*step*after_spmd-partitioning*.txt") or tmp_path.glob("*after_*partitioning*.txt")
     reduced = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-reduce\(", dump.read_text())
     assert {own for own, dims in reduced if dims} == {dtype}
 
