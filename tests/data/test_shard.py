@@ -321,3 +321,23 @@ def test_the_part_of_one_process_is_everything():
     assert shard[:3] == (0, 1, ROWS)
     with pytest.raises(PlanError, match="no batch leaf with rows"):
         spmdctx.data.process_shard(planned().in_shardings(PARAMS, batch_of())[1])
+
+
+def test_a_training_goes_on_with_the_next_batch_of_its_checkpoint(tmp_path):
+    def train(params, batch):
+        return params - 0.1 * jax.grad(loss)(params, batch)
+
+    def run(num_steps, stop):
+        step = spmdctx.parallel(train, parallel_mode="data_parallel")
+        step.plan(PARAMS, batch_of())
+        source = spmdctx.data.arrays(batch_of(ROWS * 3), ROWS, shuffle=1, epochs=None)
+        with spmdctx.data.shard(source, step) as batches, spmdctx.CheckpointManager(tmp_path / str(stop)) as checkpoints:
+            start, params, *_ = checkpoints.restore(PARAMS, data=batches)
+            for number in range(start, num_steps):
+                params = step(params, next(batches))
+                checkpoints.save(number + 1, params, data=batches)
+        return np.asarray(params)
+
+    want = run(7, stop=None)
+    run(4, stop=4)
+    np.testing.assert_array_equal(run(7, stop=4), want)
