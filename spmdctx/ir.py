@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 AxisNames = tuple[str, ...]
 """Mesh axes that split one dimension or factor, major first."""
@@ -228,6 +228,11 @@ class Graph:
     def producers(self) -> dict[int, int]:
         """Value id to the id of the op that makes it."""
         return {value: op.id for op in self.ops for value in op.results}
+
+    @cached_property
+    def facts(self) -> dict[object, Any]:
+        """What was worked out of the graph alone and is asked for again, by a key of whoever works it out."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spmdctx.search.space import NO_SLOT, Space
+from spmdctx.search.space import Space
 
 ROUNDS = 3
 UPDATE_ROUNDS = 8
@@ -29,7 +29,7 @@ _Colours = tuple[_U64, _U64]
 """Of ops and of slots."""
 
 
-class _Incidences(NamedTuple):
+class _Around(NamedTuple):
     """Where slots meet ops: the op, the slot and a number of the position."""
 
     ops: NDArray[np.int64]
@@ -56,7 +56,7 @@ def fold(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int], t
         slot_marks: the same for slots; those not named have 0. (Pinned ones, say.)
         terminal: per value, whether it leads to no matrix product; none where it is empty.
     """
-    around = _incidences(space)
+    around = _around(space)
     colours = _first_colours(space, op_marks, slot_marks)
     if len(space.op_slots) <= SMALL:
         op_colour, slot_colour = (np.arange(len(own)).astype(np.uint64) for own in colours)
@@ -67,12 +67,12 @@ def fold(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int], t
             colours = _with_updates(space, colours, around, terminal)
         op_colour, slot_colour = colours
     taking_part = sorted(set(around.slots.tolist()))
-    op_class, op_members = _classes(op_colour, [index for index, own in enumerate(space.op_slots) if _decides(space, index, own)])
+    op_class, op_members = _classes(op_colour, _deciding(space))
     slot_class, slot_members = _classes(slot_colour, taking_part)
     return Fold(op_class, slot_class, op_members, slot_members)
 
 
-def _refined(colours: _Colours, around: _Incidences) -> _Colours:
+def _refined(colours: _Colours, around: _Around) -> _Colours:
     """One round: ops by their slots, then slots by their ops."""
     ops, slots, places = around
     op_colour, slot_colour = colours
@@ -84,7 +84,7 @@ def _refined(colours: _Colours, around: _Incidences) -> _Colours:
     return op_colour, _mixed(slot_colour * np.uint64(11) + seen)
 
 
-def _with_updates(space: Space, colours: _Colours, around: _Incidences, terminal: Sequence[int]) -> _Colours:
+def _with_updates(space: Space, colours: _Colours, around: _Around, terminal: Sequence[int]) -> _Colours:
     """More rounds for the ops of which no result leads to a matrix product, and for slots that only they touch."""
     inner = np.array([bool(op.results) and all(terminal[value] for value in op.results) for op in space.graph.ops])
     inside = np.ones(len(colours[1]), dtype=bool)
@@ -95,26 +95,19 @@ def _with_updates(space: Space, colours: _Colours, around: _Incidences, terminal
     return colours
 
 
-def _decides(space: Space, index: int, slots: tuple[int, ...]) -> bool:
-    """Whether an op makes anything that is not free to place."""
-    results = slots[len(space.graph.ops[index].operands) :]
-    return not results or any(slot not in space.loose_slots for slot in results)
+def _deciding(space: Space) -> list[int]:
+    """The ops that make anything that is not free to place, or nothing at all."""
+    decides = np.array([not op.results for op in space.graph.ops], dtype=bool)
+    decides[space.incidences.ops[space.incidences.is_result]] = True
+    return np.flatnonzero(decides).tolist()
 
 
-def _incidences(space: Space) -> _Incidences:
+def _around(space: Space) -> _Around:
     """Op, slot and position of every operand and result that is not free to place."""
-    ops: list[int] = []
-    slots: list[int] = []
-    places: list[int] = []
-    loose = space.loose_slots
-    for index, own in enumerate(space.op_slots):
-        for place, slot in enumerate(own):
-            if slot != NO_SLOT and slot not in loose:
-                ops.append(index)
-                slots.append(slot)
-                places.append(place)
-    numbers = _mixed(np.array(places, dtype=np.uint64) + np.uint64(77))
-    return _Incidences(np.array(ops, dtype=np.int64), np.array(slots, dtype=np.int64), numbers)
+    every = space.incidences
+    num_operands = np.array([len(op.operands) for op in space.graph.ops], dtype=np.int64)
+    places = np.where(every.is_result, every.positions + num_operands[every.ops], every.positions)
+    return _Around(every.ops, every.slots, _mixed(places.astype(np.uint64) + np.uint64(77)))
 
 
 def _first_colours(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int]) -> _Colours:
@@ -130,16 +123,15 @@ def _first_colours(space: Space, op_marks: Sequence[int], slot_marks: Mapping[in
 
 def _classes(colours: _U64, members: list[int]) -> tuple[list[int], list[list[int]]]:
     """Classes numbered by their first member."""
-    class_of = [-1] * len(colours)
-    found: dict[int, int] = {}
-    lists: list[list[int]] = []
-    for member, colour in zip(members, colours[members].tolist(), strict=True):
-        number = found.setdefault(colour, len(found))
-        if number == len(lists):
-            lists.append([])
-        lists[number].append(member)
-        class_of[member] = number
-    return class_of, lists
+    _, first, which = np.unique(colours[members], return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    numbers = rank[which]
+    class_of = np.full(len(colours), -1, dtype=np.int64)
+    class_of[members] = numbers
+    order = np.argsort(numbers, kind="stable")
+    ends = np.cumsum(np.bincount(numbers, minlength=len(first)))[:-1]
+    return class_of.tolist(), [own.tolist() for own in np.split(np.array(members, dtype=np.int64)[order], ends)]
 
 
 def _mixed(numbers: _U64) -> _U64:

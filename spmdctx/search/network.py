@@ -13,15 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from spmdctx.ir import Role
 from spmdctx.search.accumulation import AT_ONCE, NOTHING_SUMMED, Later, Summed, later_reductions, loop_sums
 from spmdctx.search.fold import Fold, fold
+from spmdctx.search.handovers import Handovers, Row, turns
+from spmdctx.search.incidences import BoolArray, Incidences
 from spmdctx.search.narrowing import narrow_readers
 from spmdctx.search.overlap import Sides, sides
 from spmdctx.search.space import MATRIX_PRODUCTS, NO_SLOT, Space
 from spmdctx.search.states import ADDITIONS, Joins
 from spmdctx.search.transfer import FactorAxes
-from spmdctx.search.turns import made_repeats, read_repeats
 
 PLAIN = Joins(False, False)
 
@@ -126,16 +129,15 @@ def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int
 
 def _standalone(space: Space, folded: Fold, slot_marks: Mapping[int, int]) -> list[bool]:
     """Per class of slots: whether no single op decides its sharding."""
-    makers = [0] * len(space.graph.values)
-    for slot, value in zip(space.slot_of, space.graph.values, strict=True):
-        makers[slot] += 1
-        if value.role is not Role.INTERMEDIATE:
-            makers[slot] += 1
-    made = [False] * len(makers)
-    for op in space.graph.ops:
-        for result in op.results:
-            made[space.slot_of[result]] = True
-    return [makers[own[0]] > 1 or not made[own[0]] or own[0] in slot_marks for own in folded.slot_members]
+    count, slot_of = len(space.graph.values), np.array(space.slot_of, dtype=np.int64)
+    is_given = np.array([value.role is not Role.INTERMEDIATE for value in space.graph.values], dtype=bool)
+    makers = np.bincount(slot_of, minlength=count) + np.bincount(slot_of[is_given], minlength=count)
+    alone = makers > 1
+    made = np.zeros(count, dtype=bool)
+    made[slot_of[list(space.graph.producers)]] = True
+    alone |= ~made
+    alone[list(slot_marks)] = True
+    return [bool(alone[own[0]]) for own in folded.slot_members]
 
 
 def _is_handed_on(network: Network, slot_class: int) -> bool:
@@ -148,50 +150,50 @@ def _is_handed_on(network: Network, slot_class: int) -> bool:
 def _joins(space: Space, slot_marks: Mapping[int, int]) -> list[Joins]:
     """Which additions may take their terms unreduced, and which ops may so hand them on."""
     graph = space.graph
+    found = [PLAIN] * len(graph.ops)
     if not space.topology.merges_partial_sums:
-        return [PLAIN] * len(graph.ops)
-    reads = [0] * len(graph.values)
-    for op in graph.ops:
-        for value in op.operands:
-            reads[value] += 1
-    for value in graph.outputs:
-        reads[value] += 1
-    sizes = [0] * len(graph.values)
-    for slot in space.slot_of:
-        sizes[slot] += 1
-    sums = [False] * len(graph.values)
-    takes = [False] * len(graph.ops)
+        return found
+    alone = _read_once(space, slot_marks)
+    sums = bytearray(len(graph.values) + 1)
+    reduces: dict[tuple[int, str], bool] = {}
+    takes, hands_on = bytearray(len(graph.ops)), bytearray(len(graph.ops))
     for index, op in enumerate(graph.ops):
         if len(op.results) != 1:
             continue
         if op.primitive in ADDITIONS:
             first, second = op.operands
-            takes[index] = first != second and first >= 0 and second >= 0 and sums[first] and sums[second]
+            if first != second and first >= 0 and second >= 0 and sums[first] and sums[second]:
+                takes[index] = 1
+                hands_on[graph.producers[first]] = hands_on[graph.producers[second]] = 1
         (value,) = op.results
-        slot = space.slot_of[value]
-        alone = reads[value] == 1 and sizes[slot] == 1 and slot not in slot_marks and slot not in space.loose_slots
-        sums[value] = alone and (takes[index] or _reduces(space, index))
-    hands_on = [False] * len(graph.ops)
-    for index, op in enumerate(graph.ops):
-        if takes[index]:
-            for value in op.operands:
-                hands_on[graph.producers[value]] = True
-    return [Joins(take, hand) for take, hand in zip(takes, hands_on, strict=True)]
+        if alone[value]:
+            key = (id(op.rule), op.primitive)
+            known = reduces.get(key)
+            if known is None:
+                known = reduces[key] = _reduces(space, index)
+            sums[value] = takes[index] or known
+    for index in np.flatnonzero(np.frombuffer(takes, dtype=np.uint8) | np.frombuffer(hands_on, dtype=np.uint8)).tolist():
+        found[index] = Joins(bool(takes[index]), bool(hands_on[index]))
+    return found
+
+
+def _read_once(space: Space, slot_marks: Mapping[int, int]) -> list[bool]:
+    """Per value, whether it is read once, and neither tied to another one, nor marked, nor free to place."""
+    count, slot_of, every = len(space.graph.values), np.array(space.slot_of, dtype=np.int64), space.incidences
+    reads = np.bincount(every.values[~every.is_result], minlength=count)
+    returned = [value for value in space.graph.outputs if value >= 0]
+    reads += np.bincount(np.array(returned, dtype=np.int64), minlength=count)
+    alone = np.bincount(slot_of, minlength=count) == 1
+    alone[list(slot_marks)] = False
+    alone[list(space.loose_slots)] = False
+    found: list[bool] = ((reads == 1) & alone[slot_of]).tolist()
+    return found
 
 
 def _reduces(space: Space, index: int) -> bool:
     op = space.graph.ops[index]
     direct = op.primitive != "gather" or space.topology.sinks_slices
     return direct and op.rule.combiner == "add" and any(kind.value == "reduction" for kind in op.rule.kinds)
-
-
-def _source(network: Network, value: int) -> Source:
-    slot = network.space.slot_of[value]
-    node = network.slot_nodes.get(network.folded.slot_class[slot])
-    if node is not None:
-        return Source(node, 0)
-    op = network.space.graph.producers[value]
-    return Source(network.folded.op_class[op], network.space.graph.ops[op].results.index(value))
 
 
 def _add_uses(network: Network) -> None:
@@ -216,60 +218,64 @@ def _add_uses(network: Network) -> None:
         network.uses[value, scope] = node
 
 
-_Loads = dict[tuple[int, int, int, int, bool], list[float]]
-"""Weight and value by the parts of a Carry: plain, because this is filled once per operand of the program."""
-
-
 def _add_carries(network: Network, found: Sides) -> None:
-    space, folded, scopes = network.space, network.folded, network.scopes
-    loose, ops = space.loose_slots, space.graph.ops
-    narrow = narrow_readers(space.graph) if space.topology.narrows_matrix_operands else bytearray(len(ops))
-    loads: _Loads = {}
-    sources: dict[int, Source] = {}
-    fed: set[tuple[int, int]] = set()
-    exposed = [1.0 - space.topology.gather_overlap if weight else 1.0 for weight in found.weights]
-    targets = {slot for own in network.slot_nodes for slot in folded.slot_members[own]}
-    for index, op in enumerate(ops):
-        node = folded.op_class[index]
-        if node < 0:
-            continue
-        product, taken = op.primitive in MATRIX_PRODUCTS, read_repeats(space.graph, op)
-        for position, (value, slot) in enumerate(zip(op.operands, space.op_slots[index], strict=False)):
-            if slot == NO_SLOT or slot in loose:
-                continue
-            source = sources.get(value)
-            if source is None:
-                source = sources[value] = _source(network, value)
-            slim = narrow[index] == 1 and space.graph.values[value].dtype == "float32"
-            weight = taken * exposed[value]
-            use = network.uses.get((value, scopes[index])) if product else None
-            if use is not None:
-                if (value, scopes[index]) not in fed:
-                    fed.add((value, scopes[index]))
-                    _count(loads, (*source, use, 0, slim), weight, value)
-                source = Source(use, 0)
-            _count(loads, (*source, node, position, slim), weight, value)
-        if not targets.isdisjoint(space.op_slots[index][len(op.operands) :]):
-            _add_results(network, loads, index, exposed)
-    for (node, result, target, position, slim), (total, member) in loads.items():
-        network.carries[Carry(Source(node, result), target, position, slim)] = Load(total, int(member))
+    """An edge for all that is handed over alike, in the order of the ops that first do so."""
+    for source, result, target, position, slim, weight, value in _handovers(network, found).summed():
+        network.carries[Carry(Source(source, result), target, position, slim)] = Load(weight, value)
 
 
-def _add_results(network: Network, loads: _Loads, index: int, exposed: list[float]) -> None:
-    """Edges from an op to the slots that decide where its results are stored."""
+def _handovers(network: Network, found: Sides) -> Handovers:
+    """A row per operand, and per result of whose sharding its slot decides; and one for all that a use node feeds."""
     space, folded = network.space, network.folded
-    op, slots = space.graph.ops[index], space.op_slots[index]
-    made = made_repeats(space.graph, op)
-    for result, value in enumerate(op.results):
-        slot = slots[len(op.operands) + result]
-        target = network.slot_nodes.get(folded.slot_class[slot])
-        if target is not None and slot not in space.loose_slots:
-            _count(loads, (folded.op_class[index], result, target, 0, False), made * exposed[value], value)
+    every = space.incidences
+    at_op = np.array(folded.op_class, dtype=np.int64)[every.ops]
+    slot_nodes = np.full(len(folded.slot_members), -1, dtype=np.int64)
+    slot_nodes[list(network.slot_nodes)] = list(network.slot_nodes.values())
+    at_slot = slot_nodes[np.array(folded.slot_class, dtype=np.int64)[every.slots]]
+    made, held = every.is_result, at_slot >= 0
+    # Where each value is stored: with the op that makes it, unless its slot decides.
+    node, result = np.full(len(space.graph.values), -1, dtype=np.int64), np.zeros(len(space.graph.values), dtype=np.int64)
+    node[every.values[made]], result[every.values[made]] = at_op[made], every.positions[made]
+    node[every.values[held]], result[every.values[held]] = at_slot[held], 0
+    reading, making = turns(space.graph)
+    exposed = np.where(np.frombuffer(found.weights, dtype=np.uint8)[:-1] != 0, 1.0 - space.topology.gather_overlap, 1.0)
+    columns = Handovers(
+        np.where(made, at_op, node[every.values]),
+        np.where(made, every.positions, result[every.values]),
+        np.where(made, at_slot, at_op),
+        np.where(made, 0, every.positions),
+        ~made & _is_narrow(space, every),
+        np.where(made, making[every.ops], reading[every.ops]) * exposed[every.values],
+        every.values,
+    )
+    kept = (at_op >= 0) & (~made | held)
+    return _by_uses(network, columns.where(kept), every.where(kept))
 
 
-def _count(loads: _Loads, carry: tuple[int, int, int, int, bool], weight: float, value: int) -> None:
-    known = loads.get(carry)
-    if known is None:
-        loads[carry] = [weight, value]
-    else:
-        known[0] += weight
+def _is_narrow(space: Space, every: Incidences) -> BoolArray:
+    """Per incidence, whether a float32 value meets an op that reads it as bfloat16."""
+    if not space.topology.narrows_matrix_operands:
+        return np.zeros(len(every.ops), dtype=bool)
+    is_wide = np.array([value.dtype == "float32" for value in space.graph.values], dtype=bool)
+    found: BoolArray = is_wide[every.values] & (np.frombuffer(narrow_readers(space.graph), dtype=np.uint8) == 1)[every.ops]
+    return found
+
+
+def _by_uses(network: Network, rows: Handovers, every: Incidences) -> Handovers:
+    """Values with a use node go there once, and from there to their readers."""
+    if not network.uses:
+        return rows
+    is_product = np.array([op.primitive in MATRIX_PRODUCTS for op in network.space.graph.ops], dtype=bool)
+    places: list[int] = []
+    feeding: dict[tuple[int, int], Row] = {}
+    for place in np.flatnonzero(is_product[every.ops] & ~every.is_result).tolist():
+        key = (int(every.values[place]), network.scopes[every.ops[place]])
+        use = network.uses.get(key)
+        if use is None:
+            continue
+        if key not in feeding:
+            places.append(place)
+            source, result = int(rows.sources[place]), int(rows.results[place])
+            feeding[key] = Row(source, result, use, 0, bool(rows.narrow[place]), float(rows.weights[place]), key[0])
+        rows.sources[place], rows.results[place] = use, 0
+    return rows.before(places, list(feeding.values()))

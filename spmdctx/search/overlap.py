@@ -63,8 +63,11 @@ def widening(op: Op, dtype: str, is_terminal: bool, topology: Topology) -> int:
 
 def sides(graph: Graph) -> Sides:
     """Classifies all values of a graph. Depends on no sharding."""
-    loops = _loops(graph)
-    return Sides(_weights(graph, loops), _terminal(graph, loops))
+    known: Sides | None = graph.facts.get(sides)
+    if known is None:
+        loops = _loops(graph)
+        known = graph.facts[sides] = Sides(_weights(graph, loops), _terminal(graph, loops))
+    return known
 
 
 def terminal_values(graph: Graph, stops: frozenset[int]) -> bytearray:

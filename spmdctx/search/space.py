@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
+from functools import cached_property
 from typing import NamedTuple
 
 from spmdctx.cost.collectives import collective_time_s
@@ -19,6 +20,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, AxisNames, Graph, Op, OpRule, OpSharding, TensorSharding, Work, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape, replicated
 from spmdctx.search.algo import AlgoLimits
+from spmdctx.search.incidences import Incidences, incidences
 from spmdctx.search.roofline import compute_time_s, passing_values, written_s
 from spmdctx.search.transfer import FactorAxes, legal, merge, partial_axes, project
 from spmdctx.search.turns import made_repeats, read_repeats
@@ -77,7 +79,6 @@ class Space:
         self.kinds: list[Kind] = []
         self.passing = passing_values(self.graph)
         self.kind_of = self._number_kinds()
-        self.neighbours = self._adjacency()
         self.shapes = [value.shape for value in graph.values]
         self.whole = [*(self.number(replicated(len(shape))) for shape in self.shapes), NO_SLOT]
 
@@ -103,13 +104,20 @@ class Space:
             known = self._splittable[id(rule)] = rule.splittable
         return known
 
-    def _adjacency(self) -> list[list[int]]:
+    @cached_property
+    def neighbours(self) -> list[list[int]]:
+        """Per slot the ops that read or make its values."""
         neighbours: list[list[int]] = [[] for _ in self.graph.values]
         for index, slots in enumerate(self.op_slots):
             for slot in set(slots):
                 if slot != NO_SLOT:
                     neighbours[slot].append(index)
         return neighbours
+
+    @cached_property
+    def incidences(self) -> Incidences:
+        """Where values that are not free to place meet ops."""
+        return incidences(self.graph, self.slot_of, self.loose_slots)
 
     def _number_kinds(self) -> list[int]:
         """The number of each op's kind."""
