@@ -19,17 +19,18 @@ from spmdctx.errors import ContextWarning, UnsupportedError
 from spmdctx.ir import LITERAL, Assignment, Role, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, Gradients, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
-from spmdctx.search.accumulation import holds_of, loop_sums
+from spmdctx.search.accumulation import Holds, holds_of, loop_sums
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.bodies import Body, add_bodies
 from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
-from spmdctx.search.gradient_order import gradient_buckets, gradient_order, sum_buckets
+from spmdctx.search.gradient_order import Gradient, gradient_buckets, gradient_order, sum_buckets
 from spmdctx.search.modes import ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
 from spmdctx.search.optimizer_state import layer_dims
 from spmdctx.search.price import Bill, price
 from spmdctx.search.refined_mesh import refined_axes
 from spmdctx.search.select import SearchOptions, search
 from spmdctx.search.shortfall import over_budget
+from spmdctx.search.transfer import partial_axes
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
 from spmdctx.trace.program import Program
@@ -86,6 +87,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         gradients = gradient_order(program.graph) if grouped else ()
         buckets = gradient_buckets(program.graph, settings.context, gradients)
         by_sum = sum_buckets(gradients, buckets)
+        holds = holds_of(program.graph, loop_sums(program.graph, by_sum), assignment, setup.mesh)
         bill = price(
             program.graph,
             program.scopes,
@@ -96,20 +98,21 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
             settings.topology,
             step.donated,
             by_sum,
-            holds_of(program.graph, loop_sums(program.graph, by_sum), assignment, setup.mesh),
+            holds,
         )
         add_bodies(bill, program.graph, _bodies(program), assignment, setup.mesh, settings.topology)
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices)
         notes = _notes(program, captured, setup, settings, assignment, bill)
-        without = _without_buckets(program, settings, setup, buckets)
+        without = _without_buckets(program, settings, setup, buckets) or _in_turns(program, assignment, gradients, buckets, holds)
         if without:
             warnings.warn(without, ContextWarning, stacklevel=2)
             notes = (*notes, without)
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
         plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing, bound_s)
-        named = tuple(PlannedGradient(one.path, bucket) for one, bucket in zip(gradients, buckets, strict=True))
-        plan = replace(plan, gradients=named if grouped else _gradients(program, setup))
+        named = [PlannedGradient(one.path, bucket) for one, bucket in zip(gradients, buckets, strict=True)]
+        own = [PlannedGradient(*one) for one in captured.gradients]
+        plan = replace(plan, gradients=(*own, *named) if own or grouped else _gradients(program, setup))
     return Planned(plan, program, assignment, setup.mesh)
 
 
@@ -145,6 +148,19 @@ def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets
     if not settings.context.fuses_by_index or local or setup.mesh.num_devices == 1:
         return ""
     return "all_reduce_fusion_config has no effect: no gradient is found that the plan reduces; what a shard_map reduces is the user's own."
+
+
+def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Gradient], buckets: Sequence[int | None], holds: Holds) -> str:
+    """Names the gradients that a loop reduces in each of its turns, where they cannot wait for their bucket."""
+    graph = program.graph
+    apart = []
+    for gradient, bucket in zip(gradients, buckets, strict=True):
+        makers = [graph.ops[graph.producers[value]] for value in gradient.sums if value not in holds.axes]
+        if bucket is not None and any(op.repeats > 1 and partial_axes(op.rule, assignment.ops[op.id].axes) for op in makers):
+            apart.append(f"'{gradient.path}'")
+    if not apart:
+        return ""
+    return f"A loop reduces these gradients in each of its turns, apart from their buckets: {', '.join(apart)}."
 
 
 def _step(program: Program, captured: Captured) -> Step:

@@ -20,14 +20,14 @@ from spmdctx.gradients.micro import run_micro_batches
 from spmdctx.gradients.options import GradientOptions, gradient_options
 from spmdctx.gradients.reduce import buckets_of
 from spmdctx.gradients.replicas import gradient_order, run_on_replicas
-from spmdctx.gradients.results import piece_shape, rows_of
+from spmdctx.gradients.results import Row, piece_shape, rows_of
 from spmdctx.gradients.scope import carried_by, plainly
 from spmdctx.gradients.split import SeenCall, find_operands, operands_of
 from spmdctx.mesh_scope import get_mesh
 from spmdctx.ops.scope import traced_locally, traced_whole
 from spmdctx.planner import Settings, is_layerwise
 from spmdctx.trace.arguments import Call, Static
-from spmdctx.trace.capture import Captured, Target, capture_call
+from spmdctx.trace.capture import Captured, LossGradient, Target, capture_call
 
 
 def capture_step(target: Target, call: Call, static: Static, settings: Settings) -> Captured:
@@ -58,7 +58,8 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
     with carried_by(second), _said_before():
         again = capture_call(target, call, static)
     notes = tuple(dict.fromkeys((*again.notes, *second.notes)))
-    return replace(again, notes=notes, trace_s=captured.trace_s + time.perf_counter() - start)
+    seconds = captured.trace_s + time.perf_counter() - start
+    return replace(again, notes=notes, trace_s=seconds, gradients=tuple(second.gradients))
 
 
 def _without_calls(captured: Captured, options: GradientOptions) -> list[str]:
@@ -128,6 +129,7 @@ class _Second:
     def __init__(self, calls: Sequence[SeenCall], options: GradientOptions) -> None:
         self._calls, self._options = iter(calls), options
         self.notes: list[str] = []
+        self.gradients: list[LossGradient] = []
 
     def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen, options = next(self._calls), self._options
@@ -144,10 +146,19 @@ class _Second:
         rows = rows_of(seen, call, traced, operands, options)
         if options.is_local:
             order = gradient_order(call, traced, rows)
-            self.notes += self._notes([rows[index].path.removeprefix("gradients/").removesuffix("/value") for index in order])
+            self.notes += self._notes([_named(rows[index]) for index in order])
+            self.gradients += self._gradients([rows[index] for index in order])
             return call.finish(run_on_replicas(call, traced, operands, rows, order, options, get_mesh()))
         results = run_micro_batches(call, traced, operands, rows, call.values, options)
         return call.finish([_cast(value, aval.dtype) for value, aval in zip(results, traced.jaxpr.out_avals, strict=True)])
+
+    def _gradients(self, rows: Sequence[Row]) -> list[LossGradient]:
+        """The reduced gradients, in the order of their first use, with the buckets of those that are reduced whole."""
+        buckets = {index: number for number, bucket in enumerate(buckets_of(range(len(rows)), self._options)) for index in bucket}
+        has_buckets = self._options.buckets is not None
+        return [
+            LossGradient(_named(row), buckets[index] if has_buckets and row.scatter_dim is None else None) for index, row in enumerate(rows)
+        ]
 
     def _notes(self, paths: Sequence[str]) -> list[str]:
         """What is done to the gradients at `paths`, which are in the order of their first use."""
@@ -179,6 +190,10 @@ class _Second:
         parts = loss.parts(result)
         gradients = jax.tree.map(lambda gradient: gradient * options.num_replicas, parts["gradients"])
         return loss.whole({**parts, "gradients": gradients})
+
+
+def _named(row: Row) -> str:
+    return row.path.removeprefix("gradients/").removesuffix("/value")
 
 
 def _is_weak(value: Any) -> bool:

@@ -54,6 +54,13 @@ class OutputLeaf:
     carried_from: int | None = None
 
 
+class LossGradient(NamedTuple):
+    """A gradient that a loss of each device's own reduces, and the bucket in which it does; None for none."""
+
+    path: str
+    bucket: int | None
+
+
 @dataclass(frozen=True)
 class Captured:
     """A traced step over flat leaves.
@@ -61,6 +68,7 @@ class Captured:
     `jaxpr` takes one variable per entry of `inputs` and gives one per entry of `outputs`; closed-over arrays are its
     consts. `structure` is what the step needs to flatten arguments and to rebuild results. `owned` marks the inputs that
     belong to nnx objects. `mesh_axes` is the mesh that was set while the step was traced, empty where there was none.
+    `gradients` are those of losses of each device's own, in the order of their first use.
     """
 
     name: str
@@ -72,6 +80,7 @@ class Captured:
     owned: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()
     mesh_axes: tuple[tuple[str, int], ...] = ()
+    gradients: tuple[LossGradient, ...] = ()
 
     @property
     def carried(self) -> tuple[tuple[int, int], ...]:

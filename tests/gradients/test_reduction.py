@@ -93,6 +93,10 @@ def test_the_plan_names_the_gradients_of_each_bucket():
     text = "".join(step.plan(params, x).notes)
     assert "0 w00, 1 w01 | 2 w02, " in text
     assert " | 18 w18, 19 w19" in text
+    gradients = step.plan(params, x).gradients
+    assert [(one.path, one.bucket) for one in gradients] == [(f"w{n:02}", (n >= 2) + (n >= 18)) for n in range(20)]
+    rows = [line.split()[-2:] for line in str(step.plan(params, x)).splitlines()]
+    assert ["19", "w19"] in rows
 
 
 @pytest.mark.parametrize("float32", [True, False])

@@ -70,6 +70,36 @@ def test_gradients_of_a_llama_step_are_reduced_in_exactly_the_three_buckets_thro
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("backend", TARGETS)
+def test_gradients_of_layers_in_a_scan_are_reduced_with_their_bucket_after_it(backend):
+    need, topology = TARGETS[backend]
+    sizes = {"vocab_size": 512, "width": 128, "hidden": 256, "num_heads": 4, "num_kv_heads": 4, "max_seq": 64}
+    function, args = abstract_program(replace(config(scan_layers=True), num_layers=3, **sizes), 16, split=UNSPLIT)
+    parallel = spmdctx.parallel(
+        function, parallel_mode="semi_auto_parallel", devices=need(), topology=topology, all_reduce_fusion_config=[3, 10]
+    )
+    plan = parallel.plan(*args)
+    compiled = parallel.lower(*args).compile()
+    assert len(plan.gradients) == 12
+    assert reduced(compiled) == by_bucket(plan)
+    report = audit_program(plan, compiled)
+    assert (report.found_share, report.unplanned_share) == (1, 0)
+
+
+def test_gradients_that_a_loop_reduces_in_each_turn_are_named():
+    """The loop's next turn reads the update."""
+
+    def looped(weight, x):
+        def turn(weight, part):
+            return weight - jax.grad(lambda own: jnp.mean((part @ own) ** 2))(weight), None
+
+        return jax.lax.scan(turn, weight, jnp.swapaxes(x.reshape(32, 4, 16), 0, 1))[0]
+
+    parallel = spmdctx.parallel(looped, parallel_mode="semi_auto_parallel", devices=need_tpu(), all_reduce_fusion_config=[1])
+    with pytest.warns(spmdctx.ContextWarning, match="A loop reduces these gradients in each of its turns, .* 'weight'"):
+        parallel.plan(jnp.ones((16, 16)), jnp.ones((128, 16)))
+
+
 def test_buckets_change_no_numbers_and_the_plan_says_which_gradient_is_in_which():
     rng = np.random.default_rng(0)
     weights = [rng.normal(size=(8, 16)).astype(np.float32) / 4 for _ in range(6)]
