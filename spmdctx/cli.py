@@ -1,4 +1,4 @@
-"""The command line: `spmdctx train | plan | explain | audit | diff | verify | strategies | calibrate | launch`."""
+"""The command line: `spmdctx train | generate | plan | explain | audit | diff | verify | strategies | calibrate | launch`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from spmdctx.cli_calibrate import add_calibrate_arguments, calibrate_devices
+from spmdctx.cli_generate import add_generate_arguments, generate
 from spmdctx.cli_launch import add_launch_arguments, launch
 from spmdctx.cli_output import Output, audit_data, diff_data, explain_data, plan_data, verify_data
 from spmdctx.cli_program import add_program_arguments, add_target_argument, choose, start_devices, target_options
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"spmdctx {sys.modules['spmdctx'].__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_train_arguments(_command(commands, "train", train, "train a small language model: plan, progress, audit, numerics check"))
+    add_generate_arguments(_command(commands, "generate", generate, "generate text from a checkpoint, split over other devices"))
     one = _command(commands, "plan", plan, "show how a program would be split, and what it would communicate")
     one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
     one.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
+from spmdctx.checkpoint import CheckpointManager
+from spmdctx.cli_generate import STATE, save_model
 from spmdctx.cli_output import Output, audit_data, plan_data, verify_data
 from spmdctx.cli_program import Choice, add_program_arguments, choose, start_devices
 from spmdctx.models import Batch, DecoderConfig, WordTokenizer, batches, create, read_text, train_step
@@ -34,7 +34,7 @@ def train(arguments: argparse.Namespace, output: Output) -> int:
     """Plans, trains, audits, verifies and saves; 1 where the audit or the numbers fail."""
     choice = choose(arguments)
     start_devices(choice.num_devices)
-    config, data = _data(choice)
+    config, tokenizer, data = _data(choice)
     with choice.context():
         step = choice.parallel(train_step)
         with output.waiting("making the model, split over the devices"):
@@ -45,15 +45,16 @@ def train(arguments: argparse.Namespace, output: Output) -> int:
             plan = step.plan(model, optimizer, batch)
         output.show(plan)
         losses, seconds = _run(step, model, optimizer, data, arguments.steps, output)
+        save_model(arguments.out, config, tokenizer)
         return _check_and_save(step, (model, optimizer, batch), plan, losses, seconds, arguments.out, output)
 
 
-def _data(choice: Choice) -> tuple[DecoderConfig, Iterator[Batch]]:
+def _data(choice: Choice) -> tuple[DecoderConfig, WordTokenizer, Iterator[Batch]]:
     config = choice.decoder()
     text = read_text(choice.arguments.text)
     tokenizer = WordTokenizer.train(text, config.vocab_size)
     data = batches(tokenizer.encode(text), choice.arguments.batch_size, choice.seq, seed=choice.arguments.seed)
-    return replace(config, max_seq=choice.seq), data
+    return replace(config, max_seq=choice.seq), tokenizer, data
 
 
 def _run(step: ParallelStep, model: Any, optimizer: Any, data: Iterator[Batch], count: int, output: Output) -> tuple[list[float], float]:
@@ -85,7 +86,7 @@ def _check_and_save(
         verify = step.verify(*args)
     output.title("Verification: against one device")
     output.show(verify)
-    files = _save(plan, args[:2], out)
+    files = _save(plan, args[:2], len(losses), out)
     output.title("Written")
     output.say("  ".join(files.values()))
     output.finish(
@@ -101,16 +102,12 @@ def _check_and_save(
     return 0 if audit.ok and verify.ok else 1
 
 
-def _save(plan: Plan, state: tuple[Any, ...], out: Path) -> dict[str, str]:
-    from orbax.checkpoint import StandardCheckpointer  # slow to import, and only needed here
-
-    out.mkdir(parents=True, exist_ok=True)
-    files = {"plan": out / "plan.json", "page": out / "plan.html", "state": out / "state"}
+def _save(plan: Plan, state: tuple[Any, ...], num_steps: int, out: Path) -> dict[str, str]:
+    files = {"plan": out / "plan.json", "page": out / "plan.html", "state": out / STATE}
     plan.save(files["plan"])
     plan.save_html(files["page"])
     if files["state"].exists():
         shutil.rmtree(files["state"])
-    tree = {name: nnx.to_pure_dict(nnx.state(one)) for name, one in zip(("model", "optimizer"), state, strict=True)}
-    with StandardCheckpointer() as checkpointer:
-        checkpointer.save(files["state"].resolve(), tree)
+    with CheckpointManager(files["state"]) as checkpoints:
+        checkpoints.save(num_steps, dict(zip(("model", "optimizer"), state, strict=True)), plan=plan)
     return {name: str(path) for name, path in files.items()}

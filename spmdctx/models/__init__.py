@@ -2,9 +2,10 @@
 
 from spmdctx.models.config import DecoderConfig, Lora
 from spmdctx.models.decoder import Decoder
+from spmdctx.models.generation import Generator
 from spmdctx.models.presets import PRESETS, preset
 from spmdctx.models.strategies import UNSPLIT, RegionStrategy, Split, SplitKind
-from spmdctx.models.text import WordTokenizer, batches, read_text
+from spmdctx.models.text import Tokenizer, WordTokenizer, batches, read_text, read_tokenizer
 from spmdctx.models.training import Batch, abstract_batch, abstract_program, create, pure_step, train_step
 
 __all__ = [
@@ -13,10 +14,12 @@ __all__ = [
     "Batch",
     "Decoder",
     "DecoderConfig",
+    "Generator",
     "Lora",
     "RegionStrategy",
     "Split",
     "SplitKind",
+    "Tokenizer",
     "WordTokenizer",
     "abstract_batch",
     "abstract_program",
@@ -25,5 +28,6 @@ __all__ = [
     "preset",
     "pure_step",
     "read_text",
+    "read_tokenizer",
     "train_step",
 ]

@@ -8,18 +8,28 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spmdctx.models.cache import KeyValues
 from spmdctx.models.config import DecoderConfig
 from spmdctx.models.layers import block_linear
 
 
-def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding of [batch, seq, heads, head_dim]: pairs of features turn with the position (Su et al., 2021)."""
+def rotate(x: jax.Array, theta: float, start: jax.Array | None = None) -> jax.Array:
+    """Rotary embedding of [batch, seq, heads, head_dim]: pairs of features turn with the position (Su et al., 2021).
+
+    `start` is the position of the first row, 0 if it is not given.
+    """
     half = x.shape[-1] // 2
     wavelengths = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * wavelengths
+    angles = _positions(x.shape[1], start)[:, None] * wavelengths
     cos, sin = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _positions(seq: int, start: jax.Array | None) -> jax.Array:
+    """Positions of `seq` tokens, [seq] float32, which holds whole numbers up to 2**24."""
+    positions = jnp.arange(seq, dtype=jnp.float32)
+    return positions if start is None else positions + start
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -35,7 +45,13 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention whose query heads share key and value heads in groups."""
+    """Causal self-attention whose query heads share key and value heads in groups.
+
+    Attributes:
+        past: keys and values of the tokens before, where text is generated; None where sequences are whole.
+    """
+
+    past: KeyValues | None = None
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -52,14 +68,18 @@ class Attention(nnx.Module):
         query = self._heads(self.query, x if source is None else source, config.num_heads)
         key = self._heads(self.key, x, config.num_kv_heads)
         value = self._heads(self.value, x, config.num_kv_heads)
+        start = None if self.past is None else self.past.used[...]
         if config.positions == "rotary":
-            query, key = rotate(query, config.rope_theta), rotate(key, config.rope_theta)
+            query, key = rotate(query, config.rope_theta, start), rotate(key, config.rope_theta, start)
+        if self.past is not None:
+            key, value = self.past.extended(key, value)
         query = jnp.broadcast_to(query, (batch, seq, config.num_heads, config.head_dim))
         query = query.reshape(batch, seq, config.num_kv_heads, groups, config.head_dim) * config.head_dim**-0.5
         scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, key, preferred_element_type=jnp.float32)
         if config.positions == "alibi":
-            scores = scores + self._bias(seq)
-        visible = jnp.tril(jnp.ones((seq, seq), bool))
+            scores = scores + self._bias(key.shape[1])
+        own = jnp.tril(jnp.ones((seq, seq), bool))
+        visible = own if start is None else _positions(seq, start)[:, None] >= jnp.arange(key.shape[1])
         weights = jax.nn.softmax(jnp.where(visible, scores, -1e30)).astype(x.dtype)
         mixed = jnp.einsum("bhgqk,bkhd->bqhgd", weights, value)
         return self.out(mixed.reshape(batch, seq, config.num_heads * config.head_dim))

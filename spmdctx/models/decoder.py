@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmdctx.errors import ContextError
 from spmdctx.models.attention import Attention
+from spmdctx.models.cache import KeyValues, check_length, stacked
 from spmdctx.models.config import DecoderConfig
 from spmdctx.models.layers import block_linear, embedding, head, norm
 from spmdctx.models.strategies import UNSPLIT, Split
@@ -60,7 +61,12 @@ class Decoder(nnx.Module):
         config: sizes and options.
         rngs: random numbers for the parameters.
         split: strategies that `shard()` gives the layers.
+
+    Attributes:
+        used: how many tokens are kept in the attention layers, where text is generated.
     """
+
+    used: nnx.Cache[jax.Array] | None = None
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, split: Split = UNSPLIT) -> None:
         self.config = config
@@ -72,8 +78,23 @@ class Decoder(nnx.Module):
         self.query_layer = Block(config, rngs, split, "query_layer") if config.query_layer else None
         self.head: Any = split.layer(head(config, rngs), "head", config)
 
+    def remember(self, batch: int, length: int) -> None:
+        """From now on a call takes the next tokens of `batch` sequences, which go on where the last call ended.
+
+        Raises:
+            ContextError: `length`, the most tokens of a sequence, is more than there are learned positions.
+        """
+        config = self.config
+        check_length(config, length)
+        self.used = nnx.Cache(jnp.zeros((), jnp.int32))
+        new = partial(KeyValues, config, batch, length)
+        for block in [self.layers] if config.scan_layers else self.layers:
+            block.attention.past = stacked(new, config.num_blocks) if config.scan_layers else new()
+        if self.query_layer is not None:
+            self.query_layer.attention.past = new()
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits of the next token at every position.
+        """Logits of the next token at every position; after `remember`, of the tokens that follow those of the last call.
 
         Raises:
             ContextError: more tokens than there are learned positions.
@@ -90,16 +111,17 @@ class Decoder(nnx.Module):
         x = self.norm(x)
         if self.query is not None and self.query_layer is not None:
             x = step(x, self.query_layer, self._rows(self.query, tokens.shape[1]))
+        if self.used is not None:
+            self.used[...] += tokens.shape[1]
         logits: jax.Array = self.head(x, self.embedding.embedding[...]) if self.config.head == "tied" else self.head(x)
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
     def _rows(self, table: nnx.Embed, seq: int) -> jax.Array:
-        """The first rows of a table of positions, [1, seq, width]."""
-        if seq > self.config.max_seq:
-            raise ContextError(
-                "The sequence is longer than the learned positions.", got=f"{seq} tokens", need=f"at most {self.config.max_seq}"
-            )
-        return table.embedding[None, :seq].astype(self.config.dtype)
+        """The rows of a table of positions for the next `seq` tokens, [1, seq, width]."""
+        check_length(self.config, seq)
+        if self.used is None:
+            return table.embedding[None, :seq].astype(self.config.dtype)
+        return jax.lax.dynamic_slice_in_dim(table.embedding[...], self.used[...], seq)[None].astype(self.config.dtype)
 
 
 def _run_block(x: jax.Array, block: Block, *source: jax.Array) -> jax.Array:

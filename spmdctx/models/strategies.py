@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from flax import nnx
@@ -46,12 +46,14 @@ class Split:
         data: slices of the batch.
         model: slices of the weights.
         regions: strategies by module path, such as those of a file, in place of the kind's own.
+        free: leave out the strategies of inputs and outputs.
     """
 
     kind: SplitKind = "none"
     data: int = 1
     model: int = 1
     regions: Mapping[str, RegionStrategy] | None = None
+    free: bool = False
 
     def layer(self, module: M, path: str, config: DecoderConfig) -> M:
         """The module, sharded if there is a strategy for its path."""
@@ -62,9 +64,14 @@ class Split:
         """The strategies by module path: those of a file, or those of the kind for a decoder of these sizes."""
         if self.regions is not None:
             return self.regions
-        if self.kind == "pins":
-            return self._pins(config)
-        return self._megatron(config) if self.kind == "megatron" else {}
+        own = self._pins(config) if self.kind == "pins" else self._megatron(config) if self.kind == "megatron" else {}
+        return _without_arrays(own) if self.free else own
+
+    def parameters_alone(self) -> Split:
+        """The same strategies of the parameters, with inputs and outputs left free."""
+        if self.regions is None:
+            return replace(self, free=True)
+        return replace(self, regions=_without_arrays(self.regions))
 
     def slices(self, word: str) -> Slices:
         """A strategy from a word: `d` data slices, `m` model slices, `-` whole."""
@@ -102,6 +109,10 @@ class Split:
             if config.lora_of(weight) is not None:
                 found |= {f"{weight}/lora_a": f"{inputs}-", f"{weight}/lora_b": f"-{outputs}"}
         return {path: self.slices(word) for path, word in found.items()}
+
+
+def _without_arrays(regions: Mapping[str, RegionStrategy]) -> dict[str, RegionStrategy]:
+    return {path: RegionStrategy(None, None, region.parameters) for path, region in regions.items() if region.parameters}
 
 
 UNSPLIT = Split()

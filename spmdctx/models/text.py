@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
-from spmdctx.errors import ContextError
+from spmdctx.errors import ContextError, UnsupportedError
 from spmdctx.models.training import Batch
 
 NUM_BYTES = 256
+_FORMAT = "spmdctx words"
 _PIECE = re.compile(r" ?\w+|\s+|[^\w\s]+")
 
 
@@ -31,6 +35,20 @@ def read_text(path: str | Path | None = None) -> str:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ContextError(f"{path} is no UTF-8 text.", got=f"byte {error.object[error.start]:#x} at offset {error.start}") from None
+
+
+class Tokenizer(Protocol):
+    """Text to token numbers and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many numbers there are."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token numbers of a text, [tokens] int32."""
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text of token numbers."""
 
 
 class WordTokenizer:
@@ -66,9 +84,75 @@ class WordTokenizer:
         return np.asarray(numbers, np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of token numbers; bytes that form no character are shown as the replacement character."""
-        parts = [self.words[token - NUM_BYTES].encode() if token >= NUM_BYTES else bytes([token]) for token in map(int, tokens)]
-        return b"".join(parts).decode(errors="replace")
+        """The text of token numbers; unknown ones and bytes that form no character are shown as the replacement character."""
+        return b"".join(map(self._bytes_of, map(int, tokens))).decode(errors="replace")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the words as JSON, for `read_tokenizer`."""
+        Path(path).write_text(json.dumps({"format": _FORMAT, "words": self.words}, ensure_ascii=False), encoding="utf-8")
+
+    def _bytes_of(self, token: int) -> bytes:
+        if token < NUM_BYTES:
+            return bytes([token])
+        return self.words[token - NUM_BYTES].encode() if token < self.vocab_size else b"\xff"
+
+
+class LibraryTokenizer:
+    """A tokenizer file of Hugging Face's tokenizers library.
+
+    Args:
+        path: the file, usually called tokenizer.json.
+
+    Raises:
+        UnsupportedError: the library is not installed.
+        ContextError: it cannot read the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError as error:
+            raise UnsupportedError(
+                "This tokenizer file needs the tokenizers library.", where=str(path), fix="pip install tokenizers"
+            ) from error
+        try:
+            self._own: Any = Library.from_file(os.fspath(path))
+        except Exception as error:
+            raise ContextError("The tokenizer file cannot be read.", where=str(path), got=str(error)) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """How many numbers there are."""
+        return int(self._own.get_vocab_size())
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token numbers of a text, [tokens] int32."""
+        return np.asarray(self._own.encode(text).ids, np.int32)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text of token numbers."""
+        return str(self._own.decode([int(token) for token in tokens]))
+
+
+def read_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
+    """The tokenizer of a file that `WordTokenizer.save` or the tokenizers library wrote; without one, the 256 bytes.
+
+    Raises:
+        ContextError: the file is no tokenizer.
+        UnsupportedError: it needs a library that is not installed.
+        OSError: it cannot be read.
+    """
+    if path is None:
+        return WordTokenizer(())
+    try:
+        body = json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        raise ContextError("The tokenizer file holds no JSON text.", where=str(path), got=str(error)) from error
+    if isinstance(body, dict) and body.get("format") == _FORMAT:
+        return WordTokenizer(tuple(map(str, body["words"])))
+    if not isinstance(body, dict) or "model" not in body:
+        raise ContextError("The file is no tokenizer.", where=str(path), need=f"format {_FORMAT!r}, or a file of the tokenizers library")
+    return LibraryTokenizer(path)
 
 
 def batches(tokens: np.ndarray, batch_size: int, seq: int, *, seed: int = 0) -> Iterator[Batch]:
