@@ -28,6 +28,9 @@ class AxisCodes:
     def __init__(self, mesh: LogicalMesh) -> None:
         self.mesh = mesh
         names = [name for name, size in mesh.axes if size > 1]
+        if len(names) == MAX_ORDERED_AXES:
+            # By size: meshes of the same axes in another order have the same codes but for the names.
+            names.sort(key=mesh.sizes.__getitem__)
         choose = permutations if len(names) <= MAX_ORDERED_AXES else combinations
         self.axes: list[AxisNames] = [own for count in range(len(names) + 1) for own in choose(names, count)]
         self.of: dict[AxisNames, int] = {own: code for code, own in enumerate(self.axes)}
@@ -46,7 +49,7 @@ class AxisCodes:
         return np.array(pairs, dtype=np.int64)
 
     def names(self, bits: int) -> AxisNames:
-        """The axes of a set of bits, in the order of the mesh."""
+        """The axes of a set of bits, in the order of the mesh, or three of them by size."""
         return tuple([name for place, name in enumerate(self._names) if bits >> place & 1])
 
     def code(self, axes: AxisNames) -> int:

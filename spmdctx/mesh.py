@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spmdctx.errors import StrategyError
@@ -55,6 +55,24 @@ class LogicalMesh:
     def num_slices(self, axes: Iterable[str]) -> int:
         """Into how many slices `axes` split a dimension."""
         return math.prod(self.sizes[name] for name in axes)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOrder(LogicalMesh):
+    """Meshes of the same axes in several orders at once, on which a collective costs what it costs on the best of them.
+
+    What is cheapest here is a lower bound for each of `orders`, the cheapest price of which may not be that of one of them.
+    """
+
+    orders: tuple[LogicalMesh, ...]
+
+    @classmethod
+    def of_meshes(cls, meshes: Sequence[LogicalMesh]) -> AnyOrder:
+        """From meshes of the same sizes in several orders; they get the names of the first one by size."""
+        by_size = [sorted(mesh.names, key=mesh.sizes.__getitem__) for mesh in meshes]
+        names = [dict(zip(own, by_size[0], strict=True)) for own in by_size]
+        orders = [LogicalMesh(tuple((new[name], size) for name, size in mesh.axes)) for mesh, new in zip(meshes, names, strict=True)]
+        return cls(meshes[0].axes, tuple(orders))
 
 
 def replicated(rank: int) -> TensorSharding:

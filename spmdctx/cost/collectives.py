@@ -22,7 +22,7 @@ from spmdctx.cost.topology import Interconnect, Topology
 from spmdctx.cost.torus import Span, spans_of
 from spmdctx.errors import message
 from spmdctx.ir import COLLECTIVE_KINDS, AxisNames
-from spmdctx.mesh import LogicalMesh
+from spmdctx.mesh import AnyOrder, LogicalMesh
 
 
 class LinearPrice(NamedTuple):
@@ -50,6 +50,9 @@ def collective_price(kind: str, axes: AxisNames, mesh: LogicalMesh, topology: To
     """The price of a collective as a line over its payload."""
     if kind not in COLLECTIVE_KINDS:
         raise ValueError(message(f"There is no collective called {kind!r}.", need=", ".join(COLLECTIVE_KINDS)))
+    if isinstance(mesh, AnyOrder):
+        lines = [collective_price(kind, axes, order, topology) for order in mesh.orders]
+        return LinearPrice(*map(min, zip(*lines, strict=True)))
     group = group_of(axes, mesh, topology.devices_per_host)
     if group.local * group.domains == 1:
         return LinearPrice(0.0, 0.0)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import StrategyError
 from spmdctx.ir import Assignment, Graph
-from spmdctx.mesh import LogicalMesh
+from spmdctx.mesh import AnyOrder, LogicalMesh
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.branching import Best, cheapest_accepted
 from spmdctx.search.free_values import place_free_values
@@ -41,6 +41,9 @@ _SOFT_ROUNDS = 2
 """Rounds for a budget that nobody set, of a large program."""
 
 _EQUAL = 1e-6
+_WORTH_THREE = 1e-3
+"""Share of its seconds by which a mesh of three axes must be able to improve a large program's plan."""
+
 _LAST_EFFORT = 5
 SMALL_PROGRAM = 100
 """Ops up to which meshes of three axes are tried unasked."""
@@ -182,12 +185,30 @@ class Searcher:
         """The cheapest assignment on any of the meshes, whatever memory it takes."""
         best: Found | None = None
         for setup in setups:
-            found = self._fastest_on(setup, float("inf") if best is None else best.cost_s)
+            if setup.mesh in self._bounds:
+                continue
+            known_s = float("inf") if best is None else best.cost_s
+            found = self._beaten_in_any_order(setup, setups, known_s) or self._fastest_on(setup, known_s)
             self._bounds[setup.mesh] = found.lower_bound_s
             if isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - _EQUAL)):
                 best = found
         assert best is not None
         return best._replace(lower_bound_s=min([best.cost_s, *self._bounds.values()]))
+
+    def _beaten_in_any_order(self, setup: Setup, setups: list[Setup], known_s: float) -> Beaten | None:
+        """Tries the meshes of three axes of the same sizes as one, before the first of them."""
+        sizes = sorted(setup.mesh.shape)
+        alike = [other.mesh for other in setups if sorted(other.mesh.shape) == sizes]
+        is_free = not (setup.pins or setup.partial_pins or setup.forced)
+        if len(sizes) < MAX_AXES or len(alike) < 2 or alike[0] != setup.mesh or not is_free or math.isinf(known_s):
+            return None
+        tables = self._tables(replace(setup, mesh=AnyOrder.of_meshes(alike)))
+        cutoff = known_s * (1 - self._margin(setup.mesh))
+        bound = self._solve(tables.problem(), cutoff).lower_bound
+        if bound < cutoff:
+            return None
+        self._bounds.update(dict.fromkeys(alike, bound))
+        return Beaten(bound)
 
     def fits(self, found: Found) -> bool:
         """Whether an assignment's peak is in the budget."""
@@ -230,19 +251,24 @@ class Searcher:
         return self._within(self._options.memory_bytes or 0, tables, tables.problem(), found)
 
     def _fastest_on(self, setup: Setup, known_s: float) -> Found | Beaten:
+        cutoff = known_s * (1 - self._margin(setup.mesh))
         glance = self._glances.pop(setup.mesh, None)
-        if glance is not None and glance.solution.lower_bound >= known_s * (1 - _EQUAL):
+        if glance is not None and glance.solution.lower_bound >= cutoff:
             return Beaten(glance.solution.lower_bound)
         tables = self._tables(setup) if glance is None else glance.tables
         is_proven = glance is not None and glance.solution.lower_bound == glance.solution.cost
-        solution = glance.solution if glance is not None and is_proven else self._solve(tables.problem(), known_s)
-        if solution.lower_bound >= known_s * (1 - _EQUAL):
+        solution = glance.solution if glance is not None and is_proven else self._solve(tables.problem(), cutoff)
+        if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - _EQUAL):
             return Beaten(solution.lower_bound)
         return self._found(setup, tables, solution)
 
+    def _margin(self, mesh: LogicalMesh) -> float:
+        """The share by which a mesh must be better than others to be worth the whole search."""
+        return _WORTH_THREE if len(mesh.axes) >= MAX_AXES and len(self._step.graph.ops) > SMALL_PROGRAM else _EQUAL
+
     def _solve(self, problem: Problem, cutoff: float) -> Solution:
         tolerance = self._options.limits.tolerance
-        solution = solve(problem, tolerance=tolerance, cutoff=cutoff * (1 - _EQUAL))
+        solution = solve(problem, tolerance=tolerance, cutoff=cutoff)
         if isinstance(solution, Infeasible):
             # Everything whole is always possible; only pins and limits of the search can make that hard to see.
             solution = solve(problem, effort=_LAST_EFFORT, tolerance=tolerance)

@@ -5,11 +5,13 @@ import random
 import pytest
 
 from spmdctx.errors import UnsupportedError
-from spmdctx.search import exhaustive_tables
+from spmdctx.mesh import AnyOrder
+from spmdctx.search import dynamic, exhaustive_tables
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.dynamic import DynamicOptions, Searcher, Shortfall, Step, plan_dynamic
 from spmdctx.search.evaluate import all_shardings, evaluate
 from spmdctx.search.exhaustive import Conditions, exhaustive
+from spmdctx.search.meshes import candidate_meshes
 from spmdctx.search.modes import Request, Setup
 from spmdctx.search.price import price
 from tests.search.random_graphs import fused, random_machine, random_mesh, random_step
@@ -190,3 +192,36 @@ def test_the_best_mesh_is_the_best_of_all_meshes(seed):
     assert [mesh.shape for mesh in (random_mesh(3), random_mesh(6))] == [(4,), (2, 2)]
     assert found.cost_s == pytest.approx(min(truth.cost_s for truth in truths), rel=1e-6)
     assert found.lower_bound_s <= min(truth.cost_s for truth in truths) * (1 + 1e-9)
+
+
+def _on_meshes_of_three(seed):
+    """Both the cheapest on each order of a mesh of three axes, and on all of them at once."""
+    made, machine = random_step(seed), random_machine(seed)
+    orders = [mesh for mesh in candidate_meshes(16, machine) if len(mesh.axes) == 3]
+    found = [_search(made, mesh, machine) for mesh in orders]
+    at_once = _search(made, AnyOrder.of_meshes(orders), machine) if orders else None
+    return orders, found, at_once
+
+
+@pytest.mark.parametrize("first", range(4100, 4130, TOGETHER))
+def test_what_is_cheapest_on_any_order_of_a_mesh_is_a_bound_for_each(first):
+    several = 0
+    for seed in range(first, first + TOGETHER):
+        orders, found, at_once = _on_meshes_of_three(seed)
+        several += len(orders) > 1
+        for own in found:
+            assert at_once.lower_bound_s <= own.cost_s * (1 + 1e-9)
+        if len(orders) == 1:
+            assert at_once.cost_s == pytest.approx(found[0].cost_s, rel=1e-9)
+    assert several >= TOGETHER // 2
+
+
+@pytest.mark.parametrize(("small", "share"), [(0, 1e-3), (100, 1e-6)])
+@pytest.mark.parametrize("seed", range(4200, 4206))
+def test_meshes_of_three_axes_are_searched_as_far_as_they_are_worth(seed, small, share, monkeypatch):
+    monkeypatch.setattr(dynamic, "SMALL_PROGRAM", small)
+    made, machine = random_step(seed), random_machine(seed)
+    found = plan_dynamic(_step(made), _request(16), machine, DynamicOptions(max_axes=3))
+    truth = min(_search(made, mesh, machine).cost_s for mesh in candidate_meshes(16, machine))
+    assert truth * (1 - 1e-9) <= found.cost_s <= truth * (1 + 2 * share)
+    assert truth * (1 - 2 * share) <= found.lower_bound_s <= truth * (1 + 1e-9)
