@@ -72,15 +72,15 @@ class Producer:
                 return Ready(batch, decision.rows, decision.expected, number, state, tuple(dropped))
 
     def _next(self) -> tuple[list[Any] | None, Decision]:
-        """The next batch's values and what becomes of it, agreed with the other processes where each has a part."""
+        """The next batch's values and what becomes of it, agreed with the other processes where it goes to all of them."""
         source, where = self._source, f"batch {self._number}"
         try:
             values, own = source.read(where)
         except BaseException:
-            if source.local:
+            if source.spans:
                 self._agreement.tell(Share(FAILED, 0, ()))
             raise
-        shares = self._agreement.exchange(own, self._stopped) if source.local else [own]
+        shares = self._agreement.exchange(own, self._stopped) if source.spans else [own]
         return values, decide(shares, self._remainder, self._number)
 
     def _placed(self, values: Sequence[Any] | None, decision: Decision) -> Any:

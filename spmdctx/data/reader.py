@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spmdctx.data.agreement import ENDED, Share
-from spmdctx.data.blocks import Bounds, part_of
+from spmdctx.data.blocks import Bounds, part_of, slices
 from spmdctx.data.lazy import is_read_by_blocks
 from spmdctx.data.targets import Leaf, Mask, Targets
 from spmdctx.errors import StrategyError
@@ -47,13 +47,17 @@ class Form(NamedTuple):
 
 
 class Reader:
-    """Reads a source; `form` and `local`, whether batches are this process's parts, are known from the first batch on."""
+    """Reads a source; `form` and `local`, whether batches are this process's parts, are known from the first batch on.
+
+    `spans` says whether batches go to devices of several processes, which then read in step.
+    """
 
     def __init__(self, iterator: Iterator[Any], targets: Targets, mask: Mask | None, whole: bool, skip: int) -> None:
         self._iterator, self._targets, self._mask = iterator, targets, mask
         self._skip, self._has_told = skip, False
         self.form: Form | None = None
-        self.local = jax.process_count() > 1 and not whole
+        self.spans = any(not leaf.sharding.is_fully_addressable for leaf in targets.flat)
+        self.local = self.spans and not whole
 
     def read(self, where: str) -> tuple[list[Any] | None, Share]:
         """The values of the next batch, None at the end, and which rows they are; a mask that is not there is None.
@@ -72,7 +76,7 @@ class Reader:
             expected, ranges = form.given[form.rows][0], form.row_ranges(form.rows, self.local)
         if values is not None and rows < expected and self.local:
             self._check_ranges(form, ranges, where)
-        contents = _contents(values, form) if values is not None and self.local and not self._has_told else ()
+        contents = _contents(values, form, self.local) if values is not None and self.spans and not self._has_told else ()
         self._has_told = True
         return values, Share(ENDED if values is None else rows, expected, ranges, contents)
 
@@ -176,13 +180,19 @@ def _rows(values: Sequence[Any], form: Form, where: str) -> tuple[int, int]:
     return rows, expected
 
 
-def _contents(values: Sequence[Any], form: Form) -> tuple[str, ...]:
-    """Per leaf a digest of which part of it this process has, and one of what is in it."""
+def _contents(values: Sequence[Any], form: Form, local: bool) -> tuple[str, ...]:
+    """Per leaf a digest of which part of it this process holds, and one of what is in that; "-" where it is not in memory."""
     found = []
     for value, leaf, shape in zip(values, form.leaves, form.shapes, strict=True):
-        part = zlib.crc32(repr(part_of(leaf.sharding, shape).dims).encode())
-        found.append("" if value is None else f"{part:08x}{zlib.crc32(np.ascontiguousarray(value).tobytes()):08x}")
-    return tuple(content or "-" for content in found)
+        part = part_of(leaf.sharding, shape)
+        if value is None or is_read_by_blocks(value):
+            found.append("-")
+            continue
+        digest = 0
+        for bounds, _ in part.blocks:
+            digest = zlib.crc32(value[slices(part.local_bounds(bounds) if local else bounds)].tobytes(), digest)
+        found.append(f"{zlib.crc32(repr([bounds for bounds, _ in part.blocks]).encode()):08x}{digest:08x}")
+    return tuple(found)
 
 
 def _check_types(values: Sequence[Any], form: Form, where: str) -> None:

@@ -34,19 +34,12 @@ def decide(shares: Sequence[Share], remainder: str, number: int) -> Decision:
     ended = [process for process, share in enumerate(shares) if share.rows == ENDED]
     if len(ended) == len(shares):
         return Decision("end", 0, 0)
-    rows, expected = _count(shares, where)
     _check_contents(shares, where)
-    if rows == expected:
-        return Decision("use", rows, expected)
     have = ", ".join(f"{max(share.rows, 0)} of {share.expected}" for share in shares) if len(shares) > 1 else ""
-    nothing = next((process for process in ended if not shares[process].ranges), None)
-    if ended and (nothing is not None or remainder == "error"):
-        raise StrategyError(
-            f"Process {ended[0] if nothing is None else nothing} has no {'more ' if nothing is None else ''}batches, while others have.",
-            where=where,
-            got=f"rows per process: {have}",
-            fix="give all processes as many rows" + (", or say remainder='pad' or 'drop'" if nothing is None else ""),
-        )
+    _check_ended(shares, remainder, where, have)
+    rows, expected = _count(shares, where)
+    if rows == expected and not ended:
+        return Decision("use", rows, expected)
     has_none = any(share.rows == 0 for share in shares)  # then there is no row to pad with
     if remainder == "error" or (remainder == "pad" and has_none):
         raise StrategyError(
@@ -56,6 +49,20 @@ def decide(shares: Sequence[Share], remainder: str, number: int) -> Decision:
             fix="let the source leave out batches without rows" if has_none else "say remainder='pad' or 'drop', or change the batch size",
         )
     return Decision("end" if ended and remainder == "drop" else remainder, rows, expected)
+
+
+def _check_ended(shares: Sequence[Share], remainder: str, where: str, have: str) -> None:
+    """A process without more batches is an error, but where its rows can be padded, or those of the others dropped."""
+    others = {rows for share in shares if share.rows != ENDED for rows in share.ranges}
+    for process, share in enumerate(shares):
+        never, is_shared = not share.ranges, any(rows in others for rows in share.ranges)
+        if share.rows == ENDED and (never or remainder == "error" or (remainder == "pad" and is_shared)):
+            raise StrategyError(
+                f"Process {process} has no {'' if never else 'more '}batches, while others have.",
+                where=where,
+                got=f"rows per process: {have}",
+                fix="give all processes as many rows" + ("" if never else ", or say remainder='pad' or 'drop'"),
+            )
 
 
 def _check_contents(shares: Sequence[Share], where: str) -> None:
@@ -78,7 +85,7 @@ def _count(shares: Sequence[Share], where: str) -> tuple[int, int]:
     total = max(stop for share in shares for _, stop in share.ranges)
     real = np.full(total, -1, np.int8)
     for process, share in enumerate(shares):
-        if not share.ranges:
+        if share.rows == ENDED:
             continue
         own = np.concatenate([np.arange(start, stop) for start, stop in share.ranges])
         mine = (np.arange(len(own)) < share.rows).astype(np.int8)

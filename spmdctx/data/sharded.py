@@ -38,7 +38,8 @@ def shard(
             data_parallel), a device may hold nothing but padding: divide by a fixed number of rows there, not by the mask's sum.
         prefetch: how many batches are put on the devices ahead of their use, by a thread; 0 for none.
         whole: with several processes, whether each of them gives whole batches; by default where full_batch is set. Else each gives
-            the rows, or blocks, that its devices hold, and the processes agree on short batches and on the end.
+            the rows, or blocks, that its devices hold (`spmdctx.data.process_shard`). In both cases the processes read in step, and
+            agree on short batches and on the end.
 
     Raises:
         StrategyError: an option that does not exist; batches that do not fit, when they are read.

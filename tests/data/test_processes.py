@@ -60,3 +60,14 @@ def test_processes_that_hold_the_same_rows_must_be_given_the_same(found):
         assert own["same_rows"]["ranges"] == [[[[0, 8]], [[process * 8, process * 8 + 8]], columns], [[[0, 8]]]]
         assert "Processes 0 and 1 hold the same part of the batch, but were given different data" in own["same_rows"]["error"]
         assert own["same_rows"]["equal"]
+
+
+def test_whole_batches_must_be_alike_and_end_together(found):
+    for own in found:
+        assert "hold the same part of the batch, but were given different data" in own["unlike"][0]
+        assert "leaf 1 of the batch" in own["unlike"][0]
+        assert "Process 0 has no more batches, while others have" in own["unlike"][1]
+
+
+def test_a_process_may_read_alone_for_its_own_devices(found):
+    assert [own["alone"] for own in found] == [2, 3]

@@ -110,6 +110,26 @@ def uneven(mine, remainder):
     return {"rows": rows, "labels": sums, "dropped": loader.dropped_rows, "padded": loader.padded_rows}
 
 
+def unlike(mine):
+    """Whole batches that differ between processes, or of which one process has fewer."""
+    step, found = step_of(((4, 1, 1), (1,))), []
+    for source in ([whole(mine)], [whole(0)] * (2 + mine)):
+        loader = spmdctx.data.shard(source, step, whole=True)
+        try:
+            count = sum(1 for _ in loader)
+        except spmdctx.StrategyError as error:
+            count = str(error)
+        found.append(count)
+    return found
+
+
+def alone(mine):
+    """Devices of one process: the others need not know of it."""
+    step = spmdctx.parallel(forward, parallel_mode="data_parallel", devices=jax.local_devices())
+    step.plan(np.float32(2), *[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in whole(0)])
+    return len(list(spmdctx.data.shard([whole(0)] * (2 + mine), step)))
+
+
 def same_rows(mine):
     """The model axis spans the processes, so that both hold all rows: what each reads is the same."""
     step = spmdctx.parallel(forward, parallel_mode="semi_auto_parallel", mesh={"model": 2, "data": 4}, dataset_strategy=((4, 1, 1), (4,)))
@@ -153,6 +173,8 @@ def main():
         "own": own_parts(mine),
         "whole": whole_batches(mine),
         "same_rows": same_rows(mine),
+        "unlike": unlike(mine),
+        "alone": alone(mine),
         "failing": failing(mine),
         **{remainder: uneven(mine, remainder) for remainder in ("error", "pad", "drop")},
     }
