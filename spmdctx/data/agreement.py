@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from threading import Event
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from spmdctx._compat import KeyValueStore, key_value_store
 from spmdctx.errors import StrategyError
 
 _POLL_S = 0.5
+_COMPLETE = "complete "
 _numbers = count()
 
 
@@ -34,10 +35,17 @@ ENDED, FAILED = -1, -2
 
 
 class Agreement:
-    """An exchange per batch over JAX's coordination service; processes must make their data loaders in the same order."""
+    """An exchange per batch over JAX's coordination service; processes must make their data loaders in the same order.
 
-    def __init__(self, store: Callable[[], KeyValueStore] = key_value_store) -> None:
+    Process 0 collects the shares and tells them to all; where all are complete it says only that, so that what is sent grows with
+    the number of processes and not with its square.
+    """
+
+    def __init__(
+        self, store: Callable[[], KeyValueStore] = key_value_store, process: int | None = None, num_processes: int | None = None
+    ) -> None:
         self._store = store
+        self._process, self._num_processes = process, num_processes
         self._number = next(_numbers)
         self._pass = self._batch = 0
 
@@ -45,12 +53,13 @@ class Agreement:
         """A new pass over the source, in all processes."""
         self._pass, self._batch = self._pass + 1, 0
 
-    def tell(self, own: Share) -> None:
-        """Tells the others of this process's share of the next batch, and does not wait for theirs."""
-        self._store().set(self._key(self._batch, jax.process_index()), _written(own))
+    def tell_failure(self) -> None:
+        """Tells the others that this process cannot read the next batch, and does not wait for them."""
+        me, failed = self._me(), Share(FAILED, 0, ())
+        self._store().set(self._key(self._batch, me) if me else self._key(self._batch), _written(failed))
 
     def exchange(self, own: Share, stopped: Event) -> list[Share]:
-        """The shares of all processes, in their order.
+        """The shares of all processes, in their order; one for all where all are complete.
 
         Args:
             own: this process's.
@@ -59,18 +68,28 @@ class Agreement:
         Raises:
             StrategyError: nobody waits any more.
         """
-        self.tell(own)
-        me, batch = jax.process_index(), self._batch
+        store, batch, me = self._store(), self._batch, self._me()
         self._batch += 1
-        if batch > 1:
-            self._store().delete(self._key(batch - 2, me))  # all have read it: they are past batch - 1
-        found = []
-        for process in range(jax.process_count()):
-            found.append(own if process == me else _read(self._wait(self._key(batch, process), stopped)))
-        return found
+        if me:
+            store.set(self._key(batch, me), _written(own))
+            told = self._wait(self._key(batch), stopped)
+        else:
+            number = self._num_processes or jax.process_count()
+            shares = [own, *(_read(self._wait(self._key(batch, process), stopped)) for process in range(1, number))]
+            told = _summary(shares)
+            store.set(self._key(batch), told)
+        if batch > 1:  # all processes are past that batch: they have told of the one after it
+            store.delete(self._key(batch - 2, me) if me else self._key(batch - 2))
+        if told.startswith(_COMPLETE):
+            rows = int(told.removeprefix(_COMPLETE))
+            return [Share(rows, rows, ((0, rows),))]
+        return [_read(share) for share in told.split("|")]
 
-    def _key(self, batch: int, process: int) -> str:
-        return f"spmdctx/data/{self._number}/{self._pass}/{batch}/{process}"
+    def _me(self) -> int:
+        return jax.process_index() if self._process is None else self._process
+
+    def _key(self, batch: int, process: int | None = None) -> str:
+        return f"spmdctx/data/{self._number}/{self._pass}/{batch}/{'all' if process is None else process}"
 
     def _wait(self, key: str, stopped: Event) -> str:
         while not stopped.is_set():
@@ -78,6 +97,12 @@ class Agreement:
             if told is not None:
                 return told
         raise StrategyError("The data loader was closed while it waited for another process.")
+
+
+def _summary(shares: Sequence[Share]) -> str:
+    if all(share.rows == share.expected and not share.contents for share in shares):
+        return f"{_COMPLETE}{max(stop for share in shares for _, stop in share.ranges)}"
+    return "|".join(map(_written, shares))
 
 
 def _written(share: Share) -> str:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from spmdctx._compat import x64_is_on
-from spmdctx.data.agreement import FAILED, Agreement, Share
+from spmdctx.data.agreement import Agreement
 from spmdctx.data.blocks import Bounds, Piece, assemble, part_of
 from spmdctx.data.lazy import is_read_by_blocks, reader
 from spmdctx.data.reader import Form, Reader
@@ -78,7 +78,7 @@ class Producer:
             values, own = source.read(where)
         except BaseException:
             if source.spans:
-                self._agreement.tell(Share(FAILED, 0, ()))
+                self._agreement.tell_failure()
             raise
         shares = self._agreement.exchange(own, self._stopped) if source.spans else [own]
         return values, decide(shares, self._remainder, self._number)

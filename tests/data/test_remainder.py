@@ -1,6 +1,7 @@
 """What becomes of a batch, given what each process has of it."""
 
-from threading import Event
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition, Event
 
 import pytest
 
@@ -59,40 +60,72 @@ def test_what_cannot_go_on_is_an_error_in_all_processes(shares, remainder, words
         decide(shares, remainder, 1)
 
 
-class Mirror:
-    """A key-value store in which process 1 says what process 0 says."""
+class Store:
+    """A key-value store of three threads that stand for processes."""
 
     def __init__(self):
-        self.content = {}
+        self.content, self.sizes = {}, []
+        self.changed = Condition()
 
     def set(self, key, value):
-        self.content[key] = value
+        with self.changed:
+            assert self.content.setdefault(key, value) is value
+            self.sizes.append(len(value))
+            self.changed.notify_all()
 
     def get(self, key, timeout_s):
-        return self.content.get(key.removesuffix("/1") + "/0")
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.content, timeout_s)
+            return self.content.get(key)
 
     def delete(self, key):
         del self.content[key]
 
 
 @pytest.fixture
-def store(monkeypatch):
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    return Mirror()
+def agreements():
+    store = Store()
+    made = [Agreement(lambda: store, process, 3) for process in range(3)]
+    for other in made:
+        other._number = made[0]._number  # as if each were the first of its own process
+    return store, made
 
 
-@pytest.mark.parametrize("share", [Share(4, 4, LOWER), Share(3, 4, ((0, 2), (4, 6)), ("0000000b00000001", "-")), Share(ENDED, 0, ())])
-def test_shares_are_exchanged_and_forgotten(store, share):
-    agreement = Agreement(lambda: store)
-    for _ in range(4):
-        assert agreement.exchange(share, Event()) == [share, share]
-    assert len(store.content) == 2
-    agreement.restart()
-    assert agreement.exchange(share, Event()) == [share, share]
+SHARES = [
+    [Share(4, 4, LOWER, ("0000000b00000001", "-")), Share(4, 4, UPPER, ("0000000c00000001", "-")), Share(4, 4, UPPER)],
+    [Share(4, 4, LOWER), Share(3, 4, ((4, 6), (6, 8))), Share(ENDED, 4, UPPER)],
+    [Share(4, 4, LOWER), Share(ENDED, 0, ()), Share(ENDED, 0, ())],
+    [Share(4, 4, LOWER), Share(4, 4, UPPER), Share(4, 4, UPPER)],
+]
 
 
-def test_waiting_ends_when_the_loader_is_closed(store):
+def test_shares_are_exchanged_and_forgotten(agreements):
+    store, made = agreements
+    with ThreadPoolExecutor(3) as pool:
+        for shares in (*SHARES, *SHARES):
+            found = list(pool.map(lambda one, share: one.exchange(share, Event()), made, shares))
+            assert found == [[Share(8, 8, ((0, 8),))] if shares is SHARES[3] else shares] * 3
+    assert len(store.content) == 2 * 3
+    for one in made:
+        one.restart()
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda one, share: one.exchange(share, Event()), made, SHARES[0])) == [SHARES[0]] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failure_reaches_all_processes(agreements, failing):
+    _, made = agreements
+    made[failing].tell_failure()
+    with ThreadPoolExecutor(2) as pool:
+        others = [one for process, one in enumerate(made) if process != failing]
+        for shares in pool.map(lambda one: one.exchange(Share(4, 4, LOWER), Event()), others):
+            with pytest.raises(StrategyError, match=f"Process {failing} failed to read"):
+                decide(shares, "pad", 0)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_waiting_ends_when_the_loader_is_closed(agreements, process):
     stopped = Event()
     stopped.set()
     with pytest.raises(StrategyError, match="was closed while it waited"):
-        Agreement(lambda: store).exchange(Share(4, 4, LOWER), stopped)
+        agreements[1][process].exchange(Share(4, 4, LOWER), stopped)
