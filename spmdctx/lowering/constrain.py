@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from spmdctx._compat import scan_counts
 from spmdctx.cost.reshard import reshard_steps
 from spmdctx.errors import ContextWarning
-from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, TensorSharding, item_bytes
+from spmdctx.ir import LITERAL, Assignment, Graph, Op, TensorSharding, item_bytes
+from spmdctx.lowering.anchors import Anchors
 from spmdctx.lowering.buckets import Sum, barrier_of, tie_buckets
 from spmdctx.lowering.islands import ISLANDS, island
 from spmdctx.lowering.loop_sums import HeldSums
@@ -141,6 +142,7 @@ class _Rewriter:
         self.held = HeldSums(self, holds_of(program.graph, sums, assignment, mesh))
         self._sites = iter(program.op_of_site)
         self._moved = _moved(program.graph.ops, assignment)
+        self._anchors = Anchors(assignment, mesh, self._moved)
         self._turned = _turned(program.graph, assignment)
         self._templates: dict[Any, Any] = {}
         self._info: Any = None
@@ -232,22 +234,9 @@ class _Rewriter:
                 # Asked for the scattered result alone, XLA may use idle axes and permute instead.
                 var = block.constrain(var, natural)
             natural = reduction.after
-        if partial or natural != stored or self._is_anchor(op):
+        if partial or natural != stored or op in self._anchors:
             var = block.constrain(var, natural)
         return block.reshard(var, value, natural, stored)
-
-    def _is_anchor(self, op: Op) -> bool:
-        """Whether the op's result needs a constraint although nothing is resharded: all but plain element-wise ops do."""
-        rule = op.rule
-        if any(kind is not FactorKind.PASS_THROUGH for kind in rule.kinds) or rule.blocked:
-            return True
-        if len({dims for dims in (*rule.operands, *rule.results) if dims}) > 1:
-            return True
-        axes = self.assignment.ops[op.id].axes
-        return any(
-            value != LITERAL and self.assignment.values[value] != project(dims, axes)
-            for value, dims in zip(op.operands, rule.operands, strict=True)
-        ) or all(value == LITERAL for value in op.operands)
 
     # Equations
 
