@@ -55,6 +55,8 @@ def fusion_works(values: Sequence[Value], ops: Sequence[Op], fused: Sequence[int
         main = home[0] if home else op.id
         if op.primitive not in _PRODUCTS and op.primitive not in NAMING:
             arithmetic[main] += vector_flops(op)
+        if bits + 1 == 1 << len(op.operands) + len(op.results):
+            continue  # nothing of it is in memory
         for position, value in enumerate((*op.operands, *op.results)):
             if not bits >> position & 1 and (main, value) not in seen:
                 seen.add((main, value))
@@ -159,17 +161,22 @@ def _is_inside(op: Op, bits: int) -> bool:
 def _works(
     values: Sequence[Value], ops: Sequence[Op], homes: Sequence[_Place | None], moved: dict[_Place, int], arithmetic: Sequence[int]
 ) -> list[Work | None]:
-    known: dict[Work, Work] = {}
+    known: dict[tuple[tuple[float, ...], float], Work] = {}
     elements = [math.prod(value.shape) for value in values]
     found: list[Work | None] = []
     for op, home in zip(ops, homes, strict=True):
-        work = None
         if home is not None:
-            work = Work((), 0 if op.primitive in NAMING else vector_flops(op) * _HIDDEN)
-        elif op.primitive not in _APART and op.primitive not in NAMING:
-            rates = [moved.get((op.id, place), 0) / max(1, elements[value]) for place, value in enumerate((*op.operands, *op.results))]
-            work = Work(tuple(rates), float(arithmetic[op.id]))
-        found.append(known.setdefault(work, work) if work is not None else None)
+            key: tuple[tuple[float, ...], float] = ((), 0 if op.primitive in NAMING else vector_flops(op) * _HIDDEN)
+        elif op.primitive in _APART or op.primitive in NAMING:
+            found.append(None)
+            continue
+        else:
+            places = enumerate((*op.operands, *op.results))
+            key = (tuple([moved.get((op.id, place), 0) / max(1, elements[value]) for place, value in places]), float(arithmetic[op.id]))
+        work = known.get(key)
+        if work is None:
+            work = known[key] = Work(*key)
+        found.append(work)
     return found
 
 

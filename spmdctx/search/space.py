@@ -122,13 +122,24 @@ class Space:
     def _number_kinds(self) -> list[int]:
         """The number of each op's kind."""
         numbers: dict[tuple[int, str, str, tuple[bool, ...], int, Work | None, tuple[bool, ...]], int] = {}
+        known: dict[tuple[object, ...], int] = {}
         values, loose = self.graph.values, self.loose_slots
+        passing = frozenset(value for value, is_passing in enumerate(self.passing) if is_passing)
         kinds = []
         for op, slots in zip(self.graph.ops, self.op_slots, strict=True):
             free = () if loose.isdisjoint(slots) else tuple([slot in loose for slot in slots])
-            passing = tuple([bool(self.passing[value]) for value in (*op.operands, *op.results) if value != LITERAL])
-            key = (id(op.rule), op.primitive, values[op.results[0]].dtype if op.results else "", free, op.fused, op.work, passing)
-            kinds.append(numbers.setdefault(key, len(numbers)))
+            if passing.isdisjoint(op.operands) and passing.isdisjoint(op.results):
+                own: tuple[bool, ...] = (False,) * (len(op.operands) + len(op.results) - op.operands.count(LITERAL))
+            else:
+                own = tuple([value in passing for value in (*op.operands, *op.results) if value != LITERAL])
+            dtype = values[op.results[0]].dtype if op.results else ""
+            # Equal works are one object as a rule, and so spare hashing their figures.
+            quick = (id(op.rule), op.primitive, dtype, free, op.fused, id(op.work), own)
+            number = known.get(quick)
+            if number is None:
+                key = (id(op.rule), op.primitive, dtype, free, op.fused, op.work, own)
+                number = known[quick] = numbers.setdefault(key, len(numbers))
+            kinds.append(number)
         self.kinds = [Kind(*key) for key in numbers]
         return kinds
 

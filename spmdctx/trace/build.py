@@ -86,6 +86,7 @@ class Builder:
         self.loss_operands: list[LossOperand] = []
         self.notes: list[str] = []
         self._known: dict[Any, _Known] = {}
+        self._quick: dict[Any, _Known] = {}
         self._kinds: list[str] = []
         self._tensors: dict[int, _Tensor] = {}
         self._trail: list[int] = []
@@ -133,7 +134,14 @@ class Builder:
         return tuple([LITERAL if isinstance(atom, _Literal) else env[atom] for atom in atoms])
 
     def _add_equation(self, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
-        known = self._rule_of(eqn)
+        # JAX shares abstract values between variables, and most ops have no parameters.
+        avals = [id(var.aval) for var in eqn.invars], [id(var.aval) for var in eqn.outvars]
+        key = (eqn.primitive, len(avals[0]), *avals[0], *avals[1]) if not eqn.params else None
+        known = self._quick.get(key)
+        if known is None:
+            known = self._rule_of(eqn)
+            if key is not None:
+                self._quick[key] = known
         operands = self.read(env, eqn.invars)
         results = tuple([self.add_value(var.aval) for var in eqn.outvars])
         env.update(zip(eqn.outvars, results, strict=True))
