@@ -168,7 +168,9 @@ def batch_targets(entry: Entry | None, *, whole: bool) -> Targets:
     if entry is None:
         raise PlanError("The batch cannot be placed: nothing was planned yet.", fix="call step.plan, step.init or the step first")
     inputs, shardings = entry.captured.inputs, entry.program.in_shardings
-    leaves = [Leaf(leaf.path, own, leaf.shape, np.dtype(leaf.dtype)) for leaf, own in zip(inputs, shardings, strict=True)]
+    # NumPy has no type for random keys.
+    dtypes = [np.dtype(object if leaf.dtype.startswith("key<") else leaf.dtype) for leaf in inputs]
+    leaves = [Leaf(leaf.path, own, leaf.shape, dtype) for leaf, own, dtype in zip(inputs, shardings, dtypes, strict=True)]
     roles, names = entry.structure.inputs([leaf.role for leaf in inputs])
     places, named = entry.structure.inputs(leaves)
     pairs = [*zip(roles, places, strict=True), *((names[name], named[name]) for name in names)]

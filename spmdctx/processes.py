@@ -26,8 +26,8 @@ def on_all(leaf: Any, target: Sharding) -> Any:
         return jax.random.wrap_key_data(on_all(jax.random.key_data(leaf), target), impl=jax.random.key_impl(leaf))
     if not is_of_one_process(leaf):
         return _moved(leaf, target)
-    if not np.ndim(leaf):  # it may be weakly typed, which only this keeps
-        return jax.device_put(leaf, target)
+    if jax.typeof(leaf).weak_type and not np.ndim(leaf):
+        return jax.device_put(np.asarray(leaf).item(), target)
     array = np.asarray(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
     return jax.make_array_from_callback(array.shape, target, lambda index: array[index])
 

@@ -45,6 +45,7 @@ class Watch:
         self._process = process
         self._link = link
         self._left = False
+        self._ending = threading.Lock()
         self._previous = sys.excepthook
         sys.excepthook = self._failed
         os.register_at_fork(after_in_child=link.close)
@@ -67,6 +68,8 @@ class Watch:
 
     def _end(self, process: int, why: str) -> None:
         """Ends this process, with no clean-up that would wait for the one that is gone."""
+        if not self._ending.acquire(blocking=False):  # its own error is being told
+            return
         text = message(
             f"Process {process} {'has failed' if why else 'is gone'}; process {self._process} cannot go on without it and ends.",
             got=why or "its connection closed without a word, as when it is killed or its machine is lost",
@@ -78,6 +81,8 @@ class Watch:
         """The last of an exception that nobody caught: a lost process is named in its place where that is what it came from."""
         if not isinstance(error, KeyboardInterrupt):
             time.sleep(_VERDICT_S)
+        if not self._ending.acquire(blocking=False):
+            return
         with contextlib.suppress(Exception):
             self._previous(kind, error, trace)
         said = str(error).strip().splitlines()

@@ -110,7 +110,7 @@ def get_rank(group: str = WORLD) -> int:
         CommunicationError: before `init`, for an unknown group, or where the group has none of this process's devices.
     """
     ranks, mine = _own(group, "get_rank")
-    return next(index for index, rank in enumerate(ranks) if rank in mine)
+    return ranks.index(min(mine))
 
 
 def get_group_size(group: str = WORLD) -> int:
@@ -130,8 +130,8 @@ def get_local_rank(group: str = WORLD) -> int:
         CommunicationError: as `get_rank`.
     """
     ranks, mine = _own(group, "get_local_rank")
-    local = [rank for rank in ranks if rank in _ranks_of_host()]
-    return next(index for index, rank in enumerate(local) if rank in mine)
+    here = _ranks_of_host()
+    return [rank for rank in ranks if rank in here].index(min(mine))
 
 
 def get_local_rank_size(group: str = WORLD) -> int:

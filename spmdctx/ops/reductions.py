@@ -127,7 +127,8 @@ def _extreme(x: Any, op: ReduceOp, members: Members) -> Any:
     """The maximum or minimum; JAX has no derivative of its collectives for them."""
     collective = jax.lax.pmax if op is ReduceOp.MAX else jax.lax.pmin
 
-    extreme: Any = jax.custom_jvp(lambda value: collective(value, members.axes, axis_index_groups=members.groups))
+    differentiable: Any = jax.custom_jvp
+    extreme = differentiable(lambda value: collective(value, members.axes, axis_index_groups=members.groups))
 
     def derivative(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
         found = extreme(primals[0])

@@ -9,14 +9,20 @@ from spmdctx.processes import to_host
 from tests.zoo import case
 from tests.zoo.matrix import Cell
 
-CELLS = (
-    Cell("mlp", "pytree", "data_parallel", "", 8),
-    Cell("mlp", "nnx", "auto_parallel", "dynamic_programming", 8),
-    Cell("transformer", "linen", "semi_auto_parallel", "", 8),
-    Cell("lstm", "nnx", "auto_parallel", "sharding_propagation", 8),
-    Cell("moe", "pytree", "auto_parallel", "recursive_programming", 8),
-    Cell("cnn", "linen", "data_parallel", "", 8),
-)
+CELLS = {
+    (2, 4): (
+        Cell("mlp", "pytree", "data_parallel", "", 8),
+        Cell("mlp", "nnx", "auto_parallel", "dynamic_programming", 8),
+        Cell("transformer", "linen", "semi_auto_parallel", "", 8),
+        Cell("moe", "pytree", "auto_parallel", "recursive_programming", 8),
+    ),
+    (4, 2): (
+        Cell("mlp", "pytree", "data_parallel", "", 8),
+        Cell("lstm", "nnx", "auto_parallel", "sharding_propagation", 8),
+    ),
+}
+"""By processes and devices of each."""
+
 NUM_STEPS = 2
 
 

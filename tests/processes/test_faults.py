@@ -1,0 +1,62 @@
+"""A training whose processes are killed one after the other goes on as if nothing had happened."""
+
+import time
+
+import pytest
+
+from tests.processes.jobs import run_module
+
+NUM_STEPS = 8
+KILLS = (("compute", 3, 1), ("save", 4, 1), ("commit", 6, 0))
+"""Where, at which step, which process."""
+
+LIMIT_S = 15
+
+
+def train(folder, *more, succeeds=True):
+    return run_module("tests.processes.work_train", [str(folder), str(NUM_STEPS), *more], 2, 2, timeout_s=150, succeeds=succeeds)
+
+
+def losses(folder):
+    return [tuple(line.split()) for line in (folder / "losses.txt").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory):
+    """The folder of an undisturbed training, that of a disturbed one, and what each of its runs said and how long it took to end."""
+    calm, disturbed = tmp_path_factory.mktemp("calm"), tmp_path_factory.mktemp("disturbed")
+    train(calm)
+    runs = []
+    for where, step, process in KILLS:
+        code, _, err = train(disturbed, f"{where}:{step}:{process}", succeeds=False)
+        seconds = time.time() - float((disturbed / f"killed.{step}").read_text())
+        runs.append((code, err, seconds, len(losses(disturbed))))
+    train(disturbed)
+    return calm, disturbed, runs
+
+
+@pytest.mark.parametrize("number", range(len(KILLS)), ids=[where for where, _, _ in KILLS])
+def test_a_killed_process_ends_the_job_with_one_clear_error_on_the_others(trainings, number):
+    code, err, seconds, _ = trainings[2][number]
+    process = KILLS[number][2]
+    assert code == 128 + 9
+    assert f"[{1 - process}] error: Process {process} is gone; process {1 - process} cannot go on without it and ends." in err
+    assert err.count("error: Process") == 2
+    assert f"Process {process} was killed by SIGKILL" in err.splitlines()[-1]
+    assert "Check failure stack trace" not in err
+    assert seconds < LIMIT_S
+
+
+def test_the_losses_are_those_of_an_undisturbed_training_bit_for_bit(trainings):
+    calm, disturbed, _ = trainings
+    expected = losses(calm)
+    assert [int(step) for step, _ in expected] == list(range(1, NUM_STEPS + 1))
+    assert set(losses(disturbed)) == set(expected)
+
+
+def test_nothing_is_lost_beyond_the_last_checkpoint(trainings):
+    _, disturbed, runs = trainings
+    steps = [int(step) for step, _ in losses(disturbed)]
+    first_of_rerun = [steps[count] for *_, count in runs]
+    assert first_of_rerun[1:] == [3, 5]
+    assert first_of_rerun[0] in (1, 3)  # the checkpoint of step 2 may still have been on its way
