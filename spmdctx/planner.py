@@ -25,6 +25,7 @@ from spmdctx.search.bodies import Body, add_bodies
 from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
 from spmdctx.search.gradient_order import Gradient, gradient_buckets, gradient_order, sum_buckets
 from spmdctx.search.modes import ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
+from spmdctx.search.optimizer_pins import couplings
 from spmdctx.search.optimizer_state import layer_dims
 from spmdctx.search.price import Bill, price
 from spmdctx.search.refined_mesh import refined_axes
@@ -192,6 +193,11 @@ def _request(program: Program, captured: Captured, settings: Settings) -> Reques
             dims = tuple(() if name is None else (name,) if isinstance(name, str) else name for name in leaf.metadata)
             axes = captured.mesh_axes if {name for dim in dims for name in dim} <= dict(captured.mesh_axes).keys() else ()
             pins.append(ValuePin(value, axes, dims + ((),) * (len(leaf.shape) - len(dims)), "partitioning metadata"))
+    layerwise = frozenset(
+        value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if is_layerwise(leaf, settings.layerwise_parallel)
+    )
+    optimizer = _optimizer(program, context)
+    searches = optimizer is not None and _search_mode(settings) == "dynamic_programming"
     return Request(
         parallel_mode=context.parallel_mode,
         num_devices=settings.num_devices,
@@ -203,12 +209,9 @@ def _request(program: Program, captured: Captured, settings: Settings) -> Reques
         manual=tuple(
             ManualSpecs(region.op, region.mesh_axes, region.operands, region.results, region.is_loss) for region in program.manual
         ),
-        layerwise=frozenset(
-            value
-            for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True)
-            if is_layerwise(leaf, settings.layerwise_parallel)
-        ),
-        optimizer=_optimizer(program, context),
+        layerwise=layerwise,
+        optimizer=optimizer,
+        couplings=couplings(program.graph, settings.num_devices, optimizer, layerwise) if optimizer is not None and searches else (),
     )
 
 

@@ -368,8 +368,11 @@ class _Rewriter:
             atom = self.held.started(block, op, atom, self._info)
             fresh[own] = jexc.Var(atom.aval)
             return atom, inner.constrain(fresh[own], (self.held.axes_of(op.results[0]), *self.assignment.values[op.results[0]]))
-        atom = self.use(block, op, 0, atom)
-        return atom, inner.constrain(var, self.assignment.values[op.results[0]])
+        atom, stored = self.use(block, op, 0, atom), self.assignment.values[op.results[0]]
+        if getattr(atom.aval, "shape", ()) == getattr(var.aval, "shape", ()):
+            # What is the same in every turn, or the first turn's, is moved outside.
+            atom = block.reshard(atom, op.operands[0], project(op.rule.results[0], self.assignment.ops[op.id].axes), stored)
+        return atom, inner.constrain(var, stored)
 
 
 def _repeats(eqn: Any) -> bool:

@@ -60,11 +60,25 @@ class OptimizerSharding:
     layers: tuple[tuple[int, int], ...] = ()
 
 
+class Coupling(NamedTuple):
+    """A value whose sharding a search must choose by that of a parameter of its shape.
+
+    `how` is "further" (the parameter's, with all other axes added to dimension `dim`), "alike", "within" (no axis that the
+    parameter does not use), or "itself": the value is the parameter, and is stored as any sharding with all other axes added.
+    """
+
+    parameter: int
+    value: int
+    dim: int
+    how: str
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the user asked for, without JAX.
 
-    `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf; `optimizer` None for no parallel optimizer.
+    `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf; `optimizer` None for no parallel optimizer,
+    and `couplings` what it asks of a search.
     """
 
     parallel_mode: str
@@ -77,6 +91,7 @@ class Request:
     manual: tuple[ManualSpecs, ...]
     layerwise: frozenset[int]
     optimizer: OptimizerSharding | None = None
+    couplings: tuple[Coupling, ...] = ()
 
 
 @dataclass(slots=True)
@@ -99,6 +114,7 @@ class Setup:
     guesses: list[str] = field(default_factory=list)
     reasons: dict[int, str] = field(default_factory=dict)
     parts: Mapping[str, AxisNames] = field(default_factory=dict)
+    couplings: tuple[Coupling, ...] = ()
 
 
 def prepare(graph: Graph, request: Request) -> Setup:
@@ -111,7 +127,7 @@ def prepare(graph: Graph, request: Request) -> Setup:
     if request.parallel_mode == "stand_alone" or request.num_devices == 1:
         return _stand_alone(request)
     mesh, marked, notes = _mesh_of(graph, request)
-    setup = Setup(mesh, notes=list(notes))
+    setup = Setup(mesh, notes=list(notes), couplings=request.couplings)
     _force_manual(graph, request, setup)
     for value, dims in marked.items():
         _fix(setup, value, dims)

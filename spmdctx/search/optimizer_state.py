@@ -27,7 +27,7 @@ GRADIENTS_TOO, WEIGHTS_TOO = 2, 3
 REASON = "enable_parallel_optimizer splits it over the replicas"
 
 
-class _Split(NamedTuple):
+class Split(NamedTuple):
     """A parameter, the input values that are split like it (itself among them with level 3), its dimension and its replicas."""
 
     parameter: int
@@ -50,7 +50,7 @@ def split_optimizer(
         layerwise: parameters that have no replicas.
     """
     graph, size = step.graph, asked.shard_size
-    splits, small = _splits(graph, assignment.values, setup.mesh, asked, layerwise)
+    splits, small = splits_of(graph, assignment.values, setup.mesh, asked, layerwise)
     inner = {} if size == ALL_REPLICAS else _inner_parts(splits, setup.mesh, size)
     mesh, parts = refined(setup.mesh, inner)
     setup, assignment = refined_setup(setup, mesh, parts), refined_assignment(assignment, parts)
@@ -69,7 +69,7 @@ def split_optimizer(
         stored |= {value: target for value in one.values if assignment.values[value] == base or not any(assignment.values[value])}
         if asked.level >= GRADIENTS_TOO and _is_weight(graph, one.parameter):
             gradients[one.parameter] = target
-    setup.notes += [*_small_note(small, asked.threshold_bytes), *_unfit_note(unfit, size)]
+    setup.notes += [*small_note(small, asked.threshold_bytes), *unfit_note(unfit, size)]
     if not stored and not gradients:
         return setup, assignment
     setup.pins.update(stored)
@@ -83,7 +83,7 @@ def split_optimizer(
 def scattered_gradients(graph: Graph, mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]) -> dict[int, int]:
     """Parameters whose gradients may leave a loss of each device's own in pieces, where all inputs are whole, and along which dimension."""
     whole = [replicated(len(value.shape)) for value in graph.values]
-    splits, _ = _splits(graph, whole, mesh, asked, layerwise)
+    splits, _ = splits_of(graph, whole, mesh, asked, layerwise)
     fitting = [one for one in splits if _is_weight(graph, one.parameter) and _target(graph, whole[one.parameter], mesh, one, one.replicas)]
     return {one.parameter: one.dim for one in fitting}
 
@@ -97,9 +97,9 @@ def _is_weight(graph: Graph, value: int) -> bool:
     return graph.values[value].role is Role.PARAMETER
 
 
-def _splits(
+def splits_of(
     graph: Graph, stored: Sequence[TensorSharding], mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]
-) -> tuple[list[_Split], list[Value]]:
+) -> tuple[list[Split], list[Value]]:
     """The parameters that have replicas, with what of them is split; and those that are too small."""
     readers = readers_of(graph)
     found, small = [], []
@@ -117,7 +117,7 @@ def _splits(
         if num_bytes(known.shape, known.dtype) < asked.threshold_bytes:
             small.append(known)
         else:
-            found.append(_Split(parameter, values, _dim(graph, readers, parameter, dict(asked.layers)), replicas))
+            found.append(Split(parameter, values, _dim(graph, readers, parameter, dict(asked.layers)), replicas))
     return found, small
 
 
@@ -172,7 +172,7 @@ def _dim(graph: Graph, readers: Mapping[int, list[Op]], value: int, known: Mappi
     return 0
 
 
-def _inner_parts(splits: Iterable[_Split], mesh: LogicalMesh, size: int) -> dict[str, int]:
+def _inner_parts(splits: Iterable[Split], mesh: LogicalMesh, size: int) -> dict[str, int]:
     """Per axis that has to be cut for groups of `size` neighbouring replicas, its minor part; the first parameter decides."""
     inner: dict[str, int] = {}
     for one in splits:
@@ -194,19 +194,21 @@ def _inner(replicas: AxisNames, mesh: LogicalMesh, size: int) -> AxisNames:
     return ()
 
 
-def _target(graph: Graph, base: TensorSharding, mesh: LogicalMesh, one: _Split, chosen: AxisNames) -> TensorSharding | None:
+def _target(graph: Graph, base: TensorSharding, mesh: LogicalMesh, one: Split, chosen: AxisNames) -> TensorSharding | None:
     """The parameter's sharding with the chosen replicas added; None where there are none or they do not divide it."""
     target = (*base[: one.dim], base[one.dim] + chosen, *base[one.dim + 1 :])
     return target if chosen and divides(graph.values[one.parameter].shape, target, mesh) else None
 
 
-def _small_note(small: Iterable[Value], threshold_bytes: int) -> list[str]:
+def small_note(small: Iterable[Value], threshold_bytes: int) -> list[str]:
+    """Says what is under the threshold."""
     names = _names(small)
     limit = f"{threshold_bytes // 1024} KB (parallel_optimizer_threshold)"
     return [f"enable_parallel_optimizer leaves whole what holds less than {limit}: {names}."] if names else []
 
 
-def _unfit_note(unfit: Iterable[Value], size: int) -> list[str]:
+def unfit_note(unfit: Iterable[Value], size: int) -> list[str]:
+    """Says what does not divide."""
     names = _names(unfit)
     how = "over its replicas" if size == ALL_REPLICAS else f"over {size} of its replicas (optimizer_weight_shard_size)"
     return [f"enable_parallel_optimizer leaves whole what does not divide {how}: {names}."] if names else []

@@ -11,6 +11,7 @@ from spmdctx.mesh import replicated
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, plan_dynamic
 from spmdctx.search.modes import Request, Setup, batch_parts, prepare
+from spmdctx.search.optimizer_pins import name_what_is_split
 from spmdctx.search.optimizer_state import split_optimizer
 from spmdctx.search.propagation import propagate
 from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions
@@ -44,12 +45,17 @@ class Chosen(NamedTuple):
 def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
     """Runs the search that the options name; where the parallel optimizer is asked for, its state is split in what was found.
 
+    Dynamic programming splits it itself, but over a part of the replicas.
+
     Raises:
         StrategyError: strategies, batch or constraints that do not fit the mesh.
         InfeasibleError: a budget that cannot be met.
     """
     chosen = _search(step, request, options)
     if request.optimizer is None or chosen.setup.mesh.num_devices == 1:
+        return chosen
+    if chosen.setup.couplings and options.search_mode == "dynamic_programming":
+        name_what_is_split(step.graph, chosen.setup, chosen.assignment, request.num_devices, request.optimizer, request.layerwise)
         return chosen
     split = split_optimizer(step, chosen.setup, chosen.assignment, request.optimizer, options.topology, request.layerwise)
     return Chosen(*split, chosen.lower_bound_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +12,10 @@ from spmdctx.cost.reshard_table import reshard_table
 from spmdctx.domains import axis_codes, domain
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir import LITERAL, Assignment, Op, OpSharding, TensorSharding, item_bytes
+from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits, is_elementwise
-from spmdctx.search.modes import Setup
+from spmdctx.search.coupled import allowed_alone, allowed_pairs
+from spmdctx.search.modes import Coupling, Setup
 from spmdctx.search.narrowing import NARROW_BYTES
 from spmdctx.search.network import PLAIN, Carry, Network, Node
 from spmdctx.search.pins import PinnedDims
@@ -36,6 +39,7 @@ class Tables:
 
     def __init__(self, network: Network, space: Space, setup: Setup, limits: AlgoLimits) -> None:
         self.network, self.space, self.forced, self._limits = network, space, setup.forced, limits
+        self._couplings = self._coupled_nodes(setup.couplings if type(space.mesh) is LogicalMesh else ())
         self.pins: dict[int, PinnedDims] = {space.slot_of[value]: dims for value, dims in setup.partial_pins.items()}
         self.pins.update({space.slot_of[value]: sharding for value, sharding in setup.pins.items()})
         self._outputs, self._passing = frozenset(space.graph.outputs), space.passing
@@ -56,7 +60,24 @@ class Tables:
                 costs[carry.target] = costs[carry.target] + np.diagonal(table)
             else:
                 edges.append(Edge(carry.source.node, carry.target, table))
+        for (left, right), coupling in self._couplings.items():
+            shape = self.space.graph.values[coupling.value].shape
+            own, other = (self.choices[node].stored[0] for node in (left, right))
+            if left == right:
+                costs[left] = costs[left] + allowed_alone(self.space.mesh, shape, own, coupling.dim)
+            else:
+                edges.append(Edge(left, right, allowed_pairs(self.space.mesh, shape, own, other, coupling)))
         return Problem(tuple(costs), tuple(edges))
+
+    def _coupled_nodes(self, couplings: Iterable[Coupling]) -> dict[tuple[int, int], Coupling]:
+        """Pairs of nodes that are coupled; what the search does not place has none."""
+        found = {}
+        for coupling in couplings:
+            slots = [self.space.slot_of[value] for value in (coupling.parameter, coupling.value)]
+            nodes = [self.network.slot_nodes.get(self.network.folded.slot_class[slot], -1) for slot in slots]
+            if min(nodes) >= 0 and (coupling.how == "itself" or nodes[0] != nodes[1]):
+                found[nodes[0], nodes[1]] = coupling
+        return found
 
     def _choices(self, node: Node) -> Choices:
         if node.sort == "op":
