@@ -133,7 +133,7 @@ class _Readers:
     def __init__(self, values: Sequence[Value], ops: Sequence[Op], kept: bytearray) -> None:
         size = len(values) + 1  # the last one stands for literals
         self.count, self.first, self.needed = [0] * size, [-1] * size, bytearray(size)
-        self.elements, self._ops = _elements(values), ops
+        self.elements, self._ops = elements_of(values), ops
         self._bytes = [item_bytes(value.dtype) for value in values]
         # Numbers that depend on no input, spread out or not: they are made where they are read.
         simple = bytearray(count == 1 and not given for count, given in zip(self.elements, kept, strict=True))
@@ -185,7 +185,8 @@ class _Readers:
         return op.primitive == "convert_element_type" and self.count[made] > 1 and self._bytes[made] > self._bytes[value]
 
 
-def _elements(values: Sequence[Value]) -> list[int]:
+def elements_of(values: Sequence[Value]) -> list[int]:
+    """The number of elements of each value; a last 0 stands for literals."""
     known: dict[tuple[int, ...], int] = {}
     counts = []
     for value in values:

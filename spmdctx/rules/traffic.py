@@ -8,11 +8,10 @@ first: how the others read it too is not followed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from spmdctx.ir import LITERAL, Op, Value, Work, item_bytes
-from spmdctx.rules.fusion import CHAINED
+from spmdctx.ir import Op, Value, Work, item_bytes
+from spmdctx.rules.fusion import CHAINED, elements_of
 
 _COSTLY = frozenset(
     {
@@ -34,30 +33,31 @@ _APART = frozenset({"scan.enter", "scan.exit", "dynamic_update_slice", "gather",
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "scaled_dot"})
 
+_ALONE, _NO_ARITHMETIC = _APART | NAMING, _PRODUCTS | NAMING
+
 _HIDDEN = 1 / 64
 """What is left of the price of arithmetic that hides in a fusion, so that splitting it is better than not."""
 
 _Place = tuple[int, int]
 """A main op, and which of its operands or results, counted together."""
 
-_Origin = tuple[int, int]
-"""The one large tensor that a value is computed from, -1 where there is none, and the last op that makes anything else."""
-
 
 def fusion_works(values: Sequence[Value], ops: Sequence[Op], fused: Sequence[int], scopes: Sequence[int]) -> list[Work | None]:
     """`Op.work` of every op, whose number is its place; `fused` holds their `Op.fused`, `scopes` the computation of each."""
-    sizes = _sizes(values)
-    homes = _homes(values, ops, fused, scopes)
+    elements = elements_of(values)
+    homes = _Homes(elements, ops, fused, scopes).found
+    sizes = [*[item_bytes(value.dtype) * count for value, count in zip(values, elements, strict=False)], 0]
     moved: dict[_Place, int] = {}
     arithmetic = [0] * len(ops)
     seen: set[_Place] = set()
     for op, bits, home in zip(ops, fused, homes, strict=True):
         main = home[0] if home else op.id
-        if op.primitive not in _PRODUCTS and op.primitive not in NAMING:
+        if op.flops:
             arithmetic[main] += vector_flops(op)
-        if bits + 1 == 1 << len(op.operands) + len(op.results):
-            continue  # nothing of it is in memory
-        for position, value in enumerate((*op.operands, *op.results)):
+        tensors = op.operands + op.results
+        if bits == (1 << len(tensors)) - 1:
+            continue
+        for position, value in enumerate(tensors):
             if not bits >> position & 1 and (main, value) not in seen:
                 seen.add((main, value))
                 place = home or (main, position)
@@ -65,121 +65,105 @@ def fusion_works(values: Sequence[Value], ops: Sequence[Op], fused: Sequence[int
                 if op.primitive in _PICKING and position < len(op.operands):
                     size = min(size, sum(sizes[made] for made in op.results))
                 moved[place] = moved.get(place, 0) + size
-    return _works(values, ops, homes, moved, arithmetic)
+    return _works(elements, ops, homes, moved, arithmetic)
 
 
 def vector_flops(op: Op) -> int:
-    """Operations of an op outside of matrix products, on the vector unit."""
-    return op.flops * (_COSTLY_FLOPS if op.primitive in _COSTLY else 1)
+    """Operations of an op on the vector unit: none of matrix products, nor of ops that only name a tensor."""
+    if op.primitive in _NO_ARITHMETIC:
+        return 0
+    return op.flops * _COSTLY_FLOPS if op.primitive in _COSTLY else op.flops
 
 
-def _homes(values: Sequence[Value], ops: Sequence[Op], fused: Sequence[int], scopes: Sequence[int]) -> list[_Place | None]:
+class _Homes:
     """Where in which fusion an op is computed; None for main ops and those that are priced on their own."""
-    homes = _Forward(values, ops, fused, scopes).homes
-    first: dict[int, _Place | None] = {}
-    for op in reversed(ops):
-        home = homes[op.id]
-        if home is None and op.primitive in CHAINED and op.primitive not in _APART and _is_inside(op, fused[op.id]):
-            home = first.get(op.results[0])
-            if home is not None and ops[home[0]].repeats == op.repeats:
-                homes[op.id] = home
-            else:
-                home = None
-        for position, value in enumerate(op.operands):
-            if value != LITERAL:
-                first[value] = home or (None if op.primitive in _APART or op.primitive in NAMING else (op.id, position))
-    return homes
 
+    def __init__(self, elements: Sequence[int], ops: Sequence[Op], fused: Sequence[int], scopes: Sequence[int]) -> None:
+        self.found: list[_Place | None] = [None] * len(ops)
+        self._elements, self._ops, self._scopes = elements, ops, scopes
+        self._inside = bytearray(len(op.results) == 1 and bits >> len(op.operands) & 1 for op, bits in zip(ops, fused, strict=True))
+        self._maker = [-1] * len(elements)
+        self._after_main_ops()
+        self._before_main_ops()
 
-class _Forward:
-    """The homes of what a fusion computes after its main op: chains that begin with it, and reductions of what they end in."""
-
-    def __init__(self, values: Sequence[Value], ops: Sequence[Op], fused: Sequence[int], scopes: Sequence[int]) -> None:
-        self.homes: list[_Place | None] = [None] * len(ops)
-        self._ops, self._scopes = ops, scopes
-        self._elements = [*[math.prod(value.shape) for value in values], 0]
-        # The op that makes each value, and of values never in memory what they are computed from.
-        self._maker: list[int] = [-1] * (len(values) + 1)
-        self._origin: dict[int, _Origin] = {}
+    def _after_main_ops(self) -> None:
+        """Chains that begin with a main op, and reductions of what they end in."""
+        ops, found, maker = self._ops, self.found, self._maker
         ahead: dict[int, _Place] = {}
         for op in ops:
-            inside = _is_inside(op, fused[op.id])
-            if op.primitive in CHAINED:
-                self._follow(op, ahead, inside)
-            elif op.primitive not in _APART:
-                if op.primitive.startswith("reduce_"):
-                    self._join(op)
-                if inside:
-                    ahead[op.results[0]] = self.homes[op.id] or (op.id, len(op.operands))
+            number = op.id
             for value in op.results:
-                self._maker[value] = op.id
+                maker[value] = number
+            if op.primitive in CHAINED:
+                for value in op.operands:
+                    if value in ahead and ops[ahead[value][0]].repeats == op.repeats:
+                        found[number] = ahead[value]
+            elif op.primitive in _APART:
+                continue
+            elif op.primitive.startswith("reduce_"):
+                found[number] = self._joined(op)
+            if self._inside[number] and (found[number] or op.primitive not in CHAINED):
+                ahead[op.results[0]] = found[number] or (number, len(op.operands))
 
-    def _follow(self, op: Op, ahead: dict[int, _Place], inside: bool) -> None:
-        for value in op.operands:
-            home = ahead.get(value)
-            if home is not None and self._ops[home[0]].repeats == op.repeats:
-                self.homes[op.id] = home
-                if inside:
-                    ahead[op.results[0]] = home
-        if inside:
-            self._origin[op.results[0]] = self._origin_of(op, self._elements[op.results[0]])
+    def _before_main_ops(self) -> None:
+        """Chains that lead to a main op; the first of several."""
+        ops, found, inside = self._ops, self.found, self._inside
+        first: list[_Place | None] = [None] * len(self._elements)
+        for op in reversed(ops):
+            home = found[op.id]
+            alone = op.primitive in _ALONE
+            if home is None and inside[op.id] and op.primitive in CHAINED and op.primitive not in _APART:
+                home = first[op.results[0]]
+                if home is not None and ops[home[0]].repeats != op.repeats:
+                    home = None
+                found[op.id] = home
+            for position, value in enumerate(op.operands):
+                first[value] = home or (None if alone else (op.id, position))
 
-    def _origin_of(self, op: Op, elements: int) -> _Origin:
-        """Of what an op computes: the one tensor of that many elements, and the last op that makes anything else it needs."""
+    def _joined(self, op: Op) -> _Place | None:
+        """The fusion that makes the one tensor which a reduction reads, if the reduction needs nothing that comes later."""
+        source, last = self._origin(op, max((self._elements[value] for value in op.operands), default=0))
+        maker = self._ops[self._maker[source]] if source >= 0 and self._maker[source] >= 0 else None
+        if maker is None or maker.primitive not in CHAINED or maker.primitive in _ALONE:
+            return None
+        home = self.found[maker.id] or (maker.id, len(maker.operands))
+        main = self._ops[home[0]]
+        fits = last < main.id and main.repeats == op.repeats and self._scopes[main.id] == self._scopes[op.id]
+        return home if fits else None
+
+    def _origin(self, op: Op, elements: int) -> tuple[int, int]:
+        """The one tensor in memory of that many elements that an op's chain starts from, -1 where there is none, and the last op
+        that makes anything else of what it needs; a number past all ops where there are several such tensors.
+        """
         source, last = -1, -1
         for value in op.operands:
-            known = self._origin.get(value)
-            if known is None:
-                known = (value, -1) if self._elements[value] >= elements else (-1, self._maker[value])
-            if known[0] >= 0 and source >= 0 and known[0] != source:
-                last = len(self._ops)
-            source, last = max(source, known[0]), max(last, known[1])
+            number = self._maker[value]
+            if number >= 0 and self._inside[number] and self._ops[number].primitive in CHAINED:
+                one, late = self._origin(self._ops[number], min(elements, self._elements[value]))
+            else:
+                one, late = (value, -1) if self._elements[value] >= elements else (-1, number)
+            if one >= 0 and source >= 0 and one != source:
+                late = len(self._ops)
+            source, last = max(source, one), max(last, late)
         return source, last
-
-    def _join(self, op: Op) -> None:
-        """A reduction of one tensor that a fusion makes is computed by that fusion, if it needs nothing that comes later."""
-        source, last = self._origin_of(op, max((self._elements[value] for value in op.operands), default=0))
-        maker = self._maker[source] if source >= 0 else -1
-        if (
-            maker < 0
-            or self._ops[maker].primitive not in CHAINED
-            or self._ops[maker].primitive in _APART
-            or self._ops[maker].primitive in NAMING
-        ):
-            return
-        home = self.homes[maker] or (maker, len(self._ops[maker].operands))
-        main = self._ops[home[0]]
-        if last < main.id and main.repeats == op.repeats and self._scopes[main.id] == self._scopes[op.id]:
-            self.homes[op.id] = home
-
-
-def _is_inside(op: Op, bits: int) -> bool:
-    """Whether the op's one result is never in memory."""
-    return len(op.results) == 1 and bool(bits >> len(op.operands) & 1)
 
 
 def _works(
-    values: Sequence[Value], ops: Sequence[Op], homes: Sequence[_Place | None], moved: dict[_Place, int], arithmetic: Sequence[int]
+    elements: Sequence[int], ops: Sequence[Op], homes: Sequence[_Place | None], moved: dict[_Place, int], arithmetic: Sequence[int]
 ) -> list[Work | None]:
-    known: dict[tuple[tuple[float, ...], float], Work] = {}
-    elements = [math.prod(value.shape) for value in values]
+    inside: dict[int, Work] = {}
+    known: dict[Work, Work] = {}
     found: list[Work | None] = []
     for op, home in zip(ops, homes, strict=True):
+        work = None
         if home is not None:
-            key: tuple[tuple[float, ...], float] = ((), 0 if op.primitive in NAMING else vector_flops(op) * _HIDDEN)
-        elif op.primitive in _APART or op.primitive in NAMING:
-            found.append(None)
-            continue
-        else:
-            places = enumerate((*op.operands, *op.results))
-            key = (tuple([moved.get((op.id, place), 0) / max(1, elements[value]) for place, value in places]), float(arithmetic[op.id]))
-        work = known.get(key)
-        if work is None:
-            work = known[key] = Work(*key)
+            flops = vector_flops(op)
+            work = inside.get(flops)
+            if work is None:
+                work = inside[flops] = Work((), flops * _HIDDEN)
+        elif op.primitive not in _ALONE:
+            rates = [moved.get((op.id, place), 0) / max(1, elements[value]) for place, value in enumerate(op.operands + op.results)]
+            work = Work(tuple(rates), float(arithmetic[op.id]))
+            work = known.setdefault(work, work)
         found.append(work)
     return found
-
-
-def _sizes(values: Sequence[Value]) -> list[int]:
-    """Bytes of each value; a last 0 stands for literals."""
-    return [*[item_bytes(value.dtype) * math.prod(value.shape) for value in values], 0]

@@ -34,7 +34,7 @@ def compute_time_s(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh, to
     if op.primitive in NAMING:
         return 0.0
     is_product, work = op.primitive in _PRODUCTS, op.work
-    vector = work.vector_flops if work is not None else 0 if is_product else vector_flops(op)
+    vector = work.vector_flops if work is not None else vector_flops(op)
     slices = mesh.num_slices(name for own in axes for name in own)
     moved = _moved_bytes(graph, op, axes, mesh) if work is None else _moved_by_fusion(graph, op, work, axes, mesh)
     longest = max(moved / topology.memory_bytes_per_s, vector / slices / topology.vector_flops_per_s)
