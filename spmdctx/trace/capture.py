@@ -223,12 +223,15 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
         traced = _trace(target, static, flattening, avals, donated)
     roles, carried, notes = _roles(target, static, flattening, traced)
     inputs = tuple(
-        InputLeaf(path, tuple(aval.shape), str(aval.dtype), role, given, leaf.names, leaf.layerwise)
+        InputLeaf(path, tuple(aval.shape), dtype_text(aval.dtype), role, given, leaf.names, leaf.layerwise)
         for path, aval, role, given, leaf in zip(paths, traced.jaxpr.in_avals, roles, donated, flattening.leaves, strict=True)
     )
     outputs = tuple(
         OutputLeaf(
-            path_text(("out", *result.keys)) if result.source is None else paths[result.source], tuple(aval.shape), str(aval.dtype), source
+            path_text(("out", *result.keys)) if result.source is None else paths[result.source],
+            tuple(aval.shape),
+            dtype_text(aval.dtype),
+            source,
         )
         for result, aval, source in zip(traced.results, traced.jaxpr.out_avals, carried, strict=True)
     )
@@ -244,6 +247,12 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
         notes,
         tuple(jax.sharding.get_abstract_mesh().shape.items()),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def dtype_text(dtype: Any) -> str:
+    """The name of a type, which NumPy works out anew each time."""
+    return str(dtype)
 
 
 class _Traced(NamedTuple):

@@ -80,8 +80,8 @@ def _next_value(
     return None
 
 
-def _signature(aval: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(aval.shape), str(aval.dtype)
+def _signature(aval: Any) -> tuple[tuple[int, ...], Any]:
+    return tuple(aval.shape), aval.dtype
 
 
 def _subtrees(span: Span, num_leaves: int) -> Iterator[Span]:

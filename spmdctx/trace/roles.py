@@ -49,7 +49,7 @@ def is_key(aval: Any, name: str) -> bool:
     """Whether a leaf is a PRNG key: typed, a raw pair (or four) of uint32 words, or an array of those that is named so."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return True
-    if str(aval.dtype) != "uint32" or not aval.shape or aval.shape[-1] not in (2, 4):
+    if aval.dtype != jnp.uint32 or not aval.shape or aval.shape[-1] not in (2, 4):
         return False
     return len(aval.shape) == 1 or any(word in name.lower() for word in _KEY_WORDS)
 
