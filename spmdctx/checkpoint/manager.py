@@ -95,11 +95,13 @@ class CheckpointManager:
 
     def steps(self) -> tuple[int, ...]:
         """The steps of the complete checkpoints, oldest first."""
-        return tuple(sorted(self._manager.all_steps(read=True)))
+        import orbax.checkpoint as ocp
+
+        return tuple(sorted(ocp.utils.checkpoint_steps(self.directory)))
 
     def latest_step(self) -> int | None:
         """The step of the latest complete checkpoint, the same on every process; None where there is none."""
-        latest = self._manager.latest_step()
+        latest = max(self.steps(), default=None)
         if jax.process_count() > 1:  # a shared folder may show one process more than another
             latest = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if latest is None else latest)))
         return None if latest is None or latest < 0 else int(latest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
@@ -138,6 +139,25 @@ def test_little_more_than_what_is_needed_is_read_from_large_files(tmp_path, targ
     reads = spmdctx.transform_checkpoints(tmp_path, tmp_path / "dst", "new", source, wanted)
     assert reads.needed_bytes == value.nbytes
     assert reads.read_bytes < 1.001 * value.nbytes
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_one_tensor_at_a_time_is_in_memory(tmp_path, count):
+    shape = (768, 768)
+    names = [f"w{index}" for index in range(6)]
+    source = {name: ParameterLayout((2, 4), ((1,), (0,)), shape) for name in names}
+    target = {name: ParameterLayout((count,), ((), (0,)), shape) for name in names}
+    for rank in range(8):
+        part = np.full((384, 192), rank, np.float32)
+        write_tensors(tmp_path / f"rank_{rank}" / "a.safetensors", [row(name, part) for name in names])
+    files = {rank: tmp_path / f"rank_{rank}" / "a.safetensors" for rank in range(8)}
+    tracemalloc.start()
+    spmdctx.transform_checkpoint_by_rank(0, files, tmp_path / "out.safetensors", source, target)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    one_part = 768 * 768 * 4 // count
+    assert (tmp_path / "out.safetensors").stat().st_size > 6 * one_part
+    assert peak < 2 * one_part + (1 << 18)
 
 
 @pytest.mark.parametrize("split", [name for name in SPLITS if name != "one"])
