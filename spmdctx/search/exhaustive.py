@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import Topology
-from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, OpRule, OpSharding, TensorSharding, item_bytes
+from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, OpRule, OpSharding, TensorSharding, Value, item_bytes
 from spmdctx.mesh import LogicalMesh, replicated
 from spmdctx.search.algo import AlgoLimits, is_elementwise
 from spmdctx.search.evaluate import ADDITIONS, Eligible, all_shardings, candidates_gather_s, leads_to, read_bytes, reductions, tied_with
 from spmdctx.search.exhaustive_tables import Elimination
 from spmdctx.search.memory import profile, step_memory
+from spmdctx.search.memory_narrow import kept_share
 from spmdctx.search.overlap import sides
 from spmdctx.search.pins import PinnedDims
 from spmdctx.search.price import price
@@ -140,7 +141,7 @@ class _Everything:
         self.pinned = tied_with(graph, frozenset(conditions.pins))
         self.sides, self.passing = sides(graph), passing_values(graph)
         self.read_bytes = read_bytes(graph, topology)
-        self.memory = step_memory(graph, scopes, conditions.donated)
+        self.memory = step_memory(graph, scopes, conditions.donated, waits=mesh.num_devices > 1)
         self.sums = self._sums()
         self.places: dict[int, list[Place]] = {}
         self.ways: dict[int, list[Way]] = {}
@@ -174,9 +175,14 @@ class _Everything:
         """Bytes alive at the peak: what is stored, and if the conditions count them the copies that are made on the way."""
         donated = self.conditions.donated
         if not self.conditions.count_copies:
-            sizes = [local_bytes(known, own, self.mesh) for known, own in zip(self.graph.values, assignment.values, strict=True)]
+            pairs = zip(self.graph.values, assignment.values, strict=True)
+            sizes = [int(local_bytes(known, own, self.mesh) * self._share(known)) for known, own in pairs]
             return int(profile(self.memory.lives, sizes, len(self.graph.ops), (), self.topology.scratch_bytes).max())
         return price(self.graph, self.scopes, self.loose, (), assignment, self.mesh, self.topology, donated).memory_bytes
+
+    def _share(self, value: Value) -> float:
+        """The part of its own bytes that a value takes in memory."""
+        return kept_share(value, self.memory.narrow, self.topology)
 
     def _profiles(self) -> dict[object, NDArray[np.float64]]:
         """Per slot, the bytes of its values at every op for each of its places. [places, ops]"""
@@ -184,7 +190,7 @@ class _Everything:
         for value, start, end in self.memory.lives:
             slot = self.slot_of[value]
             if slot in self.places:
-                alive.setdefault(slot, np.zeros(len(self.graph.ops)))[start : end + 1] += 1
+                alive.setdefault(slot, np.zeros(len(self.graph.ops)))[start : end + 1] += self._share(self.graph.values[value])
         found: dict[object, NDArray[np.float64]] = {}
         for slot, times in alive.items():
             sizes = [local_bytes(self.graph.values[slot], place.sharding, self.mesh) for place in self.places[slot]]

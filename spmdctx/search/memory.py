@@ -6,7 +6,8 @@ With the values `v` that are materialised, each alive from op `start(v)` to op `
 
 Lives depend on the program alone, bytes on the assignment alone. Arguments and what the step closes over live throughout; a
 donated argument lends its memory to the state it becomes. A loop keeps what it reads and what it stacks up as long as it runs,
-and carries its state in place. An element-wise op writes over an operand that nothing reads later.
+and carries its state in place. An element-wise op writes over an operand that nothing reads later. Ops run in the order of
+`memory_order`; a time is the place of an op in the traced step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmdctx.ir import LITERAL, FactorKind, Graph, Op, Role, item_bytes
+from spmdctx.search.memory_narrow import narrow_values
+from spmdctx.search.memory_order import order, turn_ends
 
 _CARRIED = frozenset({"scan.next", "while.next"})
 _ENTERING = frozenset({"scan.enter", "while.enter"})
@@ -44,13 +47,17 @@ class Copy(NamedTuple):
 class StepMemory(NamedTuple):
     """All that is known of a step's memory before its shardings are.
 
-    `held` says per value whether it exists in memory (a last 0 stands for literals); `times` when each op runs: a fused op
-    with the op that it is fused into, the last one where these are several.
+    `held` says per value whether it exists in memory (a last 0 stands for literals), `narrow` which of them are kept in the type of
+    matrix operands where the compiler does so. `runs` says when each op runs; `times` too, but for a fused op when that runs which
+    it is fused into, the last one where these are several; `turns` where the turn of a loop ends that an op is in.
     """
 
     lives: tuple[ValueLife, ...]
     held: bytearray
+    narrow: bytearray
+    runs: tuple[int, ...]
     times: tuple[int, ...]
+    turns: tuple[int, ...]
 
 
 class Peak(NamedTuple):
@@ -71,9 +78,9 @@ def lives(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozens
     return step_memory(graph, scopes, donated).lives
 
 
-def step_memory(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset()) -> StepMemory:
-    """The same, with what else is known before the shardings are."""
-    return _Liveness(graph, scopes, donated).find()
+def step_memory(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset(), *, waits: bool = True) -> StepMemory:
+    """The same, with what else is known before the shardings are; `waits` says whether there is more than one device."""
+    return _Liveness(graph, scopes, donated, waits).find()
 
 
 def profile(
@@ -147,15 +154,16 @@ class _Loops:
 
 
 class _Liveness:
-    def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int]) -> None:
-        self.graph, self.donated = graph, donated
+    def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int], waits: bool) -> None:
+        self.graph, self.donated, self.scopes = graph, donated, scopes
         self.held = _held(graph)
         self.loops = _Loops(graph, scopes)
         self.end = [-1] * (len(graph.values) + 1)
         self.start: dict[int, int] = {}
         self.carried = dict(graph.ties)
         self.inputs = frozenset(_given(graph))
-        self.times = list(range(len(graph.ops)))
+        self.runs = order(graph, waits)
+        self.times = list(self.runs)
 
     def find(self) -> StepMemory:
         self._find_ends()
@@ -168,9 +176,10 @@ class _Liveness:
         for op in self.graph.ops:
             for value in op.results:
                 if self.held[value] and value not in reused:
-                    start = self.start.get(value, op.id)
+                    start = self.start.get(value, self.runs[op.id])
                     found.append(ValueLife(value, start, max(self.end[value], start)))
-        return StepMemory(tuple(found), self.held, tuple(self.times))
+        narrow, turns = narrow_values(self.graph, self.held), turn_ends(self.graph, self.scopes)
+        return StepMemory(tuple(found), self.held, narrow, self.runs, tuple(self.times), turns)
 
     def _becomes(self, value: int) -> bool:
         """Whether a donated input has a next value of its kind to lend its memory to."""
@@ -188,10 +197,10 @@ class _Liveness:
             if name in _LEAVING:
                 self._leave(op)
                 continue
-            time = op.id
+            time = self.runs[op.id]
             for value in op.results:
                 if held[value]:
-                    time = op.id
+                    time = self.runs[op.id]
                     break
                 if end[value] > time:
                     time = self.times[op.id] = end[value]
@@ -248,8 +257,8 @@ class _Liveness:
                 if not held[result]:
                     roots[result] = root
                     break
-                if end[root] == op.id:
-                    end[root] = op.id - 1
+                if end[root] == self.runs[op.id]:
+                    end[root] -= 1
                     break
 
     def _kinds(self) -> list[int]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from spmdctx.domains import domain
 from spmdctx.ir import FactorKind, item_bytes
 from spmdctx.search.memory import Peak, StepMemory
+from spmdctx.search.memory_narrow import kept_share
 from spmdctx.search.narrowing import NARROW_BYTES
 from spmdctx.search.network import Carry, Network, Source
 from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Life, Memory, Problem
@@ -31,23 +32,35 @@ Passing = Carry | Source
 """What makes copies for one op alone: an edge into it, or from it to a slot, or a result that may be partial."""
 
 
-def with_memory(tables: Tables, problem: Problem, memory: StepMemory, limit: float, passing: Collection[Passing] = ()) -> Problem:
+def with_memory(
+    tables: Tables, problem: Problem, memory: StepMemory, limit: float, passing: Collection[Passing] = (), *, only_stored: bool = False
+) -> Problem:
     """The problem with the budget `limit` in bytes; its states begin with those of the problem without it.
 
-    Counted are values as they are stored, what uses gather, and the copies that are `passing`.
+    Counted are values as they are stored, and if not `only_stored` what uses gather, and the copies that are `passing`.
     """
     builder = _Builder(tables, problem)
     builder.add_values(memory)
-    builder.add_copies(memory)
-    builder.add_own_copies(memory, passing)
+    if not only_stored:
+        builder.add_copies(memory)
+        builder.add_own_copies(memory, passing)
     return builder.problem(limit)
+
+
+def completed(problem: Problem, states: Sequence[int]) -> tuple[int, ...]:
+    """Choices for the first nodes of a problem with memory, and the cheapest for the others, which only depend on them."""
+    found, totals = list(states), [np.array(costs) for costs in problem.costs[len(states) :]]
+    for left, right, table in problem.edges:
+        if left < len(found) <= right:
+            totals[right - len(found)] += table[found[left]]
+    return (*found, *(int(total.argmin()) for total in totals))
 
 
 def passing_at(network: Network, memory: StepMemory, time: int) -> list[Passing]:
     """All that may be alive at an op for it alone."""
     ops, nodes = network.space.graph.ops, network.nodes
     # A set of numbers is only asked what it holds.
-    classes = {network.folded.op_class[op.id] for op in ops if op.id <= time <= memory.times[op.id]}
+    classes = {network.folded.op_class[op.id] for op in ops if memory.runs[op.id] <= time <= memory.times[op.id] + 1}
     found: list[Passing] = []
     for carry in network.carries:
         if carry.target in classes or (carry.source.node in classes and nodes[carry.target].sort == "slot"):
@@ -138,8 +151,11 @@ class _Builder:
             holder = several.setdefault(node, result)
             if holder != result:
                 node = self._result_node(node, result)
-            if self._usages[node] is None:
-                self._usages[node] = self._bytes(value, self._stored(node, result))
+            usage = self._usages[node]
+            if usage is None or (memory.narrow[value] and space.topology.narrows_matrix_operands):
+                size = self._bytes(value, self._stored(node, result)) * kept_share(space.graph.values[value], memory.narrow, space.topology)
+                # Members of a class may be kept in different types.
+                self._usages[node] = size if usage is None else np.minimum(usage, size)
             self._lives.append(Life(node, start, end + 1))
 
     def _stored(self, node: int, result: int) -> IntArray | None:
@@ -213,7 +229,7 @@ class _Builder:
         for carry in passing:
             if isinstance(carry, Source):
                 partial = self._partial_node(carry)
-                self._lives += [Life(partial, op, memory.times[op] + 1) for op in folded.op_members[carry.node]]
+                self._lives += [Life(partial, memory.runs[op], memory.times[op] + 1) for op in folded.op_members[carry.node]]
                 continue
             value = self._network.carries[carry].value
             into_op = nodes[carry.target].sort == "op"
@@ -227,7 +243,7 @@ class _Builder:
                         self._lives.append(Life(copy, memory.times[op], memory.times[op] + 1))
             if not into_op:
                 made = self._made_node(carry, value)
-                self._lives += [Life(made, op, op + 1) for op in members]
+                self._lives += [Life(made, memory.runs[op], memory.runs[op] + 1) for op in members]
 
     def _copy_node(self, carry: Carry, value: int, into_op: bool) -> int:
         """The company of what takes a value: a copy unless it is a slice of what is stored, or something else has it so."""

@@ -96,7 +96,7 @@ def price(
     gradients in which bucket they are reduced, `holds` what loops add up and leave unreduced until it is complete.
     """
     scopes = tuple(scopes)
-    memory = step_memory(graph, scopes, donated)
+    memory = step_memory(graph, scopes, donated, waits=mesh.num_devices > 1)
     biller = _Biller(graph, loose, assignment, mesh, topology, memory)
     biller.buckets, biller.holds = buckets, holds
     for op, scope in zip(graph.ops, scopes, strict=True):
@@ -144,7 +144,7 @@ class _Biller:
             id(op.rule),
             op.primitive,
             op.fused,
-            op.work,
+            id(op.work),
             id(self.assignment.ops[op.id]),
             *map(kind, op.operands),
             *map(kind, op.results),
@@ -232,7 +232,7 @@ class _Biller:
             stored = self.assignment.values[value]
             made = natural
             if need.partial:
-                self.copies.make(op, ("unreduced", value), self._stored_bytes(value, natural))
+                self._keep_unreduced(op, value, natural)
             if need.partial and op.rule.combiner in ("argmax", "argmin"):
                 self._gather_candidates(op, value, natural, need.partial)
             elif need.partial:
@@ -256,7 +256,14 @@ class _Biller:
                 if not need.partial or natural != made:
                     self.copies.pass_on(op, value, self._stored_bytes(value, natural))
                 narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value)
-                self._move(op, scope, value, natural, stored, f"result of {op.primitive}", narrow, made_repeats(self.graph, op))
+                self._move(op, scope, value, natural, stored, f"{_RESULT} of {op.primitive}", narrow, made_repeats(self.graph, op))
+
+    def _keep_unreduced(self, op: Op, value: int, natural: TensorSharding) -> None:
+        """A partial result is in memory until it is reduced: a gradient that a loop makes until the end of the turn, with others."""
+        is_gradient = bool(self._sides.terminal[value])
+        widening = self._sides.widening(op, value, self.graph.values[value].dtype, self.topology)
+        combined = is_gradient and self.topology.combines_reductions
+        self.copies.keep(op, ("unreduced", value), self._stored_bytes(value, natural) * widening, combined)
 
     def _gather_candidates(self, op: Op, value: int, natural: TensorSharding, partial: AxisNames) -> None:
         """XLA gathers every device's best value and its index, and compares them."""
@@ -282,7 +289,8 @@ class _Biller:
                 time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause, share, repeats=repeats)
             self._done.add(key)
             if step.kind != "slice" and not (step.sharding == self.assignment.values[value] and self.copies.is_held(value)):
-                self.copies.make(op, key, self._stored_bytes(value, step.sharding, narrow))
+                make = self.copies.make_after if role.startswith(_RESULT) and self.copies.is_held(value) else self.copies.make
+                make(op, key, self._stored_bytes(value, step.sharding, narrow))
             current = step.sharding
         self.bill.moves.append(Moved(value, source, target, op.id, time_s))
 
@@ -306,7 +314,8 @@ class _Biller:
 
     def sizes(self) -> list[int]:
         """Bytes that each value takes in memory."""
-        return [self._stored_bytes(value, sharding) for value, sharding in enumerate(self.assignment.values)]
+        narrow = self.copies.narrow if self.topology.narrows_matrix_operands else bytes(len(self.graph.values))
+        return [self._stored_bytes(value, sharding, bool(narrow[value])) for value, sharding in enumerate(self.assignment.values)]
 
     def _stored_bytes(self, value: int, sharding: TensorSharding, narrow: bool = False) -> int:
         known = self.graph.values[value]
@@ -319,6 +328,9 @@ class _Biller:
 
     def _bytes(self, value: int, sharding: TensorSharding) -> int:
         return local_bytes(self.graph.values[value], sharding, self.mesh)
+
+
+_RESULT = "result"
 
 
 class _Copies:
@@ -336,15 +348,36 @@ class _Copies:
         """Whether the value exists in memory in its own sharding."""
         return bool(self._memory.held[value])
 
+    @property
+    def narrow(self) -> bytearray:
+        """Values that are kept in the type of matrix operands where the compiler does so."""
+        return self._memory.narrow
+
     def pass_on(self, op: Op, value: int, num_bytes: int) -> None:
         """`op` makes the value in another sharding than its own."""
-        self._of["made", value] = Copy(op.id, op.id, num_bytes)
+        time = self._memory.runs[op.id]
+        self._of["made", value] = Copy(time, self._after(time), num_bytes)
+
+    def keep(self, op: Op, key: object, num_bytes: int, to_the_end: bool) -> None:
+        """`op` makes what is reduced after it, or at the end of the loop's turn that it is in."""
+        time = self._memory.times[op.id]
+        self._of[key] = Copy(self._memory.runs[op.id], max(time, self._memory.turns[op.id]) if to_the_end else time, num_bytes)
 
     def make(self, op: Op, key: object, num_bytes: int) -> None:
         """`op` reads the copy that `key` names."""
-        time = self._memory.times[op.id]
+        self._read(key, min(self._memory.runs[op.id], self._memory.times[op.id]), self._memory.times[op.id], num_bytes)
+
+    def make_after(self, op: Op, key: object, num_bytes: int) -> None:
+        """The copy is made of what `op` has made, when what only `op` reads is gone."""
+        time = self._after(self._memory.runs[op.id])
+        self._read(key, time, time, num_bytes)
+
+    def _read(self, key: object, start: int, end: int, num_bytes: int) -> None:
         known = self._of.get(key)
-        self._of[key] = Copy(min(op.id, time), time, num_bytes) if known is None else known._replace(end=max(known.end, time))
+        self._of[key] = Copy(start, end, num_bytes) if known is None else known._replace(end=max(known.end, end))
+
+    def _after(self, time: int) -> int:
+        return min(time + 1, len(self._memory.runs) - 1)
 
 
 def _aliases(graph: Graph) -> list[int]:
