@@ -117,7 +117,7 @@ def kill_once(folder: Path, num_steps: int, kind: str, chance: random.Random) ->
     if kind == "any":
         time.sleep(chance.uniform(0, 10))
     else:
-        run.wait_for_steps(chance.randint(1, 4))
+        run.wait_for_steps(chance.randint(1, 9))
         while kind == "save" and not run.is_saving() and run.process.poll() is None:
             time.sleep(0.0005)
         time.sleep(chance.uniform(0, 0.04))

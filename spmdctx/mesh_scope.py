@@ -28,7 +28,8 @@ def traced_for(environment: Environment) -> Iterator[None]:
         if mesh is None or not jax.sharding.get_abstract_mesh().empty:
             yield
         else:
-            with jax.sharding.use_abstract_mesh(AbstractMesh(mesh.shape, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes))):
+            # Of the devices that get_mesh() has: shard_map compares their kinds.
+            with jax.sharding.use_abstract_mesh(_jax_mesh(mesh, environment.devices).abstract_mesh):
                 yield
     finally:
         _environment.reset(token)

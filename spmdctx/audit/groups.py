@@ -59,7 +59,10 @@ def read_groups(attributes: str, num_devices: int) -> _Ids:
         return _iota(text[text.index("<=") + 2 :]).reshape(shape)
     if text == "{}":
         return np.arange(num_devices).reshape(1, -1)
-    return np.array([_ints(row) for row in re.findall(r"\{([\d,]*)\}", text[1:-1])], dtype=np.int64)
+    rows = [_ints(row) for row in re.findall(r"\{([\d,]*)\}", text[1:-1])]
+    # Devices that a group of the user's leaves out stand alone, and send nothing.
+    together = rows if len({len(row) for row in rows}) == 1 else [row for row in rows if len(row) > 1]
+    return np.array(together, dtype=np.int64)
 
 
 def _mesh_groups(text: str) -> _Ids:

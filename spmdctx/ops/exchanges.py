@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from spmdctx.communication.groups import WORLD
 from spmdctx.errors import CommunicationError, message
-from spmdctx.ops.members import Members, checked_group, checked_int, members_of
+from spmdctx.ops.members import Members, checked_group, checked_int, in_order, members_of, rotated
 from spmdctx.ops.reductions import summed
 from spmdctx.ops.scope import View
 
@@ -22,10 +22,12 @@ class AllGather:
 
     Args:
         group: made by `communication.create_group`; all devices by default.
+        fusion: as that of `AllReduce`.
     """
 
-    def __init__(self, group: str = WORLD) -> None:
+    def __init__(self, group: str = WORLD, *, fusion: int = 0) -> None:
         self.group = checked_group(group)
+        self.fusion = checked_int("fusion", fusion)
 
     def __call__(self, x: Any) -> Any:
         """The gathered value: dimension 0 of `x` times the number of devices in the group.
@@ -41,7 +43,9 @@ class AllGather:
             return x
         if members.view is View.COPIED:
             return jnp.concatenate([x] * members.size)
-        return jax.lax.all_gather(x, members.axes, axis_index_groups=members.groups, axis=0, tiled=True)
+        members, turns = rotated(members, self.fusion)
+        found = jax.lax.all_gather(x, members.axes, axis_index_groups=members.groups, axis=0, tiled=True)
+        return jnp.roll(found, turns * x.shape[0], axis=0) if turns else found
 
 
 class AlltoAll:
@@ -91,11 +95,13 @@ class Broadcast:
     Args:
         root_rank: the device's rank in the group.
         group: made by `communication.create_group`; all devices by default. Devices that it leaves out keep their values.
+        fusion: as that of `AllReduce`, which it is sent as.
     """
 
-    def __init__(self, root_rank: int, group: str = WORLD) -> None:
+    def __init__(self, root_rank: int, group: str = WORLD, *, fusion: int = 0) -> None:
         self.root_rank = checked_int("root_rank", root_rank)
         self.group = checked_group(group)
+        self.fusion = checked_int("fusion", fusion)
 
     def __call__(self, x: Any) -> Any:
         """The values of the root, in the structure of `x`: an array, or a tuple or other pytree of arrays.
@@ -111,8 +117,8 @@ class Broadcast:
             )
         if not members.is_real:
             return x
-        sends = _sends(members, self.root_rank)
-        return jax.tree.map(lambda value: _from_root(jnp.asarray(value), sends, members), x)
+        sends, ordered = _sends(members, self.root_rank), in_order(members, self.fusion)
+        return jax.tree.map(lambda value: _from_root(jnp.asarray(value), sends, ordered), x)
 
 
 def _sends(members: Members, root: int) -> Any:

@@ -93,6 +93,47 @@ def _text(ranks: Ranks) -> str:
     return str([list(row) for row in ranks] if len(ranks) > 1 else list(ranks[0]))
 
 
+def in_order(members: Members, number: int) -> Members:
+    """The same members in an order that no other number has: XLA joins all-reduces of equal lists only.
+
+    Raises:
+        CommunicationError: more numbers than orders.
+    """
+    if number == 0:
+        return members
+    if number >= math.factorial(members.size):
+        raise _too_many(number, members.size, math.factorial(members.size))
+    lists = members.groups or [list(range(members.size))]
+    own = len(lists) - len(members.outside)
+    return members._replace(groups=[*(_permuted(row, number) for row in lists[:own]), *lists[own:]])
+
+
+def _permuted(row: list[int], number: int) -> list[int]:
+    rest, order = list(row), []
+    for left in range(len(row), 0, -1):
+        place, number = number % left, number // left
+        order.append(rest.pop(place))
+    return order
+
+
+def rotated(members: Members, number: int) -> tuple[Members, int]:
+    """The same members in an order that no other number has, and by how many places it is turned.
+
+    Raises:
+        CommunicationError: more numbers than there are devices in a list.
+    """
+    if number == 0:
+        return members, 0
+    if number >= members.size:
+        raise _too_many(number, members.size, members.size)
+    lists = members.groups or [list(range(members.size))]
+    return members._replace(groups=[[*row[number:], *row[:number]] for row in lists]), number
+
+
+def _too_many(number: int, size: int, count: int) -> CommunicationError:
+    return CommunicationError(f"fusion={number} cannot be told from other numbers among {size} devices.", need=f"less than {count}")
+
+
 def checked_group(group: object) -> str:
     """The name of a group, as the constructors of the collectives take it."""
     if not isinstance(group, str):

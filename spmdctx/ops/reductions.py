@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 
 from spmdctx.communication.groups import WORLD
 from spmdctx.errors import CommunicationError, UnsupportedError, message
-from spmdctx.ops.members import Members, checked_group, checked_int, members_of
+from spmdctx.ops.members import Members, checked_group, checked_int, in_order, members_of, rotated
 from spmdctx.ops.scope import View
 
 
@@ -51,7 +50,7 @@ class AllReduce:
         x = jnp.asarray(x)
         if not members.is_real:
             return x
-        return _reduced(x, self.op, _in_order(members, self.fusion))
+        return _reduced(x, self.op, in_order(members, self.fusion))
 
 
 class ReduceScatter:
@@ -60,11 +59,13 @@ class ReduceScatter:
     Args:
         op: of `ReduceOp`.
         group: made by `communication.create_group`; all devices by default.
+        fusion: as that of `AllReduce`; sums only, others have no collective of their own.
     """
 
-    def __init__(self, op: str = ReduceOp.SUM, group: str = WORLD) -> None:
+    def __init__(self, op: str = ReduceOp.SUM, group: str = WORLD, *, fusion: int = 0) -> None:
         self.op = _checked_op(op)
         self.group = checked_group(group)
+        self.fusion = checked_int("fusion", fusion)
 
     def __call__(self, x: Any) -> Any:
         """The device's piece: dimension 0 of `x` over the number of devices in the group.
@@ -83,6 +84,8 @@ class ReduceScatter:
         if members.view is View.COPIED:
             return x[: x.shape[0] // members.size]
         if self.op is ReduceOp.SUM:
+            members, turns = rotated(members, self.fusion)
+            x = jnp.roll(x, -turns * (x.shape[0] // members.size), axis=0) if turns else x
             return jax.lax.psum_scatter(x, members.axes, scatter_dimension=0, axis_index_groups=members.groups, tiled=True)
         parts = jax.lax.all_to_all(x, members.axes, 0, 0, axis_index_groups=members.groups, tiled=True)
         return _REDUCTIONS[self.op](parts.reshape(members.size, -1, *x.shape[1:]), axis=0)
@@ -125,10 +128,9 @@ def summed(x: Any, members: Members) -> Any:
 
 def _extreme(x: Any, op: ReduceOp, members: Members) -> Any:
     """The maximum or minimum; JAX has no derivative of its collectives for them."""
-    collective = jax.lax.pmax if op is ReduceOp.MAX else jax.lax.pmin
+    collective: Any = jax.lax.pmax if op is ReduceOp.MAX else jax.lax.pmin
 
-    differentiable: Any = jax.custom_jvp
-    extreme = differentiable(lambda value: collective(value, members.axes, axis_index_groups=members.groups))
+    extreme: Any = jax.custom_jvp(lambda value: collective(value, members.axes, axis_index_groups=members.groups))
 
     def derivative(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
         found = extreme(primals[0])
@@ -137,25 +139,3 @@ def _extreme(x: Any, op: ReduceOp, members: Members) -> Any:
 
     extreme.defjvp(derivative)
     return extreme(x)
-
-
-def _in_order(members: Members, number: int) -> Members:
-    """The same members in an order that no other number has: XLA joins all-reduces of equal lists only."""
-    if number == 0:
-        return members
-    if number >= math.factorial(members.size):
-        raise CommunicationError(
-            f"fusion={number} cannot be told from other numbers among {members.size} devices.",
-            need=f"less than {math.factorial(members.size)}",
-        )
-    lists = members.groups or [list(range(members.size))]
-    own = len(lists) - len(members.outside)
-    return members._replace(groups=[*(_permuted(row, number) for row in lists[:own]), *lists[own:]])
-
-
-def _permuted(row: list[int], number: int) -> list[int]:
-    rest, order = list(row), []
-    for left in range(len(row), 0, -1):
-        place, number = number % left, number // left
-        order.append(rest.pop(place))
-    return order

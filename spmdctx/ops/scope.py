@@ -61,7 +61,8 @@ def traced_locally(trace: Callable[[], T], axes: Sequence[tuple[str, int]]) -> T
     """`trace()` of a loss of one device's own, over the replicas of `axes`; of the whole loss where there are none."""
     if not axes:
         return trace()
-    with _seen(Scope(tuple(axes))):
+    # What is traced keeps the mesh that is set, and is to run in a shard_map, where another is.
+    with _seen(Scope(tuple(axes))), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return trace()
 
 

@@ -208,3 +208,22 @@ def test_a_loss_that_fits_together_in_neither_view_says_so():
     with pytest.raises(TypeError) as caught:
         step.plan(numbers(16, 8), numbers(64, 16))
     assert "jax.shard_map over spmdctx.get_mesh()" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("group", ["world", "crossed", "rows", "some"])
+def test_a_mesh_of_ones_own_and_every_kind_of_group_are_planned_audited_and_verified(group):
+    communication.create_group("rows", [[0, 1], [2, 3], [4, 5], [6, 7]])
+    communication.create_group("some", [1, 3, 6])
+
+    def loss(w, x):
+        return jnp.mean(ops.AllReduce(group=group)(x @ w) ** 2)
+
+    def step(w, x):
+        return spmdctx.value_and_grad(loss)(w, x)
+
+    run = spmdctx.parallel(step, parallel_mode="hybrid_parallel", batch_argnums=1, mesh={"a": 4, "b": 2})
+    args = numbers(16, 8), numbers(64, 16)
+    axes = {"rows": ("b",)}.get(group, ("a", "b"))
+    assert [row.axes for row in run.plan(*args).collectives] == [axes, axes, ("a", "b"), ("a", "b")]
+    assert run.audit(*args).ok
+    assert run.verify(*args).ok

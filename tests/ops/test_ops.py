@@ -186,16 +186,52 @@ def test_an_exchange_in_pairs_goes_by_ranks_of_the_group():
     assert jax.jit(mapped)(jnp.arange(8)).tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
 
 
-def test_fusion_numbers_keep_all_reduces_together_and_apart():
-    """XLA's combiner joins all-reduces over equal lists of devices: which it does shows in the compiled program."""
+@pytest.mark.parametrize("group", ["world", "crossed"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        ops.AllReduce,
+        ops.ReduceScatter,
+        lambda **words: ops.AllGather(words["group"], fusion=words["fusion"]),
+        lambda **words: ops.Broadcast(1, **words),
+    ],
+    ids=["AllReduce", "ReduceScatter", "AllGather", "Broadcast"],
+)
+def test_a_fusion_number_changes_no_result(make, group):
+    expected = results(make(group=group, fusion=0), "one axis")
+    for number in (1, 3):
+        for found, same in zip(results(make(group=group, fusion=number), "one axis"), expected, strict=True):
+            np.testing.assert_allclose(found, same, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [ops.AllReduce, ops.ReduceScatter, ops.AllGather])
+def test_fusion_numbers_keep_collectives_together_and_apart(make):
+    """XLA's combiners join collectives over equal lists of devices: which those are shows in the traced program."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("data")
 
-    def local(numbers, x):
-        return [ops.AllReduce(fusion=number)(x * (index + 1)) for index, number in enumerate(numbers)]
+    def lists(numbers):
+        def local(x):
+            return [make(fusion=number)(x * (index + 1)) for index, number in enumerate(numbers)]
+
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        jaxpr = jax.make_jaxpr(mapped)(jnp.arange(64.0)).jaxpr.eqns[0].params["jaxpr"]
+        return [str(eqn.params["axis_index_groups"]) for eqn in jaxpr.eqns if "axis_index_groups" in eqn.params]
+
+    first, second, third = lists((1, 2, 1))
+    assert first == third != second
+    assert lists((0,)) == ["None"]
+
+
+def test_xla_joins_all_reduces_by_their_numbers():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
 
     def num_all_reduces(numbers):
-        mapped = jax.shard_map(lambda x: local(numbers, x), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        def local(x):
+            return [ops.AllReduce(fusion=number)(x * (index + 1)) for index, number in enumerate(numbers)]
+
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         text = jax.jit(mapped).lower(jnp.arange(64.0)).compile().as_text()
         return sum(" all-reduce(" in line for line in text.splitlines())
 
