@@ -24,12 +24,12 @@ from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.branching import Best, cheapest_accepted
 from spmdctx.search.free_values import place_free_values
 from spmdctx.search.memory import Peak, StepMemory, step_memory
-from spmdctx.search.memory_rows import Passing, counted_bytes, least_peak, passing_at, with_memory
+from spmdctx.search.memory_rows import Passing, completed, counted_bytes, least_peak, passing_at, with_memory
 from spmdctx.search.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.network import Network, build_network
 from spmdctx.search.price import price
-from spmdctx.search.solver.problem import Infeasible, Problem, Solution
+from spmdctx.search.solver.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.solve import solve
 from spmdctx.search.space import Space
 from spmdctx.search.stored_inputs import store_as_read
@@ -38,7 +38,8 @@ from spmdctx.search.tables import Tables
 MODE = "dynamic_programming"
 _BUDGET_ROUNDS = 12
 _SOFT_ROUNDS = 2
-"""Rounds for a budget that nobody set, of a large program."""
+_HASTY_TOLERANCE = 0.03
+"""Rounds for a budget that nobody set, of a large program, and the gap that is near enough."""
 
 _EQUAL = 1e-6
 _WORTH_THREE = 1e-3
@@ -168,6 +169,7 @@ class Searcher:
         self._networks: dict[object, Network] = {}
         self._glances: dict[LogicalMesh, _Glance] = {}
         self._bounds: dict[LogicalMesh, float] = {}
+        self._solutions: dict[LogicalMesh, Solution] = {}
 
     def promising_first(self, setups: list[Setup]) -> list[Setup]:
         """The set-ups by what a first, short search finds on their meshes."""
@@ -260,6 +262,8 @@ class Searcher:
         solution = glance.solution if glance is not None and is_proven else self._solve(tables.problem(), cutoff)
         if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - _EQUAL):
             return Beaten(solution.lower_bound)
+        # Only of the best mesh, which is the last that is not beaten.
+        self._solutions = {setup.mesh: solution}
         return self._found(setup, tables, solution)
 
     def _margin(self, mesh: LogicalMesh) -> float:
@@ -310,10 +314,12 @@ class Searcher:
             self._memory = step_memory(self._step.graph, self._step.scopes, self._step.donated)
         # As much of the small and short-lived may be on the chip.
         limit = high = full = float(budget + self._topology.scratch_bytes)
-        low, bound_s, nearest = 0.0, 0.0, Peak(0, 0)
+        low, nearest, is_hasty = 0.0, Peak(0, 0), self._is_hasty()
+        # Nothing that fits is cheaper than what need not.
+        bound_s = self._bounds.get(fastest.setup.mesh, 0.0)
         counted: dict[Passing, None] = {}
-        for _ in range(_SOFT_ROUNDS if self._is_hasty() else _BUDGET_ROUNDS):
-            limited = with_memory(tables, problem, self._memory, limit, counted)
+        for _ in range(_SOFT_ROUNDS if is_hasty else _BUDGET_ROUNDS):
+            limited = with_memory(tables, problem, self._memory, limit, counted, only_stored=is_hasty)
             solution = self._limited(limited, budget - limit, fastest)
             if isinstance(solution, Shortfall):
                 if limit == full:
@@ -364,8 +370,14 @@ class Searcher:
         if least.bytes > limited.memory.limit:
             return Shortfall(least.time, int(least.bytes + spare), int(least.bytes + spare), fastest)
         # What nobody asked for is not worth a proof to the last digit.
-        effort = 0 if self._is_hasty() else 1 if self._options.is_soft else 2
-        solution = solve(limited, effort=effort, tolerance=self._options.limits.tolerance)
+        is_hasty = self._is_hasty()
+        effort = 0 if is_hasty else 1 if self._options.is_soft else 2
+        tolerance = max(self._options.limits.tolerance, _HASTY_TOLERANCE if is_hasty else 0.0)
+        known = None
+        free = self._solutions.get(fastest.setup.mesh)
+        if is_hasty and free is not None:
+            known = Known(completed(limited, free.states), free.lower_bound)
+        solution = solve(limited, effort=effort, tolerance=tolerance, known=known)
         if isinstance(solution, Infeasible):
             return Shortfall(solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
         return solution

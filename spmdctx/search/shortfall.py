@@ -7,7 +7,7 @@ from dataclasses import replace
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir import item_bytes
-from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, mesh_is_fixed, plan_dynamic
+from spmdctx.search.dynamic import SMALL_PROGRAM, DynamicOptions, Found, Shortfall, Step, mesh_is_fixed, plan_dynamic
 from spmdctx.search.memory import step_memory
 from spmdctx.search.modes import Request
 from spmdctx.search.price import Bill, price
@@ -16,6 +16,10 @@ from spmdctx.wording import bytes_text, counted, exact_bytes_text
 _LARGEST = 3
 _MOST_DEVICES = 4096
 _ATTEMPTS = 6
+_MOST_ATTEMPTS = 60
+_NEAR = 0.005
+"""Share of the budget that is not worth another search."""
+
 _STAYS = 0.9
 """More devices are no help where the least that is alive does not get smaller by a tenth."""
 
@@ -81,21 +85,27 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _enough_bytes(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> int:
-    """A budget that a plan was found for: as near to the least one as a few searches get."""
-    fastest = found.fastest
-    bill = price(step.graph, step.scopes, step.loose, (), fastest.assignment, fastest.setup.mesh, topology, step.donated)
-    enough, short = bill.memory_bytes, options.memory_bytes or 0
+    """The least budget that a plan is found for; of a program that is not small, as near to it as a few searches get."""
+    is_small = len(step.graph.ops) <= SMALL_PROGRAM
+    enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
     attempt = max(found.enough_bytes, short + 1)
-    for _ in range(_ATTEMPTS):
+    for _ in range(_MOST_ATTEMPTS if is_small else _ATTEMPTS):
         if attempt >= enough:
+            attempt = (short + enough) // 2
+        if enough - short <= (1 if is_small else enough * _NEAR):
             break
         result = plan_dynamic(step, request, topology, replace(options, memory_bytes=attempt))
         if isinstance(result, Shortfall):
             short = attempt
         else:
-            enough = attempt
-        attempt = (short + enough) // 2
+            enough = _peak_bytes(step, topology, result)
+        # What a plan takes is often the least already.
+        attempt = enough - 1 if is_small and not isinstance(result, Shortfall) else (short + enough) // 2
     return enough
+
+
+def _peak_bytes(step: Step, topology: Topology, found: Found) -> int:
+    return price(step.graph, step.scopes, step.loose, (), found.assignment, found.setup.mesh, topology, step.donated).memory_bytes
 
 
 def _enough_devices(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> int | None:

@@ -18,7 +18,7 @@ from spmdctx.search.solver.graph import Graph, is_whole
 from spmdctx.search.solver.lagrange import Prices, priced
 from spmdctx.search.solver.memory import Rows
 from spmdctx.search.solver.polish import Polish
-from spmdctx.search.solver.problem import FloatArray, Infeasible
+from spmdctx.search.solver.problem import FloatArray, Infeasible, Known
 from spmdctx.search.solver.program import integer_optimum, lowest_peak, num_variables
 
 PRICE_STEPS = 30
@@ -36,7 +36,8 @@ MAX_VARIABLES = 1000
 class Constrained:
     """One problem whose memory may bind. States are present states of `graph`, which is reduced with regard to memory."""
 
-    def __init__(self, graph: Graph, rows: Rows, search: Search) -> None:
+    def __init__(self, graph: Graph, rows: Rows, search: Search, known: Known | None = None) -> None:
+        self.known = known
         self.graph = graph
         self.rows = rows
         self.search = search
@@ -106,11 +107,13 @@ class Constrained:
 
     def _wide(self) -> None:
         """Minima are dear: prices and messages together, forests from the decoded states, then rounds of improvement."""
-        if len(self.graph.nodes()) <= MAX_FREE:
+        known = self.known
+        if known is None and len(self.graph.nodes()) <= MAX_FREE:
             free = minimise(self.graph, self.search)
-            if free is not None:
-                self._offer_repaired(free.states)
-                self._raise(free.bound)
+            known = None if free is None else Known(tuple(free.states), free.bound)
+        if known is not None:
+            self._offer_repaired(known.states)
+            self._raise(known.lower_bound)
             if self._is_proven():
                 return
         ascent = Ascent(self.graph, self.amounts, self.search, ASCENT_SHARE)

@@ -24,7 +24,8 @@ WORK = 1_000_000_000
 EQUAL = 1e-9
 """A bound this near to the cost, relative to it, is equal up to rounding."""
 THOROUGH = 3
-"""Effort from which states are compared for dominance; on problems of a planner's size that takes longer than it saves."""
+"""Effort from which states are compared for dominance without memory (with memory from 1 on): on problems of a planner's size that takes
+longer than it saves."""
 SHELL_WORK = 30_000_000
 MAX_SHELLS = 8
 _WORTH = 0.7
@@ -97,7 +98,7 @@ def shrink(graph: Graph, search: Search, rows: Rows | None = None) -> bool:
             return False
         graph.split()
         graph.peel(None if rows is None else rows.live)
-        if rows is None and search.effort < THOROUGH:
+        if search.effort < (THOROUGH if rows is None else 1):
             return True
         removed = discard(graph, None if rows is None else rows.priced, lambda: search.progress() > over)
         search.count("dominated", removed)

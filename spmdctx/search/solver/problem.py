@@ -57,6 +57,13 @@ class Problem:
     memory: Memory | None = None
 
 
+class Known(NamedTuple):
+    """A choice of states, which need not fit the memory, and a cost that no choice goes below."""
+
+    states: tuple[int, ...]
+    lower_bound: float
+
+
 class Solution(NamedTuple):
     """A state per node, its cost, and a cost that no feasible choice of states goes below.
 

@@ -13,7 +13,7 @@ from spmdctx.search.solver.energy import SWEEPS, WORK, Minimum, Search, minimise
 from spmdctx.search.solver.graph import Graph, cost_of
 from spmdctx.search.solver.memory import Rows
 from spmdctx.search.solver.pool import Pool
-from spmdctx.search.solver.problem import Infeasible, Problem, Solution
+from spmdctx.search.solver.problem import Infeasible, Known, Problem, Solution
 
 HOPELESS = Infeasible(-1, 0.0, float("inf"))
 """No choice of states has a finite cost, whatever the memory."""
@@ -26,6 +26,7 @@ def solve(
     tolerance: float = 0.0,
     cutoff: float = float("inf"),
     deadline: float | Callable[[], bool] | None = None,
+    known: Known | None = None,
 ) -> Solution | Infeasible:
     """Chooses the states of least cost that fit the memory.
 
@@ -37,6 +38,7 @@ def solve(
             solved exactly at any effort.
         tolerance: The gap, relative to the cost, at which to stop.
         cutoff: A cost that the caller has already: once nothing here can be below it, the best so far is returned with its bound.
+        known: What is known of the problem without its memory, so that it need not be found again.
         deadline: Seconds from now, or a function that says that the time is over. For benchmarks.
 
     Returns:
@@ -54,7 +56,7 @@ def solve(
         if rows is None or not len(rows.times):
             found: Minimum | Infeasible | None = minimise(graph, search)
         elif shrink(graph, search, rows):
-            found = Constrained(graph, rows, search).run()
+            found = Constrained(graph, rows, search, None if known is None else _present(graph, known)).run()
         else:
             found = None
     if found is None:
@@ -66,6 +68,13 @@ def solve(
     # The same cost summed in another order; a proven optimum stays proven.
     bound = cost if found.bound == found.cost else min(cost, found.bound)
     return Solution(states, cost, bound, search.counts)
+
+
+def _present(graph: Graph, known: Known) -> Known | None:
+    """The same in present states; None where one of them was discarded."""
+    states = [int(np.searchsorted(origin, state)) for origin, state in zip(graph.origin, known.states, strict=True)]
+    found = zip(graph.origin, states, known.states, strict=True)
+    return Known(tuple(states), known.lower_bound) if all(place < len(own) and own[place] == state for own, place, state in found) else None
 
 
 def _clock(deadline: float | Callable[[], bool] | None) -> tuple[Callable[[], float], Callable[[], float | None]]:
