@@ -70,16 +70,19 @@ class Entry:
 
     @cached_property
     def spans_processes(self) -> bool:
-        """Whether the step runs on devices of several processes, which then have agreed on its plan.
+        """Whether the step runs on devices of several processes."""
+        return spans_processes(self.environment.devices[: self.planned.mesh.num_devices])
+
+    @cached_property
+    def agreed(self) -> bool:
+        """Whether several processes run the step; all of them ask before they run anything, and have then agreed on its plan.
 
         Raises:
             PlanMismatchError: another process has another program or plan.
         """
-        planned = self.planned
-        spans = spans_processes(self.environment.devices[: planned.mesh.num_devices])
-        if spans:
-            agree_on_plan(self.captured.name, planned.plan, self.captured.jaxpr)
-        return spans
+        if self.spans_processes:
+            agree_on_plan(self.captured.name, self.planned.plan, self.captured.jaxpr)
+        return self.spans_processes
 
     @cached_property
     def compiler_options(self) -> dict[str, int | str]:
@@ -149,13 +152,13 @@ class Entry:
             on_mesh = moves or has_mesh_type(leaf)
         else:
             on_mesh = index in self._carried or self._owned[index] or sharding is not None
-        on_mesh = on_mesh or (self.spans_processes and aval.ndim > 0)
+        on_mesh = on_mesh or self.spans_processes
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=target if on_mesh else None)
 
     def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The program's flat results for leaves that are where it takes them; nothing of the user's is changed."""
         self.environment.check_running()
-        self.spans_processes  # noqa: B018  all processes agree on the plan before they run it
+        self.agreed  # noqa: B018  before anything runs
         if self.direct is not None:
             try:
                 return jax.tree.leaves(self.direct(*self.structure.inputs(leaves)[0]))
@@ -204,10 +207,10 @@ class Entry:
                 )
             return read.leaves
         self.environment.check_running()
-        placed, loose, moves = list(read.leaves), [], False
+        placed, loose, moves, spread = list(read.leaves), [], False, self.agreed
         for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
             sharding = getattr(leaf, "sharding", None)
-            if self.spans_processes and is_of_one_process(leaf):
+            if spread and is_of_one_process(leaf):
                 placed[index], moves = on_all(leaf, target), True
                 continue
             if index in self._carried and not (getattr(leaf, "committed", False) and has_mesh_type(leaf)):

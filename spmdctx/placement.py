@@ -83,7 +83,7 @@ class Init:
     def run(self, entry: Entry, call: Call) -> Any:
         """Makes the state, each leaf split as the step takes it; leaves that the step does not take are whole everywhere."""
         entry.environment.check_running()
-        entry.spans_processes  # noqa: B018  all processes agree on the plan before the state is made by it
+        entry.agreed  # noqa: B018  before anything runs
         taken = zip(flattening_of(call).leaves, entry.program.in_shardings, strict=True)
         return self._place({id(leaf.value): sharding for leaf, sharding in taken}, entry.program.mesh)
 

@@ -32,6 +32,7 @@ _ADDRESS = "spmdctx/watch"
 _CONNECT_S = 10.0
 _VERDICT_S = 1.0
 """How long a failing process waits to hear that another one failed first."""
+_TELLING_S = 0.5
 _SILENCE_S = 10
 """After how long the system gives up a connection to a machine that does not answer."""
 _KEPT = 300
@@ -87,6 +88,8 @@ class Watch:
             self._previous(kind, error, trace)
         said = str(error).strip().splitlines()
         _send(self._link, {"failed": self._process, "why": f"{kind.__name__}: {said[0] if said else ''}"[:_KEPT]})
+        if self._process == 0:  # the hub needs the time to tell it
+            time.sleep(_TELLING_S)
         _end_with("", 130 if isinstance(error, KeyboardInterrupt) else 1)
 
 

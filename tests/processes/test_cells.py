@@ -41,7 +41,7 @@ def folders(tmp_path_factory):
     @functools.cache
     def folder(layout):
         made = tmp_path_factory.mktemp("cells")
-        run_module("tests.processes.work_cells", [str(made)], *layout, timeout_s=150)
+        run_module("tests.processes.work_cells", [str(made)], *layout, timeout_s=300)
         return made
 
     return folder

@@ -14,7 +14,7 @@ LIMIT_S = 15
 
 
 def train(folder, *more, succeeds=True):
-    return run_module("tests.processes.work_train", [str(folder), str(NUM_STEPS), *more], 2, 2, timeout_s=150, succeeds=succeeds)
+    return run_module("tests.processes.work_train", [str(folder), str(NUM_STEPS), *more], 2, 2, timeout_s=300, succeeds=succeeds)
 
 
 def losses(folder):
@@ -60,3 +60,16 @@ def test_nothing_is_lost_beyond_the_last_checkpoint(trainings):
     first_of_rerun = [steps[count] for *_, count in runs]
     assert first_of_rerun[1:] == [3, 5]
     assert first_of_rerun[0] in (1, 3)  # the checkpoint of step 2 may still have been on its way
+
+
+def test_an_error_on_one_process_is_told_by_the_others():
+    start = time.time()
+    code, _, err = run_module("tests.processes.work_fails", [], 3, timeout_s=90, succeeds=False)
+    lines = err.splitlines()
+    assert code == 1
+    assert "[0] ValueError: no such file: train.txt" in lines
+    for process in (1, 2):
+        assert f"[{process}] error: Process 0 has failed; process {process} cannot go on without it and ends." in lines
+        assert f"[{process}]   got:   ValueError: no such file: train.txt" in lines
+    assert lines[-1] == "Process 0 ended with exit code 1."
+    assert time.time() - start < 60
