@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIRST, MODES, READING = NOTEBOOKS
+FIRST, MODES, READING, CHECKPOINTS = NOTEBOOKS
 MACHINE_PATH = re.compile(r"/(?:home|root|tmp|usr|work|Users)/")
 
 
@@ -125,6 +125,20 @@ def test_reading_a_plan_shows_all_of_it(kernel: None) -> None:
     assert "device-seconds" in shown
     assert re.search(r"^True \d+ bytes$", shown, re.MULTILINE)
     assert "'tensor_map': [" in shown
+
+
+@quietly
+def test_checkpoints_resume_load_and_generate(kernel: None) -> None:
+    notebook = _executed(CHECKPOINTS)
+    shown = _printed(notebook)
+    assert len(_pages(notebook)) == 1
+    assert "steps 40 to 119, loss " in shown
+    for claim in ("bit for bit", "same values", "likeliest tokens the same", "drawn tokens the same"):
+        assert f"{claim}: True" in shown
+    assert "its checksum differs" in shown
+    assert "rank 1 of 2 needs the files of ranks [" in shown
+    assert all(float(ratio) < 1.5 for ratio in re.findall(r"([\d.]+) bytes read per byte needed", shown))
+    assert len(re.findall(r"^'The value of the.+'$", shown, re.MULTILINE)) == 2
 
 
 if __name__ == "__main__":

@@ -285,3 +285,23 @@ def test_wrong_use_is_refused(tmp_path):
         CheckpointManager(tmp_path, every=0)
     with pytest.raises(TypeError, match="keep"):
         CheckpointManager(tmp_path, keep="3")
+
+
+def test_a_save_that_fails_is_said_and_the_next_one_works(tmp_path, monkeypatch):
+    from spmdctx.checkpoint import handler
+
+    def full(self, timeout=None):
+        raise OSError(28, "No space left on device")
+
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)})
+        checkpoints.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(handler._Sealed, "result", full)
+            checkpoints.save(2, {"w": jnp.full(2, 2.0)})
+            with pytest.raises(CheckpointError, match=r"could not be written(.|\n)*No space left"):
+                checkpoints.wait()
+        assert checkpoints.steps() == (1,)
+        assert checkpoints.save(2, {"w": jnp.full(2, 2.0)})
+        restored = checkpoints.restore({"w": jnp.zeros(2)})
+        assert (restored.step, restored.state["w"][0]) == (2, 2)
