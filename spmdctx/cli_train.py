@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--text", metavar="FILE", help="UTF-8 text to train on (default: Python's language reference)")
     training.add_argument("--learning-rate", type=float, default=3e-3, metavar="X", help="of AdamW (default: %(default)s)")
     training.add_argument("--seed", type=int, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
+    training.add_argument(
+        "--save-every", type=int, metavar="N", help="save every N steps, and go on from the last one where this command was stopped before"
+    )
     training.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where state and plan go (default: %(default)s)")
 
 
@@ -44,9 +48,26 @@ def train(arguments: argparse.Namespace, output: Output) -> int:
             batch = next(data)
             plan = step.plan(model, optimizer, batch)
         output.show(plan)
-        losses, seconds = _run(step, model, optimizer, data, arguments.steps, output)
+        with _checkpoints(arguments) as checkpoints:
+            state = {"model": model, "optimizer": optimizer}
+            done = checkpoints.restore(state).step
+            for _ in range(done):
+                next(data)
+            losses, seconds = _run(
+                step, state, data, range(done, arguments.steps), partial(checkpoints.save, state=state, plan=plan), output
+            )
+            checkpoints.wait()
+            if checkpoints.latest_step() != max(done, arguments.steps):
+                checkpoints.save(arguments.steps, state, plan=plan, force=True)
         save_model(arguments.out, config, tokenizer)
         return _check_and_save(step, (model, optimizer, batch), plan, losses, seconds, arguments.out, output)
+
+
+def _checkpoints(arguments: argparse.Namespace) -> CheckpointManager:
+    """Where the state goes: without `--save-every` once, in the place of what was there."""
+    if arguments.save_every is None and (arguments.out / STATE).exists():
+        shutil.rmtree(arguments.out / STATE)
+    return CheckpointManager(arguments.out / STATE, every=max(1, arguments.steps) if arguments.save_every is None else arguments.save_every)
 
 
 def _data(choice: Choice) -> tuple[DecoderConfig, WordTokenizer, Iterator[Batch]]:
@@ -57,21 +78,26 @@ def _data(choice: Choice) -> tuple[DecoderConfig, WordTokenizer, Iterator[Batch]
     return replace(config, max_seq=choice.seq), tokenizer, data
 
 
-def _run(step: ParallelStep, model: Any, optimizer: Any, data: Iterator[Batch], count: int, output: Output) -> tuple[list[float], float]:
-    """Losses, and the median seconds of a step."""
+def _run(
+    step: ParallelStep, state: dict[str, Any], data: Iterator[Batch], numbers: range, save: Callable[[int], bool], output: Output
+) -> tuple[list[float], float]:
+    """Losses of the steps of these numbers, and the median seconds of a step."""
     times: list[float] = []
 
-    def one(_: int) -> float:
+    def one(index: int) -> float:
         start = time.perf_counter()
-        loss = float(step(model, optimizer, next(data)))
+        loss = float(step(state["model"], state["optimizer"], next(data)))
         times.append(time.perf_counter() - start)
+        save(numbers[index] + 1)
         return loss
 
     output.title("Training")
-    losses = list(output.steps(count, one))
+    if numbers.start:
+        output.say(f"goes on from the checkpoint of step {numbers.start}")
+    losses = list(output.steps(len(numbers), one))
     seconds = sorted(times)[len(times) // 2] if times else 0.0
     if losses:
-        output.say(f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {count} steps, {1000 * seconds:.0f} ms each")
+        output.say(f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps, {1000 * seconds:.0f} ms each")
     return losses, seconds
 
 
@@ -86,7 +112,7 @@ def _check_and_save(
         verify = step.verify(*args)
     output.title("Verification: against one device")
     output.show(verify)
-    files = _save(plan, args[:2], len(losses), out)
+    files = _save(plan, out)
     output.title("Written")
     output.say("  ".join(files.values()))
     output.finish(
@@ -102,12 +128,8 @@ def _check_and_save(
     return 0 if audit.ok and verify.ok else 1
 
 
-def _save(plan: Plan, state: tuple[Any, ...], num_steps: int, out: Path) -> dict[str, str]:
+def _save(plan: Plan, out: Path) -> dict[str, str]:
     files = {"plan": out / "plan.json", "page": out / "plan.html", "state": out / STATE}
     plan.save(files["plan"])
     plan.save_html(files["page"])
-    if files["state"].exists():
-        shutil.rmtree(files["state"])
-    with CheckpointManager(files["state"]) as checkpoints:
-        checkpoints.save(num_steps, dict(zip(("model", "optimizer"), state, strict=True)), plan=plan)
     return {name: str(path) for name, path in files.items()}

@@ -63,6 +63,22 @@ def test_training_writes_state_plan_and_page(tmp_path: Path, capsys: pytest.Capt
     assert found.state["model"]["head"]["kernel"].any()
 
 
+def test_a_training_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = ["train", *SMALL, "--device-num", "2", "--parallel-mode", "semi_auto_parallel", "--steps"]
+    code, whole = _run(capsys, *training, "5", "--out", str(tmp_path / "whole"))
+    assert code == 0
+    stopped = ["--save-every", "2", "--out", str(tmp_path / "stopped")]
+    code, first = _run(capsys, *training, "3", *stopped)
+    assert code == 0
+    (tmp_path / "stopped" / "state" / "3").rename(tmp_path / "gone")  # as if it had been stopped before
+    code, rest = _run(capsys, *training, "5", *stopped)
+    assert code == 0
+    assert first["losses"] == whole["losses"][:3]
+    assert rest["losses"] == whole["losses"][2:]
+    code, again = _run(capsys, *training, "5", *stopped)
+    assert (code, again["losses"]) == (0, [])
+
+
 def test_training_reads_a_text_and_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, config = tmp_path / "text.txt", tmp_path / "config.yaml"
     text.write_text("to be or not to be, that is the question. " * 50, encoding="utf-8")
