@@ -22,6 +22,7 @@ from spmdctx.ir import Assignment, Graph
 from spmdctx.mesh import AnyOrder, LogicalMesh
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.branching import Best, cheapest_accepted
+from spmdctx.search.fold import ROUNDS
 from spmdctx.search.free_values import place_free_values
 from spmdctx.search.memory import Peak, StepMemory, step_memory
 from spmdctx.search.memory_rows import Passing, completed, counted_bytes, least_peak, passing_at, with_memory
@@ -162,6 +163,8 @@ def mesh_is_fixed(request: Request) -> bool:
 class Searcher:
     """Searches one mesh after the other; the network is built once for each pattern of pins."""
 
+    _fold_rounds = ROUNDS
+
     def __init__(self, step: Step, topology: Topology, options: DynamicOptions) -> None:
         self._step, self._topology, self._options = step, topology, options
         self._space: Space | None = None
@@ -293,7 +296,7 @@ class Searcher:
         key = (tuple(sorted(marks.items())), tuple(sorted(setup.forced)))
         known = self._networks.get(key)
         if known is None:
-            known = self._networks[key] = build_network(space, self._step.scopes, marks, setup.forced)
+            known = self._networks[key] = build_network(space, self._step.scopes, marks, setup.forced, self._fold_rounds)
         return known
 
     def _found(self, setup: Setup, tables: Tables, solution: Solution) -> Found:

@@ -47,7 +47,7 @@ class Fold:
     slot_members: list[list[int]]
 
 
-def fold(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int], terminal: Sequence[int] = ()) -> Fold:
+def fold(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int], terminal: Sequence[int] = (), rounds: int = ROUNDS) -> Fold:
     """Folds a space.
 
     Args:
@@ -55,13 +55,14 @@ def fold(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int], t
         op_marks: per op a number that members of a class must share, beside their kind.
         slot_marks: the same for slots; those not named have 0. (Pinned ones, say.)
         terminal: per value, whether it leads to no matrix product; none where it is empty.
+        rounds: how far around ops of one class must be alike.
     """
     around = _around(space)
     colours = _first_colours(space, op_marks, slot_marks)
     if len(space.op_slots) <= SMALL:
         op_colour, slot_colour = (np.arange(len(own)).astype(np.uint64) for own in colours)
     else:
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             colours = _refined(colours, around)
         if terminal:
             colours = _with_updates(space, colours, around, terminal)

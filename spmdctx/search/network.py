@@ -17,7 +17,7 @@ import numpy as np
 
 from spmdctx.ir import Role
 from spmdctx.search.accumulation import AT_ONCE, NOTHING_SUMMED, Later, Summed, later_reductions, loop_sums
-from spmdctx.search.fold import Fold, fold
+from spmdctx.search.fold import ROUNDS, Fold, fold
 from spmdctx.search.handovers import Handovers, Row, turns
 from spmdctx.search.incidences import BoolArray, Incidences
 from spmdctx.search.narrowing import narrow_readers
@@ -90,7 +90,9 @@ class Network:
     summed: Summed = NOTHING_SUMMED
 
 
-def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int, int], forced: Mapping[int, FactorAxes]) -> Network:
+def build_network(
+    space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int, int], forced: Mapping[int, FactorAxes], rounds: int = ROUNDS
+) -> Network:
     """The network of a space.
 
     Args:
@@ -98,6 +100,7 @@ def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int
         scopes: per op the number of the computation that it belongs to.
         slot_marks: slots that are fixed, with a number for each way in which they are.
         forced: ops whose split is fixed.
+        rounds: of the fold.
     """
     joins = _joins(space, slot_marks)
     found = sides(space.graph)
@@ -109,7 +112,7 @@ def build_network(space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int
         8 * kinds.get(later.get(index, AT_ONCE), 0) + 4 * last + (3 if index in forced else own.takes + 2 * own.hands_on)
         for index, (own, last) in enumerate(zip(joins, terminal, strict=True))
     ]
-    folded = fold(space, op_marks, slot_marks, found.terminal)
+    folded = fold(space, op_marks, slot_marks, found.terminal, rounds)
     network = Network(space, folded, scopes, summed=Summed.of(sums))
     ops = space.graph.ops
     for members in folded.op_members:

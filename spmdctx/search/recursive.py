@@ -75,6 +75,9 @@ class Recursive(Searcher):
         options: see there.
     """
 
+    # The first layers and the last are split as those between: there are half as many nodes, and plans are as good.
+    _fold_rounds = 1
+
     def __init__(self, step: Step, topology: Topology, options: RecursiveOptions) -> None:
         limits = replace(options.limits, tolerance=max(_TOLERANCE, options.limits.tolerance))
         super().__init__(step, topology, DynamicOptions(options.memory_bytes, limits))

@@ -36,9 +36,9 @@ def _shared_rules(step):
     )
 
 
-def _fold(graph, op_marks=None, slot_marks=None):
+def _fold(graph, op_marks=None, slot_marks=None, **rounds):
     space = Space(graph, MESH, topology("h100"), frozenset())
-    return fold(space, op_marks or [0] * len(graph.ops), slot_marks or {})
+    return fold(space, op_marks or [0] * len(graph.ops), slot_marks or {}, **rounds)
 
 
 def test_a_small_program_is_not_folded():
@@ -57,6 +57,16 @@ def test_layers_in_the_middle_share_their_classes():
     assert folded.op_class[:PER_LAYER] != middle
     assert folded.op_class[-PER_LAYER:] != middle
     assert len(folded.op_members) < 20 * PER_LAYER
+
+
+def test_fewer_rounds_look_less_far_and_make_fewer_classes():
+    graph = _shared_rules(_layers(60))
+    near, far = _fold(graph, rounds=1), _fold(graph)
+    assert len(near.op_members) < len(far.op_members)
+    # What is alike far around is alike nearby.
+    assert all(len({near.op_class[member] for member in members}) == 1 for members in far.op_members)
+    # The layers are still told from their own parts.
+    assert len(set(near.op_class[30 * PER_LAYER : 31 * PER_LAYER])) == PER_LAYER
 
 
 def test_every_member_knows_its_class():
