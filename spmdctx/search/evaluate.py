@@ -23,6 +23,7 @@ from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh
+from spmdctx.search.accumulation import AT_ONCE, later_reductions, loop_sums
 from spmdctx.search.overlap import sides
 from spmdctx.search.rewrites import BROUGHT_IN, LOOKED_UP
 from spmdctx.search.roofline import compute_time_s, local_bytes, passing_values, written_s
@@ -186,6 +187,7 @@ class _Evaluator:
         self.eligible = Eligible(graph, self.free, pinned).values
         self.decided = {value for pair in graph.ties for value in pair} | pinned | set(graph.outputs)
         self.sides, self.passing = sides(graph), passing_values(graph)
+        self.later = later_reductions(graph, loop_sums(graph))
         self.reads = self._reads(scopes)
         self.memo: dict[tuple[object, ...], float] = {}
 
@@ -283,7 +285,8 @@ class _Evaluator:
         for after, scattered, reduced in reductions(op, known.shape, partial.natural, partial.axes, self.mesh):
             seconds = self._collective("reduce_scatter", payload, scattered, machine)
             left = payload // self.mesh.num_slices(scattered)
-            yield after, seconds + self._collective("all_reduce", left, reduced, machine)
+            later = AT_ONCE if scattered else self.later.get(value, AT_ONCE)
+            yield after, seconds + self._collective("all_reduce", round(left * later.size), reduced, machine) * later.times
 
     def _collective(self, kind: str, payload: int, axes: AxisNames, machine: Topology) -> float:
         return collective_time_s(kind, payload, axes, self.mesh, machine) if axes else 0.0

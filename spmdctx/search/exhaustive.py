@@ -20,7 +20,8 @@ from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, OpRule, OpSharding, TensorSharding, Value, item_bytes
-from spmdctx.mesh import LogicalMesh, replicated
+from spmdctx.mesh import LogicalMesh, axes_of, replicated
+from spmdctx.search.accumulation import AT_ONCE, Summed, later_reductions, loop_sums
 from spmdctx.search.algo import AlgoLimits, is_elementwise
 from spmdctx.search.evaluate import ADDITIONS, Eligible, all_shardings, candidates_gather_s, leads_to, read_bytes, reductions, tied_with
 from spmdctx.search.exhaustive_tables import Elimination
@@ -140,6 +141,8 @@ class _Everything:
         self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
         self.pinned = tied_with(graph, frozenset(conditions.pins))
         self.sides, self.passing = sides(graph), passing_values(graph)
+        sums = loop_sums(graph)
+        self.later, self.summed = later_reductions(graph, sums), Summed.of(sums)
         self.read_bytes = read_bytes(graph, topology)
         self.memory = step_memory(graph, scopes, conditions.donated, waits=mesh.num_devices > 1)
         self.sums = self._sums()
@@ -300,7 +303,7 @@ class _Everything:
                 row.append(0.0 if (natural, partial) == place else float("inf"))
             else:
                 fitting = [one for one in ways if leads_to(natural, one[0], place.sharding)]
-                row.append(min(seconds + self._reshard(value, after, place.sharding) for after, seconds in fitting))
+                row.append(min(seconds + self._reshard(value, after, place.sharding, is_made=True) for after, seconds in fitting))
         return row
 
     def _reduced(self, op: Op, value: int, natural: TensorSharding, way: Way) -> Iterator[tuple[TensorSharding, float]]:
@@ -320,7 +323,9 @@ class _Everything:
         for after, scattered, reduced in reductions(op, known.shape, natural, partial, mesh):
             seconds = collective_time_s("reduce_scatter", payload, scattered, mesh, machine) if scattered else 0.0
             left = payload // mesh.num_slices(scattered)
-            seconds += collective_time_s("all_reduce", left, reduced, mesh, machine) if reduced else 0.0
+            later = AT_ONCE if scattered else self.later.get(value, AT_ONCE)
+            whole = round(left * later.size)
+            seconds += collective_time_s("all_reduce", whole, reduced, mesh, machine) * later.times if reduced else 0.0
             yield after, seconds * exposed
 
     def _add_following(self, op: Op) -> None:
@@ -343,14 +348,17 @@ class _Everything:
     def _moves(self, op: Op, value: int, sources: Sequence[TensorSharding], targets: Sequence[TensorSharding]) -> NDArray[np.float64]:
         """Seconds in which `op` is brought a value from each source to each target."""
         known, size = self.graph.values[value], self.read_bytes[op.id, value]
-        key = (known.shape, known.dtype, size, self.sides.weights[value], self.passing[value], tuple(sources), tuple(targets))
+        kept = self.summed.keeps(value, is_made=False)
+        key = (known.shape, known.dtype, size, self.sides.weights[value], self.passing[value], kept, tuple(sources), tuple(targets))
         if key not in self.memo:
             self.memo[key] = np.array([[self._reshard(value, source, target, size) for target in targets] for source in sources])
         return self.memo[key].copy()
 
-    def _reshard(self, value: int, source: TensorSharding, target: TensorSharding, size: int = 0) -> float:
+    def _reshard(self, value: int, source: TensorSharding, target: TensorSharding, size: int = 0, is_made: bool = False) -> float:
         if source == target:
             return 0.0
+        if self.summed.keeps(value, is_made=is_made) and not {*axes_of(source)} >= {*axes_of(target)}:
+            return float("inf")
         known, exposed = self.graph.values[value], 1.0 - self.sides.gather_share(value, self.topology)
         seconds = reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology)
         if self.passing[value]:

@@ -9,6 +9,7 @@ import pytest
 
 from spmdctx.cost.topology import PRESETS, Topology
 from spmdctx.mesh import LogicalMesh
+from spmdctx.search.accumulation import holds_of, loop_sums
 from spmdctx.search.dynamic import DynamicOptions, Searcher, Step
 from spmdctx.search.evaluate import evaluate
 from spmdctx.search.exhaustive import exhaustive
@@ -55,7 +56,8 @@ def test_search_evaluation_and_bill_have_one_number(model: str, machine: str) ->
     step, mesh, topology = _step(model), LogicalMesh.of((2, 4)), _machine(machine)
     found = Searcher(step, topology, DynamicOptions()).search(Setup(mesh))
     seconds = evaluate(step.graph, step.scopes, step.loose, found.assignment, mesh, topology).total_s
-    bill = price(step.graph, step.scopes, step.loose, (), found.assignment, mesh, topology)
+    holds = holds_of(step.graph, loop_sums(step.graph), found.assignment, mesh)
+    bill = price(step.graph, step.scopes, step.loose, (), found.assignment, mesh, topology, holds=holds)
     assert seconds == pytest.approx(found.cost_s, rel=1e-9)
     # The bill moves values straight to where they are read; the search may price a stop on the way.
     assert found.cost_s * (1 - 5e-3) <= bill.compute_s + bill.exposed_communication_s <= found.cost_s * 1.02
