@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
@@ -34,6 +32,7 @@ from spmdctx.search.shortfall import over_budget
 from spmdctx.search.transfer import partial_axes
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
+from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.program import Program
 from spmdctx.wording import exact_bytes_text
 
@@ -78,7 +77,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         UnsupportedError: something that the mode does not support, or with `strict` a primitive without a rule.
     """
     start = time.perf_counter()
-    with _no_garbage_collection():
+    with no_garbage_collection():
         program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
         request = _request(program, captured, settings)
         step = _step(program, captured)
@@ -119,7 +118,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
 
 def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
     """A plan of auto_parallel with what dynamic programming proves of it."""
-    with _no_garbage_collection():
+    with no_garbage_collection():
         program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
         options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo), max_axes=settings.max_mesh_axes)
         request = _request(program, captured, settings)
@@ -167,22 +166,6 @@ def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Grad
 def _step(program: Program, captured: Captured) -> Step:
     donated = frozenset([value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if leaf.donated])
     return Step(program.graph, program.scopes, program.loose, donated)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Planning makes tens of thousands of small objects and no cycles; the cyclic collector would double its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled and gc.get_freeze_count() == 0:
-            # Moves the plan to the oldest generation, where it belongs, without a walk through all of its objects.
-            gc.freeze()
-            gc.unfreeze()
-        if enabled:
-            gc.enable()
 
 
 def _request(program: Program, captured: Captured, settings: Settings) -> Request:

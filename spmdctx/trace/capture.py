@@ -20,6 +20,7 @@ from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir import Role
 from spmdctx.trace.arguments import Call, Names, Parameters, Positions, Selection, Static, parameters_of, split_static
 from spmdctx.trace.carry import Span, carried_leaves
+from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.objects import ObjectFlattening, has_objects
 from spmdctx.trace.partitioning import PartitionNames
 from spmdctx.trace.pure import NotPure, PureFlattening
@@ -209,7 +210,9 @@ def capture(
 def capture_call(target: Target, call: Call, static: Static) -> Captured:
     """Traces one call whose static arguments are already set apart."""
     try:
-        return _capture_flat(target, static, flattening_of(call))
+        with no_garbage_collection():
+            flattening = flattening_of(call)
+        return _capture_flat(target, static, flattening)
     except NotPure:  # known once it is traced: an initialiser, for example
         return _capture_flat(target, static, ObjectFlattening(call))
 
