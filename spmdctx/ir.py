@@ -230,6 +230,15 @@ class Graph:
         return {value: op.id for op in self.ops for value in op.results}
 
     @cached_property
+    def readers(self) -> tuple[tuple[Op, ...], ...]:
+        """Per value the ops that read it, one that reads it twice twice."""
+        found: list[list[Op]] = [[] for _ in range(len(self.values) + 1)]
+        for op in self.ops:
+            for value in op.operands:
+                found[value].append(op)
+        return tuple(map(tuple, found[:-1]))
+
+    @cached_property
     def facts(self) -> dict[object, Any]:
         """What was worked out of the graph alone and is asked for again, by a key of whoever works it out."""
         return {}

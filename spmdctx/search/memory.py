@@ -80,7 +80,11 @@ def lives(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozens
 
 def step_memory(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset(), *, waits: bool = True) -> StepMemory:
     """The same, with what else is known before the shardings are; `waits` says whether there is more than one device."""
-    return _Liveness(graph, scopes, donated, waits).find()
+    key = (step_memory, tuple(scopes), donated, waits)
+    known: StepMemory | None = graph.facts.get(key)
+    if known is None:
+        known = graph.facts[key] = _Liveness(graph, scopes, donated, waits).find()
+    return known
 
 
 def profile(

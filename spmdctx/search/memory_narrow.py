@@ -7,7 +7,7 @@ the type in which they take it.
 from __future__ import annotations
 
 from spmdctx.cost.topology import Topology
-from spmdctx.ir import LITERAL, Graph, Op, Value, item_bytes
+from spmdctx.ir import LITERAL, Graph, Value, item_bytes
 from spmdctx.rules.elementwise import BINARY, MANY, UNARY
 from spmdctx.search.narrowing import NARROW_BYTES, narrow_readers
 from spmdctx.search.space import MATRIX_PRODUCTS
@@ -25,10 +25,15 @@ def narrow_values(graph: Graph, held: bytearray) -> bytearray:
     chains = _Chains(graph, held)
     made = bytearray(len(graph.values) + 1)
     for op in graph.ops:
-        of_product = op.primitive in MATRIX_PRODUCTS or any(made[value] and not held[value] for value in op.operands)
+        of_product = op.primitive in MATRIX_PRODUCTS
+        for value in op.operands:
+            if made[value] and not held[value]:
+                of_product = True
+        if not of_product:
+            continue
         for value in op.results:
-            made[value] = of_product
-            found[value] = of_product and held[value] and graph.values[value].dtype == "float32" and chains.lead_to_products(value)
+            made[value] = 1
+            found[value] = held[value] and graph.values[value].dtype == "float32" and chains.lead_to_products(value)
     return found
 
 
@@ -43,11 +48,7 @@ class _Chains:
     def __init__(self, graph: Graph, held: bytearray) -> None:
         self._held, self._narrow = held, narrow_readers(graph)
         self._kept = frozenset((*graph.inputs, *graph.outputs))
-        self._readers: list[list[Op]] = [[] for _ in graph.values]
-        for op in graph.ops:
-            for value in op.operands:
-                if value != LITERAL:
-                    self._readers[value].append(op)
+        self._readers = graph.readers
 
     def lead_to_products(self, value: int) -> bool:
         """Whether products alone read the value, or the one value that all chains from it end in."""

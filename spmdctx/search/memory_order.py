@@ -10,9 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from spmdctx.ir import LITERAL, Graph, Op
+from spmdctx.ir import Graph
 from spmdctx.rules.fusion import CHAINED
-from spmdctx.search.overlap import MATRIX_PRODUCTS, terminal_values
+from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
 
 _MOST_PASSED = 6
 _PART_PASSED = 9
@@ -31,12 +31,12 @@ def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
     runs = list(range(len(graph.ops)))
     if not any(op.primitive in MATRIX_PRODUCTS for op in graph.ops):
         return tuple(runs)
-    terminal = terminal_values(graph, frozenset())
-    others = _Others(graph, terminal)
+    terminal = _terminal_ops(graph)
+    others, makers = _Others(graph, terminal), graph.producers
     for op in graph.ops:
-        if not _is_movable(op, terminal):
+        if not terminal[op.id] or op.repeats > 1 or op.primitive.startswith(("scan.", "while.")):
             continue
-        made = max([runs[graph.producers[value]] for value in op.operands if value != LITERAL and value in graph.producers], default=0)
+        made = max([runs[makers[value]] for value in op.operands if value in makers], default=0)
         if op.primitive in CHAINED and others.are_between(made, op.id):
             runs[op.id] = made
         elif op.primitive in MATRIX_PRODUCTS and waits:
@@ -75,8 +75,8 @@ def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
 class _Others:
     """The ops of a step that matrix products need: what they find in memory is what counts."""
 
-    def __init__(self, graph: Graph, terminal: bytearray) -> None:
-        self._places = [op.id for op in graph.ops if not _is_terminal(op, terminal)]
+    def __init__(self, graph: Graph, terminal: Sequence[bool]) -> None:
+        self._places = [op.id for op in graph.ops if not terminal[op.id]]
         self._products = [place for place in self._places if graph.ops[place].primitive in MATRIX_PRODUCTS]
         self._loops = [op.id for op in graph.ops if op.primitive in _ENTERING]
         self._passed = min(_MOST_PASSED, len(self._products) // _PART_PASSED)
@@ -95,10 +95,12 @@ class _Others:
         return max(place, min(found, self._loops[loop] - 1) if loop < len(self._loops) else found)
 
 
-def _is_terminal(op: Op, terminal: bytearray) -> bool:
-    return bool(op.results) and all(terminal[value] for value in op.results)
-
-
-def _is_movable(op: Op, terminal: bytearray) -> bool:
-    """Whether no matrix product needs an op's results, and it is part of no loop."""
-    return op.repeats == 1 and not op.primitive.startswith(("scan.", "while.")) and _is_terminal(op, terminal)
+def _terminal_ops(graph: Graph) -> list[bool]:
+    """Per op, whether it has results, none of which a matrix product needs."""
+    terminal = sides(graph).terminal
+    found = [len(op.results) > 0 for op in graph.ops]
+    for op in graph.ops:
+        for value in op.results:
+            if not terminal[value]:
+                found[op.id] = False
+    return found

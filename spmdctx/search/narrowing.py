@@ -11,6 +11,13 @@ NARROW_BYTES = item_bytes("bfloat16")
 
 def narrow_readers(graph: Graph) -> bytearray:
     """Per op, 1 for matrix products, and for changes of layout, ways into loops and look-ups of which only such ops read the result."""
+    known: bytearray | None = graph.facts.get(narrow_readers)
+    if known is None:
+        known = graph.facts[narrow_readers] = _narrow_readers(graph)
+    return known
+
+
+def _narrow_readers(graph: Graph) -> bytearray:
     wide = bytearray(len(graph.values) + 1)
     reads = [0] * (len(graph.values) + 1)
     for value in graph.outputs:

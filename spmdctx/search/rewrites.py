@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from spmdctx.cost.reshard import reshard_steps
 from spmdctx.cost.topology import Topology
-from spmdctx.ir import LITERAL, Assignment, AxisNames, FactorKind, Graph, Op, TensorSharding, item_bytes
+from spmdctx.ir import Assignment, AxisNames, FactorKind, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, axes_of
 from spmdctx.search.space import MATRIX_PRODUCTS
 from spmdctx.search.transfer import project
@@ -35,14 +35,10 @@ class Readers:
 
     def __init__(self, graph: Graph, assignment: Assignment) -> None:
         self.graph, self._assignment = graph, assignment
-        self._of: list[list[Op]] = [[] for _ in graph.values]
-        for op in graph.ops:
-            for value in op.operands:
-                if value != LITERAL:
-                    self._of[value].append(op)
+        self._of = graph.readers
         self.outputs = frozenset(graph.outputs)
 
-    def of(self, value: int) -> list[Op]:
+    def of(self, value: int) -> tuple[Op, ...]:
         """The ops that read a value, one that reads it twice twice."""
         return self._of[value]
 
