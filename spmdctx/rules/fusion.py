@@ -99,17 +99,24 @@ def read_before(values: Sequence[Value], ops: Sequence[Op]) -> list[tuple[int, .
     leads = bytearray(len(values) + 1)
     last = bytearray(len(ops))
     for op in reversed(ops):
-        last[op.id] = op.primitive in _ELEMENTWISE and not any(leads[value] for value in op.results)
-        if not last[op.id]:
-            for value in op.operands:
-                leads[value] = 1
+        ends = op.primitive in _ELEMENTWISE
+        for value in op.results:
+            if leads[value]:
+                ends = False
+        if ends:
+            last[op.id] = 1
+            continue
+        for value in op.operands:
+            leads[value] = 1
     seen = bytearray(len(values) + 1)
     found: list[tuple[int, ...]] = []
     for op in ops:
-        found.append(tuple(value for value in op.operands if seen[value]) if last[op.id] else ())
-        if last[op.id]:
-            for value in (*op.operands, *op.results):
-                seen[value] = 1
+        if not last[op.id]:
+            found.append(())
+            continue
+        found.append(tuple([value for value in op.operands if seen[value]]))
+        for value in (*op.operands, *op.results):
+            seen[value] = 1
     return found
 
 

@@ -80,14 +80,19 @@ class Space:
         self.passing = passing_values(self.graph)
         self.kind_of = self._number_kinds()
         self.shapes = [value.shape for value in graph.values]
-        self.whole = [*(self.number(replicated(len(shape))) for shape in self.shapes), NO_SLOT]
+        self.whole = self._whole()
 
     def on(self, mesh: LogicalMesh) -> Space:
         """The same graph on another mesh."""
         other = copy(self)
         other.mesh, other.shardings, other._numbers, other._choices = mesh, [], {}, {}
-        other.whole = [*(other.number(replicated(len(shape))) for shape in self.shapes), NO_SLOT]
+        other.whole = other._whole()
         return other
+
+    def _whole(self) -> list[int]:
+        ranks = [len(shape) for shape in self.shapes]
+        numbers = {rank: self.number(replicated(rank)) for rank in dict.fromkeys(ranks)}
+        return [*map(numbers.__getitem__, ranks), NO_SLOT]
 
     def number(self, sharding: TensorSharding) -> int:
         """The sharding's number; equal shardings have equal numbers."""
