@@ -20,6 +20,7 @@ from spmdctx.plan.plan import Cost, Gradients, OpTable, Plan, PlannedGradient, P
 from spmdctx.search.accumulation import Holds, holds_of, loop_sums
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.bodies import Body, add_bodies
+from spmdctx.search.certificate import Certificate, gap_of
 from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
 from spmdctx.search.gradient_order import Gradient, gradient_buckets, gradient_order, sum_buckets
 from spmdctx.search.modes import ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
@@ -36,7 +37,6 @@ from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.program import Program
 from spmdctx.wording import exact_bytes_text
 
-_ROUNDING = 1e-9
 _WORTH_A_WORD = 0.01
 _NO_BUCKETS = "Buckets of gradients have no effect: the CPU compiler drops what keeps them apart, and reduces all of them at once."
 _SEARCHED = ("dynamic_programming", "recursive_programming")
@@ -81,7 +81,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
         request = _request(program, captured, settings)
         step = _step(program, captured)
-        setup, assignment, bound_s = search(step, request, _search_options(settings))
+        setup, assignment, certificate = search(step, request, _search_options(settings))
         written = [replace(row, axes=refined_axes(row.axes, setup.parts)) for region in program.manual for row in region.collectives]
         grouped = setup.mesh.num_devices > 1 and (settings.context.fuses_by_index or bool(program.region_ops))
         gradients = gradient_order(program.graph) if grouped else ()
@@ -109,10 +109,12 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
             warnings.warn(without, ContextWarning, stacklevel=2)
             notes = (*notes, without)
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
-        plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing, bound_s)
+        plan = _assemble(program, captured, settings, setup, assignment, bill, notes, timing)
         named = [PlannedGradient(one.path, bucket) for one, bucket in zip(gradients, buckets, strict=True)]
         own = [PlannedGradient(*one) for one in captured.gradients]
         plan = replace(plan, gradients=(*own, *named) if own or grouped else _gradients(program, setup))
+        if certificate is not None:
+            plan = _certified(plan, certificate)
     return Planned(plan, program, assignment, setup.mesh)
 
 
@@ -123,7 +125,13 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo), max_axes=settings.max_mesh_axes)
         request = _request(program, captured, settings)
         bound = lower_bound_s(_step(program, captured), request, settings.topology, options, plan.logical_mesh)
-    return replace(plan, lower_bound_s=bound, gap=_gap(plan.cost.total_s, bound))
+    return _certified(plan, Certificate(bound))
+
+
+def _certified(plan: Plan, certificate: Certificate) -> Plan:
+    bound_s, note = certificate.of_price(plan.cost.total_s)
+    notes = (*plan.notes, note) if note else plan.notes
+    return replace(plan, lower_bound_s=bound_s, gap=gap_of(plan.cost.total_s, bound_s), notes=notes)
 
 
 def _gradients(program: Program, setup: Setup) -> Sequence[PlannedGradient]:
@@ -353,7 +361,6 @@ def _assemble(
     bill: Bill,
     notes: tuple[str, ...],
     timing: Timing,
-    bound_s: float | None,
 ) -> Plan:
     graph, context = program.graph, settings.context
     inputs = tuple(
@@ -388,15 +395,7 @@ def _assemble(
         notes=notes,
         timing=timing,
         memory_profile=bill.memory_profile,
-        lower_bound_s=bound_s,
-        gap=None if bound_s is None else _gap(_cost(bill).total_s, bound_s),
     )
-
-
-def _gap(total_s: float, bound_s: float) -> float:
-    """Relative distance from the bound; 0 where only the order of additions differs."""
-    gap = total_s / bound_s - 1 if bound_s else 0.0
-    return 0.0 if abs(gap) < _ROUNDING else gap
 
 
 def _cost(bill: Bill) -> Cost:

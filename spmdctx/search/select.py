@@ -9,6 +9,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import Assignment, Graph, OpSharding
 from spmdctx.mesh import replicated
 from spmdctx.search.algo import AlgoLimits
+from spmdctx.search.certificate import Certificate
 from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, plan_dynamic
 from spmdctx.search.modes import Request, Setup, batch_parts, prepare
 from spmdctx.search.optimizer_pins import name_what_is_split
@@ -35,11 +36,11 @@ class SearchOptions:
 
 
 class Chosen(NamedTuple):
-    """What a search found, and the bound that it proved, if any."""
+    """What a search found, and what it proved, if anything."""
 
     setup: Setup
     assignment: Assignment
-    lower_bound_s: float | None = None
+    certificate: Certificate | None = None
 
 
 def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
@@ -58,7 +59,7 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
         name_what_is_split(step.graph, chosen.setup, chosen.assignment, request.num_devices, request.optimizer, request.layerwise)
         return chosen
     split = split_optimizer(step, chosen.setup, chosen.assignment, request.optimizer, options.topology, request.layerwise)
-    return Chosen(*split, chosen.lower_bound_s)
+    return Chosen(*split, chosen.certificate and chosen.certificate._replace(counted_s=None))
 
 
 def _search(step: Step, request: Request, options: SearchOptions) -> Chosen:
@@ -97,7 +98,7 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
         note = f"No plan on {counted(request.num_devices, 'device')} fits in the {memory} of a {options.topology.device}."
         found = found.fastest
         found.setup.notes.append(note)
-    return Chosen(found.setup, found.assignment, found.lower_bound_s)
+    return Chosen(found.setup, found.assignment, Certificate(found.lower_bound_s, found.cost_s))
 
 
 def _whole(graph: Graph, mode: str) -> Assignment:
