@@ -20,12 +20,6 @@ class Place(NamedTuple):
     info: Any
     caller: Place | None
 
-    @property
-    def source(self) -> str:
-        """The source line; the caller's for what JAX's own jitted functions do, which has none."""
-        line = source_line(self.info)
-        return line if line or self.caller is None else self.caller.source
-
 
 class LazyOrigins(Sequence[Origin]):
     """Origins of ops, one place and name scope of the enclosing calls per op."""
@@ -33,6 +27,9 @@ class LazyOrigins(Sequence[Origin]):
     def __init__(self, places: Sequence[Place], prefixes: Sequence[str]) -> None:
         self._places = places
         self._prefixes = prefixes
+        # Unrolled layers come from the same lines, and ops of one scope share its name stack.
+        self._lines: dict[Any, str] = {}
+        self._names: dict[tuple[str, int], str] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -44,10 +41,23 @@ class LazyOrigins(Sequence[Origin]):
     def __getitem__(self, index: int | slice) -> Origin | Sequence[Origin]:
         if isinstance(index, slice):
             return [self[item] for item in range(*index.indices(len(self)))]
-        place = self._places[index]
-        name = "/".join(part for part in (self._prefixes[index], str(place.info.name_stack)) if part)
-        # Region numbers depend on what was traced before in this process.
-        return Origin(_REGION.sub("shard:", name), place.source)
+        return Origin(self._name(index), self._source(self._places[index]))
+
+    def _name(self, index: int) -> str:
+        prefix, stack = self._prefixes[index], self._places[index].info.name_stack
+        name = self._names.get((prefix, id(stack)))
+        if name is None:
+            name = "/".join(part for part in (prefix, str(stack)) if part)
+            # Region numbers depend on what was traced before in this process.
+            name = self._names[prefix, id(stack)] = _REGION.sub("shard:", name)
+        return name
+
+    def _source(self, place: Place) -> str:
+        """The source line; the caller's for what JAX's own jitted functions do, which has none."""
+        line = self._lines.get(place.info.traceback)
+        if line is None:
+            line = self._lines[place.info.traceback] = source_line(place.info)
+        return line if line or place.caller is None else self._source(place.caller)
 
     def inside_regions(self) -> frozenset[int]:
         """Indices of the ops that were traced inside a `shard()` region, their backward ops included."""
