@@ -77,6 +77,8 @@ class CheckpointManager:
         from spmdctx.checkpoint.handler import StateHandler
 
         self.directory = Path(directory).resolve()
+        if self.directory.exists() and not self.directory.is_dir():
+            raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(self.directory))
         self._every = every
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,

@@ -285,6 +285,9 @@ def test_wrong_use_is_refused(tmp_path):
         CheckpointManager(tmp_path, every=0)
     with pytest.raises(TypeError, match="keep"):
         CheckpointManager(tmp_path, keep="3")
+    (tmp_path / "state.ckpt").touch()
+    with pytest.raises(CheckpointError, match="this is a file"):
+        CheckpointManager(tmp_path / "state.ckpt")
 
 
 def test_a_save_that_fails_is_said_and_the_next_one_works(tmp_path, monkeypatch):
