@@ -48,6 +48,7 @@ def generate(arguments: argparse.Namespace, output: Output) -> int:
     config, tokenizer = _model(choice, arguments.checkpoint), _tokenizer(arguments)
     prompts = [_encoded(tokenizer, text, config) for text in arguments.prompt or ["The "]]
     _check_options(arguments)
+    _checkpoint_folder(arguments.checkpoint)  # before the planning, which takes longer
     length = max(map(len, prompts)) + arguments.tokens
     with choice.context():
         generator = Generator(config, batch=len(prompts), length=length, split=choice.split, **choice.step_options)
@@ -111,15 +112,21 @@ def _check_options(arguments: argparse.Namespace) -> None:
         )
 
 
+def _checkpoint_folder(folder: Path) -> Path:
+    """Where the checkpoints lie in what train wrote, else the folder itself."""
+    state = folder / STATE if (folder / STATE).is_dir() else folder
+    if not state.is_dir():
+        raise CheckpointError("There is no such checkpoint.", where=str(state))
+    return state
+
+
 def _loaded(generator: Generator, arguments: argparse.Namespace) -> tuple[Decoder, str]:
     """The decoder with its parameters, and what was read, in words."""
     network, folder = generator.network(), arguments.checkpoint
     if (folder / "rank_0").is_dir():
         reads = load_distributed_checkpoint({"model": network}, folder, generator.layouts, arguments.train_strategy).reads
         return network, f"{reads.read_bytes} bytes read for {reads.needed_bytes} of parameters, {reads.num_files} files"
-    state = folder / STATE if (folder / STATE).is_dir() else folder
-    if not state.is_dir():
-        raise CheckpointError("There is no such checkpoint.", where=str(state))
+    state = _checkpoint_folder(folder)
     with CheckpointManager(state, keep=None) as checkpoints:
         restored = checkpoints.restore({"model": network}, shardings={"model": generator.shardings})
     if not restored.step:

@@ -84,6 +84,11 @@ def test_what_is_missing_or_wrong_is_said(tmp_path, monkeypatch, capsys, argumen
     assert text in capsys.readouterr().err
 
 
+def test_a_missing_folder_is_said_before_anything_is_planned(tmp_path, capsys):
+    assert main(["generate", str(tmp_path / "gone"), "--layers", "1", "--device-num", "1"]) == 2
+    assert "Plan" not in capsys.readouterr().out
+
+
 def test_damaged_sizes_are_named(tmp_path, capsys):
     (tmp_path / "model.json").write_text('{"width": 3}')
     assert main(["generate", str(tmp_path)]) == 2
