@@ -53,7 +53,13 @@ def shard(
     if prefetch < 0:
         raise StrategyError("prefetch counts batches.", got=str(prefetch), need="an int >= 0")
     if not isinstance(source, Iterable):
-        raise TypeError(message("data.shard reads from an iterable of batches.", got=type(source).__name__))
+        raise TypeError(
+            message(
+                "data.shard reads from an iterable of batches.",
+                got=type(source).__name__,
+                fix="data.arrays(source, batch_size) makes batches of what has __getitem__ for slices",
+            )
+        )
     return ShardedBatches(source, target, remainder, mask, prefetch, whole)
 
 

@@ -234,7 +234,7 @@ def test_a_batch_that_was_not_planned_is_refused(batch, error, words, remainder)
         (planned, {"remainder": "keep"}, StrategyError, "no remainder 'keep'"),
         (planned, {"prefetch": -1}, StrategyError, "prefetch counts batches"),
         (planned, {"prefetch": True}, TypeError, "prefetch counts batches"),
-        (planned, {"source": 3}, TypeError, "reads from an iterable"),
+        (planned, {"source": 3}, TypeError, r"reads from an iterable(.|\n)*data\.arrays"),
     ],
 )
 def test_bad_options_are_refused(target, options, error, words):
