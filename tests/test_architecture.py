@@ -26,7 +26,19 @@ ROWS = (
 
 FAMILIES = {
     **dict.fromkeys(
-        ("broadcast", "entry", "plan_agreement", "processes", "direct", "mesh_scope", "placement", "verify", "gradients", "ops", "step_options"),
+        (
+            "broadcast",
+            "direct",
+            "entry",
+            "gradients",
+            "mesh_scope",
+            "ops",
+            "placement",
+            "plan_agreement",
+            "processes",
+            "verify",
+            "step_options",
+        ),
         "step",
     ),
     "wording": "errors",
