@@ -134,18 +134,10 @@ class Builder:
         return tuple([LITERAL if isinstance(atom, _Literal) else env[atom] for atom in atoms])
 
     def _add_equation(self, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
-        # JAX shares abstract values between variables, and most ops have no parameters.
-        avals = [id(var.aval) for var in eqn.invars], [id(var.aval) for var in eqn.outvars]
-        key = (eqn.primitive, len(avals[0]), *avals[0], *avals[1]) if not eqn.params else None
-        known = self._quick.get(key)
-        if known is None:
-            known = self._rule_of(eqn)
-            if key is not None:
-                self._quick[key] = known
         operands = self.read(env, eqn.invars)
         results = tuple([self.add_value(var.aval) for var in eqn.outvars])
         env.update(zip(eqn.outvars, results, strict=True))
-        self._append(eqn.primitive.name, operands, results, known, repeats, eqn.source_info, prefix)
+        self._append(eqn.primitive.name, operands, results, self._known_as(eqn), repeats, eqn.source_info, prefix)
 
     def add_op(
         self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rule: OpRule, repeats: int, info: Any, prefix: str
@@ -167,6 +159,17 @@ class Builder:
         self.scopes.append(self.scope)
         self._trail += (known.number, self.scope, repeats, *operands)
         return index
+
+    def _known_as(self, eqn: Any) -> _Known:
+        # JAX shares abstract values between variables: their identities are hashed faster than shapes.
+        key = (eqn.primitive, len(eqn.invars), *[id(var.aval) for var in (*eqn.invars, *eqn.outvars)], *eqn.params.values())
+        try:
+            known = self._quick.get(key)
+        except TypeError:
+            return self._rule_of(eqn)
+        if known is None:
+            known = self._quick[key] = self._rule_of(eqn)
+        return known
 
     def _rule_of(self, eqn: Any) -> _Known:
         name = eqn.primitive.name
