@@ -48,6 +48,7 @@ def train(arguments: argparse.Namespace, output: Output) -> int:
             batch = next(data)
             plan = step.plan(model, optimizer, batch)
         output.show(plan)
+        save_model(arguments.out, config, tokenizer)
         with _checkpoints(arguments) as checkpoints:
             state = {"model": model, "optimizer": optimizer}
             done = checkpoints.restore(state).step
@@ -59,7 +60,6 @@ def train(arguments: argparse.Namespace, output: Output) -> int:
             checkpoints.wait()
             if checkpoints.latest_step() != max(done, arguments.steps):
                 checkpoints.save(arguments.steps, state, plan=plan, force=True)
-        save_model(arguments.out, config, tokenizer)
         return _check_and_save(step, (model, optimizer, batch), plan, losses, seconds, arguments.out, output)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -144,11 +144,20 @@ class CheckpointManager:
         self._manager.save(step, args=ocp.args.Composite(state=SaveState(arrays, contents, own)), force=True)
         return True
 
-    def restore(self, state: Any, *, step: int | None = None, shardings: Any = None, data: Any = None, verify: bool = True) -> Restored:
+    def restore(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        shardings: Any = None,
+        data: Any = None,
+        verify: bool = True,
+        partial: bool = False,
+    ) -> Restored:
         """Reads a checkpoint into a state like the saved one; nnx objects in it take the values over.
 
         Each leaf comes back as what `state` has in its place (array, number, key), where that lies, whatever mesh, plan or
-        number of processes saved it. Leaves that the checkpoint has besides are left out.
+        number of processes saved it. Whole entries of the first level may be left out, such as the optimizer beside a model.
 
         Args:
             state: arrays, or shapes (`jax.ShapeDtypeStruct`).
@@ -157,10 +166,11 @@ class CheckpointManager:
                 `step.in_shardings` gives; by default where those of `state` lie.
             data: an iterator with `set_state()`, which is set to the saved data position.
             verify: read every file first and compare its checksum; without it sizes alone are compared.
+            partial: restore what `state` has, whatever else the checkpoint holds.
 
         Raises:
-            CheckpointError: no such step; a missing or damaged file, named; or a leaf that the checkpoint has not, or in
-                another shape or dtype.
+            CheckpointError: no such step; a missing or damaged file, named; a leaf that the checkpoint has not, or in
+                another shape or dtype; or leaves of an entry that `state` has no place for.
         """
         self.wait()
         step = self.latest_step() if step is None else step
@@ -172,7 +182,10 @@ class CheckpointManager:
         _check_files(folder, contents=verify)
         contents = read_json(folder / "contents.json")
         position = _unpacked(_own_data(folder, contents["processes"]))
-        restored = self._read(step, StateTree(state), shardings_by_path(shardings), contents)
+        tree = StateTree(state)
+        if not partial:
+            _check_places(tree, contents["leaves"], str(folder.parent))
+        restored = self._read(step, tree, shardings_by_path(shardings), contents)
         if data is not None and hasattr(data, "set_state"):
             data.set_state(position)
         plan = None if contents["plan"] is None else parse_plan(contents["plan"], str(folder))
@@ -245,6 +258,19 @@ def _check_leaves(tree: StateTree, forms: Mapping[str, Stored], where: str) -> N
             )
         if form.shape != own.shape or form.key != own.key or not _same_type(form, own):
             raise CheckpointError(f"The checkpoint holds another {path!r}.", where=where, got=str(form), need=str(own))
+
+
+def _check_places(tree: StateTree, saved: Iterable[str], where: str) -> None:
+    """Refuses a state that has no place for leaves beside those it has."""
+    branches, known = {path.partition("/")[0] for path in tree.paths}, set(tree.paths)
+    left = [path for path in saved if path not in known and path.partition("/")[0] in branches]
+    if left:
+        raise CheckpointError(
+            "The state has no place for what the checkpoint holds.",
+            where=where,
+            got=", ".join([*left[:3], *([f"and {len(left) - 3} more"] if len(left) > 3 else [])]),
+            fix="restore a state like the saved one, whole entries of its first level, or a part with partial=True",
+        )
 
 
 def _same_type(form: Stored, own: Stored) -> bool:

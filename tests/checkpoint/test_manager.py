@@ -263,11 +263,13 @@ def test_every_missing_file_is_named(tmp_path, name):
         ({"w": np.ones(3, np.float32)}, r"another 'w'(.|\n)*float32\[2\](.|\n)*float32\[3\]"),
         ({"w": np.ones(2, np.int32)}, "another 'w'"),
         ({"w": jax.random.key(0)}, "another 'w'"),
+        ({"moments": {"mu": np.ones(2, np.float32)}}, r"no place for(.|\n)*moments/nu"),
     ],
 )
 def test_another_state_is_refused_by_leaf(tmp_path, state, text):
     with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": np.ones(2, np.float32)})
+        two = np.ones(2, np.float32)
+        checkpoints.save(1, {"w": two, "moments": {"mu": two, "nu": two}})
         with pytest.raises(CheckpointError, match=text):
             checkpoints.restore(state)
 
