@@ -54,9 +54,10 @@ def run_job(job: Job, out: IO[str] | None = None, err: IO[str] | None = None) ->
         out: where standard output goes, each line with the number of its process; this process's own by default.
         err: where standard error goes.
     """
-    processes = _Processes(job, out or sys.stdout, err or sys.stderr)
+    processes = _Processes(job)
     try:
         with processes.signals_forwarded():
+            processes.start(out or sys.stdout, err or sys.stderr)
             outcome = processes.wait()
     finally:
         processes.kill()
@@ -64,14 +65,17 @@ def run_job(job: Job, out: IO[str] | None = None, err: IO[str] | None = None) ->
 
 
 class _Processes:
-    def __init__(self, job: Job, out: IO[str], err: IO[str]) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._lock = threading.Lock()
         self._readers: list[threading.Thread] = []
         self._started = time.monotonic()
         self._interrupted: int | None = None
-        port = free_port()
         self._all: list[subprocess.Popen[str]] = []
+
+    def start(self, out: IO[str], err: IO[str]) -> None:
+        """Starts all of them, or those before a signal that ends the job."""
+        job, port = self._job, free_port()
         for number in range(job.num_processes):
             made = subprocess.Popen(
                 [sys.executable, *job.arguments],
@@ -86,6 +90,9 @@ class _Processes:
             self._all.append(made)
             self._read(made.stdout, out, number)
             self._read(made.stderr, err, number)
+            if self._interrupted is not None:
+                self._signal(self._interrupted)  # it may have come before this process was known
+                break
 
     def _read(self, pipe: IO[str] | None, sink: IO[str], number: int) -> None:
         assert pipe is not None, "both streams are pipes"
