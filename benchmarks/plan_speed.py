@@ -50,8 +50,7 @@ def make_step(model: str, layers: int, mode: str, num_devices: int, *, scan: boo
     from spmdctx.models import Split, abstract_program, preset, pure_step
 
     model_slices = 1 if SPLITS[mode] == "none" else min(MODEL_SLICES, num_devices)
-    # The kinds come from a table of names.
-    split = Split(SPLITS[mode], num_devices // model_slices, model_slices)  # type: ignore[arg-type]
+    split = Split(SPLITS[mode], num_devices // model_slices, model_slices)  # type: ignore[arg-type]  # the kinds come from a table of names
     config = replace(preset(model), num_layers=layers, scan_layers=scan)
     _, (decoder, optimizer, batch) = abstract_program(config, max(8, num_devices), split=split)
     step, state = pure_step(decoder, optimizer)

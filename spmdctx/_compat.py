@@ -80,8 +80,7 @@ def unwrap_jit(fn: Callable[..., Any]) -> tuple[Callable[..., Any], JitOptions]:
     options = JitOptions(*(tuple(getattr(info, name)) for name in JitOptions._fields))
     leaves = (*info.in_shardings_leaves, *info.out_shardings_leaves)
     has_shardings = any(type(leaf).__name__ != "UnspecifiedValue" for leaf in leaves)
-    # A jitted function has __wrapped__; its type does not say so.
-    return (fn if has_shardings else fn.__wrapped__), options  # type: ignore[attr-defined]
+    return (fn if has_shardings else fn.__wrapped__), options  # type: ignore[attr-defined]  # a jitted function has it; its type does not say so
 
 
 def _nnx_jitted(fn: Any) -> Any | None:

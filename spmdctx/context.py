@@ -260,5 +260,5 @@ def _signature(returns: object) -> inspect.Signature:
 
 
 # inspect reads the attribute, which the type of functions does not have.
-set_auto_parallel_context.__signature__ = _signature(None)  # type: ignore[attr-defined]
-auto_parallel_context.__signature__ = _signature(ContextLayer)  # type: ignore[attr-defined]
+set_auto_parallel_context.__signature__ = _signature(None)  # type: ignore[attr-defined]  # inspect reads it; functions have no type for it
+auto_parallel_context.__signature__ = _signature(ContextLayer)  # type: ignore[attr-defined]  # inspect reads it; functions have no type for it

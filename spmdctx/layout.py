@@ -1,4 +1,4 @@
-"""MindSpore's tensor layouts: device matrices, tensor maps, repeated calculation, and the user's `Layout`.
+"""MindSpore's tensor layouts: device matrices, tensor maps, and the user's `Layout`.
 
 A device matrix numbers the devices row-major: its last axis runs over neighbouring ranks. A tensor map holds, per dimension
 of a tensor, the device-matrix axis that splits it, counted from the RIGHT, or -1 where the dimension is whole.
@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from spmdctx.errors import StrategyError, UnsupportedError, message
-from spmdctx.ir import OpRule
 
 Strategy = tuple[int, ...]
 """Slices per dimension."""
@@ -23,82 +22,6 @@ FREE = 0
 WHOLE = -1
 _NONE = "None"
 _INTERLEAVED = "interleaved_parallel"
-
-
-class OpLayout(NamedTuple):
-    """The device matrix of one op, and a tensor map per operand and per result."""
-
-    device_matrix: tuple[int, ...]
-    operands: tuple[tuple[int, ...], ...]
-    results: tuple[tuple[int, ...], ...]
-
-
-def op_layout(rule: OpRule, in_strategy: Sequence[Strategy], num_devices: int, *, repeated_on_right: bool = True) -> OpLayout:
-    """The layout that MindSpore gives an op: one device-matrix axis per factor, then the repeated calculation.
-
-    Args:
-        rule: the op's rule; a compound dimension is split along its major factor.
-        in_strategy: slices per dimension of each operand.
-        num_devices: devices of the stage; those left over repeat the calculation.
-        repeated_on_right: whether replicas are neighbouring ranks.
-
-    Raises:
-        StrategyError: two operands split one factor differently, or the device matrix does not divide the devices.
-    """
-    slices: dict[int, int] = {}
-    for dims, strategy in zip(rule.operands, in_strategy, strict=True):
-        for factors, number in zip(dims, strategy, strict=True):
-            if factors and slices.setdefault(factors[0], number) != number:
-                raise StrategyError(
-                    f"Two operands split one factor of the op differently: into {slices[factors[0]]} and {number} slices.",
-                    got=f"in_strategy {tuple(in_strategy)}",
-                    need="equal slices where dimensions belong together",
-                )
-    matrix = tuple(slices.values())
-    position = {factor: len(matrix) - 1 - index for index, factor in enumerate(slices)}
-
-    def tensor_map(dims: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        return tuple(position.get(factors[0], WHOLE) if factors else WHOLE for factors in dims)
-
-    operands, results = tuple(map(tensor_map, rule.operands)), tuple(map(tensor_map, rule.results))
-    times = repeats(matrix, num_devices)
-    if times == 1:
-        return OpLayout(matrix, operands, results)
-    if not repeated_on_right:
-        return OpLayout((times, *matrix), operands, results)
-    return OpLayout((*matrix, times), tuple(map(_shifted, operands)), tuple(map(_shifted, results)))
-
-
-def repeats(device_matrix: Sequence[int], num_devices: int) -> int:
-    """How often the calculation is repeated: devices over the product of the device matrix, which must divide them."""
-    product = math.prod(device_matrix)
-    if num_devices % product:
-        raise StrategyError(
-            f"A device matrix of {product} slices does not fit {num_devices} devices.",
-            got=f"device matrix {tuple(device_matrix)}",
-            need=f"a product that divides {num_devices}",
-        )
-    return num_devices // product
-
-
-def _shifted(tensor_map: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(entry + 1 if entry >= 0 else WHOLE for entry in tensor_map)
-
-
-def squeezed(device_matrix: Sequence[int], tensor_map: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The form in strategy files: axes of size 1 dropped, the map renumbered. A matrix of ones becomes `(1,)`."""
-    last = len(device_matrix) - 1
-    kept = [index for index, size in enumerate(device_matrix) if size > 1]
-    position = {last - index: len(kept) - 1 - order for order, index in enumerate(kept)}
-    return tuple(device_matrix[index] for index in kept) or (1,), tuple(position.get(entry, WHOLE) for entry in tensor_map)
-
-
-def device_groups(device_matrix: Sequence[int], axis: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks along one device-matrix axis, counted from the left: axis 0 of (2, 4) has (0, 4), (1, 5), ..."""
-    stride = math.prod(device_matrix[axis + 1 :])
-    size = device_matrix[axis]
-    starts = [rank for rank in range(math.prod(device_matrix)) if rank // stride % size == 0]
-    return tuple(tuple(start + step * stride for step in range(size)) for start in starts)
 
 
 def nearest_fit(size: int, wanted: int, num_devices: int) -> int:

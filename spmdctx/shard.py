@@ -95,8 +95,8 @@ def _with_own_batch(fn: F, strategies: Strategies, cross_batch: Any) -> F:
             fix="pass one entry per array",
         )
     label = getattr(fn, "__name__", type(fn).__name__)
-    # What wraps a function stands for it; the type of update_wrapper does not say so.
-    return functools.update_wrapper(on_own_batch(fn, strategies.in_strategy, label), fn, updated=())  # type: ignore[return-value]
+    own = on_own_batch(fn, strategies.in_strategy, label)
+    return functools.update_wrapper(own, fn, updated=())  # type: ignore[return-value]  # the wrapper stands for the function
 
 
 def _shard_function(fn: F, strategies: Strategies) -> F:
@@ -106,8 +106,7 @@ def _shard_function(fn: F, strategies: Strategies) -> F:
     def sharded(*args: Any, **kwargs: Any) -> Any:
         return call_marked(strategies, label, lambda region: fn, args, kwargs, names=names, split=sharded)
 
-    # As above: the wrapper stands for the function.
-    return functools.update_wrapper(sharded, fn, updated=())  # type: ignore[return-value]
+    return functools.update_wrapper(sharded, fn, updated=())  # type: ignore[return-value]  # the wrapper stands for the function
 
 
 def _argument_names(fn: Callable[..., Any]) -> tuple[str, ...]:

@@ -5,77 +5,7 @@ import json
 import pytest
 
 from spmdctx.errors import StrategyError, UnsupportedError
-from spmdctx.layout import Layout, device_groups, fitting_strategy, nearest_fit, op_layout, squeezed
-from spmdctx.rules import rule_for
-
-
-def matmul_rule(m=16, k=16, n=16):
-    return rule_for("dot_general", ((m, k), (k, n)), ((m, n),), {"dimension_numbers": (((1,), (0,)), ((), ()))})
-
-
-def batch_matmul_rule():
-    numbers = (((2,), (1,)), ((0,), (0,)))
-    return rule_for("dot_general", ((8, 16, 16), (8, 16, 16)), ((8, 16, 16),), {"dimension_numbers": numbers})
-
-
-def test_a_matmul_has_one_axis_per_dimension_in_order_m_k_n():
-    layout = op_layout(matmul_rule(), ((2, 4), (4, 1)), 8)
-    assert layout == ((2, 4, 1), ((2, 1), (1, 0)), ((2, 0),))
-
-
-def test_batch_dimensions_come_first_in_the_device_matrix():
-    layout = op_layout(batch_matmul_rule(), ((2, 1, 2), (2, 2, 2)), 8)
-    assert layout.device_matrix == (2, 1, 2, 2)
-    assert layout.operands == ((3, 2, 1), (3, 1, 0))
-    assert layout.results == ((3, 2, 0),)
-
-
-def test_the_device_matrix_of_an_element_wise_op_is_its_strategy():
-    rule = rule_for("add", ((8, 8), (8, 8)), ((8, 8),), {})
-    assert op_layout(rule, ((2, 4), (2, 4)), 8) == ((2, 4), ((1, 0), (1, 0)), ((1, 0),))
-
-
-def test_replicas_are_neighbouring_ranks_by_default():
-    layout = op_layout(matmul_rule(), ((2, 1), (1, 1)), 8)
-    assert layout == ((2, 1, 1, 4), ((3, 2), (2, 1)), ((3, 1),))
-
-
-def test_replicas_are_distant_ranks_on_request():
-    layout = op_layout(matmul_rule(), ((2, 1), (1, 1)), 8, repeated_on_right=False)
-    assert layout == ((4, 2, 1, 1), ((2, 1), (1, 0)), ((2, 0),))
-
-
-def test_operands_that_disagree_are_refused():
-    with pytest.raises(StrategyError, match="into 4 and 2 slices"):
-        op_layout(matmul_rule(), ((2, 4), (2, 1)), 8)
-
-
-@pytest.mark.parametrize(("strategy", "num_devices"), [(((4, 4), (4, 1)), 8), (((4, 1), (1, 1)), 6), (((3, 1), (1, 1)), 8)])
-def test_a_device_matrix_that_does_not_divide_the_devices_is_refused(strategy, num_devices):
-    with pytest.raises(StrategyError, match=f"does not fit {num_devices} devices"):
-        op_layout(matmul_rule(12, 12, 12), strategy, num_devices)
-
-
-@pytest.mark.parametrize(
-    ("strategies", "devices", "operand", "saved"),
-    [
-        (((2, 1), (1, 4)), 8, 1, ((2, 4), (-1, 0))),
-        (((2, 2), (2, 2)), 8, 1, ((2, 2, 2), (1, 0))),
-        (((1, 1), (1, 1)), 8, 1, ((8,), (-1, -1))),
-    ],
-)
-def test_strategy_files_hold_the_matrix_without_axes_of_size_one(strategies, devices, operand, saved):
-    layout = op_layout(matmul_rule(), strategies, devices)
-    assert squeezed(layout.device_matrix, layout.operands[operand]) == saved
-
-
-def test_one_device_has_the_device_matrix_of_ones():
-    assert squeezed((1, 1), (1, 0)) == ((1,), (-1, -1))
-
-
-def test_ranks_run_row_major_over_the_device_matrix():
-    assert device_groups((2, 4), 0) == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert device_groups((2, 4), 1) == ((0, 1, 2, 3), (4, 5, 6, 7))
+from spmdctx.layout import Layout, fitting_strategy, nearest_fit
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,15 @@ class _Sealed:
         self._writing, self._folder = writing, folder
 
     def result(self, timeout: float | None = None) -> None:
-        """Waits."""
+        """Waits; a write that failed is raised when all have ended, since the folder may be removed then."""
+        errors = []
         for one in self._writing:
-            one.result(timeout=timeout)
+            try:
+                one.result(timeout=timeout)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         process = jax.process_index()
         own = [*files_below(self._folder / f"{_PROCESS_FOLDER}{process}"), self._folder / own_contents(process)]
         write_json(self._folder / _own_seals(process), seal_all(self._folder, own))

@@ -23,7 +23,16 @@ class ReduceOp(StrEnum):
     PROD = "prod"
 
 
-class AllReduce:
+class _Reduction:
+    """What both are made with."""
+
+    def __init__(self, op: str = ReduceOp.SUM, group: str = WORLD, *, fusion: int = 0) -> None:
+        self.op = _checked_op(op)
+        self.group = checked_group(group)
+        self.fusion = checked_int("fusion", fusion)
+
+
+class AllReduce(_Reduction):
     """The sum, maximum, minimum or product over a group's devices, on each of them.
 
     The gradient is that of JAX's own collectives, where each device differentiates the sum of all devices' results; of a maximum or
@@ -34,11 +43,6 @@ class AllReduce:
         group: made by `communication.create_group`; all devices by default.
         fusion: collectives with the same number above 0 may be sent as one, and with no other; 0 leaves it to XLA.
     """
-
-    def __init__(self, op: str = ReduceOp.SUM, group: str = WORLD, *, fusion: int = 0) -> None:
-        self.op = _checked_op(op)
-        self.group = checked_group(group)
-        self.fusion = checked_int("fusion", fusion)
 
     def __call__(self, x: Any) -> Any:
         """The reduced value, of the shape and dtype of `x`.
@@ -53,7 +57,7 @@ class AllReduce:
         return _reduced(x, self.op, in_order(members, self.fusion))
 
 
-class ReduceScatter:
+class ReduceScatter(_Reduction):
     """One piece per device, along dimension 0, of the reduction over a group's devices.
 
     Args:
@@ -61,11 +65,6 @@ class ReduceScatter:
         group: made by `communication.create_group`; all devices by default.
         fusion: as that of `AllReduce`; sums only, others have no collective of their own.
     """
-
-    def __init__(self, op: str = ReduceOp.SUM, group: str = WORLD, *, fusion: int = 0) -> None:
-        self.op = _checked_op(op)
-        self.group = checked_group(group)
-        self.fusion = checked_int("fusion", fusion)
 
     def __call__(self, x: Any) -> Any:
         """The device's piece: dimension 0 of `x` over the number of devices in the group.

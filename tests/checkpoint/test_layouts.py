@@ -17,6 +17,7 @@ from spmdctx import CheckpointError, ContextError, PlanFormatError
 from spmdctx.checkpoint.blocks import block_of, layout_sharding, overlap, within
 from spmdctx.checkpoint.layouts import layouts_of, plan_layouts, slicing, state_layouts
 from spmdctx.plan.mindspore import ParameterLayout, parse_mindspore, write_layouts
+from tests.checkpoint.net import Net, forward
 
 LAYOUTS = [
     ParameterLayout((8,), ((0,), ()), (16, 24)),
@@ -71,19 +72,6 @@ def test_layouts_of_arrays_are_where_they_lie():
                 assert block_of(layouts[name], rank) == expected
     assert block_of(layouts["local"], 7) == ((0, 3), (0, 5))
     assert slicing(layouts).num_ranks == 8
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(16, 32, rngs=rngs)
-        self.down = nnx.Linear(32, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(jax.nn.relu(self.up(x)))
-
-
-def forward(model, x):
-    return model(x)
 
 
 def test_the_layouts_of_a_prediction_are_those_of_a_plan_of_its_forward_step(tmp_path):

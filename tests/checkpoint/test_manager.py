@@ -295,14 +295,14 @@ def test_wrong_use_is_refused(tmp_path):
 def test_a_save_that_fails_is_said_and_the_next_one_works(tmp_path, monkeypatch):
     from spmdctx.checkpoint import handler
 
-    def full(self, timeout=None):
+    def full(folder, paths):
         raise OSError(28, "No space left on device")
 
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(2)})
         checkpoints.wait()
         with monkeypatch.context() as patched:
-            patched.setattr(handler._Sealed, "result", full)
+            patched.setattr(handler, "seal_all", full)
             checkpoints.save(2, {"w": jnp.full(2, 2.0)})
             with pytest.raises(CheckpointError, match=r"could not be written(.|\n)*No space left"):
                 checkpoints.wait()
@@ -310,3 +310,23 @@ def test_a_save_that_fails_is_said_and_the_next_one_works(tmp_path, monkeypatch)
         assert checkpoints.save(2, {"w": jnp.full(2, 2.0)})
         restored = checkpoints.restore({"w": jnp.zeros(2)})
         assert (restored.step, restored.state["w"][0]) == (2, 2)
+
+
+def test_a_write_that_fails_ends_the_save_only_when_the_others_have_ended(tmp_path):
+    from spmdctx.checkpoint import handler
+
+    ended = []
+
+    class Write:
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+
+        def result(self, timeout=None):
+            ended.append(self)
+            if self.error:
+                raise self.error
+
+    with pytest.raises(OSError, match="the first"):
+        handler._Sealed([Write(OSError("the first")), Write(OSError("the second")), Write(None)], tmp_path).result()
+    assert len(ended) == 3
+    assert list(tmp_path.iterdir()) == []

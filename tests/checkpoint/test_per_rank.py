@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import spmdctx
 from spmdctx import CheckpointError, UnsupportedError
 from spmdctx.plan.mindspore import ParameterLayout
+from tests.checkpoint.net import Net, forward
 
 SPLITS = {
     "rows": ((8,), P("a0")),
@@ -62,23 +63,10 @@ def test_a_checkpoint_of_one_split_is_loaded_into_another(tmp_path, source, targ
     np.testing.assert_array_equal(again["w"], state["w"])
 
 
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(16, 32, rngs=rngs)
-        self.down = nnx.Linear(32, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(jax.nn.relu(self.up(x)))
-
-
 def train_step(model, optimizer, x):
     loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
     optimizer.update(model, grads)
     return loss
-
-
-def forward(model, x):
-    return model(x)
 
 
 def create():

@@ -40,6 +40,19 @@ def by_bucket(plan):
     return sorted(sorted(part) for part in (own[:3], own[3:10], own[10:]))
 
 
+def audit_of_twelve_in_buckets(backend, function, args):
+    """Compiles a step of twelve gradients, which are reduced in the buckets [3, 10], and audits it."""
+    need, topology = TARGETS[backend]
+    parallel = spmdctx.parallel(
+        function, parallel_mode="semi_auto_parallel", devices=need(), topology=topology, all_reduce_fusion_config=[3, 10]
+    )
+    plan = parallel.plan(*args)
+    compiled = parallel.lower(*args).compile()
+    assert len(plan.gradients) == 12
+    assert reduced(compiled) == by_bucket(plan)
+    return audit_program(plan, compiled)
+
+
 @pytest.mark.parametrize("option", INDEX)
 @pytest.mark.parametrize("backend", TARGETS)
 def test_twenty_gradients_are_reduced_in_exactly_the_three_buckets(backend, option):
@@ -55,34 +68,18 @@ def test_twenty_gradients_are_reduced_in_exactly_the_three_buckets(backend, opti
 
 @pytest.mark.parametrize("backend", TARGETS)
 def test_gradients_of_a_llama_step_are_reduced_in_exactly_the_three_buckets_through_remat(backend):
-    need, topology = TARGETS[backend]
     function, args = abstract_program(
         replace(config(), num_layers=1, vocab_size=512, width=128, hidden=256, num_heads=4, num_kv_heads=4, max_seq=64), 16, split=UNSPLIT
     )
-    parallel = spmdctx.parallel(
-        function, parallel_mode="semi_auto_parallel", devices=need(), topology=topology, all_reduce_fusion_config=[3, 10]
-    )
-    plan = parallel.plan(*args)
-    compiled = parallel.lower(*args).compile()
-    assert len(plan.gradients) == 12
-    assert reduced(compiled) == by_bucket(plan)
-    report = audit_program(plan, compiled)
+    report = audit_of_twelve_in_buckets(backend, function, args)
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("backend", TARGETS)
 def test_gradients_of_layers_in_a_scan_are_reduced_with_their_bucket_after_it(backend):
-    need, topology = TARGETS[backend]
     sizes = {"vocab_size": 512, "width": 128, "hidden": 256, "num_heads": 4, "num_kv_heads": 4, "max_seq": 64}
     function, args = abstract_program(replace(config(scan_layers=True), num_layers=3, **sizes), 16, split=UNSPLIT)
-    parallel = spmdctx.parallel(
-        function, parallel_mode="semi_auto_parallel", devices=need(), topology=topology, all_reduce_fusion_config=[3, 10]
-    )
-    plan = parallel.plan(*args)
-    compiled = parallel.lower(*args).compile()
-    assert len(plan.gradients) == 12
-    assert reduced(compiled) == by_bucket(plan)
-    report = audit_program(plan, compiled)
+    report = audit_of_twelve_in_buckets(backend, function, args)
     assert (report.found_share, report.unplanned_share) == (1, 0)
 
 

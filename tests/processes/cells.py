@@ -1,13 +1,11 @@
 """The part of the acceptance matrix that runs on several processes, and how one cell of it is run."""
 
 import jax
-import numpy as np
 from flax import nnx
 
-import spmdctx
 from spmdctx.processes import to_host
 from tests.zoo import case
-from tests.zoo.matrix import Cell
+from tests.zoo.matrix import Cell, step_of
 
 CELLS = {
     (2, 4): (
@@ -29,14 +27,7 @@ NUM_STEPS = 2
 def run(cell):
     """The step, its plan, its arguments, and all results of two steps in float64, whole, by path."""
     one = case(cell.model, cell.flavor)
-    split = one.split(cell.kind, cell.num_devices)
-    with spmdctx.auto_parallel_context(parallel_mode=cell.mode, device_num=cell.num_devices):
-        fn, args = one.make(split, np.float64)
-        if cell.search:
-            spmdctx.set_auto_parallel_context(search_mode=cell.search)
-        if cell.kind == "pins":
-            spmdctx.set_auto_parallel_context(dataset_strategy=one.dataset_strategy(split, args))
-        step = spmdctx.parallel(fn, topology="cpu")
+    with step_of(cell, "cpu") as (step, args):
         plan = step.plan(*args)
         found = {}
         for number in range(NUM_STEPS):

@@ -6,7 +6,8 @@ And what one cell must show.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -109,19 +110,26 @@ def covering_cells(cells: Iterable[Cell] = ALL_CELLS) -> tuple[Cell, ...]:
     return tuple(chosen)
 
 
+@contextmanager
+def step_of(cell: Cell, topology: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The step of a cell in float64 and its arguments, in the cell's context."""
+    one = case(cell.model, cell.flavor)
+    split = one.split(cell.kind, cell.num_devices)
+    with spmdctx.auto_parallel_context(parallel_mode=cell.mode, device_num=cell.num_devices):
+        fn, args = one.make(split, np.float64)
+        if cell.search:
+            spmdctx.set_auto_parallel_context(search_mode=cell.search)
+        if cell.kind == "pins":
+            spmdctx.set_auto_parallel_context(dataset_strategy=one.dataset_strategy(split, args))
+        yield spmdctx.parallel(fn, topology=topology), args
+
+
 def run_cell(cell: Cell) -> Outcome:
     """Plans, compiles, audits and runs one cell in float64, and compares it with one device."""
     one = case(cell.model, cell.flavor)
-    split = one.split(cell.kind, cell.num_devices)
     with jax.enable_x64(True):
         expected = _expected(one)
-        with spmdctx.auto_parallel_context(parallel_mode=cell.mode, device_num=cell.num_devices):
-            fn, args = one.make(split, np.float64)
-            if cell.search:
-                spmdctx.set_auto_parallel_context(search_mode=cell.search)
-            if cell.kind == "pins":
-                spmdctx.set_auto_parallel_context(dataset_strategy=one.dataset_strategy(split, args))
-            step = spmdctx.parallel(fn, topology=_TOPOLOGY)
+        with step_of(cell, _TOPOLOGY) as (step, args):
             plan, audit = step.plan(*args), step.audit(*args)
             difference, place = _largest_difference(one.run(step, args), expected)
     return Outcome(difference, place, split_share(plan), audit, plan)
