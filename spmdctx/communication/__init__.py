@@ -1,5 +1,6 @@
 """Communication between processes and devices, after MindSpore's `mindspore.communication`; a rank is a device."""
 
+from spmdctx.communication.entered import is_initialized
 from spmdctx.communication.groups import WORLD, create_group, destroy_group
 from spmdctx.communication.world import (
     get_group_rank_from_world_rank,
@@ -9,7 +10,6 @@ from spmdctx.communication.world import (
     get_rank,
     get_world_rank_from_group_rank,
     init,
-    is_initialized,
     release,
 )
 

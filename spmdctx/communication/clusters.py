@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from spmdctx.communication.launcher import LAUNCHER
 from spmdctx.errors import ContextError
 
 ADDRESS, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICES = (
@@ -15,7 +16,7 @@ ADDRESS, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICES = (
     "SPMDCTX_PROCESS_ID",
     "SPMDCTX_LOCAL_DEVICE_IDS",
 )
-"""What `spmdctx launch` sets; `SPMDCTX_ADDRESS` alone overrides the address that is found in any other way."""
+"""What `spmdctx launch` sets, or the user by hand; `SPMDCTX_ADDRESS` alone overrides the address that is found in any other way."""
 
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 """Ports above those that Linux gives to outgoing connections (32768 to 60999), so that the one chosen is most likely free."""
@@ -39,7 +40,7 @@ class Cluster(NamedTuple):
 def detect(environ: Mapping[str, str]) -> Cluster | None:
     """The job that the environment describes, None where it describes none.
 
-    `spmdctx launch` comes first, then what users and Kubeflow's trainer set for JAX, Open MPI, Slurm (inside of a step only, since
+    `spmdctx launch` and its variables set by hand come first, then what users and Kubeflow's trainer set for JAX, Open MPI, Slurm (inside of a step only, since
     a batch script is no process of the job), Kubeflow's JAXJob and JobSet.
 
     Raises:
@@ -55,11 +56,16 @@ def detect(environ: Mapping[str, str]) -> Cluster | None:
                     need=f"a process from 0 to {found.num_processes - 1}",
                 )
             return found._replace(address=_checked_address(address, found.source))
+    if ADDRESS in environ:
+        raise ContextError(
+            f"{ADDRESS} is set, but nothing says how many processes there are.", fix=f"set {NUM_PROCESSES} and {PROCESS_ID} too"
+        )
     return None
 
 
 def _launched(environ: Mapping[str, str]) -> Cluster | None:
-    return _stated(environ, "spmdctx launch", ADDRESS, NUM_PROCESSES, PROCESS_ID)
+    source = "spmdctx launch" if LAUNCHER in environ else "the SPMDCTX_ variables"
+    return _stated(environ, source, ADDRESS, NUM_PROCESSES, PROCESS_ID)
 
 
 def _stated_for_jax(environ: Mapping[str, str]) -> Cluster | None:
@@ -69,6 +75,8 @@ def _stated_for_jax(environ: Mapping[str, str]) -> Cluster | None:
 def _stated(environ: Mapping[str, str], source: str, address: str, count: str, number: str) -> Cluster | None:
     """A job whose address, number of processes and process have a variable each; the count says that there is one."""
     if count not in environ:
+        if number in environ:
+            raise ContextError(f"{number} is set, but {count} is not.", fix="set all three, or none")
         return None
     missing = [name for name in (address, number) if name not in environ]
     if missing:

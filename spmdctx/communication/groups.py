@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from spmdctx.communication.entered import entered
 from spmdctx.errors import CommunicationError, message
 
 WORLD = "world"
@@ -27,21 +28,23 @@ def create_group(group: str, rank_ids: Sequence[int] | Sequence[Sequence[int]]) 
         rank_ids: the ranks, in the order that results are joined in; or several such lists of one length with no rank in two.
 
     Raises:
-        CommunicationError: the name is in use, or the ranks are none, repeated or negative.
+        CommunicationError: before `init`, a name in use, or ranks that are none, repeated, negative or beyond the devices.
         TypeError: a name that is no string, or ranks that are no ints.
     """
+    size = len(entered("create_group").devices)
     _check_name(group)
     if group in _groups or group in WORLD_NAMES:
         raise CommunicationError(f"There is a group '{group}' already.", fix="destroy_group it first, or take another name")
-    _groups[group] = _checked(group, rank_ids)
+    _groups[group] = _within(group, _checked(group, rank_ids), size)
 
 
 def destroy_group(group: str) -> None:
     """Forgets a group; steps that were traced with it keep its ranks.
 
     Raises:
-        CommunicationError: there is no such group, or it is that of all devices.
+        CommunicationError: before `init`, for an unknown group, or for that of all devices.
     """
+    entered("destroy_group")
     _check_name(group)
     if group in WORLD_NAMES:
         raise CommunicationError("The group of all devices cannot be destroyed.", got=f"group='{group}'")
@@ -66,11 +69,7 @@ def ranks_of(group: str, size: int) -> Ranks:
         return (tuple(range(size)),)
     if group not in _groups:
         raise _unknown(group)
-    found = _groups[group]
-    largest = max(max(ranks) for ranks in found)
-    if largest >= size:
-        raise CommunicationError(f"Group '{group}' has rank {largest}, but there are {size} devices.", need=f"ranks from 0 to {size - 1}")
-    return found
+    return _within(group, _groups[group], size)
 
 
 def own_ranks(group: str, rank: int, size: int) -> tuple[int, ...]:
@@ -82,6 +81,13 @@ def own_ranks(group: str, rank: int, size: int) -> tuple[int, ...]:
 def _check_name(group: object) -> None:
     if not isinstance(group, str):
         raise TypeError(message("A group is named by a string.", got=repr(group)))
+
+
+def _within(group: str, found: Ranks, size: int) -> Ranks:
+    largest = max(max(ranks) for ranks in found)
+    if largest >= size:
+        raise CommunicationError(f"Group '{group}' has rank {largest}, but there are {size} devices.", need=f"ranks from 0 to {size - 1}")
+    return found
 
 
 def _unknown(group: str) -> CommunicationError:

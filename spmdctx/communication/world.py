@@ -5,35 +5,20 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from spmdctx._compat import key_value_store
 from spmdctx.communication.clusters import Cluster, detect
+from spmdctx.communication.entered import World, enter, entered, is_initialized
 from spmdctx.communication.groups import WORLD, forget_groups, own_ranks
 from spmdctx.communication.launcher import die_with_launcher
-from spmdctx.communication.watch import Watch, start_watch
+from spmdctx.communication.watch import start_watch
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError, message
 
 _PLATFORMS = {"gloo": "cpu", "nccl": "gpu", "tpu": "tpu"}
 _ASCEND = ("hccl", "mccl", "lccl")
-
-
-class World(NamedTuple):
-    """What `init` found: the job, the machine of each process, and who watches over them."""
-
-    cluster: Cluster | None
-    hosts: tuple[str, ...]
-    watch: Watch | None
-
-    @property
-    def devices(self) -> list[Any]:
-        """All devices: their numbers in this list are the ranks."""
-        return jax.devices()
-
-
-_world: World | None = None
 
 
 def init(
@@ -70,9 +55,8 @@ def init(
         ContextError: an unknown backend, or an environment that cannot be read.
         CommunicationError: the processes do not come together, or have no devices of the backend.
     """
-    global _world
     platform = _platform(backend)
-    if _world is not None:
+    if is_initialized():
         return
     die_with_launcher(os.environ)
     if platform == "cpu":
@@ -82,7 +66,7 @@ def init(
         _start(cluster, platform, timeout_s, heartbeat_timeout_s)
     _check_platform(backend, platform)
     watched = start_watch(cluster, timeout_s) if watch and cluster is not None and jax.process_count() > 1 else None
-    _world = World(cluster, _hosts(timeout_s), watched)
+    enter(World(cluster, _hosts(timeout_s), watched))
 
 
 def release() -> None:
@@ -93,14 +77,13 @@ def release() -> None:
     Raises:
         CommunicationError: before `init`.
     """
-    global _world
-    world = _entered("release")
+    world = entered("release")
     forget_groups()
     if world.watch is not None:
         world.watch.leave()
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
-    _world = None
+    enter(None)
 
 
 def get_rank(group: str = WORLD) -> int:
@@ -119,7 +102,7 @@ def get_group_size(group: str = WORLD) -> int:
     Raises:
         CommunicationError: before `init`, or for an unknown group.
     """
-    size = len(_entered("get_group_size").devices)
+    size = len(entered("get_group_size").devices)
     return len(own_ranks(group, _ranks_here()[0], size))
 
 
@@ -152,7 +135,7 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
         CommunicationError: before `init`, for an unknown group, or a rank that it has not.
         TypeError: a rank that is no int.
     """
-    _entered("get_world_rank_from_group_rank")
+    entered("get_world_rank_from_group_rank")
     _check_rank("group_rank_id", group_rank_id)
     ranks = own_ranks(group, _ranks_here()[0], jax.device_count())
     if not 0 <= group_rank_id < len(ranks):
@@ -167,30 +150,12 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
         CommunicationError: before `init`, for an unknown group, or a rank that is not in it.
         TypeError: a rank that is no int.
     """
-    _entered("get_group_rank_from_world_rank")
+    entered("get_group_rank_from_world_rank")
     _check_rank("world_rank_id", world_rank_id)
     ranks = own_ranks(group, world_rank_id, jax.device_count())
     if world_rank_id not in ranks:
         raise CommunicationError(f"Rank {world_rank_id} is not in group '{group}'.", got=f"ranks {list(ranks)}")
     return ranks.index(world_rank_id)
-
-
-def is_initialized() -> bool:
-    """Whether `init` was called, and `release` not since."""
-    return _world is not None
-
-
-def check_initialized(what: str) -> None:
-    """Raises CommunicationError before `init`; `what` is the name of the function that needs it."""
-    _entered(what)
-
-
-def _entered(what: str) -> World:
-    if _world is None:
-        raise CommunicationError(
-            f"{what} is called before spmdctx.communication.init().", fix="call init() first, at the start of the script"
-        )
-    return _world
 
 
 def _platform(backend: str | None) -> str | None:
@@ -280,14 +245,14 @@ def _ranks_here() -> list[int]:
 
 
 def _ranks_of_host() -> frozenset[int]:
-    hosts = _entered("_ranks_of_host").hosts
+    hosts = entered("_ranks_of_host").hosts
     own = hosts[jax.process_index()]
     return frozenset(rank for rank, device in enumerate(jax.devices()) if hosts[device.process_index] == own)
 
 
 def _own(group: str, what: str) -> tuple[tuple[int, ...], frozenset[int]]:
     """The ranks of a group, and this process's devices among them."""
-    size = len(_entered(what).devices)
+    size = len(entered(what).devices)
     mine = _ranks_here()
     for rank in mine:
         ranks = own_ranks(group, rank, size)

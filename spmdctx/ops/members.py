@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.communication.entered import entered
 from spmdctx.communication.groups import Ranks, ranks_of
-from spmdctx.communication.world import check_initialized
 from spmdctx.errors import CommunicationError, message
 from spmdctx.ops.scope import Axes, Scope, View, positions, scope_of
 
@@ -49,7 +49,7 @@ def members_of(what: str, group: str, *, covers_all: bool = True) -> Members:
     Raises:
         CommunicationError: before `communication.init`, outside of a device's part of a step, or devices that the group leaves out.
     """
-    check_initialized(f"spmdctx.ops.{what}")
+    entered(f"spmdctx.ops.{what}")
     scope = scope_of(what)
     size = math.prod(size for _, size in scope.axes)
     ranks = ranks_of(group, size)

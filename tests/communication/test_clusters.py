@@ -5,7 +5,8 @@ import pytest
 from spmdctx.communication.clusters import Cluster, detect, first_host
 from spmdctx.errors import ContextError
 
-LAUNCHED = {"SPMDCTX_ADDRESS": "127.0.0.1:4000", "SPMDCTX_NUM_PROCESSES": "4", "SPMDCTX_PROCESS_ID": "3"}
+BY_HAND = {"SPMDCTX_ADDRESS": "127.0.0.1:4000", "SPMDCTX_NUM_PROCESSES": "4", "SPMDCTX_PROCESS_ID": "3"}
+LAUNCHED = {**BY_HAND, "SPMDCTX_LAUNCHER": "17"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "8",
     "OMPI_COMM_WORLD_RANK": "5",
@@ -39,6 +40,7 @@ TRAINER = {"JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:1234", "JAX_NUM_PROCESSE
         ({}, None),
         ({"PATH": "/bin", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
         (LAUNCHED, Cluster("spmdctx launch", "127.0.0.1:4000", 4, 3)),
+        (BY_HAND, Cluster("the SPMDCTX_ variables", "127.0.0.1:4000", 4, 3)),
         (
             {**LAUNCHED, "SPMDCTX_LOCAL_DEVICE_IDS": "6,7"},
             Cluster("spmdctx launch", "127.0.0.1:4000", 4, 3, (6, 7)),
@@ -53,6 +55,7 @@ TRAINER = {"JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:1234", "JAX_NUM_PROCESSE
         "nothing",
         "batch script of Slurm",
         "launch",
+        "by hand",
         "launch on GPUs",
         "Trainer",
         "JAXJob",
@@ -133,6 +136,9 @@ def test_the_first_host_of_slurms_list(hosts, expected):
     ("environ", "text"),
     [
         ({"SPMDCTX_NUM_PROCESSES": "2", "SPMDCTX_PROCESS_ID": "0"}, "SPMDCTX_ADDRESS is not"),
+        ({"SPMDCTX_ADDRESS": "head:7000"}, "nothing says how many processes"),
+        ({"SPMDCTX_ADDRESS": "head:7000", "SPMDCTX_PROCESS_ID": "1"}, "SPMDCTX_NUM_PROCESSES is not"),
+        ({"JAX_PROCESS_ID": "1"}, "JAX_NUM_PROCESSES is not"),
         ({"JAX_NUM_PROCESSES": "2"}, "JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID is not"),
         ({**LAUNCHED, "SPMDCTX_PROCESS_ID": "4"}, "process 4 of 4"),
         ({**LAUNCHED, "SPMDCTX_NUM_PROCESSES": "many"}, "SPMDCTX_NUM_PROCESSES must be a number"),

@@ -8,6 +8,8 @@ from spmdctx.communication.groups import ranks_of
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError
 
 NEEDS_INIT = {
+    "create_group": ("pair", [0, 1]),
+    "destroy_group": ("pair",),
     "get_rank": (),
     "get_group_size": (),
     "get_local_rank": (),
@@ -92,6 +94,7 @@ def test_groups_may_be_several_lists(world):
         (lambda: communication.create_group("", []), CommunicationError, "cannot be used"),
         (lambda: communication.create_group("g", [0, 0]), CommunicationError, "none twice"),
         (lambda: communication.create_group("g", [-1]), CommunicationError, "none negative"),
+        (lambda: communication.create_group("g", [0, 8]), CommunicationError, "rank 8, but there are 8 devices"),
         (lambda: communication.create_group("g", [[0, 1], [2]]), CommunicationError, "lists of one length"),
         (lambda: communication.create_group("g", [[0, 1], [1, 2]]), CommunicationError, "none twice"),
         (lambda: communication.create_group("g", 3), TypeError, "must be ints"),
