@@ -151,6 +151,9 @@ def _finite(value: Any) -> float:
     return math.inf if math.isnan(value) else float(value)
 
 
+_PROGRAMS = (jexc.Jaxpr, jexc.ClosedJaxpr)
+
+
 def _unconstrained(jaxpr: Any) -> Any:
     """The program without sharding constraints, so that it runs on one device; bodies of shard_map stay as they are."""
     is_open = isinstance(jaxpr, jexc.Jaxpr)
@@ -164,8 +167,9 @@ def _without_constraint(eqn: Any) -> Any:
         return eqn.replace(primitive=jexc.primitives.copy_p, params={})
     params = {}
     for name, value in eqn.params.items():
-        if isinstance(value, jexc.Jaxpr | jexc.ClosedJaxpr):
+        if isinstance(value, _PROGRAMS):
             params[name] = _unconstrained(value)
-        elif isinstance(value, tuple) and value and all(isinstance(entry, jexc.Jaxpr | jexc.ClosedJaxpr) for entry in value):
-            params[name] = tuple(_unconstrained(entry) for entry in value)
+        elif isinstance(value, tuple) and any(isinstance(entry, _PROGRAMS) for entry in value):
+            entries = [_unconstrained(entry) if isinstance(entry, _PROGRAMS) else entry for entry in value]
+            params[name] = value._make(entries) if hasattr(value, "_make") else tuple(entries)
     return eqn.replace(params={**eqn.params, **params}) if params else eqn

@@ -47,6 +47,15 @@ def test_constraints_of_the_user_do_not_bind_the_one_device_run():
     assert parallel(step).verify(jnp.ones((4, 4)), np.ones((8, 4), np.float32)).ok
 
 
+def test_a_step_that_solves_equations_is_the_same_on_one_device():
+    def step(matrix, right):
+        return jnp.linalg.solve(matrix + 10 * jnp.eye(4), right), jnp.linalg.slogdet(matrix)[1]
+
+    matrix = jax.random.normal(jax.random.key(0), (8, 4, 4))
+    report = spmdctx.parallel(step, topology="cpu").verify(matrix, matrix[..., :1])
+    assert report.ok, report
+
+
 def test_a_shard_map_over_several_devices_is_compared_on_all_of_them():
     def step(w, x):
         product = jax.shard_map(
