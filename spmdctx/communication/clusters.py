@@ -40,8 +40,8 @@ class Cluster(NamedTuple):
 def detect(environ: Mapping[str, str]) -> Cluster | None:
     """The job that the environment describes, None where it describes none.
 
-    `spmdctx launch` and its variables set by hand come first, then what users and Kubeflow's trainer set for JAX, Open MPI, Slurm (inside of a step only, since
-    a batch script is no process of the job), Kubeflow's JAXJob and JobSet.
+    `spmdctx launch` and its variables set by hand come first, then what users and Kubeflow's trainer set for JAX, Open MPI, Slurm
+    (inside of a step only, since a batch script is no process of the job), Kubeflow's JAXJob and JobSet.
 
     Raises:
         ContextError: a part of the description is missing or is no number.
