@@ -167,12 +167,13 @@ def _match_per_axis(ledger: _Ledger, mesh: LogicalMesh) -> None:
 
 def _pairs_within(planned: _Planned, ledger: _Ledger, mesh: LogicalMesh) -> Iterator[tuple[_Compiled, _Compiled]]:
     payload = planned.item.payload_bytes
-    own = [one for one in ledger.compiled if one.left and one.item.kind == planned.item.kind and set(one.item.axes) < set(planned.axes)]
+    kinds = ("reduce_scatter", "all_reduce") if planned.item.kind == "reduce_scatter" else (planned.item.kind,)
+    own = [one for one in ledger.compiled if one.left and one.item.kind in kinds and set(one.item.axes) < set(planned.axes)]
     for whole in own:
         rest = tuple(name for name in planned.axes if name not in whole.item.axes)
-        share = _second_payload(planned.item.kind, payload, mesh.num_slices(whole.item.axes))
+        share = _second_payload(whole.item.kind, payload, mesh.num_slices(whole.item.axes))
         for part in own if _near(whole.item.payload_bytes, payload) else ():
-            if part.item.axes == rest and _near(part.item.payload_bytes, share):
+            if (part.item.kind, part.item.axes) == (whole.item.kind, rest) and _near(part.item.payload_bytes, share):
                 yield whole, part
 
 

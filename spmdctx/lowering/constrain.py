@@ -369,10 +369,11 @@ class _Rewriter:
             fresh[own] = jexc.Var(atom.aval)
             return atom, inner.constrain(fresh[own], (self.held.axes_of(op.results[0]), *self.assignment.values[op.results[0]]))
         atom, stored = self.use(block, op, 0, atom), self.assignment.values[op.results[0]]
+        natural = project(op.rule.results[0], self.assignment.ops[op.id].axes)
         if getattr(atom.aval, "shape", ()) == getattr(var.aval, "shape", ()):
             # What is the same in every turn, or the first turn's, is moved outside.
-            atom = block.reshard(atom, op.operands[0], project(op.rule.results[0], self.assignment.ops[op.id].axes), stored)
-        return atom, inner.constrain(var, stored)
+            return block.reshard(atom, op.operands[0], natural, stored), inner.constrain(var, stored)
+        return atom, inner.reshard(inner.constrain(var, natural), op.results[0], natural, stored)
 
 
 def _repeats(eqn: Any) -> bool:

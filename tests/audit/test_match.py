@@ -87,6 +87,14 @@ def test_one_over_two_axes_is_found_as_one_per_axis_and_the_other_way_round(kind
     assert (missing, unplanned) == ([], [])
 
 
+def test_a_reduce_scatter_over_two_axes_is_found_as_an_all_reduce_per_axis_and_a_slice():
+    planned = [plan("reduce_scatter", "data model", 1024)]
+    each = [real("all_reduce", "model", 1024), real("all_reduce", "data", 1024)]
+    assert summary(planned, each) == ([(1024, 1, 2048, PER_AXIS)], [], [])
+    assert summary(planned, each[:1]) == ([], [1], [1])
+    assert summary(planned, [each[0], real("reduce_scatter", "data", 1024)])[1:] == ([1], [1, 1])
+
+
 def test_a_gather_over_part_of_the_axes_is_not_enough():
     assert summary([plan("all_gather", "data model", 1024)], [real("all_gather", "model", 1024)]) == ([], [1], [1])
 

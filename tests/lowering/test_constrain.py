@@ -139,6 +139,17 @@ def test_what_enters_a_loop_is_resharded_once_outside_of_it(outside, inside, exp
     found.check()
 
 
+def test_slices_of_a_loops_input_take_the_planned_steps():
+    def step(x, stack):
+        return lax.scan(lambda c, w: (c + w @ w.T, None), x, stack)[0]
+
+    x = normal(64, 64)
+    entering = ops(trace(step, x, STACK), "scan.enter")[1]
+    found = run(step, x, STACK, pins={1: ((), M, D), entering: ((), ())}, forced={entering.id: ((), M, D)})
+    assert found.planned == {("all_gather", M, 4096): 3, ("all_gather", D, 16384): 3}
+    found.check()
+
+
 def test_weights_stored_split_are_gathered_where_they_are_used():
     found = run(lambda x, w: layer(x, w), X, W, pins={0: (D, ()), 1: (D, ())})
     assert found.executed == {("all_gather", D, 64 * 64 * 4): 1}
