@@ -19,6 +19,7 @@ from spmdctx.plan.plan import Plan
 from spmdctx.plan_agreement import agree_on_plan, spans_processes
 from spmdctx.planner import Planned
 from spmdctx.processes import is_of_one_process, on_all
+from spmdctx.search.shared_reads import shared_reads
 from spmdctx.step_options import Environment
 from spmdctx.strategy_files import planned_with_files
 from spmdctx.trace.arguments import Call
@@ -105,6 +106,8 @@ class Entry:
         planned = self.planned
         devices = self.environment.devices[: planned.mesh.num_devices]
         donated = [index for index, leaf in enumerate(self.captured.inputs) if leaf.donated]
+        program, machine = planned.program, self.environment.settings.topology
+        routes = shared_reads(program.graph, program.scopes, planned.assignment, planned.mesh, machine)
         return jit_program(
             planned.program,
             planned.assignment,
@@ -112,7 +115,7 @@ class Entry:
             devices,
             donated=donated,
             compiler_options=self.compiler_options,
-            wishes=wishes_of(planned.program, self.environment.context),
+            wishes=wishes_of(program, self.environment.context, routes),
             name=self.captured.name,
         )
 

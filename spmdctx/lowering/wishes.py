@@ -10,6 +10,7 @@ from spmdctx.context_state import AutoParallelContext
 from spmdctx.ir import Graph
 from spmdctx.search.gradient_order import gradient_buckets, gradient_order, sum_buckets
 from spmdctx.search.overlap import LOW, WIDENED, sides
+from spmdctx.search.shared_reads import Routes
 from spmdctx.trace.program import Program
 
 
@@ -20,11 +21,13 @@ class Wishes(NamedTuple):
         all_to_all: whether a reshard may be one; as in the prices.
         widened: values whose partial results are added up and reduced in float32.
         buckets: of sums that make up gradients, the number of the bucket in which they are reduced.
+        routes: shardings through which values get to the matrix products of a computation.
     """
 
     all_to_all: bool = True
     widened: frozenset[int] = frozenset()
     buckets: Mapping[int, int] = MappingProxyType({})
+    routes: Routes = MappingProxyType({})
 
 
 NO_WISHES = Wishes()
@@ -45,12 +48,13 @@ def _widened(graph: Graph) -> frozenset[int]:
     return frozenset(value for value in found if terminal[value])
 
 
-def wishes_of(program: Program, context: AutoParallelContext) -> Wishes:
-    """What the context, and `shard(fusion=)` in the step, ask for."""
+def wishes_of(program: Program, context: AutoParallelContext, routes: Routes = NO_WISHES.routes) -> Wishes:
+    """What the context, and `shard(fusion=)` in the step, ask for; `routes` are those of the plan."""
     return Wishes(
         context.allows_all_to_all,
         _widened(program.graph) if context.gradient_fp32_sync else frozenset(),
         _buckets(program.graph, context) if context.fuses_by_index or program.region_ops else {},
+        routes,
     )
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from spmdctx.cost.collectives import collective_time_s
-from spmdctx.cost.reshard import reshard_steps
+from spmdctx.cost.reshard import ReshardStep, reshard_steps
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
@@ -22,7 +22,8 @@ from spmdctx.search.memory import Copy, StepMemory, profile, step_memory
 from spmdctx.search.overlap import sides
 from spmdctx.search.rewrites import Readers, Sums
 from spmdctx.search.roofline import compute_time_s, local_bytes, passing_values, written_s
-from spmdctx.search.space import reduction_plan
+from spmdctx.search.shared_reads import Routes, shared_reads
+from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
 from spmdctx.search.transfer import partial_axes, project
 from spmdctx.search.turns import made_repeats, read_repeats
 
@@ -99,6 +100,7 @@ def price(
     memory = step_memory(graph, scopes, donated, waits=mesh.num_devices > 1)
     biller = _Biller(graph, loose, assignment, mesh, topology, memory)
     biller.buckets, biller.holds = buckets, holds
+    biller.routes = shared_reads(graph, scopes, assignment, mesh, topology)
     for op, scope in zip(graph.ops, scopes, strict=True):
         biller.add(op, scope)
     biller.settle_sums()
@@ -120,6 +122,7 @@ class _Biller:
         self.copies = _Copies(memory)
         self.buckets: Mapping[int, int] = {}
         self.holds = NO_HOLDS
+        self.routes: Routes = MappingProxyType({})
         self.graph, self.loose, self.assignment, self.mesh, self.topology = graph, loose, assignment, mesh, topology
         self.bill = Bill()
         self.shares: list[float] = []
@@ -279,7 +282,12 @@ class _Biller:
         time_s, current = 0.0, source
         share = self._sides.gather_share(value, self.topology)
         size = item_bytes("bfloat16" if narrow else known.dtype)
-        steps = reshard_steps(known.shape, size, source, target, self.mesh, self.topology.uses_all_to_all)
+        all_to_all = self.topology.uses_all_to_all
+        direct = reshard_steps(known.shape, size, source, target, self.mesh, all_to_all)
+        steps, via = direct, self.routes.get((scope, value)) if op.primitive in MATRIX_PRODUCTS and not role.startswith(_RESULT) else None
+        if via is not None:
+            first = reshard_steps(known.shape, size, source, via, self.mesh, all_to_all)
+            steps = (*first, *reshard_steps(known.shape, size, via, target, self.mesh, all_to_all))
         if self._passing[value] and (scope, self._same[value], source, steps[0].sharding) not in self._done:
             self.bill.compute_s += written_s(known, source, self.mesh, self.topology) * (repeats or op.repeats)
         for step in steps:
@@ -288,11 +296,20 @@ class _Biller:
                 cause = f"{role}: {known.path or 'value'} {format_sharding(current)} -> {format_sharding(step.sharding)}"
                 time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause, share, repeats=repeats)
             self._done.add(key)
+            current = step.sharding
+        self._copy(op, scope, value, source, direct, narrow, is_result=role.startswith(_RESULT))
+        self.bill.moves.append(Moved(value, source, target, op.id, time_s))
+
+    def _copy(
+        self, op: Op, scope: int, value: int, current: TensorSharding, steps: Iterable[ReshardStep], narrow: bool, *, is_result: bool
+    ) -> None:
+        """The copies that are in memory on the way of a value to an op, or from it; as if no other op shared them."""
+        for step in steps:
+            key = (scope, self._same[value], current, step.sharding)
             if step.kind != "slice" and not (step.sharding == self.assignment.values[value] and self.copies.is_held(value)):
-                make = self.copies.make_after if role.startswith(_RESULT) and self.copies.is_held(value) else self.copies.make
+                make = self.copies.make_after if is_result and self.copies.is_held(value) else self.copies.make
                 make(op, key, self._stored_bytes(value, step.sharding, narrow))
             current = step.sharding
-        self.bill.moves.append(Moved(value, source, target, op.id, time_s))
 
     def _collect(
         self,

@@ -1,0 +1,68 @@
+"""What several matrix products of one computation read in different shardings: a copy on the way to all of them, which they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from spmdctx.cost.reshard import reshard_time_s
+from spmdctx.cost.topology import Topology
+from spmdctx.domains import MAX_ORDERED_AXES, domain
+from spmdctx.ir import LITERAL, Assignment, Graph, TensorSharding, Value, item_bytes
+from spmdctx.mesh import LogicalMesh
+from spmdctx.search.space import MATRIX_PRODUCTS
+from spmdctx.search.transfer import project
+
+Routes = Mapping[tuple[int, int], TensorSharding]
+"""By computation and value, the sharding through which the value gets to its products."""
+
+_WORTH_IT = 1 - 1e-9
+
+
+def shared_reads(graph: Graph, scopes: Sequence[int], assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> Routes:
+    """The values that are cheaper to bring to their products by way of one more sharding, or of one that some product takes.
+
+    Args:
+        graph: the step.
+        scopes: per op the computation that it belongs to.
+        assignment: its shardings.
+        mesh: the mesh.
+        topology: the machine.
+    """
+    wanted: dict[tuple[int, int], dict[TensorSharding, None]] = {}
+    for op in graph.ops:
+        if op.primitive not in MATRIX_PRODUCTS:
+            continue
+        axes = assignment.ops[op.id].axes
+        for value, dims in zip(op.operands, op.rule.operands, strict=True):
+            if value != LITERAL and (target := project(dims, axes)) != assignment.values[value]:
+                wanted.setdefault((scopes[op.id], value), {})[target] = None
+    routes = {}
+    for key, targets in wanted.items():
+        if len(targets) > 1:
+            stored = assignment.values[key[1]]
+            best = _best(graph.values[key[1]], stored, tuple(targets), mesh, topology)
+            if best != stored:
+                routes[key] = best
+    return routes
+
+
+def _best(
+    known: Value, stored: TensorSharding, targets: tuple[TensorSharding, ...], mesh: LogicalMesh, topology: Topology
+) -> TensorSharding:
+    """The sharding of the shared copy; the stored one where none is cheaper."""
+    narrow = topology.narrows_matrix_operands and known.dtype == "float32"
+    size = item_bytes("bfloat16" if narrow else known.dtype)
+
+    def seconds(via: TensorSharding) -> float:
+        first = reshard_time_s(known.shape, size, stored, via, mesh, topology)
+        return first + sum(reshard_time_s(known.shape, size, via, target, mesh, topology) for target in targets)
+
+    best, least_s = stored, seconds(stored) * _WORTH_IT
+    for via in _candidates(known, targets, mesh):
+        if (own_s := seconds(via)) < least_s * _WORTH_IT:
+            best, least_s = via, own_s
+    return best
+
+
+def _candidates(known: Value, targets: tuple[TensorSharding, ...], mesh: LogicalMesh) -> Iterable[TensorSharding]:
+    return targets if len(mesh.axes) > MAX_ORDERED_AXES else (*targets, *domain(mesh, known.shape).shardings)
