@@ -115,7 +115,7 @@ class Entry:
             devices,
             donated=donated,
             compiler_options=self.compiler_options,
-            wishes=wishes_of(program, self.environment.context, routes),
+            wishes=wishes_of(program, self.environment.context, routes, machine.scratch_bytes),
             name=self.captured.name,
         )
 

@@ -23,8 +23,10 @@ from spmdctx.lowering.buckets import Sum, barrier_of, tie_buckets
 from spmdctx.lowering.islands import ISLANDS, island
 from spmdctx.lowering.loop_sums import HeldSums
 from spmdctx.lowering.precision import PASSED_ON, cast, passed_on, wide
-from spmdctx.lowering.recompute import is_recomputed, operand_shardings, refines
+from spmdctx.lowering.recompute import ELEMENTWISE, is_recomputed, operand_shardings, refines
+from spmdctx.lowering.repeated import is_repeated, repeated_values, repetition, whole
 from spmdctx.lowering.specs import named_sharding
+from spmdctx.lowering.updates import kept_apart
 from spmdctx.lowering.wishes import NO_WISHES, Wishes
 from spmdctx.mesh import LogicalMesh
 from spmdctx.rules.control_flow import body_parameter, call_body, call_operands
@@ -67,6 +69,7 @@ class _Block:
         # What computes a value on the way into its readers, and the slices of such values.
         self.recipes: dict[int, tuple[Op, Any, list[Any]]] = {}
         self.slices: dict[tuple[int, TensorSharding], Any] = {}
+        self._repeated: dict[tuple[Any, tuple[int, ...]], Any] = {}
 
     def narrowed(self, var: Any, dtype: Any) -> Any:
         """A float32 variable cast to a type; readers that can take it as it is find it in `wide`."""
@@ -125,6 +128,20 @@ class _Block:
             self.eqns.append(self._rewriter.constraint(var, known, sharding))
         return known
 
+    def part(self, var: Any) -> Any:
+        """`var` behind a barrier: it is made before anything is computed from it."""
+        behind = jexc.Var(var.aval)
+        return self.write(([barrier_of([var], [behind], self.eqns[-1].source_info)], behind))
+
+    def repeat(self, var: Any, made: TensorSharding, eqn: Any) -> Any:
+        """`var` repeated to the shape of an equation's result, whole at first, and then split as that is made."""
+        shape = eqn.outvars[0].aval.shape
+        known = self._repeated.get((var, shape))
+        if known is None:
+            written = repetition(var, shape, eqn.source_info)
+            known = self._repeated[var, shape] = self.write(([written], written.outvars[0]))
+        return self.constrain(self.constrain(known, whole(made, var.aval.shape, shape)), made)
+
     def reshard(self, var: Any, value: int, source: TensorSharding, target: TensorSharding) -> Any:
         """`var` taken from one sharding to the other, one constraint per step."""
         for sharding in self._rewriter.steps(value, source, target):
@@ -145,6 +162,8 @@ class _Rewriter:
         self._anchors = Anchors(assignment, mesh, self._moved)
         self._turned = _turned(program.graph, assignment)
         self._routes, self._scopes = wishes.routes, program.scopes
+        self._repeated = repeated_values(program.graph, assignment, self._moved)
+        self._apart = kept_apart(program.graph, assignment, mesh, wishes.scratch_bytes)
         self._templates: dict[Any, Any] = {}
         self._info: Any = None
 
@@ -219,9 +238,17 @@ class _Rewriter:
             atom if operand == LITERAL or isinstance(atom, jexc.Literal) else self._taken(block, operand, atom, sharding)
             for operand, atom, sharding in taken
         ]
-        (var,) = self.emit(eqn, operands, block)
+        (var,) = self.emit(eqn, self._spread(block, op, eqn, operands, target), block)
         made = block.slices[value, target] = block.constrain(var, target)
         return made
+
+    def _spread(self, block: _Block, op: Op, eqn: Any, operands: list[Any], made: TensorSharding) -> list[Any]:
+        """The operands of an equation whose result is split as `made`: those repeated where readers want different splits of them."""
+        shape = getattr(eqn.outvars[0].aval, "shape", ())
+        return [
+            block.repeat(atom, made, eqn) if value in self._repeated and is_repeated(atom.aval.shape, shape) else atom
+            for value, atom in zip(op.operands, operands, strict=True)
+        ]
 
     def settle(self, block: _Block, op: Op, position: int, var: Any) -> Any:
         """The result at `position` reduced and brought into its stored sharding."""
@@ -240,7 +267,8 @@ class _Rewriter:
             natural = reduction.after
         if partial or natural != stored or op in self._anchors:
             var = block.constrain(var, natural)
-        return block.reshard(var, value, natural, stored)
+        var = block.reshard(var, value, natural, stored)
+        return block.part(var) if value in self._apart else var
 
     # Equations
 
@@ -274,6 +302,8 @@ class _Rewriter:
             if is_recomputed(op) and (self.wishes.all_to_all or not _repeats(eqn)):
                 block.recipes[op.results[0]] = op, eqn, operands
             operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
+            if op.primitive in ELEMENTWISE:
+                operands = self._spread(block, op, eqn, operands, project(op.rule.results[0], self.assignment.ops[op.id].axes))
             eqn = self._as_island(eqn, op)
         if op is None:
             return self.emit(eqn, operands, block)

@@ -11,12 +11,12 @@ from spmdctx.ir import Op, TensorSharding
 from spmdctx.rules.elementwise import BINARY, MANY, UNARY
 from spmdctx.search.transfer import project
 
-_ELEMENTWISE = frozenset({*UNARY, *BINARY, *MANY})
+ELEMENTWISE = frozenset({*UNARY, *BINARY, *MANY})
 
 
 def is_recomputed(op: Op) -> bool:
     """Whether an op is element-wise and its one result only exists on the way into other ops."""
-    return len(op.results) == 1 and op.primitive in _ELEMENTWISE and bool(op.fused >> len(op.operands) & 1)
+    return len(op.results) == 1 and op.primitive in ELEMENTWISE and bool(op.fused >> len(op.operands) & 1)
 
 
 def refines(source: TensorSharding, target: TensorSharding) -> bool:

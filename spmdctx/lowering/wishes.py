@@ -22,12 +22,15 @@ class Wishes(NamedTuple):
         widened: values whose partial results are added up and reduced in float32.
         buckets: of sums that make up gradients, the number of the bucket in which they are reduced.
         routes: shardings through which values get to the matrix products of a computation.
+        scratch_bytes: what the chip holds of an operand while a matrix product and an update of state with it are computed at once;
+            0 where the compiler computes them apart anyway.
     """
 
     all_to_all: bool = True
     widened: frozenset[int] = frozenset()
     buckets: Mapping[int, int] = MappingProxyType({})
     routes: Routes = MappingProxyType({})
+    scratch_bytes: int = 0
 
 
 NO_WISHES = Wishes()
@@ -48,13 +51,14 @@ def _widened(graph: Graph) -> frozenset[int]:
     return frozenset(value for value in found if terminal[value])
 
 
-def wishes_of(program: Program, context: AutoParallelContext, routes: Routes = NO_WISHES.routes) -> Wishes:
-    """What the context, and `shard(fusion=)` in the step, ask for; `routes` are those of the plan."""
+def wishes_of(program: Program, context: AutoParallelContext, routes: Routes = NO_WISHES.routes, scratch_bytes: int = 0) -> Wishes:
+    """What the context, and `shard(fusion=)` in the step, ask for; `routes` are those of the plan, `scratch_bytes` the machine's."""
     return Wishes(
         context.allows_all_to_all,
         _widened(program.graph) if context.gradient_fp32_sync else frozenset(),
         _buckets(program.graph, context) if context.fuses_by_index or program.region_ops else {},
         routes,
+        scratch_bytes,
     )
 
 
