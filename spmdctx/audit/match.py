@@ -8,6 +8,7 @@ axis each done at once, those moved out of a loop, and partial results added up 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -28,6 +29,7 @@ HOISTED_SLICE = "reduce_scatter after its loop"
 JOINED = "added to another before the reduction"
 PER_AXIS = "one per axis"
 AT_ONCE = "one over all axes"
+HALVES = "real and imaginary parts apart"
 
 
 class Way(NamedTuple):
@@ -128,6 +130,7 @@ def compare(planned: Iterable[Collective], compiled: Iterable[CompiledCollective
     _match_hoisted(ledger)
     _match_hoisted_slices(ledger)
     _match_joined(ledger)
+    _match_halves(ledger)
     return Comparison(
         tuple(ledger.matches),
         tuple(replace(one.item, repeats=one.left) for one in ledger.planned if one.left),
@@ -153,7 +156,7 @@ def _match_way(ledger: _Ledger, way: Way) -> None:
 
 def _distance(planned: Collective, compiled: CompiledCollective, wanted: int) -> tuple[int, bool, bool]:
     """The nearest payload first; then the same loop, then the same source line."""
-    return abs(compiled.payload_bytes - wanted), planned.repeats != compiled.repeats, planned.source != compiled.source
+    return abs(compiled.payload_bytes - wanted), planned.repeats != compiled.repeats, _line(planned) != _line(compiled)
 
 
 def _match_per_axis(ledger: _Ledger, mesh: LogicalMesh) -> None:
@@ -240,6 +243,29 @@ def _match_joined(ledger: _Ledger) -> None:
             if count > 0 and one.item.axes == planned.axes and _realises(one.item, planned.item):
                 one.spare -= count
                 ledger.close(planned, count, [], JOINED)
+
+
+def _match_halves(ledger: _Ledger) -> None:
+    """A planned collective of complex numbers, compiled as one of their real parts and one of their imaginary parts, as on TPU."""
+    for planned in ledger.planned:
+        half = planned.item.payload_bytes // 2
+        own = [one for one in ledger.compiled if planned.left and one.left and one.item.axes == planned.axes]
+        own = [one for one in own if _line(one.item) == _line(planned.item) and _writes(one.item, planned.item.kind, half)]
+        for first, second in itertools.combinations(own, 2):
+            count = min(planned.left, first.left, second.left)
+            if count and first.item.repeats == second.item.repeats:
+                ledger.close(planned, count, [(first, count), (second, count)], HALVES)
+
+
+def _line(one: Collective | CompiledCollective) -> str:
+    """The source line without the function, which not all compilers keep."""
+    return one.source.partition(" (")[0]
+
+
+def _writes(compiled: CompiledCollective, kind: str, payload: int) -> bool:
+    """Whether a compiled collective is one of the kind, or a sum to be sliced, of just the payload."""
+    kinds = ("reduce_scatter", "all_reduce") if kind == "reduce_scatter" else (kind,)
+    return compiled.kind in kinds and compiled.payload_bytes == payload and compiled.dtype.startswith("float")
 
 
 def _realises(compiled: CompiledCollective, planned: Collective) -> bool:

@@ -1,7 +1,20 @@
 import pytest
 
 from spmdctx.audit.collectives import CompiledCollective
-from spmdctx.audit.match import AS_PLANNED, AT_ONCE, HOISTED, HOISTED_SLICE, JOINED, NARROWED, PER_AXIS, SLICED, STACKED, WIDENED, compare
+from spmdctx.audit.match import (
+    AS_PLANNED,
+    AT_ONCE,
+    HALVES,
+    HOISTED,
+    HOISTED_SLICE,
+    JOINED,
+    NARROWED,
+    PER_AXIS,
+    SLICED,
+    STACKED,
+    WIDENED,
+    compare,
+)
 from spmdctx.ir import Collective
 from spmdctx.mesh import LogicalMesh
 
@@ -132,3 +145,14 @@ def test_reductions_joined_by_an_addition_are_found_only_if_the_program_adds():
     assert (missing, unplanned) == ([], [])
     assert summary(planned, [real("all_reduce", "model", 64, summands=2)])[1] == [1]
     assert summary(planned, [real("all_reduce", "model", 64)])[1] == [1, 1]
+
+
+@pytest.mark.parametrize(("kind", "compiled"), [("all_gather", "all_gather"), ("reduce_scatter", "all_reduce")])
+def test_complex_numbers_are_found_as_two_real_collectives_from_the_same_line(kind, compiled):
+    halves = [real(compiled, "model", 512, repeats=3), real(compiled, "model", 512, repeats=3)]
+    assert summary([plan(kind, "model", 1024, repeats=3)], halves) == ([(1024, 3, 3072, HALVES)], [], [])
+    assert summary([plan(kind, "model", 1024, repeats=3)], halves[:1]) == ([], [3], [3])
+    named = plan(kind, "model", 1024, repeats=3, source="net.py:1 (loss)")
+    assert summary([named], halves)[1:] == ([], [])
+    elsewhere = real(compiled, "model", 512, repeats=3, source="net.py:9")
+    assert summary([plan(kind, "model", 1024, repeats=3)], [halves[0], elsewhere])[0] == []
