@@ -75,6 +75,19 @@ def judged(job: Job, module: str, folder: Path, *, codegen: bool, again: bool = 
             place.write_text(json.dumps(known, indent=1))
     else:
         known = json.loads(place.read_text())
+    return _outcome(known)
+
+
+def already_judged(job: Job, module: str, folder: Path) -> Judged | None:
+    """What the folder holds of a job, with the compiler's cycles where it holds them; None where it holds nothing."""
+    for codegen in (True, False):
+        place = folder / f"{key_of(job, module, codegen)}.json"
+        if place.exists():
+            return _outcome(json.loads(place.read_text()))
+    return None
+
+
+def _outcome(known: dict[str, Any]) -> Judged:
     made = Judgement.from_dict(known["judgement"]) if known["judgement"] else None
     return Judged(made, known["planned"], known["seconds"], known["error"])
 

@@ -1,12 +1,13 @@
 """Searched plans against hand strategies and expert templates, judged on compiled TPU programs: MindSpore's table, for spmdctx.
 
-    python -m benchmarks.speedup_table [--only llama2-7b] [--batch small] [--topology v5e:2x4] [--quick] [--cache FOLDER] [--json]
+    python -m benchmarks.speedup_table [--only llama2-7b] [--batch small] [--topology v5e:2x4] [--quick] [--known] [--cache FOLDER] [--json]
 
 The rows are MindSpore's decoders and four models that rule tables fit badly. Per row and batch: the row's hand strategy, every expert
 template (`benchmarks.templates`), and the plans of the searches, all for the same `memory_bytes`; a program that exceeds it counts as
 none. Templates are first judged by the roofline of their scheduled program; the hand strategy, the best templates and the searched
-plans are then compiled to the end, for the compiler's cycles (`--quick` leaves that out). SpeedUp is the hand strategy's step time
-over the searched plan's, the lower of the two estimates.
+plans are then compiled to the end, for the compiler's cycles (`--quick` leaves that out; `--known` compiles nothing, and prints what
+the cache holds). SpeedUp is the hand strategy's step time over the searched plan's, the lower of the two estimates; the estimates and
+what the plan gains over the best template stand beside it, their geometric means and least ones in the last lines.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.judge_compile import Built, Job, Judged, judged
+from benchmarks.judge_compile import Built, Job, Judged, already_judged, judged
 
 MODULE = "benchmarks.speedup_table"
 TOPOLOGIES = {8: "v5p:2x2x2", 64: "v5p:4x4x4"}
@@ -145,6 +146,15 @@ def contenders(row: Row, batch: int, start: Job, memory_bytes: int, folder: Path
         yield Contender(search, judged(job, MODULE, folder, codegen=not quick, again=again))
 
 
+def known_contenders(row: Row, batch: int, start: Job, memory_bytes: int, folder: Path) -> Iterator[Contender]:
+    """Those ways to split one row's step that were judged before."""
+    searches = {search: {**start, "search": search, "memory_bytes": memory_bytes} for search in SEARCHES}
+    for name, job in {**template_jobs(row, batch, start), **searches}.items():
+        outcome = already_judged(job, MODULE, folder)
+        if outcome is not None:
+            yield Contender(name, outcome)
+
+
 def main() -> int:
     """Prints the figures of every row and batch, then the table."""
     from spmdctx.context import get_auto_parallel_context
@@ -159,6 +169,7 @@ def main() -> int:
     parser.add_argument("--memory-gib", type=float, help="budget per device; default the device's memory")
     parser.add_argument("--quick", action="store_true", help="no code generation, no cycles")
     parser.add_argument("--again", action="store_true", help="judge searched plans once more, with the planner as it is now")
+    parser.add_argument("--known", action="store_true", help="compile nothing: print what the cache holds")
     parser.add_argument("--cache", type=Path, default=Path(".judged"))
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -172,7 +183,11 @@ def main() -> int:
                 start: Job = {"topology": arguments.topology or TOPOLOGIES[row.devices], "model": row.model}
                 if row.hands:
                     start |= {"layers": arguments.layers, "batch": batch, "seq": SEQ}
-                ways = list(contenders(row, batch, start, memory_bytes, arguments.cache, quick=arguments.quick, again=arguments.again))
+                if arguments.known:
+                    ways = list(known_contenders(row, batch, start, memory_bytes, arguments.cache))
+                else:
+                    options = {"quick": arguments.quick, "again": arguments.again}
+                    ways = list(contenders(row, batch, start, memory_bytes, arguments.cache, **options))
                 found.append((row, size, ways))
                 print(_details(start, ways, memory_bytes), flush=True)
     print(table(found, memory_bytes, float(get_auto_parallel_context("mem_coeff"))))
@@ -197,18 +212,38 @@ def _details(start: Job, ways: Iterable[Contender], memory_bytes: int) -> str:
 
 
 def table(found: Iterable[tuple[Row, str, list[Contender]]], memory_bytes: int, mem_coeff: float) -> str:
-    """MindSpore's form, a line per row and batch: the SpeedUp over the hand strategy and over the best template, per search."""
-    lines = ["model, parallel_config in semi, mem_coeff in auto, SpeedUp, over the best template, recursive's SpeedUp, batch"]
+    """MindSpore's form, a line per row, hand strategy and batch, and the means of the columns.
+
+    The SpeedUp is followed by its two estimates, by those over the best template, and by what recursive's SpeedUp is.
+    """
+    lines = ["model, parallel_config in semi, mem_coeff in auto, SpeedUp, batch, " + ", ".join(_COLUMNS)]
+    kept: list[list[float | None]] = []
     for row, size, ways in found:
         for hand in row.hands or ((),):
             name = _hand_name(hand) if hand else ""
-            own = [
-                speedup(ways, base, search, memory_bytes) for base, search in ((name, SEARCHES[0]), ("", SEARCHES[0]), (name, SEARCHES[1]))
-            ]
+            lower = speedup(ways, name, SEARCHES[0], memory_bytes)
+            apart = [speedup(ways, base, SEARCHES[0], memory_bytes, (one,)) for base in (name, "") for one in ESTIMATES]
+            kept.append([*apart, speedup(ways, name, SEARCHES[1], memory_bytes)])
             config = " ".join(f"{axis}={count}" for axis, count in zip(("dp", "mp"), hand, strict=False) if count > 1) or "best template"
-            figures = ", ".join("none" if one is None else f"{one:.1%}" for one in own)
-            lines.append(f"{row.model} on {row.devices}, {config}, {mem_coeff:g}, {figures}, {size}")
+            lines.append(
+                f"{row.model} on {row.devices}, {config}, {mem_coeff:g}, {_share(lower)}, {size}, {', '.join(map(_share, kept[-1]))}"
+            )
+    columns = [[one for one in column if one is not None] for column in zip(*kept, strict=True)]
+    for title, fold in (("geometric mean", _mean), ("least", min)):
+        lines.append(f"{title}, , , , , " + ", ".join(_share(fold(column)) if column else "none" for column in columns))
     return "\n".join(lines)
+
+
+ESTIMATES = ("roofline_s", "cycles_s")
+_COLUMNS = ("by roofline", "by cycles", "over the best template by roofline", "by cycles", "recursive's SpeedUp")
+
+
+def _share(figure: float | None) -> str:
+    return "none" if figure is None else f"{figure:.1%}"
+
+
+def _mean(figures: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, figures)) / len(figures))
 
 
 def _hand_name(slices: tuple[int, int]) -> str:
@@ -217,14 +252,14 @@ def _hand_name(slices: tuple[int, int]) -> str:
     return str(Template(*slices))
 
 
-def speedup(ways: Iterable[Contender], base: str, search: str, memory_bytes: int) -> float | None:
+def speedup(ways: Iterable[Contender], base: str, search: str, memory_bytes: int, estimates: Iterable[str] = ESTIMATES) -> float | None:
     """Seconds of `base` ("" for the best template) over those of a search, the lower of the estimates that both have.
 
     None where one of them has no program within the memory.
     """
     ways = list(ways)
     ratios = []
-    for estimate in ("cycles_s", "roofline_s"):
+    for estimate in estimates:
         searched = min((one.seconds(estimate, memory_bytes) for one in ways if one.name == search), default=math.inf)
         bases = [one for one in ways if (one.name == base if base else one.name not in SEARCHES)]
         against = min((one.seconds(estimate, memory_bytes) for one in bases), default=math.inf)

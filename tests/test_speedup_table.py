@@ -1,10 +1,12 @@
 """The table of speedups: the lower of two estimates, programs that exceed the memory left out."""
 
+import json
+
 import pytest
 
 from benchmarks.judge import Judgement
-from benchmarks.judge_compile import Judged
-from benchmarks.speedup_table import ROWS, Contender, Row, speedup, table, template_jobs
+from benchmarks.judge_compile import Judged, key_of
+from benchmarks.speedup_table import MODULE, ROWS, Contender, Row, known_contenders, speedup, table, template_jobs
 
 GIB = 2**30
 
@@ -40,7 +42,22 @@ def test_what_does_not_compile_or_fit_has_no_speedup():
 def test_the_table_has_the_form_of_mindspores():
     lines = table([(Row("llama2-7b", 8, ((8, 1),)), "small", WAYS)], 8 * GIB, 0.1).splitlines()
     assert lines[0].startswith("model, parallel_config in semi, mem_coeff in auto, SpeedUp")
-    assert lines[1:] == ["llama2-7b on 8, dp=8, 0.1, 110.0%, 110.0%, none, small"]
+    assert lines[1:] == [
+        "llama2-7b on 8, dp=8, 0.1, 110.0%, small, 120.0%, 110.0%, 110.0%, 110.0%, none",
+        "geometric mean, , , , , 120.0%, 110.0%, 110.0%, 110.0%, none",
+        "least, , , , , 120.0%, 110.0%, 110.0%, 110.0%, none",
+    ]
+
+
+def test_what_was_judged_before_is_read_with_its_cycles_where_they_are_known(tmp_path):
+    start = {"topology": "v5p:2x2x2", "model": "llama2-7b", "layers": 2, "batch": 8, "seq": 2048}
+    jobs = template_jobs(ROWS[0], 8, start)
+    for name, cycles_s, codegen in (("dp8", 0.0, False), ("tp8", 0.0, False), ("tp8", 0.02, True)):
+        made = contender(name, cycles_s, 0.01).outcome.judgement
+        text = json.dumps({"judgement": made.to_dict(), "planned": {}, "seconds": 1.0, "error": ""})
+        (tmp_path / f"{key_of(jobs[name], MODULE, codegen)}.json").write_text(text)
+    found = known_contenders(ROWS[0], 8, start, GIB, tmp_path)
+    assert sorted((one.name, one.outcome.judgement.cycles_s) for one in found) == [("dp8", 0.0), ("tp8", 0.02)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.model}-{row.devices}")
