@@ -16,7 +16,7 @@ from spmdctx.cli_calibrate import add_calibrate_arguments, calibrate_devices
 from spmdctx.cli_generate import add_generate_arguments, generate
 from spmdctx.cli_launch import add_launch_arguments, launch
 from spmdctx.cli_output import Output, audit_data, diff_data, explain_data, plan_data, verify_data
-from spmdctx.cli_program import add_program_arguments, add_target_argument, choose, start_devices, target_options
+from spmdctx.cli_program import add_program_arguments, add_target_argument, choose, started, target_options
 from spmdctx.cli_strategies import add_strategies_arguments, strategies
 from spmdctx.cli_train import add_train_arguments, train
 from spmdctx.errors import SpmdctxError
@@ -74,8 +74,7 @@ def diff(arguments: argparse.Namespace, output: Output) -> int:
 
 def audit(arguments: argparse.Namespace, output: Output) -> int:
     """Compiles a program and holds it against its plan; 1 where it is not what was planned."""
-    choice = choose(arguments)
-    start_devices(choice.num_devices)
+    choice = started(arguments, output) if arguments.target == "cpu" else choose(arguments)
     with choice.context(), output.waiting(f"compiling for {arguments.target}"):
         options = target_options(arguments.target)
         step, args = choice.program(concrete=False)
@@ -87,8 +86,7 @@ def audit(arguments: argparse.Namespace, output: Output) -> int:
 
 def verify(arguments: argparse.Namespace, output: Output) -> int:
     """Runs a step split and on one device; 1 where the numbers differ."""
-    choice = choose(arguments)
-    start_devices(choice.num_devices)
+    choice = started(arguments, output)
     with choice.context(), output.waiting("running the step split and on one device"):
         step, args = choice.program(concrete=True)
         report = choice.parallel(step).verify(*args)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
+from spmdctx.cli_devices import start_devices
 from spmdctx.cli_output import Output
-from spmdctx.cli_program import start_devices
 from spmdctx.cost.topology import topology_text
 from spmdctx.plan.units import seconds_text
 

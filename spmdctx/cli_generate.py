@@ -13,7 +13,7 @@ import numpy as np
 
 from spmdctx.checkpoint import CheckpointManager, load_distributed_checkpoint
 from spmdctx.cli_output import Output, plan_data
-from spmdctx.cli_program import Choice, add_program_arguments, choose, start_devices
+from spmdctx.cli_program import Choice, add_program_arguments, started
 from spmdctx.errors import CheckpointError, ContextError
 from spmdctx.models import Decoder, DecoderConfig, Generator, Lora, Tokenizer, WordTokenizer, read_tokenizer
 
@@ -43,8 +43,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def generate(arguments: argparse.Namespace, output: Output) -> int:
     """Plans, loads by slices, generates."""
-    choice = choose(arguments)
-    start_devices(choice.num_devices)
+    choice = started(arguments, output)
     config, tokenizer = _model(choice, arguments.checkpoint), _tokenizer(arguments)
     prompts = [_encoded(tokenizer, text, config) for text in arguments.prompt or ["The "]]
     _check_options(arguments)

@@ -28,9 +28,14 @@ class Output:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
+        self.is_quiet = False
         self.console = Console(stderr=as_json, highlight=False)
         if not self.console.is_terminal:
             self.console.width = WIDTH
+
+    def be_quiet(self) -> None:
+        """From now on nothing is written: another process of the job writes it."""
+        self.is_quiet = self.console.quiet = True
 
     def title(self, text: str) -> None:
         """A heading."""
@@ -48,7 +53,7 @@ class Output:
 
     def finish(self, data: dict[str, Any]) -> None:
         """The whole result as JSON, if it was asked for."""
-        if self.as_json:
+        if self.as_json and not self.is_quiet:
             json.dump(data, sys.stdout, indent=2, default=str)
             sys.stdout.write("\n")
 

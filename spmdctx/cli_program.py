@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import os
 import sys
@@ -16,7 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdctx.api import parallel
+from spmdctx.cli_devices import expected_devices, start_devices
 from spmdctx.cli_library import ready_strategy
+from spmdctx.cli_output import Output
 from spmdctx.context import ContextConfig, auto_parallel_context, load_config
 from spmdctx.context_docs import add_context_arguments, options_from_arguments
 from spmdctx.errors import ContextError
@@ -36,7 +37,6 @@ from spmdctx.models import (
 )
 from spmdctx.step import ParallelStep
 
-DEFAULT_DEVICES = 8
 DEFAULT_BATCH_SIZE = 24
 _TARGET_TOPOLOGIES = {"v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e", "h100": "h100"}
 
@@ -133,8 +133,21 @@ class Choice:
         return train_step, (*nnx.jit(lambda: create(self.decoder(), split=self.split))(), batch)
 
 
-def choose(arguments: argparse.Namespace) -> Choice:
+def started(arguments: argparse.Namespace, output: Output) -> Choice:
+    """What `choose` reads, for a command that runs: its devices are started, and of a job process 0 alone writes the output."""
+    choice = choose(arguments)
+    start_devices(choice.num_devices)
+    if jax.process_index():
+        output.be_quiet()
+    return choice if jax.default_backend() == "cpu" else choose(arguments, jax.device_count())
+
+
+def choose(arguments: argparse.Namespace, all_devices: int | None = None) -> Choice:
     """Reads the arguments and the configuration file; the arguments win.
+
+    Args:
+        arguments: of the command.
+        all_devices: how many are there; by default those that are expected of CPUs.
 
     Raises:
         ContextError: a bad option, or a configuration that is none.
@@ -142,12 +155,13 @@ def choose(arguments: argparse.Namespace) -> Choice:
         OSError: the configuration or the strategy cannot be read.
     """
     given = options_from_arguments(arguments)
-    ready = ready_strategy(arguments.strategy, arguments, given.get("device_num", DEFAULT_DEVICES)) if arguments.strategy else None
+    count = all_devices or expected_devices()
+    ready = ready_strategy(arguments.strategy, arguments, given.get("device_num", count)) if arguments.strategy else None
     arguments = _with_defaults(arguments, {} if ready is None else ready.program)
     config = load_config(arguments.config) if arguments.config else ContextConfig({}) if ready is None else ready.config
     options = {**config.options, **given}
     options.setdefault("parallel_mode", "auto_parallel")
-    num_devices = options.setdefault("device_num", DEFAULT_DEVICES)
+    num_devices = options.setdefault("device_num", count)
     split = _split(arguments, config, options, num_devices) if ready is None else ready.split
     if split.kind == "pins" and not {"dataset_strategy", "full_batch"} & set(options):
         options["dataset_strategy"] = ((split.data, 1),) * 2
@@ -180,13 +194,6 @@ def _default_split(options: Mapping[str, Any]) -> SplitKind:
     modes = (options.get("search_mode"), options.get("auto_parallel_search_mode"), options.get("sharding_propagation"))
     propagates = "sharding_propagation" in modes or True in modes
     return "pins" if options["parallel_mode"] == "auto_parallel" and propagates else "none"
-
-
-def start_devices(num_devices: int) -> None:
-    """Gives this process virtual CPU devices; where accelerators are, they are used instead. Comes before JAX's first use."""
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):  # JAX has started; a call that needs more devices will say so
-            jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def target_options(target: str) -> dict[str, Any]:

@@ -11,12 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from spmdctx.checkpoint import CheckpointManager
 from spmdctx.cli_generate import STATE, save_model
 from spmdctx.cli_output import Output, audit_data, plan_data, verify_data
-from spmdctx.cli_program import Choice, add_program_arguments, choose, start_devices
+from spmdctx.cli_program import Choice, add_program_arguments, started
 from spmdctx.models import Batch, DecoderConfig, WordTokenizer, batches, create, read_text, train_step
 from spmdctx.plan.plan import Plan
+from spmdctx.processes import wait_for_all
 from spmdctx.step import ParallelStep
 
 
@@ -36,8 +39,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def train(arguments: argparse.Namespace, output: Output) -> int:
     """Plans, trains, audits, verifies and saves; 1 where the audit or the numbers fail."""
-    choice = choose(arguments)
-    start_devices(choice.num_devices)
+    choice = started(arguments, output)
     config, tokenizer, data = _data(choice)
     with choice.context():
         step = choice.parallel(train_step)
@@ -48,7 +50,8 @@ def train(arguments: argparse.Namespace, output: Output) -> int:
             batch = next(data)
             plan = step.plan(model, optimizer, batch)
         output.show(plan)
-        save_model(arguments.out, config, tokenizer)
+        if jax.process_index() == 0:
+            save_model(arguments.out, config, tokenizer)
         with _checkpoints(arguments) as checkpoints:
             state = {"model": model, "optimizer": optimizer}
             done = checkpoints.restore(state).step
@@ -65,8 +68,9 @@ def train(arguments: argparse.Namespace, output: Output) -> int:
 
 def _checkpoints(arguments: argparse.Namespace) -> CheckpointManager:
     """Where the state goes: without `--save-every` once, in the place of what was there."""
-    if arguments.save_every is None and (arguments.out / STATE).exists():
+    if arguments.save_every is None and jax.process_index() == 0 and (arguments.out / STATE).exists():
         shutil.rmtree(arguments.out / STATE)
+    wait_for_all("spmdctx train")
     return CheckpointManager(arguments.out / STATE, every=max(1, arguments.steps) if arguments.save_every is None else arguments.save_every)
 
 
@@ -130,6 +134,7 @@ def _check_and_save(
 
 def _save(plan: Plan, out: Path) -> dict[str, str]:
     files = {"plan": out / "plan.json", "page": out / "plan.html", "state": out / STATE}
-    plan.save(files["plan"])
-    plan.save_html(files["page"])
+    if jax.process_index() == 0:
+        plan.save(files["plan"])
+        plan.save_html(files["page"])
     return {name: str(path) for name, path in files.items()}

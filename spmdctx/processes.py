@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 
@@ -40,6 +41,12 @@ def to_host(leaf: Any) -> Any:
         return np.asarray(leaf)
     everywhere = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
     return np.asarray(_moved(leaf, everywhere))
+
+
+def wait_for_all(what: str) -> None:
+    """Waits until every process has come here; `what` names the place."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
 
 
 def _moved(leaf: Any, target: Sharding) -> Any:

@@ -109,8 +109,9 @@ def _as_called(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
 def _on_one_device(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:
     """The step on one device of this process."""
     device = next(device for device in entry.program.mesh.devices.flat if device.process_index == jax.process_index())
+    copied = [_copied(leaf, device) for leaf in leaves]
     with jax.set_mesh(make_mesh(LogicalMesh.of({"device": 1}), [device])):  # whatever mesh the user set
-        whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(_unconstrained(entry.captured.jaxpr)))(*[_copied(leaf, device) for leaf in leaves])
+        whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(_unconstrained(entry.captured.jaxpr)))(*copied)
     return whole
 
 

@@ -41,6 +41,7 @@ FAMILIES = {
         ),
         "step",
     ),
+    "__main__": "cli",
     "wording": "errors",
     "domains": "mesh",
     **dict.fromkeys(("strategy_files", "insight"), "planner"),

@@ -23,6 +23,7 @@ import jax
 
 from spmdctx._compat import key_value_store
 from spmdctx.communication.clusters import Cluster
+from spmdctx.communication.exits import ExitHook
 from spmdctx.errors import message
 
 PEER_LOST = 76
@@ -49,6 +50,7 @@ class Watch:
         self._ending = threading.Lock()
         self._previous = sys.excepthook
         sys.excepthook = self._failed
+        self._exits = ExitHook(self._exited)
         os.register_at_fork(after_in_child=link.close)
         threading.Thread(target=self._listen, name="spmdctx-watch", daemon=True).start()
 
@@ -58,6 +60,7 @@ class Watch:
             self._left = True
             if sys.excepthook == self._failed:
                 sys.excepthook = self._previous
+            self._exits.remove()
             _send(self._link, {"bye": self._process})
 
     def _listen(self) -> None:
@@ -87,10 +90,17 @@ class Watch:
         with contextlib.suppress(Exception):
             self._previous(kind, error, trace)
         said = str(error).strip().splitlines()
-        _send(self._link, {"failed": self._process, "why": f"{kind.__name__}: {said[0] if said else ''}"[:_KEPT]})
+        self._tell_and_end(f"{kind.__name__}: {said[0] if said else ''}", 130 if isinstance(error, KeyboardInterrupt) else 1)
+
+    def _exited(self, code: int) -> None:
+        if self._ending.acquire(blocking=False):
+            self._tell_and_end(f"it ended with exit code {code}", code)
+
+    def _tell_and_end(self, why: str, code: int) -> None:
+        _send(self._link, {"failed": self._process, "why": why[:_KEPT]})
         if self._process == 0:  # the hub needs the time to tell it
             time.sleep(_TELLING_S)
-        _end_with("", 130 if isinstance(error, KeyboardInterrupt) else 1)
+        _end_with("", code)
 
 
 def start_watch(cluster: Cluster, timeout_s: float) -> Watch | None:

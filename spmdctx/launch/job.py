@@ -15,6 +15,7 @@ from types import FrameType
 from typing import IO, Any, NamedTuple
 
 from spmdctx.launch.environment import free_port, process_environment
+from spmdctx.launch.noise import is_noise
 
 TIMED_OUT = 124
 """Exit code of a job that took too long, as that of coreutils' timeout."""
@@ -104,6 +105,8 @@ class _Processes:
         width = len(str(self._job.num_processes - 1))
         with pipe:
             for line in pipe:
+                if is_noise(line):
+                    continue
                 with self._lock:
                     sink.write(f"[{number:{width}}] {line if line.endswith(chr(10)) else line + chr(10)}")
                     sink.flush()

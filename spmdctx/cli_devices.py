@@ -1,0 +1,52 @@
+"""The devices that a command runs on: those of the job where a launcher started it, else of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+
+import jax
+
+from spmdctx import communication
+from spmdctx.communication.clusters import detect
+
+DEFAULT_DEVICES = 8
+_XLA_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
+
+def expected_devices() -> int:
+    """How many CPU devices there will be, where nothing else says how many: those that JAX_NUM_CPU_DEVICES or XLA_FLAGS ask for, on
+    each process of the job; without them one per process of a job, and eight on a process alone.
+
+    Raises:
+        ContextError: the environment describes half a job.
+    """
+    cluster, own = detect(os.environ), _asked_devices()
+    if cluster is None:
+        return own or DEFAULT_DEVICES
+    return (own or 1) * cluster.num_processes
+
+
+def start_devices(num_devices: int) -> None:
+    """Gives this process its CPU devices, and enters its job; where accelerators are, they are used instead.
+
+    The number that the environment asks for stands; else it is `num_devices`, dealt out to the processes. Comes before JAX's first use.
+
+    Raises:
+        ContextError: the environment describes half a job.
+        CommunicationError: the processes of the job do not come together.
+    """
+    cluster = detect(os.environ)
+    if not _asked_devices():
+        with contextlib.suppress(RuntimeError):  # JAX has started; a call that needs more devices will say so
+            jax.config.update("jax_num_cpu_devices", max(1, num_devices // (1 if cluster is None else cluster.num_processes)))
+    if cluster is not None:
+        communication.init()
+
+
+def _asked_devices() -> int | None:
+    """CPU devices of this process as the environment says."""
+    found = _XLA_COUNT.search(os.environ.get("XLA_FLAGS", ""))
+    count = int(found[1]) if found else int(jax.config.values["jax_num_cpu_devices"])
+    return count if count > 0 else None
