@@ -16,7 +16,7 @@ from spmdctx.errors import CheckpointError, ContextError, UnsupportedError, mess
 from spmdctx.ir import Role
 from spmdctx.mesh import LogicalMesh
 from spmdctx.plan.file import read_strategy
-from spmdctx.plan.mindspore import ParameterLayout, mindspore_name, tensor_layout
+from spmdctx.plan.mindspore import MindSporeStrategy, ParameterLayout, mindspore_name, tensor_layout
 from spmdctx.plan.plan import Plan, PlannedTensor
 
 Layouts = Mapping[str, ParameterLayout]
@@ -50,7 +50,7 @@ def slicing(strategy: Strategy | None, where: str = "") -> Slicing:
 
     Raises:
         PlanFormatError: a file that is no strategy.
-        CheckpointError: layouts for different numbers of devices, or none at all.
+        CheckpointError: a file that is not there, layouts for different numbers of devices, or none at all.
         TypeError: something else.
     """
     if strategy is None:
@@ -74,10 +74,19 @@ def layouts_of(strategy: Strategy) -> dict[str, ParameterLayout]:
         return {mindspore_name(name): layout for name, layout in strategy.items()}
     if not isinstance(strategy, str | os.PathLike | Plan):
         raise TypeError(message("A strategy is a file, a plan, or layouts by name.", got=f"{strategy!r} of type {type(strategy).__name__}"))
-    found = strategy if isinstance(strategy, Plan) else read_strategy(strategy)
+    found = strategy if isinstance(strategy, Plan) else _read(strategy)
     if not isinstance(found, Plan):
         return {mindspore_name(name): layout for name, layout in found.layouts.items()}
     return plan_layouts(found)
+
+
+def _read(path: str | os.PathLike[str]) -> Plan | MindSporeStrategy:
+    try:
+        return read_strategy(path)
+    except FileNotFoundError as error:
+        raise CheckpointError("There is no such strategy file.", where=os.fspath(path)) from error
+    except OSError as error:
+        raise CheckpointError("A strategy file cannot be read.", where=os.fspath(path), got=error.strerror or str(error)) from error
 
 
 def plan_layouts(plan: Plan, roles: Iterable[Role] = _STATE) -> dict[str, ParameterLayout]:

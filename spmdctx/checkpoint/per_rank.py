@@ -15,15 +15,12 @@ from jax.experimental import multihost_utils
 
 from spmdctx.checkpoint.blocks import Block, layout_sharding, shape_of_block
 from spmdctx.checkpoint.layouts import Layouts, Slicing, Strategy, rank_devices, slicing, state_layouts
-from spmdctx.checkpoint.sources import Sources, check_complete, rank_files
+from spmdctx.checkpoint.sources import STRATEGY, Sources, check_complete, rank_files
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, Tensor, write_tensors
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, stored_form, to_stored
 from spmdctx.context import current_context
 from spmdctx.errors import CheckpointError, UnsupportedError, message
 from spmdctx.plan.mindspore import ParameterLayout, mindspore_name, write_layouts
-
-STRATEGY = "strategy.json"
-"""The strategy file beside the folders of the ranks."""
 
 
 class Loaded(NamedTuple):
@@ -87,6 +84,8 @@ def load_distributed_checkpoint(
     dec_key: bytes | None = None,
     dec_mode: str = "AES-GCM",
     format: str = "safetensors",
+    *,
+    verify: bool = False,
 ) -> Loaded:
     """Loads files per rank into a network that is split another way; each device's block is read alone, and only its bytes.
 
@@ -102,6 +101,8 @@ def load_distributed_checkpoint(
         dec_key: must be None.
         dec_mode: without effect.
         format: only "safetensors".
+        verify: read every file that is needed whole first, and compare its checksums; without it a tensor of a file is compared
+            where it is read whole, and one of which only a part is needed is not.
 
     Raises:
         UnsupportedError: `dec_key` is set, or another format.
@@ -117,7 +118,7 @@ def load_distributed_checkpoint(
     check_complete(files, source.num_ranks, str(next(iter(files.values()))))
     tree = StateTree(network)
     target = None if predict_strategy is None else slicing(predict_strategy)
-    with Sources(files, source) as sources:
+    with Sources(files, source, verify) as sources:
         leaves = []
         for path, leaf in zip(tree.paths, tree.leaves, strict=True):
             form = stored_form(path, leaf)

@@ -19,6 +19,8 @@ from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, TensorFile
 from spmdctx.errors import CheckpointError, message
 from spmdctx.plan.mindspore import ParameterLayout
 
+STRATEGY = "strategy.json"
+"""The strategy file beside the folders of the ranks."""
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 
 
@@ -53,13 +55,15 @@ class Sources:
     Args:
         files: rank to file.
         source: how the checkpoint is split.
+        verify: whether a file is read whole and compared with its sums before anything is taken from it.
 
     Raises:
         CheckpointError: a file that is missing, damaged, or does not fit the strategy; the message names it.
     """
 
-    def __init__(self, files: Mapping[int, str | os.PathLike[str]], source: Slicing) -> None:
+    def __init__(self, files: Mapping[int, str | os.PathLike[str]], source: Slicing, verify: bool = False) -> None:
         self.source = source
+        self._verify = verify
         self.reads = Reads()
         self._files = files
         self._open: dict[int, TensorFile] = {}
@@ -103,6 +107,11 @@ class Sources:
             file.read(name, within(piece.wanted, piece.held), out[slices_of(within(piece.wanted, block))] if block else out)
         return out
 
+    def open_all(self) -> None:
+        """Opens every file, and reads it where that was asked for."""
+        for rank in self._files:
+            self._file(rank)
+
     def _holder(self, piece: Piece, name: str, rank: int, dtype: np.dtype[Any]) -> TensorFile:
         """The file that a part is read from: the rank's own where it holds it, else the lowest rank's."""
         usable = [one for one in piece.ranks if one in self._files]
@@ -126,7 +135,10 @@ class Sources:
 
     def _file(self, rank: int) -> TensorFile:
         if rank not in self._open:
-            self._open[rank] = self._stack.enter_context(TensorFile(self._files[rank], self.reads))
+            file = self._stack.enter_context(TensorFile(self._files[rank], self.reads))
+            if self._verify:
+                file.verify()
+            self._open[rank] = file
         return self._open[rank]
 
 

@@ -5,7 +5,9 @@
     data             the tensors, row-major, little-endian, one after the other
 
 The format is that of https://github.com/huggingface/safetensors. Tensors are written one at a time, so that no second copy
-of a file's content is in memory, and in any dtype of JAX that the format has.
+of a file's content is in memory, and in any dtype of JAX that the format has. The metadata holds a CRC-32 of each tensor, and one of
+the header with zeros in its own place; files of others that have none are read too. A tensor that is read whole is compared with its
+sum, a part of one cannot be: `TensorFile.verify` reads all.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +30,7 @@ from spmdctx.errors import CheckpointError, UnsupportedError
 
 SUFFIX = ".safetensors"
 _METADATA = "__metadata__"
+_SUM, _HEADER_SUM, _NO_SUM = "crc32 of ", "crc32 of the header", "0" * 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SHORT_RUN_BYTES = 256
 """Shorter runs are read with what lies between them: a call costs more than the bytes that it would spare."""
@@ -69,11 +73,17 @@ class Reads:
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a file; `start` is where its bytes begin in the file."""
+    """One tensor of a file; `start` is where its bytes begin in the file, `crc` the sum of them, empty where the file has none."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     start: int
+    crc: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorFile:
@@ -112,11 +122,19 @@ class TensorFile:
         os.close(self._file)
 
     def read(self, name: str, block: Block, out: np.ndarray) -> None:
-        """Reads a block of a tensor into `out`, an array of the block's shape and the tensor's dtype, contiguous or not."""
+        """Reads a block of a tensor into `out`, an array of the block's shape and the tensor's dtype, contiguous or not.
+
+        Raises:
+            CheckpointError: the file ends too early, or the block is the whole tensor and not what was written.
+        """
         info = self.tensors[name]
         shape = shape_of_block(block)
         self._reads.needed_bytes += math.prod(shape) * info.dtype.itemsize
         if not math.prod(shape):
+            return
+        if shape == info.shape:
+            if zlib.crc32(self._read_into(out, info.start)) != int(info.crc or "0", 16) and info.crc:
+                raise self._changed(name)
             return
         split = len(shape)
         while split and shape[split - 1] == info.shape[split - 1]:
@@ -130,6 +148,20 @@ class TensorFile:
         base = info.start + sum(start * stride for (start, _), stride in zip(block, strides, strict=True))
         for index in np.ndindex(*shape[:outer]):
             self._read_into(out[index] if index else out, base + sum(i * stride for i, stride in zip(index, strides, strict=False)))
+
+    def verify(self) -> None:
+        """Reads the whole file, and compares each tensor with its sum.
+
+        Raises:
+            CheckpointError: a tensor is not what was written.
+        """
+        for name, info in self.tensors.items():
+            crc = 0
+            for start in range(0, info.num_bytes, _SPAN_BYTES):
+                span = np.empty(min(_SPAN_BYTES, info.num_bytes - start), np.uint8)
+                crc = zlib.crc32(self._read_into(span, info.start + start), crc)
+            if info.crc and crc != int(info.crc, 16):
+                raise self._changed(name)
 
     def _read_rows(self, info: TensorInfo, block: Block, out: np.ndarray, dim: int, strides: list[int]) -> None:
         """Reads whole rows of dimension `dim`, many at a time, and takes the block out of them."""
@@ -145,7 +177,8 @@ class TensorFile:
                 self._read_into(span, first + row * strides[dim])
                 out[(*index, slice(row, row + count))] = span[(slice(None), *inner)]
 
-    def _read_into(self, out: np.ndarray, offset: int) -> None:
+    def _read_into(self, out: np.ndarray, offset: int) -> memoryview:
+        """Fills `out`; the bytes as they lie in the file."""
         direct = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         view = direct.reshape(-1).view(np.uint8).data
         done = 0
@@ -157,26 +190,35 @@ class TensorFile:
         self._reads.read_bytes += len(view)
         if direct is not out:
             out[...] = direct
+        return view
 
     def _header(self) -> dict[str, TensorInfo]:
         size = os.fstat(self._file).st_size
         length = int.from_bytes(self._bytes(0, 8), "little") if size >= 8 else -1
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise self._damaged(f"a header of {length} bytes in a file of {size}")
+        text = self._bytes(8, length)
         try:
-            header = json.loads(self._bytes(8, length))
-            found = {name: _info(entry, 8 + length) for name, entry in header.items() if name != _METADATA}
+            header = json.loads(text)
+            sums = header.get(_METADATA) or {}
+            found = {name: _info(entry, 8 + length, sums.get(_SUM + name, "")) for name, entry in header.items() if name != _METADATA}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(f"{type(error).__name__}: {error}") from error
-        for name, info in found.items():
-            end = info.start + math.prod(info.shape) * info.dtype.itemsize
-            if end > size:
-                raise self._damaged(f"'{name}' ends at byte {end} of a file of {size}")
+        if any(name.startswith(_SUM) for name in sums) and not _is_intact(text, sums.get(_HEADER_SUM, "")):
+            raise self._damaged("a header with another checksum than was written")
+        end = max((info.start + info.num_bytes for info in found.values()), default=8 + length)
+        if end != size:
+            raise self._damaged(f"{size} bytes, where the header tells of {end}")
         return found
 
     def _bytes(self, start: int, count: int) -> bytes:
         self._reads.read_bytes += count
         return os.pread(self._file, count, start)
+
+    def _changed(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            "A file of the checkpoint is damaged.", where=str(self.path), got=f"'{name}' is not what was written: its checksum differs"
+        )
 
     def _damaged(self, got: str) -> CheckpointError:
         return CheckpointError(
@@ -184,14 +226,23 @@ class TensorFile:
         )
 
 
-def _info(entry: Mapping[str, Any], data_start: int) -> TensorInfo:
+def _info(entry: Mapping[str, Any], data_start: int, crc: str) -> TensorInfo:
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"dtype {entry['dtype']!r}")
     dtype, shape = jnp.dtype(_DTYPES[entry["dtype"]]), tuple(map(int, entry["shape"]))
     start, stop = map(int, entry["data_offsets"])
     if start < 0 or stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{stop - start} bytes for {entry['dtype']}{list(shape)}")
-    return TensorInfo(dtype, shape, data_start + start)
+    int(crc or "0", 16)
+    return TensorInfo(dtype, shape, data_start + start, crc)
+
+
+def _is_intact(header: bytes, stored: str) -> bool:
+    return f"{zlib.crc32(header.replace(_sum_entry(stored), _sum_entry(_NO_SUM), 1)):08x}" == stored
+
+
+def _sum_entry(crc: str) -> bytes:
+    return f'"{_HEADER_SUM}":"{crc}"'.encode()
 
 
 class Tensor(NamedTuple):
@@ -215,10 +266,16 @@ def write_tensors(path: str | os.PathLike[str], tensors: Iterable[Tensor]) -> No
     scratch = target.with_name(f".{target.name}.writing")
     try:
         with scratch.open("wb") as file:
-            file.write(_header_bytes(rows))
+            file.write(_header_bytes(rows, [0] * len(rows)))
+            sums = []
             for row in rows:
                 # A view of bytes: numpy cannot hand bfloat16 to a file.
-                file.write(np.ascontiguousarray(row.make()).reshape(-1).view(np.uint8).data)
+                view = np.ascontiguousarray(row.make()).reshape(-1).view(np.uint8).data
+                sums.append(zlib.crc32(view))
+                file.write(view)
+                del view  # before the next one is made
+            file.seek(0)
+            file.write(_header_bytes(rows, sums))  # as long as the one before
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(target)
@@ -226,8 +283,9 @@ def write_tensors(path: str | os.PathLike[str], tensors: Iterable[Tensor]) -> No
         scratch.unlink(missing_ok=True)
 
 
-def _header_bytes(rows: Iterable[Tensor]) -> bytes:
-    header: dict[str, Any] = {}
+def _header_bytes(rows: Sequence[Tensor], sums: Sequence[int]) -> bytes:
+    own = {_SUM + row.name: f"{crc:08x}" for row, crc in zip(rows, sums, strict=True)}
+    header: dict[str, Any] = {_METADATA: {_HEADER_SUM: _NO_SUM, **own}}
     end = 0
     for row in rows:
         if row.dtype not in _CODES:
@@ -236,4 +294,5 @@ def _header_bytes(rows: Iterable[Tensor]) -> bytes:
         header[row.name] = {"dtype": _CODES[row.dtype], "shape": list(row.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data begins at a multiple of 8 bytes
+    text = text.replace(_sum_entry(_NO_SUM), _sum_entry(f"{zlib.crc32(text):08x}"), 1)
     return len(text).to_bytes(8, "little") + text

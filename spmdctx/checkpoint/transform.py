@@ -14,10 +14,10 @@ import numpy as np
 
 from spmdctx.checkpoint.blocks import Block, shape_of_block, slices_of
 from spmdctx.checkpoint.layouts import Slicing, Strategy, slicing
-from spmdctx.checkpoint.sources import Sources, check_complete, pieces, rank_files
+from spmdctx.checkpoint.sources import STRATEGY, Sources, check_complete, pieces, rank_files
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, Tensor, write_tensors
 from spmdctx.errors import CheckpointError, UnsupportedError, message
-from spmdctx.plan.mindspore import ParameterLayout, mindspore_name
+from spmdctx.plan.mindspore import ParameterLayout, mindspore_name, write_layouts
 
 
 class Parameter(NamedTuple):
@@ -118,7 +118,9 @@ def transform_checkpoint_by_rank(
 ) -> Reads:
     """Writes the file of one rank of another split; at any moment one of its tensors is in memory.
 
-    Tensors that only the source's strategy has are left out; those that no strategy has are copied as they are.
+    A file in a folder `rank_<rank_id>` gets the strategy too: `strategy.json` in the folder above, where
+    `load_distributed_checkpoint` finds it when all ranks are written. Tensors that only the source's strategy has are left out;
+    those that no strategy has are copied as they are.
 
     Args:
         rank_id: rank of the target.
@@ -141,6 +143,9 @@ def transform_checkpoint_by_rank(
     source, target = _pair(rank_id, src_strategy_file, dst_strategy_file)
     with Sources(checkpoint_files_map, source) as sources:
         write_tensors(save_checkpoint_file_name, _tensors(sources, target, rank_id))
+        folder = Path(save_checkpoint_file_name).parent
+        if folder.name == f"rank_{rank_id}":
+            _write_strategy(folder.parent, sources, target)
         return sources.reads
 
 
@@ -152,17 +157,23 @@ def transform_checkpoints(
     dst_strategy_file: Strategy | None = None,
     process_num: int = 1,
     output_format: str = "safetensors",
+    *,
+    verify: bool = False,
 ) -> Reads:
     """Writes a checkpoint in another split: `src/rank_0/*.safetensors` to `dst/rank_0/<prefix>0.safetensors`, for all ranks.
+
+    Beside the folders comes `dst/strategy.json`, so that `load_distributed_checkpoint` can be given the folder alone.
 
     Args:
         src_checkpoints_dir: folder of the checkpoint; of several files of a rank, the last by name is taken.
         dst_checkpoints_dir: folder to write, made where it is not there.
         ckpt_prefix: of the names of the new files.
-        src_strategy_file: how the checkpoint is split; None is not at all.
+        src_strategy_file: how the checkpoint is split; None is as `strategy.json` in its folder says where it has several ranks,
+            else not at all.
         dst_strategy_file: how it is to be split; None is not at all.
         process_num: ranks that are written at the same time.
         output_format: only "safetensors".
+        verify: read every file whole first, and compare its checksums.
 
     Returns:
         How much was read.
@@ -177,6 +188,9 @@ def transform_checkpoints(
     if isinstance(process_num, bool) or not isinstance(process_num, int) or not isinstance(ckpt_prefix, str):
         raise TypeError(message("process_num is an int and ckpt_prefix a string.", got=f"{process_num!r} and {ckpt_prefix!r}"))
     files = rank_files(src_checkpoints_dir)
+    beside = Path(src_checkpoints_dir) / STRATEGY
+    if src_strategy_file is None and len(files) > 1 and beside.is_file():
+        src_strategy_file = beside
     source, target = slicing(src_strategy_file), slicing(dst_strategy_file)
     check_complete(files, source.num_ranks, str(src_checkpoints_dir))
 
@@ -187,6 +201,11 @@ def transform_checkpoints(
             return sources.reads
 
     total = Reads()
+    with Sources(files, source, verify) as sources:
+        if verify:
+            sources.open_all()
+        _write_strategy(Path(dst_checkpoints_dir), sources, target)
+        total.add(sources.reads)
     with ThreadPoolExecutor(max(1, process_num)) as pool:
         for reads in pool.map(one, range(target.num_ranks)):
             total.add(reads)
@@ -217,10 +236,22 @@ def _tensors(sources: Sources, target: Slicing, rank: int) -> Iterator[Tensor]:
         raise CheckpointError(
             f"The checkpoint has no '{missing[0]}'.", got=", ".join(names[:4]), need="the tensors of the target's strategy"
         )
-    for name in names:
-        if name in target.layouts or name not in sources.source.layouts or not target.layouts:
-            block = _target_block(target, name, sources.shape(name), rank)
-            yield Tensor(name, shape_of_block(block), sources.dtype(name), partial(sources.read, name, block, rank))
+    for name in _kept(sources, target):
+        block = _target_block(target, name, sources.shape(name), rank)
+        yield Tensor(name, shape_of_block(block), sources.dtype(name), partial(sources.read, name, block, rank))
+
+
+def _kept(sources: Sources, target: Slicing) -> list[str]:
+    """The tensors of the checkpoint that the target takes: what its strategy names, and what neither strategy does."""
+    return [name for name in sources.names() if name in target.layouts or name not in sources.source.layouts or not target.layouts]
+
+
+def _write_strategy(folder: Path, sources: Sources, target: Slicing) -> None:
+    """Says beside the folders of the ranks how they are split, as `save_distributed_checkpoint` does."""
+    shapes = {name: sources.shape(name) for name in _kept(sources, target)}
+    whole = {name: ParameterLayout((target.num_ranks,), ((),) * len(shape), shape) for name, shape in shapes.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_layouts({**whole, **target.layouts}, folder / STRATEGY)
 
 
 def _target_block(target: Slicing, name: str, shape: tuple[int, ...], rank: int) -> Block:

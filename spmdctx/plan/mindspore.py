@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -229,7 +230,7 @@ def write_layouts(layouts: Mapping[str, ParameterLayout], path: str | os.PathLik
     """Writes layouts by name as a strategy file; a reader never sees half of it."""
     target = Path(path)
     body = {"current_stage": 0, STRATEGIES: {}, LAYOUTS: {name: layout_entry(layout) for name, layout in layouts.items()}}
-    scratch = target.with_name(f".{target.name}.writing")
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.writing")  # ranks may write it at the same time
     scratch.write_text(_text(body), encoding="utf-8")
     scratch.replace(target)
 

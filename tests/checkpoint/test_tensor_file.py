@@ -135,6 +135,46 @@ def test_a_damaged_file_is_named(tmp_path, content):
         TensorFile(tmp_path / "bad.safetensors", Reads())
 
 
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    path = tmp_path_factory.mktemp("intact") / "a.safetensors"
+    write_tensors(path, [row("w", numbers((6, 8), "float32")), row("half", numbers((5,), "bfloat16")), row("s", np.array(3, np.int32))])
+    return path.read_bytes()
+
+
+def read_all(path):
+    with TensorFile(path, Reads()) as file:
+        for name, info in file.tensors.items():
+            file.read(name, tuple((0, size) for size in info.shape), np.empty(info.shape, info.dtype))
+
+
+def test_every_flipped_bit_of_a_file_is_found_and_named(tmp_path, intact):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(intact)
+    read_all(path)
+    for place in range(len(intact)):
+        path.write_bytes(intact[:place] + bytes([intact[place] ^ (1 << place % 8)]) + intact[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"bad\.safetensors"):
+            read_all(path)
+
+
+@pytest.mark.parametrize("missing", [1, 7, 30, 210, 600])
+def test_every_cut_is_found_and_named(tmp_path, intact, missing):
+    for content in (intact[:-missing], intact + b"\0" * missing):
+        (tmp_path / "bad.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"bad\.safetensors"):
+            TensorFile(tmp_path / "bad.safetensors", Reads())
+
+
+def test_a_part_of_a_tensor_is_compared_only_where_that_is_asked_for(tmp_path, intact):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+    with TensorFile(path, Reads()) as file:
+        file.read("w", ((0, 3), (0, 8)), np.empty((3, 8), np.float32))
+        with pytest.raises(CheckpointError, match=r"bad\.safetensors(.|\n)*'s' is not what was written: its checksum differs"):
+            file.verify()
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"gone\.safetensors"):
         TensorFile(tmp_path / "gone.safetensors", Reads())

@@ -233,6 +233,53 @@ def test_missing_and_wrong_files_are_named(tmp_path):
         spmdctx.transform_checkpoints(tmp_path / "src", tmp_path / "dst", "new", strategy)
 
 
+def test_a_missing_strategy_file_is_named(tmp_path):
+    save(tmp_path / "src", "rows by 8")
+    for source, target in ((tmp_path / "gone.json", None), (None, tmp_path / "gone.json")):
+        with pytest.raises(CheckpointError, match=r"no such strategy file(.|\n)*gone\.json"):
+            spmdctx.transform_checkpoints(tmp_path / "src", tmp_path / "dst", "new", source, target)
+        with pytest.raises(CheckpointError, match=r"gone\.json"):
+            spmdctx.rank_list_for_transform(0, source, target)
+    with pytest.raises(CheckpointError, match=r"cannot be read(.|\n)*src"):
+        spmdctx.transform_checkpoints(tmp_path / "src", tmp_path / "dst", "new", tmp_path / "src")
+
+
+@pytest.mark.parametrize("target", ["rows by 4", "one", None])
+@pytest.mark.parametrize("by_rank", [False, True], ids=["all at once", "rank by rank"])
+def test_what_was_transformed_is_loaded_by_its_folder_alone(tmp_path, target, by_rank):
+    strategy, goal = save(tmp_path / "src", "rows by 8"), None if target is None else layouts(target)
+    if by_rank:
+        files = {rank: tmp_path / "src" / f"rank_{rank}" / f"net{rank}.safetensors" for rank in range(8)}
+        for rank in range(1 if target is None else num_ranks(target)):
+            path = tmp_path / "dst" / f"rank_{rank}" / f"new{rank}.safetensors"
+            spmdctx.transform_checkpoint_by_rank(rank, files, path, strategy, goal)
+    else:
+        spmdctx.transform_checkpoints(tmp_path / "src", tmp_path / "dst", "new", strategy, goal)
+    found = spmdctx.load_distributed_checkpoint({"net": {"w": jnp.zeros_like(W), "b": jnp.zeros_like(B)}}, tmp_path / "dst").network["net"]
+    np.testing.assert_array_equal(found["w"], W)
+    np.testing.assert_array_equal(found["b"], B)
+
+
+def test_the_strategy_beside_a_checkpoint_is_taken_where_none_is_named(tmp_path):
+    save(tmp_path / "src", "rows by 8")
+    spmdctx.transform_checkpoints(tmp_path / "src", tmp_path / "middle", "new", layouts("rows by 8"), layouts("rows by 4"))
+    spmdctx.transform_checkpoints(tmp_path / "middle", tmp_path / "dst", "new")
+    network = {"net": {"w": jnp.zeros_like(W), "b": jnp.zeros_like(B)}}
+    np.testing.assert_array_equal(spmdctx.load_distributed_checkpoint(network, tmp_path / "dst").network["net"]["w"], W)
+
+
+def test_a_flipped_bit_is_named_where_files_are_verified(tmp_path):
+    strategy = save(tmp_path / "src", "rows by 4")
+    path = tmp_path / "src" / "rank_2" / "net2.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-40] + bytes([content[-40] ^ 4]) + content[-39:])
+    with pytest.raises(CheckpointError, match=r"net2\.safetensors(.|\n)*its checksum differs"):
+        spmdctx.transform_checkpoints(tmp_path / "src", tmp_path / "dst", "new", strategy, layouts("rows by 8"), verify=True)
+    network = {"net": {"w": jnp.zeros_like(W), "b": jnp.zeros_like(B)}}
+    with pytest.raises(CheckpointError, match=r"net2\.safetensors(.|\n)*its checksum differs"):
+        spmdctx.load_distributed_checkpoint(network, tmp_path / "src", train_strategy_filename=strategy, verify=True)
+
+
 def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(TypeError, match="rank_id"):
         spmdctx.rank_list_for_transform("0")
