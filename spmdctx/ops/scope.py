@@ -135,7 +135,8 @@ def _of_one_device(what: str) -> Scope:
         f"{what} is called where every device has the whole value.",
         where=where,
         need="the loss given to spmdctx.value_and_grad in data_parallel or hybrid_parallel, which is each device's own",
-        fix="call it there, or in jax.shard_map(fn, mesh=spmdctx.get_mesh(), ...) inside the step",
+        fix="a metric of the whole batch needs none, jnp.sum over it is that of all devices; what each device has of its own comes from "
+        "that loss (has_aux=True), or from jax.shard_map(fn, mesh=spmdctx.get_mesh(), ...) inside the step",
     )
 
 

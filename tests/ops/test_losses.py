@@ -170,12 +170,33 @@ def test_a_shard_map_in_the_step():
     np.testing.assert_allclose(step(w, x), (x @ w).reshape(8, 8, 8).sum(axis=0), rtol=1e-5)
 
 
+def test_a_metric_is_the_same_from_the_loss_from_a_shard_map_after_it_and_from_the_whole_batch():
+    def loss(w, x):
+        scores = (x @ w)[:, 0]
+        return jnp.mean(scores**2), (ops.AllReduce()(jnp.sum(scores > 0)), scores)
+
+    def step(w, x):
+        (_, (of_loss, scores)), gradient = spmdctx.value_and_grad(loss, has_aux=True)(w, x)
+        count = jax.shard_map(
+            lambda own: ops.AllReduce()(jnp.sum(own > 0)),
+            mesh=spmdctx.get_mesh(),
+            in_specs=PartitionSpec("data"),
+            out_specs=PartitionSpec(),
+        )
+        return w - gradient, of_loss, count(scores), jnp.sum(scores > 0)
+
+    x, w = numbers(64, 16), numbers(16, 8, seed=1)
+    run = spmdctx.parallel(step, parallel_mode="hybrid_parallel", batch_argnums=1)
+    assert [int(one) for one in run(w, x)[1:]] == [int(jnp.sum((x @ w)[:, 0] > 0))] * 3
+    assert run.audit(w, x).ok
+
+
 @pytest.mark.parametrize("mode", ["hybrid_parallel", "data_parallel", "semi_auto_parallel", "auto_parallel"])
 def test_outside_of_a_device_s_part_of_the_step_a_collective_says_where_it_belongs(mode):
     def step(x):
         return ops.AllReduce()(x)
 
-    with pytest.raises(CommunicationError, match=f"a step in {mode}"):
+    with pytest.raises(CommunicationError, match=rf"a step in {mode}(.|\n)*a metric of the whole batch needs none(.|\n)*has_aux=True"):
         spmdctx.parallel(step, parallel_mode=mode).plan(numbers(64, 16))
 
 
