@@ -46,6 +46,7 @@ class Topology:
             XLA does both on TPU and GPU, not on CPU.
         scatters_over_all: Whether it reduce-scatters over all devices of a slice, and does not reduce there and slice (XLA on TPU v5p,
             seen in compiled programs for v5p:2x2x2).
+        scatters_strictly: Whether it reduce-scatters only certain blocks, and axes in one order only (XLA on TPU; see `cost.tiles`).
         sinks_slices: Whether it does so too where element-wise ops stand between the sum and the slice (XLA on TPU).
         narrows_matrix_operands: Whether float32 values that only matrix products read are communicated as bfloat16, the
             products' own precision (XLA on TPU).
@@ -76,6 +77,7 @@ class Topology:
     ring_side: int = 1
     merges_partial_sums: bool = True
     scatters_over_all: bool = True
+    scatters_strictly: bool = False
     sinks_slices: bool = False
     narrows_matrix_operands: bool = False
     vector_flops_per_s: float = 0.0
@@ -111,9 +113,10 @@ class Topology:
                 raise ContextError(f"Topology.{name} must be a share, from 0 to 1.", got=repr(getattr(self, name)))
 
 
-_TPU_GATHER_OVERLAP = 0.8
-"""In scheduled programs for v5e:2x4 (libtpu 0.0.42), all weight gathers over one axis run beside matrix products and are hidden
-whole, of those inside scans four fifths; no reduction runs asynchronously. In those for v5p:2x2x2 nothing does (benchmarks/RESULTS.md)."""
+_V5E_GATHER_OVERLAP = 0.45
+"""In scheduled programs for v5e:2x4 (libtpu 0.0.42), 39 % of the time of weight gathers under ZeRO-3 hides beside matrix products in the
+sum of eight models (7 to 64 %), and 14 to 59 % in searched plans; no reduction runs asynchronously. In those for v5p:2x2x2 and
+v6e:2x4 nothing does (benchmarks/RESULTS.md)."""
 
 PRESETS: dict[str, Topology] = {
     "tpu-v5e": Topology(
@@ -129,12 +132,13 @@ PRESETS: dict[str, Topology] = {
         interconnect=Interconnect.TORUS,
         torus_dims=2,
         ring_side=16,
+        scatters_strictly=True,
         sinks_slices=True,
         narrows_matrix_operands=True,
         vector_flops_per_s=6.1e12,
         matrix_tile=128,
         scratch_bytes=96 * MIB,
-        gather_overlap=_TPU_GATHER_OVERLAP,
+        gather_overlap=_V5E_GATHER_OVERLAP,
         source="cloud.google.com/tpu/docs/v5e; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "tpu-v5p": Topology(
@@ -151,6 +155,7 @@ PRESETS: dict[str, Topology] = {
         torus_dims=3,
         ring_side=4,
         scatters_over_all=False,
+        scatters_strictly=True,
         sinks_slices=True,
         narrows_matrix_operands=True,
         vector_flops_per_s=14.3e12,
@@ -171,12 +176,12 @@ PRESETS: dict[str, Topology] = {
         interconnect=Interconnect.TORUS,
         torus_dims=2,
         ring_side=16,
+        scatters_strictly=True,
         sinks_slices=True,
         narrows_matrix_operands=True,
         vector_flops_per_s=7.2e12,
         matrix_tile=256,
         scratch_bytes=96 * MIB,
-        gather_overlap=_TPU_GATHER_OVERLAP,
         source="cloud.google.com/tpu/docs/v6e; links: jax-ml.github.io/scaling-book/tpus",
     ),
     "h100": Topology(

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import reshard_time_s
+from spmdctx.cost.tiles import scattered_by
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh
@@ -281,9 +282,12 @@ class _Evaluator:
             yield partial.natural, candidates_gather_s(self.graph, op, value, payload, partial.axes, self.mesh, self.topology)
             return
         machine = self.sides.reduction_machine(value, self.topology)
-        payload *= self.sides.widening(op, value, known.dtype, self.topology)
+        own = partial_axes(op.rule, self.assignment.ops[op.id].axes)
+        wide = self.sides.widening(op, value, known.dtype, self.topology)
+        payload, size = payload * wide, item_bytes(known.dtype) * wide
         for after, scattered, reduced in reductions(op, known.shape, partial.natural, partial.axes, self.mesh):
-            seconds = self._collective("reduce_scatter", payload, scattered, machine)
+            kind = scattered_by(known.shape, size, own, partial.natural, after, self.mesh, self.topology) if scattered else ""
+            seconds = self._collective(kind, payload, scattered, machine)
             left = payload // self.mesh.num_slices(scattered)
             later = AT_ONCE if scattered else self.later.get(value, AT_ONCE)
             yield after, seconds + self._collective("all_reduce", round(left * later.size), reduced, machine) * later.times

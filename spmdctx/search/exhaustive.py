@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import reshard_time_s
+from spmdctx.cost.tiles import scattered_by
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, OpRule, OpSharding, TensorSharding, Value, item_bytes
 from spmdctx.mesh import LogicalMesh, axes_of, replicated
@@ -308,7 +309,8 @@ class _Everything:
 
     def _reduced(self, op: Op, value: int, natural: TensorSharding, way: Way) -> Iterator[tuple[TensorSharding, float]]:
         """Where a result can be once it is reduced, and the seconds of that."""
-        partial = partial_axes(op.rule, way.axes) or tuple(name for name in self.mesh.names if name in way.unreduced)
+        own = partial_axes(op.rule, way.axes)
+        partial = own or tuple(name for name in self.mesh.names if name in way.unreduced)
         if not partial:
             yield natural, 0.0
             return
@@ -319,9 +321,11 @@ class _Everything:
             yield natural, candidates_gather_s(self.graph, op, value, payload, partial, mesh, topology) * exposed
             return
         machine = self.sides.reduction_machine(value, topology)
-        payload *= self.sides.widening(op, value, known.dtype, topology)
+        wide = self.sides.widening(op, value, known.dtype, topology)
+        payload, size = payload * wide, item_bytes(known.dtype) * wide
         for after, scattered, reduced in reductions(op, known.shape, natural, partial, mesh):
-            seconds = collective_time_s("reduce_scatter", payload, scattered, mesh, machine) if scattered else 0.0
+            kind = scattered_by(known.shape, size, own, natural, after, mesh, topology) if scattered else ""
+            seconds = collective_time_s(kind, payload, scattered, mesh, machine) if scattered else 0.0
             left = payload // mesh.num_slices(scattered)
             later = AT_ONCE if scattered else self.later.get(value, AT_ONCE)
             whole = round(left * later.size)

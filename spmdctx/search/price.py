@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import ReshardStep, reshard_steps
+from spmdctx.cost.tiles import scattered_by
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
@@ -205,11 +206,13 @@ class _Biller:
         if self._sums is None:
             return
         rows = self.bill.collectives
-        for place, axes in self._sums.slices():
-            row = rows[place]
-            if axes and set(axes) == {name for name in row.axes if self.mesh.sizes[name] > 1}:
-                time_s = collective_time_s("reduce_scatter", row.payload_bytes, axes, self.mesh, self._machines[place])
-                rows[place] = replace(row, kind="reduce_scatter", axes=axes, time_s=time_s)
+        for cut in self._sums.slices():
+            row = rows[cut.place]
+            if cut.axes and set(cut.axes) == {name for name in row.axes if self.mesh.sizes[name] > 1}:
+                order = () if cut.place in self._sums.added else row.axes
+                kind = self._scattered_by(cut.value, row.payload_bytes, order, cut.whole, cut.kept)
+                time_s = collective_time_s(kind, row.payload_bytes, cut.axes, self.mesh, self._machines[cut.place])
+                rows[cut.place] = replace(row, kind="reduce_scatter", axes=cut.axes, time_s=time_s)
         kept = [place for place in range(len(rows)) if place not in self._sums.joined]
         self.bill.collectives, self.shares = [rows[place] for place in kept], [self.shares[place] for place in kept]
 
@@ -246,7 +249,8 @@ class _Biller:
                 cause = f"{bucket}partial result of {op.primitive}"
                 hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)
                 if plan.scattered:
-                    self._collect("reduce_scatter", plan.scattered, payload, op, cause, *hides)
+                    priced = self._scattered_by(value, payload, need.partial, natural, plan.after)
+                    self._collect("reduce_scatter", plan.scattered, payload, op, cause, *hides, priced=priced)
                     payload //= self.mesh.num_slices(plan.scattered)
                 if plan.reduced:
                     self._collect("all_reduce", plan.reduced, payload, op, cause, *hides)
@@ -274,6 +278,12 @@ class _Biller:
         for dtype in (self.graph.values[op.operands[0]].dtype, self.graph.values[value].dtype):
             payload = self._bytes(value, natural) // item_bytes(self.graph.values[value].dtype) * item_bytes(dtype) * slices
             self._collect("all_gather", partial, payload, op, f"partial result of {op.primitive}")
+
+    def _scattered_by(self, value: int, payload: int, partial: AxisNames, whole: TensorSharding, kept: TensorSharding) -> str:
+        """The kind of collective that the compiler makes of a reduce_scatter of `payload` bytes."""
+        shape = self.graph.values[value].shape
+        size = payload // max(1, math.prod(local_shape(shape, whole, self.mesh)))
+        return scattered_by(shape, size, partial, whole, kept, self.mesh, self.topology)
 
     def _move(
         self, op: Op, scope: int, value: int, source: TensorSharding, target: TensorSharding, role: str, narrow: bool, repeats: int
@@ -321,9 +331,10 @@ class _Biller:
         share: float = 0.0,
         machine: Topology | None = None,
         repeats: int = 0,
+        priced: str = "",
     ) -> float:
         machine, repeats = machine or self.topology, repeats or op.repeats
-        time_s = collective_time_s(kind, payload, axes, self.mesh, machine)
+        time_s = collective_time_s(priced or kind, payload, axes, self.mesh, machine)
         self._machines.append(machine)
         self.bill.collectives.append(Collective(kind, axes, payload, time_s, repeats, cause, self.graph.origins[op.id].source))
         self.shares.append(share)

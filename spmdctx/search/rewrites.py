@@ -7,6 +7,7 @@ sharding, is reduce-scattered; and what only a matrix unit reads is communicated
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from spmdctx.cost.reshard import reshard_steps
 from spmdctx.cost.topology import Topology
@@ -64,6 +65,16 @@ class Readers:
         return found
 
 
+class Cut(NamedTuple):
+    """Of the all_reduce at `place`, which makes `value` in the sharding `whole`, only the slice `kept` is kept; it adds `axes`."""
+
+    place: int
+    axes: AxisNames
+    value: int
+    whole: TensorSharding
+    kept: TensorSharding
+
+
 class Sums:
     """The all_reduces of a bill by their place in it: which are joined to others, and which end as reduce_scatters.
 
@@ -77,9 +88,10 @@ class Sums:
     def __init__(self, readers: Readers, assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> None:
         self._readers, self._assignment, self._mesh, self._topology = readers, assignment, mesh, topology
         self._places: dict[int, int] = {}
-        self._cut: dict[int, AxisNames] = {}
+        self._cut: dict[int, Cut] = {}
         self._kept_memo: dict[int, TensorSharding | None] = {}
         self.joined: set[int] = set()
+        self.added: set[int] = set()
 
     def reduced(self, value: int, place: int, natural: TensorSharding) -> None:
         """The all_reduce at `place` makes `value`, in the sharding `natural` and with nothing else before it."""
@@ -91,7 +103,8 @@ class Sums:
             self._places[value] = place
         else:
             kept = self._sliced(value, natural, stored)
-            self._cut[place] = () if kept is None else self._extension(natural, kept)
+            if kept is not None:
+                self._cut[place] = Cut(place, self._extension(natural, kept), value, natural, kept)
 
     def is_read_once(self, value: int) -> bool:
         """Whether one op reads the value, and the step does not return it."""
@@ -109,17 +122,18 @@ class Sums:
     def join(self, op: Op, first: int, second: int) -> None:
         """The all_reduce at `first` now reduces the op's sum, and the one at `second` is gone."""
         self.joined.add(second)
+        self.added.add(first)
         for value in op.operands:
             del self._places[value]
         self._made(op.results[0], first, project(op.rule.results[0], self._assignment.ops[op.id].axes))
 
-    def slices(self) -> Iterator[tuple[int, AxisNames]]:
-        """Places of all_reduces of whose result only a slice is kept, and the axes that the slice adds."""
-        yield from self._cut.items()
+    def slices(self) -> Iterator[Cut]:
+        """The all_reduces of whose result only a slice is kept."""
+        yield from self._cut.values()
         for value, place in self._places.items():
-            kept = self._kept(value)
+            kept, whole = self._kept(value), self._assignment.values[value]
             if kept is not None:
-                yield place, self._extension(self._assignment.values[value], kept)
+                yield Cut(place, self._extension(whole, kept), value, whole, kept)
 
     def _kept(self, value: int, passed: int = 0) -> TensorSharding | None:
         """The one sharding in which all readers take the value, None where they differ or take it as it is.

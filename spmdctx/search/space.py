@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import reshard_time_s
+from spmdctx.cost.tiles import scattered_by
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, AxisNames, Graph, Op, OpRule, OpSharding, TensorSharding, Work, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape, replicated
@@ -204,7 +205,9 @@ class Space:
         payload = self._local_bytes(value, natural)
         time_s = 0.0
         if plan.scattered:
-            time_s += collective_time_s("reduce_scatter", payload, plan.scattered, self.mesh, self.topology)
+            size = item_bytes(self.graph.values[value].dtype)
+            kind = scattered_by(self.shapes[value], size, partial, natural, plan.after, self.mesh, self.topology)
+            time_s += collective_time_s(kind, payload, plan.scattered, self.mesh, self.topology)
             payload //= self.mesh.num_slices(plan.scattered)
         if plan.reduced:
             time_s += collective_time_s("all_reduce", payload, plan.reduced, self.mesh, self.topology)

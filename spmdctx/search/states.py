@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.cost.collectives import LinearPrice, collective_price, collective_time_s
+from spmdctx.cost.tiles import are_scattered, in_order
 from spmdctx.cost.topology import Topology
 from spmdctx.domains import AxisCodes, axis_codes, domain
 from spmdctx.ir import LITERAL, AxisNames, FactorKind, Graph, Op, OpRule, Value, item_bytes
@@ -153,6 +154,14 @@ def _extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> list[list[list[int]]
     return found
 
 
+@lru_cache(maxsize=1024)
+def _whole_words(mesh: LogicalMesh, shape: tuple[int, ...], num_bytes: int) -> list[list[bool]]:
+    """[dim, number]: whether what is scattered into a sharding along a dimension is so by a reduce_scatter."""
+    slices = axis_codes(mesh).slices[domain(mesh, shape).rows]
+    found: list[list[bool]] = are_scattered(-(-np.array(shape, dtype=np.int64) // slices), num_bytes).T.tolist()
+    return found
+
+
 class _Builder:
     def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool, later: Later) -> None:
         self._is_terminal, self._later = is_terminal, later
@@ -220,16 +229,21 @@ class _Builder:
         known = self._scatters.get(partial)
         if known is None:
             known = self._scatters[partial] = self._scatters_over(partial)
-        extended = _extended(self._mesh, self._results[0].shape)
+        shape = self._results[0].shape
+        extended = _extended(self._mesh, shape)
+        size = self._bytes[0] // max(1, math.prod(shape))
+        whole_words = _whole_words(self._mesh, shape, size) if self._topology.scatters_strictly else None
+        # How a sum of unreduced terms is spread is theirs to say.
+        order = () if unreduced_in else partial
         for added, scattered, rest in known:
-            numbers = [stored for own in extended[added] if (stored := own[natural[0]]) >= 0]
-            if not numbers:
-                continue
-            seconds = self._collective_s("reduce_scatter", payloads[0], scattered)
-            if rest:
-                seconds += self._collective_s("all_reduce", payloads[0] // self._mesh.num_slices(scattered), rest)
-            seconds = compute_s + self._exposed * seconds
-            self._found += [_State(place, unreduced_in, (stored,), 0, seconds) for stored in numbers]
+            follows = in_order(scattered, order)
+            rest_s = self._collective_s("all_reduce", payloads[0] // self._mesh.num_slices(scattered), rest) if rest else 0.0
+            for dim, own in enumerate(extended[added]):
+                stored = own[natural[0]]
+                if stored >= 0:
+                    kind = "reduce_scatter" if whole_words is None or (follows and whole_words[dim][stored]) else "all_reduce"
+                    seconds = compute_s + self._exposed * (self._collective_s(kind, payloads[0], scattered) + rest_s)
+                    self._found.append(_State(place, unreduced_in, (stored,), 0, seconds))
 
     def _collective_s(self, kind: str, payload: int, axes: AxisNames) -> float:
         """Seconds of a collective that reduces."""

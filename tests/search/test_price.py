@@ -1,5 +1,7 @@
 """The bill of an assignment: which collectives, how large, how often, and what is counted once."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -31,12 +33,12 @@ def rows(found):
     return [(row.kind, row.axes, row.payload_bytes, row.repeats) for row in found.collectives]
 
 
-def one_dot(repeats=1):
-    """[32, 64] times [64, 16]."""
+def one_dot(repeats=1, width=16):
+    """[32, 64] times [64, width]."""
     make = GraphMaker()
-    left, right = make.input(32, 64), make.input(64, 16)
-    rule = rule_for("dot_general", ((32, 64), (64, 16)), ((32, 16),), {"dimension_numbers": (((1,), (0,)), ((), ()))})
-    result = make.op("dot_general", rule, left, right, shape=(32, 16), repeats=repeats)
+    left, right = make.input(32, 64), make.input(64, width)
+    rule = rule_for("dot_general", ((32, 64), (64, width)), ((32, width),), {"dimension_numbers": (((1,), (0,)), ((), ()))})
+    result = make.op("dot_general", rule, left, right, shape=(32, width), repeats=repeats)
     contracted, rows_, columns = rule.operands[0][1][0], rule.operands[0][0][0], rule.operands[1][1][0]
 
     def axes(**named):
@@ -59,6 +61,18 @@ def one_dot(repeats=1):
 def test_a_partial_result_is_reduced_or_scattered_as_it_is_stored(stored, expected):
     graph, axes = one_dot()
     assert rows(bill(graph, [axes(k=M)], [((), M), (M, ()), stored])) == expected
+
+
+def test_a_scatter_that_the_compiler_does_not_make_costs_what_it_makes_instead():
+    """Blocks of 96 columns are no whole words on all lanes: the sum is reduced whole and sliced. It is planned as a scatter."""
+    graph, axes = one_dot(width=96 * MESH.sizes["model"])
+    machine = PRESETS["tpu-v5e"]
+    for stored, made in ((((), M), "all_reduce"), ((M, ()), "reduce_scatter")):
+        found = bill(graph, [axes(k=M)], [((), M), (M, ()), stored], topology=machine)
+        (row,) = found.collectives
+        assert row.kind == "reduce_scatter"
+        alone = dataclasses.replace(machine, latency_s=0.0) if machine.combines_reductions else machine
+        assert row.time_s == pytest.approx(collective_time_s(made, row.payload_bytes, M, MESH, alone))
 
 
 def test_a_partial_result_over_two_axes_is_scattered_over_one_and_reduced_over_the_other():
