@@ -1,6 +1,7 @@
 """A training that is stopped and goes on: run by `spmdctx launch`; each step's loss goes to a file, bit for bit.
 
-Arguments: the folder, the number of steps, and "where:step:process" for a process to kill itself there, as kill -9 does.
+Arguments: the folder, or several for one training each, the number of steps, and "where:step:process" for a process to kill itself
+there, as kill -9 does.
 """
 
 import os
@@ -22,7 +23,8 @@ from spmdctx.checkpoint import handler
 EVERY, WIDTH = 2, 64
 
 communication.init("gloo")
-folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
+folders, num_steps = [Path(name) for name in sys.argv[1].split(os.pathsep)], int(sys.argv[2])
+folder = folders[0]
 where, kill_step, kill_process = sys.argv[3].split(":") if len(sys.argv) > 3 else ("", "-1", "-1")
 process, now = jax.process_index(), 0
 print(f"process {process} is {os.getpid()}", flush=True)
@@ -81,18 +83,19 @@ class Stream:
         self.position = state
 
 
-rngs, stream = nnx.Rngs(dropout=7), Stream()
-model, optimizer = train_step.init(create, batch=(rngs, jax.ShapeDtypeStruct((16, WIDTH), np.float32)))
-state = {"model": model, "optimizer": optimizer, "rngs": rngs}
-with spmdctx.CheckpointManager(folder / "checkpoints", every=EVERY) as checkpoints:
-    start = checkpoints.restore(state, data=stream).step
-    for now in range(start + 1, num_steps + 1):
-        killed("compute")
-        value = float(train_step(model, optimizer, rngs, train_step.shard_batch(next(stream))))
-        if process == 0:
-            with (folder / "losses.txt").open("a") as lines:
-                lines.write(f"{now} {value.hex()}\n")
-            print(f"step {now}", flush=True)
-        checkpoints.save(now, state, data=stream)
-        if now % EVERY == 0 and where in ("save", "commit"):
-            checkpoints.wait()
+for folder in folders:
+    rngs, stream = nnx.Rngs(dropout=7), Stream()
+    model, optimizer = train_step.init(create, batch=(rngs, jax.ShapeDtypeStruct((16, WIDTH), np.float32)))
+    state = {"model": model, "optimizer": optimizer, "rngs": rngs}
+    with spmdctx.CheckpointManager(folder / "checkpoints", every=EVERY) as checkpoints:
+        start = checkpoints.restore(state, data=stream).step
+        for now in range(start + 1, num_steps + 1):
+            killed("compute")
+            value = float(train_step(model, optimizer, rngs, train_step.shard_batch(next(stream))))
+            if process == 0:
+                with (folder / "losses.txt").open("a") as lines:
+                    lines.write(f"{now} {value.hex()}\n")
+                print(f"step {now}", flush=True)
+            checkpoints.save(now, state, data=stream)
+            if now % EVERY == 0 and where in ("save", "commit"):
+                checkpoints.wait()
