@@ -27,6 +27,7 @@ from spmdctx.search.modes import ManualSpecs, OptimizerSharding, Request, Setup,
 from spmdctx.search.optimizer_pins import couplings
 from spmdctx.search.optimizer_state import layer_dims
 from spmdctx.search.price import Bill, price
+from spmdctx.search.reduced_once import sums_of_gradients
 from spmdctx.search.refined_mesh import refined_axes
 from spmdctx.search.select import SearchOptions, search
 from spmdctx.search.shortfall import over_budget
@@ -189,6 +190,7 @@ def _request(program: Program, captured: Captured, settings: Settings) -> Reques
     )
     optimizer = _optimizer(program, context)
     searches = optimizer is not None and _search_mode(settings) == "dynamic_programming"
+    coupled = couplings(program.graph, settings.num_devices, optimizer, layerwise) if optimizer is not None and searches else ()
     return Request(
         parallel_mode=context.parallel_mode,
         num_devices=settings.num_devices,
@@ -202,7 +204,8 @@ def _request(program: Program, captured: Captured, settings: Settings) -> Reques
         ),
         layerwise=layerwise,
         optimizer=optimizer,
-        couplings=couplings(program.graph, settings.num_devices, optimizer, layerwise) if optimizer is not None and searches else (),
+        couplings=coupled,
+        once=sums_of_gradients(program.graph, coupled) if context.grad_accumulation_step > 1 and settings.num_devices > 1 else (),
     )
 
 

@@ -32,10 +32,13 @@ def written(fn: Callable[..., Any], atoms: Sequence[Any], source_info: Any) -> t
     return eqns, names[result]
 
 
-def partial_term(eqn: Any, operands: Sequence[Any], specs: Sequence[TensorSharding], axes: AxisNames, mesh: Mesh, *, is_wide: bool) -> Any:
+def partial_term(
+    eqn: Any, operands: Sequence[Any], specs: Sequence[TensorSharding], axes: AxisNames, alike: AxisNames, mesh: Mesh, *, is_wide: bool
+) -> Any:
     """What writes the partial results of `eqn` on each device of `axes`, over which `specs` split the operands.
 
-    Over axes that split a dimension together with those the results are reduced here; others are left to the partitioner.
+    Over those of the axes that are `alike` all devices have the same result, which the first of them adds. Over axes that split a
+    dimension together with the others the results are reduced here; the rest is left to the partitioner.
     """
     near = [names for spec in specs for names in spec if not set(axes).isdisjoint(names)]
     others = tuple(dict.fromkeys(name for names in near for name in names if name not in axes))
@@ -49,7 +52,11 @@ def partial_term(eqn: Any, operands: Sequence[Any], specs: Sequence[TensorShardi
             kept = jnp.broadcast_to(number[0] == 0, start.shape)
             blocks = (jax.lax.select(kept, start, jnp.zeros_like(start)), *blocks[1:])
         made = compute(*blocks)
-        return (jax.lax.psum(made, others) if others else made)[None]
+        made = jax.lax.psum(made, others) if others else made
+        if alike:
+            kept = jnp.broadcast_to(_is_first(number[0], axes, alike, mesh), made.shape)
+            made = jax.lax.select(kept, made, jnp.zeros_like(made))
+        return made[None]
 
     def partial(*arrays: Any) -> Any:
         manual = (*axes, *others)
@@ -60,6 +67,16 @@ def partial_term(eqn: Any, operands: Sequence[Any], specs: Sequence[TensorShardi
         return mapped(jnp.arange(_count(axes, mesh)), *arrays)
 
     return written(partial, operands, eqn.source_info)
+
+
+def _is_first(number: Any, axes: AxisNames, alike: AxisNames, mesh: Mesh) -> Any:
+    """Whether a device, by its number along `axes`, is the first along those that are `alike`."""
+    is_first, stride = True, 1
+    for name in reversed(axes):
+        if name in alike:
+            is_first &= (number // stride) % mesh.shape[name] == 0
+        stride *= mesh.shape[name]
+    return is_first
 
 
 def _spec(sharding: TensorSharding, axes: AxisNames) -> PartitionSpec:

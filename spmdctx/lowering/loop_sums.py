@@ -59,7 +59,7 @@ class HeldSums:
         """Whether a term is partial over none of the axes that its sum is: it is reduced where it is made, and added by one device."""
         value = op.results[0]
         partial = partial_axes(op.rule, self._ops[op.id].axes)
-        return value in self._terms and not set(self._holds.axes[value]) <= set(partial)
+        return value in self._terms and set(self._holds.axes[value]).isdisjoint(partial)
 
     def equation(self, block: _Block, op: Op, eqn: Any, operands: Sequence[Any]) -> Any:
         """Writes an op that makes such a value."""
@@ -69,7 +69,9 @@ class HeldSums:
             # Beside a slice that is computed again XLA would gather the whole from such slices.
             taken = [self._rewriter.use(block, op, position, atom, recomputes=False) for position, atom in enumerate(operands)]
             is_wide = value in self._rewriter.wishes.widened
-            made = partial_term(eqn, taken, shardings, axes, self._rewriter.jax_mesh, is_wide=is_wide)
+            partial = partial_axes(op.rule, self._ops[op.id].axes)
+            alike = tuple(name for name in axes if name not in partial)
+            made = partial_term(eqn, taken, shardings, axes, alike, self._rewriter.jax_mesh, is_wide=is_wide)
         elif op.primitive in ADDITIONS:
             shape = self._graph.values[value].shape
             first, second = (self._taken(block, op, place, atom, axes, shape, eqn.source_info) for place, atom in enumerate(operands))

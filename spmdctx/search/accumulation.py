@@ -12,14 +12,14 @@ its own element, so that all compilers do the same; those of TPU and GPU would m
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from spmdctx.ir import LITERAL, Assignment, AxisNames, FactorKind, Graph, Op
 from spmdctx.mesh import LogicalMesh, axes_of
 from spmdctx.search.overlap import LOW
-from spmdctx.search.transfer import partial_axes
+from spmdctx.search.transfer import partial_axes, project
 
 IDENTITIES = frozenset({"spmdctx_shard", "sharding_constraint", "reshard"})
 LINEAR = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims", "copy", "neg", "name"})
@@ -46,10 +46,14 @@ class LoopSum(NamedTuple):
 
 
 class Later(NamedTuple):
-    """A reduction that is done on the total: so many `times` per execution of the op itself, of `size` times its elements."""
+    """A reduction that is done on the total: so many `times` per execution of the op itself, of `size` times its elements.
+
+    Without `scatters` it is done in no other way.
+    """
 
     times: float
     size: float
+    scatters: bool = True
 
 
 AT_ONCE = Later(1.0, 1.0)
@@ -125,30 +129,39 @@ def holds_of(graph: Graph, sums: Iterable[LoopSum], assignment: Assignment, mesh
     axes: dict[int, AxisNames] = {}
     totals = {}
     for one in sums:
-        names = _held_axes(graph, one, assignment, mesh)
+        names = held_axes(graph, one, assignment, mesh)
         if names:
             totals[one.total] = Total(names, one.repeats, one.terms)
             axes.update(dict.fromkeys((*one.way, *one.carries), names))
     return Holds(axes, totals) if totals else NO_HOLDS
 
 
-def _held_axes(graph: Graph, one: LoopSum, assignment: Assignment, mesh: LogicalMesh) -> AxisNames:
-    """The axes over which all partial terms are partial; none where anything on the way is split over one of them."""
+def partial_over(graph: Graph, one: LoopSum, assignment: Assignment, mesh: LogicalMesh) -> list[frozenset[str]]:
+    """Per partial term of a sum, the axes over which it is."""
+    ops = [graph.ops[graph.producers[value]] for value in one.terms]
+    every = [frozenset(name for name in partial_axes(op.rule, assignment.ops[op.id].axes) if mesh.sizes[name] > 1) for op in ops]
+    return [partial for partial in every if partial]
+
+
+def held_axes(graph: Graph, one: LoopSum, assignment: Assignment, mesh: LogicalMesh) -> AxisNames:
+    """The axes over which any term is partial, else over which all partial ones are; none where the way is split over one of them."""
     producers, terms = graph.producers, frozenset(one.terms)
-    common: set[str] | None = None
+    partial = partial_over(graph, one, assignment, mesh)
     used: set[str] = set()
     for value in one.terms:
         op = graph.ops[producers[value]]
-        partial = {name for name in partial_axes(op.rule, assignment.ops[op.id].axes) if mesh.sizes[name] > 1}
-        if partial:
-            common = partial if common is None else common & partial
+        used.update(name for names in project(op.rule.results[0], assignment.ops[op.id].axes) for name in names)
     for value in (*one.way, *one.carries, one.total):
         used.update(axes_of(assignment.values[value]))
         if value not in terms:
             used.update(name for own in assignment.ops[producers[value]].axes for name in own)
-    if not common or not used.isdisjoint(common):
-        return ()
-    return tuple(name for name in mesh.names if name in common)
+    held = next((axes for axes in _unions(partial) if used.isdisjoint(axes)), frozenset())
+    return tuple(name for name in mesh.names if name in held)
+
+
+def _unions(partial: Sequence[frozenset[str]]) -> tuple[frozenset[str], ...]:
+    """All axes of some sets, and those that are in each of them."""
+    return (frozenset.union(*partial), frozenset.intersection(*partial)) if partial else ()
 
 
 def reduced_dtype(graph: Graph, total: int, terms: Iterable[int], widened: Container[int]) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from spmdctx.errors import StrategyError, UnsupportedError
 from spmdctx.ir import AxisNames, Graph, Mark, Op, OpRule, Role, TensorSharding
 from spmdctx.mesh import LogicalMesh, axes_of, divides, format_sharding, replicated
+from spmdctx.search.accumulation import LoopSum
 from spmdctx.search.batch import batch_dims, dividing_axes
 from spmdctx.search.dataset import dataset_marks
 from spmdctx.search.pin_checks import strategy_text
@@ -78,7 +79,7 @@ class Request:
     """What the user asked for, without JAX.
 
     `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf; `optimizer` None for no parallel optimizer,
-    and `couplings` what it asks of a search.
+    and `couplings` what it asks of a search. `once` are sums of loops that are reduced when they are complete, and not before.
     """
 
     parallel_mode: str
@@ -92,6 +93,7 @@ class Request:
     layerwise: frozenset[int]
     optimizer: OptimizerSharding | None = None
     couplings: tuple[Coupling, ...] = ()
+    once: tuple[LoopSum, ...] = ()
 
 
 @dataclass(slots=True)
@@ -99,6 +101,8 @@ class Setup:
     """Where a search starts from. Keys of `pins`, `seeds` and `reasons` are value ids, of `forced` and `one_way` op ids.
 
     `partial_pins` are those of the seeds that the user asked for, with None for the dimensions that he left free.
+
+    Partial results that are `unscattered` are reduced in place, if at all where they are made.
 
     `reasons` says of a pinned or seeded value who asked for it. `parts` are, per axis of the mesh that the program was written
     for, its axes in this one; empty where the two are the same.
@@ -115,6 +119,7 @@ class Setup:
     reasons: dict[int, str] = field(default_factory=dict)
     parts: Mapping[str, AxisNames] = field(default_factory=dict)
     couplings: tuple[Coupling, ...] = ()
+    unscattered: frozenset[int] = frozenset()
 
 
 def prepare(graph: Graph, request: Request) -> Setup:
@@ -127,7 +132,8 @@ def prepare(graph: Graph, request: Request) -> Setup:
     if request.parallel_mode == "stand_alone" or request.num_devices == 1:
         return _stand_alone(request)
     mesh, marked, notes = _mesh_of(graph, request)
-    setup = Setup(mesh, notes=list(notes), couplings=request.couplings)
+    unscattered = frozenset(value for one in request.once for value in one.way)
+    setup = Setup(mesh, notes=list(notes), couplings=request.couplings, unscattered=unscattered)
     _force_manual(graph, request, setup)
     for value, dims in marked.items():
         _fix(setup, value, dims)

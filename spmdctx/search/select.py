@@ -14,12 +14,16 @@ from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, plan_dynamic
 from spmdctx.search.modes import Request, Setup, batch_parts, prepare
 from spmdctx.search.optimizer_pins import name_what_is_split
 from spmdctx.search.optimizer_state import split_optimizer
+from spmdctx.search.price import price
 from spmdctx.search.propagation import propagate
 from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions
 from spmdctx.search.recursive_plan import plan_recursive
+from spmdctx.search.reduced_once import reduced_once
 from spmdctx.search.shortfall import infeasible
 from spmdctx.search.space import Space
 from spmdctx.wording import bytes_text, counted
+
+_IN_TURNS = "Gradients are reduced in every micro-batch, not once per step"
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
         StrategyError: strategies, batch or constraints that do not fit the mesh.
         InfeasibleError: a budget that cannot be met.
     """
-    chosen = _search(step, request, options)
+    chosen = _reduced_once(step, request, options, _search(step, request, options))
     if request.optimizer is None or chosen.setup.mesh.num_devices == 1:
         return chosen
     if chosen.setup.couplings and options.search_mode == "dynamic_programming":
@@ -60,6 +64,28 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
         return chosen
     split = split_optimizer(step, chosen.setup, chosen.assignment, request.optimizer, options.topology, request.layerwise)
     return Chosen(*split, chosen.certificate and chosen.certificate._replace(counted_s=None))
+
+
+def _reduced_once(step: Step, request: Request, options: SearchOptions, chosen: Chosen) -> Chosen:
+    """What a search found, with gradients of micro-batches that wait for their sum; those that cannot are named."""
+    setup, before, certificate = chosen
+    if not request.once or setup.mesh.num_devices == 1 or not setup.unscattered:
+        return chosen
+    assignment, fixed = reduced_once(step.graph, setup, before, request.once)
+    if fixed:
+        setup.notes.append(f"{_IN_TURNS}: a sharding that is asked for splits their sum ({counted(len(fixed), 'gradient')}).")
+    if assignment == before:
+        return chosen
+    if options.memory_bytes is not None and _peak(step, setup, before, options) <= options.memory_bytes < _peak(
+        step, setup, assignment, options
+    ):
+        setup.notes.append(f"{_IN_TURNS}: whole sums do not fit in memory_bytes.")
+        return chosen
+    return Chosen(setup, assignment, certificate and certificate._replace(counted_s=None))
+
+
+def _peak(step: Step, setup: Setup, assignment: Assignment, options: SearchOptions) -> int:
+    return price(step.graph, step.scopes, step.loose, (), assignment, setup.mesh, options.topology, step.donated).memory_bytes
 
 
 def _search(step: Step, request: Request, options: SearchOptions) -> Chosen:
@@ -91,6 +117,11 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     asked = DynamicOptions(options.memory_bytes, options.limits, options.max_mesh_axes)
     own = asked if options.memory_bytes is not None else replace(asked, memory_bytes=options.topology.memory_bytes, is_soft=True)
     found = plan_dynamic(step, request, options.topology, own)
+    if isinstance(found, Shortfall) and request.once:
+        in_turns = plan_dynamic(step, replace(request, once=()), options.topology, own)
+        if not isinstance(in_turns, Shortfall):
+            found = in_turns
+            found.setup.notes.append(f"{_IN_TURNS}: whole sums do not fit in the memory.")
     if isinstance(found, Shortfall) and options.memory_bytes is not None:
         raise infeasible(step, request, options.topology, own, found)
     if isinstance(found, Shortfall):

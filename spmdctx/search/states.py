@@ -226,6 +226,8 @@ class _Builder:
         if hands_on:
             bits = sum(1 << self._codes.names(-1).index(name) for name in partial)
             self._found.append(_State(place, unreduced_in, natural, bits, compute_s))
+        if not self._later.scatters:
+            return
         known = self._scatters.get(partial)
         if known is None:
             known = self._scatters[partial] = self._scatters_over(partial)

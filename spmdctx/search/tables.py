@@ -39,6 +39,7 @@ class Tables:
 
     def __init__(self, network: Network, space: Space, setup: Setup, limits: AlgoLimits) -> None:
         self.network, self.space, self.forced, self._limits = network, space, setup.forced, limits
+        self._unscattered = setup.unscattered
         self._couplings = self._coupled_nodes(setup.couplings if type(space.mesh) is LogicalMesh else ())
         self.pins: dict[int, PinnedDims] = {space.slot_of[value]: dims for value, dims in setup.partial_pins.items()}
         self.pins.update({space.slot_of[value]: sharding for value, sharding in setup.pins.items()})
@@ -111,14 +112,15 @@ class Tables:
         forced = self.forced.get(op.id)
         # The kind of an op says nothing of its operands' types, on which its bytes depend.
         dtypes = tuple([space.graph.values[value].dtype for value in op.operands if value != LITERAL])
-        key = (space.kind_of[op.id], tuple(shapes), dtypes, op.flops, forced, node.joins, node.terminal, node.later)
+        later = node.later if self._unscattered.isdisjoint(op.results) else node.later._replace(scatters=False)
+        key = (space.kind_of[op.id], tuple(shapes), dtypes, op.flops, forced, node.joins, node.terminal, later)
         known = self._memo.get(key)
         if known is None:
             if forced is None:
                 split = self._allowed(op, split_of_rule(op, shapes, space.splittable(op.rule), space.mesh))
             else:
                 split = split_of_axes(op, shapes, forced, space.mesh)
-            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology, node.terminal, node.later)
+            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology, node.terminal, later)
             if forced is None and self._limits.elementwise_follow:
                 states = following(states, self._leaders(op))
             known = self._memo[key] = Choices(states.stored, states.wanted, states.seconds, split, states)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import spmdctx
-from spmdctx.search.accumulation import later_reductions, loop_sums
+from spmdctx.search.accumulation import Later, later_reductions, loop_sums
 from tests.audit.compile_only import need_gpu, need_tpu
 from tests.road import trace
 
@@ -35,7 +35,7 @@ def test_what_a_loop_adds_up_is_reduced_after_it():
     assert waiting(program)[-1]
     (one,) = loop_sums(program.graph)
     later = later_reductions(program.graph, [one])
-    assert {later[term] for term in one.terms} == {(0.25, 1.0)}
+    assert {later[term] for term in one.terms} == {Later(0.25, 1.0)}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_layers_of_a_loop_inside_wait_for_the_loop_outside():
 
     graph = trace(summed, jnp.ones((3, 16, 16)), X).graph
     (one,) = loop_sums(graph)
-    assert {later_reductions(graph, [one])[term] for term in one.terms} == {(1 / 12, 3.0)}
+    assert {later_reductions(graph, [one])[term] for term in one.terms} == {Later(1 / 12, 3.0)}
 
 
 def loss(params, x):
