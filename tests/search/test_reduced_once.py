@@ -1,5 +1,7 @@
 """Gradients of micro-batches are reduced once per step, whatever the search would rather do."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,10 @@ import pytest
 
 import spmdctx
 from spmdctx import planner
-from spmdctx.errors import ContextWarning
 from spmdctx.search import select
+from spmdctx.search.accumulation import held_axes
 from spmdctx.search.dynamic import Shortfall
+from spmdctx.search.reduced_once import reduced_once, sums_of_gradients
 from tests.audit.compile_only import need_gpu, need_tpu
 from tests.search.test_accumulation import loss
 
@@ -92,23 +95,22 @@ def test_sums_that_do_not_fit_in_the_memory_are_reduced_in_turns_and_named(monke
     assert any("whole sums do not fit" in note for note in plan.notes)
 
 
-def test_a_sum_that_the_user_splits_is_reduced_in_turns_and_named():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+def test_a_sum_that_the_user_splits_is_named_and_left_as_it_is(monkeypatch):
+    found = []
 
-    def summed(params, parts):
-        def turn(total, part):
-            gradient = jax.grad(lambda w: jnp.sum((part @ w) ** 2))(params)
-            return jax.lax.with_sharding_constraint(total + gradient, split), None
+    def noted(step, request, options):
+        found.append((step.graph, planner_search(step, request, options)))
+        return found[-1][1]
 
-        return params - jax.lax.scan(turn, jnp.zeros_like(params), parts)[0]
-
-    given = jnp.ones((WIDTH, WIDTH)), jnp.ones((2, 64, WIDTH))
-    run = spmdctx.parallel(
-        summed, parallel_mode="semi_auto_parallel", grad_accumulation_step=2, mesh=mesh, dataset_strategy=((1, 8, 1),), batch_argnums=1
-    )
-    with pytest.warns(ContextWarning, match="grad_accumulation_step"):
-        plan = run.plan(*given)
-    assert any(row.repeats == 2 and row.kind in ("all_reduce", "reduce_scatter") for row in plan.collectives)
-    assert any("a sharding that is asked for" in note for note in plan.notes)
-    assert run.audit(*given).ok
+    planner_search = planner.search
+    monkeypatch.setattr(planner, "sums_of_gradients", lambda *_: ())
+    monkeypatch.setattr(planner, "search", noted)
+    parallel("dynamic_programming", 2, topology="tpu-v5e", device_num=8).plan(*arguments())
+    ((graph, chosen),) = found
+    sums = sums_of_gradients(graph, ())
+    split = [one for one in sums if held_axes(graph, one, chosen.assignment, chosen.setup.mesh) == ()]
+    assert split
+    mended = reduced_once(graph, chosen.setup, chosen.assignment, sums)
+    assert all(held_axes(graph, one, mended.assignment, chosen.setup.mesh) for one in sums)
+    pinned = replace(chosen.setup, pins={one.total: chosen.assignment.values[one.total] for one in split})
+    assert reduced_once(graph, pinned, chosen.assignment, split) == (chosen.assignment, tuple(one.total for one in split))
