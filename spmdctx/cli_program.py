@@ -37,8 +37,9 @@ from spmdctx.models import (
 )
 from spmdctx.step import ParallelStep
 
-DEFAULT_BATCH_SIZE = 24
+_LEAST_BATCH_SIZE = 24
 _TARGET_TOPOLOGIES = {"v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e", "h100": "h100"}
+_BATCH_SIZE_HELP = f"sequences per step (default: the least multiple of the devices from {_LEAST_BATCH_SIZE} on)"
 
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     program.add_argument("--model", default="tiny", help=f"decoder to train: {', '.join(PRESETS)} (default: %(default)s)")
     program.add_argument("--program", metavar="MODULE:FUNCTION", help="your own: FUNCTION() returns (step, arguments)")
     program.add_argument("--layers", type=_positive, metavar="N", help="number of layers instead of the model's")
-    program.add_argument("--batch-size", type=_positive, metavar="N", help=f"sequences per step (default: {DEFAULT_BATCH_SIZE})")
+    program.add_argument("--batch-size", type=_positive, metavar="N", help=_BATCH_SIZE_HELP)
     program.add_argument("--seq", type=_positive, metavar="N", help="tokens per sequence (default: the model's)")
     program.add_argument("--scan-layers", action=argparse.BooleanOptionalAction, help="run the layers by one scan")
     program.add_argument("--remat", action=argparse.BooleanOptionalAction, help="recompute activations in the backward pass")
@@ -157,11 +158,12 @@ def choose(arguments: argparse.Namespace, all_devices: int | None = None) -> Cho
     given = options_from_arguments(arguments)
     count = all_devices or expected_devices()
     ready = ready_strategy(arguments.strategy, arguments, given.get("device_num", count)) if arguments.strategy else None
-    arguments = _with_defaults(arguments, {} if ready is None else ready.program)
     config = load_config(arguments.config) if arguments.config else ContextConfig({}) if ready is None else ready.config
     options = {**config.options, **given}
     options.setdefault("parallel_mode", "auto_parallel")
     num_devices = options.setdefault("device_num", count)
+    defaults = {"batch_size": _batch_size(num_devices), **({} if ready is None else ready.program)}
+    arguments = _with_defaults(arguments, defaults)
     split = _split(arguments, config, options, num_devices) if ready is None else ready.split
     if split.kind == "pins" and not {"dataset_strategy", "full_batch"} & set(options):
         options["dataset_strategy"] = ((split.data, 1),) * 2
@@ -173,7 +175,11 @@ def choose(arguments: argparse.Namespace, all_devices: int | None = None) -> Cho
 def _with_defaults(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> argparse.Namespace:
     """The arguments, those that are not given from `defaults`."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    return argparse.Namespace(**{**vars(arguments), "batch_size": DEFAULT_BATCH_SIZE, **defaults, **given})
+    return argparse.Namespace(**{**vars(arguments), **defaults, **given})
+
+
+def _batch_size(num_devices: int) -> int:
+    return -(-_LEAST_BATCH_SIZE // num_devices) * num_devices
 
 
 def _split(arguments: argparse.Namespace, config: ContextConfig, options: Mapping[str, Any], num_devices: int) -> Split:

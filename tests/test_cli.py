@@ -101,6 +101,12 @@ def test_a_model_is_planned_for_machines_that_are_not_there(capsys: pytest.Captu
     assert data["collectives"]
 
 
+@pytest.mark.parametrize(("devices", "sequences"), [(6, 24), (16, 32), (64, 64)])
+def test_a_batch_divides_over_the_devices_by_default(devices: int, sequences: int, capsys: pytest.CaptureFixture[str]) -> None:
+    _, plan = _run(capsys, "plan", "--layers", "1", "--seq", "12", "--device-num", str(devices), "--topology", "tpu-v5p")
+    assert {row["shape"][0] for row in plan["inputs"] if row["path"].startswith("batch/")} == {sequences}
+
+
 def test_a_plan_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--parallel-mode", "data_parallel"]) == 0
     shown = capsys.readouterr().out
