@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from spmdctx.plan.file import parse_plan, plan_json
 from spmdctx.plan.plan import Plan
 
 _BYTES = "__bytes__"
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Restored(NamedTuple):
@@ -56,9 +58,10 @@ class CheckpointManager:
 
     Saving copies the state to the host and goes on; files are written by a thread, each process writing its own part, and
     the folder gets its name when all of them are complete. What a killed process leaves behind is no checkpoint: it is removed
-    by the next run, and older checkpoints stay as they are. Every file's size and checksum are kept and compared on restoring.
+    by the next run's first save, and older checkpoints stay as they are. Every file's size and checksum are kept and compared on restoring.
 
-    All processes of a job make the manager, save and restore together, and see the same folder.
+    All processes of a job make the manager, save and restore together, and see the same folder. Others may restore from it
+    meanwhile, but only one job may save.
 
     Args:
         directory: folder of the checkpoints, one folder per step in it.
@@ -79,10 +82,9 @@ class CheckpointManager:
         self.directory = Path(directory).resolve()
         if self.directory.exists() and not self.directory.is_dir():
             raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(self.directory))
-        self._every = every
+        self._every, self._has_saved = every, False
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
-            cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         self._manager = ocp.CheckpointManager(
@@ -124,21 +126,25 @@ class CheckpointManager:
             Whether it saves at this step.
 
         Raises:
-            TypeError: a leaf or a data position that cannot be stored.
-            CheckpointError: the step is saved already, or the last save failed.
+            TypeError: a step that is no int, or a leaf or a data position that cannot be stored.
+            CheckpointError: the step is negative or saved already, the state is empty, or the last save failed.
         """
+        step = _checked_step(step)
         if not force and step % self._every:
             return False
         from spmdctx.checkpoint.handler import SaveState
 
         tree = StateTree(state)
         forms = {path: stored_form(path, leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True)}
-        arrays = _nested({path: to_stored(leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True)})
+        arrays = _nested({path: to_stored(leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True) if forms[path].num_bytes})
+        if not arrays:
+            raise CheckpointError("The state holds nothing to save.", got=f"{len(forms)} leaves")
         contents = {"step": step, "leaves": forms, "processes": jax.process_count(), "plan": None if plan is None else plan_json(plan)}
         own = {"data": _packed(data.get_state() if hasattr(data, "get_state") else data)}
         self.wait()
-        if step in self._manager.all_steps():
+        if step in self.steps():
             raise CheckpointError(f"Step {step} is saved already.", where=str(self.directory), fix="restore before training goes on")
+        self._remove_unfinished()
         import orbax.checkpoint as ocp
 
         self._manager.save(step, args=ocp.args.Composite(state=SaveState(arrays, contents, own)), force=True)
@@ -177,7 +183,7 @@ class CheckpointManager:
         if step is None:
             return Restored(0, state)
         folder = self.directory / str(step) / "state"
-        if not folder.is_dir():
+        if not folder.parent.is_dir():
             raise CheckpointError(f"There is no checkpoint of step {step}.", where=str(self.directory), need=f"one of {list(self.steps())}")
         _check_files(folder, contents=verify)
         contents = read_json(folder / "contents.json")
@@ -208,6 +214,17 @@ class CheckpointManager:
         self.wait()
         self._manager.close()
 
+    def _remove_unfinished(self) -> None:
+        """Before the first save: removes what a killed run has left."""
+        if self._has_saved:
+            return
+        self._has_saved = True
+        if jax.process_index() == 0:
+            for folder in sorted(self.directory.glob(f"*{_UNFINISHED}")):
+                shutil.rmtree(folder)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"spmdctx checkpoints {self.directory}")
+
     def _read(self, step: int, tree: StateTree, given: Mapping[str, Any], contents: Mapping[str, Any]) -> Any:
         import orbax.checkpoint as ocp
 
@@ -216,18 +233,29 @@ class CheckpointManager:
         forms = {path: Stored(tuple(shape), dtype, key) for path, (shape, dtype, key) in contents["leaves"].items()}
         _check_leaves(tree, forms, str(self.directory / str(step)))
         shapes, how = {}, {}
+        found: dict[str, Any] = {path: np.zeros(forms[path].shape, forms[path].dtype) for path in tree.paths if not forms[path].num_bytes}
         for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+            if path in found:
+                continue
             form, sharding = forms[path], target_sharding(leaf, given.get(path))
             shapes[path] = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding)
             host = ocp.RestoreArgs(restore_type=np.ndarray)
             how[path] = host if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding, global_shape=form.shape, dtype=leaf.dtype)
         try:
             args = ocp.args.Composite(state=RestoreState(_nested(shapes), _nested(how)))
-            found = _flat(self._manager.restore(step, args=args)["state"], tree.paths)
+            found |= _flat(self._manager.restore(step, args=args)["state"] if shapes else {}, list(shapes))
         except Exception as error:
             raise CheckpointError("The checkpoint cannot be read.", where=str(self.directory / str(step)), got=str(error)) from error
         pairs = zip(tree.paths, tree.leaves, strict=True)
         return tree.filled([from_stored(leaf, found[path], forms[path], given.get(path)) for path, leaf in pairs])
+
+
+def _checked_step(step: object) -> int:
+    if isinstance(step, bool) or not isinstance(step, int | np.integer):
+        raise TypeError(message("The step counts those that are done: an int.", got=repr(step)))
+    if step < 0:
+        raise CheckpointError("The step counts those that are done.", got=str(step), need="0 or more")
+    return int(step)
 
 
 def _check_files(folder: Path, *, contents: bool) -> None:

@@ -66,7 +66,8 @@ def shard(
 class ShardedBatches:
     """An iterator over batches on their devices; made by `spmdctx.data.shard`.
 
-    After its end, a new `for` begins a new pass over the source. Leaving a `for` early keeps the place; `close` ends the thread.
+    After its end, a new `for` begins a new pass over the source, which is an error where that is an iterator and has none. Leaving
+    a `for` early keeps the place; `close` ends the thread.
 
     Attributes:
         rows: how many rows of the last batch are real.
@@ -80,7 +81,7 @@ class ShardedBatches:
         self._remainder, self._mask, self._prefetch, self._whole = remainder, mask, prefetch, whole
         self._agreement = Agreement()
         self._ahead: Prefetcher[Ready] | None = None
-        self._ended = self._was_read = False
+        self._ended = self._was_read = self._is_used_up = False
         self._state: dict[str, Any] = {"batches": 0, "source": None}
         self.rows = self.padded_rows = self.dropped_rows = 0
         self.notes: tuple[str, ...] = ()
@@ -103,6 +104,7 @@ class ShardedBatches:
         self._state = {"batches": ready.number + (ready.batch is not None), "source": ready.source_state}
         self._note(ready)
         if ready.batch is None:
+            self._is_used_up = True
             self.close()
             raise StopIteration
         return ready.batch
@@ -150,6 +152,11 @@ class ShardedBatches:
         batches, own = self._state["batches"], self._state["source"]
         if batches and own is None and self._was_read and not is_ours:
             raise StrategyError("The source is an iterator that was read from: it cannot go back.", fix="set the state of a fresh one")
+        if own is None and self._is_used_up and not is_ours:
+            raise StrategyError(
+                "The source is an iterator that has ended: a second pass over it would be empty.",
+                fix="give an iterable that begins anew, such as a list, spmdctx.data.arrays, or a class with __iter__",
+            )
         self._was_read = True
         if own is not None:
             stateful: Any = iterator

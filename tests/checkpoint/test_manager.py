@@ -222,7 +222,31 @@ def test_what_a_kill_leaves_behind_is_no_checkpoint_and_is_removed(tmp_path):
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.steps() == (1,)
         assert checkpoints.restore({"w": jnp.zeros(2)}).step == 1
+        assert half.exists()  # it may be another's, who is saving
+        checkpoints.save(2, {"w": jnp.ones(2)})
+        checkpoints.wait()
+        assert checkpoints.steps() == (1, 2)
     assert not half.exists()
+
+
+def test_who_only_restores_leaves_the_save_of_another_alone(tmp_path):
+    state = {"w": jnp.ones((1500, 1500))}
+    with CheckpointManager(tmp_path) as training:
+        training.save(1, state)
+        with CheckpointManager(tmp_path) as reader:
+            reader.restore({"w": jnp.zeros((1500, 1500))})
+        training.wait()
+        assert training.steps() == (1,)
+        with CheckpointManager(tmp_path) as other, pytest.raises(CheckpointError, match="Step 1 is saved already"):
+            other.save(1, state)
+
+
+def test_leaves_without_numbers_come_back(tmp_path):
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"none": np.zeros((0, 3)), "w": jnp.ones(2), "of jax": jnp.zeros((2, 0), jnp.int32)})
+        found = checkpoints.restore({"none": np.ones((0, 3)), "w": jnp.zeros(2), "of jax": jnp.zeros((2, 0), jnp.int32)}).state
+    assert (found["none"].shape, found["of jax"].shape, found["of jax"].dtype) == ((0, 3), (2, 0), jnp.int32)
+    np.testing.assert_array_equal(found["w"], [1, 1])
 
 
 def _files(folder: Any) -> list[Any]:
@@ -272,6 +296,29 @@ def test_another_state_is_refused_by_leaf(tmp_path, state, text):
         checkpoints.save(1, {"w": two, "moments": {"mu": two, "nu": two}})
         with pytest.raises(CheckpointError, match=text):
             checkpoints.restore(state)
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "error", "text"),
+    [
+        (-1, {"w": 1}, CheckpointError, "counts those that are done(.|\n)*-1"),
+        (1.0, {"w": 1}, TypeError, "an int(.|\n)*1.0"),
+        (True, {"w": 1}, TypeError, "an int(.|\n)*True"),
+        (1, {}, CheckpointError, "nothing to save"),
+        (1, {"w": np.zeros((0, 2))}, CheckpointError, "nothing to save(.|\n)*1 leaves"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(tmp_path, step, state, error, text):
+    with CheckpointManager(tmp_path) as checkpoints:
+        with pytest.raises(error, match=text):
+            checkpoints.save(step, state)
+        assert checkpoints.steps() == ()
+
+
+def test_an_empty_folder_of_a_step_is_named(tmp_path):
+    (tmp_path / "7").mkdir()
+    with CheckpointManager(tmp_path) as checkpoints, pytest.raises(CheckpointError, match=r"7.state.files\.json"):
+        checkpoints.restore({"w": 1})
 
 
 def test_wrong_use_is_refused(tmp_path):

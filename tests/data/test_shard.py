@@ -262,6 +262,15 @@ def test_a_state_leads_back_to_the_batch_after_the_last_given_out(kind, prefetch
     assert_same(list(again), want[2:])
 
 
+def test_a_second_pass_over_an_iterator_that_has_ended_is_an_error():
+    batches = spmdctx.data.shard(iter(batches_of(ROWS, ROWS)), planned())
+    assert len(list(batches)) == 2
+    with pytest.raises(StrategyError, match="has ended: a second pass over it would be empty"):
+        list(batches)
+    of_a_list = spmdctx.data.shard(batches_of(ROWS, ROWS), planned())
+    assert [len(list(of_a_list)), len(list(of_a_list))] == [2, 2]
+
+
 def test_a_pass_that_goes_on_may_end_with_a_short_batch_that_is_dropped():
     step, source = planned(), batches_of(ROWS, 5)
     batches = spmdctx.data.shard(source, step, remainder="drop")
