@@ -12,13 +12,14 @@ import jax
 from spmdctx.direct import OtherArgumentsError, direct_call, signature
 from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile import CompiledProgram, jit_program
-from spmdctx.lowering.wishes import wishes_of
+from spmdctx.lowering.wishes import Wishes, wishes_of
 from spmdctx.lowering.xla_options import compile_options
 from spmdctx.mesh_scope import auto_axes, has_explicit_type, has_mesh_type
 from spmdctx.plan.plan import Plan
 from spmdctx.plan_agreement import agree_on_plan, spans_processes
 from spmdctx.planner import Planned
 from spmdctx.processes import is_of_one_process, on_all
+from spmdctx.search.region_groups import region_groups
 from spmdctx.search.shared_reads import shared_reads
 from spmdctx.step_options import Environment
 from spmdctx.strategy_files import planned_with_files
@@ -93,8 +94,17 @@ class Entry:
         sums = [row for row in planned.plan.collectives if row.kind in ("reduce_scatter", "all_reduce")]
         largest = max(sums, key=lambda row: (row.kind == "reduce_scatter", row.payload_bytes), default=None)
         ways = 1 if largest is None else planned.mesh.num_slices(largest.axes)
-        grouped = any(one.bucket is not None for one in planned.plan.gradients)
+        grouped = bool(self._wishes.groups) or any(one.bucket is not None for one in planned.plan.gradients)
         return compile_options(devices, self.environment.context, ways, grouped)
+
+    @cached_property
+    def _wishes(self) -> Wishes:
+        planned, machine = self.planned, self.environment.settings.topology
+        program, assignment, mesh = planned.program, planned.assignment, planned.mesh
+        routes = shared_reads(program.graph, program.scopes, assignment, mesh, machine)
+        wishes = wishes_of(program, self.environment.context, routes, machine.scratch_bytes)
+        groups = region_groups(program.graph, assignment, mesh, wishes.buckets) if program.region_ops else {}
+        return wishes._replace(groups=groups)
 
     @cached_property
     def program(self) -> CompiledProgram:
@@ -106,8 +116,6 @@ class Entry:
         planned = self.planned
         devices = self.environment.devices[: planned.mesh.num_devices]
         donated = [index for index, leaf in enumerate(self.captured.inputs) if leaf.donated]
-        program, machine = planned.program, self.environment.settings.topology
-        routes = shared_reads(program.graph, program.scopes, planned.assignment, planned.mesh, machine)
         return jit_program(
             planned.program,
             planned.assignment,
@@ -115,7 +123,7 @@ class Entry:
             devices,
             donated=donated,
             compiler_options=self.compiler_options,
-            wishes=wishes_of(program, self.environment.context, routes, machine.scratch_bytes),
+            wishes=self._wishes,
             name=self.captured.name,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
@@ -29,6 +29,7 @@ from spmdctx.search.optimizer_state import layer_dims
 from spmdctx.search.price import Bill, price
 from spmdctx.search.reduced_once import sums_of_gradients
 from spmdctx.search.refined_mesh import refined_axes
+from spmdctx.search.region_groups import region_groups, ungrouped_note
 from spmdctx.search.select import SearchOptions, search
 from spmdctx.search.shortfall import over_budget
 from spmdctx.search.transfer import partial_axes
@@ -40,6 +41,9 @@ from spmdctx.wording import exact_bytes_text
 
 _WORTH_A_WORD = 0.01
 _NO_BUCKETS = "Buckets of gradients have no effect: the CPU compiler drops what keeps them apart, and reduces all of them at once."
+_NO_GROUPS = (
+    "shard(fusion=) groups nothing in the forward and backward pass: the CPU compiler combines what does not wait for others."
+)
 _SEARCHED = ("dynamic_programming", "recursive_programming")
 
 
@@ -105,6 +109,9 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices)
         notes = _notes(program, captured, setup, settings, assignment, bill)
+        if grouped and program.region_ops:
+            groups = region_groups(program.graph, assignment, setup.mesh, by_sum)
+            notes = (*notes, *_group_notes(program, settings, setup, bill, groups))
         without = _without_buckets(program, settings, setup, buckets) or _in_turns(program, assignment, gradients, buckets, holds)
         if without:
             warnings.warn(without, ContextWarning, stacklevel=2)
@@ -157,6 +164,13 @@ def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets
     if not settings.context.fuses_by_index or local or setup.mesh.num_devices == 1:
         return ""
     return "all_reduce_fusion_config has no effect: no gradient is found that the plan reduces; what a shard_map reduces is the user's own."
+
+
+def _group_notes(program: Program, settings: Settings, setup: Setup, bill: Bill, groups: Mapping[int, int]) -> list[str]:
+    """What of `shard(fusion=)` has no effect."""
+    machine = settings.topology
+    notes = ungrouped_note(program.graph, bill, setup.mesh, all_to_all=machine.uses_all_to_all)
+    return [*notes, _NO_GROUPS] if groups and machine.device == "cpu" else notes
 
 
 def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Gradient], buckets: Sequence[int | None], holds: Holds) -> str:

@@ -49,8 +49,9 @@ def shard(
         level: MindSpore's; without effect.
         cross_batch: reductions over the batch stay inside of each device's part of it, as `in_strategy` splits dimension 0:
             no device waits for another's statistics. Floating results without the batch are means over the parts. Of functions.
-        fusion: gradients of parameters that `fn` uses are reduced together, and apart from others: those of all regions with this
-            number are one bucket. 0: as the context says.
+        fusion: what the ops of `fn` reduce is reduced together, and apart from others. Gradients of parameters that regions with this
+            number use are one bucket; sums of the forward and of the backward pass are one collective where they do not need each
+            other. On CPU nothing is, and what is gathered nowhere: the plan's notes say so. 0: as the context says.
 
     Raises:
         TypeError: an argument has the wrong type.

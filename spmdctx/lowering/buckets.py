@@ -58,8 +58,10 @@ def tie_buckets(eqns: Sequence[Any], outputs: Sequence[Any], sums: Sequence[Sum]
 def _barrier(eqns: list[Any], outputs: list[Any], sums: list[Sum], first: list[Sum], second: list[Sum]) -> tuple[Any, Any, list[Sum]]:
     """One barrier between two buckets."""
     made = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
+    after_first = _computed_from(eqns, [one.reduced for one in first])
     held = [_latest(one.eqn, made) for one in second]
-    waiting = list(dict.fromkeys(var for var in held if var is not None))
+    # What is computed from the first bucket waits for it as it is.
+    waiting = list(dict.fromkeys(var for var in held if var is not None and var not in after_first))
     reduced = list(dict.fromkeys(one.reduced for one in first if not isinstance(one.reduced, jexc.Literal)))
     after = {var: jexc.Var(var.aval) for var in (*waiting, *reduced)}
     barrier = barrier_of(list(after), list(after.values()), first[0].eqn.source_info)
@@ -86,6 +88,15 @@ def _latest(eqn: Any, made: dict[Any, int]) -> Any:
 
 def _variables(eqn: Any) -> list[Any]:
     return [atom for atom in eqn.invars if not isinstance(atom, jexc.Literal)]
+
+
+def _computed_from(eqns: Sequence[Any], variables: Iterable[Any]) -> set[Any]:
+    """Some variables and all that depend on them."""
+    found = {var for var in variables if not isinstance(var, jexc.Literal)}
+    for eqn in _sorted(eqns):
+        if not found.isdisjoint(_variables(eqn)):
+            found.update(eqn.outvars)
+    return found
 
 
 def _renamed(atom: Any, names: dict[Any, Any]) -> Any:

@@ -86,9 +86,9 @@ class _Block:
         for value, var in zip(op.results, results, strict=True):
             if value in rewriter.held:
                 continue
-            if value in rewriter.wishes.buckets and partial_axes(op.rule, rewriter.assignment.ops[op.id].axes):
+            if value in rewriter.tied and partial_axes(op.rule, rewriter.assignment.ops[op.id].axes):
                 self._sums[value] = eqn
-            if value in rewriter.wishes.buckets or value in rewriter.carried:
+            if value in rewriter.tied or value in rewriter.carried:
                 self._held[value] = var
 
     def note_total(self, value: int, eqn: Any, var: Any) -> None:
@@ -152,7 +152,8 @@ class _Block:
 class _Rewriter:
     def __init__(self, program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, wishes: Wishes) -> None:
         self.wishes = wishes
-        self.carriers = carriers(program.graph, wishes.buckets) if wishes.buckets else {}
+        self.tied = wishes.tied
+        self.carriers = carriers(program.graph, self.tied) if self.tied else {}
         self.carried = frozenset(self.carriers.values())
         self.graph, self.assignment, self.mesh, self.jax_mesh = program.graph, assignment, mesh, jax_mesh
         sums = loop_sums(program.graph, wishes.buckets)
@@ -170,7 +171,7 @@ class _Rewriter:
     def bucket(self, value: int) -> int | None:
         """The bucket of a gradient's sum, None where it has none."""
         terms = self.held.totals[value].terms if value in self.held.totals else (value,)
-        return next((self.wishes.buckets[term] for term in terms if term in self.wishes.buckets), None)
+        return next((self.tied[term] for term in terms if term in self.tied), None)
 
     def next_op(self) -> Op | None:
         """The op of the next site, None where it is dead."""
@@ -474,7 +475,7 @@ def _kept_call(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block
 def _remat(rewriter: _Rewriter, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
     """A remat; where gradients have buckets dissolved, as JAX does it when it lowers one, or no barrier could reach inside."""
     jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
-    if not rewriter.wishes.buckets or consts:
+    if not rewriter.tied or consts:
         return _kept_call(rewriter, eqn, operands, block)
     prevents = eqn.params["prevent_cse"]
     prevents = prevents if isinstance(prevents, tuple) else (prevents,) * len(operands)

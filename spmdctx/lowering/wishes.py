@@ -24,6 +24,7 @@ class Wishes(NamedTuple):
         routes: shardings through which values get to the matrix products of a computation.
         scratch_bytes: what the chip holds of an operand while a matrix product and an update of state with it are computed at once;
             0 where the compiler computes them apart anyway.
+        groups: of sums of `shard(fusion=)` that make up no gradients, the number of the group in which they are reduced.
     """
 
     all_to_all: bool = True
@@ -31,6 +32,13 @@ class Wishes(NamedTuple):
     buckets: Mapping[int, int] = MappingProxyType({})
     routes: Routes = MappingProxyType({})
     scratch_bytes: int = 0
+    groups: Mapping[int, int] = MappingProxyType({})
+
+    @property
+    def tied(self) -> Mapping[int, int]:
+        """The groups of all sums that have one; those of gradients are reduced last."""
+        first = max(self.buckets.values(), default=-1) + 1
+        return {**self.buckets, **{value: first + number for value, number in self.groups.items()}} if self.groups else self.buckets
 
 
 NO_WISHES = Wishes()
