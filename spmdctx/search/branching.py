@@ -19,7 +19,7 @@ from spmdctx.search.solver.problem import FloatArray, Infeasible, IntArray, Prob
 from spmdctx.search.tables import Choices, Tables
 
 T = TypeVar("T")
-_WORK = 10_000
+_WORK = 40_000
 """States of all parts together that are looked at."""
 
 

@@ -31,7 +31,7 @@ from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.network import Network, build_network
 from spmdctx.search.price import price
 from spmdctx.search.solver.problem import Infeasible, Known, Problem, Solution
-from spmdctx.search.solver.solve import solve
+from spmdctx.search.solver.solve import Sought, solve
 from spmdctx.search.space import Space
 from spmdctx.search.stored_inputs import store_as_read
 from spmdctx.search.tables import Tables
@@ -42,7 +42,7 @@ _SOFT_ROUNDS = 2
 _HASTY_TOLERANCE = 0.03
 """Rounds for a budget that nobody set, of a large program, and the gap that is near enough."""
 
-_EQUAL = 1e-6
+_EQUAL = 5e-10
 _WORTH_THREE = 1e-3
 """Share of its seconds by which a mesh of three axes must be able to improve a large program's plan."""
 
@@ -115,6 +115,7 @@ class _Glance(NamedTuple):
     """What a first, short search on a mesh found."""
 
     tables: Tables
+    sought: Sought
     solution: Solution
 
 
@@ -182,7 +183,8 @@ class Searcher:
         few = [setup for setup in setups if len(setup.mesh.axes) < MAX_AXES]
         for setup in few:
             tables = self._tables(setup)
-            self._glances[setup.mesh] = _Glance(tables, self._solve(tables.problem(), float("-inf")))
+            sought = self._sought(tables)
+            self._glances[setup.mesh] = _Glance(tables, sought, self._solve(sought, float("-inf")))
         few.sort(key=lambda setup: self._glances[setup.mesh].solution.cost)
         return few + [setup for setup in setups if len(setup.mesh.axes) >= MAX_AXES]
 
@@ -209,7 +211,7 @@ class Searcher:
             return None
         tables = self._tables(replace(setup, mesh=AnyOrder.of_meshes(alike)))
         cutoff = known_s * (1 - self._margin(setup.mesh))
-        bound = self._solve(tables.problem(), cutoff).lower_bound
+        bound = self._solve(self._sought(tables), cutoff).lower_bound
         if bound < cutoff:
             return None
         self._bounds.update(dict.fromkeys(alike, bound))
@@ -262,7 +264,8 @@ class Searcher:
             return Beaten(glance.solution.lower_bound)
         tables = self._tables(setup) if glance is None else glance.tables
         is_proven = glance is not None and glance.solution.lower_bound == glance.solution.cost
-        solution = glance.solution if glance is not None and is_proven else self._solve(tables.problem(), cutoff)
+        sought = self._sought(tables) if glance is None else glance.sought
+        solution = glance.solution if glance is not None and is_proven else self._solve(sought, cutoff)
         if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - _EQUAL):
             return Beaten(solution.lower_bound)
         # Only of the best mesh, which is the last that is not beaten.
@@ -273,12 +276,14 @@ class Searcher:
         """The share by which a mesh must be better than others to be worth the whole search."""
         return _WORTH_THREE if len(mesh.axes) >= MAX_AXES and len(self._step.graph.ops) > SMALL_PROGRAM else _EQUAL
 
-    def _solve(self, problem: Problem, cutoff: float) -> Solution:
-        tolerance = self._options.limits.tolerance
-        solution = solve(problem, tolerance=tolerance, cutoff=cutoff)
+    def _sought(self, tables: Tables) -> Sought:
+        return Sought(tables.problem(), tolerance=self._options.limits.tolerance)
+
+    def _solve(self, sought: Sought, cutoff: float) -> Solution:
+        solution = sought.solve(cutoff)
         if isinstance(solution, Infeasible):
             # Everything whole is always possible; only pins and limits of the search can make that hard to see.
-            solution = solve(problem, effort=_LAST_EFFORT, tolerance=tolerance)
+            solution = solve(sought.problem, effort=_LAST_EFFORT, tolerance=self._options.limits.tolerance)
         if isinstance(solution, Infeasible):
             raise StrategyError("The search found no way to keep all pins and algo parameters.", fix="leave some of them out")
         return solution
@@ -381,6 +386,8 @@ class Searcher:
         if is_hasty and free is not None:
             known = Known(completed(limited, free.states), free.lower_bound)
         solution = solve(limited, effort=effort, tolerance=tolerance, known=known)
+        if self._is_small() and not _is_settled(solution, tolerance):
+            solution = solve(limited, effort=effort + 1, tolerance=tolerance)
         if isinstance(solution, Infeasible):
             return Shortfall(solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
         return solution
@@ -390,6 +397,11 @@ class Searcher:
         step = self._step
         bill = price(step.graph, step.scopes, step.loose, (), found.assignment, found.setup.mesh, self._topology, step.donated)
         return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes)
+
+
+def _is_settled(solution: Solution | Infeasible, tolerance: float) -> bool:
+    """Whether nothing is left to prove."""
+    return isinstance(solution, Infeasible) or solution.cost - solution.lower_bound <= max(tolerance, _EQUAL) * solution.cost
 
 
 def _numbered(pins: Mapping[int, object]) -> dict[int, int]:

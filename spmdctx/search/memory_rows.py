@@ -339,15 +339,19 @@ class _Builder:
         return copy
 
     def _made(self, node: int, result: int) -> tuple[IntArray, IntArray]:
-        """Per state of an op: the sharding of a partial result before its reduction (-1 of others), and after it."""
+        """Per state of an op: the sharding of a partial result before its reduction (-1 of others), and after it.
+
+        A sum of partial results is first made as it is split, and then scattered.
+        """
         choices = self._tables.choices[node]
         assert choices.split is not None
         assert choices.states is not None
         kinds = self._space.graph.ops[self._network.nodes[node].member].rule.kinds
         summed = [factor for factor, kind in enumerate(kinds) if kind is FactorKind.REDUCTION]
         is_partial = np.asarray((choices.split.rows[:, summed] > 0).any(axis=1))
-        split = choices.states.split
-        return np.where(is_partial[split], choices.split.results[result][split], -1), choices.stored[result]
+        natural = choices.split.results[result][choices.states.split]
+        after = np.where(choices.states.unreduced_in > 0, natural, choices.stored[result])
+        return np.where(is_partial[choices.states.split], natural, -1), after
 
     def _shared(self, key: tuple[object, ...], table: FloatArray) -> FloatArray:
         return self._memo.setdefault(key, table)

@@ -33,6 +33,7 @@ from spmdctx.search.recursive_mesh import join_axes, joined_mesh, round_mesh, tr
 from spmdctx.search.recursive_rounds import Decided, decide, log_rounds
 from spmdctx.search.recursive_splits import FewSplits
 from spmdctx.search.solver.problem import Solution
+from spmdctx.search.solver.solve import Sought
 from spmdctx.search.space import Space
 from spmdctx.search.tables import Tables
 from spmdctx.search.transfer import FactorAxes
@@ -120,7 +121,7 @@ class Recursive(Searcher):
     def _fastest_on(self, setup: Setup, known_s: float) -> Found | Beaten:
         tables = self._tables(setup)
         joined = tables.joined()
-        solution = self._solve(joined.problem, known_s)
+        solution = self._solve(Sought(joined.problem, tolerance=self._options.limits.tolerance), known_s)
         if solution.lower_bound >= known_s:
             return Beaten(solution.lower_bound)
         return self._found(setup, tables, joined.apart(solution))

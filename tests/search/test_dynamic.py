@@ -171,10 +171,11 @@ def test_the_plan_is_the_cheapest_in_any_budget_between_the_least_and_what_the_f
 
 @pytest.mark.parametrize(
     ("seed", "budget"),
-    [(3089, 3738), (5010, 3113), (5088, 29752), (5160, 24164), (5257, 11643), (5278, 34911)],
+    [(3089, 3738), (5010, 3113), (5088, 29752), (5160, 24164), (5257, 11643), (5278, 34911), (30183, 6032), (30265, 265749)],
 )
 def test_nothing_is_counted_that_a_plan_does_not_hold(seed, budget, monkeypatch):
-    # Narrow copies, partial results, slices of what others gather, partial results of fused ops, a value that an op takes twice.
+    # Narrow copies, partial results, slices of what others gather, partial results of fused ops, a value that an op takes twice,
+    # sums of partial results before they are scattered; and one of which the proof takes more than the usual effort.
     monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 4000)
     made = random_step(seed, 4)
     assert _check_budget(fused(made) if seed % 2 and seed > 5000 else made, random_mesh(seed), random_machine(seed), budget)
@@ -216,7 +217,7 @@ def test_what_is_cheapest_on_any_order_of_a_mesh_is_a_bound_for_each(first):
     assert several >= TOGETHER // 2
 
 
-@pytest.mark.parametrize(("small", "share"), [(0, 1e-3), (100, 1e-6)])
+@pytest.mark.parametrize(("small", "share"), [(0, 1e-3), (100, 1e-9)])
 @pytest.mark.parametrize("seed", range(4200, 4206))
 def test_meshes_of_three_axes_are_searched_as_far_as_they_are_worth(seed, small, share, monkeypatch):
     monkeypatch.setattr(dynamic, "SMALL_PROGRAM", small)

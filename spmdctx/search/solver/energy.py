@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,6 +37,12 @@ _LOOSE = 4
 REDUCING_SHARE = 0.1
 """Share of the time that one reduction may take."""
 SWEEPS = (10, 15, 25, 50, 100)
+MORE_SWEEPS = 200
+"""Sweeps of each further round, where the effort allows all of those."""
+MORE_WORK = 2e8
+"""Additions of all further rounds at effort 0; each effort may take four times as many."""
+WORTH_SWEEPS = 0.02
+"""Share of the gap by which a further round must raise the bound to go on."""
 TRIPLES_WORK = 15_000_000
 MAX_TRIPLES = 10_000_000
 """Entries that the triples added at one time may have."""
@@ -106,13 +112,30 @@ def shrink(graph: Graph, search: Search, rows: Rows | None = None) -> bool:
             return True
 
 
+class Minimisation:
+    """The minimisation of one graph, which may be left early and go on with a higher cutoff in `search`. The graph is left as it is."""
+
+    def __init__(self, graph: Graph, search: Search) -> None:
+        self._core, self._search = graph.copy(), search
+        self._is_possible = shrink(self._core, search)
+        self._shells: _Shells | None = None
+
+    def run(self) -> Minimum | None:
+        """The states of least cost, or the best found with its bound; None if every choice is infinite."""
+        if not self._is_possible:
+            return None
+        found = None
+        if self._shells is None:
+            found = _eliminated(self._core, self._search, DIRECT_WORK)
+        if found is None:
+            self._shells = self._shells or _Shells(self._core, self._search)
+            found = self._shells.run()
+        return None if found is None else found._replace(states=self._core.complete(found.states))
+
+
 def minimise(graph: Graph, search: Search) -> Minimum | None:
     """The states of least cost, or the best found with its bound; None if every choice is infinite. `graph` is left as it is."""
-    core = graph.copy()
-    if not shrink(core, search):
-        return None
-    found = _eliminated(core, search, DIRECT_WORK) or _Shells(core, search).run()
-    return None if found is None else found._replace(states=core.complete(found.states))
+    return Minimisation(graph, search).run()
 
 
 def is_narrow(graph: Graph) -> bool:
@@ -148,29 +171,22 @@ class _Shells:
         # What was left out of the core costs at least this much.
         self._outside = np.inf
         self._smaller: list[Graph] = []
+        self._dual: Dual | None = Dual(core)
+        self._of_messages: Bound | None = None
+        self._schedule = self._rounds()
 
     def run(self) -> Minimum | None:
-        dual: Dual | None = Dual(self.core)
-        bound: Bound | None = None
-        for num_sweeps in SWEEPS[: self.search.rounds]:
-            if dual is not None and bound is not None:
-                dual = self._without_useless(dual, bound)
-            if dual is None:
+        """The best states; called again with a higher cutoff, it goes on where it stopped."""
+        while self._goes_on():
+            num_sweeps = next(self._schedule, 0)
+            if not num_sweeps:
                 break
-            dual.sweep(num_sweeps, self.search.expired)
-            self.search.count("sweeps", num_sweeps)
-            bound = dual.bound()
-            self._raise(bound.value + self.core.base)
-            states = dual.decode()
-            value = descend(self.core, states)
-            self._offer(Minimum(states, value + self.core.base, 0.0))
-            if self._is_done():
-                if self._gap() > EQUAL * abs(self.best.cost if self.best else 0.0) and self.bound < self.search.cutoff:
-                    # Near enough; one look at the shells often finds much better states.
-                    self._closed(bound)
+            if self._dual is not None and self._of_messages is not None:
+                self._dual = self._without_useless(self._dual, self._of_messages)
+            if self._dual is None:
                 break
-            if (self._is_near() and self._closed(bound)) or self.search.expired():
-                break
+            self._of_messages = self._swept(self._dual, num_sweeps)
+        dual, bound = self._dual, self._of_messages
         if dual is not None and bound is not None and not self._is_done() and not self.search.expired():
             self._tighten(dual, bound)
         if not self._is_done():
@@ -181,6 +197,44 @@ class _Shells:
         if self.best is None:
             return None
         return self.best._replace(bound=self.best.cost if self._gap() <= EQUAL * abs(self.best.cost) else self.bound)
+
+    def _goes_on(self) -> bool:
+        """Whether to sweep once more, after a look at the shells of the bound."""
+        bound = self._of_messages
+        if bound is None:
+            return True
+        if self._is_done():
+            if self._gap() > EQUAL * abs(self.best.cost if self.best else 0.0) and self.bound < self.search.cutoff:
+                # Near enough; one look at the shells often finds much better states.
+                self._closed(bound)
+            return False
+        return not ((self._is_near() and self._closed(bound)) or self.search.expired())
+
+    def _swept(self, dual: Dual, num_sweeps: int) -> Bound:
+        dual.sweep(num_sweeps, self.search.expired)
+        self.search.count("sweeps", num_sweeps)
+        bound = dual.bound()
+        self._raise(bound.value + self.core.base)
+        states = dual.decode()
+        value = descend(self.core, states)
+        self._offer(Minimum(states, value + self.core.base, 0.0))
+        return bound
+
+    def _rounds(self) -> Iterator[int]:
+        """How often to sweep before each look at the bound: ever more often, and in the end for as long as the bound rises."""
+        yield from SWEEPS[: self.search.rounds]
+        if self.search.rounds < len(SWEEPS) or self.best is None:
+            return
+        sizes, links = self.core.size, self.core.links
+        work = sum(sizes(node) * sizes(other) for node in self.core.nodes() for other in links[node])
+        before = self.bound
+        for _ in range(int(MORE_WORK * 4.0**self.search.effort / (work * MORE_SWEEPS))):
+            if self._gap() <= GOOD_GAP / 4**self.search.effort * abs(self.best.cost):
+                return
+            yield MORE_SWEEPS
+            if self.bound - before < WORTH_SWEEPS * self._gap():
+                return
+            before = self.bound
 
     def _tighten(self, dual: Dual, bound: Bound) -> None:
         """Raises the bound by triples, more of them each time that it hardly rises; the states that cost too much are left out."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from spmdctx.search.solver.constrained import Constrained
 from spmdctx.search.solver.dominance import supported
-from spmdctx.search.solver.energy import SWEEPS, WORK, Minimum, Search, minimise, shrink
+from spmdctx.search.solver.energy import SWEEPS, WORK, Minimisation, Minimum, Search, minimise, shrink
 from spmdctx.search.solver.graph import Graph, cost_of
 from spmdctx.search.solver.memory import Rows
 from spmdctx.search.solver.pool import Pool
@@ -46,8 +46,7 @@ def solve(
         `Infeasible` at time -1 with an infinite limit. The limit that it names works, and is the smallest if no pair of states is
         forbidden or the problem is small. A large problem with forbidden pairs may be called infeasible because none that fits was found.
     """
-    rounds = min(len(SWEEPS), effort + 3)
-    search = Search(effort, WORK // 16 * 4**effort, rounds, tolerance, cutoff, *_clock(deadline))
+    search = _search(effort, tolerance, cutoff, deadline)
     graph = Graph.of(problem.costs, problem.edges, Pool())
     with np.errstate(invalid="ignore"):
         if not supported(graph):
@@ -59,6 +58,39 @@ def solve(
             found = Constrained(graph, rows, search, None if known is None else _present(graph, known)).run()
         else:
             found = None
+    return _solution(problem, graph, found, search)
+
+
+class Sought:
+    """A problem without memory of which the solution may be sought in several steps.
+
+    Args:
+        problem: Costs and tables; a memory is not looked at.
+        effort: As in `solve`.
+        tolerance: As in `solve`.
+    """
+
+    def __init__(self, problem: Problem, *, effort: int = 2, tolerance: float = 0.0) -> None:
+        self.problem = problem
+        self._search = _search(effort, tolerance, float("inf"), None)
+        self._graph = Graph.of(problem.costs, problem.edges, Pool())
+        with np.errstate(invalid="ignore"):
+            self._minimisation = Minimisation(self._graph, self._search) if supported(self._graph) else None
+
+    def solve(self, cutoff: float = float("inf")) -> Solution | Infeasible:
+        """What `solve` finds with this cutoff; with a higher one than before it goes on where it stopped."""
+        self._search.cutoff = cutoff
+        with np.errstate(invalid="ignore"):
+            found = None if self._minimisation is None else self._minimisation.run()
+        return _solution(self.problem, self._graph, found, self._search)
+
+
+def _search(effort: int, tolerance: float, cutoff: float, deadline: float | Callable[[], bool] | None) -> Search:
+    return Search(effort, WORK // 16 * 4**effort, min(len(SWEEPS), effort + 3), tolerance, cutoff, *_clock(deadline))
+
+
+def _solution(problem: Problem, graph: Graph, found: Minimum | Infeasible | None, search: Search) -> Solution | Infeasible:
+    """What was found for the graph, for the problem."""
     if found is None:
         return HOPELESS
     if isinstance(found, Infeasible):
@@ -67,7 +99,7 @@ def solve(
     cost = cost_of(problem.costs, problem.edges, states)
     # The same cost summed in another order; a proven optimum stays proven.
     bound = cost if found.bound == found.cost else min(cost, found.bound)
-    return Solution(states, cost, bound, search.counts)
+    return Solution(states, cost, bound, dict(search.counts))
 
 
 def _present(graph: Graph, known: Known) -> Known | None:

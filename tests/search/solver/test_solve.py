@@ -1,9 +1,11 @@
 import numpy as np
 import pytest
 
+from spmdctx.search.solver.energy import MORE_SWEEPS, SWEEPS
 from spmdctx.search.solver.problem import Edge, Infeasible, Problem, Solution
-from spmdctx.search.solver.solve import solve
+from spmdctx.search.solver.solve import Sought, solve
 from tests.search.solver.problems import cost_of, random_problem, truth, usage_of
+from tests.search.solver.test_dual import grid
 
 
 def check(problem):
@@ -67,3 +69,43 @@ def test_a_search_that_is_cut_short_still_has_states_and_a_bound(monkeypatch):
         assert isinstance(cut, Solution), seed
         assert np.isfinite(cut.cost)
         assert cut.lower_bound <= best.cost * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_search_that_goes_on_ends_as_one_that_was_never_left(seed, monkeypatch):
+    monkeypatch.setattr("spmdctx.search.solver.energy.DIRECT_WORK", 0)
+    problem = planted(seed) if seed % 2 else grid(5, 6, seed)
+    sought = Sought(problem)
+    left = sought.solve(-np.inf)
+    at_once, resumed = solve(problem), sought.solve()
+    assert left.counts.get("sweeps", 0) <= at_once.counts.get("sweeps", 0)
+    assert resumed == at_once
+
+
+def test_a_problem_without_finite_choices_stays_hopeless():
+    sought = Sought(Problem((np.full(2, np.inf), np.zeros(2)), (Edge(0, 1, np.eye(2)),)))
+    assert isinstance(sought.solve(-np.inf), Infeasible)
+    assert isinstance(sought.solve(), Infeasible)
+
+
+def ladder(length):
+    """Two long rows in which neighbours want to be near each other, and rungs that want anything."""
+    random = np.random.default_rng(length)
+    far = np.abs(np.arange(6)[:, None] - np.arange(6)) * 3.0
+    edges = [Edge(node, node + 2, far) for node in range(2 * length - 2)]
+    for step in (1, 3, 5):
+        edges += [Edge(node, node + step, random.random((6, 6))) for node in range(0, 2 * length - step, 2)]
+    return Problem(tuple(random.random(6) for _ in range(2 * length)), tuple(edges))
+
+
+def test_sweeps_go_on_as_long_as_they_raise_the_bound(monkeypatch):
+    for name in ("DIRECT_WORK", "SHELL_WORK", "TRIPLES_WORK"):
+        monkeypatch.setattr(f"spmdctx.search.solver.energy.{name}", 0)
+    monkeypatch.setattr("spmdctx.search.solver.solve.WORK", 0)
+    found = {}
+    for work in (0.0, 2e8):
+        monkeypatch.setattr("spmdctx.search.solver.energy.MORE_WORK", work)
+        found[work] = solve(ladder(30))
+    assert found[0.0].counts["sweeps"] == sum(SWEEPS)
+    assert found[2e8].counts["sweeps"] >= sum(SWEEPS) + MORE_SWEEPS
+    assert found[0.0].lower_bound < found[2e8].lower_bound <= found[2e8].cost
