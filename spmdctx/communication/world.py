@@ -38,7 +38,8 @@ def init(
     arguments. Where there is none, the world is this process with its devices. A second call changes nothing.
 
     With `watch`, a process that is killed or fails ends all others at once with an error that names it. What the watch cannot
-    see, a machine that freezes, JAX finds out after `heartbeat_timeout_s`.
+    see, a machine that freezes, JAX finds out after `heartbeat_timeout_s`. SIGTERM ends a process, as JAX's preemption service
+    is not started; who wants it calls `jax.distributed.initialize` before.
 
     Args:
         backend: "nccl" for GPUs, "gloo" for CPUs, "tpu"; None takes what JAX finds.
@@ -190,6 +191,8 @@ def _cluster(address: str | None, count: int | None, number: int | None, devices
 
 
 def _start(cluster: Cluster | None, platform: str | None, timeout_s: float, heartbeat_timeout_s: float) -> None:
+    # JAX's own would catch SIGTERM and do nothing more: neither a launcher nor a user could stop the job.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         if cluster is not None:
             jax.distributed.initialize(

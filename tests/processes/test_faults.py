@@ -65,7 +65,7 @@ def test_nothing_is_lost_beyond_the_last_checkpoint(trainings):
 
 def test_an_error_on_one_process_is_told_by_the_others():
     start = time.time()
-    code, _, err = run_module("tests.processes.work_fails", [], 2, timeout_s=90, succeeds=False)
+    code, _, err = run_module("tests.processes.work_fails", ["error"], 2, timeout_s=90, succeeds=False)
     lines = err.splitlines()
     assert code == 1
     assert "[0] ValueError: no such file: train.txt" in lines
@@ -73,3 +73,17 @@ def test_an_error_on_one_process_is_told_by_the_others():
     assert "[1]   got:   ValueError: no such file: train.txt" in lines
     assert lines[-1] == "Process 0 ended with exit code 1."
     assert time.time() - start < 60
+
+
+def test_an_exit_on_one_process_is_told_by_the_others():
+    code, _, err = run_module("tests.processes.work_fails", ["exit"], 2, timeout_s=90, succeeds=False)
+    lines = err.splitlines()
+    assert code == 5
+    assert "[0] error: Process 1 has failed; process 0 cannot go on without it and ends." in lines
+    assert "[0]   got:   it ended with exit code 5" in lines
+    assert lines[-1] == "Process 1 ended with exit code 5."
+
+
+def test_a_process_of_a_job_can_be_terminated():
+    code, _, err = run_module("tests.processes.work_fails", ["terminated"], 1, timeout_s=90, succeeds=False)
+    assert (code, err.splitlines()[-1]) == (143, "Process 0 was killed by SIGTERM.")
