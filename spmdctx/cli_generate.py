@@ -28,6 +28,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--prompt", action="append", metavar="TEXT", help="what the text begins with; several make a batch")
     text.add_argument("--tokens", type=int, default=48, metavar="N", help="new tokens (default: %(default)s)")
     text.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (default: %(default)s)")
+    text.add_argument("--stop", metavar="TEXT", help="a token that ends a text, such as </s>")
     text.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
     text.add_argument(
         "--tokenizer",
@@ -46,6 +47,7 @@ def generate(arguments: argparse.Namespace, output: Output) -> int:
     choice = started(arguments, output)
     config, tokenizer = _model(choice, arguments.checkpoint), _tokenizer(arguments)
     prompts = [_encoded(tokenizer, text, config) for text in arguments.prompt or ["The "]]
+    stop = None if arguments.stop is None else _stop(tokenizer, arguments.stop)
     _check_options(arguments)
     _checkpoint_folder(arguments.checkpoint)  # before the planning, which takes longer
     length = max(map(len, prompts)) + arguments.tokens
@@ -58,9 +60,9 @@ def generate(arguments: argparse.Namespace, output: Output) -> int:
             network, loaded = _loaded(generator, arguments)
         output.title("Text")
         start = time.perf_counter()
-        tokens = generator.run(network, prompts, arguments.tokens, temperature=arguments.temperature, seed=arguments.seed)
+        tokens = generator.run(network, prompts, arguments.tokens, temperature=arguments.temperature, seed=arguments.seed, stop=stop)
         seconds = time.perf_counter() - start
-    texts = [tokenizer.decode(np.concatenate(pair)) for pair in zip(prompts, tokens, strict=True)]
+    texts = [tokenizer.decode(np.concatenate([prompt, _until(row, stop)])) for prompt, row in zip(prompts, tokens, strict=True)]
     for text in texts:
         output.say(text)
     output.say(f"{loaded}; {tokens.size} tokens in {seconds:.1f} s, compiling included")
@@ -102,6 +104,18 @@ def _encoded(tokenizer: Tokenizer, text: str, config: DecoderConfig) -> np.ndarr
             "The tokenizer has tokens that the model does not know.", got=f"token {tokens.max()}", need=f"numbers below {config.vocab_size}"
         )
     return tokens
+
+
+def _stop(tokenizer: Tokenizer, text: str) -> int:
+    tokens = tokenizer.encode(text)
+    if len(tokens) != 1:
+        raise ContextError("--stop is no token of the tokenizer.", got=f"{text!r}, which is {len(tokens)} tokens", need="one")
+    return int(tokens[0])
+
+
+def _until(tokens: np.ndarray, stop: int | None) -> np.ndarray:
+    """The tokens before the first one that ends the text."""
+    return tokens if stop is None else tokens[: np.argmax(np.append(tokens, stop) == stop)]
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

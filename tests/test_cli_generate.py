@@ -71,6 +71,7 @@ def test_a_folder_without_sizes_takes_those_of_the_arguments(run_folder, capsys)
         ([".", "--layers", "1"], "no complete checkpoint"),
         ([".", "--tokens", "0"], "--tokens must be at least 1"),
         ([".", "--prompt", ""], "at least one token"),
+        ([".", "--stop", "no token"], "--stop is no token of the tokenizer"),
         ([".", "--tokenizer", "words.json"], "is no tokenizer"),
         ([".", "--tokenizer", "many.json", "--prompt", "far word"], "tokens that the model does not know"),
     ],

@@ -95,6 +95,7 @@ class Generator:
         *,
         temperature: float = 0.0,
         seed: int = 0,
+        stop: int | None = None,
         show: Callable[[np.ndarray], None] | None = None,
     ) -> np.ndarray:
         """Goes on with each prompt for `count` tokens.
@@ -107,6 +108,7 @@ class Generator:
             count: new tokens per prompt.
             temperature: 0 takes the likeliest token; the higher, the more even the draw.
             seed: of the draws, which do not depend on how the model is split.
+            stop: a token that ends an answer: what would follow it is that token again; all ended, no more are made.
             show: called with each new token of every prompt, [batch].
 
         Returns:
@@ -121,15 +123,21 @@ class Generator:
         for row, prompt in zip(known, prompts, strict=True):
             row[: len(prompt)] = prompt
         key, heat = jax.random.key(seed), np.float32(temperature)
-        start = 0
+        start, answers = 0, np.asarray(lengths)
         for end in range(first, known.shape[1]):
             step, where = self._for_tokens(end - start)
             tokens = jax.make_array_from_callback((len(prompts), end - start), where, partial(_block, known[:, start:end]))
             drawn = _host(step(model, tokens, jax.random.fold_in(key, end), heat))[:, 0]
-            known[:, end] = np.where(np.asarray(lengths) > end, known[:, end], drawn)
+            known[:, end] = np.where(answers > end, known[:, end], drawn)
+            if stop is not None:
+                has_ended = (answers < end) & (known[:, end - 1] == stop)
+                known[has_ended, end] = stop
             if show is not None:
                 show(known[:, end])
             start = end
+            if stop is not None and np.all((answers <= end) & (known[:, end] == stop)):
+                known[:, end:] = stop
+                break
         return np.stack([row[length : length + count] for row, length in zip(known, lengths, strict=True)])
 
     def _remembering(self) -> Decoder:

@@ -97,6 +97,21 @@ def test_one_device_gives_what_whole_sequences_give(checkpoint, one_device):
     np.testing.assert_array_equal(np.stack(shown, axis=1)[1], [13, 14, *greedy[1]])
 
 
+def test_a_token_that_ends_an_answer_stands_for_all_that_would_follow(checkpoint, one_device):
+    greedy, shown = one_device[0], []
+    generator = Generator(TINY, batch=2, length=12, device_num=1)
+    network = generator.network()
+    spmdctx.load_distributed_checkpoint({"model": network}, checkpoint, generator.layouts)
+    stop = int(greedy[0, 1])
+    found = generator.run(network, PROMPTS, 5, stop=stop, show=shown.append)
+    for row, whole in zip(found, greedy, strict=True):
+        end = list(whole).index(stop) if stop in whole else 5
+        assert list(row) == [*whole[:end], *[stop] * (5 - end)]
+    ended = generator.run(network, PROMPTS, 5, stop=int(greedy[1, 4]))
+    assert ended[1, 4] == greedy[1, 4]
+    assert len(shown) <= 7
+
+
 def test_what_does_not_fit_is_refused():
     generator = Generator(TINY, batch=2, length=12, parallel_mode="stand_alone", device_num=1)
     network = generator.network()
