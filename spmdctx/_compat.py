@@ -46,6 +46,13 @@ def key_value_store() -> KeyValueStore:
     return KeyValueStore(distributed.global_state.client)
 
 
+def has_used_devices() -> bool:
+    """Whether JAX has started on its devices, after which no job can be joined."""
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge.backends_are_initialized())
+
+
 def is_compile_only(device: Any) -> bool:
     """Whether a device is a description to compile for; JAX has no public way to ask, and fails late when it is used."""
     return "CompileOnly" in type(getattr(device, "client", None)).__name__

@@ -24,6 +24,7 @@ import jax
 from spmdctx._compat import key_value_store
 from spmdctx.communication.clusters import Cluster
 from spmdctx.communication.exits import ExitHook
+from spmdctx.communication.meeting import listen
 from spmdctx.errors import message
 
 PEER_LOST = 76
@@ -109,7 +110,7 @@ def start_watch(cluster: Cluster, timeout_s: float) -> Watch | None:
     host = cluster.address.rpartition(":")[0].strip("[]")
     if process == 0:
         token = secrets.token_hex(8)
-        hub = _Hub(_listener(), token, jax.process_count())
+        hub = _Hub(listen(0), token, jax.process_count())
         store.set(_ADDRESS, f"{hub.port} {token}")
     said = store.get(_ADDRESS, timeout_s)
     port, _, token = (said or "0 ").partition(" ")
@@ -196,13 +197,6 @@ class _Hub:
         self._server.close()
         for link in self._buffers:
             link.close()
-
-
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def _keep_alive(link: socket.socket) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 
-from spmdctx._compat import key_value_store
+from spmdctx._compat import has_used_devices, key_value_store
 from spmdctx.communication.clusters import Cluster, detect
 from spmdctx.communication.entered import World, enter, entered, is_initialized
 from spmdctx.communication.groups import WORLD, forget_groups, own_ranks
 from spmdctx.communication.launcher import die_with_launcher
+from spmdctx.communication.meeting import meet
 from spmdctx.communication.watch import start_watch
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError, message
 
@@ -191,6 +192,10 @@ def _cluster(address: str | None, count: int | None, number: int | None, devices
 
 
 def _start(cluster: Cluster | None, platform: str | None, timeout_s: float, heartbeat_timeout_s: float) -> None:
+    if cluster is not None and has_used_devices():
+        raise CommunicationError("init is called after JAX has used a device.", fix="call init() first, at the start of the script")
+    if cluster is not None:
+        meet(cluster, timeout_s)
     # JAX's own would catch SIGTERM and do nothing more: neither a launcher nor a user could stop the job.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -212,8 +217,6 @@ def _start(cluster: Cluster | None, platform: str | None, timeout_s: float, hear
 
 
 def _not_started(cluster: Cluster | None, timeout_s: float, error: Exception) -> CommunicationError:
-    if "must be called before" in str(error):
-        return CommunicationError("init is called after JAX has used a device.", fix="call init() first, at the start of the script")
     if cluster is None:
         return CommunicationError("This machine does not know of a job with TPUs.", got=str(error).splitlines()[0])
     return CommunicationError(
