@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmdctx.ir import LITERAL, FactorKind, Graph, Op, Role, item_bytes
+from spmdctx.search.memory_late import GradientProduct, gradient_products
 from spmdctx.search.memory_narrow import narrow_values
-from spmdctx.search.memory_order import order, turn_ends
+from spmdctx.search.memory_order import first_runs, needed_products, order, turn_ends
 
 _CARRIED = frozenset({"scan.next", "while.next"})
 _ENTERING = frozenset({"scan.enter", "while.enter"})
@@ -49,7 +50,8 @@ class StepMemory(NamedTuple):
 
     `held` says per value whether it exists in memory (a last 0 stands for literals), `narrow` which of them are kept in the type of
     matrix operands where the compiler does so. `runs` says when each op runs; `times` too, but for a fused op when that runs which
-    it is fused into, the last one where these are several; `turns` where the turn of a loop ends that an op is in.
+    it is fused into, the last one where these are several, and `firsts` for the first one; `turns` where the turn of a loop ends that
+    an op is in. `products` are the matrix products that others need, `gradients` those that may run last; none where nothing is moved.
     """
 
     lives: tuple[ValueLife, ...]
@@ -57,7 +59,10 @@ class StepMemory(NamedTuple):
     narrow: bytearray
     runs: tuple[int, ...]
     times: tuple[int, ...]
+    firsts: tuple[int, ...]
     turns: tuple[int, ...]
+    products: tuple[int, ...]
+    gradients: tuple[GradientProduct, ...]
 
 
 class Peak(NamedTuple):
@@ -159,7 +164,7 @@ class _Loops:
 
 class _Liveness:
     def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int], waits: bool) -> None:
-        self.graph, self.donated, self.scopes = graph, donated, scopes
+        self.graph, self.donated, self.scopes, self.waits = graph, donated, scopes, waits
         self.held = _held(graph)
         self.loops = _Loops(graph, scopes)
         self.end = [-1] * (len(graph.values) + 1)
@@ -183,7 +188,10 @@ class _Liveness:
                     start = self.start.get(value, self.runs[op.id])
                     found.append(ValueLife(value, start, max(self.end[value], start)))
         narrow, turns = narrow_values(self.graph, self.held), turn_ends(self.graph, self.scopes)
-        return StepMemory(tuple(found), self.held, narrow, self.runs, tuple(self.times), turns)
+        firsts, times = first_runs(self.graph, self.held, self.runs), tuple(self.times)
+        products = needed_products(self.graph)
+        gradients = gradient_products(self.graph, self.held, turns) if self.waits else ()
+        return StepMemory(tuple(found), self.held, narrow, self.runs, times, firsts, turns, products, gradients)
 
     def _becomes(self, value: int) -> bool:
         """Whether a donated input has a next value of its kind to lend its memory to."""

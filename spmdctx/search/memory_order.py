@@ -72,6 +72,36 @@ def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
     return tuple(ends)
 
 
+def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int, ...]:
+    """Per op when it first runs: a fused one when the first op does that it is fused into.
+
+    Args:
+        graph: the step.
+        held: per value whether it exists in memory.
+        runs: of `order`.
+    """
+    first, never = list(runs), len(graph.ops)
+    read = [never] * (len(graph.values) + 1)
+    for op in reversed(graph.ops):
+        if op.results and "." not in op.primitive:
+            time = never
+            for value in op.results:
+                time = min(time, runs[op.id] if held[value] else read[value])
+            if time != never:
+                first[op.id] = time
+        time = first[op.id]
+        for value in op.operands:
+            if read[value] > time:
+                read[value] = time
+    return tuple(first)
+
+
+def needed_products(graph: Graph) -> tuple[int, ...]:
+    """The matrix products that other products need."""
+    terminal = sides(graph).terminal
+    return tuple([op.id for op in graph.ops if op.primitive in MATRIX_PRODUCTS and not all(terminal[value] for value in op.results)])
+
+
 class _Others:
     """The ops of a step that matrix products need: what they find in memory is what counts."""
 

@@ -194,16 +194,19 @@ class _Builder:
         return company
 
     def add_copies(self, memory: StepMemory) -> None:
-        """What uses gather, from the first product that takes it so to the last."""
+        """What uses gather, from the first product that takes it so to the last; of products that may be last, nobody knows when."""
         network = self._network
         readers: dict[tuple[int, int], list[_Reader]] = {}
+        may_be_last = {one.op for one in memory.gradients}
         for op, scope in zip(self._space.graph.ops, network.scopes, strict=True):
-            if op.primitive in MATRIX_PRODUCTS:
+            if op.primitive in MATRIX_PRODUCTS and op.id not in may_be_last:
                 for position, value in enumerate(op.operands):
                     if (value, scope) in network.uses:
                         own = _Reader(memory.times[op.id], network.folded.op_class[op.id], position)
                         readers.setdefault((value, scope), []).append(own)
         for key, node in network.uses.items():
+            if key not in readers:
+                continue
             times = [reader.time for reader in readers[key]]
             first, last = (frozenset(own[1:] for own in readers[key] if own.time == time) for time in (min(times), max(times)))
             self._lives.append(Life(self._gathered_node(node, key[0], (first, last)), min(times), max(times) + 1))
@@ -226,9 +229,10 @@ class _Builder:
         """What ops make for themselves alone while they run: operands as they take them, and results before they are stored."""
         folded, nodes, ops = self._network.folded, self._network.nodes, self._space.graph.ops
         seen: dict[tuple[int, int], int] = {}
+        may_be_last = {one.op for one in memory.gradients}
         for carry in passing:
             if isinstance(carry, Source):
-                partial = self._partial_node(carry)
+                partial = self._partial_node(carry, memory)
                 self._lives += [Life(partial, memory.runs[op], memory.times[op] + 1) for op in folded.op_members[carry.node]]
                 continue
             value = self._network.carries[carry].value
@@ -237,6 +241,8 @@ class _Builder:
             if into_op or not memory.held[value]:
                 copy = self._copy_node(carry, value, into_op)
                 for op in members:
+                    if op in may_be_last and into_op:
+                        continue
                     # Ops that run together may read one copy.
                     taken = ops[op].operands[carry.position] if into_op else ops[op].results[carry.source.result]
                     if seen.setdefault((taken, memory.times[op]), op) == op:
@@ -304,20 +310,18 @@ class _Builder:
         if known is not None:
             return known
         stored = self._tables.choices[carry.target].taken[0]
-        before, made = self._made(node, result)
-        # A partial result is in memory anyway.
-        kinds, kind = np.unique(np.where(before == made, -1, made), return_inverse=True)
-        size = np.where(kinds >= 0, self._bytes(value, None)[kinds], 0.0)
-        return self._excused(key, node, kind, size, [[(carry.target, (stored[:, None] == kinds) | (kinds == -1))]])
+        kinds, kind = np.unique(self._made(node, result)[1], return_inverse=True)
+        return self._excused(key, node, kind, self._bytes(value, None)[kinds], [[(carry.target, stored[:, None] == kinds)]])
 
-    def _partial_node(self, source: Source) -> int:
-        """The company of an op for a result that is in memory before its reduction."""
+    def _partial_node(self, source: Source, memory: StepMemory) -> int:
+        """The company of an op for a result that is in memory before its reduction, if that is not done in place."""
         key = (source.node, ~(source.result + 2 * _POSITIONS))
         known = self._company.get(key)
         if known is not None:
             return known
-        size = self._bytes(self._space.graph.ops[self._network.nodes[source.node].member].results[source.result], None)
-        kinds, kind = np.unique(self._made(*source)[0], return_inverse=True)
+        value = self._space.graph.ops[self._network.nodes[source.node].member].results[source.result]
+        size, (before, made) = self._bytes(value, None), self._made(*source)
+        kinds, kind = np.unique(np.where((before == made) & bool(memory.held[value]), -1, before), return_inverse=True)
         return self._excused(key, source.node, kind, np.where(kinds >= 0, size[kinds], 0.0), [])
 
     def _excused(self, key: tuple[object, ...], node: int, numbers: IntArray, size: FloatArray, ways: Sequence[_Way]) -> int:

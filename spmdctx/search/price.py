@@ -19,7 +19,8 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
 from spmdctx.search.accumulation import NO_HOLDS, Holds, reduced_dtype
-from spmdctx.search.memory import Copy, StepMemory, profile, step_memory
+from spmdctx.search.memory import StepMemory, profile, step_memory
+from spmdctx.search.memory_copies import Copies
 from spmdctx.search.overlap import sides
 from spmdctx.search.rewrites import Readers, Sums
 from spmdctx.search.roofline import compute_time_s, local_bytes, passing_values, written_s
@@ -111,7 +112,9 @@ def price(
         time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
     bill.shares = [*biller.shares, *[0.0] * (len(bill.collectives) - len(biller.shares))]
-    alive = profile(memory.lives, biller.sizes(), len(graph.ops), biller.copies.found, topology.scratch_bytes)
+    sizes = biller.sizes()
+    copies = biller.copies.finish({row.value for row in bill.moves}, biller.reduced, sizes)
+    alive = profile(memory.lives, sizes, len(graph.ops), copies, topology.scratch_bytes)
     bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
     return bill
 
@@ -120,7 +123,8 @@ class _Biller:
     def __init__(
         self, graph: Graph, loose: frozenset[int], assignment: Assignment, mesh: LogicalMesh, topology: Topology, memory: StepMemory
     ) -> None:
-        self.copies = _Copies(memory)
+        self.copies = Copies(graph, memory)
+        self.reduced: set[int] = set()
         self.buckets: Mapping[int, int] = {}
         self.holds = NO_HOLDS
         self.routes: Routes = MappingProxyType({})
@@ -236,10 +240,9 @@ class _Biller:
         for position, value in enumerate(op.results):
             natural = project(op.rule.results[position], self.assignment.ops[op.id].axes)
             stored = self.assignment.values[value]
-            made = natural
-            if need.partial:
-                self._keep_unreduced(op, value, natural)
+            unreduced: TensorSharding | None = natural if need.partial else None
             if need.partial and op.rule.combiner in ("argmax", "argmin"):
+                self._keep_unreduced(op, value, natural, in_place=False)
                 self._gather_candidates(op, value, natural, need.partial)
             elif need.partial:
                 held = self.holds.axes.get(value, ())
@@ -248,6 +251,8 @@ class _Biller:
                 bucket = f"bucket {self.buckets[value]} of gradients: " if value in self.buckets else ""
                 cause = f"{bucket}partial result of {op.primitive}"
                 hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)
+                in_place = self.copies.is_held(value) and natural == plan.after and natural == stored
+                self._keep_unreduced(op, value, natural, in_place=in_place)
                 if plan.scattered:
                     priced = self._scattered_by(value, payload, need.partial, natural, plan.after)
                     self._collect("reduce_scatter", plan.scattered, payload, op, cause, *hides, priced=priced)
@@ -260,17 +265,24 @@ class _Biller:
                         self._sums.reduced(value, len(self.bill.collectives) - 1, plan.after)
                 natural = plan.after
             if natural != stored and value not in self.loose:
-                if not need.partial or natural != made:
+                if natural != unreduced:
                     self.copies.pass_on(op, value, self._stored_bytes(value, natural))
                 narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value)
                 self._move(op, scope, value, natural, stored, f"{_RESULT} of {op.primitive}", narrow, made_repeats(self.graph, op))
 
-    def _keep_unreduced(self, op: Op, value: int, natural: TensorSharding) -> None:
-        """A partial result is in memory until it is reduced: a gradient that a loop makes until the end of the turn, with others."""
+    def _keep_unreduced(self, op: Op, value: int, natural: TensorSharding, *, in_place: bool) -> None:
+        """A partial result is in memory until it is reduced: a gradient that a loop makes until the end of the turn, with others.
+
+        One that is reduced `in_place` takes no more than it is wider than what it becomes.
+        """
         is_gradient = bool(self._sides.terminal[value])
         widening = self._sides.widening(op, value, self.graph.values[value].dtype, self.topology)
         combined = is_gradient and self.topology.combines_reductions
-        self.copies.keep(op, ("unreduced", value), self._stored_bytes(value, natural) * widening, combined)
+        size = self._stored_bytes(value, natural)
+        self.copies.keep(op, value, size * (widening - in_place), combined)
+        self.reduced.add(op.id)
+        if in_place:
+            self.copies.reduce_in_place(op, size)
 
     def _gather_candidates(self, op: Op, value: int, natural: TensorSharding, partial: AxisNames) -> None:
         """XLA gathers every device's best value and its index, and compares them."""
@@ -314,11 +326,19 @@ class _Biller:
         self, op: Op, scope: int, value: int, current: TensorSharding, steps: Iterable[ReshardStep], narrow: bool, *, is_result: bool
     ) -> None:
         """The copies that are in memory on the way of a value to an op, or from it; as if no other op shared them."""
+        gathered = None
         for step in steps:
             key = (scope, self._same[value], current, step.sharding)
-            if step.kind != "slice" and not (step.sharding == self.assignment.values[value] and self.copies.is_held(value)):
-                make = self.copies.make_after if is_result and self.copies.is_held(value) else self.copies.make
-                make(op, key, self._stored_bytes(value, step.sharding, narrow))
+            if step.kind == "slice":
+                if gathered is not None and (is_result or op.primitive in _MARKS):
+                    self.copies.slice_of(gathered, value if is_result else op.results[0])
+            elif not (step.sharding == self.assignment.values[value] and self.copies.is_held(value)):
+                size = self._stored_bytes(value, step.sharding, narrow)
+                if is_result and self.copies.is_held(value):
+                    self.copies.make_after(op, key, size)
+                else:
+                    self.copies.make(op, value, key, size, gathered=step.kind == "all_gather")
+                gathered = key if step.kind == "all_gather" else None
             current = step.sharding
 
     def _collect(
@@ -359,59 +379,13 @@ class _Biller:
 
 
 _RESULT = "result"
-
-
-class _Copies:
-    """The copies of values in other shardings than their own, each alive from its first reader to its last."""
-
-    def __init__(self, memory: StepMemory) -> None:
-        self._memory = memory
-        self._of: dict[object, Copy] = {}
-
-    @property
-    def found(self) -> list[Copy]:
-        return list(self._of.values())
-
-    def is_held(self, value: int) -> bool:
-        """Whether the value exists in memory in its own sharding."""
-        return bool(self._memory.held[value])
-
-    @property
-    def narrow(self) -> bytearray:
-        """Values that are kept in the type of matrix operands where the compiler does so."""
-        return self._memory.narrow
-
-    def pass_on(self, op: Op, value: int, num_bytes: int) -> None:
-        """`op` makes the value in another sharding than its own."""
-        time = self._memory.runs[op.id]
-        self._of["made", value] = Copy(time, self._after(time), num_bytes)
-
-    def keep(self, op: Op, key: object, num_bytes: int, to_the_end: bool) -> None:
-        """`op` makes what is reduced after it, or at the end of the loop's turn that it is in."""
-        time = self._memory.times[op.id]
-        self._of[key] = Copy(self._memory.runs[op.id], max(time, self._memory.turns[op.id]) if to_the_end else time, num_bytes)
-
-    def make(self, op: Op, key: object, num_bytes: int) -> None:
-        """`op` reads the copy that `key` names."""
-        self._read(key, min(self._memory.runs[op.id], self._memory.times[op.id]), self._memory.times[op.id], num_bytes)
-
-    def make_after(self, op: Op, key: object, num_bytes: int) -> None:
-        """The copy is made of what `op` has made, when what only `op` reads is gone."""
-        time = self._after(self._memory.runs[op.id])
-        self._read(key, time, time, num_bytes)
-
-    def _read(self, key: object, start: int, end: int, num_bytes: int) -> None:
-        known = self._of.get(key)
-        self._of[key] = Copy(start, end, num_bytes) if known is None else known._replace(end=max(known.end, end))
-
-    def _after(self, time: int) -> int:
-        return min(time + 1, len(self._memory.runs) - 1)
+_MARKS = frozenset({"spmdctx_shard", "sharding_constraint"})
 
 
 def _aliases(graph: Graph) -> list[int]:
     """Value id to the value that it is another name of: marks and constraints change nothing but the sharding."""
     same = list(range(len(graph.values)))
     for op in graph.ops:
-        if op.primitive in ("spmdctx_shard", "sharding_constraint") and op.operands[0] != LITERAL:
+        if op.primitive in _MARKS and op.operands[0] != LITERAL:
             same[op.results[0]] = same[op.operands[0]]
     return same

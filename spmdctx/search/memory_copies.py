@@ -1,0 +1,140 @@
+"""What a plan has in memory beside its values as they are stored, and when: copies in other shardings, results on their way, delays.
+
+An all_reduce is done in place, unless a gather is fused with the product before it, which then has several results. (All 178 and all 75
+of these in 70 programs that libtpu 0.0.42 compiled.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from spmdctx.ir import Graph, Op
+from spmdctx.search.memory import Copy, StepMemory
+from spmdctx.search.memory_late import GradientProduct
+
+
+class _Read(NamedTuple):
+    """A product that may run last reads the copy `key` of a value."""
+
+    op: int
+    value: int
+    key: object
+    bytes: int
+
+
+class Copies:
+    """The copies of values in other shardings than their own, each alive from its first reader to its last."""
+
+    def __init__(self, graph: Graph, memory: StepMemory) -> None:
+        self._graph, self._memory = graph, memory
+        self._of: dict[object, Copy] = {}
+        self._last = max(len(graph.ops) - 1, 0)
+        self._may_be_last = frozenset(product.op for product in memory.gradients)
+        self._reads: list[_Read] = []
+        self._gathers: list[tuple[object, int, int]] = []
+        self._in_place: list[tuple[int, int]] = []
+        self._slices: list[tuple[object, int]] = []
+
+    def finish(self, moved: Collection[int], reduced: Collection[int], sizes: Sequence[int]) -> list[Copy]:
+        """All of them, when every op is known.
+
+        Args:
+            moved: values that are moved anywhere.
+            reduced: ops that make partial results.
+            sizes: bytes of each value as it is stored.
+        """
+        late = {one.op: one for one in self._memory.gradients if one.op not in reduced and not any(map(moved.__contains__, one.made))}
+        for read in self._reads:
+            time = self._last if read.op in late else self._memory.times[read.op]
+            self._read(read.key, time if read.op in late else self._memory.firsts[read.op], time, read.bytes)
+        self._hide_gathers()
+        until = self._read_late(late)
+        ends = {life.value: life.end for life in self._memory.lives if life.value in until} if until else {}
+        found = [Copy(ends[value] + 1, time, sizes[value]) for value, time in until.items() if ends.get(value, time) < time]
+        return [*found, *self._of.values()]
+
+    def is_held(self, value: int) -> bool:
+        """Whether the value exists in memory in its own sharding."""
+        return bool(self._memory.held[value])
+
+    @property
+    def narrow(self) -> bytearray:
+        """Values that are kept in the type of matrix operands where the compiler does so."""
+        return self._memory.narrow
+
+    def pass_on(self, op: Op, value: int, num_bytes: int) -> None:
+        """`op` makes the value in another sharding than its own."""
+        time = self._memory.runs[op.id]
+        self._of["made", value] = Copy(time, self._after(time), num_bytes)
+
+    def keep(self, op: Op, value: int, num_bytes: int, to_the_end: bool) -> None:
+        """`op` makes of the value what is reduced after it, or at the end of the loop's turn that it is in."""
+        time = self._memory.times[op.id]
+        until = max(time, self._memory.turns[op.id]) if to_the_end else time
+        self._of["unreduced", value] = Copy(self._memory.runs[op.id], until, num_bytes)
+
+    def reduce_in_place(self, op: Op, num_bytes: int) -> None:
+        """What `op` makes is reduced where it is, if no gather is fused with the op."""
+        self._in_place.append((op.id, num_bytes))
+
+    def make(self, op: Op, value: int, key: object, num_bytes: int, *, gathered: bool) -> None:
+        """`op` reads the copy of a value that `key` names."""
+        if gathered:
+            self._gathers.append((key, op.id, self._graph.producers.get(value, -1)))
+        if op.id in self._may_be_last and value in op.operands:
+            self._reads.append(_Read(op.id, value, key, num_bytes))
+        else:
+            self._read(key, self._memory.firsts[op.id], self._memory.times[op.id], num_bytes)
+
+    def make_after(self, op: Op, key: object, num_bytes: int) -> None:
+        """The copy is made of what `op` has made, when what only `op` reads is gone."""
+        time = self._after(self._memory.runs[op.id])
+        self._read(key, time, time, num_bytes)
+
+    def slice_of(self, key: object, value: int) -> None:
+        """A value is a slice of a gathered copy, which whoever reads the value reads in its place."""
+        self._slices.append((key, value))
+
+    def _read(self, key: object, start: int, end: int, num_bytes: int) -> None:
+        known = self._of.get(key)
+        self._of[key] = Copy(start, end, num_bytes) if known is None else Copy(min(known.start, start), max(known.end, end), known.bytes)
+
+    def _after(self, time: int) -> int:
+        return min(time + 1, self._last)
+
+    def _hide_gathers(self) -> None:
+        """The gather of what is there before it is fused with the product that runs before its reader."""
+        runs, turns, products = self._memory.runs, self._memory.turns, self._memory.products
+        hiding = set()
+        for key, reader, maker in self._gathers:
+            place = bisect_left(products, min(runs[reader], self._of[key].start)) - 1
+            if place < 0 or (maker >= 0 and runs[maker] >= products[place]):
+                continue
+            product = products[place]
+            if turns[product] == turns[reader] or (turns[product] == product and turns[reader] == reader):
+                hiding.add(product)
+        for op, num_bytes in self._in_place:
+            if op in hiding:
+                self._of["unreduced, hides a gather", op] = Copy(runs[op], self._memory.times[op], num_bytes)
+
+    def _read_late(self, late: dict[int, GradientProduct]) -> dict[int, int]:
+        """Until when values are read by the products that run last, or copied for them."""
+        until: dict[int, int] = {}
+
+        def extend(values: Iterable[int], time: int) -> None:
+            for value in values:
+                until[value] = max(until.get(value, 0), time)
+
+        copied = {(read.op, read.value): self._of[read.key].start for read in self._reads if read.op in late}
+        for one in late.values():
+            extend(one.read_inside, self._last)
+            for value in one.read:
+                extend((value,), copied.get((one.op, value), self._last))
+        ends: dict[int, int] = {life.value: life.end for life in self._memory.lives} if self._slices else {}
+        for key, value in self._slices:
+            if key in self._of:
+                known, end = self._of[key], max(ends.get(value, 0), until.get(value, 0))
+                self._of[key] = known._replace(end=max(known.end, end))
+        return until

@@ -1,0 +1,86 @@
+"""What a plan has in memory beside its values: reductions in place, copies for what runs last, slices of gathered copies."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spmdctx.search.memory import Copy, step_memory
+from spmdctx.search.memory_copies import Copies
+from tests.road import trace
+
+X = jnp.ones((32, 64))
+W = jnp.ones((64, 64))
+
+
+def forward(x, w):
+    return jnp.tanh(x @ w) @ w
+
+
+def step(weights, x):
+    def loss(weights):
+        return jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1]).sum()
+
+    return [weight - 0.1 * gradient for weight, gradient in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+
+def copies_of(function, *arguments):
+    program = trace(function, *arguments)
+    memory = step_memory(program.graph, program.scopes)
+    return program.graph, memory, Copies(program.graph, memory)
+
+
+def products(graph):
+    return [op for op in graph.ops if op.primitive == "dot_general"]
+
+
+def found(copies, graph, moved=(), reduced=()):
+    return copies.finish(moved, reduced, [100 + value for value in range(len(graph.values))])
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_reduction_is_in_place_unless_a_gather_is_fused_with_its_product(gathers):
+    graph, _, copies = copies_of(forward, X, W)
+    first, second = products(graph)
+    copies.reduce_in_place(first, 70)
+    if gathers:
+        copies.make(second, second.operands[1], "gathered", 30, gathered=True)
+    assert (Copy(first.id, first.id, 70) in [copy._replace(end=copy.start) for copy in found(copies, graph)]) == gathers
+
+
+def test_what_a_product_makes_is_gathered_after_it():
+    graph, _, copies = copies_of(forward, X, W)
+    first, second = products(graph)
+    copies.reduce_in_place(first, 70)
+    copies.make(second, first.results[0], "gathered", 30, gathered=True)
+    assert [copy.bytes for copy in found(copies, graph)] == [30], "the reduction is in place"
+
+
+@pytest.mark.parametrize("how", ["as it is", "moved", "reduced"])
+def test_what_a_product_reads_that_runs_last_is_there_to_the_end(how):
+    graph, memory, copies = copies_of(step, [W, W], X)
+    last, product = len(graph.ops) - 1, memory.gradients[0]
+    kept = next(value for value in (*product.read, *product.read_inside) if value not in graph.inputs)
+    moved = {one.made[-1] for one in memory.gradients} if how == "moved" else set()
+    reduced = {one.op for one in memory.gradients} if how == "reduced" else set()
+    extended = [copy.end for copy in found(copies, graph, moved, reduced) if copy.bytes == 100 + kept]
+    assert extended == ([last] if how == "as it is" else [])
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_copy_for_a_product_that_runs_last_is_made_then(reduced):
+    graph, memory, copies = copies_of(step, [W, W], X)
+    product = next(one for one in memory.gradients if one.read)
+    op = graph.ops[product.op]
+    copies.make(op, product.read[0], "copy", 7, gathered=False)
+    time = memory.times[op.id] if reduced else len(graph.ops) - 1
+    (copy,) = [copy for copy in found(copies, graph, (), {op.id} if reduced else set()) if copy.bytes == 7]
+    assert copy == Copy(memory.firsts[op.id] if reduced else time, time, 7)
+
+
+def test_a_gathered_copy_lives_as_long_as_what_is_a_slice_of_it():
+    graph, memory, copies = copies_of(forward, X, W)
+    first = products(graph)[0]
+    copies.make(first, first.operands[0], "gathered", 9, gathered=False)
+    life = max((life for life in memory.lives if life.value not in graph.inputs), key=lambda life: life.end)
+    copies.slice_of("gathered", life.value)
+    assert [copy.end for copy in found(copies, graph)] == [life.end]
