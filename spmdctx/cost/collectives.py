@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from spmdctx.cost.topology import Interconnect, Topology
-from spmdctx.cost.torus import Span, spans_of
+from spmdctx.cost.torus import Span, scatters_over_slice, spans_of
 from spmdctx.errors import message
 from spmdctx.ir import COLLECTIVE_KINDS, AxisNames
 from spmdctx.mesh import AnyOrder, LogicalMesh
@@ -56,8 +56,8 @@ def collective_price(kind: str, axes: AxisNames, mesh: LogicalMesh, topology: To
     group = group_of(axes, mesh, topology.devices_per_host)
     if group.local * group.domains == 1:
         return LinearPrice(0.0, 0.0)
-    if kind == "reduce_scatter" and not topology.scatters_over_all and group == (mesh.num_devices, 1):
-        kind = "all_reduce"
+    if kind == "reduce_scatter" and group == (mesh.num_devices, 1) and not topology.scatters_over_all:
+        kind = kind if scatters_over_slice(mesh.num_devices, topology.torus_dims) else "all_reduce"
     inside = _fast_price(kind, group.local, axes, mesh, topology)
     across = _network_price(kind, group, topology)
     return LinearPrice(inside.fixed_s + across.fixed_s, inside.s_per_byte + across.s_per_byte)

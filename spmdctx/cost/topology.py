@@ -44,8 +44,8 @@ class Topology:
         merges_partial_sums: Whether the device's compiler adds partial results before it reduces them, so that a sum of
             unreduced values costs one all_reduce, and reduce-scatters a sum of which every device keeps only its slice.
             XLA does both on TPU and GPU, not on CPU.
-        scatters_over_all: Whether it reduce-scatters over all devices of a slice, and does not reduce there and slice (XLA on TPU v5p,
-            seen in compiled programs for v5p:2x2x2).
+        scatters_over_all: Whether it reduce-scatters over all devices of any slice, and does not reduce there and slice. XLA on TPU
+            does only over some (`torus.scatters_over_slice`).
         scatters_strictly: Whether it reduce-scatters only certain blocks, and axes in one order only (XLA on TPU; see `cost.tiles`).
         sinks_slices: Whether it does so too where element-wise ops stand between the sum and the slice (XLA on TPU).
         narrows_matrix_operands: Whether float32 values that only matrix products read are communicated as bfloat16, the
@@ -132,6 +132,7 @@ PRESETS: dict[str, Topology] = {
         interconnect=Interconnect.TORUS,
         torus_dims=2,
         ring_side=16,
+        scatters_over_all=False,
         scatters_strictly=True,
         sinks_slices=True,
         narrows_matrix_operands=True,
@@ -176,6 +177,7 @@ PRESETS: dict[str, Topology] = {
         interconnect=Interconnect.TORUS,
         torus_dims=2,
         ring_side=16,
+        scatters_over_all=False,
         scatters_strictly=True,
         sinks_slices=True,
         narrows_matrix_operands=True,

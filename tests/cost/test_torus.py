@@ -3,7 +3,7 @@
 import pytest
 
 from spmdctx.cost.topology import topology
-from spmdctx.cost.torus import Span, coordinates, slice_sides, spans_of
+from spmdctx.cost.torus import Span, coordinates, scatters_over_slice, slice_sides, spans_of
 from spmdctx.mesh import LogicalMesh
 
 
@@ -13,6 +13,17 @@ from spmdctx.mesh import LogicalMesh
 )
 def test_slices_are_as_near_to_a_cube_as_can_be(num_devices, num_dims, sides):
     assert slice_sides(num_devices, num_dims) == sides
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_dims", "expected"),
+    [
+        *((4, 2, True), (8, 2, True), (32, 2, True), (128, 2, True), (16, 2, False), (64, 2, False), (256, 2, False)),
+        *((4, 3, False), (8, 3, False), (16, 3, False), (32, 3, False), (64, 3, False), (6, 2, True)),
+    ],
+)
+def test_squares_and_boxes_are_not_scattered_over_as_a_whole(num_devices, num_dims, expected):
+    assert scatters_over_slice(num_devices, num_dims) == expected
 
 
 @pytest.mark.parametrize("sides", [(2, 4), (4, 4), (2, 2, 2), (4, 4, 4), (1, 6)])
