@@ -23,7 +23,7 @@ from spmdctx.search.bodies import Body, add_bodies
 from spmdctx.search.certificate import Certificate, gap_of
 from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
 from spmdctx.search.gradient_order import Gradient, gradient_buckets, gradient_order, sum_buckets
-from spmdctx.search.modes import ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
+from spmdctx.search.modes import LAYERWISE, ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
 from spmdctx.search.optimizer_pins import couplings
 from spmdctx.search.optimizer_state import layer_dims
 from spmdctx.search.price import Bill, price
@@ -41,9 +41,7 @@ from spmdctx.wording import exact_bytes_text
 
 _WORTH_A_WORD = 0.01
 _NO_BUCKETS = "Buckets of gradients have no effect: the CPU compiler drops what keeps them apart, and reduces all of them at once."
-_NO_GROUPS = (
-    "shard(fusion=) groups nothing in the forward and backward pass: the CPU compiler combines what does not wait for others."
-)
+_NO_GROUPS = "shard(fusion=) groups nothing in the forward and backward pass: the CPU compiler combines what does not wait for others."
 _SEARCHED = ("dynamic_programming", "recursive_programming")
 
 
@@ -425,7 +423,7 @@ def _reason(setup: Setup, assignment: Assignment, value: int) -> str:
     if setup.mesh.num_devices == 1:
         return "there is one device"
     known = setup.reasons.get(value)
-    if known is not None and (value in setup.pins or setup.seeds.get(value) == assignment.values[value]):
+    if known is not None and (value in setup.pins or known == LAYERWISE or setup.seeds.get(value) == assignment.values[value]):
         return known
     if assignment.mode in _SEARCHED:
         return "the cheapest that the search found"

@@ -61,6 +61,10 @@ class OptimizerSharding:
     layers: tuple[tuple[int, int], ...] = ()
 
 
+LAYERWISE = "layerwise_parallel: each device has its own"
+"""Why a parameter is split in data_parallel."""
+
+
 class Coupling(NamedTuple):
     """A value whose sharding a search must choose by that of a parameter of its shape.
 
@@ -284,7 +288,7 @@ def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:
             setup.pins[value] = (setup.mesh.names, *replicated(len(known.shape) - 1))
             setup.reasons[value] = "data_parallel splits the batch"
         elif value in request.layerwise:
-            setup.reasons[value] = "layerwise_parallel"
+            setup.reasons[value] = LAYERWISE
         else:
             setup.reasons[value] = "data_parallel keeps it whole"
             setup.pins.setdefault(value, replicated(len(known.shape)))

@@ -86,3 +86,5 @@ def test_layerwise_parameters_stay_as_they_are():
     run = spmdctx.parallel(step, parallel_mode="data_parallel", parameter_broadcast=True, layerwise_parallel=["*/w"])
     after, _ = run(params, X)
     assert {int(own[0, 0]) for own in replicas(after["w"])} != {0}
+    reasons = {leaf.path: leaf.reason for leaf in run.plan(params, X).inputs}
+    assert reasons["params/w"] == "layerwise_parallel: each device has its own"

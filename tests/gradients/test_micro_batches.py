@@ -92,7 +92,7 @@ def loop_of_modules(model, x, y):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves).mean(0), *zip(values, gradients, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["stand_alone", "semi_auto_parallel"])
+@pytest.mark.parametrize("mode", ["stand_alone", "semi_auto_parallel", "auto_parallel"])
 def test_modules_behave_as_in_a_loop(mode):
     model = Net(nnx.Rngs(0))
     reference = nnx.clone(model)
