@@ -102,13 +102,15 @@ class Found(NamedTuple):
 class Shortfall(NamedTuple):
     """No plan on the mesh fits: the op at which memory runs out, the least bytes alive there, and a budget that may suffice.
 
-    `fastest` is the best plan without the budget.
+    `fastest` is the best plan without the budget. `is_proven` where no plan at all takes fewer than `least_bytes` at its peak; else
+    no such plan was found.
     """
 
     time: int
     least_bytes: int
     enough_bytes: int
     fastest: Found
+    is_proven: bool = False
 
 
 class _Glance(NamedTuple):
@@ -226,7 +228,7 @@ class Searcher:
         best: Found | None = None
         least: Shortfall | None = None
         bounds = []
-        is_hasty = self._is_hasty()
+        is_hasty, is_proven = self._is_hasty(), True
         for setup in sorted(setups, key=lambda setup: is_hasty and setup.mesh != fastest.setup.mesh):
             if best is not None and (is_hasty or self._bounds[setup.mesh] >= best.cost_s):
                 bounds.append(self._bounds[setup.mesh])
@@ -236,14 +238,15 @@ class Searcher:
             if isinstance(found, Found):
                 bounds.append(found.lower_bound_s)
                 best = found if best is None or found.cost_s < best.cost_s * (1 - _EQUAL) else best
-            elif least is None or found.enough_bytes < least.enough_bytes:
-                least = found._replace(fastest=fastest)
+            else:
+                is_proven &= found.is_proven
+                least = found._replace(fastest=fastest) if least is None or found.enough_bytes < least.enough_bytes else least
             if least is not None and best is None and self._options.is_soft:
                 break
         if best is not None:
             return best._replace(lower_bound_s=min([best.cost_s, *bounds]))
         assert least is not None
-        return least
+        return least._replace(is_proven=is_proven)
 
     def _is_hasty(self) -> bool:
         """Whether the budget is not worth much time."""
@@ -376,7 +379,8 @@ class Searcher:
         assert limited.memory is not None
         least = least_peak(limited)
         if least.bytes > limited.memory.limit:
-            return Shortfall(least.time, int(least.bytes + spare), int(least.bytes + spare), fastest)
+            alive = int(least.bytes + spare)
+            return Shortfall(least.time, alive, alive, fastest, is_proven=True)
         # What nobody asked for is not worth a proof to the last digit.
         is_hasty = self._is_hasty()
         effort = 0 if is_hasty else 1 if self._options.is_soft else 2

@@ -29,10 +29,14 @@ def infeasible(step: Step, request: Request, topology: Topology, options: Dynami
     count = _enough_devices(step, request, topology, options)
     budget = _enough_bytes(step, request, topology, options, found)
     enough = f"memory_bytes={budget} ({bytes_text(budget)})"
+    least = exact_bytes_text(found.least_bytes)
+    alive = f"at least {least} alive there" if found.is_proven else f"{least} alive there in the smallest plan that was found"
+    devices = counted(request.num_devices, "device")
+    no_plan = f"No plan on {devices} keeps" if found.is_proven else f"No plan was found on {devices} that keeps"
     return InfeasibleError(
-        f"No plan on {counted(request.num_devices, 'device')} keeps the step within memory_bytes={options.memory_bytes}.",
+        f"{no_plan} the step within memory_bytes={options.memory_bytes}.",
         where=_place(step, found.time),
-        got=f"at least {exact_bytes_text(found.least_bytes)} alive there, the largest of them {_largest(step, found.time)}",
+        got=f"{alive}, the largest of them {_largest(step, found.time)}",
         need=enough if count is None else f"{enough}, or device_num={count}",
         fix="raise the budget or the number of devices, make the batch smaller, or recompute activations (jax.checkpoint)",
     )
