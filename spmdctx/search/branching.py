@@ -24,10 +24,14 @@ _WORK = 40_000
 
 
 class Best(NamedTuple, Generic[T]):
-    """What was accepted, None where nothing was; and what nothing that would be goes below, infinite where nothing is left."""
+    """What was accepted, None where nothing was; and what nothing that would be goes below, infinite where nothing is left.
+
+    Where it `is_cut`, too many solutions were left: what was accepted is the cheapest of those that were seen.
+    """
 
     found: T | None
     lower_bound: float
+    is_cut: bool = False
 
 
 def cheapest_accepted(
@@ -53,8 +57,11 @@ def cheapest_accepted(
     while queue:
         bound, _, solution, part = queue[0]
         accepted = accept(solution)
-        if accepted is not None or solved >= most:
+        if accepted is not None:
             return Best(accepted, bound)
+        if solved >= most:
+            seen = (accept(one[2]) for one in sorted(queue, key=lambda one: (one[2].cost, one[1])))
+            return Best(next((one for one in seen if one is not None), None), bound, is_cut=True)
         heapq.heappop(queue)
         for own in _divided(part, kinds, solution.states):
             solved += 1

@@ -329,6 +329,7 @@ class Searcher:
         # Nothing that fits is cheaper than what need not.
         bound_s = self._bounds.get(fastest.setup.mesh, 0.0)
         counted: dict[Passing, None] = {}
+        seen: Found | None = None
         for _ in range(_SOFT_ROUNDS if is_hasty else _BUDGET_ROUNDS):
             limited = with_memory(tables, problem, self._memory, limit, counted, only_stored=is_hasty)
             solution = self._limited(limited, budget - limit, fastest)
@@ -343,7 +344,7 @@ class Searcher:
             found = self._found(fastest.setup, tables, solution)._replace(lower_bound_s=bound_s)
             peak = self._peak(found)
             if peak.bytes <= budget:
-                return found
+                return found if seen is None or found.cost_s <= seen.cost_s else seen
             nearest = peak if not nearest.bytes or peak.bytes < nearest.bytes else nearest
             more = dict.fromkeys(passing_at(tables.network, self._memory, peak.time))
             if not self._options.is_soft and not counted.keys() >= more.keys():
@@ -351,13 +352,13 @@ class Searcher:
                 continue
             if limit == full and self._is_small():
                 best = self._branched(limited, solution, tables, fastest)
-                if best.found is not None or math.isinf(best.lower_bound):
+                if not best.is_cut:
                     return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if best.found is None else best.found
-                bound_s = best.lower_bound
+                seen, bound_s = best.found, best.lower_bound
             high = counted_bytes(limited, solution.states)
             limit = budget - (peak.bytes - high)
             limit = limit if limit > low else (low + high) / 2
-        return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest)
+        return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if seen is None else seen
 
     def _is_small(self) -> bool:
         """Whether the budget is worth every proof."""
@@ -371,8 +372,7 @@ class Searcher:
             return found if self.fits(found) else None
 
         best = cheapest_accepted(tables, limited, first, partial(solve, tolerance=self._options.limits.tolerance), accept)
-        found = None if best.found is None else best.found._replace(lower_bound_s=best.lower_bound)
-        return Best(found, best.lower_bound)
+        return best if best.found is None else best._replace(found=best.found._replace(lower_bound_s=best.lower_bound))
 
     def _limited(self, limited: Problem, spare: float, fastest: Found) -> Solution | Shortfall:
         """The best choice of states in the problem's budget, which is by `spare` smaller than the user's."""

@@ -1,0 +1,37 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from spmdctx.search import branching
+from spmdctx.search.branching import cheapest_accepted
+from spmdctx.search.solver.problem import Problem
+from spmdctx.search.solver.solve import solve
+
+COSTS = (np.array([0.0, 1.0, 4.0]), np.array([0.0, 2.0, 8.0]))
+
+
+def _best(accept):
+    """Two nodes that do not meet, each with three states."""
+    choices = [SimpleNamespace(states=None, stored=[np.arange(3)]) for _ in COSTS]
+    tables = SimpleNamespace(network=SimpleNamespace(nodes=[SimpleNamespace(sort="slot")] * 2), choices=choices)
+    problem = Problem(COSTS, ())
+    return cheapest_accepted(tables, problem, solve(problem), solve, lambda solution: solution if accept(solution) else None)
+
+
+@pytest.mark.parametrize("least", range(13))
+def test_the_first_choice_that_is_accepted_is_the_cheapest_of_all(least):
+    best = _best(lambda solution: solution.cost >= least)
+    sums = [a + b for a in COSTS[0] for b in COSTS[1] if a + b >= least]
+    assert not best.is_cut
+    assert (best.found.cost if sums else best.found) == min(sums, default=None)
+    assert best.lower_bound == min(sums, default=float("inf"))
+
+
+def test_where_too_many_are_left_the_cheapest_that_was_seen_is_given(monkeypatch):
+    monkeypatch.setattr(branching, "_WORK", 12)
+    best = _best(lambda solution: solution.cost >= 2)
+    assert best.is_cut
+    assert best.found.cost == 2
+    assert best.lower_bound <= 2
+    assert _best(lambda solution: False).found is None
