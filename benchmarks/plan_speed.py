@@ -83,7 +83,7 @@ def sample_plan(step: Callable[..., Any], arguments: tuple[Any, ...], options: d
 
         return run
 
-    jax.make_jaxpr = timed  # type: ignore[assignment]  # the kinds come from a table; jax's function is replaced to time it
+    jax.make_jaxpr = timed  # type: ignore[assignment]  # jax's function is replaced to time it
     start = Seconds.now()
     spmdctx.plan(step, *arguments, **options)
     total = Seconds.now().since(start)

@@ -259,6 +259,5 @@ def _signature(returns: object) -> inspect.Signature:
     return inspect.Signature(keywords, return_annotation=returns)
 
 
-# inspect reads the attribute, which the type of functions does not have.
 set_auto_parallel_context.__signature__ = _signature(None)  # type: ignore[attr-defined]  # inspect reads it; functions have no type for it
 auto_parallel_context.__signature__ = _signature(ContextLayer)  # type: ignore[attr-defined]  # inspect reads it; functions have no type for it

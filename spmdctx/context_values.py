@@ -13,7 +13,6 @@ from spmdctx.layout import Layout
 Check = Callable[[str, Any], Any]
 """Takes an option's name and the user's value; returns the normal form, or raises TypeError or ContextError."""
 
-FUSION_KINDS = ("allreduce", "allgather", "reducescatter")
 OPTIMIZER_LEVELS = ("level1", "level2", "level3")
 DATASET_STRATEGIES = ("data_parallel", "full_batch")
 

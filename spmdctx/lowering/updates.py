@@ -8,9 +8,7 @@ they take apart, by the compiler's cycles (AdamW, libtpu 0.0.42, v5e, v5p and v6
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from spmdctx.ir import LITERAL, Assignment, Graph, Op
+from spmdctx.ir import LITERAL, Assignment, Graph
 from spmdctx.lowering.recompute import ELEMENTWISE
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.overlap import sides
@@ -22,7 +20,7 @@ def kept_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_
     """The gradients after which a barrier stands; none where `scratch_bytes`, what the chip holds of an operand, is 0."""
     if not scratch_bytes:
         return frozenset()
-    terminal, readers = sides(graph).terminal, _readers(graph)
+    terminal = sides(graph).terminal
     found = set()
     for op in graph.ops:
         if op.primitive != "dot_general" or not terminal[op.results[0]] or LITERAL in op.operands:
@@ -32,32 +30,24 @@ def kept_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_
             continue
         pairs = zip(op.operands, op.rule.operands, strict=True)
         if min(local_bytes(graph.values[value], project(dims, axes), mesh) for value, dims in pairs) > scratch_bytes:
-            value = _turned(op.results[0], readers)
-            if _is_added(graph, value, readers):
+            value = _turned(graph, op.results[0])
+            if _is_added(graph, value):
                 found.add(value)
     return frozenset(found)
 
 
-def _readers(graph: Graph) -> Mapping[int, list[Op]]:
-    found: dict[int, list[Op]] = {}
-    for op in graph.ops:
-        for value in op.operands:
-            found.setdefault(value, []).append(op)
-    return found
-
-
-def _turned(value: int, readers: Mapping[int, list[Op]]) -> int:
+def _turned(graph: Graph, value: int) -> int:
     """The value, or what it becomes where all that is done with it is to transpose it."""
-    while len(readers.get(value, ())) == 1 and readers[value][0].primitive == "transpose":
-        (value,) = readers[value][0].results
+    while len(graph.readers[value]) == 1 and graph.readers[value][0].primitive == "transpose":
+        (value,) = graph.readers[value][0].results
     return value
 
 
-def _is_added(graph: Graph, value: int, readers: Mapping[int, list[Op]]) -> bool:
+def _is_added(graph: Graph, value: int) -> bool:
     """Whether an element-wise op takes what becomes of a value together with another tensor of its shape."""
     shape, reached = graph.values[value].shape, [value]
     for known in reached:
-        for op in readers.get(known, ()):
+        for op in graph.readers[known]:
             if op.primitive not in ELEMENTWISE or graph.values[op.results[0]].shape != shape:
                 continue
             if any(other not in (LITERAL, known) and graph.values[other].shape == shape and other not in reached for other in op.operands):
