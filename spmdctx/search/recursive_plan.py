@@ -49,7 +49,7 @@ def _infeasible(step: Step, options: RecursiveOptions, found: Shortfall) -> Infe
     return InfeasibleError(
         f"No plan was found that fits in memory_bytes={options.memory_bytes}: the smallest peak is {found.enough_bytes} bytes per device.",
         where=f"{step.graph.ops[found.time].primitive} {origin.name!r} ({origin.source})",
-        got=f"at least {found.least_bytes} bytes of values alive there",
+        got=f"{found.least_bytes} bytes of values alive there, the least that this search found",
         need=f"memory_bytes >= {found.enough_bytes} for this search",
         fix="use more devices, a smaller batch, rematerialisation, or search_mode='dynamic_programming'",
     )
