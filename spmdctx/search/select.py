@@ -126,7 +126,7 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
         raise infeasible(step, request, options.topology, own, found)
     if isinstance(found, Shortfall):
         memory = bytes_text(options.topology.memory_bytes)
-        note = f"No plan on {counted(request.num_devices, 'device')} fits in the {memory} of a {options.topology.device}."
+        note = f"No plan was found on {counted(request.num_devices, 'device')} that fits in the {memory} of a {options.topology.device}."
         found = found.fastest
         found.setup.notes.append(note)
     return Chosen(found.setup, found.assignment, Certificate(found.lower_bound_s, found.cost_s))
