@@ -23,7 +23,7 @@ from spmdctx.lowering.buckets import Sum, barrier_of, tie_buckets
 from spmdctx.lowering.islands import ISLANDS, island
 from spmdctx.lowering.loop_sums import HeldSums
 from spmdctx.lowering.precision import PASSED_ON, cast, passed_on, wide
-from spmdctx.lowering.recompute import ELEMENTWISE, is_recomputed, operand_shardings, refines
+from spmdctx.lowering.recompute import ELEMENTWISE, is_recomputed, refines, sliced_values, slices
 from spmdctx.lowering.repeated import is_repeated, repeated_values, repetition, whole
 from spmdctx.lowering.specs import named_sharding
 from spmdctx.lowering.updates import kept_apart
@@ -159,7 +159,7 @@ class _Rewriter:
         sums = loop_sums(program.graph, wishes.buckets)
         self.held = HeldSums(self, holds_of(program.graph, sums, assignment, mesh))
         self._sites = iter(program.op_of_site)
-        self._moved = _moved(program.graph.ops, assignment)
+        self._moved = _moved(program.graph.ops, assignment) | sliced_values(program.graph.ops, assignment)
         self._anchors = Anchors(assignment, mesh, self._moved)
         self._turned = _turned(program.graph, assignment)
         self._routes, self._scopes = wishes.routes, program.scopes
@@ -228,16 +228,12 @@ class _Rewriter:
         if known is not None:
             return known
         op, eqn, atoms = block.recipes[value]
-        needed = operand_shardings(op, target)
+        needed = slices(op, target, self.assignment.values)
         if needed is None:
-            return None
-        taken = list(zip(op.operands, atoms, needed, strict=True))
-        tensors = [(operand, sharding) for operand, atom, sharding in taken if operand != LITERAL and not isinstance(atom, jexc.Literal)]
-        if not all(refines(self.assignment.values[operand], sharding) for operand, sharding in tensors):
             return None
         operands = [
             atom if operand == LITERAL or isinstance(atom, jexc.Literal) else self._taken(block, operand, atom, sharding)
-            for operand, atom, sharding in taken
+            for operand, atom, sharding in zip(op.operands, atoms, needed, strict=True)
         ]
         (var,) = self.emit(eqn, self._spread(block, op, eqn, operands, target), block)
         made = block.slices[value, target] = block.constrain(var, target)

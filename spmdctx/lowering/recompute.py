@@ -7,7 +7,9 @@ converted values in their wider type. So its readers' slices are made from slice
 
 from __future__ import annotations
 
-from spmdctx.ir import Op, TensorSharding
+from collections.abc import Sequence
+
+from spmdctx.ir import LITERAL, Assignment, Op, TensorSharding
 from spmdctx.rules.elementwise import BINARY, MANY, UNARY
 from spmdctx.search.transfer import project
 
@@ -33,3 +35,34 @@ def operand_shardings(op: Op, target: TensorSharding) -> tuple[TensorSharding, .
         for factor in factors:
             axes[factor] = own
     return tuple(project(dims, tuple(axes)) for dims in op.rule.operands)
+
+
+def slices(op: Op, target: TensorSharding, stored: Sequence[TensorSharding]) -> tuple[TensorSharding, ...] | None:
+    """What an op reads to make its result in the sharding `target`; None where that is not a part of what is `stored` of an operand."""
+    needed = operand_shardings(op, target)
+    if needed is None:
+        return None
+    pairs = zip(op.operands, needed, strict=True)
+    return needed if all(value == LITERAL or refines(stored[value], sharding) for value, sharding in pairs) else None
+
+
+def sliced_values(ops: Sequence[Op], assignment: Assignment) -> frozenset[int]:
+    """The values that slices of others are computed from and that are themselves taken as they are stored, and then sliced."""
+    stored, made = assignment.values, {op.results[0]: op for op in ops if is_recomputed(op)}
+    wanted = []
+    for op in ops:
+        for value, dims in zip(op.operands, op.rule.operands, strict=True):
+            if value in made and project(dims, assignment.ops[op.id].axes) != stored[value]:
+                wanted.append((value, project(dims, assignment.ops[op.id].axes)))
+    found, seen = set(), set(wanted)
+    while wanted:
+        value, target = wanted.pop()
+        taken = slices(made[value], target, stored) if value in made and refines(stored[value], target) else None
+        if taken is None:
+            found.add(value)
+            continue
+        pairs = zip(made[value].operands, taken, strict=True)
+        new = [pair for pair in pairs if pair[0] != LITERAL and pair[1] != stored[pair[0]] and pair not in seen]
+        seen.update(new)
+        wanted += new
+    return frozenset(found)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from spmdctx.lowering.constrain import constrain
-from spmdctx.lowering.recompute import is_recomputed, operand_shardings, refines
+from spmdctx.lowering.recompute import is_recomputed, operand_shardings, refines, sliced_values
 from spmdctx.lowering.specs import make_mesh
 from tests.road import MESH, ops, run, trace
 
@@ -46,3 +46,22 @@ def test_a_slice_is_computed_again_where_another_reader_takes_the_whole():
 def test_what_an_op_reads_for_a_slice_leaves_out_dimensions_that_it_repeats():
     (product,) = ops(trace(lambda x, y: x * y, X, X[:1]), "mul")
     assert operand_shardings(product, (D, M)) == ((D, M), ((), M))
+
+
+def test_what_slices_are_computed_from_stays_as_it_is_for_other_readers():
+    def step(x, w):
+        total = x @ w + x
+        hidden = jnp.sin(total)
+        return hidden * 2, jnp.cos(hidden), jnp.tanh(total).sum(0)
+
+    weight = jnp.eye(64)
+    program = trace(step, X, weight)
+    (total,), (sine,), (cosine,), (double,), (tanh,) = (ops(program, name) for name in ("add", "sin", "cos", "mul", "tanh"))
+    assert not is_recomputed(total)
+    pins = {0: WHOLE, 1: WHOLE, total: WHOLE, sine: WHOLE, double: WHOLE, cosine: (D, M), tanh: WHOLE}
+    found = run(step, X, weight, pins=pins)
+    found.check()
+    assert sliced_values(program.graph.ops, found.assignment) == {total.results[0]}
+    closed = constrain(program, found.assignment, MESH, make_mesh(MESH, jax.devices()))
+    (made,) = (eqn.outvars[0] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "add")
+    assert {eqn.primitive.name for eqn in closed.jaxpr.eqns if made in eqn.invars} == {"sharding_constraint"}
