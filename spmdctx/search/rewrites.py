@@ -47,6 +47,9 @@ class Readers:
         """The sharding in which an op takes an operand."""
         return project(op.rule.operands[position], self._assignment.ops[op.id].axes)
 
+    def _takes(self, op: Op, value: int, sharding: TensorSharding) -> bool:
+        return any(operand == value and self.taken(op, place) == sharding for place, operand in enumerate(op.operands))
+
     def are_matrix_products(self, value: int, sharding: TensorSharding | None = None) -> bool:
         """Whether only matrix products read a float32 value, if need be in another layout.
 
@@ -56,7 +59,7 @@ class Readers:
             return False
         found = False
         for op in self._of[value]:
-            if sharding is not None and sharding != self.taken(op, op.operands.index(value)):
+            if sharding is not None and not self._takes(op, value, sharding):
                 continue
             found = True
             passes = op.primitive in BROUGHT_IN or (op.primitive == LOOKED_UP and len(self._of[value]) == 1)

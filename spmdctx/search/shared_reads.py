@@ -1,4 +1,4 @@
-"""What several matrix products of one computation read in different shardings: a copy on the way to all of them, which they share."""
+"""What several matrix products of one computation read: a copy on the way to all that do not take it as it is stored, which they share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORTH_IT = 1 - 1e-9
 
 
 def shared_reads(graph: Graph, scopes: Sequence[int], assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> Routes:
-    """The values that are cheaper to bring to their products by way of one more sharding, or of one that some product takes.
+    """The values of several products that are cheaper to bring there by way of one more sharding, or of one that some product takes.
 
     Args:
         graph: the step.
@@ -28,21 +28,26 @@ def shared_reads(graph: Graph, scopes: Sequence[int], assignment: Assignment, me
         mesh: the mesh.
         topology: the machine.
     """
-    wanted: dict[tuple[int, int], dict[TensorSharding, None]] = {}
+    wanted: dict[tuple[int, int], list[TensorSharding]] = {}
     for op in graph.ops:
         if op.primitive not in MATRIX_PRODUCTS:
             continue
         axes = assignment.ops[op.id].axes
         for value, dims in zip(op.operands, op.rule.operands, strict=True):
-            if value != LITERAL and (target := project(dims, axes)) != assignment.values[value]:
-                wanted.setdefault((scopes[op.id], value), {})[target] = None
+            if value != LITERAL:
+                wanted.setdefault((scopes[op.id], value), []).append(project(dims, axes))
     routes = {}
-    for key, targets in wanted.items():
-        if len(targets) > 1:
-            stored = assignment.values[key[1]]
-            best = _best(graph.values[key[1]], stored, tuple(targets), mesh, topology)
-            if best != stored:
-                routes[key] = best
+    known: dict[tuple[object, ...], TensorSharding] = {}
+    for key, taken in wanted.items():
+        own, stored = graph.values[key[1]], assignment.values[key[1]]
+        targets = tuple(dict.fromkeys(target for target in taken if target != stored))
+        if len(taken) < 2 or not targets:
+            continue
+        alike = (own.shape, own.dtype, stored, targets)
+        if alike not in known:
+            known[alike] = _best(own, stored, targets, mesh, topology)
+        if known[alike] != stored:
+            routes[key] = known[alike]
     return routes
 
 

@@ -21,17 +21,18 @@ X, W = jnp.ones((64, 256), jnp.bfloat16), jnp.ones((256, 128), jnp.bfloat16)
 STORED, SHARED, WHOLE = (("model", "data"), ()), (("model",), ()), ((), ())
 
 
-def assigned(second):
+def assigned(second, function=lambda x, y, w: (x @ w, y @ w)):
     """Two products with one weight: the first takes it whole, the second split so along the dimension that it sums over."""
-    program = trace(lambda x, y, w: (x @ w, y @ w), X, X, W)
+    program = trace(function, X, X, W)
     ops, values = [], [replicated(len(value.shape)) for value in program.graph.values]
     products = [op for op in program.graph.ops if op.primitive == "dot_general"]
     for op in program.graph.ops:
         axes = [()] * len(op.rule.sizes)
-        if op is products[1]:
+        if op is products[-1] and len(products) > 1:
             axes[op.rule.operands[1][0][0]] = second
         ops.append(OpSharding(tuple(axes)))
-    values[products[1].operands[0]] = ((), second)
+    if len(products) > 1:
+        values[products[1].operands[0]] = ((), second)
     values[products[0].operands[1]] = STORED
     return program, Assignment(tuple(ops), tuple(values), "test")
 
@@ -48,8 +49,16 @@ def test_what_one_product_takes_is_on_the_way_to_the_other():
 
 
 @pytest.mark.parametrize("second", [(), ("model", "data")])
-def test_where_one_of_them_moves_it_alone_nothing_is_shared(second):
-    assert not routes_of(*assigned(second))
+def test_what_several_products_read_takes_the_cheapest_way_though_only_one_sharding_is_wanted(second):
+    # Gathers over 2 and then 4 devices have 4 steps, one over 8 has 7.
+    program, assignment = assigned(second)
+    assert list(routes_of(program, assignment).values()) == [SHARED]
+    bill = price(program.graph, program.scopes, program.loose, (), assignment, MESH, MACHINE)
+    assert [row.axes for row in bill.collectives if row.kind == "all_gather"] == [("data",), ("model",)]
+
+
+def test_what_one_product_reads_is_brought_there_at_once():
+    assert not routes_of(*assigned((), lambda x, y, w: (x @ w, y)))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tpu"])
