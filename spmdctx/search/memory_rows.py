@@ -1,8 +1,7 @@
 """The memory of a planning problem: what each node occupies in each state, and when.
 
 Some nodes get company that costs nothing and is tied to them by an edge of zeros and infinities, because a node has one usage:
-each result of an op with several results, the copy that a use makes where it is not as stored, and, where asked for, the copies that
-an op makes for itself alone.
+the copy that a use makes where it is not as stored, and, where asked for, the copies that an op makes for itself alone.
 """
 
 from __future__ import annotations
@@ -131,7 +130,6 @@ class _Builder:
     def add_values(self, memory: StepMemory) -> None:
         """Every value that exists in memory, where it is stored."""
         network, space = self._network, self._space
-        several: dict[int, int] = {}
         for value, start, end in memory.lives:
             slot = space.slot_of[value]
             if slot in space.loose_slots:
@@ -140,27 +138,15 @@ class _Builder:
             if slot_class < 0:
                 self._lives.append(Life(self._unread_node(value), start, end + 1))
                 continue
-            node = network.slot_nodes.get(slot_class)
-            result = 0
-            if node is None:
-                maker = space.graph.producers.get(value)
-                if maker is None or network.folded.op_class[maker] < 0:
-                    continue
-                node = network.folded.op_class[maker]
-                result = space.graph.ops[maker].results.index(value)
-            holder = several.setdefault(node, result)
-            if holder != result:
-                node = self._result_node(node, result)
+            node = network.slot_nodes[slot_class]
             usage = self._usages[node]
             if usage is None or (memory.narrow[value] and space.topology.narrows_matrix_operands):
-                size = self._bytes(value, self._stored(node, result)) * kept_share(space.graph.values[value], memory.narrow, space.topology)
+                size = self._bytes(value, self._tables.choices[node].stored[0]) * kept_share(
+                    space.graph.values[value], memory.narrow, space.topology
+                )
                 # Members of a class may be kept in different types.
                 self._usages[node] = size if usage is None else np.minimum(usage, size)
             self._lives.append(Life(node, start, end + 1))
-
-    def _stored(self, node: int, result: int) -> IntArray | None:
-        """The shardings of a result per state; None for company, whose states are the domain."""
-        return self._tables.choices[node].stored[result] if node < len(self._tables.choices) else None
 
     def _bytes(self, value: int, numbers: IntArray | None) -> FloatArray:
         """One device's bytes of a value per state; without numbers, for its whole domain."""
@@ -174,17 +160,6 @@ class _Builder:
         self._costs.append(np.zeros(1))
         self._usages.append(self._bytes(value, np.zeros(1, dtype=np.int64)))
         return len(self._costs) - 1
-
-    def _result_node(self, node: int, result: int) -> int:
-        """The company of an op for a further result: its states are the result's shardings."""
-        known = self._company.get((node, result))
-        if known is not None:
-            return known
-        op = self._space.graph.ops[self._network.nodes[node].member]
-        count = len(domain(self._space.mesh, self._space.graph.values[op.results[result]].shape))
-        stored = self._tables.choices[node].stored[result]
-        same = np.where(np.eye(count, dtype=bool), 0.0, np.inf)
-        return self._add((node, result), node, self._shared(("result", id(stored)), same[stored]))
 
     def _add(self, key: tuple[object, ...], node: int, table: FloatArray) -> int:
         company = self._company[key] = len(self._costs)

@@ -1,10 +1,10 @@
 """The planning problem as nodes and edges: who hands which value to whom, how often. Knows no mesh and no seconds.
 
     op node    one class of ops; its results are stored as its state says
-    slot node  one class of slots: where a value is stored. What is handed on unreduced has none; its op decides
+    slot node  one class of slots: where a value is stored, or over which axes it is handed on unreduced
     use node   one class of values that several matrix products of one computation read: they share what is gathered for them
 
-An edge carries a value from the node that stores it to one that takes it, `weight` times a step.
+An edge carries a value from the op that makes it to its slot, and from there to those that read it, `weight` times a step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLAIN = Joins(False, False)
 
 
 class Source(NamedTuple):
-    """Where a value is stored: a node, and which of its results it is (0 for slot and use nodes)."""
+    """What hands over a value: a node, and which of its results it is (0 for slot and use nodes)."""
 
     node: int
     result: int
@@ -58,7 +58,8 @@ class Load(NamedTuple):
 class Node(NamedTuple):
     """A node: its sort ("op", "slot" or "use"), the op or value that stands for its class, and how often it is executed.
 
-    A `terminal` op's results reach no matrix product (overlap.Sides); `later` says how its partial results are reduced.
+    A slot's `joins` are those of the op that makes it. A `terminal` op's results reach no matrix product (overlap.Sides); `later`
+    says how its partial results are reduced.
     """
 
     sort: str
@@ -122,9 +123,9 @@ def build_network(
     for slot_class, standalone in enumerate(_standalone(space, folded, slot_marks)):
         if standalone:
             network.fixed_slots.add(slot_class)
-        if standalone or not _is_handed_on(network, slot_class):
-            network.slot_nodes[slot_class] = len(network.nodes)
-            network.nodes.append(Node("slot", folded.slot_members[slot_class][0], 1))
+        network.slot_nodes[slot_class] = len(network.nodes)
+        handed = PLAIN if standalone else _joins_of_maker(network, slot_class)
+        network.nodes.append(Node("slot", folded.slot_members[slot_class][0], 1, handed))
     _add_uses(network)
     _add_carries(network, found)
     return network
@@ -143,11 +144,11 @@ def _standalone(space: Space, folded: Fold, slot_marks: Mapping[int, int]) -> li
     return [bool(alone[own[0]]) for own in folded.slot_members]
 
 
-def _is_handed_on(network: Network, slot_class: int) -> bool:
-    """Whether the values of a class of slots may be handed on unreduced."""
+def _joins_of_maker(network: Network, slot_class: int) -> Joins:
+    """Whether the values of a class of slots that one op makes may be handed on unreduced."""
     maker = network.space.graph.producers[network.folded.slot_members[slot_class][0]]
     node = network.folded.op_class[maker]
-    return node >= 0 and network.nodes[node].joins.hands_on
+    return network.nodes[node].joins if node >= 0 else PLAIN
 
 
 def _joins(space: Space, slot_marks: Mapping[int, int]) -> list[Joins]:
@@ -228,30 +229,25 @@ def _add_carries(network: Network, found: Sides) -> None:
 
 
 def _handovers(network: Network, found: Sides) -> Handovers:
-    """A row per operand, and per result of whose sharding its slot decides; and one for all that a use node feeds."""
+    """A row per operand, which its slot hands over, and per result, which its slot takes; and one for all that a use node feeds."""
     space, folded = network.space, network.folded
     every = space.incidences
     at_op = np.array(folded.op_class, dtype=np.int64)[every.ops]
-    slot_nodes = np.full(len(folded.slot_members), -1, dtype=np.int64)
-    slot_nodes[list(network.slot_nodes)] = list(network.slot_nodes.values())
+    slot_nodes = np.array(list(network.slot_nodes.values()), dtype=np.int64)
     at_slot = slot_nodes[np.array(folded.slot_class, dtype=np.int64)[every.slots]]
-    made, held = every.is_result, at_slot >= 0
-    # Where each value is stored: with the op that makes it, unless its slot decides.
-    node, result = np.full(len(space.graph.values), -1, dtype=np.int64), np.zeros(len(space.graph.values), dtype=np.int64)
-    node[every.values[made]], result[every.values[made]] = at_op[made], every.positions[made]
-    node[every.values[held]], result[every.values[held]] = at_slot[held], 0
+    made = every.is_result
     reading, making = turns(space.graph)
     exposed = np.where(np.frombuffer(found.weights, dtype=np.uint8)[:-1] != 0, 1.0 - space.topology.gather_overlap, 1.0)
     columns = Handovers(
-        np.where(made, at_op, node[every.values]),
-        np.where(made, every.positions, result[every.values]),
+        np.where(made, at_op, at_slot),
+        np.where(made, every.positions, 0),
         np.where(made, at_slot, at_op),
         np.where(made, 0, every.positions),
         ~made & _is_narrow(space, every),
         np.where(made, making[every.ops], reading[every.ops]) * exposed[every.values],
         every.values,
     )
-    kept = (at_op >= 0) & (~made | held)
+    kept = at_op >= 0
     return _by_uses(network, columns.where(kept), every.where(kept))
 
 

@@ -149,7 +149,8 @@ class FewSplits(Tables):
             return every
         stored = tuple(own[kept] for own in every.stored)
         if every.states is None:
-            return Choices(stored, stored, every.seconds[kept])
+            unreduced = None if every.unreduced is None else every.unreduced[kept]
+            return Choices(stored, stored, every.seconds[kept], unreduced=unreduced)
         states = _only(every.states, np.nonzero(kept)[0])
         return Choices(states.stored, states.wanted, states.seconds, every.split, states)
 

@@ -17,7 +17,7 @@ from spmdctx.search.algo import AlgoLimits, is_elementwise
 from spmdctx.search.coupled import allowed_alone, allowed_pairs
 from spmdctx.search.modes import Coupling, Setup
 from spmdctx.search.narrowing import NARROW_BYTES
-from spmdctx.search.network import PLAIN, Carry, Network, Node
+from spmdctx.search.network import Carry, Network, Node
 from spmdctx.search.pins import PinnedDims
 from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Problem
 from spmdctx.search.space import Space
@@ -25,13 +25,27 @@ from spmdctx.search.states import Split, States, following, shapes_of, split_of_
 
 
 class Choices(NamedTuple):
-    """What the states of one node mean. `split` and `states` are those of op nodes; `stored` and `taken` serve all."""
+    """What the states of one node mean. `split` and `states` are those of op nodes; `stored` and `taken` serve all.
+
+    `unreduced` are the axes, as bits, over which a slot that may be handed on unreduced is.
+    """
 
     stored: tuple[IntArray, ...]
     taken: tuple[IntArray, ...]
     seconds: FloatArray
     split: Split | None = None
     states: States | None = None
+    unreduced: IntArray | None = None
+
+    @property
+    def given(self) -> IntArray | None:
+        """The axes over which results are handed on unreduced; None where none is."""
+        return self.unreduced if self.states is None else self.states.unreduced_out
+
+    @property
+    def asked(self) -> IntArray | None:
+        """The axes over which operands are taken unreduced; None where none is."""
+        return self.unreduced if self.states is None else self.states.unreduced_in
 
 
 class Tables:
@@ -85,12 +99,22 @@ class Tables:
             return self._op_choices(node)
         value = self.space.graph.values[node.member]
         pin = self.pins.get(self.space.slot_of[node.member]) if node.sort == "slot" else None
-        key = (node.sort, value.shape, pin)
+        key = (node.sort, value.shape, pin, node.joins.hands_on)
         known = self._memo.get(key)
         if known is None:
-            numbers = self._numbers(value.shape, pin)
-            known = self._memo[key] = Choices((numbers,), (numbers,), np.zeros(len(numbers)))
+            numbers, bits = self._numbers(value.shape, pin), None
+            if node.joins.hands_on:
+                numbers, bits = self._with_partial(value.shape, numbers)
+            known = self._memo[key] = Choices((numbers,), (numbers,), np.zeros(len(numbers)), unreduced=bits)
         return known
+
+    def _with_partial(self, shape: tuple[int, ...], numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """The shardings of a slot that may be handed on unreduced, and over which axes it is: none, or some that it is not split along."""
+        codes = axis_codes(self.space.mesh)
+        used = np.bitwise_or.reduce(codes.bits[domain(self.space.mesh, shape).rows[numbers]], axis=1, initial=0)
+        subsets = range(1 << len(codes.names(-1)))
+        kept = [numbers[used & bits == 0] for bits in subsets]
+        return np.concatenate(kept), np.repeat(np.array(subsets, dtype=np.int64), [len(own) for own in kept])
 
     def _numbers(self, shape: tuple[int, ...], pin: PinnedDims | None) -> IntArray:
         """The shardings of a slot or use: all of its domain, or those that agree with a pin."""
@@ -148,7 +172,7 @@ class Tables:
         source, target = self.choices[carry.source.node], self.choices[carry.target]
         stored, taken = source.stored[carry.source.result], target.taken[carry.position]
         known = self.space.graph.values[value]
-        unreduced = self._unreduced(source, target)
+        unreduced = any(bits is not None and bool(bits.any()) for bits in (source.given, target.asked))
         size = NARROW_BYTES if carry.narrow else item_bytes(known.dtype)
         follows = target.states is not None and bool((target.states.follows == carry.position).any())
         is_kept = self.network.summed.keeps(value, is_made=self.network.nodes[carry.source.node].sort == "op")
@@ -182,16 +206,10 @@ class Tables:
         return table
 
     @staticmethod
-    def _unreduced(source: Choices, target: Choices) -> bool:
-        given = source.states is not None and bool(source.states.unreduced_out.any())
-        asked = target.states is not None and bool(target.states.unreduced_in.any())
-        return given or asked
-
-    @staticmethod
     def _with_unreduced(table: FloatArray, source: Choices, target: Choices, stored: IntArray, taken: IntArray) -> FloatArray:
         """Unreduced values only go where they are taken over the same axes, and as they are."""
-        given = source.states.unreduced_out if source.states is not None else np.zeros(len(stored), dtype=np.int64)
-        asked = target.states.unreduced_in if target.states is not None else np.zeros(len(taken), dtype=np.int64)
+        given = np.zeros(len(stored), dtype=np.int64) if source.given is None else source.given
+        asked = np.zeros(len(taken), dtype=np.int64) if target.asked is None else target.asked
         misfit = given[:, None] != asked[None, :]
         misfit |= (given[:, None] != 0) & (stored[:, None] != taken[None, :])
         return np.where(misfit, np.inf, table)
@@ -249,11 +267,10 @@ class Tables:
             own = domain(mesh, graph.values[member].shape).shardings[number]
             for slot in folded.slot_members[slot_class]:
                 values[slot] = own
-        apart = [own in self.network.slot_nodes for own in folded.slot_class]
-        values = [values[slot if apart[slot] else value] for value, slot in enumerate(space.slot_of)]
+        values = [values[slot if folded.slot_class[slot] >= 0 else value] for value, slot in enumerate(space.slot_of)]
         for op, node in zip(graph.ops, folded.op_class, strict=True):
             ops.append(shardings[node] if node >= 0 else OpSharding(((),) * len(op.rule.sizes)))
-            if node >= 0 and self.network.nodes[node].joins != PLAIN:
+            if node >= 0 and self.network.nodes[node].joins.takes:
                 (value,) = op.results
                 values[value] = self._stored_sum(value, node, states)
         return Assignment(tuple(ops), tuple(values), mode)
@@ -266,15 +283,13 @@ class Tables:
         return OpSharding(axis_codes(self.space.mesh).sharding(row))
 
     def _stored_sum(self, value: int, node: int, states: tuple[int, ...]) -> TensorSharding:
-        """Where a result is stored that may be unreduced or a sum of such; a sum is only sliced by its readers, if they are all."""
+        """Where a result is stored that may be a sum of unreduced ones; it is only sliced by its readers, if they are all."""
         choices, state, network = self.choices[node], states[node], self.network
         assert choices.split is not None
         assert choices.states is not None
         slot_class = network.folded.slot_class[self.space.slot_of[value]]
-        slot_node = network.slot_nodes.get(slot_class)
-        number = int(choices.stored[0][state])
-        if slot_node is not None:
-            number = int(self.choices[slot_node].stored[0][states[slot_node]])
+        slot_node = network.slot_nodes[slot_class]
+        number = int(self.choices[slot_node].stored[0][states[slot_node]])
         as_left = number == int(choices.stored[0][state])
         if choices.states.unreduced_in[state] and as_left and slot_class not in network.fixed_slots and value not in self._outputs:
             number = int(choices.split.results[0][choices.states.split[state]])

@@ -60,6 +60,17 @@ def test_the_plan_is_the_cheapest_of_all(first):
         assert bill.compute_s + bill.exposed_communication_s <= found.cost_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("seed", "num_ops"), [(3068, 4), (20156, 6), (20315, 6), (20441, 6), (21422, 6), (22913, 6)])
+def test_seconds_that_were_once_counted_otherwise_by_one_of_three_are_equal(seed, num_ops):
+    # A sum that is moved on the way to the next one; an operand that a product takes in two shardings; copies that products share
+    # which all take alike.
+    made, mesh, machine = random_step(seed, num_ops), random_mesh(seed), random_machine(seed)
+    made = fused(made) if seed % 2 else made
+    found = _check(made, mesh, machine)
+    bill = price(made.graph, made.scopes, made.loose, (), found.assignment, mesh, machine)
+    assert bill.compute_s + bill.exposed_communication_s <= found.cost_s * (1 + 1e-9)
+
+
 def _random_pins(made, mesh, seed):
     """Whole pins of some values and partial pins of others, none of two values that are tied."""
     rng = random.Random(seed)

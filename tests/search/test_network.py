@@ -31,10 +31,11 @@ def _gradient(outputs=()):
     return make.finish(*(value for value, kept in zip((left, right, total), outputs, strict=False) if kept))
 
 
-def test_every_value_has_a_place_but_those_that_are_handed_on_unreduced():
+def test_every_value_has_a_place_and_some_may_be_handed_on_unreduced():
     network = _network(_gradient())
     assert [node.joins for node in network.nodes[:4]] == [Joins(False, True), Joins(False, True), Joins(True, False), Joins(False, False)]
-    assert _sorts(network).count("slot") == 4 + 2
+    assert _sorts(network).count("slot") == 4 + 4
+    assert [node.joins.hands_on for node in network.nodes[4:]].count(True) == 2
     assert len(network.fixed_slots) == 4
 
 
