@@ -48,14 +48,17 @@ class Copy(NamedTuple):
 class StepMemory(NamedTuple):
     """All that is known of a step's memory before its shardings are.
 
-    `held` says per value whether it exists in memory (a last 0 stands for literals), `narrow` which of them are kept in the type of
-    matrix operands where the compiler does so. `runs` says when each op runs; `times` too, but for a fused op when that runs which
-    it is fused into, the last one where these are several, and `firsts` for the first one; `turns` where the turn of a loop ends that
-    an op is in. `products` are the matrix products that others need, `gradients` those that may run last; none where nothing is moved.
+    `held` says per value whether it exists in memory (a last 0 stands for literals), `settled` whether it or its transpose does,
+    `narrow` which of them are kept in the type of matrix operands where the compiler does so. `runs` says when each op runs; `times`
+    too, but for a fused op when that runs which it is fused into, the last one where these are several, and `firsts` for the first
+    one; `turns` where the turn of a loop ends that an op is in. `products` are the matrix products that others need, `gradients` those
+    that may run last; none where nothing is moved.
+    `reads` says from when to when inputs are read, `in_carries` which values are in the memory of a loop's carry that they replace.
     """
 
     lives: tuple[ValueLife, ...]
     held: bytearray
+    settled: bytearray
     narrow: bytearray
     runs: tuple[int, ...]
     times: tuple[int, ...]
@@ -63,6 +66,8 @@ class StepMemory(NamedTuple):
     turns: tuple[int, ...]
     products: tuple[int, ...]
     gradients: tuple[GradientProduct, ...]
+    reads: tuple[ValueLife, ...]
+    in_carries: tuple[ValueLife, ...]
 
 
 class Peak(NamedTuple):
@@ -165,33 +170,70 @@ class _Loops:
 class _Liveness:
     def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int], waits: bool) -> None:
         self.graph, self.donated, self.scopes, self.waits = graph, donated, scopes, waits
-        self.held = _held(graph)
+        self.given = _given(graph)
+        self.held = _held(graph, self.given)
         self.loops = _Loops(graph, scopes)
         self.end = [-1] * (len(graph.values) + 1)
         self.start: dict[int, int] = {}
         self.carried = dict(graph.ties)
-        self.inputs = frozenset(_given(graph))
+        self.replacing: set[int] = set()
+        self.inputs = frozenset(self.given)
         self.runs = order(graph, waits)
         self.times = list(self.runs)
 
     def find(self) -> StepMemory:
+        graph = self.graph
         self._find_ends()
-        last = max(len(self.graph.ops) - 1, 0)
+        last = max(len(graph.ops) - 1, 0)
         reused = {self.carried[value] for value in self.donated if self._becomes(value)}
-        for value in self.graph.outputs:
+        for value in graph.outputs:
             self.end[value] = last
+        firsts = first_runs(graph, self.held, self.runs)
+        reads = self._reads(firsts)
         self._write_in_place()
-        found = [ValueLife(value, 0, last) for value in _given(self.graph)]
-        for op in self.graph.ops:
+        found = [ValueLife(value, 0, last) for value in self.given]
+        in_carries: list[ValueLife] = []
+        for op in graph.ops:
             for value in op.results:
                 if self.held[value] and value not in reused:
                     start = self.start.get(value, self.runs[op.id])
-                    found.append(ValueLife(value, start, max(self.end[value], start)))
-        narrow, turns = narrow_values(self.graph, self.held), turn_ends(self.graph, self.scopes)
-        firsts, times = first_runs(self.graph, self.held, self.runs), tuple(self.times)
-        products = needed_products(self.graph)
-        gradients = gradient_products(self.graph, self.held, turns) if self.waits else ()
-        return StepMemory(tuple(found), self.held, narrow, self.runs, times, firsts, turns, products, gradients)
+                    (in_carries if value in self.replacing else found).append(ValueLife(value, start, max(self.end[value], start)))
+        found += self._hoisted()
+        turns = turn_ends(graph, self.scopes)
+        return StepMemory(
+            lives=tuple(found),
+            held=self.held,
+            settled=_settled(graph, self.held),
+            narrow=narrow_values(graph, self.held),
+            runs=self.runs,
+            times=tuple(self.times),
+            firsts=firsts,
+            turns=turns,
+            products=needed_products(graph),
+            gradients=gradient_products(graph, self.held, turns) if self.waits else (),
+            reads=reads,
+            in_carries=tuple(in_carries),
+        )
+
+    def _reads(self, firsts: Sequence[int]) -> tuple[ValueLife, ...]:
+        readers = self.graph.readers
+        read = [value for value in self.graph.inputs if readers[value]]
+        return tuple([ValueLife(value, min(firsts[op.id] for op in readers[value]), self.end[value]) for value in read])
+
+    def _hoisted(self) -> list[ValueLife]:
+        """What loops narrow of values that stay the same: made once, before the first turn, and kept."""
+        values, found = self.graph.values, []
+        for op in self.graph.ops:
+            if op.primitive not in _ENTERING or op.results[0] in self.carried or op.operands[0] == LITERAL:
+                continue
+            before, inside, end = values[op.operands[0]], op.results[0], self.loops.last[op.id]
+            if end == op.id or before.shape != values[inside].shape:
+                continue
+            size = item_bytes(before.dtype)
+            made = [reader.results[0] for reader in self.graph.readers[inside] if reader.primitive == "convert_element_type"]
+            narrow = [value for value in made if not self.held[value] and item_bytes(values[value].dtype) < size]
+            found += [ValueLife(value, op.id, end) for value in narrow[:1]]
+        return found
 
     def _becomes(self, value: int) -> bool:
         """Whether a donated input has a next value of its kind to lend its memory to."""
@@ -224,6 +266,8 @@ class _Liveness:
         """What a loop reads it keeps to its end; what it carries is in the memory of what it starts from."""
         value, result = op.operands[0], op.results[0]
         after = self.carried.get(result)
+        if after is not None:
+            self._replace(op, result, after)
         time = max(self.loops.last[op.id], self.end[result])
         if after is not None:
             time = max(time, self.end[after])
@@ -234,6 +278,20 @@ class _Liveness:
             time = op.id
         if self.end[value] < time:
             self.end[value] = time
+
+    def _replace(self, op: Op, carry: int, after: int) -> None:
+        """The next value of a carry takes its memory if nothing reads the carry any more, or only the element-wise op that makes it."""
+        graph = self.graph
+        producer = graph.producers.get(after)
+        if producer is None or graph.ops[producer].primitive not in _CARRIED:
+            return
+        following = graph.ops[producer].operands[0]
+        maker = graph.producers.get(following, -1) if following != LITERAL else -1
+        if maker <= op.id or not self.held[following]:
+            return
+        made = self.runs[maker]
+        if self.end[carry] < made or (self.end[carry] == made and _writes_in_place(graph.ops[maker])):
+            self.replacing.add(following)
 
     def _leave(self, op: Op) -> None:
         """A carry is copied at the end of each turn; a slice is written into its stack at once."""
@@ -287,10 +345,10 @@ def _given(graph: Graph) -> list[int]:
     return [*graph.inputs, *(value.id for value in graph.values if value.role is Role.CONSTANT)]
 
 
-def _held(graph: Graph) -> bytearray:
+def _held(graph: Graph, given: Sequence[int]) -> bytearray:
     """Per value whether it exists in memory; a last 0 stands for literals."""
     held = bytearray(len(graph.values) + 1)
-    for value in _given(graph):
+    for value in given:
         held[value] = 1
     for op in graph.ops:
         bits = op.fused >> len(op.operands)
@@ -298,6 +356,17 @@ def _held(graph: Graph) -> bytearray:
             held[value] = not bits & 1
             bits >>= 1
     return held
+
+
+def _settled(graph: Graph, held: bytearray) -> bytearray:
+    """Per value whether it exists in memory, or is written there transposed by the op that makes it."""
+    found = bytearray(held)
+    for op in reversed(graph.ops):
+        if op.primitive == "transpose" and found[op.results[0]]:
+            value = op.operands[0]
+            if value != LITERAL and len(graph.readers[value]) == 1:
+                found[value] = 1
+    return found
 
 
 def _writes_in_place(op: Op) -> bool:

@@ -13,6 +13,10 @@ from typing import NamedTuple
 from spmdctx.ir import Graph, Op
 from spmdctx.search.memory import Copy, StepMemory
 from spmdctx.search.memory_late import GradientProduct
+from spmdctx.search.overlap import sides
+
+_HIDING = 3
+"""A gather is fused with so many products at most, as seen in compiled programs."""
 
 
 class _Read(NamedTuple):
@@ -31,6 +35,7 @@ class Copies:
         self._graph, self._memory = graph, memory
         self._of: dict[object, Copy] = {}
         self._last = max(len(graph.ops) - 1, 0)
+        self._terminal = sides(graph).terminal
         self._may_be_last = frozenset(product.op for product in memory.gradients)
         self._reads: list[_Read] = []
         self._gathers: list[tuple[object, int, int]] = []
@@ -53,11 +58,17 @@ class Copies:
         until = self._read_late(late)
         ends = {life.value: life.end for life in self._memory.lives if life.value in until} if until else {}
         found = [Copy(ends[value] + 1, time, sizes[value]) for value, time in until.items() if ends.get(value, time) < time]
+        # Where it is moved, the next value of a carry is not made in the carry's memory.
+        found += [Copy(start, end, sizes[value]) for value, start, end in self._memory.in_carries if value in moved]
         return [*found, *self._of.values()]
 
     def is_held(self, value: int) -> bool:
         """Whether the value exists in memory in its own sharding."""
         return bool(self._memory.held[value])
+
+    def is_made_in_place(self, value: int) -> bool:
+        """Whether the value, or all that is made of it by transposing, exists in memory in its own sharding."""
+        return bool(self._memory.settled[value])
 
     @property
     def narrow(self) -> bytearray:
@@ -81,7 +92,7 @@ class Copies:
 
     def make(self, op: Op, value: int, key: object, num_bytes: int, *, gathered: bool) -> None:
         """`op` reads the copy of a value that `key` names."""
-        if gathered:
+        if gathered and not self._terminal[value]:
             self._gathers.append((key, op.id, self._graph.producers.get(value, -1)))
         if op.id in self._may_be_last and value in op.operands:
             self._reads.append(_Read(op.id, value, key, num_bytes))
@@ -105,16 +116,16 @@ class Copies:
         return min(time + 1, self._last)
 
     def _hide_gathers(self) -> None:
-        """The gather of what is there before it is fused with the product that runs before its reader."""
+        """The gather of what is there before them is fused with the products that run before its reader; not that of a gradient."""
         runs, turns, products = self._memory.runs, self._memory.turns, self._memory.products
         hiding = set()
         for key, reader, maker in self._gathers:
-            place = bisect_left(products, min(runs[reader], self._of[key].start)) - 1
-            if place < 0 or (maker >= 0 and runs[maker] >= products[place]):
-                continue
-            product = products[place]
-            if turns[product] == turns[reader] or (turns[product] == product and turns[reader] == reader):
-                hiding.add(product)
+            place = bisect_left(products, min(runs[reader], self._of[key].start))
+            for product in reversed(products[max(place - _HIDING, 0) : place]):
+                if maker >= 0 and runs[maker] >= product:
+                    break
+                if turns[product] == turns[reader] or (turns[product] == product and turns[reader] == reader):
+                    hiding.add(product)
         for op, num_bytes in self._in_place:
             if op in hiding:
                 self._of["unreduced, hides a gather", op] = Copy(runs[op], self._memory.times[op], num_bytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from spmdctx.ir import Graph
+from spmdctx.ir import LITERAL, Graph
 from spmdctx.rules.fusion import CHAINED
 from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
 
@@ -37,7 +37,7 @@ def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
         if not terminal[op.id] or op.repeats > 1 or op.primitive.startswith(("scan.", "while.")):
             continue
         made = max([runs[makers[value]] for value in op.operands if value in makers], default=0)
-        if op.primitive in CHAINED and others.are_between(made, op.id):
+        if op.primitive in CHAINED and others.are_between(made, op.id) and any(value != LITERAL for value in op.operands):
             runs[op.id] = made
         elif op.primitive in MATRIX_PRODUCTS and waits:
             runs[op.id] = max(made, others.end_of_wait(op.id))

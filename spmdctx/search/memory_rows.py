@@ -296,7 +296,7 @@ class _Builder:
             return known
         value = self._space.graph.ops[self._network.nodes[source.node].member].results[source.result]
         size, (before, made) = self._bytes(value, None), self._made(*source)
-        kinds, kind = np.unique(np.where((before == made) & bool(memory.held[value]), -1, before), return_inverse=True)
+        kinds, kind = np.unique(np.where((before == made) & bool(memory.settled[value]), -1, before), return_inverse=True)
         return self._excused(key, source.node, kind, np.where(kinds >= 0, size[kinds], 0.0), [])
 
     def _excused(self, key: tuple[object, ...], node: int, numbers: IntArray, size: FloatArray, ways: Sequence[_Way]) -> int:

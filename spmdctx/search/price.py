@@ -251,8 +251,9 @@ class _Biller:
                 bucket = f"bucket {self.buckets[value]} of gradients: " if value in self.buckets else ""
                 cause = f"{bucket}partial result of {op.primitive}"
                 hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)
-                in_place = self.copies.is_held(value) and natural == plan.after and natural == stored
-                self._keep_unreduced(op, value, natural, in_place=in_place)
+                in_place = self.copies.is_made_in_place(value) and natural == plan.after and natural == stored
+                if plan.scattered or plan.reduced:
+                    self._keep_unreduced(op, value, natural, in_place=in_place)
                 if plan.scattered:
                     priced = self._scattered_by(value, payload, need.partial, natural, plan.after)
                     self._collect("reduce_scatter", plan.scattered, payload, op, cause, *hides, priced=priced)

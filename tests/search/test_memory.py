@@ -157,3 +157,63 @@ def test_a_step_of_no_ops_has_a_peak_too(num_ops):
 def test_a_fused_op_runs_when_its_last_reader_does():
     program, graph = traced(lambda x, w: jnp.sin(x) @ w, X, W)
     assert step_memory(graph, program.scopes).times == (1, 1)
+
+
+def accumulated(hide):
+    """A loop that adds up products of weights that stay the same, read in a narrower type."""
+
+    def function(total, w, xs):
+        def turn(total, x):
+            return total + hide(w).T @ x, None
+
+        return lax.scan(turn, total, xs)[0]
+
+    return traced(function, jnp.ones((64, 64)), W, jnp.ones((3, 64, 64), jnp.bfloat16))
+
+
+def test_what_takes_the_place_of_a_carry_has_its_memory():
+    program, graph = accumulated(lambda w: w)
+    memory = step_memory(graph, program.scopes)
+    added = next(op.results[0] for op in graph.ops if op.primitive == "add")
+    product = next(op.results[0] for op in graph.ops if op.primitive == "dot_general")
+    assert [life.value for life in memory.in_carries] == [added if memory.held[added] else product]
+    assert not {life.value for life in memory.in_carries} & {life.value for life in memory.lives}
+
+
+def test_a_carry_that_is_read_after_its_next_value_is_there_keeps_its_memory():
+    def function(start, xs):
+        def turn(carry, x):
+            following = carry @ x
+            return following, jnp.sum(jnp.sin(following) @ carry)
+
+        return lax.scan(turn, start, xs)
+
+    program, graph = traced(function, W, jnp.ones((3, 64, 64)))
+    assert step_memory(graph, program.scopes).in_carries == ()
+
+
+def test_a_loop_keeps_what_it_narrows_of_a_value_that_stays_the_same_from_its_start_to_its_end():
+    program, graph = accumulated(lambda w: w.astype(jnp.bfloat16))
+    narrowed = next(op.results[0] for op in graph.ops if op.primitive == "convert_element_type")
+    memory = step_memory(graph, program.scopes)
+    assert not memory.held[narrowed], "made where it is read, as far as the trace says"
+    kept = next(life for life in memory.lives if life.value == narrowed)
+    weight = next(op for op in graph.ops if op.primitive == "scan.enter" and op.operands == (graph.inputs[1],))
+    assert kept.start == weight.id
+    assert graph.ops[kept.end].primitive == "scan.next"
+
+
+def test_inputs_are_read_from_their_first_reader_to_their_last():
+    program, graph = traced(lambda x, w, v: (((x @ w) @ v) @ w, x), X, W, W)
+    x, w, v = graph.inputs
+    reads = {value: (start, end) for value, start, end in step_memory(graph, program.scopes).reads}
+    first, second, third = (op.id for op in graph.ops if op.primitive == "dot_general")
+    assert (reads[w], reads[v]) == ((first, third), (second, second))
+    assert reads[x] == (first, len(graph.ops) - 1), "what a step hands on is kept"
+
+
+def test_a_product_that_is_transposed_is_made_so():
+    program, graph = traced(lambda x, w: (x @ w).T, X, W)
+    product = graph.ops[0].results[0]
+    memory = step_memory(graph, program.scopes)
+    assert (memory.held[product], memory.settled[product]) == (0, 1)

@@ -55,6 +55,36 @@ def test_what_a_product_makes_is_gathered_after_it():
     assert [copy.bytes for copy in found(copies, graph)] == [30], "the reduction is in place"
 
 
+@pytest.mark.parametrize(("behind", "in_place"), [(1, False), (3, False), (4, True)])
+def test_a_gather_is_fused_with_three_products_at_most(behind, in_place):
+    graph, _, copies = copies_of(lambda x, w: forward(forward(forward(x, w), w), w), X, W)
+    run = products(graph)
+    copies.reduce_in_place(run[0], 70)
+    copies.make(run[behind], run[behind].operands[1], "gathered", 30, gathered=True)
+    assert (70 not in [copy.bytes for copy in found(copies, graph)]) == in_place
+
+
+def test_the_gather_of_a_gradient_is_fused_with_no_product():
+    graph, _, copies = copies_of(step, [W, W], X)
+    gradient = next(
+        op for op in products(graph) if op.results[0] in [one.made[0] for one in step_memory(graph, (0,) * len(graph.ops)).gradients]
+    )
+    reader = graph.readers[gradient.results[0]][0]
+    copies.reduce_in_place(products(graph)[0], 70)
+    copies.make(reader, gradient.results[0], "gathered", 30, gathered=True)
+    assert 70 not in [copy.bytes for copy in found(copies, graph)]
+
+
+def test_the_next_value_of_a_carry_is_beside_it_where_it_is_moved():
+    def loop(total, xs):
+        return jax.lax.scan(lambda total, x: (total + x @ x, None), total, xs)[0]
+
+    graph, memory, copies = copies_of(loop, W, jnp.ones((3, 64, 64)))
+    (life,) = memory.in_carries
+    assert found(copies, graph) == []
+    assert found(copies, graph, moved=[life.value]) == [Copy(life.start, life.end, 100 + life.value)]
+
+
 @pytest.mark.parametrize("how", ["as it is", "moved", "reduced"])
 def test_what_a_product_reads_that_runs_last_is_there_to_the_end(how):
     graph, memory, copies = copies_of(step, [W, W], X)

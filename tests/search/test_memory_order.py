@@ -64,6 +64,18 @@ def test_state_is_updated_as_soon_as_its_gradient_is_there():
     assert all(runs[update] >= min(gradients) for update in updates)
 
 
+def test_what_reads_nothing_is_made_where_it_was_traced():
+    def step(table, weight, tokens):
+        gradients = jax.grad(lambda table, weight: (jnp.tanh(table[tokens] @ weight) @ weight).sum(), argnums=(0, 1))(table, weight)
+        return table - 0.1 * gradients[0], weight - 0.1 * gradients[1]
+
+    graph = trace(step, W, W, jnp.zeros((8,), jnp.int32)).graph
+    added = next(op for op in graph.ops if op.primitive == "scatter-add")
+    zeros = graph.ops[graph.producers[added.operands[0]]]
+    assert zeros.primitive == "broadcast_in_dim"
+    assert order(graph)[zeros.id] == zeros.id
+
+
 def test_a_gradient_is_gone_when_its_state_is_updated():
     program = deep(3)
     graph = program.graph
