@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.topology import Topology
-from spmdctx.ir import LOSS_REDUCTION, Assignment, Graph, OpSharding
-from spmdctx.mesh import LogicalMesh, replicated
+from spmdctx.ir import LOSS_REDUCTION, Assignment, Graph, Op, OpSharding, item_bytes
+from spmdctx.mesh import LogicalMesh, axes_of, replicated
+from spmdctx.search.memory import step_memory
 from spmdctx.search.overlap import reduction_machine
 from spmdctx.search.price import Bill, price
 from spmdctx.search.roofline import local_bytes
@@ -33,13 +36,41 @@ def add_bodies(bill: Bill, graph: Graph, bodies: Iterable[Body], assignment: Ass
         bill.compute_s += own.compute_s * body.repeats
         bill.flops += own.flops * body.repeats * mesh.num_devices
         bill.split_flops += own.flops * body.repeats * mesh.num_devices
-        inputs = [body.graph.values[value] for value in body.graph.inputs]
-        given = sum(local_bytes(value, replicated(len(value.shape)), _ONE) for value in inputs)
         op = graph.ops[body.op]
+        gathered = _gathered(bill, graph, op, mesh)
         made = sum(local_bytes(graph.values[value], assignment.values[value], mesh) for value in op.results)
-        alive[body.op] += max(own.memory_bytes - given - made, 0)
+        alive[body.op] += max(_own_peak(body, own, gathered, topology) - made, 0) - sum(gathered.values())
     _combine_reductions(bill, mesh, topology)
     bill.memory_profile, bill.memory_bytes = tuple(alive), max(alive, default=0)
+
+
+def _gathered(bill: Bill, graph: Graph, op: Op, mesh: LogicalMesh) -> dict[int, int]:
+    """The positions of the operands that are gathered for an op, with the bytes of what is gathered."""
+    targets = {row.value: row.target for row in bill.moves if row.op == op.id and len(axes_of(row.target)) < len(axes_of(row.source))}
+    found = [(position, graph.values[value], targets[value]) for position, value in enumerate(op.operands) if value in targets]
+    return {position: local_bytes(value, target, mesh) for position, value, target in found}
+
+
+def _own_peak(body: Body, own: Bill, gathered: Collection[int], topology: Topology) -> int:
+    """The bytes that a body needs beside what it is given; what is `gathered` for it is there while it is read, and narrow if read so."""
+    graph, alive = body.graph, np.array(own.memory_profile, dtype=np.int64)
+    reads = {read.value: read for read in step_memory(graph, body.scopes, waits=False).reads}
+    for position, value in enumerate(graph.inputs):
+        known = graph.values[value]
+        size = local_bytes(known, replicated(len(known.shape)), _ONE)
+        alive -= size
+        if position in gathered and value in reads:
+            _, start, end = reads[value]
+            alive[start : end + 1] += (
+                size * _read_bytes(graph, value) // item_bytes(known.dtype) if topology.narrows_matrix_operands else size
+            )
+    return int(alive.max(initial=0))
+
+
+def _read_bytes(graph: Graph, value: int) -> int:
+    """Bytes of an item of a value as it is read: narrow where all that read it make it so first."""
+    read_as = [reader.results[0] if reader.primitive == "convert_element_type" else value for reader in graph.readers[value]]
+    return max(item_bytes(graph.values[one].dtype) for one in read_as)
 
 
 def _combine_reductions(bill: Bill, mesh: LogicalMesh, topology: Topology) -> None:
