@@ -48,6 +48,13 @@ class AxisCodes:
         pairs = [[self.of.get(first + second, -1) for second in self.axes] for first in self.axes]
         return np.array(pairs, dtype=np.int64)
 
+    @cached_property
+    def added(self) -> Codes:
+        """`added[i, j]`: the axes, as bits, that the code j has after those of i; 0 where it does not begin with them."""
+        begins = [[second[: len(first)] == first for second in self.axes] for first in self.axes]
+        found: Codes = np.where(begins, self.bits[None, :] - self.bits[:, None], 0)
+        return found
+
     def names(self, bits: int) -> AxisNames:
         """The axes of a set of bits, in the order of the mesh, or three of them by size."""
         return tuple([name for place, name in enumerate(self._names) if bits >> place & 1])

@@ -147,11 +147,13 @@ def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
     return found
 
 
-def leads_to(natural: TensorSharding, after: TensorSharding, stored: TensorSharding) -> bool:
-    """Whether a result that is stored so is scattered to `after`, if at all: only into the split that it is to have.
+def leads_to(op: Op, own: AxisNames, natural: TensorSharding, after: TensorSharding, stored: TensorSharding) -> bool:
+    """Whether a result that is partial over its `own` axes and stored so is in `after` once it is reduced, as lowering has it.
 
-    The compiler makes a reduce_scatter of a reduction only where a slice of the result is kept.
+    A sum of unreduced terms, partial over no axes of its own, is scattered by the compiler, into the split that it is to have.
     """
+    if own:
+        return reduction_plan(op, natural, stored, own).after == after
     return all(own == new or new == kept for own, new, kept in zip(natural, after, stored, strict=True))
 
 
@@ -261,13 +263,14 @@ class _Evaluator:
         stored = self.assignment.values[value]
         loose = value in self.free
         as_made = self.topology.merges_partial_sums and stored == partial.natural and value not in self.decided
+        own = partial_axes(op.rule, self.assignment.ops[op.id].axes)
         ways = []
         for after, seconds in self._ways(op, value, partial):
             if loose:
                 moved_s = 0.0
             elif as_made:
                 moved_s = self._read(value, after)
-            elif leads_to(partial.natural, after, stored):
+            elif leads_to(op, own, partial.natural, after, stored):
                 moved_s = self._reshard(value, after, stored) * made_repeats(self.graph, op) + self._read(value, stored)
             else:
                 continue

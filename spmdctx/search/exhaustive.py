@@ -296,14 +296,15 @@ class _Everything:
 
     def _result_row(self, op: Op, value: int, natural: TensorSharding, way: Way) -> list[float]:
         """Seconds per place of the result's slot."""
-        partial = way.unreduced | {*partial_axes(op.rule, way.axes)}
+        own = partial_axes(op.rule, way.axes)
+        partial = way.unreduced | {*own}
         ways = list(self._reduced(op, value, natural, way))
         row = []
         for place in self.places[self.slot_of[value]]:
             if place.unreduced:
                 row.append(0.0 if (natural, partial) == place else float("inf"))
             else:
-                fitting = [one for one in ways if leads_to(natural, one[0], place.sharding)]
+                fitting = [one for one in ways if leads_to(op, own, natural, one[0], place.sharding)]
                 row.append(min(seconds + self._reshard(value, after, place.sharding, is_made=True) for after, seconds in fitting))
         return row
 

@@ -11,7 +11,7 @@ import numpy as np
 from spmdctx.cost.reshard_table import reshard_table
 from spmdctx.domains import axis_codes, domain
 from spmdctx.errors import UnsupportedError
-from spmdctx.ir import LITERAL, Assignment, Op, OpSharding, TensorSharding, item_bytes
+from spmdctx.ir import LITERAL, Assignment, FactorKind, Op, OpSharding, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits, is_elementwise
 from spmdctx.search.coupled import allowed_alone, allowed_pairs
@@ -196,8 +196,8 @@ class Tables:
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
             if source.split is not None and target.split is None:
-                natural = source.split.results[carry.source.result][source.states.split] if source.states else stored
-                table = self._with_scatters(table, domain(self.space.mesh, known.shape).rows, natural, stored, taken)
+                op = self.space.graph.ops[self.network.nodes[carry.source.node].member]
+                table = self._with_reductions(table, op, source, source.split.results[carry.source.result], known.shape, stored, taken)
             if is_kept:
                 table = self._without_slices(table, known.shape, stored, taken)
             if follows and target.states is not None:
@@ -220,17 +220,36 @@ class Tables:
         used = np.bitwise_or.reduce(codes.bits[domain(self.space.mesh, shape).rows], axis=1, initial=0)
         return np.where(used[taken][None, :] & ~used[stored][:, None], np.inf, table)
 
-    @staticmethod
-    def _with_scatters(table: FloatArray, rows: IntArray, natural: IntArray, left: IntArray, stored: IntArray) -> FloatArray:
-        """Partial results are only scattered into the split in which they are stored, as the compiler does it."""
-        scattered = np.nonzero(natural != left)[0]
-        if not len(scattered):
+    def _with_reductions(
+        self, table: FloatArray, op: Op, source: Choices, natural: IntArray, shape: tuple[int, ...], left: IntArray, stored: IntArray
+    ) -> FloatArray:
+        """Partial results are only left where lowering leaves them on the way to where they are stored (`space.reduction_plan`).
+
+        Sums of unreduced terms are scattered by the compiler: only into the split in which they are stored.
+        """
+        assert source.split is not None
+        assert source.states is not None
+        codes, rows = axis_codes(self.space.mesh), domain(self.space.mesh, shape).rows
+        summed = [factor for factor, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
+        own = np.bitwise_or.reduce(codes.bits[source.split.rows[:, summed]], axis=1, initial=0)[source.states.split]
+        before = rows[natural[source.states.split]]
+        after = rows[left]
+        changed = np.nonzero((own != 0) | (before != after).any(axis=1))[0]
+        if not len(changed) or op.rule.combiner != "add":
             return table
-        before, after = rows[natural[scattered]], rows[left[scattered]]
-        dims = (before != after).argmax(axis=1)
-        fits = after[np.arange(len(dims)), dims][:, None] == rows[stored][:, dims].T
+        own, before, after = own[changed], before[changed], after[changed]
+        fits = np.ones((len(changed), len(stored)), dtype=bool)
+        is_planned, pending = own != 0, np.ones_like(fits)
+        for dim, target in enumerate(rows[stored].T):
+            more = codes.added[before[:, dim]][:, target]
+            scatters = (more != 0) & (more & ~own[:, None] == 0) & ((more == own[:, None]) | (op.primitive == "dot_general"))
+            now = pending & scatters
+            pending &= ~scatters
+            planned = np.where(now, target[None, :], before[:, dim, None]) == after[:, dim, None]
+            sliced = (before[:, dim] == after[:, dim])[:, None] | (target[None, :] == after[:, dim, None])
+            fits &= np.where(is_planned[:, None], planned, sliced)
         table = table.copy()
-        table[scattered] = np.where(fits, table[scattered], np.inf)
+        table[changed] = np.where(fits, table[changed], np.inf)
         return table
 
     def reshard_s(self, shape: tuple[int, ...], size: int) -> FloatArray:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spmdctx.cost.topology import PRESETS, Topology
-from spmdctx.ir import Graph, Op, Origin, Role, Value
+from spmdctx.ir import LITERAL, Graph, Op, Origin, Role, Value
 from spmdctx.mesh import LogicalMesh
 from spmdctx.rules import rule_for
 from spmdctx.rules.builder import identity
 from spmdctx.rules.flops import op_flops
 from spmdctx.rules.fusion import fused_bits, in_memory, read_before
+from spmdctx.search.evaluate import all_shardings
+from spmdctx.search.modes import Setup
 
 SIZES = (3, 8, 16, 64, 256)
 
@@ -43,16 +46,23 @@ class StepMaker:
         return value
 
     def shape(self, value: int) -> tuple[int, ...]:
-        return self.values[value].shape
+        return () if value == LITERAL else self.values[value].shape
 
-    def op(self, primitive: str, *operands: int, shape: tuple[int, ...], repeats: int | None = None, **params: object) -> int:
-        shapes = tuple(self.shape(value) for value in operands)
-        rule = identity(shape) if "." in primitive else rule_for(primitive, shapes, (shape,), params)
-        count = 0 if "." in primitive else op_flops(primitive, rule, shapes, (shape,))
-        result = self._value(shape, Role.INTERMEDIATE, "")
-        self.ops.append(Op(len(self.ops), primitive, operands, (result,), rule, count, repeats or self.repeats))
+    def op(self, primitive: str, *operands: int, shape: tuple[int, ...], dtype: str | None = None, **params: object) -> int:
+        return self.several(primitive, *operands, shapes=(shape,), dtype=dtype, **params)[0]
+
+    def several(
+        self, primitive: str, *operands: int, shapes: tuple[tuple[int, ...], ...], dtype: str | None = None, **params: object
+    ) -> tuple[int, ...]:
+        """The results of an op, of the type of its operands if no other is given."""
+        taken = tuple(self.shape(value) for value in operands)
+        rule = identity(shapes[0]) if "." in primitive else rule_for(primitive, taken, shapes, params)
+        count = 0 if "." in primitive else op_flops(primitive, rule, taken, shapes)
+        known = next((self.values[value].dtype for value in operands if value != LITERAL), "float32")
+        results = tuple(self._value(shape, Role.INTERMEDIATE, "", dtype or known) for shape in shapes)
+        self.ops.append(Op(len(self.ops), primitive, operands, results, rule, count, self.repeats))
         self.scopes.append(self.scope)
-        return result
+        return results
 
     def dot(self, left: int, right: int, contract: tuple[int, int] = (1, 0)) -> int:
         a, b = self.shape(left), self.shape(right)
@@ -84,17 +94,19 @@ class StepMaker:
                 loose.update(op.results)
         return frozenset(loose)
 
-    def _value(self, shape: tuple[int, ...], role: Role, path: str) -> int:
-        self.values.append(Value(len(self.values), shape, "float32", role, path))
+    def _value(self, shape: tuple[int, ...], role: Role, path: str, dtype: str = "float32") -> int:
+        self.values.append(Value(len(self.values), shape, dtype, role, path))
         return len(self.values) - 1
 
 
 def random_step(seed: int, num_ops: int = 6) -> RandomStep:
     """A step of about `num_ops` ops: products, sums of products, element-wise ops, reductions, reshapes, loops, carried state."""
-    return _Walk(seed, num_ops).run()
+    return Walk(seed, num_ops).run()
 
 
-class _Walk:
+class Walk:
+    """Adds one random move after the other."""
+
     def __init__(self, seed: int, num_ops: int) -> None:
         self.random = random.Random(seed)
         self.make = StepMaker()
@@ -107,17 +119,7 @@ class _Walk:
         make = self.make
         for role in (Role.BATCH, Role.PARAMETER):
             self.matrices.append(make.input(self._size(), self._size(), role=role))
-        moves = [
-            self._mask,
-            self._product,
-            self._product,
-            self._gradient,
-            self._elementwise,
-            self._residual,
-            self._lower,
-            self._reshape,
-            self._twice,
-        ]
+        moves = self._moves()
         loop_at = self.random.randrange(self.num_ops) if self.random.random() < 0.3 else -1
         while len(make.ops) < self.num_ops:
             if loop_at >= 0 and len(make.ops) >= loop_at and self.outer is None:
@@ -131,6 +133,19 @@ class _Walk:
         if self.random.random() < 0.4:
             self._carry(outputs)
         return make.finish(*outputs)
+
+    def _moves(self) -> list[Callable[[], None]]:
+        return [
+            self._mask,
+            self._product,
+            self._product,
+            self._gradient,
+            self._elementwise,
+            self._residual,
+            self._lower,
+            self._reshape,
+            self._twice,
+        ]
 
     def _size(self) -> int:
         return self.random.choice(SIZES)
@@ -277,3 +292,18 @@ def random_machine(seed: int) -> Topology:
 def random_mesh(seed: int) -> LogicalMesh:
     """2 or 4 devices in one line or two."""
     return LogicalMesh.of(((2,), (4,), (2, 2))[seed // 3 % 3])
+
+
+def random_pins(made: RandomStep, mesh: LogicalMesh, seed: int) -> Setup:
+    """Whole pins of some values and partial pins of others, none of two values that are tied."""
+    rng = random.Random(seed)
+    setup = Setup(mesh)
+    tied = {value for pair in made.graph.ties for value in pair}
+    values = [value.id for value in made.graph.values if value.id not in tied | made.loose]
+    for value in rng.sample(values, min(3, len(values))):
+        sharding = rng.choice(all_shardings(made.graph.values[value].shape, mesh))
+        if rng.random() < 0.6:
+            setup.pins[value] = sharding
+        else:
+            setup.partial_pins[value] = tuple(own if rng.random() < 0.5 else None for own in sharding)
+    return setup

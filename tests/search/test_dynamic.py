@@ -9,12 +9,12 @@ from spmdctx.mesh import AnyOrder
 from spmdctx.search import dynamic, exhaustive_tables
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.dynamic import DynamicOptions, Searcher, Shortfall, Step, plan_dynamic
-from spmdctx.search.evaluate import all_shardings, evaluate
+from spmdctx.search.evaluate import evaluate
 from spmdctx.search.exhaustive import Conditions, exhaustive
 from spmdctx.search.meshes import candidate_meshes
 from spmdctx.search.modes import Request, Setup
 from spmdctx.search.price import price
-from tests.search.random_graphs import fused, random_machine, random_mesh, random_step
+from tests.search.random_graphs import fused, random_machine, random_mesh, random_pins, random_step
 
 TOGETHER = 10
 """Graphs of one test."""
@@ -71,26 +71,11 @@ def test_seconds_that_were_once_counted_otherwise_by_one_of_three_are_equal(seed
     assert bill.compute_s + bill.exposed_communication_s <= found.cost_s * (1 + 1e-9)
 
 
-def _random_pins(made, mesh, seed):
-    """Whole pins of some values and partial pins of others, none of two values that are tied."""
-    rng = random.Random(seed)
-    setup = Setup(mesh)
-    tied = {value for pair in made.graph.ties for value in pair}
-    values = [value.id for value in made.graph.values if value.id not in tied | made.loose]
-    for value in rng.sample(values, min(3, len(values))):
-        sharding = rng.choice(all_shardings(made.graph.values[value].shape, mesh))
-        if rng.random() < 0.6:
-            setup.pins[value] = sharding
-        else:
-            setup.partial_pins[value] = tuple(own if rng.random() < 0.5 else None for own in sharding)
-    return setup
-
-
 @pytest.mark.parametrize("first", range(1000, 1080, TOGETHER))
 def test_the_plan_is_the_cheapest_that_keeps_the_pins(first):
     for seed in range(first, first + TOGETHER):
         made, mesh = random_step(seed), random_mesh(seed)
-        setup = _random_pins(made, mesh, seed)
+        setup = random_pins(made, mesh, seed)
         found = _check(made, mesh, random_machine(seed), setup)
         assert all(found.assignment.values[value] == own for value, own in setup.pins.items())
 
