@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ _ITEM_BYTES = {
 }
 
 
+@cache
 def item_bytes(dtype: str) -> int:
     """Bytes of one element; PRNG keys count as their two uint32 words, float8 variants as one byte."""
     known = _ITEM_BYTES.get(dtype)
@@ -228,6 +229,19 @@ class Graph:
     def producers(self) -> dict[int, int]:
         """Value id to the id of the op that makes it."""
         return {value: op.id for op in self.ops for value in op.results}
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Per op a number that it shares with the ops of the same rule, primitive, types, FLOPs, `fused` and `work`."""
+        dtypes = [value.dtype for value in self.values]
+        dtypes.append("")  # that of literals
+        dtype, numbers = dtypes.__getitem__, dict[tuple[object, ...], int]()
+        # Equal rules and works are one object as a rule, and so spare hashing what they hold.
+        keys = [
+            (id(rule), primitive, flops, fused, id(work), *map(dtype, operands), *map(dtype, results))
+            for _, primitive, operands, results, rule, flops, _, _, fused, work in self.ops
+        ]
+        return [numbers.setdefault(key, len(numbers)) for key in keys]
 
     @cached_property
     def readers(self) -> tuple[tuple[Op, ...], ...]:

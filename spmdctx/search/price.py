@@ -138,25 +138,14 @@ class _Biller:
         self._stored: dict[tuple[object, ...], int] = {}
         self._done: set[tuple[object, ...]] = set()
         self._same = _aliases(graph)
-        # All that matters of a value that its op's rule does not say, as a number; the last one answers for literals.
-        kinds: dict[tuple[int, str], int] = {}
-        pairs = zip(map(id, assignment.values), [value.dtype for value in graph.values], strict=True)
-        self._kinds = [*[kinds.setdefault(pair, len(kinds)) for pair in pairs], LITERAL]
+        self._stored_as = [*map(id, assignment.values), LITERAL]
         self._readers = Readers(graph, assignment)
         self._sums = Sums(self._readers, assignment, mesh, topology) if topology.merges_partial_sums else None
 
     def add(self, op: Op, scope: int) -> None:
         """Adds what one op costs."""
-        kind = self._kinds.__getitem__
-        key = (
-            id(op.rule),
-            op.primitive,
-            op.fused,
-            id(op.work),
-            id(self.assignment.ops[op.id]),
-            *map(kind, op.operands),
-            *map(kind, op.results),
-        )
+        stored = self._stored_as.__getitem__
+        key = (self.graph.kinds[op.id], id(self.assignment.ops[op.id]), *map(stored, op.operands), *map(stored, op.results))
         need = self._needs.get(key)
         if need is None:
             need = self._needs[key] = self._need(op)

@@ -45,6 +45,7 @@ class FewSplits(Tables):
     def __init__(self, network: Network, space: Space, setup: Setup, limits: AlgoLimits, cuts: Mapping[int, FactorAxes]) -> None:
         self._cuts = cuts
         self._few: dict[int, Choices] = {}
+        self._same: dict[tuple[int, int], bool] = {}
         codes = axis_codes(space.mesh)
         self._straight = np.array([list(own) == sorted(own, key=space.mesh.names.index) for own in codes.axes])
         self._cut_rows: dict[int, list[list[int]]] = {}
@@ -101,7 +102,11 @@ class FewSplits(Tables):
         if not (self._follows[source] and self._follows[target]):
             return False
         stored, taken = self.choices[source].stored[carry.source.result], self.choices[target].taken[carry.position]
-        return stored is taken or np.array_equal(stored, taken)
+        key = (id(stored), id(taken))
+        known = self._same.get(key)
+        if known is None:
+            known = self._same[key] = stored is taken or np.array_equal(stored, taken)
+        return known
 
     @cached_property
     def _follows(self) -> list[bool]:

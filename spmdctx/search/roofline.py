@@ -8,13 +8,17 @@ neither read nor written. A fusion takes its time as a whole (`Op.work`), at the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from spmdctx.cost.topology import Topology
-from spmdctx.ir import LITERAL, Graph, Op, TensorSharding, Value, Work, item_bytes
+from spmdctx.ir import LITERAL, DimFactors, Graph, Op, TensorSharding, Value, Work, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape
 from spmdctx.rules.fusion import CHAINED
 from spmdctx.rules.traffic import NAMING, vector_flops
-from spmdctx.search.transfer import FactorAxes, project
+from spmdctx.search.transfer import FactorAxes
+
+Slices = Sequence[int]
+"""Per factor of an op's rule, into how many slices it is split."""
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "scaled_dot"})
 _PICKING = ("slice", "dynamic_slice", "gather", "split")
@@ -30,15 +34,19 @@ def local_bytes(value: Value, sharding: TensorSharding, mesh: LogicalMesh) -> in
 
 
 def compute_time_s(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh, topology: Topology) -> float:
-    """Seconds of one execution. Depends on the op's rule, primitive, `fused`, `work` and dtypes, on `axes`, and on nothing else."""
+    """Seconds of one execution, of an op whose factors are split along `axes`."""
+    return sliced_time_s(graph, op, [mesh.num_slices(own) if own else 1 for own in axes], topology)
+
+
+def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> float:
+    """Seconds of one execution. Depends on the op's rule, primitive, `fused`, `work` and dtypes, on `slices`, and on nothing else."""
     if op.primitive in NAMING:
         return 0.0
     is_product, work = op.primitive in _PRODUCTS, op.work
     vector = work.vector_flops if work is not None else vector_flops(op)
-    slices = mesh.num_slices(name for own in axes for name in own)
-    moved = _moved_bytes(graph, op, axes, mesh) if work is None else _moved_by_fusion(graph, op, work, axes, mesh)
-    longest = max(moved / topology.memory_bytes_per_s, vector / slices / topology.vector_flops_per_s)
-    return max(longest, _product_time_s(graph, op, axes, mesh, topology)) if is_product else longest
+    moved = _moved_bytes(graph, op, slices) if work is None else _moved_by_fusion(graph, op, work, slices)
+    longest = max(moved / topology.memory_bytes_per_s, vector / math.prod(slices) / topology.vector_flops_per_s)
+    return max(longest, _product_time_s(graph, op, slices, topology)) if is_product else longest
 
 
 def passing_values(graph: Graph) -> bytearray:
@@ -58,49 +66,65 @@ def written_s(value: Value, sharding: TensorSharding, mesh: LogicalMesh, topolog
     return 2 * local_bytes(value, sharding, mesh) / topology.memory_bytes_per_s
 
 
-def _moved_by_fusion(graph: Graph, op: Op, work: Work, axes: FactorAxes, mesh: LogicalMesh) -> float:
-    tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
+def _moved_by_fusion(graph: Graph, op: Op, work: Work, slices: Slices) -> float:
+    tensors = zip(op.operands + op.results, op.rule.operands + op.rule.results, strict=True)
     return sum(
-        rate * math.prod(local_shape(graph.values[value].shape, project(dims, axes), mesh))
-        for rate, (value, dims) in zip(work.moved, tensors, strict=False)
-        if rate
+        [
+            rate * _elements(graph.values[value].shape, dims, slices)
+            for rate, (value, dims) in zip(work.moved, tensors, strict=False)
+            if rate
+        ]
     )
 
 
-def _moved_bytes(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh) -> int:
+def _elements(shape: Sequence[int], dims: Sequence[DimFactors], slices: Slices) -> int:
+    """Elements of one device's block of a tensor of the op."""
+    count = 1
+    for size, factors in zip(shape, dims, strict=True):
+        ways = 1
+        for factor in factors:
+            ways *= slices[factor]
+        count *= -(-size // ways)
+    return count
+
+
+def _block_bytes(graph: Graph, value: int, dims: Sequence[DimFactors], slices: Slices) -> int:
+    """Bytes of one device's block of a tensor of the op."""
+    known = graph.values[value]
+    return item_bytes(known.dtype) * _elements(known.shape, dims, slices)
+
+
+def _moved_bytes(graph: Graph, op: Op, slices: Slices) -> int:
     """Bytes that the op reads and writes in memory."""
     count, rule = len(op.operands), op.rule
     written = read = 0
     for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True), count):
         if not op.fused >> position & 1:
-            written += local_bytes(graph.values[value], project(dims, axes), mesh)
+            written += _block_bytes(graph, value, dims, slices)
     if op.primitive == "scan.exit":
         # A slice that is in memory already is copied into its stack.
         return written if op.fused & 1 else 2 * written
     if op.primitive == "scan.enter":
         # What each turn reads is counted where it is read, but a stack's slices are read once each.
         stacked = len(rule.operands[0]) > len(rule.results[0])
-        return local_bytes(graph.values[op.operands[0]], project(rule.operands[0], axes), mesh) if stacked and op.operands[0] >= 0 else 0
+        return _block_bytes(graph, op.operands[0], rule.operands[0], slices) if stacked and op.operands[0] >= 0 else 0
     for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):
         if value != LITERAL and not op.fused >> position & 1:
-            read += local_bytes(graph.values[value], project(dims, axes), mesh)
+            read += _block_bytes(graph, value, dims, slices)
     if op.primitive in _PICKING:
-        picked = sum(
-            local_bytes(graph.values[value], project(dims, axes), mesh) for value, dims in zip(op.results, rule.results, strict=True)
-        )
-        read = min(read, picked)
+        read = min(read, sum(_block_bytes(graph, value, dims, slices) for value, dims in zip(op.results, rule.results, strict=True)))
     elif op.primitive == "dynamic_update_slice" and op.operands[1] != LITERAL:
-        return 2 * local_bytes(graph.values[op.operands[1]], project(rule.operands[1], axes), mesh)
+        return 2 * _block_bytes(graph, op.operands[1], rule.operands[1], slices)
     return read + written
 
 
-def _product_time_s(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh, topology: Topology) -> float:
+def _product_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> float:
     """A matrix product on tiles: of its two free dimensions the smaller is held in the unit with the contracted one."""
     rule = op.rule
     left, right, out = ({factor for dim in dims for factor in dim} for dims in (*rule.operands[:2], rule.results[0]))
     rows = columns = inner = 1
-    for factor, (size, own) in enumerate(zip(rule.sizes, axes, strict=True)):
-        local = -(-size // mesh.num_slices(own)) if own else size
+    for factor, (size, ways) in enumerate(zip(rule.sizes, slices, strict=True)):
+        local = -(-size // ways)
         if factor in left and factor in right:
             inner *= 1 if factor in out else local
         elif factor in left:
@@ -110,13 +134,12 @@ def _product_time_s(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh, t
     if op.primitive == "conv_general_dilated":
         inner *= _apart(graph, op, 1)
         rows *= _apart(graph, op, 2)
-    slices = mesh.num_slices(name for own in axes for name in own)
     narrow, wide = sorted((rows, columns))
     used = _filled(narrow, topology.matrix_tile) * _filled(inner, topology.matrix_tile) * _filled(wide, _SUBLANES)
     exact = graph.values[op.results[0]].dtype in ("float64", "complex64", "complex128")
     wide_items = op.operands[0] != LITERAL and item_bytes(graph.values[op.operands[0]].dtype) > 2
     rate = topology.float32_flops_per_s if wide_items or exact else topology.peak_flops_per_s
-    return op.flops / slices / rate / used
+    return op.flops / math.prod(slices) / rate / used
 
 
 def _apart(graph: Graph, op: Op, place: int) -> int:

@@ -127,27 +127,25 @@ class Space:
 
     def _number_kinds(self) -> list[int]:
         """The number of each op's kind."""
-        numbers: dict[tuple[int, str, str, tuple[bool, ...], int, Work | None, tuple[bool, ...]], int] = {}
+        numbers: dict[Kind, int] = {}
         known: dict[tuple[object, ...], int] = {}
-        values, loose = self.graph.values, self.loose_slots
-        passing = frozenset(value for value, is_passing in enumerate(self.passing) if is_passing)
+        loose = self.loose_slots
+        passes = (*self.passing, 0).__getitem__
         kinds = []
-        for op, slots in zip(self.graph.ops, self.op_slots, strict=True):
-            free = () if loose.isdisjoint(slots) else tuple([slot in loose for slot in slots])
-            if passing.isdisjoint(op.operands) and passing.isdisjoint(op.results):
-                own: tuple[bool, ...] = (False,) * (len(op.operands) + len(op.results) - op.operands.count(LITERAL))
-            else:
-                own = tuple([value in passing for value in (*op.operands, *op.results) if value != LITERAL])
-            dtype = values[op.results[0]].dtype if op.results else ""
-            # Equal works are one object as a rule, and so spare hashing their figures.
-            quick = (id(op.rule), op.primitive, dtype, free, op.fused, id(op.work), own)
+        for op, same, slots in zip(self.graph.ops, self.graph.kinds, self.op_slots, strict=True):
+            free = None if loose.isdisjoint(slots) else tuple([slot in loose for slot in slots])
+            quick = (same, free, *map(passes, op.operands), *map(passes, op.results))
             number = known.get(quick)
             if number is None:
-                key = (id(op.rule), op.primitive, dtype, free, op.fused, op.work, own)
-                number = known[quick] = numbers.setdefault(key, len(numbers))
+                number = known[quick] = numbers.setdefault(self._kind(op, free or ()), len(numbers))
             kinds.append(number)
-        self.kinds = [Kind(*key) for key in numbers]
+        self.kinds = list(numbers)
         return kinds
+
+    def _kind(self, op: Op, free: tuple[bool, ...]) -> Kind:
+        dtype = self.graph.values[op.results[0]].dtype if op.results else ""
+        passing = tuple([bool(self.passing[value]) for value in (*op.operands, *op.results) if value != LITERAL])
+        return Kind(id(op.rule), op.primitive, dtype, free, op.fused, op.work, passing)
 
     def key(self, index: int, state: list[int]) -> tuple[int, ...]:
         """What the price of an op depends on: the number of its kind, then those of its slots' shardings."""

@@ -21,7 +21,7 @@ from spmdctx.ir import LITERAL, AxisNames, FactorKind, Graph, Op, OpRule, Value,
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.accumulation import AT_ONCE, Later
 from spmdctx.search.overlap import reduction_machine, widening
-from spmdctx.search.roofline import compute_time_s
+from spmdctx.search.roofline import sliced_time_s
 from spmdctx.search.solver.problem import FloatArray, IntArray
 from spmdctx.search.transfer import FactorAxes
 
@@ -189,11 +189,11 @@ class _Builder:
         """Seconds that each split computes, which depend on the factors' numbers of slices only."""
         known: dict[tuple[int, ...], float] = {}
         found = []
-        for row, slices in zip(self._rows, self._codes.slices[self._split.rows].tolist(), strict=True):
-            key = tuple(slices)
-            if key not in known:
-                known[key] = compute_time_s(self._graph, self._op, self._codes.sharding(row), self._mesh, self._topology)
-            found.append(known[key])
+        for slices in map(tuple, self._codes.slices[self._split.rows].tolist()):
+            seconds = known.get(slices)
+            if seconds is None:
+                seconds = known[slices] = sliced_time_s(self._graph, self._op, slices, self._topology)
+            found.append(seconds)
         return found
 
     def add(self, hands_on: bool) -> None:

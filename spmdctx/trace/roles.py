@@ -15,11 +15,16 @@ from spmdctx.trace.arguments import Selection
 from spmdctx.trace.carry import Span, children
 from spmdctx.trace.structure import Leaf, key_text
 
-_PARAMETER_NAMES = frozenset({"params", "param", "parameters", "weights", "kernel"})
-_OPTIMIZER_NAMES = frozenset(
-    {"opt_state", "opt_states", "opt", "optimizer", "optim", "optimizer_state", "momentum", "momenta", "velocity", "mu", "nu", "trace"}
+_PARAMETER_NAMES = ("params", "param", "parameters", "weights", "kernel")
+_OPTIMIZER_NAMES = (
+    *("opt_state", "opt_states", "opt", "optimizer", "optim", "optimizer_state", "momentum", "momenta", "velocity", "mu", "nu", "trace"),
 )
-_STATE_NAMES = frozenset({"batch_stats", "stats", "step", "steps", "count", "ema", "cache", "carry", "hidden", "model_state"})
+_STATE_NAMES = ("batch_stats", "stats", "step", "steps", "count", "ema", "cache", "carry", "hidden", "model_state")
+_ROLE_OF_NAME = {
+    **dict.fromkeys(_PARAMETER_NAMES, Role.PARAMETER),
+    **dict.fromkeys(_OPTIMIZER_NAMES, Role.OPTIMIZER),
+    **dict.fromkeys(_STATE_NAMES, Role.STATE),
+}
 _LINEN_KINDS = (TrainState, FrozenDict, meta.AxisMetadata)
 _KEY_WORDS = ("key", "rng", "seed")
 
@@ -133,9 +138,9 @@ def _named_role(argument: Argument, leaf: Leaf, aval: Any, default: Role) -> Rol
     if is_key(aval, words[-1]):
         return Role.KEY
     for word in words:
-        for names, role in ((_PARAMETER_NAMES, Role.PARAMETER), (_OPTIMIZER_NAMES, Role.OPTIMIZER), (_STATE_NAMES, Role.STATE)):
-            if word.lower() in names:
-                return role
+        known = _ROLE_OF_NAME.get(word.lower())
+        if known is not None:
+            return known
     if not jnp.issubdtype(aval.dtype, jnp.inexact) or not aval.shape:
         return Role.STATE
     return default
