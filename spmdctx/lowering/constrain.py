@@ -166,6 +166,7 @@ class _Rewriter:
         self._repeated = repeated_values(program.graph, assignment, self._moved)
         self._apart = kept_apart(program.graph, assignment, mesh, wishes.scratch_bytes)
         self._templates: dict[Any, Any] = {}
+        self._made: dict[int, list[Any]] = {}
         self._info: Any = None
 
     def bucket(self, value: int) -> int | None:
@@ -292,18 +293,23 @@ class _Rewriter:
 
     def _equation(self, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
         op = self.next_op()
-        is_held = op is not None and bool(op.results) and op.results[0] in self.held
-        if op is not None and is_held and not self.held.is_whole(op):
-            return [self.held.equation(block, op, eqn, operands)]
-        if op is not None:
-            if is_recomputed(op) and (self.wishes.all_to_all or not _repeats(eqn)):
-                block.recipes[op.results[0]] = op, eqn, operands
-            operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
-            if op.primitive in ELEMENTWISE:
-                operands = self._spread(block, op, eqn, operands, project(op.rule.results[0], self.assignment.ops[op.id].axes))
-            eqn = self._as_island(eqn, op)
         if op is None:
             return self.emit(eqn, operands, block)
+        results = self._made.get(op.id)
+        if results is None:
+            results = self._made[op.id] = self._computed(op, eqn, operands, block)
+        return results
+
+    def _computed(self, op: Op, eqn: Any, operands: list[Any], block: _Block) -> list[Any]:
+        is_held = bool(op.results) and op.results[0] in self.held
+        if is_held and not self.held.is_whole(op):
+            return [self.held.equation(block, op, eqn, operands)]
+        if is_recomputed(op) and (self.wishes.all_to_all or not _repeats(eqn)):
+            block.recipes[op.results[0]] = op, eqn, operands
+        operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
+        if op.primitive in ELEMENTWISE:
+            operands = self._spread(block, op, eqn, operands, project(op.rule.results[0], self.assignment.ops[op.id].axes))
+        eqn = self._as_island(eqn, op)
         widened = self._widened(eqn, op, operands, block)
         results = self.emit(eqn, operands, block) if widened is None else [widened]
         made = block.eqns[-1]

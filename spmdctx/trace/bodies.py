@@ -72,10 +72,12 @@ def _results(builder: Builder, jaxpr: Any, inner: Env) -> list[int]:
 def _call(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
     name = eqn.primitive.name
     taken = [eqn.invars[index] for index in call_operands(name, eqn.params, len(eqn.invars))]
-    jaxpr, inner = _bind(builder, call_body(name, eqn.params), taken, env)
+    body = call_body(name, eqn.params)
+    jaxpr, inner = _bind(builder, body, taken, env)
     for var, sharding in zip(jaxpr.invars, eqn.params.get("in_shardings", ()), strict=False):
         inner[var] = user_pins.pin(builder, inner[var], sharding, repeats, eqn.source_info, prefix)
-    with builder.body() if name in KEPT else nullcontext():
+    # Lowering keeps a call, too, that holds constants.
+    with builder.body() if name in KEPT or open_jaxpr(body)[1] else nullcontext():
         builder.walk(jaxpr, inner, repeats, scope(prefix, eqn))
     results = _results(builder, jaxpr, inner)
     for index, sharding in enumerate(eqn.params.get("out_shardings", ())):

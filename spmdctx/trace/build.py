@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,15 +17,13 @@ from spmdctx.rules.flops import op_flops
 from spmdctx.rules.fusion import fused_bits, in_memory, read_before
 from spmdctx.rules.traffic import fusion_works
 from spmdctx.trace import bodies
+from spmdctx.trace.equal import Site, find_copies, made_one
 from spmdctx.trace.origins import LazyOrigins, Place
 from spmdctx.trace.program import LossOperand, ManualRegion, Program, UserPin
 
 Env = dict[Any, int]
 
 _Literal = jexc.Literal
-
-_new = tuple.__new__
-"""Makes named tuples of all their fields, in half the time of their own constructors: a step has tens of thousands."""
 
 
 class Argument(NamedTuple):
@@ -43,11 +41,15 @@ class _Tensor(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A rule with its cost in FLOPs and its number, shared by all equations of one kind and shape."""
+    """A rule with its cost in FLOPs and its number, shared by all equations of one kind and shape.
+
+    `is_exact` says that the parameters of these equations are equal, and not only written alike.
+    """
 
     rule: OpRule
     flops: int
     number: int
+    is_exact: bool = True
 
 
 def build(jaxpr: jexc.ClosedJaxpr, arguments: Sequence[Argument], carried: Sequence[tuple[int, int]] = ()) -> Program:
@@ -93,12 +95,13 @@ class Builder:
         self._kinds: list[str] = []
         self._tensors: dict[int, _Tensor] = {}
         self._trail: list[int] = []
+        self._sites: list[Site] = []
 
     def add_value(self, aval: Any, role: Role = Role.INTERMEDIATE, path: str = "") -> int:
         """A new value with the shape and dtype of `aval`; tokens and other things without a shape count as scalars."""
         shape, dtype = self._tensor(aval)
         index = len(self.values)
-        self.values.append(_new(Value, (index, shape, dtype, role, path)))
+        self.values.append(Value(index, shape, dtype, role, path))
         return index
 
     def _tensor(self, aval: Any) -> _Tensor:
@@ -138,14 +141,11 @@ class Builder:
 
     def _add_equation(self, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
         operands = self.read(env, eqn.invars)
-        made = eqn.outvars
-        if len(made) == 1:
-            results: tuple[int, ...] = (self.add_value(made[0].aval),)
-            env[made[0]] = results[0]
-        else:
-            results = tuple([self.add_value(var.aval) for var in made])
-            env.update(zip(made, results, strict=True))
-        self._append(eqn.primitive.name, operands, results, self._known_as(eqn), repeats, eqn.source_info, prefix)
+        results = tuple([self.add_value(var.aval) for var in eqn.outvars])
+        env.update(zip(eqn.outvars, results, strict=True))
+        known = self._known_as(eqn)
+        self._append(eqn.primitive.name, operands, results, known, repeats, eqn.source_info, prefix)
+        self._sites.append((eqn if known.is_exact else None, known.number, self.scope))
 
     def add_op(
         self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rule: OpRule, repeats: int, info: Any, prefix: str
@@ -154,15 +154,16 @@ class Builder:
         key = (primitive, rule)
         known = self._known.get(key)
         if known is None:
-            known = self._learn(key, rule, 0, f"{primitive} {rule}")
+            known = self._learn(key, _Known(rule, 0, len(self._kinds)), f"{primitive} {rule}")
+        self._sites.append((None, known.number, self.scope))
         return self._append(primitive, operands, results, known, repeats, info, prefix)
 
     def _append(
         self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], known: _Known, repeats: int, info: Any, prefix: str
     ) -> int:
         index = len(self.ops)
-        self.ops.append(_new(Op, (index, primitive, operands, results, known.rule, known.flops, repeats, None, 0, None)))
-        self.places.append(_new(Place, (info, self.caller)))
+        self.ops.append(Op(index, primitive, operands, results, known.rule, known.flops, repeats))
+        self.places.append(Place(info, self.caller))
         self.prefixes.append(prefix)
         self.scopes.append(self.scope)
         self._trail += (known.number, self.scope, repeats, *operands)
@@ -170,8 +171,7 @@ class Builder:
 
     def _known_as(self, eqn: Any) -> _Known:
         # JAX shares abstract values between variables: their identities are hashed faster than shapes.
-        invars = eqn.invars
-        key = (eqn.primitive, len(invars), *[id(var.aval) for var in invars], *[id(var.aval) for var in eqn.outvars], *eqn.params.values())
+        key = (eqn.primitive, len(eqn.invars), *[id(var.aval) for var in (*eqn.invars, *eqn.outvars)], *eqn.params.values())
         try:
             known = self._quick.get(key)
         except TypeError:
@@ -186,35 +186,46 @@ class Builder:
         results = tuple([self._tensor(var.aval).shape for var in eqn.outvars])
         params = tuple(eqn.params.values())
         key: tuple[Any, ...] = (name, operands, results, params)
+        is_exact = True
         try:
             known = self._known.get(key)
         except TypeError:
-            key = (name, operands, results, repr(params))
+            key, is_exact = (name, operands, results, repr(params)), False
             known = self._known.get(key)
         if known is None:
             rule = rule_for(name, operands, results, eqn.params)
             text = f"{name} {operands} {results} {_stable_text(eqn.params)}"
-            known = self._learn(key, rule, op_flops(name, rule, operands, results), text)
+            known = self._learn(key, _Known(rule, op_flops(name, rule, operands, results), len(self._kinds), is_exact), text)
         return known
 
-    def _learn(self, key: Any, rule: OpRule, flops: int, text: str) -> _Known:
-        known = self._known[key] = _Known(rule, flops, len(self._kinds))
+    def _learn(self, key: Any, known: _Known, text: str) -> _Known:
+        self._known[key] = known
         self._kinds.append(text)
         return known
 
     def finish(
         self, jaxpr: jexc.ClosedJaxpr, inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]
     ) -> Program:
-        """Drops dead ops, renumbers the rest, and freezes everything."""
+        """Drops dead ops, makes equal ones one, renumbers the rest, and freezes everything."""
         alive = self._alive(outputs)
-        op_of_site = [-1] * len(self.ops)
-        for number, site in enumerate(alive):
-            op_of_site[site] = number
-        ops = [_new(Op, (number, *self.ops[site][1:])) if site != number else self.ops[site] for number, site in enumerate(alive)]
-        held = in_memory(self.values, ops, (*inputs, *outputs))
+        ops = self._numbered(alive)
+        held, loose = in_memory(self.values, ops, (*inputs, *outputs)), _loose_values(ops)
+        same = made_one(find_copies(ops, [self._sites[index] for index in alive]), ops, held, loose)
+        twins = {alive[copy]: alive[first] for copy, first in same.ops.items()}
+        if twins:
+            self._trail += [index for pair in twins.items() for index in pair]
+            self.ops = [op._replace(operands=tuple([same.values.get(value, value) for value in op.operands])) for op in self.ops]
+            outputs = tuple([same.values.get(value, value) for value in outputs])
+            ties = [(before, same.values.get(after, after)) for before, after in ties]
+            alive = self._alive(outputs)
+            ops = self._numbered(alive)
+            held, loose = in_memory(self.values, ops, (*inputs, *outputs)), _loose_values(ops)
+        numbers = [-1] * len(self.ops)
+        for number, index in enumerate(alive):
+            numbers[index] = number
         fused = [fused_bits(op, held, read) for op, read in zip(ops, read_before(self.values, ops), strict=True)]
-        works = fusion_works(self.values, ops, fused, [self.scopes[site] for site in alive])
-        ops = [_new(Op, (*op[:8], bits, work)) for op, bits, work in zip(ops, fused, works, strict=True)]
+        works = fusion_works(self.values, ops, fused, [self.scopes[index] for index in alive])
+        ops = [Op(*op[:8], bits, work) for op, bits, work in zip(ops, fused, works, strict=True)]
         origins = LazyOrigins(self.places, self.prefixes).select(alive)
         graph = Graph(
             values=tuple(self.values),
@@ -229,18 +240,22 @@ class Builder:
         return Program(
             graph=graph,
             jaxpr=jaxpr,
-            op_of_site=tuple(op_of_site),
-            scopes=tuple([self.scopes[site] for site in alive]),
-            marks=tuple(mark._replace(op=op_of_site[mark.op]) for mark in self.marks if op_of_site[mark.op] >= 0),
+            op_of_site=tuple([numbers[twins.get(index, index)] for index in range(len(numbers))] if twins else numbers),
+            scopes=tuple([self.scopes[index] for index in alive]),
+            marks=tuple(mark._replace(op=numbers[mark.op]) for mark in self.marks if numbers[mark.op] >= 0),
             user_pins=tuple(self.user_pins),
-            manual=tuple(region._replace(op=op_of_site[region.op]) for region in self.manual if op_of_site[region.op] >= 0),
-            loose=_loose_values(graph),
+            manual=tuple(region._replace(op=numbers[region.op]) for region in self.manual if numbers[region.op] >= 0),
+            loose=loose,
             region_ops=origins.inside_regions() if self.marks else frozenset(),
-            loss_operands=tuple(self.loss_operands),
+            loss_operands=tuple(one._replace(value=same.values.get(one.value, one.value)) for one in self.loss_operands),
         )
 
+    def _numbered(self, alive: Sequence[int]) -> list[Op]:
+        """Some of the ops, numbered anew."""
+        return [Op(number, *self.ops[index][1:]) if index != number else self.ops[index] for number, index in enumerate(alive)]
+
     def _alive(self, outputs: tuple[int, ...]) -> list[int]:
-        """Sites of the ops that some output or effect needs; a carry is needed with what the loop makes of it."""
+        """The ops that some output or effect needs; a carry is needed with what the loop makes of it."""
         needed = set(outputs)
         while True:
             alive = []
@@ -283,10 +298,10 @@ def _stable_text(params: dict[str, Any]) -> str:
     return _ADDRESS.sub("", repr(sorted((name, str(value)) for name, value in params.items())))
 
 
-def _loose_values(graph: Graph) -> frozenset[int]:
+def _loose_values(ops: Iterable[Op]) -> frozenset[int]:
     """Values computed from literals alone: no input, no constant array, no random key."""
     loose = {LITERAL}
-    for op in graph.ops:
+    for op in ops:
         if loose.issuperset(op.operands) and op.primitive not in bodies.NEVER_LOOSE:
             loose.update(op.results)
     return frozenset(loose - {LITERAL})

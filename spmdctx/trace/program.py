@@ -55,9 +55,9 @@ class Program:
     """A graph with the jaxpr it was built from.
 
     `op_of_site` maps each equation and body boundary, in the order in which `trace.bodies` meets them, to its op id, -1 where
-    the op is dead. `scopes` numbers the computation (top level, loop body, remat body) that each op belongs to. `loose`
-    holds the values that depend on no input, and so cost nothing to make in any sharding; `region_ops` the ops inside
-    `shard()` regions.
+    the op is dead; equal equations of one body are one op. `scopes` numbers the computation (top level, loop body, remat body) that
+    each op belongs to. `loose` holds the values that depend on no input, and so cost nothing to make in any sharding; `region_ops`
+    the ops inside `shard()` regions.
     """
 
     graph: Graph
