@@ -91,6 +91,10 @@ class Topology:
     widens_gradients: bool = False
     source: str = "user"
 
+    def __hash__(self) -> int:
+        # Prices are kept by machine: few fields tell nearly all machines apart.
+        return hash((self.device, self.peak_flops_per_s, self.latency_s, self.uses_all_to_all, self.widens_gradients))
+
     def __post_init__(self) -> None:
         for name in (
             "peak_flops_per_s",

@@ -153,8 +153,9 @@ class _Biller:
         if not op.results or not self.loose.issuperset(op.results):
             # What depends on no input is computed on the way into its readers.
             bill.compute_s += need.compute_s * op.repeats
-        bill.flops += op.flops * op.repeats
-        bill.split_flops += op.flops * op.repeats * need.share
+        if op.flops:
+            bill.flops += op.flops * op.repeats
+            bill.split_flops += op.flops * op.repeats * need.share
         for value_position, target in need.operands:
             value = op.operands[value_position]
             if value not in self.loose:
@@ -167,9 +168,10 @@ class _Biller:
             self._join_terms(self._sums, op)
         if need.partial or need.results:
             self._finish(op, scope, need)
-        for value in op.results:
-            if value in self.holds.totals:
-                self._reduce_total(op, value)
+        if self.holds.totals:
+            for value in op.results:
+                if value in self.holds.totals:
+                    self._reduce_total(op, value)
 
     def _reduce_total(self, op: Op, value: int) -> None:
         """What a loop has added up, unreduced, is complete."""

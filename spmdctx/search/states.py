@@ -17,7 +17,7 @@ from spmdctx.cost.collectives import LinearPrice, collective_price, collective_t
 from spmdctx.cost.tiles import are_scattered, in_order
 from spmdctx.cost.topology import Topology
 from spmdctx.domains import AxisCodes, axis_codes, domain
-from spmdctx.ir import LITERAL, AxisNames, FactorKind, Graph, Op, OpRule, Value, item_bytes
+from spmdctx.ir import LITERAL, AxisNames, DimFactors, FactorKind, Graph, Op, Value, item_bytes
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.accumulation import AT_ONCE, Later
 from spmdctx.search.overlap import reduction_machine, widening
@@ -67,23 +67,36 @@ class Joins(NamedTuple):
 
 def split_of_rule(op: Op, shapes: Sequence[tuple[int, ...]], splittable: Sequence[bool], mesh: LogicalMesh) -> Split:
     """Every legal split of an op whose operands and results have `shapes`."""
-    codes, rule = axis_codes(mesh), op.rule
-    rows = _legal_rows(rule, codes.rows(rule.sizes, splittable), codes)
-    return _with_numbers(rule, rows, shapes, mesh)
+    rule = op.rule
+    return _legal_splits(_Dims(rule.operands, rule.results, rule.sizes), tuple(splittable), tuple(shapes), mesh)
 
 
 def split_of_axes(op: Op, shapes: Sequence[tuple[int, ...]], axes: FactorAxes, mesh: LogicalMesh) -> Split:
     """The one split that the user's shard_map asks for."""
     codes = axis_codes(mesh)
     rows = np.array([[codes.code(own) for own in axes]], dtype=np.int64).reshape(1, len(axes))
-    return _with_numbers(op.rule, rows, shapes, mesh)
+    return _with_numbers(_Dims(op.rule.operands, op.rule.results, op.rule.sizes), rows, shapes, mesh)
 
 
-def _with_numbers(rule: OpRule, rows: IntArray, shapes: Sequence[tuple[int, ...]], mesh: LogicalMesh) -> Split:
+class _Dims(NamedTuple):
+    """What the splits of a rule depend on, which rules of many primitives share."""
+
+    operands: tuple[tuple[DimFactors, ...], ...]
+    results: tuple[tuple[DimFactors, ...], ...]
+    sizes: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _legal_splits(dims: _Dims, splittable: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...], mesh: LogicalMesh) -> Split:
+    codes = axis_codes(mesh)
+    return _with_numbers(dims, _legal_rows(dims, codes.rows(dims.sizes, splittable), codes), shapes, mesh)
+
+
+def _with_numbers(rule: _Dims, rows: IntArray, shapes: Sequence[tuple[int, ...]], mesh: LogicalMesh) -> Split:
     codes = axis_codes(mesh)
     numbers = []
     fits = np.ones(len(rows), dtype=bool)
-    for dims, shape in zip((*rule.operands, *rule.results), shapes, strict=True):
+    for dims, shape in zip(rule.operands + rule.results, shapes, strict=True):
         own = domain(mesh, shape).numbers(_projected(dims, rows, codes))
         fits &= own >= 0
         numbers.append(own)
@@ -100,7 +113,7 @@ def _projected(dims: Sequence[tuple[int, ...]], rows: IntArray, codes: AxisCodes
     return columns
 
 
-def _legal_rows(rule: OpRule, rows: IntArray, codes: AxisCodes) -> IntArray:
+def _legal_rows(rule: _Dims, rows: IntArray, codes: AxisCodes) -> IntArray:
     """Without rows that split a minor factor of a dimension whose major factors are not completely split."""
     legal = np.ones(len(rows), dtype=bool)
     for factors in {factors for side in (rule.operands, rule.results) for dims in side for factors in dims if len(factors) > 1}:

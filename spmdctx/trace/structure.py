@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -104,14 +105,16 @@ def path_text(keys: Sequence[Any]) -> str:
 
 def key_text(key: Any) -> str:
     """One key of a path, without brackets and quotes."""
-    match key:
-        case DictKey(key=inner) | FlattenedIndexKey(key=inner):
-            return str(inner)
-        case SequenceKey(idx=index):
-            return str(index)
-        case GetAttrKey(name=name):
-            return str(name)
-    return str(key)
+    inner = _INNER.get(type(key))
+    return str(inner(key) if inner else key)
+
+
+_INNER: dict[type, Callable[[Any], Any]] = {
+    DictKey: attrgetter("key"),
+    FlattenedIndexKey: attrgetter("key"),
+    SequenceKey: attrgetter("idx"),
+    GetAttrKey: attrgetter("name"),
+}
 
 
 def argument_of(keys: Keys) -> int | str:
