@@ -255,7 +255,7 @@ class _Rewriter:
         natural = project(op.rule.results[position], axes)
         stored = self.assignment.values[value]
         partial = partial_axes(op.rule, axes)
-        if partial and natural == stored and value in self._turned:
+        if natural == stored and value in self._turned:
             return var
         if partial:
             reduction = reduction_plan(op, natural, stored, partial)
@@ -439,8 +439,8 @@ def _moved(ops: Sequence[Op], assignment: Assignment) -> frozenset[int]:
 def _turned(graph: Graph, assignment: Assignment) -> frozenset[int]:
     """Matrix products that only a transposition reads, and in the sharding in which they are stored.
 
-    They are constrained after it, or the compiler would reduce them before it, and copy a gradient and all that is added to it
-    from one layout to another.
+    They are constrained after it, or the compiler would make them before it, reduced or not, and copy a gradient or all that is added
+    to it from one layout to another.
     """
     readers: dict[int, list[Op]] = {}
     for op in graph.ops:

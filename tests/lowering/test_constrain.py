@@ -290,3 +290,20 @@ def test_a_gradient_is_reduced_after_its_transposition():
     constrained = [made_by[eqn.invars[0]] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
     assert constrained[-1] == "transpose"
     assert constrained.count("dot_general") == 1
+
+
+def test_a_gradient_of_a_moved_operand_is_not_held_before_its_transposition():
+    def gradient(x, y):
+        return jax.lax.dot_general(y, x, (((0,), (0,)), ((), ()))).T
+
+    program = trace(gradient, X, X)
+    (dot,), (turn,) = ops(program, "dot_general"), ops(program, "transpose")
+    both = ("data", "model")
+    (columns,) = dot.rule.results[0][1]
+    forced = {dot.id: tuple(both if factor == columns else () for factor in range(len(dot.rule.sizes)))}
+    found = run(gradient, X, X, pins={0: (both, ()), 1: ((), ()), dot: ((), both), turn: (both, ())}, forced=forced)
+    found.check()
+    assert [row.kind for row in found.bill.collectives] == ["all_to_all"]
+    closed = constrain(program, found.assignment, MESH, make_mesh(MESH, jax.devices()))
+    (made,) = [eqn.outvars[0] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert [eqn.primitive.name for eqn in closed.jaxpr.eqns if made in eqn.invars] == ["transpose"]
