@@ -39,7 +39,7 @@ def work_of(instruction: Instruction, computation: Computation, module: Module) 
     found = _CYCLES.search(instruction.attributes)
     called = _called(instruction, module)
     flops = _flops(called, module) if called else _product_flops(instruction, computation)
-    return Work(flops, _hbm_bytes(instruction, computation, called), float(found.group(1)) if found else 0.0)
+    return Work(flops, _hbm_bytes(instruction, computation, called, module), float(found.group(1)) if found else 0.0)
 
 
 def hbm_size(shape: str) -> int:
@@ -61,13 +61,13 @@ def _called(instruction: Instruction, module: Module) -> Computation | None:
     return module.computations.get(names[0]) if names else None
 
 
-def _hbm_bytes(instruction: Instruction, computation: Computation, called: Computation | None) -> float:
+def _hbm_bytes(instruction: Instruction, computation: Computation, called: Computation | None, module: Module) -> float:
     reads = 0.0
     for position, name in enumerate(instruction.operands):
         operand = computation.instructions.get(name)
         if operand is not None and not operand.shape.startswith("("):
             whole = hbm_size(operand.shape)
-            reads += min(whole, _picked(called, position)) if called and whole else whole
+            reads += min(whole, _picked(called, position, module)) if called and whole else whole
     if instruction.opcode in _PICKING:
         reads = hbm_size(instruction.shape)
     updated = _update(called)
@@ -90,8 +90,11 @@ def _is_collective(one: Instruction) -> bool:
     return one.opcode.startswith(_COLLECTIVES) or "AsyncCollective" in one.attributes
 
 
-def _picked(called: Computation, position: int) -> float:
-    """Bytes that a fusion reads of an operand: those of the slices, where it only takes slices of it; none of a collective's."""
+def _picked(called: Computation, position: int, module: Module) -> float:
+    """Bytes that a fusion reads of an operand: those of the slices, where it, or a fusion inside, only takes slices of it.
+
+    None of a collective's.
+    """
     parameters = called.parameters
     if position >= len(parameters):
         return math.inf
@@ -100,9 +103,14 @@ def _picked(called: Computation, position: int) -> float:
         users = [one for one in users if not _is_collective(one) and one.opcode != "tuple"]
         if not users:
             return 0.0
-    if not users or any(one.opcode not in _PICKING or one.operands[0] != parameters[position] for one in users):
-        return math.inf
-    return float(sum(full_size(one.shape) for one in users))
+    return sum(_picked_by(one, parameters[position], module) for one in users) if users else math.inf
+
+
+def _picked_by(user: Instruction, name: str, module: Module) -> float:
+    inner = _called(user, module)
+    if inner is not None:
+        return sum(_picked(inner, place, module) for place, operand in enumerate(user.operands) if operand == name)
+    return float(full_size(user.shape)) if user.opcode in _PICKING and user.operands[0] == name else math.inf
 
 
 def _update(called: Computation | None) -> int | None:

@@ -160,6 +160,34 @@ ENTRY %main (p: f32[8,1024,1024], j: s32[]) -> f32[1,1024,1024] {
     assert work_of(entry.instructions["f"], entry, module).hbm_bytes == pytest.approx(8 * MIB, rel=1e-5)
 
 
+def test_a_fusion_whose_inner_fusion_slices_an_operand_reads_the_slice():
+    module = read_module("""HloModule sliced, is_scheduled=true
+
+%pick (big: f32[32,256,512], i: s32[]) -> bf16[4,256,512] {
+  %big = f32[32,256,512]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %s = f32[4,256,512]{2,1,0} dynamic-slice(%big, %i, %i, %i), dynamic_slice_sizes={4,256,512}
+  ROOT %c = bf16[4,256,512]{2,1,0} convert(%s)
+}
+
+%twice (big.1: f32[32,256,512], i.1: s32[]) -> bf16[4,256,512] {
+  %big.1 = f32[32,256,512]{2,1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %inner = bf16[4,256,512]{2,1,0} fusion(%big.1, %i.1), kind=kLoop, calls=%pick
+  ROOT %n = bf16[4,256,512]{2,1,0} negate(%inner)
+}
+
+ENTRY %main (big.2: f32[32,256,512], i.2: s32[]) -> bf16[4,256,512] {
+  %big.2 = f32[32,256,512]{2,1,0} parameter(0)
+  %i.2 = s32[] parameter(1)
+  ROOT %out = bf16[4,256,512]{2,1,0} fusion(%big.2, %i.2), kind=kLoop, calls=%twice
+}
+""")
+    entry = module.computations["main"]
+    picked = 4 * 256 * 512
+    assert work_of(entry.instructions["out"], entry, module).hbm_bytes == picked * 4 + 4 + picked * 2
+
+
 @pytest.mark.parametrize(
     ("kind", "groups", "chips", "seconds"),
     [
