@@ -105,7 +105,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         )
         add_bodies(bill, program.graph, _bodies(program), assignment, setup.mesh, settings.topology)
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
-            raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices)
+            raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices, settings.topology)
         notes = _notes(program, captured, setup, settings, assignment, bill)
         if grouped and program.region_ops:
             groups = region_groups(program.graph, assignment, setup.mesh, by_sum)

@@ -50,6 +50,8 @@ class Topology:
         sinks_slices: Whether it does so too where element-wise ops stand between the sum and the slice (XLA on TPU).
         narrows_matrix_operands: Whether float32 values that only matrix products read are communicated as bfloat16, the
             products' own precision (XLA on TPU).
+        fuses_into_products: Whether what is element-wise before a matrix product is computed inside of it, and never in memory
+            (XLA on TPU; on GPU and CPU what a product reads is there).
         vector_flops_per_s: Arithmetic outside of matrix products; `peak_flops_per_s` where it is 0.
         float32_flops_per_s: Matrix products of float32 at JAX's default precision; `peak_flops_per_s` where it is 0.
         matrix_tile: Side of the matrix unit: dimensions of a product are padded to multiples of it.
@@ -80,6 +82,7 @@ class Topology:
     scatters_strictly: bool = False
     sinks_slices: bool = False
     narrows_matrix_operands: bool = False
+    fuses_into_products: bool = False
     vector_flops_per_s: float = 0.0
     float32_flops_per_s: float = 0.0
     matrix_tile: int = 1
@@ -140,6 +143,7 @@ PRESETS: dict[str, Topology] = {
         scatters_strictly=True,
         sinks_slices=True,
         narrows_matrix_operands=True,
+        fuses_into_products=True,
         vector_flops_per_s=6.1e12,
         matrix_tile=128,
         scratch_bytes=96 * MIB,
@@ -163,6 +167,7 @@ PRESETS: dict[str, Topology] = {
         scatters_strictly=True,
         sinks_slices=True,
         narrows_matrix_operands=True,
+        fuses_into_products=True,
         vector_flops_per_s=14.3e12,
         matrix_tile=128,
         scratch_bytes=48 * MIB,
@@ -185,6 +190,7 @@ PRESETS: dict[str, Topology] = {
         scatters_strictly=True,
         sinks_slices=True,
         narrows_matrix_operands=True,
+        fuses_into_products=True,
         vector_flops_per_s=7.2e12,
         matrix_tile=256,
         scratch_bytes=96 * MIB,

@@ -54,7 +54,8 @@ def _gathered(bill: Bill, graph: Graph, op: Op, mesh: LogicalMesh) -> dict[int, 
 def _own_peak(body: Body, own: Bill, gathered: Collection[int], topology: Topology) -> int:
     """The bytes that a body needs beside what it is given; what is `gathered` for it is there while it is read, and narrow if read so."""
     graph, alive = body.graph, np.array(own.memory_profile, dtype=np.int64)
-    reads = {read.value: read for read in step_memory(graph, body.scopes, waits=False).reads}
+    memory = step_memory(graph, body.scopes, waits=False, fuses_into_products=topology.fuses_into_products)
+    reads = {read.value: read for read in memory.reads}
     for position, value in enumerate(graph.inputs):
         known = graph.values[value]
         size = local_bytes(known, replicated(len(known.shape)), _ONE)

@@ -322,7 +322,8 @@ class Searcher:
         that does not fit. What else is alive there (values that are free to place, results on their way) is taken from the limit.
         """
         if self._memory is None:
-            self._memory = step_memory(self._step.graph, self._step.scopes, self._step.donated)
+            step, fuses = self._step, self._topology.fuses_into_products
+            self._memory = step_memory(step.graph, step.scopes, step.donated, fuses_into_products=fuses)
         # As much of the small and short-lived may be on the chip.
         limit = high = full = float(budget + self._topology.scratch_bytes)
         low, nearest, is_hasty = 0.0, Peak(0, 0), self._is_hasty()

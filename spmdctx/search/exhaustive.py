@@ -145,7 +145,8 @@ class _Everything:
         sums = loop_sums(graph)
         self.later, self.summed = later_reductions(graph, sums), Summed.of(sums)
         self.read_bytes = read_bytes(graph, topology)
-        self.memory = step_memory(graph, scopes, conditions.donated, waits=mesh.num_devices > 1)
+        fuses = topology.fuses_into_products
+        self.memory = step_memory(graph, scopes, conditions.donated, waits=mesh.num_devices > 1, fuses_into_products=fuses)
         self.sums = self._sums()
         self.places: dict[int, list[Place]] = {}
         self.ways: dict[int, list[Way]] = {}

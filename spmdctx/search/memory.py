@@ -22,10 +22,12 @@ from spmdctx.ir import LITERAL, FactorKind, Graph, Op, Role, item_bytes
 from spmdctx.search.memory_late import GradientProduct, gradient_products
 from spmdctx.search.memory_narrow import narrow_values
 from spmdctx.search.memory_order import first_runs, needed_products, order, turn_ends
+from spmdctx.search.overlap import MATRIX_PRODUCTS
 
 _CARRIED = frozenset({"scan.next", "while.next"})
 _ENTERING = frozenset({"scan.enter", "while.enter"})
 _LEAVING = _CARRIED | {"scan.exit"}
+_MARKS = frozenset({"spmdctx_shard", "sharding_constraint", "name", "copy"})
 _IN_PLACE = ("scatter", "dynamic_update_slice")
 
 
@@ -88,12 +90,14 @@ def lives(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozens
     return step_memory(graph, scopes, donated).lives
 
 
-def step_memory(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset(), *, waits: bool = True) -> StepMemory:
+def step_memory(
+    graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset(), *, waits: bool = True, fuses_into_products: bool = True
+) -> StepMemory:
     """The same, with what else is known before the shardings are; `waits` says whether there is more than one device."""
-    key = (step_memory, tuple(scopes), donated, waits)
+    key = (step_memory, tuple(scopes), donated, waits, fuses_into_products)
     known: StepMemory | None = graph.facts.get(key)
     if known is None:
-        known = graph.facts[key] = _Liveness(graph, scopes, donated, waits).find()
+        known = graph.facts[key] = _Liveness(graph, scopes, donated, waits, fuses_into_products).find()
     return known
 
 
@@ -168,10 +172,12 @@ class _Loops:
 
 
 class _Liveness:
-    def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int], waits: bool) -> None:
+    def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int], waits: bool, fuses_into_products: bool) -> None:
         self.graph, self.donated, self.scopes, self.waits = graph, donated, scopes, waits
         self.given = _given(graph)
         self.held = _held(graph, self.given)
+        if not fuses_into_products:
+            _hold_operands(graph, self.held)
         self.loops = _Loops(graph, scopes)
         self.end = [-1] * (len(graph.values) + 1)
         self.start: dict[int, int] = {}
@@ -356,6 +362,20 @@ def _held(graph: Graph, given: Sequence[int]) -> bytearray:
             held[value] = not bits & 1
             bits >>= 1
     return held
+
+
+def _hold_operands(graph: Graph, held: bytearray) -> None:
+    """Puts what matrix products read into memory; marks are but other names."""
+    for op in graph.ops:
+        if op.primitive not in MATRIX_PRODUCTS:
+            continue
+        for value in op.operands:
+            while value != LITERAL and not held[value]:
+                maker = graph.ops[graph.producers[value]]
+                if maker.primitive not in _MARKS:
+                    held[value] = 1
+                else:
+                    value = maker.operands[0]
 
 
 def _settled(graph: Graph, held: bytearray) -> bytearray:

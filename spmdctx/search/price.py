@@ -99,7 +99,7 @@ def price(
     gradients in which bucket they are reduced, `holds` what loops add up and leave unreduced until it is complete.
     """
     scopes = tuple(scopes)
-    memory = step_memory(graph, scopes, donated, waits=mesh.num_devices > 1)
+    memory = step_memory(graph, scopes, donated, waits=mesh.num_devices > 1, fuses_into_products=topology.fuses_into_products)
     biller = _Biller(graph, loose, assignment, mesh, topology, memory)
     biller.buckets, biller.holds = buckets, holds
     biller.routes = shared_reads(graph, scopes, assignment, mesh, topology)
@@ -330,7 +330,7 @@ class _Biller:
                 if is_result and self.copies.is_held(value):
                     self.copies.make_after(op, key, size)
                 else:
-                    self.copies.make(op, value, key, size, gathered=step.kind == "all_gather")
+                    self.copies.make(op, value, key, size, gathered=step.kind == "all_gather" and self.topology.gather_overlap > 0)
                 gathered = key if step.kind == "all_gather" else None
             current = step.sharding
 

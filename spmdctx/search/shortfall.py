@@ -36,13 +36,13 @@ def infeasible(step: Step, request: Request, topology: Topology, options: Dynami
     return InfeasibleError(
         f"{no_plan} the step within memory_bytes={options.memory_bytes}.",
         where=_place(step, found.time),
-        got=f"{alive}, the largest of them {_largest(step, found.time)}",
+        got=f"{alive}, the largest of them {_largest(step, topology, found.time)}",
         need=enough if count is None else f"{enough}, or device_num={count}",
         fix="raise the budget or the number of devices, make the batch smaller, or recompute activations (jax.checkpoint)",
     )
 
 
-def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int) -> InfeasibleError:
+def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int, topology: Topology) -> InfeasibleError:
     """The error where nothing was searched for memory (one device, propagation), and the plan is over the budget."""
     time = bill.memory_profile.index(bill.memory_bytes)
     what, fix = "The step on one device", "set device_num to more devices"
@@ -51,7 +51,7 @@ def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int) -> 
     return InfeasibleError(
         f"{what} does not keep within memory_bytes={memory_bytes}.",
         where=_place(step, time),
-        got=f"{exact_bytes_text(bill.memory_bytes)} alive there, the largest of them {_largest(step, time)}",
+        got=f"{exact_bytes_text(bill.memory_bytes)} alive there, the largest of them {_largest(step, topology, time)}",
         need=f"memory_bytes={bill.memory_bytes} ({bytes_text(bill.memory_bytes)})",
         fix=fix,
     )
@@ -64,10 +64,11 @@ def _place(step: Step, time: int) -> str:
     return f"{step.graph.ops[time].primitive}{name} ({origin.source})"
 
 
-def _largest(step: Step, time: int) -> str:
+def _largest(step: Step, topology: Topology, time: int) -> str:
     """The largest values alive at an op, by their whole size."""
     graph = step.graph
-    alive = [life.value for life in step_memory(graph, step.scopes, step.donated).lives if life.start <= time <= life.end]
+    memory = step_memory(graph, step.scopes, step.donated, fuses_into_products=topology.fuses_into_products)
+    alive = [life.value for life in memory.lives if life.start <= time <= life.end]
     sizes = {value: item_bytes(graph.values[value].dtype) * _count(graph.values[value].shape) for value in alive}
     shown = sorted(sizes, key=lambda value: (-sizes[value], value))[:_LARGEST]
     return ", ".join(f"{_name(step, value)} {graph.values[value].dtype}{list(graph.values[value].shape)}" for value in shown)

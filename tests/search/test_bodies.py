@@ -36,8 +36,8 @@ def test_no_weight_is_there_beside_its_gradient_for_the_whole_backward_pass():
     assert stored + LAYERS < peak() < stored + LAYERS + 4, "with each gradient that is made a weight is done with"
 
 
-@pytest.mark.parametrize(("device", "narrow"), [("tpu-v5p", True), ("h100", False)])
-def test_weights_that_are_read_narrow_are_gathered_so_where_the_compiler_does(device, narrow):
+@pytest.mark.parametrize("device", ["tpu-v5p", "h100"])
+def test_weights_that_are_read_narrow_are_kept_so(device):
+    """They are gathered so, or what products read of them is in memory, and they are not."""
     machine = dataclasses.replace(topology(device), scratch_bytes=0)
-    found = peak(lambda weight: weight.astype(jnp.bfloat16), trained=1, topology=machine)
-    assert (found < 0.7 * peak(trained=1, topology=machine)) == narrow
+    assert peak(lambda weight: weight.astype(jnp.bfloat16), trained=1, topology=machine) < 0.7 * peak(trained=1, topology=machine)

@@ -36,6 +36,21 @@ def test_a_chain_behind_a_product_is_computed_in_it_and_keeps_what_it_adds():
     assert [name for name, _, _ in kept] == ["tanh", "dot_general"]
 
 
+@pytest.mark.parametrize(("fuses", "kept"), [(True, ["dot_general"]), (False, ["mul", "dot_general"])])
+def test_what_a_product_reads_is_in_memory_where_nothing_is_fused_into_products(fuses, kept):
+    program, graph = traced(lambda x, w: (jnp.sin(x) * 2) @ w, X, W)
+    held = step_memory(graph, program.scopes, fuses_into_products=fuses).held
+    assert [op.primitive for op in graph.ops if held[op.results[0]]] == kept
+
+
+def test_a_mark_before_a_product_is_but_another_name():
+    mesh = jax.sharding.AbstractMesh((1,), ("data",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    program, graph = traced(lambda x, w: lax.with_sharding_constraint(jnp.sin(x), place) @ w, X, W)
+    held = step_memory(graph, program.scopes, fuses_into_products=False).held
+    assert [op.primitive for op in graph.ops if held[op.results[0]]] == ["sin", "dot_general"]
+
+
 def test_a_product_that_two_ops_read_is_in_memory():
     kept = found(lambda x, w: (lambda y: (jnp.tanh(y) @ w, jnp.exp(y) @ w))(x @ w), X, W)
     assert [name for name, _, _ in kept] == ["dot_general"] * 3
