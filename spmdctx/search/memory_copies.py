@@ -19,6 +19,11 @@ _HIDING = 3
 """A gather is fused with so many products at most, as seen in compiled programs."""
 
 
+_WAITING = 12
+"""A gradient waits for its reduce_scatter behind so many of the products that others need (ZeRO-1 and ZeRO-3 of one decoder on v5e; it
+fits v5p too)."""
+
+
 class _Read(NamedTuple):
     """A product that may run last reads the copy `key` of a value."""
 
@@ -80,10 +85,13 @@ class Copies:
         time = self._memory.runs[op.id]
         self._of["made", value] = Copy(time, self._after(time), num_bytes)
 
-    def keep(self, op: Op, value: int, num_bytes: int, to_the_end: bool) -> None:
-        """`op` makes of the value what is reduced after it, or at the end of the loop's turn that it is in."""
-        time = self._memory.times[op.id]
+    def keep(self, op: Op, value: int, num_bytes: int, *, to_the_end: bool, put_off: bool) -> None:
+        """`op` makes of the value what is reduced after it, at the end of the loop's turn that it is in, or `put_off` outside of loops."""
+        time, products = self._memory.times[op.id], self._memory.products
         until = max(time, self._memory.turns[op.id]) if to_the_end else time
+        if put_off and products and self._memory.turns[op.id] == op.id:
+            place = bisect_left(products, self._memory.runs[op.id]) + _WAITING
+            until = max(until, products[min(place, len(products) - 1)])
         self._of["unreduced", value] = Copy(self._memory.runs[op.id], until, num_bytes)
 
     def reduce_in_place(self, op: Op, num_bytes: int) -> None:

@@ -233,7 +233,7 @@ class _Biller:
             stored = self.assignment.values[value]
             unreduced: TensorSharding | None = natural if need.partial else None
             if need.partial and op.rule.combiner in ("argmax", "argmin"):
-                self._keep_unreduced(op, value, natural, in_place=False)
+                self._keep_unreduced(op, value, natural, in_place=False, scattered=False)
                 self._gather_candidates(op, value, natural, need.partial)
             elif need.partial:
                 held = self.holds.axes.get(value, ())
@@ -244,7 +244,7 @@ class _Biller:
                 hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)
                 in_place = self.copies.is_made_in_place(value) and natural == plan.after and natural == stored
                 if plan.scattered or plan.reduced:
-                    self._keep_unreduced(op, value, natural, in_place=in_place)
+                    self._keep_unreduced(op, value, natural, in_place=in_place, scattered=bool(plan.scattered))
                 if plan.scattered:
                     priced = self._scattered_by(value, payload, need.partial, natural, plan.after)
                     self._collect("reduce_scatter", plan.scattered, payload, op, cause, *hides, priced=priced)
@@ -262,7 +262,7 @@ class _Biller:
                 narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value)
                 self._move(op, scope, value, natural, stored, f"{_RESULT} of {op.primitive}", narrow, made_repeats(self.graph, op))
 
-    def _keep_unreduced(self, op: Op, value: int, natural: TensorSharding, *, in_place: bool) -> None:
+    def _keep_unreduced(self, op: Op, value: int, natural: TensorSharding, *, in_place: bool, scattered: bool) -> None:
         """A partial result is in memory until it is reduced: a gradient that a loop makes until the end of the turn, with others.
 
         One that is reduced `in_place` takes no more than it is wider than what it becomes.
@@ -271,7 +271,7 @@ class _Biller:
         widening = self._sides.widening(op, value, self.graph.values[value].dtype, self.topology)
         combined = is_gradient and self.topology.combines_reductions
         size = self._stored_bytes(value, natural)
-        self.copies.keep(op, value, size * (widening - in_place), combined)
+        self.copies.keep(op, value, size * (widening - in_place), to_the_end=combined, put_off=is_gradient and scattered)
         self.reduced.add(op.id)
         if in_place:
             self.copies.reduce_in_place(op, size)

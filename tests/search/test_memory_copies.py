@@ -1,5 +1,7 @@
 """What a plan has in memory beside its values: reductions in place, copies for what runs last, slices of gathered copies."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -62,6 +64,16 @@ def test_a_gather_is_fused_with_three_products_at_most(behind, in_place):
     copies.reduce_in_place(run[0], 70)
     copies.make(run[behind], run[behind].operands[1], "gathered", 30, gathered=True)
     assert (70 not in [copy.bytes for copy in found(copies, graph)]) == in_place
+
+
+@pytest.mark.parametrize("put_off", [True, False])
+def test_a_gradient_that_is_scattered_waits_behind_twelve_products(put_off):
+    graph, memory, copies = copies_of(lambda x, w: functools.reduce(lambda x, _: jnp.tanh(x @ w), range(20), x), X, W)
+    run = products(graph)
+    copies.keep(run[1], run[1].results[0], 70, to_the_end=False, put_off=put_off)
+    (copy,) = found(copies, graph)
+    assert memory.products[:2] == (run[0].id, run[1].id)
+    assert copy.end == (run[13].id if put_off else memory.times[run[1].id])
 
 
 def test_the_gather_of_a_gradient_is_fused_with_no_product():
