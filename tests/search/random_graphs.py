@@ -213,7 +213,7 @@ class Walk:
             self.matrices.append(self.make.transpose(value))
             return
         split = [(rows * 2, columns // 2), (rows // 2, columns * 2)]
-        new = self.random.choice([shape for shape in split if min(shape) > 1] or [(columns, rows)])
+        new = self.random.choice([shape for shape in split if min(shape) > 1 and math.prod(shape) == rows * columns] or [(columns, rows)])
         flat = self.make.reshape(value, math.prod(new))
         self.matrices.append(self.make.reshape(flat, *new) if self.random.random() < 0.5 else self.make.reshape(value, *new))
 
