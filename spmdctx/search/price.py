@@ -193,7 +193,8 @@ class _Biller:
         places = sums.terms(op)
         if places is not None:
             first, second = (self.bill.collectives[place] for place in places)
-            if (first.axes, first.repeats) == (second.axes, second.repeats) and first.repeats == op.repeats:
+            # One reduction over the same devices, in whatever order their axes are.
+            if {*first.axes} == {*second.axes} and first.repeats == second.repeats == op.repeats:
                 sums.join(op, *places)
 
     def settle_sums(self) -> None:
