@@ -121,6 +121,14 @@ class _Glance(NamedTuple):
     solution: Solution
 
 
+class _Solved(NamedTuple):
+    """A mesh's problem without memory, and its solution."""
+
+    tables: Tables
+    problem: Problem
+    solution: Solution
+
+
 class Beaten(NamedTuple):
     """Nothing on the mesh is cheaper than what was found on another one."""
 
@@ -175,7 +183,7 @@ class Searcher:
         self._networks: dict[object, Network] = {}
         self._glances: dict[LogicalMesh, _Glance] = {}
         self._bounds: dict[LogicalMesh, float] = {}
-        self._solutions: dict[LogicalMesh, Solution] = {}
+        self._solved: dict[LogicalMesh, _Solved] = {}
 
     def promising_first(self, setups: list[Setup]) -> list[Setup]:
         """The set-ups by what a first, short search finds on their meshes."""
@@ -233,8 +241,7 @@ class Searcher:
             if best is not None and (is_hasty or self._bounds[setup.mesh] >= best.cost_s):
                 bounds.append(self._bounds[setup.mesh])
                 continue
-            tables = self._tables(setup)
-            found = self._within(self._options.memory_bytes or 0, tables, tables.problem(), fastest._replace(setup=setup))
+            found = self._within(self._options.memory_bytes or 0, *self._problem_on(setup), fastest._replace(setup=setup))
             if isinstance(found, Found):
                 bounds.append(found.lower_bound_s)
                 best = found if best is None or found.cost_s < best.cost_s * (1 - _EQUAL) else best
@@ -257,8 +264,15 @@ class Searcher:
         found = self._fastest_on(setup, known_s)
         if isinstance(found, Beaten) or self.fits(found):
             return found
+        return self._within(self._options.memory_bytes or 0, *self._problem_on(setup), found)
+
+    def _problem_on(self, setup: Setup) -> tuple[Tables, Problem]:
+        """The tables of a mesh and their problem, which that of the fastest plan has already."""
+        solved = self._solved.get(setup.mesh)
+        if solved is not None:
+            return solved.tables, solved.problem
         tables = self._tables(setup)
-        return self._within(self._options.memory_bytes or 0, tables, tables.problem(), found)
+        return tables, tables.problem()
 
     def _fastest_on(self, setup: Setup, known_s: float) -> Found | Beaten:
         cutoff = known_s * (1 - self._margin(setup.mesh))
@@ -272,7 +286,7 @@ class Searcher:
         if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - _EQUAL):
             return Beaten(solution.lower_bound)
         # Only of the best mesh, which is the last that is not beaten.
-        self._solutions = {setup.mesh: solution}
+        self._solved = {setup.mesh: _Solved(tables, sought.problem, solution)}
         return self._found(setup, tables, solution)
 
     def _margin(self, mesh: LogicalMesh) -> float:
@@ -387,9 +401,9 @@ class Searcher:
         effort = 0 if is_hasty else 1 if self._options.is_soft else 2
         tolerance = max(self._options.limits.tolerance, _HASTY_TOLERANCE if is_hasty else 0.0)
         known = None
-        free = self._solutions.get(fastest.setup.mesh)
-        if is_hasty and free is not None:
-            known = Known(completed(limited, free.states), free.lower_bound)
+        solved = self._solved.get(fastest.setup.mesh)
+        if is_hasty and solved is not None:
+            known = Known(completed(limited, solved.solution.states), solved.solution.lower_bound)
         solution = solve(limited, effort=effort, tolerance=tolerance, known=known)
         if self._is_small() and not _is_settled(solution, tolerance):
             solution = solve(limited, effort=effort + 1, tolerance=tolerance)
