@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from spmdctx.search.incidences import ends, executions, mixed
 from spmdctx.search.space import Space
 
 ROUNDS = 3
@@ -47,7 +48,13 @@ class Fold:
     slot_members: list[list[int]]
 
 
-def fold(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int], terminal: Sequence[int] = (), rounds: int = ROUNDS) -> Fold:
+def fold(
+    space: Space,
+    op_marks: Sequence[int] | NDArray[np.int64],
+    slot_marks: Mapping[int, int],
+    terminal: Sequence[int] = (),
+    rounds: int = ROUNDS,
+) -> Fold:
     """Folds a space.
 
     Args:
@@ -78,16 +85,19 @@ def _refined(colours: _Colours, around: _Around) -> _Colours:
     ops, slots, places = around
     op_colour, slot_colour = colours
     seen = np.zeros_like(op_colour)
-    np.add.at(seen, ops, _mixed(slot_colour[slots] * np.uint64(3) + places))
-    op_colour = _mixed(op_colour * np.uint64(5) + seen)
+    np.add.at(seen, ops, mixed(slot_colour[slots] * np.uint64(3) + places))
+    op_colour = mixed(op_colour * np.uint64(5) + seen)
     seen = np.zeros_like(slot_colour)
-    np.add.at(seen, slots, _mixed(op_colour[ops] * np.uint64(7) + places))
-    return op_colour, _mixed(slot_colour * np.uint64(11) + seen)
+    np.add.at(seen, slots, mixed(op_colour[ops] * np.uint64(7) + places))
+    return op_colour, mixed(slot_colour * np.uint64(11) + seen)
 
 
 def _with_updates(space: Space, colours: _Colours, around: _Around, terminal: Sequence[int]) -> _Colours:
     """More rounds for the ops of which no result leads to a matrix product, and for slots that only they touch."""
-    inner = np.array([bool(op.results) and all(terminal[value] for value in op.results) for op in space.graph.ops])
+    every = ends(space.graph)
+    is_result = every.places >= every.num_operands[every.ops]
+    leads_on = ~np.array([*terminal, 0], dtype=bool)[every.values] & is_result
+    inner = (every.num_results > 0) & (np.bincount(every.ops[leads_on], minlength=len(every.num_results)) == 0)
     inside = np.ones(len(colours[1]), dtype=bool)
     inside[around.slots[~inner[around.ops]]] = False
     for _ in range(UPDATE_ROUNDS):
@@ -98,7 +108,7 @@ def _with_updates(space: Space, colours: _Colours, around: _Around, terminal: Se
 
 def _deciding(space: Space) -> list[int]:
     """The ops that make anything that is not free to place, or nothing at all."""
-    decides = np.array([not op.results for op in space.graph.ops], dtype=bool)
+    decides = ends(space.graph).num_results == 0
     decides[space.incidences.ops[space.incidences.is_result]] = True
     return np.flatnonzero(decides).tolist()
 
@@ -106,20 +116,20 @@ def _deciding(space: Space) -> list[int]:
 def _around(space: Space) -> _Around:
     """Op, slot and position of every operand and result that is not free to place."""
     every = space.incidences
-    num_operands = np.array([len(op.operands) for op in space.graph.ops], dtype=np.int64)
-    places = np.where(every.is_result, every.positions + num_operands[every.ops], every.positions)
-    return _Around(every.ops, every.slots, _mixed(places.astype(np.uint64) + np.uint64(77)))
+    places = np.where(every.is_result, every.positions + ends(space.graph).num_operands[every.ops], every.positions)
+    return _Around(every.ops, every.slots, mixed(places.astype(np.uint64) + np.uint64(77)))
 
 
-def _first_colours(space: Space, op_marks: Sequence[int], slot_marks: Mapping[int, int]) -> _Colours:
+def _first_colours(space: Space, op_marks: Sequence[int] | NDArray[np.int64], slot_marks: Mapping[int, int]) -> _Colours:
     graph = space.graph
-    kinds: dict[tuple[int, int, int], int] = {}
-    op_kinds = [
-        kinds.setdefault((kind, op.repeats, mark), len(kinds)) for kind, op, mark in zip(space.kind_of, graph.ops, op_marks, strict=True)
-    ]
+    repeats = executions(graph)
+    columns = np.array(space.kind_of, dtype=np.int64), np.unique(repeats, return_inverse=True)[1], np.array(op_marks, dtype=np.int64)
+    op_kinds = np.zeros(len(repeats), dtype=np.int64)
+    for column in columns:
+        op_kinds = op_kinds * (int(column.max(initial=0)) + 1) + column
     shapes: dict[tuple[object, ...], int] = {}
     slot_kinds = [shapes.setdefault((value.shape, value.dtype, slot_marks.get(value.id, 0)), len(shapes)) for value in graph.values]
-    return _mixed(np.array(op_kinds, dtype=np.uint64) + np.uint64(1)), _mixed(np.array(slot_kinds, dtype=np.uint64) + np.uint64(1 << 32))
+    return mixed(op_kinds.astype(np.uint64) + np.uint64(1)), mixed(np.array(slot_kinds, dtype=np.uint64) + np.uint64(1 << 32))
 
 
 def _classes(colours: _U64, members: list[int]) -> tuple[list[int], list[list[int]]]:
@@ -133,10 +143,3 @@ def _classes(colours: _U64, members: list[int]) -> tuple[list[int], list[list[in
     order = np.argsort(numbers, kind="stable")
     ends = np.cumsum(np.bincount(numbers, minlength=len(first)))[:-1]
     return class_of.tolist(), [own.tolist() for own in np.split(np.array(members, dtype=np.int64)[order], ends)]
-
-
-def _mixed(numbers: _U64) -> _U64:
-    """A bijection that spreads every bit (the finaliser of MurmurHash3)."""
-    numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return numbers ^ (numbers >> np.uint64(33))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmdctx.ir import Graph
-from spmdctx.search.incidences import BoolArray, IntArray
+from spmdctx.search.incidences import BoolArray, IntArray, by_kind, executions
 from spmdctx.search.turns import made_repeats, read_repeats
 
 FloatArray = NDArray[np.float64]
@@ -68,9 +68,9 @@ class Handovers(NamedTuple):
 
 def turns(graph: Graph) -> tuple[IntArray, IntArray]:
     """Per op how often its operands are taken, and how often its results are made."""
-    reading = np.array([op.repeats for op in graph.ops], dtype=np.int64)
+    reading = executions(graph)
     making = reading.copy()
-    for op in graph.ops:
-        if op.primitive in _BOUNDARIES:
-            reading[op.id], making[op.id] = read_repeats(graph, op), made_repeats(graph, op)
+    for index in np.flatnonzero(by_kind(graph, lambda op: op.primitive in _BOUNDARIES)).tolist():
+        op = graph.ops[index]
+        reading[index], making[index] = read_repeats(graph, op), made_repeats(graph, op)
     return reading, making

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spmdctx.ir import Graph
+from spmdctx.ir import Graph, Op
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+U64 = NDArray[np.uint64]
 
-_OPERANDS, _RESULTS = itemgetter(2), itemgetter(3)
+_OPERANDS, _RESULTS, _REPEATS = itemgetter(2), itemgetter(3), itemgetter(6)
 
 
 class Incidences(NamedTuple):
@@ -35,15 +36,56 @@ class Incidences(NamedTuple):
         return Incidences(self.ops[kept], self.values[kept], self.slots[kept], self.positions[kept], self.is_result[kept])
 
 
+class Ends(NamedTuple):
+    """Operands and results of all ops, literals too, in the order of the ops; `places` counts those of one op, operands first.
+
+    `num_operands` and `num_results` are per op.
+    """
+
+    ops: IntArray
+    values: IntArray
+    places: IntArray
+    num_operands: IntArray
+    num_results: IntArray
+
+    @property
+    def firsts(self) -> IntArray:
+        """Per op the place of its first operand or result among all."""
+        counts = self.num_operands + self.num_results
+        firsts: IntArray = np.cumsum(counts) - counts
+        return firsts
+
+
+def ends(graph: Graph) -> Ends:
+    """The operands and results of a graph's ops."""
+    known: Ends | None = graph.facts.get(ends)
+    if known is None:
+        num_operands, num_results = (np.array([*map(len, map(side, graph.ops))], dtype=np.int64) for side in (_OPERANDS, _RESULTS))
+        counts = num_operands + num_results
+        total = int(counts.sum())
+        sides = chain.from_iterable([op[2:4] for op in graph.ops])
+        values = np.fromiter(chain.from_iterable(sides), dtype=np.int64, count=total)
+        places = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        known = graph.facts[ends] = Ends(np.repeat(np.arange(len(counts)), counts), values, places, num_operands, num_results)
+    return known
+
+
+def by_kind(graph: Graph, asked: Callable[[Op], int]) -> IntArray:
+    """Per op what `asked` says of the first op of its kind (`Graph.kinds`)."""
+    kinds = np.array(graph.kinds, dtype=np.int64)
+    _, firsts = np.unique(kinds, return_index=True)
+    said: IntArray = np.array([asked(graph.ops[first]) for first in firsts.tolist()], dtype=np.int64)[kinds]
+    return said
+
+
+def executions(graph: Graph) -> IntArray:
+    """Per op how often it is executed in a step."""
+    return np.array([*map(_REPEATS, graph.ops)], dtype=np.int64)
+
+
 def incidences(graph: Graph, slot_of: Sequence[int], left_out: Collection[int]) -> Incidences:
     """All but literals and those of the slots `left_out`."""
-    num_operands, num_results = (np.array([len(own) for own in map(side, graph.ops)], dtype=np.int64) for side in (_OPERANDS, _RESULTS))
-    counts = num_operands + num_results
-    total = int(counts.sum())
-    sides = chain.from_iterable((op[2], op[3]) for op in graph.ops)
-    values = np.fromiter(chain.from_iterable(sides), dtype=np.int64, count=total)
-    ops = np.repeat(np.arange(len(counts)), counts)
-    places = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    ops, values, places, num_operands, _ = ends(graph)
     is_result = places >= num_operands[ops]
     positions = np.where(is_result, places - num_operands[ops], places)
     every = Incidences(ops, values, np.array([*slot_of, -1], dtype=np.int64)[values], positions, is_result)
@@ -51,3 +93,10 @@ def incidences(graph: Graph, slot_of: Sequence[int], left_out: Collection[int]) 
     out[-1] = True
     out[list(left_out)] = True
     return every.where(~out[every.slots])
+
+
+def mixed(numbers: U64) -> U64:
+    """A bijection that spreads every bit (the finaliser of MurmurHash3)."""
+    numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return numbers ^ (numbers >> np.uint64(33))

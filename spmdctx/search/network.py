@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.ir import Role
+from spmdctx.ir import Op, Role
 from spmdctx.search.accumulation import AT_ONCE, NOTHING_SUMMED, Later, Summed, later_reductions, loop_sums
 from spmdctx.search.fold import ROUNDS, Fold, fold
 from spmdctx.search.handovers import Handovers, Row, turns
-from spmdctx.search.incidences import BoolArray, Incidences
+from spmdctx.search.incidences import BoolArray, Incidences, IntArray, by_kind, ends, executions
 from spmdctx.search.narrowing import narrow_readers
 from spmdctx.search.overlap import Sides, sides
 from spmdctx.search.space import MATRIX_PRODUCTS, NO_SLOT, Space
@@ -27,6 +27,8 @@ from spmdctx.search.states import ADDITIONS, Joins
 from spmdctx.search.transfer import FactorAxes
 
 PLAIN = Joins(False, False)
+_TAKES, _HANDS_ON = 1, 2
+_JOINS = (PLAIN, Joins(True, False), Joins(False, True), Joins(True, True))
 
 
 class Source(NamedTuple):
@@ -105,21 +107,22 @@ def build_network(
     """
     joins = _joins(space, slot_marks)
     found = sides(space.graph)
-    terminal = [bool(op.results) and bool(found.terminal[op.results[0]]) for op in space.graph.ops]
+    terminal = _terminal(space, found)
     sums = loop_sums(space.graph)
     later = {space.graph.producers[value]: own for value, own in later_reductions(space.graph, sums).items()}
     kinds = {own: number for number, own in enumerate(dict.fromkeys(later.values()), 1)}
-    op_marks = [
-        8 * kinds.get(later.get(index, AT_ONCE), 0) + 4 * last + (3 if index in forced else own.takes + 2 * own.hands_on)
-        for index, (own, last) in enumerate(zip(joins, terminal, strict=True))
-    ]
+    op_marks = joins + 4 * terminal
+    op_marks[list(forced)] = 3 + 4 * terminal[list(forced)]
+    for index, own in later.items():
+        op_marks[index] += 8 * kinds[own]
     folded = fold(space, op_marks, slot_marks, found.terminal, rounds)
     network = Network(space, folded, scopes, summed=Summed.of(sums))
-    ops = space.graph.ops
-    for members in folded.op_members:
+    classes, repeats = np.array(folded.op_class, dtype=np.int64), executions(space.graph)
+    weights = np.zeros(len(folded.op_members), dtype=np.int64)
+    np.add.at(weights, classes[classes >= 0], repeats[classes >= 0])
+    for members, weight in zip(folded.op_members, weights.tolist(), strict=True):
         first = members[0]
-        weight = sum([ops[member].repeats for member in members])
-        network.nodes.append(Node("op", first, weight, joins[first], terminal[first], later.get(first, AT_ONCE)))
+        network.nodes.append(Node("op", first, weight, _JOINS[joins[first]], bool(terminal[first]), later.get(first, AT_ONCE)))
     for slot_class, standalone in enumerate(_standalone(space, folded, slot_marks)):
         if standalone:
             network.fixed_slots.add(slot_class)
@@ -151,37 +154,37 @@ def _joins_of_maker(network: Network, slot_class: int) -> Joins:
     return network.nodes[node].joins if node >= 0 else PLAIN
 
 
-def _joins(space: Space, slot_marks: Mapping[int, int]) -> list[Joins]:
-    """Which additions may take their terms unreduced, and which ops may so hand them on."""
-    graph = space.graph
-    found = [PLAIN] * len(graph.ops)
+def _terminal(space: Space, found: Sides) -> IntArray:
+    """Per op 1 where its first result reaches no matrix product."""
+    every = ends(space.graph)
+    is_first = every.places == every.num_operands[every.ops]
+    terminal = np.zeros(len(space.graph.ops), dtype=np.int64)
+    terminal[every.ops[is_first]] = np.frombuffer(found.terminal, dtype=np.uint8)[every.values[is_first]]
+    return terminal
+
+
+def _joins(space: Space, slot_marks: Mapping[int, int]) -> IntArray:
+    """Which additions may take their terms unreduced, and which ops may so hand them on: per op a place in `_JOINS`."""
+    graph, every = space.graph, ends(space.graph)
+    found = np.zeros(len(graph.ops), dtype=np.int64)
     if not space.topology.merges_partial_sums:
         return found
     alone = _read_once(space, slot_marks)
-    sums = bytearray(len(graph.values) + 1)
-    reduces: dict[tuple[int, str], bool] = {}
-    takes, hands_on = bytearray(len(graph.ops)), bytearray(len(graph.ops))
-    for index, op in enumerate(graph.ops):
-        if len(op.results) != 1:
-            continue
-        if op.primitive in ADDITIONS:
-            first, second = op.operands
-            if first != second and first >= 0 and second >= 0 and sums[first] and sums[second]:
-                takes[index] = 1
-                hands_on[graph.producers[first]] = hands_on[graph.producers[second]] = 1
-        (value,) = op.results
-        if alone[value]:
-            key = (id(op.rule), op.primitive)
-            known = reduces.get(key)
-            if known is None:
-                known = reduces[key] = _reduces(space, index)
-            sums[value] = takes[index] or known
-    for index in np.flatnonzero(np.frombuffer(takes, dtype=np.uint8) | np.frombuffer(hands_on, dtype=np.uint8)).tolist():
-        found[index] = Joins(bool(takes[index]), bool(hands_on[index]))
+    is_lone = np.repeat(every.num_results == 1, every.num_operands + every.num_results) & (every.places == every.num_operands[every.ops])
+    results, makers = every.values[is_lone], every.ops[is_lone]
+    sums = np.zeros(len(graph.values), dtype=bool)
+    sums[results] = alone[results] & (by_kind(graph, lambda op: _reduces(space, op)) != 0)[makers]
+    is_addition = by_kind(graph, lambda op: op.primitive in ADDITIONS and len(op.results) == 1)
+    for index in np.flatnonzero(is_addition).tolist():
+        (first, second), (value,) = graph.ops[index].operands, graph.ops[index].results
+        if first != second and first >= 0 and second >= 0 and sums[first] and sums[second]:
+            found[index] |= _TAKES
+            found[[graph.producers[first], graph.producers[second]]] |= _HANDS_ON
+            sums[value] = alone[value]
     return found
 
 
-def _read_once(space: Space, slot_marks: Mapping[int, int]) -> list[bool]:
+def _read_once(space: Space, slot_marks: Mapping[int, int]) -> BoolArray:
     """Per value, whether it is read once, and neither tied to another one, nor marked, nor free to place."""
     count, slot_of, every = len(space.graph.values), np.array(space.slot_of, dtype=np.int64), space.incidences
     reads = np.bincount(every.values[~every.is_result], minlength=count)
@@ -190,12 +193,11 @@ def _read_once(space: Space, slot_marks: Mapping[int, int]) -> list[bool]:
     alone = np.bincount(slot_of, minlength=count) == 1
     alone[list(slot_marks)] = False
     alone[list(space.loose_slots)] = False
-    found: list[bool] = ((reads == 1) & alone[slot_of]).tolist()
+    found: BoolArray = (reads == 1) & alone[slot_of]
     return found
 
 
-def _reduces(space: Space, index: int) -> bool:
-    op = space.graph.ops[index]
+def _reduces(space: Space, op: Op) -> bool:
     direct = op.primitive != "gather" or space.topology.sinks_slices
     return direct and op.rule.combiner == "add" and any(kind.value == "reduction" for kind in op.rule.kinds)
 
@@ -204,11 +206,11 @@ def _add_uses(network: Network) -> None:
     """Use nodes for values that more than one matrix product of a computation reads."""
     space, folded, scopes = network.space, network.folded, network.scopes
     readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for index, op in enumerate(space.graph.ops):
-        if op.primitive in MATRIX_PRODUCTS:
-            for position, slot in enumerate(space.op_slots[index][: len(op.operands)]):
-                if slot != NO_SLOT and slot not in space.loose_slots:
-                    readers.setdefault((op.operands[position], scopes[index]), []).append((folded.op_class[index], position))
+    for index in np.flatnonzero(_products(space)).tolist():
+        op = space.graph.ops[index]
+        for position, slot in enumerate(space.op_slots[index][: len(op.operands)]):
+            if slot != NO_SLOT and slot not in space.loose_slots:
+                readers.setdefault((op.operands[position], scopes[index]), []).append((folded.op_class[index], position))
     classes: dict[tuple[object, ...], int] = {}
     for (value, scope), own in readers.items():
         if len(own) < 2:
@@ -220,6 +222,12 @@ def _add_uses(network: Network) -> None:
             node = classes[key] = len(network.nodes)
             network.nodes.append(Node("use", value, 1))
         network.uses[value, scope] = node
+
+
+def _products(space: Space) -> BoolArray:
+    """Per op whether it is a matrix product."""
+    found: BoolArray = by_kind(space.graph, lambda op: op.primitive in MATRIX_PRODUCTS) != 0
+    return found
 
 
 def _add_carries(network: Network, found: Sides) -> None:
@@ -264,7 +272,7 @@ def _by_uses(network: Network, rows: Handovers, every: Incidences) -> Handovers:
     """Values with a use node go there once, and from there to their readers."""
     if not network.uses:
         return rows
-    is_product = np.array([op.primitive in MATRIX_PRODUCTS for op in network.space.graph.ops], dtype=bool)
+    is_product = _products(network.space)
     places: list[int] = []
     feeding: dict[tuple[int, int], Row] = {}
     for place in np.flatnonzero(is_product[every.ops] & ~every.is_result).tolist():

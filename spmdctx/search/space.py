@@ -14,6 +14,8 @@ from copy import copy
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.tiles import scattered_by
@@ -21,7 +23,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, AxisNames, Graph, Op, OpRule, OpSharding, TensorSharding, Work, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape, replicated
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.incidences import Incidences, incidences
+from spmdctx.search.incidences import Incidences, ends, incidences, mixed
 from spmdctx.search.roofline import compute_time_s, passing_values, written_s
 from spmdctx.search.transfer import FactorAxes, legal, merge, partial_axes, project
 from spmdctx.search.turns import made_repeats, read_repeats
@@ -75,8 +77,8 @@ class Space:
         self._choices: dict[tuple[int, ...], Choice] = {}
         self.slot_of = _union(len(graph.values), graph.ties)
         self.loose_slots = frozenset(self.slot_of[value] for value in loose)
-        slots = [*self.slot_of, NO_SLOT]
-        self.op_slots = [tuple([slots[value] for value in (*op.operands, *op.results)]) for op in graph.ops]
+        slot = [*self.slot_of, NO_SLOT].__getitem__
+        self.op_slots = [tuple(map(slot, op[2] + op[3])) for op in graph.ops]
         self.kinds: list[Kind] = []
         self.passing = passing_values(self.graph)
         self.kind_of = self._number_kinds()
@@ -127,22 +129,28 @@ class Space:
 
     def _number_kinds(self) -> list[int]:
         """The number of each op's kind."""
+        graph, every = self.graph, ends(self.graph)
+        # Per operand and result whether it passes, and whether it is loose; literals do neither.
+        flags = np.zeros(len(graph.values) + 1, dtype=np.uint64)
+        flags[:-1] = np.frombuffer(self.passing, dtype=np.uint8)
+        is_loose = np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.loose_slots))
+        flags += np.uint64(2) * is_loose.astype(np.uint64)
+        own = flags[every.values]
+        marked = own != 0
+        spread = mixed(np.array(graph.kinds, dtype=np.uint64) + np.uint64(1))
+        np.add.at(spread, every.ops[marked], mixed(every.places[marked].astype(np.uint64) * np.uint64(4) + own[marked]))
+        _, firsts, which = np.unique(spread, return_index=True, return_inverse=True)
         numbers: dict[Kind, int] = {}
-        known: dict[tuple[object, ...], int] = {}
-        loose = self.loose_slots
-        passes = (*self.passing, 0).__getitem__
-        kinds = []
-        for op, same, slots in zip(self.graph.ops, self.graph.kinds, self.op_slots, strict=True):
-            free = None if loose.isdisjoint(slots) else tuple([slot in loose for slot in slots])
-            quick = (same, free, *map(passes, op.operands), *map(passes, op.results))
-            number = known.get(quick)
-            if number is None:
-                number = known[quick] = numbers.setdefault(self._kind(op, free or ()), len(numbers))
-            kinds.append(number)
+        order = np.argsort(firsts)
+        known = np.empty(len(firsts), dtype=np.int64)
+        known[order] = [numbers.setdefault(self._kind(graph.ops[first]), len(numbers)) for first in firsts[order].tolist()]
         self.kinds = list(numbers)
+        kinds: list[int] = known[which].tolist()
         return kinds
 
-    def _kind(self, op: Op, free: tuple[bool, ...]) -> Kind:
+    def _kind(self, op: Op) -> Kind:
+        slots = self.op_slots[op.id]
+        free = () if self.loose_slots.isdisjoint(slots) else tuple([slot in self.loose_slots for slot in slots])
         dtype = self.graph.values[op.results[0]].dtype if op.results else ""
         passing = tuple([bool(self.passing[value]) for value in (*op.operands, *op.results) if value != LITERAL])
         return Kind(id(op.rule), op.primitive, dtype, free, op.fused, op.work, passing)
