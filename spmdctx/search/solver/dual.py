@@ -125,11 +125,13 @@ class Dual:
 
     def _send(self, batch: Batch, totals: FloatArray) -> None:
         messages = self._messages
-        known = batch.share * totals[batch.left] - messages[batch.into_left]
+        known = totals.take(batch.left)
+        known *= batch.share
+        known -= messages.take(batch.into_left)
         sent = _least(batch.tables, known, batch.groups)
         # Only differences matter; this keeps the numbers small.
         sent -= np.minimum.reduce(sent, axis=0)
-        change = sent - messages[batch.into_right]
+        change = sent - messages.take(batch.into_right)
         if batch.is_apart:
             totals[batch.right] += change
         else:

@@ -36,7 +36,7 @@ _LOOSE = 4
 """How much more elimination may take before a shell is made smaller than it takes afterwards."""
 REDUCING_SHARE = 0.1
 """Share of the time that one reduction may take."""
-SWEEPS = (25, 25, 50, 100)
+SWEEPS = (30, 20, 50, 100)
 MORE_SWEEPS = 200
 """Sweeps of each further round, where the effort allows all of those."""
 MORE_WORK = 2e8
