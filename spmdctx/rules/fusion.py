@@ -8,9 +8,12 @@ several ops read that is made of many tensors of its size, or with a scatter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from spmdctx.ir import LITERAL, Op, Value, item_bytes
+import numpy as np
+
+from spmdctx.ir import LITERAL
+from spmdctx.rules.columns import BoolArray, Columns, IntArray
 from spmdctx.rules.elementwise import BINARY, MANY, UNARY
 
 CHAINED = frozenset(
@@ -35,53 +38,73 @@ _SPREAD = frozenset({"broadcast_in_dim", "convert_element_type"})
 _READS_CHAINS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce", "arg", "scan.exit", "dynamic_update_slice")
 """Beginnings of the names of ops that are not fused with each other, but take chains as operands."""
 
+_WIDEST = 52
+"""Slots of an op up to which a number of floating point holds a bit for each."""
+
 _MOST_SOURCES = 3
 """Tensors of a value's own size that it may be computed from, where several ops read it, before it is kept instead."""
 
 
-def in_memory(values: Sequence[Value], ops: Sequence[Op], kept: Iterable[int]) -> bytearray:
-    """Per value 1 where it exists in memory, 0 where it is only computed on the way; a last 0 stands for literals.
+def in_memory(columns: Columns, kept: Iterable[int]) -> BoolArray:
+    """Per value whether it exists in memory, and is not only computed on the way; a last False stands for literals.
 
     Args:
-        values: of the step.
-        ops: of the step, an op's number being its place.
+        columns: of the step.
         kept: inputs and outputs.
     """
-    held = bytearray(len(values) + 1)
-    for value in kept:
-        if value != LITERAL:
-            held[value] = 1
-    readers = _Readers(values, ops, held)
-    ahead, compared = bytearray(len(values) + 1), bytearray(len(values) + 1)
-    sources: list[frozenset[int]] = [frozenset()] * (len(values) + 1)
-    for op in ops:
-        made = not readers.is_chained(op)
-        hands_on = not made or op.primitive.startswith(_READS_CHAINS)
-        for value in op.operands:
-            if ahead[value]:
-                made = True
-        for value in op.results:
-            if made and hands_on and not readers.needed[value] and not held[value] and readers.passes_on(value):
-                ahead[value] = 1
-            elif made or readers.needed[value]:
-                held[value] = 1
-            elif not held[value]:
-                found = _sources(op, value, held, sources, readers.elements)
-                compared[value] = op.primitive == "scatter-add"
-                for operand in op.operands:
-                    compared[value] |= compared[operand]
-                if readers.count[value] > 1 and (compared[value] or len(found) > _MOST_SOURCES):
-                    held[value], compared[value] = 1, 0
-                sources[value] = found
+    held = np.zeros(columns.num_values + 1, dtype=bool)
+    held[[value for value in kept if value != LITERAL]] = True
+    if not columns.num_ops:
+        return held
+    readers = _Readers(columns, held)
+    maker = columns.maker_of
+    is_result = maker >= 0
+    can_be_ahead = is_result & readers.takes_chains[maker] & ~readers.needed & ~held & readers.passes_on()
+    ahead, made = _ahead(columns, ~readers.chained, can_be_ahead, readers.last)
+    held |= is_result & ~ahead & (made[maker] | readers.needed)
+    _keep_shared(columns, held, is_result & ~held & ~ahead, readers)
     return held
 
 
-def _sources(op: Op, value: int, held: bytearray, sources: list[frozenset[int]], elements: list[int]) -> frozenset[int]:
-    """The values in memory of at least the value's size that a chain computes it from."""
+def _ahead(columns: Columns, made: BoolArray, can_be: BoolArray, last: IntArray) -> tuple[BoolArray, BoolArray]:
+    """Values computed by what makes their operand, and the ops that make such or are no chains, `made`; a value has one reader."""
+    left = np.flatnonzero(can_be & made[columns.maker_of]).tolist()
+    found, done, open_, reader = bytearray(len(can_be)), bytearray(made), bytearray(can_be), last.tolist()
+    for value in left:  # grows
+        found[value] = 1
+        op = reader[value]
+        if not done[op]:
+            done[op] = 1
+            left += [result for result in columns.results[op] if open_[result]]
+    return np.frombuffer(found, dtype=bool), np.frombuffer(done, dtype=bool)
+
+
+def _keep_shared(columns: Columns, held: BoolArray, chains: BoolArray, readers: _Readers) -> None:
+    """Adds to `held` those of `chains` that several ops read and that are made of many tensors, or with a scatter."""
+    kept, is_chain, shared, scatters = bytearray(held), bytearray(chains), bytearray(readers.count > 1), bytearray(readers.scatters)
+    compared, compares = bytearray(len(held)), any(scatters)
+    elements = columns.elements.tolist()
+    sources: list[frozenset[int]] = [frozenset()] * len(held)
+    for op in np.flatnonzero(columns.have_result(chains)).tolist():
+        operands = columns.operands[op]
+        for value in columns.results[op]:
+            if not is_chain[value]:
+                continue
+            found = _sources(operands, elements[value], kept, sources, elements)
+            if compares:
+                compared[value] = scatters[op] or any(compared[operand] for operand in operands)
+            if shared[value] and (compared[value] or len(found) > _MOST_SOURCES):
+                held[value] = True
+                kept[value], compared[value] = 1, 0
+            sources[value] = found
+
+
+def _sources(operands: tuple[int, ...], size: int, held: bytearray, sources: list[frozenset[int]], elements: list[int]) -> frozenset[int]:
+    """The values in memory of at least `size` elements that a chain computes its result from."""
     found: frozenset[int] = frozenset()
-    for operand in op.operands:
+    for operand in operands:
         if held[operand]:
-            if elements[operand] >= elements[value]:
+            if elements[operand] >= size:
                 found |= {operand}
         elif sources[operand]:
             found = sources[operand] | found if found else sources[operand]
@@ -90,118 +113,105 @@ def _sources(op: Op, value: int, held: bytearray, sources: list[frozenset[int]],
     return found
 
 
-def read_before(values: Sequence[Value], ops: Sequence[Op]) -> list[tuple[int, ...]]:
-    """Per op the operands that the fusion it ends up in has read, or made, for an earlier op.
+def read_before(columns: Columns) -> BoolArray:
+    """Per operand whether the fusion that its op ends up in has read it, or made it, for an earlier op.
 
     Element-wise ops that lead to nothing but results, through element-wise ops alone, are such fusions: an optimizer's update
     reads each tensor of a parameter once, and writes all of its results.
     """
-    leads = bytearray(len(values) + 1)
-    last = bytearray(len(ops))
-    for op in reversed(ops):
-        ends = op.primitive in _ELEMENTWISE
-        for value in op.results:
-            if leads[value]:
-                ends = False
-        if ends:
-            last[op.id] = 1
-            continue
-        for value in op.operands:
-            leads[value] = 1
-    seen = bytearray(len(values) + 1)
-    found: list[tuple[int, ...]] = []
-    for op in ops:
-        if not last[op.id]:
-            found.append(())
-            continue
-        found.append(tuple([value for value in op.operands if seen[value]]))
-        for value in (*op.operands, *op.results):
-            seen[value] = 1
-    return found
+    last = _last_ops(columns)
+    inside = last[columns.slot_ops]
+    first = np.full(columns.num_values + 1, columns.num_ops)
+    first[columns.slot_values[inside][::-1]] = columns.slot_ops[inside][::-1]  # of several the one written last, the earliest
+    return last[columns.readers] & (first[columns.read] < columns.readers)
 
 
-def fused_bits(op: Op, held: bytearray, read: Sequence[int] = ()) -> int:
-    """`Op.fused` of an op; `read` are operands that are in its fusion already."""
-    bits, bit = 0, 1
-    for value in op.operands:
-        if not held[value] or value in read:
-            bits |= bit
-        bit <<= 1
-    for value in op.results:
-        if not held[value]:
-            bits |= bit
-        bit <<= 1
+def _last_ops(columns: Columns) -> BoolArray:
+    """Per op whether it is element-wise and leads to nothing but results, through element-wise ops alone."""
+    elementwise = columns.which(_ELEMENTWISE.__contains__)
+    leads_on = bytearray(~elementwise)
+    makers = columns.maker_of.tolist()
+    left = columns.maker_of[columns.read[~elementwise[columns.readers]]].tolist()
+    for op in left:  # grows
+        if op >= 0 and not leads_on[op]:
+            leads_on[op] = 1
+            left += [makers[value] for value in columns.operands[op] if value != LITERAL]
+    return ~np.frombuffer(leads_on, dtype=bool)
+
+
+def fused_slots(columns: Columns, held: BoolArray) -> BoolArray:
+    """Per slot whether `Op.fused` has its bit set; `held` says of each value whether it exists in memory."""
+    fused = ~held[columns.slot_values]
+    fused[columns.is_operand] |= read_before(columns)
+    return fused
+
+
+def fused_bits(columns: Columns, fused: BoolArray) -> list[int]:
+    """`Op.fused` of all ops, of what their slots are."""
+    starts, ops = columns.slot_starts, columns.slot_ops
+    places = np.arange(len(ops)) - starts[ops]
+    weights = np.where(fused, np.exp2(np.minimum(places, _WIDEST)), 0.0)
+    bits: list[int] = np.bincount(ops, weights, columns.num_ops).astype(np.int64).tolist()
+    for op in np.flatnonzero(np.diff(starts) > _WIDEST).tolist():
+        bits[op] = sum(1 << place for place, own in enumerate(fused[starts[op] : starts[op + 1]]) if own)
     return bits
 
 
 class _Readers:
-    """How often each value is read, by which op first, and whether an op needs it in memory."""
+    """Which ops are fused with others, how often each value is read, by which op last, and whether an op needs it in memory."""
 
-    def __init__(self, values: Sequence[Value], ops: Sequence[Op], kept: bytearray) -> None:
-        size = len(values) + 1  # the last one stands for literals
-        self.count, self.first, self.needed = [0] * size, [-1] * size, bytearray(size)
-        self.elements, self._ops = elements_of(values), ops
-        self._bytes = [item_bytes(value.dtype) for value in values]
-        # Numbers that depend on no input, spread out or not: they are made where they are read.
-        simple = bytearray(count == 1 and not given for count, given in zip(self.elements, kept, strict=True))
-        simple[LITERAL] = 1
-        self._chained: dict[tuple[str, int], bool] = {}
-        reads_chains: dict[str, bool] = {}
-        for op in ops:
-            fused = reads_chains.get(op.primitive)
-            if fused is None:
-                fused = reads_chains[op.primitive] = op.primitive in CHAINED or op.primitive.startswith(_READS_CHAINS)
-            fused = fused or (op.primitive == "scatter-add" and self.is_chained(op))
-            for value in op.operands:
-                if self.first[value] != op.id:
-                    self.count[value] += 1
-                    self.first[value] = op.id
-                if not fused or (op.primitive in _LOOP_READS and not simple[value]):
-                    self.needed[value] = 1
-            for value in op.results:
-                simple[value] = (op.primitive in _SPREAD or self.elements[value] == 1) and all(simple[operand] for operand in op.operands)
+    def __init__(self, columns: Columns, kept: BoolArray) -> None:
+        size = columns.num_values + 1  # the last one stands for literals
+        self._columns = columns
+        self.scatters = _comparing_scatters(columns)
+        self.chained = columns.which(CHAINED.__contains__) | self.scatters
+        self.takes_chains = self.chained | columns.which(lambda primitive: primitive.startswith(_READS_CHAINS))
+        readers, read = np.divmod(np.unique(columns.readers * size + columns.read), size)
+        self.count = np.bincount(read, minlength=size)
+        self.last = np.full(size, -1)
+        self.last[read] = readers
+        self.needed = np.zeros(size, dtype=bool)
+        self.needed[columns.read[~self.takes_chains[columns.readers]]] = True
+        starts = columns.which(_LOOP_READS.__contains__)
+        if starts.any():
+            entering = columns.read[starts[columns.readers]]
+            self.needed[entering[~_simple(columns, kept)[entering]]] = True
 
-    def is_chained(self, op: Op) -> bool:
-        """Whether the compiler fuses an op with others; a scatter of one element per row becomes a comparison of indices."""
-        if op.primitive != "scatter-add":
-            return op.primitive in CHAINED
-        key = (op.primitive, id(op.rule))
-        known = self._chained.get(key)
-        if known is None:
-            rows = {dim for dim in op.rule.operands[2] if dim} & set(op.rule.results[0])
-            shared = 1
-            for dim in rows:
-                for factor in dim:
-                    shared *= op.rule.sizes[factor]
-            left = len(op.rule.results[0]) - len(rows)
-            known = self._chained[key] = left == 1 and self.elements[op.operands[2]] == shared
-        return known
-
-    def passes_on(self, value: int) -> bool:
-        """Whether the one reader of a value is a chained op on as many elements, fused into the op that makes the value."""
-        if self.count[value] != 1:
-            return False
-        reader = self._ops[self.first[value]]
-        if not self.is_chained(reader) or "." in reader.primitive or self._widens_for_many(reader, value):
-            return False
-        return self.elements[reader.results[0]] == self.elements[value]
-
-    def _widens_for_many(self, op: Op, value: int) -> bool:
-        """Whether an op only makes its operand's numbers wider for several readers, which do so on their own."""
-        made = op.results[0]
-        return op.primitive == "convert_element_type" and self.count[made] > 1 and self._bytes[made] > self._bytes[value]
+    def passes_on(self) -> BoolArray:
+        """Per value whether its one reader is a chained op on as many elements, fused into the op that makes the value."""
+        columns, last = self._columns, self.last
+        fits = self.chained & columns.which(lambda primitive: "." not in primitive)
+        made = np.full(columns.num_ops, -1)
+        made[columns.makers[::-1]] = columns.made[::-1]  # of several results the first
+        made = made[last]
+        # What only makes numbers wider for several readers is done by each on its own.
+        widens = columns.which("convert_element_type".__eq__)[last] & (self.count[made] > 1)
+        widens &= columns.item_bytes[made] > columns.item_bytes
+        found: BoolArray = (self.count == 1) & fits[last] & ~widens & (columns.elements[made] == columns.elements)
+        return found
 
 
-def elements_of(values: Sequence[Value]) -> list[int]:
-    """The number of elements of each value; a last 0 stands for literals."""
-    known: dict[tuple[int, ...], int] = {}
-    counts = []
-    for value in values:
-        count = known.get(value.shape)
-        if count is None:
-            count = 1
-            for size in value.shape:
-                count *= size
-            known[value.shape] = count
-        counts.append(count)
-    return [*counts, 0]
+def _comparing_scatters(columns: Columns) -> BoolArray:
+    """Per op whether it is a scatter of one element per row, which becomes a comparison of indices."""
+    found = columns.which("scatter-add".__eq__)
+    for op in np.flatnonzero(found).tolist():
+        rule = columns.kinds[columns.kind_of[op]].rule
+        rows = {dim for dim in rule.operands[2] if dim} & set(rule.results[0])
+        shared = 1
+        for dim in rows:
+            for factor in dim:
+                shared *= rule.sizes[factor]
+        left = len(rule.results[0]) - len(rows)
+        found[op] = left == 1 and columns.elements[columns.operands[op][2]] == shared
+    return found
+
+
+def _simple(columns: Columns, kept: BoolArray) -> BoolArray:
+    """Per value whether it is a number that depends on no input, spread out or not: those are made where they are read."""
+    simple: BoolArray = (columns.elements == 1) & ~kept
+    simple[-1] = True
+    spread = columns.which(_SPREAD.__contains__)[columns.makers] | (columns.elements[columns.made] == 1)
+    simple[columns.made] = False
+    for op, value in zip(columns.makers[spread].tolist(), columns.made[spread].tolist(), strict=True):
+        simple[value] = all(simple[operand] for operand in columns.operands[op])
+    return simple

@@ -8,10 +8,11 @@ first: how the others read it too is not followed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
-from spmdctx.ir import Op, Value, Work, item_bytes
-from spmdctx.rules.fusion import CHAINED, elements_of
+from spmdctx.ir import Op, Work
+from spmdctx.rules.columns import BoolArray, Columns, FloatArray, IntArray, Kind
+from spmdctx.rules.fusion import CHAINED
 
 _COSTLY = frozenset(
     {
@@ -38,132 +39,151 @@ _ALONE, _NO_ARITHMETIC = _APART | NAMING, _PRODUCTS | NAMING
 _HIDDEN = 1 / 64
 """What is left of the price of arithmetic that hides in a fusion, so that splitting it is better than not."""
 
-_Place = tuple[int, int]
-"""A main op, and which of its operands or results, counted together."""
+_NOWHERE = -1
 
 
-def fusion_works(values: Sequence[Value], ops: Sequence[Op], fused: Sequence[int], scopes: Sequence[int]) -> list[Work | None]:
-    """`Op.work` of every op, whose number is its place; `fused` holds their `Op.fused`, `scopes` the computation of each."""
-    elements = elements_of(values)
-    homes = _Homes(elements, ops, fused, scopes).found
-    sizes = [*[item_bytes(value.dtype) * count for value, count in zip(values, elements, strict=False)], 0]
-    moved: dict[_Place, int] = {}
-    arithmetic = [0] * len(ops)
-    seen: set[_Place] = set()
-    for op, bits, home in zip(ops, fused, homes, strict=True):
-        main = home[0] if home else op.id
-        if op.flops:
-            arithmetic[main] += vector_flops(op)
-        tensors = op.operands + op.results
-        if bits == (1 << len(tensors)) - 1:
-            continue
-        for position, value in enumerate(tensors):
-            if not bits >> position & 1 and (main, value) not in seen:
-                seen.add((main, value))
-                place = home or (main, position)
-                size = sizes[value]
-                if op.primitive in _PICKING and position < len(op.operands):
-                    size = min(size, sum(sizes[made] for made in op.results))
-                moved[place] = moved.get(place, 0) + size
-    return _works(elements, ops, homes, moved, arithmetic)
+def fusion_works(columns: Columns, fused: BoolArray) -> list[Work | None]:
+    """`Op.work` of every op; `fused` says of each slot whether `Op.fused` has its bit set."""
+    homes = np.array(_Homes(columns, fused).found, dtype=np.int64)
+    at_home, numbers = homes >= 0, np.arange(columns.num_ops)
+    mains = np.where(at_home, columns.slot_ops[homes], numbers) if len(homes) else numbers
+    vector = [vector_flops(kind) for kind in columns.kinds]
+    arithmetic = np.zeros(columns.num_ops, dtype=np.int64)
+    np.add.at(arithmetic, mains, np.array(vector, dtype=np.int64)[columns.kind_of])
+    known: dict[int, Work] = {}
+    inside = [known.setdefault(flops, Work((), flops * _HIDDEN)) for flops in vector]
+    found: list[Work | None] = [inside[kind] for kind in columns.kind_of.tolist()]
+    alone = columns.which(_ALONE.__contains__)
+    for op in np.flatnonzero(alone & ~at_home).tolist():
+        found[op] = None
+    rates = _moved(columns, fused, homes, mains) / np.maximum(1, columns.elements[columns.slot_values])
+    _add_works(found, np.flatnonzero(~alone & ~at_home), columns.slot_starts, rates, arithmetic)
+    return found
 
 
-def vector_flops(op: Op) -> int:
+def vector_flops(op: Op | Kind) -> int:
     """Operations of an op on the vector unit: none of matrix products, nor of ops that only name a tensor."""
     if op.primitive in _NO_ARITHMETIC:
         return 0
     return op.flops * _COSTLY_FLOPS if op.primitive in _COSTLY else op.flops
 
 
+def _moved(columns: Columns, fused: BoolArray, homes: IntArray, mains: IntArray) -> IntArray:
+    """Per slot the bytes of what its fusion moves that is computed there, each tensor once per fusion."""
+    sizes, ops = columns.sizes[columns.slot_values], columns.slot_ops
+    written = np.zeros(columns.num_ops, dtype=np.int64)
+    np.add.at(written, columns.makers, columns.sizes[columns.made])
+    picks = columns.which(_PICKING.__contains__)[ops] & columns.is_operand
+    sizes = np.where(picks, np.minimum(sizes, written[ops]), sizes)
+    places = np.where(homes[ops] >= 0, homes[ops], np.arange(len(ops)))
+    in_memory = np.flatnonzero(~fused)
+    _, first = np.unique(mains[ops[in_memory]] * (columns.num_values + 1) + columns.slot_values[in_memory], return_index=True)
+    moved = np.zeros(len(ops), dtype=np.int64)
+    np.add.at(moved, places[in_memory[first]], sizes[in_memory[first]])
+    return moved
+
+
+def _add_works(found: list[Work | None], mains: IntArray, starts: IntArray, rates: FloatArray, arithmetic: IntArray) -> None:
+    """The works of main ops; equal ones are one object."""
+    known: dict[Work, Work] = {}
+    every = rates.tolist()
+    rows = zip(mains.tolist(), starts[mains].tolist(), starts[mains + 1].tolist(), arithmetic[mains].tolist(), strict=True)
+    for op, start, stop, flops in rows:
+        work = Work(tuple(every[start:stop]), float(flops))
+        found[op] = known.setdefault(work, work)
+
+
 class _Homes:
-    """Where in which fusion an op is computed; None for main ops and those that are priced on their own."""
+    """In which slot of which main op an op is computed; nowhere for main ops and those that are priced on their own."""
 
-    def __init__(self, elements: Sequence[int], ops: Sequence[Op], fused: Sequence[int], scopes: Sequence[int]) -> None:
-        self.found: list[_Place | None] = [None] * len(ops)
-        self._elements, self._ops, self._scopes = elements, ops, scopes
-        self._inside = bytearray(len(op.results) == 1 and bits >> len(op.operands) & 1 for op, bits in zip(ops, fused, strict=True))
-        self._maker = [-1] * len(elements)
-        self._after_main_ops()
-        self._before_main_ops()
+    def __init__(self, columns: Columns, fused: BoolArray) -> None:
+        self.found = [_NOWHERE] * columns.num_ops
+        self._columns = columns
+        self._operands, self._results = columns.operands, columns.results
+        self._elements, self._repeats = columns.elements.tolist(), columns.repeats.tolist()
+        self._maker, self._starts, self._main = columns.maker_of.tolist(), columns.slot_starts.tolist(), columns.slot_ops.tolist()
+        chained = columns.which(CHAINED.__contains__)
+        # Of one result, which is not in memory.
+        inside = (np.bincount(columns.makers, minlength=columns.num_ops) == 1) & fused[columns.slot_starts[1:] - 1]
+        self._chained, self._inside = chained.tobytes(), inside.tobytes()
+        self._after_main_ops(self._ops_after(chained, inside))
+        self._before_main_ops(np.flatnonzero(chained & inside & ~columns.which(_APART.__contains__)))
 
-    def _after_main_ops(self) -> None:
+    def _after_main_ops(self, ops: IntArray) -> None:
         """Chains that begin with a main op, and reductions of what they end in."""
-        ops, found, maker = self._ops, self.found, self._maker
-        ahead: dict[int, _Place] = {}
-        for op in ops:
-            number = op.id
-            for value in op.results:
-                maker[value] = number
-            if op.primitive in CHAINED:
-                for value in op.operands:
-                    if value in ahead and ops[ahead[value][0]].repeats == op.repeats:
-                        found[number] = ahead[value]
-            elif op.primitive in _APART:
+        found, repeats, main = self.found, self._repeats, self._main
+        ahead: dict[int, int] = {}
+        for op in ops.tolist():
+            if self._chained[op]:
+                for value in self._operands[op]:
+                    if value in ahead and repeats[main[ahead[value]]] == repeats[op]:
+                        found[op] = ahead[value]
+                if found[op] == _NOWHERE:
+                    continue
+            elif self._columns.primitive(op).startswith("reduce_"):
+                found[op] = self._joined(op)
+            if self._inside[op]:
+                ahead[self._results[op][0]] = found[op] if found[op] != _NOWHERE else self._starts[op] + len(self._operands[op])
+
+    def _ops_after(self, chained: BoolArray, inside: BoolArray) -> IntArray:
+        """The ops that may be computed after a main op, or be one that others are computed after."""
+        columns = self._columns
+        behind = np.zeros(columns.num_values + 1, dtype=bool)
+        behind[columns.made[inside[columns.makers]]] = True
+        follows = np.bincount(columns.readers[behind[columns.read]], minlength=columns.num_ops) > 0
+        others = (inside | columns.which(lambda primitive: primitive.startswith("reduce_"))) & ~columns.which(_APART.__contains__)
+        return np.flatnonzero(np.where(chained, follows, others))
+
+    def _before_main_ops(self, ops: IntArray) -> None:
+        """Chains that lead to a main op, to the first of several."""
+        columns, found, repeats, main = self._columns, self.found, self._repeats, self._main
+        first, alone = self._first_reads().tolist(), bytearray(columns.which(_ALONE.__contains__))
+        for op in ops[::-1].tolist():
+            slot = first[self._results[op][0]]
+            if found[op] != _NOWHERE or slot == _NOWHERE:
                 continue
-            elif op.primitive.startswith("reduce_"):
-                found[number] = self._joined(op)
-            if self._inside[number] and (found[number] or op.primitive not in CHAINED):
-                ahead[op.results[0]] = found[number] or (number, len(op.operands))
+            reader = main[slot]
+            home = found[reader]
+            if home == _NOWHERE:
+                if alone[reader]:
+                    continue
+                home = slot
+            if repeats[main[home]] == repeats[op]:
+                found[op] = home
 
-    def _before_main_ops(self) -> None:
-        """Chains that lead to a main op; the first of several."""
-        ops, found, inside = self._ops, self.found, self._inside
-        first: list[_Place | None] = [None] * len(self._elements)
-        for op in reversed(ops):
-            home = found[op.id]
-            alone = op.primitive in _ALONE
-            if home is None and inside[op.id] and op.primitive in CHAINED and op.primitive not in _APART:
-                home = first[op.results[0]]
-                if home is not None and ops[home[0]].repeats != op.repeats:
-                    home = None
-                found[op.id] = home
-            for position, value in enumerate(op.operands):
-                first[value] = home or (None if alone else (op.id, position))
+    def _first_reads(self) -> IntArray:
+        """Per value the slot of the first op that reads it, the last one where it reads it several times."""
+        columns = self._columns
+        slots = np.flatnonzero(columns.is_operand)
+        first = np.full(columns.num_values + 1, _NOWHERE)
+        first[columns.read[::-1]] = slots[::-1]
+        own = columns.slot_ops[first[columns.read]] == columns.readers
+        first[columns.read[own]] = slots[own]
+        return first
 
-    def _joined(self, op: Op) -> _Place | None:
+    def _joined(self, op: int) -> int:
         """The fusion that makes the one tensor which a reduction reads, if the reduction needs nothing that comes later."""
-        source, last = self._origin(op, max((self._elements[value] for value in op.operands), default=0))
-        maker = self._ops[self._maker[source]] if source >= 0 and self._maker[source] >= 0 else None
-        if maker is None or maker.primitive not in CHAINED or maker.primitive in _ALONE:
-            return None
-        home = self.found[maker.id] or (maker.id, len(maker.operands))
-        main = self._ops[home[0]]
-        fits = last < main.id and main.repeats == op.repeats and self._scopes[main.id] == self._scopes[op.id]
-        return home if fits else None
+        source, last = self._origin(op, max((self._elements[value] for value in self._operands[op]), default=0))
+        maker = self._maker[source] if source >= 0 else -1
+        if maker < 0 or not self._chained[maker] or self._columns.primitive(maker) in _ALONE:
+            return _NOWHERE
+        home = self.found[maker] if self.found[maker] != _NOWHERE else self._starts[maker] + len(self._operands[maker])
+        main, scopes = self._main[home], self._columns.scopes
+        fits = last < main and self._repeats[main] == self._repeats[op] and scopes[main] == scopes[op]
+        return home if fits else _NOWHERE
 
-    def _origin(self, op: Op, elements: int) -> tuple[int, int]:
+    def _origin(self, op: int, elements: int) -> tuple[int, int]:
         """The one tensor in memory of that many elements that an op's chain starts from, -1 where there is none, and the last op
         that makes anything else of what it needs; a number past all ops where there are several such tensors.
         """
         source, last = -1, -1
-        for value in op.operands:
+        for value in self._operands[op]:
             number = self._maker[value]
-            if number >= 0 and self._inside[number] and self._ops[number].primitive in CHAINED:
-                one, late = self._origin(self._ops[number], min(elements, self._elements[value]))
+            if number >= 0 and self._inside[number] and self._chained[number]:
+                one, late = self._origin(number, min(elements, self._elements[value]))
             else:
                 one, late = (value, -1) if self._elements[value] >= elements else (-1, number)
             if one >= 0 and source >= 0 and one != source:
-                late = len(self._ops)
+                late = len(self.found)
             source, last = max(source, one), max(last, late)
         return source, last
-
-
-def _works(
-    elements: Sequence[int], ops: Sequence[Op], homes: Sequence[_Place | None], moved: dict[_Place, int], arithmetic: Sequence[int]
-) -> list[Work | None]:
-    inside: dict[int, Work] = {}
-    known: dict[Work, Work] = {}
-    found: list[Work | None] = []
-    for op, home in zip(ops, homes, strict=True):
-        work = None
-        if home is not None:
-            flops = vector_flops(op)
-            work = inside.get(flops)
-            if work is None:
-                work = inside[flops] = Work((), flops * _HIDDEN)
-        elif op.primitive not in _ALONE:
-            rates = [moved.get((op.id, place), 0) / max(1, elements[value]) for place, value in enumerate(op.operands + op.results)]
-            work = Work(tuple(rates), float(arithmetic[op.id]))
-            work = known.setdefault(work, work)
-        found.append(work)
-    return found

@@ -208,8 +208,9 @@ def _marker(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> 
     params, var = eqn.params, eqn.outvars[0]
     result = _boundary(builder, MARKER, builder.read(env, eqn.invars), var, identity(_shape(var)), repeats, eqn, prefix)
     env[var] = result
-    op = len(builder.ops) - 1
-    builder.marks.append(Mark(op, result, params["region"], params["side"], params["index"], params["strategy"], params["label"]))
+    builder.marks.append(
+        Mark(builder.num_ops - 1, result, params["region"], params["side"], params["index"], params["strategy"], params["label"])
+    )
 
 
 def _loss_operand(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:

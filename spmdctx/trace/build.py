@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import re
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, chain, count, repeat
 from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from spmdctx.ir import LITERAL, Graph, Mark, Op, OpRule, Role, Value
 from spmdctx.rules import rule_for
+from spmdctx.rules.columns import Columns, Kind, Tensor
 from spmdctx.rules.flops import op_flops
-from spmdctx.rules.fusion import fused_bits, in_memory, read_before
+from spmdctx.rules.fusion import fused_bits, fused_slots, in_memory
 from spmdctx.rules.traffic import fusion_works
 from spmdctx.trace import bodies
-from spmdctx.trace.equal import Site, find_copies, made_one
-from spmdctx.trace.origins import LazyOrigins, Place
+from spmdctx.trace.equal import find_copies, made_one
+from spmdctx.trace.origins import Frame, LazyOrigins, Place
 from spmdctx.trace.program import LossOperand, ManualRegion, Program, UserPin
 
 Env = dict[Any, int]
@@ -34,25 +37,6 @@ class Argument(NamedTuple):
 
     path: str
     role: Role
-
-
-class _Tensor(NamedTuple):
-    """What the graph keeps of an abstract value."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class _Known(NamedTuple):
-    """A rule with its cost in FLOPs and its number, shared by all equations of one kind and shape.
-
-    `is_exact` says that the parameters of these equations are equal, and not only written alike.
-    """
-
-    rule: OpRule
-    flops: int
-    number: int
-    is_exact: bool = True
 
 
 def build(jaxpr: jexc.ClosedJaxpr, arguments: Sequence[Argument], carried: Sequence[tuple[int, int]] = ()) -> Program:
@@ -76,42 +60,64 @@ def build(jaxpr: jexc.ClosedJaxpr, arguments: Sequence[Argument], carried: Seque
 
 
 class Builder:
-    """Collects values and ops while the jaxpr is walked."""
+    """Collects values and ops, in columns, while the jaxpr is walked."""
 
     def __init__(self) -> None:
-        self.values: list[Value] = []
-        self.ops: list[Op] = []
-        self.places: list[Place] = []
         self.caller: Place | None = None
-        self.prefixes: list[str] = []
-        self.scopes: list[int] = []
         self.scope = 0
-        self._num_scopes = 1
         self.ties: list[tuple[int, int]] = []
         self.marks: list[Mark] = []
         self.user_pins: list[UserPin] = []
         self.manual: list[ManualRegion] = []
         self.loss_operands: list[LossOperand] = []
         self.notes: list[str] = []
-        self._known: dict[Any, _Known] = {}
-        self._quick: dict[Any, _Known] = {}
-        self._kinds: list[str] = []
-        self._tensors: dict[int, _Tensor] = {}
-        self._trail: list[int] = []
-        self._sites: list[Site] = []
+        self._num_scopes = 1
+        # Per value, and for those that are not intermediate.
+        self._avals: list[Any] = []
+        self._named: dict[int, tuple[Role, str]] = {}
+        self._tensors: dict[int, Tensor] = {}
+        # Per op.
+        self._kind_of: list[int] = []
+        self._operands: list[tuple[int, ...]] = []
+        self._results: list[tuple[int, ...]] = []
+        self._equations: list[Any] = []
+        self._infos: list[Any] = []
+        self._frame_of: list[int] = []
+        # What many ops share: rules with their cost in FLOPs, and what is around them.
+        self._kinds: list[Kind] = []
+        self._texts: list[str] = []
+        self._alike: set[int] = set()
+        self._quick: dict[Any, int] = {}
+        self._known: dict[Any, int] = {}
+        self._frames: list[Frame] = []
+        self._known_frames: dict[Any, int] = {}
+
+    @property
+    def num_ops(self) -> int:
+        """Added so far."""
+        return len(self._kind_of)
 
     def add_value(self, aval: Any, role: Role = Role.INTERMEDIATE, path: str = "") -> int:
         """A new value with the shape and dtype of `aval`; tokens and other things without a shape count as scalars."""
-        shape, dtype = self._tensor(aval)
-        index = len(self.values)
-        self.values.append(_new(Value, (index, shape, dtype, role, path)))
+        index = len(self._avals)
+        self._avals.append(aval)
+        if role is not Role.INTERMEDIATE or path:
+            self._named[index] = role, path
         return index
 
-    def _tensor(self, aval: Any) -> _Tensor:
+    def add_like(self, value: int) -> int:
+        """A new value with the shape, dtype and role of another."""
+        return self.add_value(self._avals[value], self._named.get(value, (Role.INTERMEDIATE,))[0])
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        """Of a value."""
+        return self._tensor(self._avals[value]).shape
+
+    def _tensor(self, aval: Any) -> Tensor:
         # JAX shares abstract values between variables, and the jaxpr keeps them alive: identity spares hashing and text.
         known = self._tensors.get(id(aval))
         if known is None:
-            known = self._tensors[id(aval)] = _Tensor(getattr(aval, "shape", ()), str(getattr(aval, "dtype", None)))
+            known = self._tensors[id(aval)] = Tensor(getattr(aval, "shape", ()), str(getattr(aval, "dtype", None)))
         return known
 
     def program_of(self, body: Any) -> Program:
@@ -121,14 +127,18 @@ class Builder:
 
     def walk(self, jaxpr: Any, env: Env, repeats: int, prefix: str) -> None:
         """Adds the ops of `jaxpr`, whose inputs `env` already knows; `prefix` is the name scope of the enclosing calls."""
+        run: list[Any] = []
         for eqn in jaxpr.eqns:
             handler = bodies.HANDLERS.get(eqn.primitive.name)
             if handler is None:
-                self._add_equation(eqn, env, repeats, prefix)
-            else:
-                outer, self.caller = self.caller, Place(eqn.source_info, self.caller)
-                handler(self, eqn, env, repeats, prefix)
-                self.caller = outer
+                run.append(eqn)
+                continue
+            self._add_equations(run, env, repeats, prefix)
+            run = []
+            outer, self.caller = self.caller, Place(eqn.source_info, self.caller)
+            handler(self, eqn, env, repeats, prefix)
+            self.caller = outer
+        self._add_equations(run, env, repeats, prefix)
 
     @contextmanager
     def body(self) -> Iterator[None]:
@@ -142,49 +152,58 @@ class Builder:
         """Value ids of an equation's operands."""
         return tuple([LITERAL if isinstance(atom, _Literal) else env[atom] for atom in atoms])
 
-    def _add_equation(self, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
-        operands = self.read(env, eqn.invars)
-        results = tuple([self.add_value(var.aval) for var in eqn.outvars])
-        env.update(zip(eqn.outvars, results, strict=True))
-        known = self._known_as(eqn)
-        self._append(eqn.primitive.name, operands, results, known, repeats, eqn.source_info, prefix)
-        self._sites.append((eqn if known.is_exact else None, known.number, self.scope))
+    def _add_equations(self, eqns: list[Any], env: Env, repeats: int, prefix: str) -> None:
+        """Ops for some equations in a row, column by column."""
+        made = [eqn.outvars for eqn in eqns]
+        variables = list(chain.from_iterable(made))
+        first = len(self._avals)
+        env.update(zip(variables, count(first)))
+        self._avals += [var.aval for var in variables]
+        sizes = list(map(len, made))
+        starts = accumulate(sizes, initial=first)
+        self._results += [(start,) if size == 1 else tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
+        self._operands += [tuple([LITERAL if isinstance(atom, _Literal) else env[atom] for atom in eqn.invars]) for eqn in eqns]
+        self._kind_of += map(self._kind, eqns)
+        self._equations += eqns
+        self._infos += [eqn.source_info for eqn in eqns]
+        self._frame_of += [self._frame(repeats, prefix)] * len(eqns)
 
     def add_op(
         self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rule: OpRule, repeats: int, info: Any, prefix: str
     ) -> int:
         """An op that is no equation (a boundary), or one whose rule the caller knows; returns its id."""
         key = (primitive, rule)
-        known = self._known.get(key)
-        if known is None:
-            known = self._learn(key, _Known(rule, 0, len(self._kinds)), f"{primitive} {rule}")
-        self._sites.append((None, known.number, self.scope))
-        return self._append(primitive, operands, results, known, repeats, info, prefix)
+        kind = self._known.get(key)
+        if kind is None:
+            kind = self._learn(key, Kind(primitive, rule, 0), f"{primitive} {rule}")
+        self._kind_of.append(kind)
+        self._operands.append(operands)
+        self._results.append(results)
+        self._equations.append(None)
+        self._infos.append(info)
+        self._frame_of.append(self._frame(repeats, prefix))
+        return len(self._kind_of) - 1
 
-    def _append(
-        self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], known: _Known, repeats: int, info: Any, prefix: str
-    ) -> int:
-        index = len(self.ops)
-        self.ops.append(_new(Op, (index, primitive, operands, results, known.rule, known.flops, repeats, None, 0, None)))
-        self.places.append(_new(Place, (info, self.caller)))
-        self.prefixes.append(prefix)
-        self.scopes.append(self.scope)
-        self._trail += (known.number, self.scope, repeats, *operands)
-        return index
+    def _frame(self, repeats: int, prefix: str) -> int:
+        key = (id(self.caller), prefix, self.scope, repeats)
+        number = self._known_frames.setdefault(key, len(self._frames))
+        if number == len(self._frames):
+            self._frames.append(Frame(self.caller, prefix, self.scope, repeats))
+        return number
 
-    def _known_as(self, eqn: Any) -> _Known:
+    def _kind(self, eqn: Any) -> int:
         # JAX shares abstract values between variables: their identities are hashed faster than shapes.
         invars = eqn.invars
         key = (eqn.primitive, len(invars), *[id(var.aval) for var in invars], *[id(var.aval) for var in eqn.outvars], *eqn.params.values())
         try:
-            known = self._quick.get(key)
+            kind = self._quick.get(key)
         except TypeError:
-            return self._rule_of(eqn)
-        if known is None:
-            known = self._quick[key] = self._rule_of(eqn)
-        return known
+            return self._kind_by_shapes(eqn)
+        if kind is None:
+            kind = self._quick[key] = self._kind_by_shapes(eqn)
+        return kind
 
-    def _rule_of(self, eqn: Any) -> _Known:
+    def _kind_by_shapes(self, eqn: Any) -> int:
         name = eqn.primitive.name
         operands = tuple([self._tensor(var.aval).shape for var in eqn.invars])
         results = tuple([self._tensor(var.aval).shape for var in eqn.outvars])
@@ -192,92 +211,126 @@ class Builder:
         key: tuple[Any, ...] = (name, operands, results, params)
         is_exact = True
         try:
-            known = self._known.get(key)
+            kind = self._known.get(key)
         except TypeError:
             key, is_exact = (name, operands, results, repr(params)), False
-            known = self._known.get(key)
-        if known is None:
+            kind = self._known.get(key)
+        if kind is None:
             rule = rule_for(name, operands, results, eqn.params)
             text = f"{name} {operands} {results} {_stable_text(eqn.params)}"
-            known = self._learn(key, _Known(rule, op_flops(name, rule, operands, results), len(self._kinds), is_exact), text)
-        return known
+            kind = self._learn(key, Kind(name, rule, op_flops(name, rule, operands, results)), text)
+            if not is_exact:
+                self._alike.add(kind)
+        return kind
 
-    def _learn(self, key: Any, known: _Known, text: str) -> _Known:
-        self._known[key] = known
-        self._kinds.append(text)
-        return known
+    def _learn(self, key: Any, kind: Kind, text: str) -> int:
+        number = self._known[key] = len(self._kinds)
+        self._kinds.append(kind)
+        self._texts.append(text)
+        return number
 
     def finish(
         self, jaxpr: jexc.ClosedJaxpr, inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]
     ) -> Program:
         """Drops dead ops, makes equal ones one, renumbers the rest, and freezes everything."""
-        alive = self._alive(outputs)
-        ops = self._numbered(alive)
-        held, loose = in_memory(self.values, ops, (*inputs, *outputs)), _loose_values(ops)
-        same = made_one(find_copies(ops, [self._sites[index] for index in alive]), ops, held, loose)
+        trail, alive = self._trail(), self._alive(outputs)
+        columns = self._columns(alive)
+        held, loose = in_memory(columns, (*inputs, *outputs)), _loose_values(columns)
+        same = made_one(find_copies(columns, self._comparable(alive)), columns, held, loose)
         twins = {alive[copy]: alive[first] for copy, first in same.ops.items()}
         if twins:
-            self._trail += [index for pair in twins.items() for index in pair]
-            self.ops = [op._replace(operands=tuple([same.values.get(value, value) for value in op.operands])) for op in self.ops]
+            self._operands = [tuple([same.values.get(value, value) for value in own]) for own in self._operands]
             outputs = tuple([same.values.get(value, value) for value in outputs])
             ties = [(before, same.values.get(after, after)) for before, after in ties]
             alive = self._alive(outputs)
-            ops = self._numbered(alive)
-            held, loose = in_memory(self.values, ops, (*inputs, *outputs)), _loose_values(ops)
-        numbers = [-1] * len(self.ops)
-        for number, index in enumerate(alive):
-            numbers[index] = number
-        fused = [fused_bits(op, held, read) for op, read in zip(ops, read_before(self.values, ops), strict=True)]
-        works = fusion_works(self.values, ops, fused, [self.scopes[index] for index in alive])
-        ops = [_new(Op, (*op[:8], bits, work)) for op, bits, work in zip(ops, fused, works, strict=True)]
-        origins = LazyOrigins(self.places, self.prefixes).select(alive)
+            columns = self._columns(alive)
+            held, loose = in_memory(columns, (*inputs, *outputs)), _loose_values(columns)
+        numbers = dict(zip(alive, count()))
+        origins = LazyOrigins(self._infos, self._frames, self._frame_of).select(alive)
         graph = Graph(
-            values=tuple(self.values),
-            ops=tuple(ops),
+            values=self._values(),
+            ops=_ops(columns, held),
             inputs=inputs,
             outputs=outputs,
             ties=(*self.ties, *ties),
             origins=origins,
-            fingerprint=self._fingerprint(inputs, outputs, ties),
+            fingerprint=self._fingerprint([trail, *twins.items()], inputs, outputs, ties),
             notes=tuple(dict.fromkeys(self.notes)),
         )
         return Program(
             graph=graph,
             jaxpr=jaxpr,
-            op_of_site=tuple([numbers[twins.get(index, index)] for index in range(len(numbers))] if twins else numbers),
-            scopes=tuple([self.scopes[index] for index in alive]),
-            marks=tuple(mark._replace(op=numbers[mark.op]) for mark in self.marks if numbers[mark.op] >= 0),
+            op_of_site=tuple([numbers.get(twins.get(index, index), -1) for index in range(self.num_ops)]),
+            scopes=tuple(columns.scopes.tolist()),
+            marks=tuple(mark._replace(op=numbers[mark.op]) for mark in self.marks if mark.op in numbers),
             user_pins=tuple(self.user_pins),
-            manual=tuple(region._replace(op=numbers[region.op]) for region in self.manual if numbers[region.op] >= 0),
+            manual=tuple(region._replace(op=numbers[region.op]) for region in self.manual if region.op in numbers),
             loose=loose,
             region_ops=origins.inside_regions() if self.marks else frozenset(),
             loss_operands=tuple(one._replace(value=same.values.get(one.value, one.value)) for one in self.loss_operands),
         )
 
-    def _numbered(self, alive: Sequence[int]) -> list[Op]:
-        """Some of the ops, numbered anew."""
-        return [_new(Op, (number, *self.ops[index][1:])) if index != number else self.ops[index] for number, index in enumerate(alive)]
+    def _columns(self, alive: Sequence[int]) -> Columns:
+        """Some of the ops, numbered anew, and all values."""
+        kind_of, frames = np.array(self._kind_of, dtype=np.int64)[alive], np.array(self._frame_of, dtype=np.int64)[alive]
+        around = np.array([(frame.repeats, frame.scope) for frame in self._frames], dtype=np.int64).reshape(-1, 2)[frames]
+        operands, results = (list(map(column.__getitem__, alive)) for column in (self._operands, self._results))
+        for aval in {id(aval): aval for aval in self._avals}.values():
+            self._tensor(aval)
+        places = dict(zip(self._tensors, count()))
+        tensor_of = list(map(places.__getitem__, map(id, self._avals)))
+        return Columns(self._kinds, kind_of, (around[:, 0], around[:, 1]), operands, results, list(self._tensors.values()), tensor_of)
+
+    def _comparable(self, alive: Sequence[int]) -> list[Any]:
+        """Equations of some of the ops, None for boundaries and for those whose parameters are only written alike."""
+        kinds, alike = self._kind_of, self._alike
+        return [self._equations[index] if kinds[index] not in alike else None for index in alive]
+
+    def _values(self) -> tuple[Value, ...]:
+        size = len(self._avals)
+        tensors = list(map(self._tensors.__getitem__, map(id, self._avals)))
+        roles, paths = [Role.INTERMEDIATE] * size, [""] * size
+        for index, (role, path) in self._named.items():
+            roles[index], paths[index] = role, path
+        fields = zip(range(size), [own[0] for own in tensors], [own[1] for own in tensors], roles, paths, strict=True)
+        return tuple(map(_new, repeat(Value), fields))
 
     def _alive(self, outputs: tuple[int, ...]) -> list[int]:
         """The ops that some output or effect needs; a carry is needed with what the loop makes of it."""
+        operands, results = self._operands, self._results
         needed = set(outputs)
         while True:
             alive = []
-            for op in reversed(self.ops):
-                if not op.results or not needed.isdisjoint(op.results):
-                    needed.update(op.operands)
-                    alive.append(op.id)
+            for op in range(self.num_ops - 1, -1, -1):
+                if not results[op] or not needed.isdisjoint(results[op]):
+                    needed.update(operands[op])
+                    alive.append(op)
             size = len(needed)
             needed.update(*[tie for tie in self.ties if not needed.isdisjoint(tie)])
             if len(needed) == size:
                 return alive[::-1]
 
-    def _fingerprint(self, inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]) -> str:
+    def _trail(self) -> NDArray[np.int64]:
+        """Per op its kind, its scope, how often it runs, and its operands."""
+        sizes = np.fromiter(map(len, self._operands), dtype=np.int64, count=self.num_ops) + 3
+        starts, total = np.cumsum(sizes) - sizes, int(sizes.sum())
+        around = np.array([(frame.scope, frame.repeats) for frame in self._frames], dtype=np.int64).reshape(-1, 2)[self._frame_of]
+        trail, is_operand = np.empty(total, dtype=np.int64), np.ones(total, dtype=bool)
+        columns: tuple[ArrayLike, ...] = (self._kind_of, around[:, 0], around[:, 1])
+        for place, column in enumerate(columns):
+            trail[starts + place] = column
+            is_operand[starts + place] = False
+        trail[is_operand] = np.fromiter(chain.from_iterable(self._operands), dtype=np.int64, count=total - 3 * len(sizes))
+        return trail
+
+    def _fingerprint(
+        self, trail: Sequence[ArrayLike], inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]
+    ) -> str:
         """Hash of the program: kinds of equations with their parameters, who reads what how often, and the arguments."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update("\n".join(self._kinds).encode())
-        digest.update(array("q", self._trail).tobytes())
-        digest.update(array("q", [*outputs, *(value for tie in ties for value in tie)]).tobytes())
+        digest.update("\n".join(self._texts).encode())
+        for part in (*trail, [*outputs, *(value for tie in ties for value in tie)]):
+            digest.update(np.array(part, dtype=np.int64).tobytes())
         regions: dict[int, int] = {}
         for mark in self.marks:
             number = regions.setdefault(mark.region, len(regions))
@@ -289,8 +342,8 @@ class Builder:
             written = [(row.kind, row.axes, row.payload_bytes, row.repeats) for row in region.collectives]
             digest.update(repr((region.mesh_axes, region.operands, region.results, written)).encode())
         for index in inputs:
-            value = self.values[index]
-            digest.update(f"{value.path} {value.shape} {value.dtype} {value.role}".encode())
+            (shape, dtype), (role, path) = self._tensor(self._avals[index]), self._named.get(index, (Role.INTERMEDIATE, ""))
+            digest.update(f"{path} {shape} {dtype} {role}".encode())
         return digest.hexdigest()
 
 
@@ -302,10 +355,21 @@ def _stable_text(params: dict[str, Any]) -> str:
     return _ADDRESS.sub("", repr(sorted((name, str(value)) for name, value in params.items())))
 
 
-def _loose_values(ops: Iterable[Op]) -> frozenset[int]:
+def _ops(columns: Columns, held: NDArray[np.bool_]) -> tuple[Op, ...]:
+    """The ops; `held` says of each value whether it exists in memory."""
+    fused = fused_slots(columns, held)
+    primitives, rules, flops = ([kind[place] for kind in map(columns.kinds.__getitem__, columns.kind_of.tolist())] for place in range(3))
+    sides = columns.operands, columns.results
+    rest = repeat(None), fused_bits(columns, fused), fusion_works(columns, fused)
+    fields = zip(range(columns.num_ops), primitives, *sides, rules, flops, columns.repeats.tolist(), *rest, strict=False)
+    return tuple(map(_new, repeat(Op), fields))
+
+
+def _loose_values(columns: Columns) -> frozenset[int]:
     """Values computed from literals alone: no input, no constant array, no random key."""
     loose = {LITERAL}
-    for op in ops:
-        if loose.issuperset(op.operands) and op.primitive not in bodies.NEVER_LOOSE:
-            loose.update(op.results)
+    never = columns.which(bodies.NEVER_LOOSE.__contains__).tolist()
+    for operands, results, depends in zip(columns.operands, columns.results, never, strict=True):
+        if not depends and loose.issuperset(operands):
+            loose.update(results)
     return frozenset(loose - {LITERAL})

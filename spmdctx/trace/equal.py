@@ -16,15 +16,12 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 import numpy as np
 
-from spmdctx.ir import LITERAL, Op
+from spmdctx.ir import LITERAL
+from spmdctx.rules.columns import BoolArray, Columns
 from spmdctx.rules.fusion import CHAINED
 
 _APART = frozenset({"optimization_barrier", "rng_uniform", "pure_callback"})
 """Equations that are executed as often as they are written."""
-
-
-Site = tuple[Any, int, int]
-"""The equation of an op, None for a boundary, its kind and its scope; ops of one kind have the same primitive, shapes and parameters."""
 
 
 class Copies(NamedTuple):
@@ -34,26 +31,30 @@ class Copies(NamedTuple):
     ops: dict[int, int]
 
 
-def find_copies(ops: Sequence[Op], sites: Sequence[Site]) -> Copies:
-    """All ops that compute what an earlier one has computed; both arguments in the order of execution."""
-    known: dict[Any, Op] = {}
+def find_copies(columns: Columns, equations: Sequence[Any]) -> Copies:
+    """All ops that compute what an earlier one has computed.
+
+    Args:
+        columns: of the step.
+        equations: those of the ops, None for an op that equals none; ops of one kind have equal parameters.
+    """
+    known: dict[Any, int] = {}
     copies = Copies({}, {})
-    first = copies.values
-    for op, (eqn, kind, scope) in zip(ops, sites, strict=True):
+    first = [*range(columns.num_values), LITERAL]
+    bodies = (columns.kind_of * (int(columns.scopes.max(initial=0)) + 1) + columns.scopes).tolist()
+    for op, (body, operands, eqn) in enumerate(zip(bodies, columns.operands, equations, strict=True)):
         if eqn is None:
             continue
-        operands = op.operands
-        if first and not first.keys().isdisjoint(operands):
-            operands = tuple([first.get(value, value) for value in operands])
-        key = (kind, scope, operands)
+        key = (body, *map(first.__getitem__, operands))
         twin = known.setdefault(key, op)
-        if twin is not op and LITERAL in operands:
+        if twin != op and LITERAL in operands:
             literals = _literals(eqn)
-            if literals != _literals(sites[twin.id][0]):
+            if literals != _literals(equations[twin]):
                 twin = known.setdefault((key, literals), op)
-        if twin is not op and not eqn.effects and op.primitive not in _APART:
-            first.update(zip(op.results, twin.results, strict=True))
-            copies.ops[op.id] = twin.id
+        if twin != op and not eqn.effects and eqn.primitive.name not in _APART:
+            for value, same in zip(columns.results[op], columns.results[twin], strict=True):
+                first[value] = copies.values[value] = same
+            copies.ops[op] = twin
     return copies
 
 
@@ -62,16 +63,16 @@ def _literals(eqn: Any) -> tuple[Any, ...]:
     return tuple([(literal.dtype, literal.tobytes()) for literal in literals])
 
 
-def made_one(copies: Copies, ops: Sequence[Op], held: Sequence[int], loose: Container[int]) -> Copies:
+def made_one(copies: Copies, columns: Columns, held: BoolArray, loose: Container[int]) -> Copies:
     """Those copies that are the op which they are copies of; `held` says of each value whether it exists in memory."""
     values: dict[int, int] = {}
     twins: dict[int, int] = {}
+    chained = columns.which(CHAINED.__contains__)
     for copy, number in copies.ops.items():
-        op = ops[number]
-        pairs = list(zip(ops[copy].results, op.results, strict=True))
+        pairs = list(zip(columns.results[copy], columns.results[number], strict=True))
         if all(first in loose for _, first in pairs):
             continue
-        if op.primitive not in CHAINED or all(held[value] and held[first] for value, first in pairs):
+        if not chained[number] or all(held[value] and held[first] for value, first in pairs):
             values.update(pairs)
             twins[copy] = number
     return Copies(values, twins)

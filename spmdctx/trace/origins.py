@@ -21,18 +21,28 @@ class Place(NamedTuple):
     caller: Place | None
 
 
-class LazyOrigins(Sequence[Origin]):
-    """Origins of ops, one place and name scope of the enclosing calls per op."""
+class Frame(NamedTuple):
+    """What is around ops: the call or loop, the name scope of the enclosing calls, the computation, and how often it runs."""
 
-    def __init__(self, places: Sequence[Place], prefixes: Sequence[str]) -> None:
-        self._places = places
-        self._prefixes = prefixes
+    caller: Place | None
+    prefix: str
+    scope: int
+    repeats: int
+
+
+class LazyOrigins(Sequence[Origin]):
+    """Origins of ops: JAX's source info of each, and the number of its frame."""
+
+    def __init__(self, infos: Sequence[Any], frames: Sequence[Frame], frame_of: Sequence[int]) -> None:
+        self._infos = infos
+        self._frames = frames
+        self._frame_of = frame_of
         # Unrolled layers come from the same lines, and ops of one scope share its name stack.
         self._lines: dict[Any, str] = {}
         self._names: dict[tuple[str, int], str] = {}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._infos)
 
     @overload
     def __getitem__(self, index: int) -> Origin: ...
@@ -41,10 +51,10 @@ class LazyOrigins(Sequence[Origin]):
     def __getitem__(self, index: int | slice) -> Origin | Sequence[Origin]:
         if isinstance(index, slice):
             return [self[item] for item in range(*index.indices(len(self)))]
-        return Origin(self._name(index), self._source(self._places[index]))
+        return Origin(self._name(index), self._source(Place(self._infos[index], self._frames[self._frame_of[index]].caller)))
 
     def _name(self, index: int) -> str:
-        prefix, stack = self._prefixes[index], self._places[index].info.name_stack
+        prefix, stack = self._frames[self._frame_of[index]].prefix, self._infos[index].name_stack
         name = self._names.get((prefix, id(stack)))
         if name is None:
             name = "/".join(part for part in (prefix, str(stack)) if part)
@@ -62,20 +72,17 @@ class LazyOrigins(Sequence[Origin]):
     def inside_regions(self) -> frozenset[int]:
         """Indices of the ops that were traced inside a `shard()` region, their backward ops included."""
         # Ops traced in one scope share its name stack, so that few have to be written out.
-        known: dict[tuple[str, int], bool] = {}
-        inside = []
-        for index, (prefix, place) in enumerate(zip(self._prefixes, self._places, strict=True)):
-            stack = place.info.name_stack
-            key = (prefix, id(stack))
-            if key not in known:
-                known[key] = _REGION.search(f"{prefix}/{stack}") is not None
-            if known[key]:
-                inside.append(index)
-        return frozenset(inside)
+        stacks = [info.name_stack for info in self._infos]
+        keys = list(zip(self._frame_of, map(id, stacks), strict=True))
+        known = {
+            (frame, name): _REGION.search(f"{self._frames[frame].prefix}/{stack}") is not None
+            for (frame, name), stack in dict(zip(keys, stacks, strict=True)).items()
+        }
+        return frozenset([index for index, key in enumerate(keys) if known[key]])
 
     def select(self, indices: Sequence[int]) -> LazyOrigins:
         """The origins of some of the ops, in the given order."""
-        return LazyOrigins([self._places[index] for index in indices], [self._prefixes[index] for index in indices])
+        return LazyOrigins([self._infos[index] for index in indices], self._frames, [self._frame_of[index] for index in indices])
 
 
 def source_line(info: Any) -> str:

@@ -39,9 +39,7 @@ def pin(builder: Builder, value: int, sharding: Any, repeats: int, info: Any, pr
     explicit = has_explicit_spec(sharding)
     if not explicit and not always:
         return value
-    shape = builder.values[value].shape if value >= 0 else ()
-    result = len(builder.values)
-    builder.values.append(builder.values[value]._replace(id=result, path="", role=builder.values[value].role))
+    shape, result = builder.shape(value), builder.add_like(value)
     builder.add_op(CONSTRAINT, (value,), (result,), identity(shape), repeats, info, prefix)
     if explicit:
         axes = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())

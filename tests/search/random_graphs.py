@@ -12,8 +12,9 @@ from spmdctx.ir import LITERAL, Graph, Op, Origin, Role, Value
 from spmdctx.mesh import LogicalMesh
 from spmdctx.rules import rule_for
 from spmdctx.rules.builder import identity
+from spmdctx.rules.columns import Columns, Kind, Tensor
 from spmdctx.rules.flops import op_flops
-from spmdctx.rules.fusion import fused_bits, in_memory, read_before
+from spmdctx.rules.fusion import fused_bits, fused_slots, in_memory
 from spmdctx.search.evaluate import all_shardings
 from spmdctx.search.modes import Setup
 
@@ -262,9 +263,18 @@ class Walk:
 def fused(made: RandomStep) -> RandomStep:
     """The step as the compiler runs it: with what it only computes on the way into other ops."""
     graph = made.graph
-    held = in_memory(graph.values, graph.ops, (*graph.inputs, *graph.outputs))
-    reads = read_before(graph.values, graph.ops)
-    ops = tuple([op._replace(fused=fused_bits(op, held, read)) for op, read in zip(graph.ops, reads, strict=True)])
+    columns = Columns(
+        [Kind(op.primitive, op.rule, op.flops) for op in graph.ops],
+        range(len(graph.ops)),
+        ([op.repeats for op in graph.ops], [0] * len(graph.ops)),
+        [op.operands for op in graph.ops],
+        [op.results for op in graph.ops],
+        [Tensor(value.shape, value.dtype) for value in graph.values],
+        range(len(graph.values)),
+    )
+    held = in_memory(columns, (*graph.inputs, *graph.outputs))
+    bits = fused_bits(columns, fused_slots(columns, held))
+    ops = tuple([op._replace(fused=own) for op, own in zip(graph.ops, bits, strict=True)])
     return replace(made, graph=replace(graph, ops=ops))
 
 
