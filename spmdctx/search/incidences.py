@@ -49,6 +49,18 @@ class Ends(NamedTuple):
     num_results: IntArray
 
     @property
+    def is_result(self) -> BoolArray:
+        """Which of them are results."""
+        found: BoolArray = self.places >= self.num_operands[self.ops]
+        return found
+
+    @property
+    def results(self) -> tuple[IntArray, IntArray]:
+        """Of the results of all ops, the op and the value."""
+        made = self.is_result
+        return self.ops[made], self.values[made]
+
+    @property
     def firsts(self) -> IntArray:
         """Per op the place of its first operand or result among all."""
         counts = self.num_operands + self.num_results
@@ -70,11 +82,31 @@ def ends(graph: Graph) -> Ends:
     return known
 
 
+class OpKinds(NamedTuple):
+    """Per op the number of its kind (`Graph.kinds`), and of each kind the first op, which answers for all of them."""
+
+    numbers: IntArray
+    firsts: list[Op]
+
+    def flags(self, holds: Callable[[Op], bool]) -> BoolArray:
+        """Per op whether something holds that depends on its kind alone."""
+        return np.fromiter(map(holds, self.firsts), dtype=bool, count=len(self.firsts))[self.numbers]
+
+
+def op_kinds(graph: Graph) -> OpKinds:
+    """The kinds of a graph's ops."""
+    known: OpKinds | None = graph.facts.get(op_kinds)
+    if known is None:
+        numbers = np.array(graph.kinds, dtype=np.int64)
+        firsts = np.unique(numbers, return_index=True)[1].tolist()
+        known = graph.facts[op_kinds] = OpKinds(numbers, [graph.ops[first] for first in firsts])
+    return known
+
+
 def by_kind(graph: Graph, asked: Callable[[Op], int]) -> IntArray:
-    """Per op what `asked` says of the first op of its kind (`Graph.kinds`)."""
-    kinds = np.array(graph.kinds, dtype=np.int64)
-    _, firsts = np.unique(kinds, return_index=True)
-    said: IntArray = np.array([asked(graph.ops[first]) for first in firsts.tolist()], dtype=np.int64)[kinds]
+    """Per op what `asked` says of the first op of its kind."""
+    numbers, firsts = op_kinds(graph)
+    said: IntArray = np.array([*map(asked, firsts)], dtype=np.int64)[numbers]
     return said
 
 
@@ -85,14 +117,15 @@ def executions(graph: Graph) -> IntArray:
 
 def incidences(graph: Graph, slot_of: Sequence[int], left_out: Collection[int]) -> Incidences:
     """All but literals and those of the slots `left_out`."""
-    ops, values, places, num_operands, _ = ends(graph)
-    is_result = places >= num_operands[ops]
+    every = ends(graph)
+    ops, values, places, num_operands, _ = every
+    is_result = every.is_result
     positions = np.where(is_result, places - num_operands[ops], places)
-    every = Incidences(ops, values, np.array([*slot_of, -1], dtype=np.int64)[values], positions, is_result)
+    met = Incidences(ops, values, np.array([*slot_of, -1], dtype=np.int64)[values], positions, is_result)
     out = np.zeros(len(slot_of) + 1, dtype=bool)
     out[-1] = True
     out[list(left_out)] = True
-    return every.where(~out[every.slots])
+    return met.where(~out[met.slots])
 
 
 def mixed(numbers: U64) -> U64:

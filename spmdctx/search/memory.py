@@ -12,13 +12,15 @@ and carries its state in place. An element-wise op writes over an operand that n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmdctx.ir import LITERAL, FactorKind, Graph, Op, Role, item_bytes
+from spmdctx.search.incidences import IntArray, ends, op_kinds
+from spmdctx.search.kinds import inside, ops_of, value_kinds
 from spmdctx.search.memory_late import GradientProduct, gradient_products
 from spmdctx.search.memory_narrow import narrow_values
 from spmdctx.search.memory_order import first_runs, needed_products, order, turn_ends
@@ -154,6 +156,8 @@ class _Loops:
         self.first, self.last = list(range(count)), list(range(count))
         open_loops: dict[int, list[int]] = {}
         entered: set[int] = set()
+        if not ops_of(graph, _LEAVING):
+            return
         for op in reversed(graph.ops):
             scope = scopes[op.id]
             if op.primitive in _LEAVING:
@@ -199,11 +203,12 @@ class _Liveness:
         self._write_in_place()
         found = [ValueLife(value, 0, last) for value in self.given]
         in_carries: list[ValueLife] = []
-        for op in graph.ops:
-            for value in op.results:
-                if self.held[value] and value not in reused:
-                    start = self.start.get(value, self.runs[op.id])
-                    (in_carries if value in self.replacing else found).append(ValueLife(value, start, max(self.end[value], start)))
+        makers, made = ends(graph).results
+        kept = np.frombuffer(self.held, dtype=np.uint8)[made] == 1
+        for op, value in zip(makers[kept].tolist(), made[kept].tolist(), strict=True):
+            if value not in reused:
+                start = self.start.get(value, self.runs[op])
+                (in_carries if value in self.replacing else found).append(ValueLife(value, start, max(self.end[value], start)))
         found += self._hoisted()
         turns = turn_ends(graph, self.scopes)
         return StepMemory(
@@ -229,8 +234,8 @@ class _Liveness:
     def _hoisted(self) -> list[ValueLife]:
         """What loops narrow of values that stay the same: made once, before the first turn, and kept."""
         values, found = self.graph.values, []
-        for op in self.graph.ops:
-            if op.primitive not in _ENTERING or op.results[0] in self.carried or op.operands[0] == LITERAL:
+        for op in ops_of(self.graph, _ENTERING):
+            if op.results[0] in self.carried or op.operands[0] == LITERAL:
                 continue
             before, inside, end = values[op.operands[0]], op.results[0], self.loops.last[op.id]
             if end == op.id or before.shape != values[inside].shape:
@@ -248,23 +253,22 @@ class _Liveness:
 
     def _find_ends(self) -> None:
         """Last op by which each value is read; what a chain reads is read when its last reader runs."""
-        end, held = self.end, self.held
-        for op in reversed(self.graph.ops):
-            name = op.primitive
+        end, held, runs, times = self.end, self.held, self.runs, self.times
+        for index, name, operands, results, _, _, _, _, _, _ in reversed(self.graph.ops):
             if name in _ENTERING:
-                self._enter(op)
+                self._enter(self.graph.ops[index])
                 continue
             if name in _LEAVING:
-                self._leave(op)
+                self._leave(self.graph.ops[index])
                 continue
-            time = self.runs[op.id]
-            for value in op.results:
+            time = runs[index]
+            for value in results:
                 if held[value]:
-                    time = self.runs[op.id]
+                    time = runs[index]
                     break
                 if end[value] > time:
-                    time = self.times[op.id] = end[value]
-            for value in op.operands:
+                    time = times[index] = end[value]
+            for value in operands:
                 if end[value] < time:
                     end[value] = time
 
@@ -313,62 +317,58 @@ class _Liveness:
 
     def _write_in_place(self) -> None:
         """Ends the life of an operand one op earlier where a result of its kind takes its memory."""
-        held, end = self.held, self.end
+        held, end, runs = self.held, self.end, self.runs
         kinds = self._kinds()
         # The value whose memory a value of the same kind, itself not in memory, would take.
         roots = list(range(len(kinds)))
-        simple: dict[tuple[int, str], bool] = {}
-        for op in self.graph.ops:
-            key = (id(op.rule), op.primitive)
-            known = simple.get(key)
-            if known is None:
-                known = simple[key] = _writes_in_place(op)
-            if not known:
+        done = -1
+        for index, operand, result in self._of_one_kind(kinds):
+            root = roots[operand]
+            if index == done or not held[root]:
                 continue
-            result = op.results[0]
-            for operand in op.operands:
-                root = roots[operand]
-                if kinds[root] != kinds[result] or not held[root]:
-                    continue
-                if not held[result]:
-                    roots[result] = root
-                    break
-                if end[root] == self.runs[op.id]:
-                    end[root] -= 1
-                    break
+            if not held[result]:
+                roots[result], done = root, index
+            elif end[root] == runs[index]:
+                end[root], done = end[root] - 1, index
 
-    def _kinds(self) -> list[int]:
+    def _of_one_kind(self, kinds: IntArray) -> Iterable[tuple[int, int, int]]:
+        """Of ops that can write over what they read, operands with the result that is of their kind."""
+        every, results = ends(self.graph), np.full(len(self.graph.ops), LITERAL)
+        simple = op_kinds(self.graph).flags(_writes_in_place)
+        makers, made = every.results
+        results[makers[simple[makers]]] = made[simple[makers]]
+        kept = ~every.is_result & simple[every.ops] & (kinds[every.values] == kinds[results[every.ops]])
+        ops = every.ops[kept]
+        return zip(ops.tolist(), every.values[kept].tolist(), results[ops].tolist(), strict=True)
+
+    def _kinds(self) -> IntArray:
         """Equal numbers for values of one shape and size; the last, for literals, and those of inputs are like no other."""
-        numbers: dict[tuple[object, ...], int] = {}
-        kinds = [numbers.setdefault((value.shape, item_bytes(value.dtype)), len(numbers)) for value in self.graph.values]
-        for value in self.inputs:
-            kinds[value] = -1
-        return [*kinds, -2]
+        numbers, firsts = value_kinds(self.graph)
+        count = dict[tuple[tuple[int, ...], int], int]()
+        sizes = [count.setdefault((value.shape, item_bytes(value.dtype)), len(count)) for value in firsts]
+        kinds = np.append(np.array(sizes, dtype=np.int64)[numbers], -2)
+        kinds[self.given] = -1
+        return kinds
 
 
 def _given(graph: Graph) -> list[int]:
     """Arguments, and the arrays that the step closes over, which are part of the program."""
-    return [*graph.inputs, *(value.id for value in graph.values if value.role is Role.CONSTANT)]
+    values, is_made = graph.values, np.zeros(len(graph.values), dtype=bool)
+    is_made[ends(graph).results[1]] = True
+    return [*graph.inputs, *(value for value in np.flatnonzero(~is_made).tolist() if values[value].role is Role.CONSTANT)]
 
 
 def _held(graph: Graph, given: Sequence[int]) -> bytearray:
     """Per value whether it exists in memory; a last 0 stands for literals."""
-    held = bytearray(len(graph.values) + 1)
-    for value in given:
-        held[value] = 1
-    for op in graph.ops:
-        bits = op.fused >> len(op.operands)
-        for value in op.results:
-            held[value] = not bits & 1
-            bits >>= 1
-    return held
+    held, made = np.zeros(len(graph.values) + 1, dtype=np.uint8), ends(graph).results[1]
+    held[given] = 1
+    held[made] = ~inside(graph)[made]
+    return bytearray(held)
 
 
 def _hold_operands(graph: Graph, held: bytearray) -> None:
     """Puts what matrix products read into memory; marks are but other names."""
-    for op in graph.ops:
-        if op.primitive not in MATRIX_PRODUCTS:
-            continue
+    for op in ops_of(graph, MATRIX_PRODUCTS):
         for value in op.operands:
             while value != LITERAL and not held[value]:
                 maker = graph.ops[graph.producers[value]]
@@ -381,8 +381,8 @@ def _hold_operands(graph: Graph, held: bytearray) -> None:
 def _settled(graph: Graph, held: bytearray) -> bytearray:
     """Per value whether it exists in memory, or is written there transposed by the op that makes it."""
     found = bytearray(held)
-    for op in reversed(graph.ops):
-        if op.primitive == "transpose" and found[op.results[0]]:
+    for op in reversed(ops_of(graph, ("transpose",))):
+        if found[op.results[0]]:
             value = op.operands[0]
             if value != LITERAL and len(graph.readers[value]) == 1:
                 found[value] = 1

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from spmdctx.ir import LITERAL, Graph, Op
 from spmdctx.rules.fusion import CHAINED
+from spmdctx.search.kinds import ops_of
 from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
 
 _LONGEST = 100
@@ -40,8 +41,8 @@ def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tu
     """
     terminal = sides(graph).terminal
     found = []
-    for op in graph.ops:
-        if op.primitive not in MATRIX_PRODUCTS or op.primitive == "shard_map" or op.repeats > 1 or turns[op.id] != op.id:
+    for op in ops_of(graph, MATRIX_PRODUCTS - {"shard_map"}):
+        if op.repeats > 1 or turns[op.id] != op.id:
             continue
         if len(op.results) == 1 and terminal[op.results[0]] and (made := _becomes(graph, op.results[0])):
             read = [value for value in op.operands if held[value]]

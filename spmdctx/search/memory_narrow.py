@@ -9,6 +9,7 @@ from __future__ import annotations
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Graph, Value, item_bytes
 from spmdctx.rules.elementwise import BINARY, MANY, UNARY
+from spmdctx.search.kinds import of_primitives
 from spmdctx.search.narrowing import NARROW_BYTES, narrow_readers
 from spmdctx.search.space import MATRIX_PRODUCTS
 
@@ -24,16 +25,16 @@ def narrow_values(graph: Graph, held: bytearray) -> bytearray:
         return found
     chains = _Chains(graph, held)
     made = bytearray(len(graph.values) + 1)
-    for op in graph.ops:
-        of_product = op.primitive in MATRIX_PRODUCTS
-        for value in op.operands:
+    products = of_primitives(graph, MATRIX_PRODUCTS).tolist()
+    for index, _, operands, results, _, _, _, _, _, _ in graph.ops:
+        of_product = products[index]
+        for value in operands:
             if made[value] and not held[value]:
                 of_product = True
-        if not of_product:
-            continue
-        for value in op.results:
-            made[value] = 1
-            found[value] = held[value] and graph.values[value].dtype == "float32" and chains.lead_to_products(value)
+        if of_product:
+            for value in results:
+                made[value] = 1
+                found[value] = held[value] and graph.values[value].dtype == "float32" and chains.lead_to_products(value)
     return found
 
 

@@ -7,11 +7,15 @@ products are put off was chosen on them, and depends on more there than the prog
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
+
+import numpy as np
 
 from spmdctx.ir import LITERAL, Graph
 from spmdctx.rules.fusion import CHAINED
+from spmdctx.search.incidences import BoolArray, ends, executions, op_kinds
+from spmdctx.search.kinds import of_primitives, ops_of
 from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
 
 _MOST_PASSED = 6
@@ -19,6 +23,7 @@ _PART_PASSED = 9
 """A product that only makes a gradient is put off behind so many of the step's other products at most, and a ninth of them."""
 
 _ENTERING = ("scan.enter", "while.enter")
+_BOUNDARIES = ("scan.", "while.")
 
 
 def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
@@ -29,20 +34,30 @@ def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
         waits: whether values are moved between devices at all.
     """
     runs = list(range(len(graph.ops)))
-    if not any(op.primitive in MATRIX_PRODUCTS for op in graph.ops):
+    products = of_primitives(graph, MATRIX_PRODUCTS)
+    if not products.any():
         return tuple(runs)
     terminal = _terminal_ops(graph)
-    others, makers = _Others(graph, terminal), graph.producers
-    for op in graph.ops:
-        if not terminal[op.id] or op.repeats > 1 or op.primitive.startswith(("scan.", "while.")):
-            continue
-        made = max([runs[makers[value]] for value in op.operands if value in makers], default=0)
-        if op.primitive in CHAINED and others.are_between(made, op.id) and any(value != LITERAL for value in op.operands):
-            runs[op.id] = made
-        elif op.primitive in MATRIX_PRODUCTS and waits:
-            runs[op.id] = max(made, others.end_of_wait(op.id))
-        else:
-            runs[op.id] = max(made, op.id)
+    others = _Others(graph, terminal, products)
+    chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and any(value != LITERAL for value in op.operands)).tolist()
+    moves = (products & waits).tolist()
+    # When each value is there: inputs and literals from the start.
+    made_at = [0] * (len(graph.values) + 1)
+    makers, made = ends(graph).results
+    for op, value in zip(makers.tolist(), made.tolist(), strict=True):
+        made_at[value] = op
+    for index in np.flatnonzero(terminal & ~_boundaries(graph) & (executions(graph) <= 1)).tolist():
+        op = graph.ops[index]
+        at = max(map(made_at.__getitem__, op.operands), default=0)
+        if chained[index] and others.next_after[at] < index:
+            runs[index] = at
+        elif moves[index]:
+            runs[index] = max(at, others.end_of_wait(index))
+        elif at > index:
+            runs[index] = at
+        if runs[index] != index:
+            for value in op.results:
+                made_at[value] = runs[index]
     return tuple(runs)
 
 
@@ -54,10 +69,12 @@ def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
         scopes: per op the computation that it belongs to (`Program.scopes`).
     """
     ends = list(range(len(graph.ops)))
+    if not _boundaries(graph).any():
+        return tuple(ends)
     open_turns: list[int] = []
     before: tuple[str, int] | None = None
     for op in reversed(graph.ops):
-        kind = "enter" if op.primitive in _ENTERING else "leave" if op.primitive.startswith(("scan.", "while.")) else ""
+        kind = "enter" if op.primitive in _ENTERING else "leave" if op.primitive.startswith(_BOUNDARIES) else ""
         now = (kind, scopes[op.id])
         if kind == "leave":
             if now == before:
@@ -82,15 +99,19 @@ def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int,
     """
     first, never = list(runs), len(graph.ops)
     read = [never] * (len(graph.values) + 1)
-    for op in reversed(graph.ops):
-        if op.results and "." not in op.primitive:
-            time = never
-            for value in op.results:
-                time = min(time, runs[op.id] if held[value] else read[value])
-            if time != never:
-                first[op.id] = time
-        time = first[op.id]
-        for value in op.operands:
+    for index, primitive, operands, results, _, _, _, _, _, _ in reversed(graph.ops):
+        time = first[index]
+        if results and "." not in primitive:
+            own, time = time, never
+            for value in results:
+                when = own if held[value] else read[value]
+                if when < time:
+                    time = when
+            if time == never:
+                time = own
+            elif time != own:
+                first[index] = time
+        for value in operands:
             if read[value] > time:
                 read[value] = time
     return tuple(first)
@@ -99,38 +120,43 @@ def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int,
 def needed_products(graph: Graph) -> tuple[int, ...]:
     """The matrix products that other products need."""
     terminal = sides(graph).terminal
-    return tuple([op.id for op in graph.ops if op.primitive in MATRIX_PRODUCTS and not all(terminal[value] for value in op.results)])
+    return tuple([op.id for op in ops_of(graph, MATRIX_PRODUCTS) if not all(map(terminal.__getitem__, op.results))])
 
 
 class _Others:
-    """The ops of a step that matrix products need: what they find in memory is what counts."""
+    """The ops of a step that matrix products need: what they find in memory is what counts.
 
-    def __init__(self, graph: Graph, terminal: Sequence[bool]) -> None:
-        self._places = [op.id for op in graph.ops if not terminal[op.id]]
-        self._products = [place for place in self._places if graph.ops[place].primitive in MATRIX_PRODUCTS]
-        self._loops = [op.id for op in graph.ops if op.primitive in _ENTERING]
+    `next_after` says of each op which of them is the first one traced after it; the number of all ops where none is.
+    """
+
+    def __init__(self, graph: Graph, terminal: BoolArray, products: BoolArray) -> None:
+        places, count = np.flatnonzero(~terminal), len(graph.ops)
+        self._last = int(places[-1]) if len(places) else count
+        self._products: list[int] = np.flatnonzero(products & ~terminal).tolist()
+        self._loops = [op.id for op in ops_of(graph, _ENTERING)]
         self._passed = min(_MOST_PASSED, len(self._products) // _PART_PASSED)
-
-    def are_between(self, start: int, end: int) -> bool:
-        """Whether some are traced between two places."""
-        return bisect_right(self._places, start) < bisect_left(self._places, end)
+        self.next_after: list[int] = np.append(places, count)[np.searchsorted(places, np.arange(count), side="right")].tolist()
 
     def end_of_wait(self, place: int) -> int:
         """Where a product at a place runs that is none of them."""
         if not self._passed:
             return place
         behind = bisect_right(self._products, place) + self._passed - 1
-        found = self._products[behind] if behind < len(self._products) else self._places[-1]
+        found = self._products[behind] if behind < len(self._products) else self._last
         loop = bisect_right(self._loops, place)
         return max(place, min(found, self._loops[loop] - 1) if loop < len(self._loops) else found)
 
 
-def _terminal_ops(graph: Graph) -> list[bool]:
+def _terminal_ops(graph: Graph) -> BoolArray:
     """Per op, whether it has results, none of which a matrix product needs."""
-    terminal = sides(graph).terminal
-    found = [len(op.results) > 0 for op in graph.ops]
-    for op in graph.ops:
-        for value in op.results:
-            if not terminal[value]:
-                found[op.id] = False
-    return found
+    makers, made = ends(graph).results
+    needed = np.frombuffer(sides(graph).terminal, dtype=np.uint8)[made] == 0
+    found, leads = np.zeros(len(graph.ops), dtype=bool), np.zeros(len(graph.ops), dtype=bool)
+    found[makers] = True
+    leads[makers[needed]] = True
+    return found & ~leads
+
+
+def _boundaries(graph: Graph) -> BoolArray:
+    """Per op whether it is where a loop begins, hands on or ends."""
+    return op_kinds(graph).flags(lambda op: op.primitive.startswith(_BOUNDARIES))

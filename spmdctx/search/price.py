@@ -7,10 +7,13 @@ merges equal ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import ReshardStep, reshard_steps
@@ -18,15 +21,17 @@ from spmdctx.cost.tiles import scattered_by
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
-from spmdctx.search.accumulation import NO_HOLDS, Holds, reduced_dtype
+from spmdctx.search.accumulation import ADDITIONS, NO_HOLDS, Holds, reduced_dtype
+from spmdctx.search.kinds import of_primitives, ops_of, value_kinds
 from spmdctx.search.memory import StepMemory, profile, step_memory
 from spmdctx.search.memory_copies import Copies
+from spmdctx.search.needs import Need, needs_of
+from spmdctx.search.numbering import Numbering, numbered
 from spmdctx.search.overlap import sides
 from spmdctx.search.rewrites import Readers, Sums
-from spmdctx.search.roofline import compute_time_s, local_bytes, passing_values, written_s
+from spmdctx.search.roofline import local_bytes, passing_values, written_s
 from spmdctx.search.shared_reads import Routes, shared_reads
 from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
-from spmdctx.search.transfer import partial_axes, project
 from spmdctx.search.turns import made_repeats, read_repeats
 
 
@@ -68,19 +73,6 @@ class Bill:
         return self.communication_s - self.hidden_communication_s
 
 
-class _Need(NamedTuple):
-    """What one kind of op needs in one state: operands and results to reshard, reductions, seconds of compute.
-
-    `share` is into how many parts the op is split, of as many as there are devices.
-    """
-
-    operands: tuple[tuple[int, TensorSharding], ...]
-    results: tuple[tuple[int, TensorSharding], ...]
-    partial: AxisNames
-    compute_s: float
-    share: float
-
-
 def price(
     graph: Graph,
     scopes: Iterable[int],
@@ -103,8 +95,7 @@ def price(
     biller = _Biller(graph, loose, assignment, mesh, topology, memory)
     biller.buckets, biller.holds = buckets, holds
     biller.routes = shared_reads(graph, scopes, assignment, mesh, topology)
-    for op, scope in zip(graph.ops, scopes, strict=True):
-        biller.add(op, scope)
+    biller.add_all(scopes)
     biller.settle_sums()
     bill = biller.bill
     bill.hidden_communication_s = sum(row.time_s * row.repeats * share for row, share in zip(bill.collectives, biller.shares, strict=True))
@@ -134,28 +125,37 @@ class _Biller:
         # The machine by which each collective was priced.
         self._machines: list[Topology] = []
         self._sides, self._passing = sides(graph), passing_values(graph)
-        self._needs: dict[tuple[object, ...], _Need] = {}
+        # Per op that moves values which are only computed on the way, the seconds to write those.
+        self._written: list[tuple[int, float]] = []
         self._stored: dict[tuple[object, ...], int] = {}
         self._done: set[tuple[object, ...]] = set()
         self._same = _aliases(graph)
-        self._stored_as = [*map(id, assignment.values), LITERAL]
         self._readers = Readers(graph, assignment)
         self._sums = Sums(self._readers, assignment, mesh, topology) if topology.merges_partial_sums else None
 
-    def add(self, op: Op, scope: int) -> None:
-        """Adds what one op costs."""
-        stored = self._stored_as.__getitem__
-        key = (self.graph.kinds[op.id], id(self.assignment.ops[op.id]), *map(stored, op.operands), *map(stored, op.results))
-        need = self._needs.get(key)
-        if need is None:
-            need = self._needs[key] = self._need(op)
-        bill = self.bill
-        if not op.results or not self.loose.issuperset(op.results):
-            # What depends on no input is computed on the way into its readers.
-            bill.compute_s += need.compute_s * op.repeats
-        if op.flops:
-            bill.flops += op.flops * op.repeats
-            bill.split_flops += op.flops * op.repeats * need.share
+    def add_all(self, scopes: Sequence[int]) -> None:
+        """Adds what all ops cost."""
+        graph, producers = self.graph, self.graph.producers
+        needs = needs_of(graph, self.assignment, self._readers.splits, self.mesh, self.topology)
+        billed = needs.communicating()
+        if self._sums:
+            billed |= of_primitives(graph, ADDITIONS)
+        billed[[producers[value] for value in self.holds.totals if value in producers]] = True
+        for index in np.flatnonzero(billed).tolist():
+            self._add(graph.ops[index], scopes[index], needs.each[needs.numbers[index]])
+        compute_s = needs.per_op(lambda need: need.compute_s)
+        # What depends on no input is computed on the way into its readers.
+        compute_s[
+            [maker for maker in map(producers.get, self.loose) if maker is not None and self.loose.issuperset(graph.ops[maker].results)]
+        ] = 0
+        self.bill.compute_s = _sum_in_order(
+            np.insert(compute_s, [op + 1 for op, _ in self._written], [added for _, added in self._written])
+        )
+        self.bill.flops = _sum_in_order(needs.per_op(lambda need: need.flops))
+        self.bill.split_flops = _sum_in_order(needs.per_op(lambda need: need.split_flops))
+
+    def _add(self, op: Op, scope: int, need: Need) -> None:
+        """Adds what one op communicates."""
         for value_position, target in need.operands:
             value = op.operands[value_position]
             if value not in self.loose:
@@ -164,7 +164,7 @@ class _Biller:
                 self._move(
                     op, scope, value, source, target, f"operand {value_position} of {op.primitive}", narrow, read_repeats(self.graph, op)
                 )
-        if self._sums and op.primitive in ("add", "add_any") and not need.operands and not need.partial:
+        if self._sums and op.primitive in ADDITIONS and not need.operands and not need.partial:
             self._join_terms(self._sums, op)
         if need.partial or need.results:
             self._finish(op, scope, need)
@@ -212,25 +212,9 @@ class _Biller:
         kept = [place for place in range(len(rows)) if place not in self._sums.joined]
         self.bill.collectives, self.shares = [rows[place] for place in kept], [self.shares[place] for place in kept]
 
-    def _need(self, op: Op) -> _Need:
-        rule, axes, stored = op.rule, self.assignment.ops[op.id].axes, self.assignment.values
-        operands = tuple(
-            (position, wanted)
-            for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True))
-            if value != LITERAL and (wanted := project(dims, axes)) != stored[value]
-        )
-        results = tuple(
-            (position, natural)
-            for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True))
-            if (natural := project(dims, axes)) != stored[value]
-        )
-        # Dimensions of a shard_map's tensors, which are factors of their own, may use an axis many times.
-        share = self.mesh.num_slices(dict.fromkeys(name for own in axes for name in own)) / self.mesh.num_devices
-        return _Need(operands, results, partial_axes(rule, axes), compute_time_s(self.graph, op, axes, self.mesh, self.topology), share)
-
-    def _finish(self, op: Op, scope: int, need: _Need) -> None:
+    def _finish(self, op: Op, scope: int, need: Need) -> None:
         for position, value in enumerate(op.results):
-            natural = project(op.rule.results[position], self.assignment.ops[op.id].axes)
+            natural = self._readers.splits.taken(op).results[position]
             stored = self.assignment.values[value]
             unreduced: TensorSharding | None = natural if need.partial else None
             if need.partial and op.rule.combiner in ("argmax", "argmin"):
@@ -305,7 +289,7 @@ class _Biller:
             first = reshard_steps(known.shape, size, source, via, self.mesh, all_to_all)
             steps = (*first, *reshard_steps(known.shape, size, via, target, self.mesh, all_to_all))
         if self._passing[value] and (scope, self._same[value], source, steps[0].sharding) not in self._done:
-            self.bill.compute_s += written_s(known, source, self.mesh, self.topology) * (repeats or op.repeats)
+            self._written.append((op.id, written_s(known, source, self.mesh, self.topology) * (repeats or op.repeats)))
         for step in steps:
             key = (scope, self._same[value], current, step.sharding)
             if step.kind != "slice" and key not in self._done:
@@ -356,8 +340,15 @@ class _Biller:
 
     def sizes(self) -> list[int]:
         """Bytes that each value takes in memory."""
-        narrow = self.copies.narrow if self.topology.narrows_matrix_operands else bytes(len(self.graph.values))
-        return [self._stored_bytes(value, sharding, bool(narrow[value])) for value, sharding in enumerate(self.assignment.values)]
+        stored, narrow = self.assignment.values, bytes(len(self.graph.values))
+        if self.topology.narrows_matrix_operands:
+            narrow = bytes(self.copies.narrow[:-1])
+        alike = Numbering(value_kinds(self.graph).numbers)
+        alike.refine(numbered([*map(id, stored)]))
+        alike.refine(np.frombuffer(narrow, dtype=np.uint8))
+        firsts, numbers = alike.classes()
+        sizes = [self._stored_bytes(value, stored[value], bool(narrow[value])) for value in firsts]
+        return [sizes[number] for number in numbers.tolist()]
 
     def _stored_bytes(self, value: int, sharding: TensorSharding, narrow: bool = False) -> int:
         known = self.graph.values[value]
@@ -376,10 +367,15 @@ _RESULT = "result"
 _MARKS = frozenset({"spmdctx_shard", "sharding_constraint"})
 
 
+def _sum_in_order(figures: NDArray[np.float64]) -> float:
+    """The sum from first to last, which is that of no other order."""
+    return float(np.add.accumulate(figures)[-1]) if len(figures) else 0.0
+
+
 def _aliases(graph: Graph) -> list[int]:
     """Value id to the value that it is another name of: marks and constraints change nothing but the sharding."""
     same = list(range(len(graph.values)))
-    for op in graph.ops:
-        if op.primitive in _MARKS and op.operands[0] != LITERAL:
+    for op in ops_of(graph, _MARKS):
+        if op.operands[0] != LITERAL:
             same[op.results[0]] = same[op.operands[0]]
     return same

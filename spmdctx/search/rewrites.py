@@ -13,8 +13,8 @@ from spmdctx.cost.reshard import reshard_steps
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import Assignment, AxisNames, FactorKind, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, axes_of
+from spmdctx.search.needs import Splits
 from spmdctx.search.space import MATRIX_PRODUCTS
-from spmdctx.search.transfer import project
 
 _PASSED = frozenset({"spmdctx_shard", "sharding_constraint", "name"})
 """Ops that are nothing in the compiled program."""
@@ -35,8 +35,9 @@ class Readers:
     """Who reads each value of a graph, and in which sharding."""
 
     def __init__(self, graph: Graph, assignment: Assignment) -> None:
-        self.graph, self._assignment = graph, assignment
+        self.graph, self.splits = graph, Splits(assignment)
         self._of = graph.readers
+        self._are_products: dict[tuple[int, TensorSharding | None], bool] = {}
         self.outputs = frozenset(graph.outputs)
 
     def of(self, value: int) -> tuple[Op, ...]:
@@ -45,16 +46,26 @@ class Readers:
 
     def taken(self, op: Op, position: int) -> TensorSharding:
         """The sharding in which an op takes an operand."""
-        return project(op.rule.operands[position], self._assignment.ops[op.id].axes)
+        return self.splits.taken(op).operands[position]
 
     def _takes(self, op: Op, value: int, sharding: TensorSharding) -> bool:
-        return any(operand == value and self.taken(op, place) == sharding for place, operand in enumerate(op.operands))
+        for operand, taken in zip(op.operands, self.splits.taken(op).operands, strict=True):
+            if operand == value and taken == sharding:
+                return True
+        return False
 
     def are_matrix_products(self, value: int, sharding: TensorSharding | None = None) -> bool:
         """Whether only matrix products read a float32 value, if need be in another layout.
 
         With a sharding, only readers that take the value in it count.
         """
+        key = (value, sharding)
+        known = self._are_products.get(key)
+        if known is None:
+            known = self._are_products[key] = self._find_products(value, sharding)
+        return known
+
+    def _find_products(self, value: int, sharding: TensorSharding | None) -> bool:
         if self.graph.values[value].dtype != "float32" or (value in self.outputs and sharding is None):
             return False
         found = False
@@ -128,7 +139,7 @@ class Sums:
         self.added.add(first)
         for value in op.operands:
             del self._places[value]
-        self._made(op.results[0], first, project(op.rule.results[0], self._assignment.ops[op.id].axes))
+        self._made(op.results[0], first, self._readers.splits.taken(op).results[0])
 
     def slices(self) -> Iterator[Cut]:
         """The all_reduces of whose result only a slice is kept."""
@@ -168,7 +179,7 @@ class Sums:
         if not self._lets_pass(op, position):
             return None
         result = op.results[0]
-        natural = project(op.rule.results[0], self._assignment.ops[op.id].axes)
+        natural = self._readers.splits.taken(op).results[0]
         return self._sliced(result, natural, stored[result]) if natural != stored[result] else self._kept(result, passed + 1)
 
     def _sliced(self, value: int, source: TensorSharding, target: TensorSharding) -> TensorSharding | None:

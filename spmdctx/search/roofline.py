@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, DimFactors, Graph, Op, TensorSharding, Value, Work, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape
 from spmdctx.rules.fusion import CHAINED
 from spmdctx.rules.traffic import NAMING, vector_flops
+from spmdctx.search.incidences import op_kinds
 from spmdctx.search.transfer import FactorAxes
 
 Slices = Sequence[int]
@@ -52,10 +55,13 @@ def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> f
 def passing_values(graph: Graph) -> bytearray:
     """Per value 1 where it is only computed on the way into its readers, by the element-wise ops of their fusions."""
     found = bytearray(len(graph.values))
-    for op in graph.ops:
-        if op.work is not None and not op.work.moved and op.primitive in CHAINED and op.fused >> len(op.operands) & 1:
-            found[op.results[0]] = 1
+    for index in np.flatnonzero(op_kinds(graph).flags(_hands_on)).tolist():
+        found[graph.ops[index].results[0]] = 1
     return found
+
+
+def _hands_on(op: Op) -> bool:
+    return op.work is not None and not op.work.moved and op.primitive in CHAINED and bool(op.fused >> len(op.operands) & 1)
 
 
 def written_s(value: Value, sharding: TensorSharding, mesh: LogicalMesh, topology: Topology) -> float:

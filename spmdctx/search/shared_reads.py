@@ -9,8 +9,9 @@ from spmdctx.cost.topology import Topology
 from spmdctx.domains import MAX_ORDERED_AXES, domain
 from spmdctx.ir import LITERAL, Assignment, Graph, TensorSharding, Value, item_bytes
 from spmdctx.mesh import LogicalMesh
+from spmdctx.search.kinds import ops_of
+from spmdctx.search.needs import Splits
 from spmdctx.search.space import MATRIX_PRODUCTS
-from spmdctx.search.transfer import project
 
 Routes = Mapping[tuple[int, int], TensorSharding]
 """By computation and value, the sharding through which the value gets to its products."""
@@ -29,19 +30,17 @@ def shared_reads(graph: Graph, scopes: Sequence[int], assignment: Assignment, me
         topology: the machine.
     """
     wanted: dict[tuple[int, int], list[TensorSharding]] = {}
-    for op in graph.ops:
-        if op.primitive not in MATRIX_PRODUCTS:
-            continue
-        axes = assignment.ops[op.id].axes
-        for value, dims in zip(op.operands, op.rule.operands, strict=True):
+    splits = Splits(assignment)
+    for op in ops_of(graph, MATRIX_PRODUCTS):
+        for value, taken in zip(op.operands, splits.taken(op).operands, strict=True):
             if value != LITERAL:
-                wanted.setdefault((scopes[op.id], value), []).append(project(dims, axes))
+                wanted.setdefault((scopes[op.id], value), []).append(taken)
     routes = {}
     known: dict[tuple[object, ...], TensorSharding] = {}
-    for key, taken in wanted.items():
+    for key, ways in wanted.items():
         own, stored = graph.values[key[1]], assignment.values[key[1]]
-        targets = tuple(dict.fromkeys(target for target in taken if target != stored))
-        if len(taken) < 2 or not targets:
+        targets = tuple(dict.fromkeys(target for target in ways if target != stored))
+        if len(ways) < 2 or not targets:
             continue
         alike = (own.shape, own.dtype, stored, targets)
         if alike not in known:
