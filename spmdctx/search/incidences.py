@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spmdctx.ir import Graph, Op
+from spmdctx.ir import LITERAL, Graph, Op
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -59,6 +59,13 @@ class Ends(NamedTuple):
         """Of the results of all ops, the op and the value."""
         made = self.is_result
         return self.ops[made], self.values[made]
+
+    @property
+    def first_results(self) -> IntArray:
+        """Per op its first result, `LITERAL` where it has none."""
+        found, first = np.full(len(self.num_results), LITERAL, dtype=np.int64), self.places == self.num_operands[self.ops]
+        found[self.ops[first]] = self.values[first]
+        return found
 
     @property
     def firsts(self) -> IntArray:

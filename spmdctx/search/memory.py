@@ -333,10 +333,8 @@ class _Liveness:
 
     def _of_one_kind(self, kinds: IntArray) -> Iterable[tuple[int, int, int]]:
         """Of ops that can write over what they read, operands with the result that is of their kind."""
-        every, results = ends(self.graph), np.full(len(self.graph.ops), LITERAL)
-        simple = op_kinds(self.graph).flags(_writes_in_place)
-        makers, made = every.results
-        results[makers[simple[makers]]] = made[simple[makers]]
+        every, simple = ends(self.graph), op_kinds(self.graph).flags(_writes_in_place)
+        results = every.first_results
         kept = ~every.is_result & simple[every.ops] & (kinds[every.values] == kinds[results[every.ops]])
         ops = every.ops[kept]
         return zip(ops.tolist(), every.values[kept].tolist(), results[ops].tolist(), strict=True)

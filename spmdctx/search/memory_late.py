@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from spmdctx.ir import LITERAL, Graph, Op
 from spmdctx.rules.fusion import CHAINED
+from spmdctx.search.incidences import op_kinds
 from spmdctx.search.kinds import ops_of
 from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
 
@@ -40,22 +41,23 @@ def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tu
         turns: of `memory_order.turn_ends`.
     """
     terminal = sides(graph).terminal
+    chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and "." not in op.primitive).tolist()
     found = []
     for op in ops_of(graph, MATRIX_PRODUCTS - {"shard_map"}):
         if op.repeats > 1 or turns[op.id] != op.id:
             continue
-        if len(op.results) == 1 and terminal[op.results[0]] and (made := _becomes(graph, op.results[0])):
+        if len(op.results) == 1 and terminal[op.results[0]] and (made := _becomes(graph, op.results[0], chained)):
             read = [value for value in op.operands if held[value]]
             found.append(GradientProduct(op.id, made, tuple(read), _read_inside(graph, op, held)))
     return tuple(found)
 
 
-def _becomes(graph: Graph, gradient: int) -> tuple[int, ...]:
+def _becomes(graph: Graph, gradient: int, chained: Sequence[bool]) -> tuple[int, ...]:
     """The values that chains of element-wise ops make of a gradient; none where something else reads one."""
     seen, left = {gradient: None}, [gradient]
     while left:
         for reader in graph.readers[left.pop()]:
-            if reader.primitive not in CHAINED or "." in reader.primitive or len(seen) > _LONGEST:
+            if not chained[reader.id] or len(seen) > _LONGEST:
                 return ()
             for value in reader.results:
                 if value not in seen:
@@ -70,10 +72,11 @@ def _read_inside(graph: Graph, op: Op, held: bytearray) -> tuple[int, ...]:
     found: dict[int, None] = {}
     while left:
         value = left.pop()
-        if value in seen or value not in graph.producers:
+        maker = graph.producers.get(value)
+        if value in seen or maker is None:
             continue
         seen[value] = None
-        for operand in graph.ops[graph.producers[value]].operands:
+        for operand in graph.ops[maker].operands:
             if operand == LITERAL:
                 continue
             if held[operand]:

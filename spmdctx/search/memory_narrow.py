@@ -6,9 +6,12 @@ the type in which they take it.
 
 from __future__ import annotations
 
+import numpy as np
+
 from spmdctx.cost.topology import Topology
-from spmdctx.ir import LITERAL, Graph, Value, item_bytes
+from spmdctx.ir import Graph, Value, item_bytes
 from spmdctx.rules.elementwise import BINARY, MANY, UNARY
+from spmdctx.search.incidences import ends
 from spmdctx.search.kinds import of_primitives
 from spmdctx.search.narrowing import NARROW_BYTES, narrow_readers
 from spmdctx.search.space import MATRIX_PRODUCTS
@@ -24,17 +27,20 @@ def narrow_values(graph: Graph, held: bytearray) -> bytearray:
     if not any(value.dtype == "float32" and held[value.id] for value in graph.values):
         return found
     chains = _Chains(graph, held)
-    made = bytearray(len(graph.values) + 1)
-    products = of_primitives(graph, MATRIX_PRODUCTS).tolist()
-    for index, _, operands, results, _, _, _, _, _, _ in graph.ops:
-        of_product = products[index]
-        for value in operands:
-            if made[value] and not held[value]:
-                of_product = True
-        if of_product:
-            for value in results:
-                made[value] = 1
-                found[value] = held[value] and graph.values[value].dtype == "float32" and chains.lead_to_products(value)
+    products = of_primitives(graph, MATRIX_PRODUCTS)
+    every, may_take = ends(graph), products.copy()
+    may_take[every.ops[~every.is_result & (np.frombuffer(held, dtype=np.uint8)[every.values] == 0)]] = True
+    # What is made of products on the way into other ops.
+    passed, makes = bytearray(len(graph.values) + 1), products.tolist()
+    for index in np.flatnonzero(may_take).tolist():
+        op = graph.ops[index]
+        if not makes[index] and not any(map(passed.__getitem__, op.operands)):
+            continue
+        for value in op.results:
+            if not held[value]:
+                passed[value] = 1
+            else:
+                found[value] = graph.values[value].dtype == "float32" and chains.lead_to_products(value)
     return found
 
 
@@ -47,27 +53,29 @@ class _Chains:
     """Where values go through element-wise ops that do not exist in memory."""
 
     def __init__(self, graph: Graph, held: bytearray) -> None:
-        self._held, self._narrow = held, narrow_readers(graph)
+        self._narrow, self._readers = narrow_readers(graph), graph.readers
         self._kept = frozenset((*graph.inputs, *graph.outputs))
-        self._readers = graph.readers
+        exists = np.frombuffer(held, dtype=np.uint8) == 1
+        exists[list(self._kept)] = True
+        # Per op whether a chain ends in front of it.
+        self._ends: list[bool] = (~of_primitives(graph, _ELEMENTWISE) | exists[ends(graph).first_results]).tolist()
 
     def lead_to_products(self, value: int) -> bool:
         """Whether products alone read the value, or the one value that all chains from it end in."""
         if value in self._kept:
             return False
-        seen, left, ends = {value}, [value], set()
+        seen, left, last = {value}, [value], set()
         while left:
             now = left.pop()
             for op in self._readers[now]:
-                result = op.results[0] if op.results else LITERAL
-                if op.primitive not in _ELEMENTWISE or self._held[result] or result in self._kept:
-                    ends.add(now)
-                elif result not in seen:
-                    seen.add(result)
-                    left.append(result)
+                if self._ends[op.id]:
+                    last.add(now)
+                elif op.results[0] not in seen:
+                    seen.add(op.results[0])
+                    left.append(op.results[0])
             if len(seen) > _LONGEST:
                 return False
-        return len(ends) == 1 and self._is_for_products(ends.pop())
+        return len(last) == 1 and self._is_for_products(last.pop())
 
     def _is_for_products(self, value: int) -> bool:
         return bool(self._readers[value]) and all(self._narrow[op.id] for op in self._readers[value])

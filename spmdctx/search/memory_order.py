@@ -42,13 +42,16 @@ def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
     chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and any(value != LITERAL for value in op.operands)).tolist()
     moves = (products & waits).tolist()
     # When each value is there: inputs and literals from the start.
-    made_at = [0] * (len(graph.values) + 1)
+    times = np.zeros(len(graph.values) + 1, dtype=np.int64)
     makers, made = ends(graph).results
-    for op, value in zip(makers.tolist(), made.tolist(), strict=True):
-        made_at[value] = op
+    times[made] = makers
+    made_at = times.tolist()
     for index in np.flatnonzero(terminal & ~_boundaries(graph) & (executions(graph) <= 1)).tolist():
         op = graph.ops[index]
-        at = max(map(made_at.__getitem__, op.operands), default=0)
+        at = 0
+        for value in op.operands:
+            if made_at[value] > at:
+                at = made_at[value]
         if chained[index] and others.next_after[at] < index:
             runs[index] = at
         elif moves[index]:
@@ -68,9 +71,9 @@ def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
         graph: the step.
         scopes: per op the computation that it belongs to (`Program.scopes`).
     """
-    ends = list(range(len(graph.ops)))
+    found = list(range(len(graph.ops)))
     if not _boundaries(graph).any():
-        return tuple(ends)
+        return tuple(found)
     open_turns: list[int] = []
     before: tuple[str, int] | None = None
     for op in reversed(graph.ops):
@@ -84,9 +87,9 @@ def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
             if now != before and open_turns:
                 open_turns.pop()
         elif open_turns:
-            ends[op.id] = open_turns[-1]
+            found[op.id] = open_turns[-1]
         before = now
-    return tuple(ends)
+    return tuple(found)
 
 
 def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int, ...]:

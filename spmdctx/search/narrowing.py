@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from spmdctx.ir import Graph, item_bytes
+import numpy as np
+
+from spmdctx.ir import LITERAL, Graph, item_bytes
+from spmdctx.search.incidences import ends
+from spmdctx.search.kinds import of_primitives, ops_of
 from spmdctx.search.rewrites import BROUGHT_IN, LOOKED_UP
 from spmdctx.search.space import MATRIX_PRODUCTS
 
@@ -18,19 +22,23 @@ def narrow_readers(graph: Graph) -> bytearray:
 
 
 def _narrow_readers(graph: Graph) -> bytearray:
-    wide = bytearray(len(graph.values) + 1)
-    reads = [0] * (len(graph.values) + 1)
-    for value in graph.outputs:
-        wide[value] = 1
-    for op in graph.ops:
-        for value in op.operands:
-            reads[value] += 1
-    found = bytearray(len(graph.ops))
-    for op in reversed(graph.ops):
-        passes = op.primitive in BROUGHT_IN or (op.primitive == LOOKED_UP and reads[op.operands[0]] == 1)
-        if op.primitive in MATRIX_PRODUCTS or (passes and not wide[op.results[0]]):
-            found[op.id] = 1
+    every = ends(graph)
+    takes = ~every.is_result
+    ops, read = every.ops[takes], every.values[takes]
+    products, passing = of_primitives(graph, MATRIX_PRODUCTS), of_primitives(graph, BROUGHT_IN | {LOOKED_UP})
+    reads = np.bincount(read - LITERAL, minlength=len(graph.values) - LITERAL)
+    for op in ops_of(graph, (LOOKED_UP,)):
+        passing[op.id] = reads[op.operands[0] - LITERAL] == 1
+    # Other ops take what they read as it is; those that pass it on do as their readers do.
+    wide = np.zeros(len(graph.values) + 1, dtype=np.uint8)
+    wide[list(graph.outputs)] = 1
+    wide[read[~(products | passing)[ops]]] = 1
+    found, is_wide = bytearray(products.tobytes()), bytearray(wide.tobytes())
+    for index in np.flatnonzero(passing)[::-1].tolist():
+        op = graph.ops[index]
+        if not is_wide[op.results[0]]:
+            found[index] = 1
         else:
             for value in op.operands:
-                wide[value] = 1
+                is_wide[value] = 1
     return found

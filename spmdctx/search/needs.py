@@ -77,9 +77,9 @@ class Splits:
         return found
 
 
-def needs_of(graph: Graph, assignment: Assignment, splits: Splits, mesh: LogicalMesh, topology: Topology) -> Needs:
-    """What all ops need in an assignment, which splits them as `splits` says."""
-    firsts, numbers = _alike(graph, assignment).classes()
+def needs_of(graph: Graph, assignment: Assignment, stored_as: IntArray, splits: Splits, mesh: LogicalMesh, topology: Topology) -> Needs:
+    """What all ops need in an assignment, which splits them as `splits` says; values of equal `stored_as` are stored alike."""
+    firsts, numbers = _alike(graph, assignment, stored_as).classes()
     ops = [graph.ops[first] for first in firsts]
     return Needs(numbers, [_need(graph, op, splits.taken(op), assignment, mesh, topology) for op in ops])
 
@@ -103,13 +103,13 @@ def _need(graph: Graph, op: Op, taken: Taken, assignment: Assignment, mesh: Logi
     return Need(tuple(operands), tuple(results), partial_axes(op.rule, axes), compute_s, flops, flops * share)
 
 
-def _alike(graph: Graph, assignment: Assignment) -> Numbering:
-    """By kind, how often they are executed, the object that says how they are split, and those that say how their values are stored."""
+def _alike(graph: Graph, assignment: Assignment, stored_as: IntArray) -> Numbering:
+    """By kind, how often they are executed, the object that says how they are split, and how their values are stored."""
     found = Numbering(op_kinds(graph).numbers)
     found.refine(executions(graph))
     found.refine(numbered([*map(id, assignment.ops)]))
     # Where literals are the kind says.
-    stored = np.append(numbered([*map(id, assignment.values)]), 0)
+    stored = np.append(stored_as, 0)
     ops, values, places, _, _ = ends(graph)
     for place in range(int(places.max(initial=-1)) + 1):
         here = places == place

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from spmdctx.cost.topology import Topology, without_latency
 from spmdctx.ir import LITERAL, Graph, Op, Role
+from spmdctx.search.kinds import of_primitives, ops_of
 
 MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "shard_map"})
 """Ops long enough to hide communication behind them."""
@@ -76,7 +77,7 @@ def terminal_values(graph: Graph, stops: frozenset[int]) -> bytearray:
 
 
 def _loops(graph: Graph) -> list[tuple[int, int]]:
-    carries = {op.results[0] for op in graph.ops if op.primitive in _CARRIED}
+    carries = {op.results[0] for op in ops_of(graph, _CARRIED)}
     # What a loop hands on may be the step's own next state; only the loop goes round within a step.
     given = set(graph.inputs)
     return [pair for pair in graph.ties if pair[1] in carries and pair[0] not in given]
@@ -88,14 +89,15 @@ def _weights(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
     found = bytearray([_CONSTANT]) * (len(graph.values) + 1)
     for value in graph.inputs:
         found[value] = 0 if graph.values[value].role in _NO_WEIGHTS else 1
+    products = of_primitives(graph, MATRIX_PRODUCTS).tolist()
     carried: dict[int, int] = {}
     while True:
-        for op in graph.ops:
-            kind = 0 if op.primitive in MATRIX_PRODUCTS else carried.get(op.results[0], _CONSTANT) if op.results else 0
-            for value in op.operands:
+        for index, _, operands, results, _, _, _, _, _, _ in graph.ops:
+            kind = 0 if products[index] else carried.get(results[0], _CONSTANT) if carried and results else _CONSTANT
+            for value in operands:
                 if found[value] < kind:
                     kind = found[value]
-            for value in op.results:
+            for value in results:
                 found[value] = kind
         # What one turn of a loop hands on, the next one starts from.
         more = {before: found[after] for before, after in loops if found[after] < found[before]}
@@ -106,15 +108,16 @@ def _weights(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
 
 def _terminal(graph: Graph, loops: list[tuple[int, int]], stops: frozenset[int] = frozenset()) -> bytearray:
     """Values from which no matrix product can be reached."""
+    products = of_primitives(graph, MATRIX_PRODUCTS).tolist()
     leads = bytearray(len(graph.values) + 1)
     while True:
-        for op in reversed(graph.ops):
-            onward = op.primitive in MATRIX_PRODUCTS
-            for value in op.results:
+        for index, _, operands, results, _, _, _, _, _, _ in reversed(graph.ops):
+            onward = products[index]
+            for value in results:
                 if leads[value] and value not in stops:
                     onward = True
             if onward:
-                for value in op.operands:
+                for value in operands:
                     leads[value] = 1
         leads[LITERAL] = 0
         # What one turn of a loop hands on, the next one reads.

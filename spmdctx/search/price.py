@@ -130,13 +130,14 @@ class _Biller:
         self._stored: dict[tuple[object, ...], int] = {}
         self._done: set[tuple[object, ...]] = set()
         self._same = _aliases(graph)
+        self._stored_as = numbered([*map(id, assignment.values)])
         self._readers = Readers(graph, assignment)
         self._sums = Sums(self._readers, assignment, mesh, topology) if topology.merges_partial_sums else None
 
     def add_all(self, scopes: Sequence[int]) -> None:
         """Adds what all ops cost."""
         graph, producers = self.graph, self.graph.producers
-        needs = needs_of(graph, self.assignment, self._readers.splits, self.mesh, self.topology)
+        needs = needs_of(graph, self.assignment, self._stored_as, self._readers.splits, self.mesh, self.topology)
         billed = needs.communicating()
         if self._sums:
             billed |= of_primitives(graph, ADDITIONS)
@@ -344,7 +345,7 @@ class _Biller:
         if self.topology.narrows_matrix_operands:
             narrow = bytes(self.copies.narrow[:-1])
         alike = Numbering(value_kinds(self.graph).numbers)
-        alike.refine(numbered([*map(id, stored)]))
+        alike.refine(self._stored_as)
         alike.refine(np.frombuffer(narrow, dtype=np.uint8))
         firsts, numbers = alike.classes()
         sizes = [self._stored_bytes(value, stored[value], bool(narrow[value])) for value in firsts]
