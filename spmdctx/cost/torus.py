@@ -8,9 +8,11 @@ A direction closes into a ring where its side is a multiple of `Topology.ring_si
 
 from __future__ import annotations
 
-import itertools
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import AxisNames
@@ -35,17 +37,17 @@ def slice_sides(num_devices: int, num_dims: int) -> tuple[int, ...]:
     return tuple(2 ** ((exponent + place) // num_dims) for place in range(num_dims))
 
 
-def coordinates(index: int, sides: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the device of a number sits."""
+def coordinates(index: NDArray[np.int64], sides: tuple[int, ...]) -> list[NDArray[np.int64]]:
+    """Where the devices of some numbers sit, per direction."""
     blocks = [min(side, _HOST_SIDE) if place < 2 else 1 for place, side in enumerate(sides)]
     inside, outside = [], []
     for block in blocks:
-        index, rest = divmod(index, block)
+        index, rest = np.divmod(index, block)
         inside.append(rest)
     for block, side in zip(blocks, sides, strict=True):
-        index, rest = divmod(index, side // block)
+        index, rest = np.divmod(index, side // block)
         outside.append(rest)
-    return tuple(block * far + near for block, far, near in zip(blocks, outside, inside, strict=True))
+    return [block * far + near for block, far, near in zip(blocks, outside, inside, strict=True)]
 
 
 def scatters_over_slice(num_devices: int, num_dims: int) -> bool:
@@ -72,9 +74,10 @@ def spans_of(axes: AxisNames, mesh: LogicalMesh, topology: Topology) -> tuple[Sp
         if name in axes:
             steps.append([stride * place for place in range(size) if stride * place < num_devices])
         stride *= size
-    members = [sum(places) for places in itertools.product(*steps)]
-    places = [coordinates(index, sides) for index in members if index < num_devices]
-    boxes = [max(column) - min(column) + 1 for column in zip(*places, strict=True)]
+    members = np.zeros(1, dtype=np.int64)
+    for own in steps:
+        members = (members[:, None] + np.array(own)).ravel()
+    boxes = [int(np.ptp(column)) + 1 for column in coordinates(members[members < num_devices], sides)]
     whole = topology.torus_dims < 3 or all(side % topology.ring_side == 0 for side in sides)
     found = [Span(box, whole and box == side and side % topology.ring_side == 0) for box, side in zip(boxes, sides, strict=True) if box > 1]
     return tuple(sorted(found, reverse=True))

@@ -1,5 +1,6 @@
 """Where devices sit in a TPU slice."""
 
+import numpy as np
 import pytest
 
 from spmdctx.cost.topology import topology
@@ -26,20 +27,24 @@ def test_squares_and_boxes_are_not_scattered_over_as_a_whole(num_devices, num_di
     assert scatters_over_slice(num_devices, num_dims) == expected
 
 
+def located(count, sides):
+    """The places of the first devices."""
+    return list(zip(*(own.tolist() for own in coordinates(np.arange(count), sides)), strict=True))
+
+
 @pytest.mark.parametrize("sides", [(2, 4), (4, 4), (2, 2, 2), (4, 4, 4), (1, 6)])
 def test_every_device_has_a_place_of_its_own(sides):
     count = 1
     for side in sides:
         count *= side
-    places = {coordinates(index, sides) for index in range(count)}
+    places = set(located(count, sides))
     assert len(places) == count
     assert all(0 <= place < side for found in places for place, side in zip(found, sides, strict=True))
 
 
 def test_devices_are_numbered_host_by_host_as_jax_does():
     # The coordinates of jax.experimental.topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").
-    found = [coordinates(index, (4, 4)) for index in range(10)]
-    assert found == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1), (0, 2), (1, 2)]
+    assert located(10, (4, 4)) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1), (0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(
