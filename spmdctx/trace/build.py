@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, count, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
@@ -27,6 +28,8 @@ from spmdctx.trace.program import LossOperand, ManualRegion, Program, UserPin
 Env = dict[Any, int]
 
 _Literal = jexc.Literal
+
+_aval = attrgetter("aval")
 
 _new = tuple.__new__
 """Makes named tuples of all their fields, in half the time of their own constructors: a step has tens of thousands."""
@@ -158,7 +161,7 @@ class Builder:
         variables = list(chain.from_iterable(made))
         first = len(self._avals)
         env.update(zip(variables, count(first)))
-        self._avals += [var.aval for var in variables]
+        self._avals += map(_aval, variables)
         sizes = list(map(len, made))
         starts = accumulate(sizes, initial=first)
         self._results += [(start,) if size == 1 else tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
@@ -192,9 +195,8 @@ class Builder:
         return number
 
     def _kind(self, eqn: Any) -> int:
-        # JAX shares abstract values between variables: their identities are hashed faster than shapes.
-        invars = eqn.invars
-        key = (eqn.primitive, len(invars), *[id(var.aval) for var in invars], *[id(var.aval) for var in eqn.outvars], *eqn.params.values())
+        # JAX shares abstract values between variables: their identities are hashed faster than shapes. Types of results follow.
+        key = (eqn.primitive, *map(id, map(_aval, eqn.invars)), *eqn.params.values())
         try:
             kind = self._quick.get(key)
         except TypeError:
@@ -245,7 +247,7 @@ class Builder:
             alive = self._alive(outputs)
             columns = self._columns(alive)
             held, loose = in_memory(columns, (*inputs, *outputs)), _loose_values(columns)
-        numbers = dict(zip(alive, count()))
+        sites = self._sites(alive, twins)
         origins = LazyOrigins(self._infos, self._frames, self._frame_of).select(alive)
         graph = Graph(
             values=self._values(),
@@ -260,40 +262,52 @@ class Builder:
         return Program(
             graph=graph,
             jaxpr=jaxpr,
-            op_of_site=tuple([numbers.get(twins.get(index, index), -1) for index in range(self.num_ops)]),
+            op_of_site=tuple(sites),
             scopes=tuple(columns.scopes.tolist()),
-            marks=tuple(mark._replace(op=numbers[mark.op]) for mark in self.marks if mark.op in numbers),
+            marks=tuple(mark._replace(op=sites[mark.op]) for mark in self.marks if sites[mark.op] >= 0),
             user_pins=tuple(self.user_pins),
-            manual=tuple(region._replace(op=numbers[region.op]) for region in self.manual if region.op in numbers),
+            manual=tuple(region._replace(op=sites[region.op]) for region in self.manual if sites[region.op] >= 0),
             loose=loose,
             region_ops=origins.inside_regions() if self.marks else frozenset(),
             loss_operands=tuple(one._replace(value=same.values.get(one.value, one.value)) for one in self.loss_operands),
         )
+
+    def _sites(self, alive: Sequence[int], twins: Mapping[int, int]) -> list[int]:
+        """Per op as walked its number, that of its twin where it has one, -1 where it is dead."""
+        numbers = np.full(self.num_ops, -1, dtype=np.int64)
+        numbers[alive] = np.arange(len(alive))
+        numbers[list(twins)] = numbers[list(twins.values())]
+        sites: list[int] = numbers.tolist()
+        return sites
 
     def _columns(self, alive: Sequence[int]) -> Columns:
         """Some of the ops, numbered anew, and all values."""
         kind_of, frames = np.array(self._kind_of, dtype=np.int64)[alive], np.array(self._frame_of, dtype=np.int64)[alive]
         around = np.array([(frame.repeats, frame.scope) for frame in self._frames], dtype=np.int64).reshape(-1, 2)[frames]
         operands, results = (list(map(column.__getitem__, alive)) for column in (self._operands, self._results))
-        for aval in {id(aval): aval for aval in self._avals}.values():
-            self._tensor(aval)
-        places = dict(zip(self._tensors, count()))
-        tensor_of = list(map(places.__getitem__, map(id, self._avals)))
-        return Columns(self._kinds, kind_of, (around[:, 0], around[:, 1]), operands, results, list(self._tensors.values()), tensor_of)
+        tensors, tensor_of = self._tensors_of_values()
+        return Columns(self._kinds, kind_of, (around[:, 0], around[:, 1]), operands, results, tensors, tensor_of)
 
     def _comparable(self, alive: Sequence[int]) -> list[Any]:
         """Equations of some of the ops, None for boundaries and for those whose parameters are only written alike."""
         kinds, alike = self._kind_of, self._alike
         return [self._equations[index] if kinds[index] not in alike else None for index in alive]
 
+    def _tensors_of_values(self) -> tuple[list[Tensor], list[int]]:
+        """What the values may be, and which of that each is."""
+        known = {key: self._tensor(aval) for key, aval in dict(zip(map(id, self._avals), self._avals, strict=True)).items()}
+        places = dict(zip(known, count(), strict=False))
+        return list(known.values()), list(map(places.__getitem__, map(id, self._avals)))
+
     def _values(self) -> tuple[Value, ...]:
         size = len(self._avals)
-        tensors = list(map(self._tensors.__getitem__, map(id, self._avals)))
+        shapes, dtypes = (
+            list(map({key: tensor[side] for key, tensor in self._tensors.items()}.__getitem__, map(id, self._avals))) for side in (0, 1)
+        )
         roles, paths = [Role.INTERMEDIATE] * size, [""] * size
         for index, (role, path) in self._named.items():
             roles[index], paths[index] = role, path
-        fields = zip(range(size), [own[0] for own in tensors], [own[1] for own in tensors], roles, paths, strict=True)
-        return tuple(map(_new, repeat(Value), fields))
+        return tuple(map(_new, repeat(Value), zip(range(size), shapes, dtypes, roles, paths, strict=True)))
 
     def _alive(self, outputs: tuple[int, ...]) -> list[int]:
         """The ops that some output or effect needs; a carry is needed with what the loop makes of it."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import jax
@@ -52,11 +54,17 @@ class Argument:
 
 def is_key(aval: Any, name: str) -> bool:
     """Whether a leaf is a PRNG key: typed, a raw pair (or four) of uint32 words, or an array of those that is named so."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if _is_of(aval.dtype, jax.dtypes.prng_key):
         return True
     if aval.dtype != jnp.uint32 or not aval.shape or aval.shape[-1] not in (2, 4):
         return False
     return len(aval.shape) == 1 or any(word in name.lower() for word in _KEY_WORDS)
+
+
+@lru_cache(maxsize=256)
+def _is_of(dtype: Any, family: Any) -> bool:
+    """`jnp.issubdtype`, worked out once per type."""
+    return bool(jnp.issubdtype(dtype, family))
 
 
 def roles_of(arguments: Sequence[Argument], carried: frozenset[int], batch: Selection | None) -> list[Role]:
@@ -134,14 +142,13 @@ def _state_roles(argument: Argument, default: Role) -> list[Role]:
 
 
 def _named_role(argument: Argument, leaf: Leaf, aval: Any, default: Role) -> Role:
-    words = [argument.name, *[key_text(key) for key in leaf.keys[2:]]]
-    if is_key(aval, words[-1]):
+    if is_key(aval, _leaf_name(argument, leaf)):
         return Role.KEY
-    for word in words:
+    for word in chain([argument.name], map(key_text, leaf.keys[2:])):
         known = _ROLE_OF_NAME.get(word.lower())
         if known is not None:
             return known
-    if not jnp.issubdtype(aval.dtype, jnp.inexact) or not aval.shape:
+    if not _is_of(aval.dtype, jnp.inexact) or not aval.shape:
         return Role.STATE
     return default
 
@@ -153,10 +160,17 @@ def _optax_leaves(span: Span) -> frozenset[int]:
         return frozenset()
     if kind[0].__module__.startswith("optax"):
         return frozenset(range(span.start, span.stop))
-    return frozenset().union(*[_optax_leaves(child) for child in children(span)])
+    return frozenset().union(*[_optax_leaves(child) for child in children(span)]) if _has_inner_nodes(span.tree) else frozenset()
 
 
 def _has_linen_node(tree: Any) -> bool:
     """Whether a TrainState, a FrozenDict or a metadata box lies in a structure."""
     kind = tree.node_data()
-    return kind is not None and (issubclass(kind[0], _LINEN_KINDS) or any(_has_linen_node(child) for child in tree.children()))
+    if kind is None or issubclass(kind[0], _LINEN_KINDS):
+        return kind is not None
+    return _has_inner_nodes(tree) and any(_has_linen_node(child) for child in tree.children())
+
+
+def _has_inner_nodes(tree: Any) -> bool:
+    """Whether a node has more below it than leaves."""
+    return bool(tree.num_nodes > tree.num_leaves + 1)
