@@ -33,8 +33,11 @@ def narrow_values(graph: Graph, held: bytearray) -> bytearray:
     # What is made of products on the way into other ops.
     passed, makes = bytearray(len(graph.values) + 1), products.tolist()
     for index in np.flatnonzero(may_take).tolist():
-        op = graph.ops[index]
-        if not makes[index] and not any(map(passed.__getitem__, op.operands)):
+        op, of_product = graph.ops[index], makes[index]
+        for value in op.operands:
+            if passed[value]:
+                of_product = True
+        if not of_product:
             continue
         for value in op.results:
             if not held[value]:

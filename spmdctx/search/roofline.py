@@ -17,7 +17,7 @@ from spmdctx.ir import LITERAL, DimFactors, Graph, Op, TensorSharding, Value, Wo
 from spmdctx.mesh import LogicalMesh, local_shape
 from spmdctx.rules.fusion import CHAINED
 from spmdctx.rules.traffic import NAMING, vector_flops
-from spmdctx.search.incidences import op_kinds
+from spmdctx.search.incidences import ends, op_kinds
 from spmdctx.search.transfer import FactorAxes
 
 Slices = Sequence[int]
@@ -54,10 +54,12 @@ def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> f
 
 def passing_values(graph: Graph) -> bytearray:
     """Per value 1 where it is only computed on the way into its readers, by the element-wise ops of their fusions."""
-    found = bytearray(len(graph.values))
-    for index in np.flatnonzero(op_kinds(graph).flags(_hands_on)).tolist():
-        found[graph.ops[index].results[0]] = 1
-    return found
+    known: bytearray | None = graph.facts.get(passing_values)
+    if known is None:
+        found = np.zeros(len(graph.values), dtype=np.uint8)
+        found[ends(graph).first_results[op_kinds(graph).flags(_hands_on)]] = 1
+        known = graph.facts[passing_values] = bytearray(found.tobytes())
+    return known
 
 
 def _hands_on(op: Op) -> bool:
