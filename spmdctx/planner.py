@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
@@ -14,9 +14,10 @@ from spmdctx.context_values import OPTIMIZER_LEVELS
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import Topology, as_asked
 from spmdctx.errors import ContextWarning, UnsupportedError
-from spmdctx.ir import LITERAL, Assignment, Role, item_bytes
+from spmdctx.ir import LITERAL, Assignment, Graph, Role, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
-from spmdctx.plan.plan import Cost, Gradients, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
+from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
+from spmdctx.plan.rows import LateRows
 from spmdctx.search.accumulation import Holds, holds_of, loop_sums
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.bodies import Body, add_bodies
@@ -26,7 +27,7 @@ from spmdctx.search.gradient_order import Gradient, gradient_buckets, gradient_o
 from spmdctx.search.modes import LAYERWISE, ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
 from spmdctx.search.optimizer_pins import couplings
 from spmdctx.search.optimizer_state import layer_dims
-from spmdctx.search.price import Bill, price
+from spmdctx.search.price import Bill, Moved, price
 from spmdctx.search.reduced_once import sums_of_gradients
 from spmdctx.search.refined_mesh import refined_axes
 from spmdctx.search.region_groups import region_groups, ungrouped_note
@@ -142,7 +143,7 @@ def _certified(plan: Plan, certificate: Certificate) -> Plan:
 
 def _gradients(program: Program, setup: Setup) -> Sequence[PlannedGradient]:
     """The gradients where they have no buckets."""
-    return Gradients(lambda: [one.path for one in gradient_order(program.graph)]) if setup.mesh.num_devices > 1 else ()
+    return LateRows(lambda: [PlannedGradient(one.path) for one in gradient_order(program.graph)]) if setup.mesh.num_devices > 1 else ()
 
 
 def _bodies(program: Program) -> list[Body]:
@@ -377,7 +378,7 @@ def _assemble(
     notes: tuple[str, ...],
     timing: Timing,
 ) -> Plan:
-    graph, context = program.graph, settings.context
+    graph, context, moves = program.graph, settings.context, tuple(bill.moves)
     inputs = tuple(
         PlannedTensor(leaf.path, leaf.role, leaf.shape, leaf.dtype, assignment.values[value], _reason(setup, assignment, value))
         for leaf, value in zip(captured.inputs, graph.inputs, strict=True)
@@ -404,7 +405,7 @@ def _assemble(
         op_table=OpTable.of(graph, assignment),
         memory_limit_bytes=settings.memory_bytes,
         assignment=assignment,
-        reshards=_reshards(program, bill),
+        reshards=LateRows(lambda: _reshards(graph, moves)),
         collectives=tuple(bill.collectives),
         cost=_cost(bill),
         notes=notes,
@@ -430,11 +431,8 @@ def _reason(setup: Setup, assignment: Assignment, value: int) -> str:
     return "spread from what is pinned" if any(assignment.values[value]) else "nothing pinned reaches it"
 
 
-def _reshards(program: Program, bill: Bill) -> tuple[Reshard, ...]:
-    graph = program.graph
-    rows = []
-    for move in bill.moves:
+def _reshards(graph: Graph, moves: Sequence[Moved]) -> Iterator[Reshard]:
+    for move in moves:
         origin = graph.origins[move.op]
         name = graph.values[move.value].path or f"value of {origin.name or graph.ops[move.op].primitive}"
-        rows.append(Reshard(name, move.source, move.target, graph.ops[move.op].primitive, origin.source, move.time_s))
-    return tuple(rows)
+        yield Reshard(name, move.source, move.target, graph.ops[move.op].primitive, origin.source, move.time_s)

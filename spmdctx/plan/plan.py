@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from spmdctx.errors import UnsupportedError
@@ -52,32 +51,6 @@ class PlannedGradient(NamedTuple):
 
     path: str
     bucket: int | None = None
-
-
-class Gradients(Sequence[PlannedGradient]):
-    """Gradients without buckets, which take a walk through the whole program: found when somebody asks for them."""
-
-    def __init__(self, find: Callable[[], Iterable[str]]) -> None:
-        self._find = find
-
-    @cached_property
-    def _rows(self) -> tuple[PlannedGradient, ...]:
-        return tuple([PlannedGradient(path) for path in self._find()])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> PlannedGradient: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[PlannedGradient, ...]: ...
-    def __getitem__(self, index: int | slice) -> PlannedGradient | tuple[PlannedGradient, ...]:
-        return self._rows[index]
-
-    def __eq__(self, other: object) -> bool:
-        return self._rows == tuple(other) if isinstance(other, (Gradients, tuple)) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # equal by content, which is found late
 
 
 class PlannedOp(NamedTuple):
@@ -222,7 +195,7 @@ class Plan:
     outputs: tuple[PlannedTensor, ...]
     op_table: OpTable
     assignment: Assignment
-    reshards: tuple[Reshard, ...]
+    reshards: Sequence[Reshard]
     collectives: tuple[Collective, ...]
     cost: Cost
     options: tuple[tuple[str, Any], ...] = ()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdctx.ir import Assignment, OpSharding, TensorSharding
+import numpy as np
+
+from spmdctx.ir import LITERAL, Assignment, OpSharding, TensorSharding
 from spmdctx.mesh import divides, replicated
+from spmdctx.search.incidences import ends
 from spmdctx.search.pins import PinnedDims
 from spmdctx.search.space import Space
 from spmdctx.search.transfer import merge, project
@@ -24,25 +27,43 @@ def place_free_values(space: Space, assignment: Assignment, pins: Mapping[int, P
     splits: dict[tuple[object, ...], OpSharding] = {}
     # Equal ones are one object, by which they are priced once.
     same: dict[TensorSharding, TensorSharding] = {}
-    for op, slots in zip(reversed(graph.ops), reversed(space.op_slots), strict=True):
-        if loose.isdisjoint(slots):
-            continue
+    fitting: dict[tuple[object, ...], TensorSharding] = {}
+    for index in _around(space):
+        op, slots = graph.ops[index], space.op_slots[index]
         if op.results and all(slot_of[value] in loose for value in op.results):
             for value in op.results:
-                own = _fitting(space, value, demands.get(slot_of[value]), pins.get(slot_of[value]))
-                values[value] = same.setdefault(own, own)
+                wanted, pin = demands.get(slot_of[value]), pins.get(slot_of[value])
+                alike = (space.shapes[value], wanted, pin)
+                if alike not in fitting:
+                    own = _fitting(space, value, wanted, pin)
+                    fitting[alike] = same.setdefault(own, own)
+                values[value] = fitting[alike]
             tensors = [(dims, values[value]) for dims, value in zip(op.rule.results, op.results, strict=True)]
             key = (id(op.rule), *(sharding for _, sharding in tensors))
             split = splits.get(key)
             if split is None:
                 split = splits[key] = OpSharding(merge(op.rule, tensors, space.splittable(op.rule), space.mesh))
-            ops[op.id] = split
+            ops[index] = split
         for position, slot in enumerate(slots[: len(op.operands)]):
             if slot in loose:
-                wanted = project(op.rule.operands[position], ops[op.id].axes)
+                wanted = project(op.rule.operands[position], ops[index].axes)
                 known = demands.get(slot)
-                demands[slot] = wanted if known is None else tuple(a if a == b else () for a, b in zip(known, wanted, strict=True))
+                if known is None:
+                    demands[slot] = wanted
+                elif known != wanted:
+                    demands[slot] = tuple(a if a == b else () for a, b in zip(known, wanted, strict=True))
     return Assignment(tuple(ops), tuple(values), assignment.mode)
+
+
+def _around(space: Space) -> list[int]:
+    """The ops that read or make what is free to place, the last one first."""
+    every = ends(space.graph)
+    free = np.zeros(len(space.slot_of) + 1, dtype=bool)
+    free[list(space.loose_slots)] = True
+    met = np.zeros(len(space.graph.ops), dtype=bool)
+    met[every.ops[free[np.array([*space.slot_of, LITERAL])[every.values]]]] = True
+    found: list[int] = np.flatnonzero(met)[::-1].tolist()
+    return found
 
 
 def _fitting(space: Space, value: int, wanted: TensorSharding | None, pin: PinnedDims | None) -> TensorSharding:

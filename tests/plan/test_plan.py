@@ -10,7 +10,8 @@ import pytest
 from spmdctx.ir import Assignment, Op, OpSharding, Origin, Role
 from spmdctx.mesh import LogicalMesh
 from spmdctx.plan import OpTable, Plan, PlannedTensor, Timing
-from spmdctx.plan.plan import Gradients, PlannedGradient
+from spmdctx.plan.plan import PlannedGradient
+from spmdctx.plan.rows import LateRows
 from tests.plan import DOT, small_graph, small_plan
 
 
@@ -99,9 +100,9 @@ def test_gradients_without_buckets_are_found_once_and_only_when_asked_for(tmp_pa
 
     def find():
         calls.append(1)
-        return ["w", "b"]
+        return [PlannedGradient("w"), PlannedGradient("b")]
 
-    plan = replace(small_plan(), gradients=Gradients(find))
+    plan = replace(small_plan(), gradients=LateRows(find))
     assert not calls
     assert [one.path for one in plan.gradients] == ["w", "b"]
     assert plan.gradients[1] == PlannedGradient("b", None)
