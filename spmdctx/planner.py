@@ -14,7 +14,7 @@ from spmdctx.context_values import OPTIMIZER_LEVELS
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import Topology, as_asked
 from spmdctx.errors import ContextWarning, UnsupportedError
-from spmdctx.ir import LITERAL, Assignment, Graph, Role, item_bytes
+from spmdctx.ir import LITERAL, Assignment, Collective, Graph, Role, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
 from spmdctx.plan.rows import LateRows
@@ -22,7 +22,7 @@ from spmdctx.search.accumulation import Holds, holds_of, loop_sums
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.bodies import Body, add_bodies
 from spmdctx.search.certificate import Certificate, gap_of
-from spmdctx.search.dynamic import DynamicOptions, Step, lower_bound_s
+from spmdctx.search.dynamic import DynamicOptions, lower_bound_s
 from spmdctx.search.gradient_order import Gradient, gradient_buckets, gradient_order, sum_buckets
 from spmdctx.search.modes import LAYERWISE, ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
 from spmdctx.search.optimizer_pins import couplings
@@ -33,6 +33,7 @@ from spmdctx.search.refined_mesh import refined_axes
 from spmdctx.search.region_groups import region_groups, ungrouped_note
 from spmdctx.search.select import SearchOptions, search
 from spmdctx.search.shortfall import over_budget
+from spmdctx.search.step import Step, bill_of
 from spmdctx.search.transfer import partial_axes
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
@@ -92,18 +93,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         buckets = gradient_buckets(program.graph, settings.context, gradients)
         by_sum = sum_buckets(gradients, buckets)
         holds = holds_of(program.graph, loop_sums(program.graph, by_sum), assignment, setup.mesh)
-        bill = price(
-            program.graph,
-            program.scopes,
-            program.loose,
-            written,
-            assignment,
-            setup.mesh,
-            settings.topology,
-            step.donated,
-            by_sum,
-            holds,
-        )
+        bill = _bill(step, written, assignment, setup.mesh, settings.topology, by_sum, holds)
         add_bodies(bill, program.graph, _bodies(program), assignment, setup.mesh, settings.topology)
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices, settings.topology)
@@ -123,6 +113,21 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         if certificate is not None:
             plan = _certified(plan, certificate)
     return Planned(plan, program, assignment, setup.mesh)
+
+
+def _bill(
+    step: Step,
+    written: Sequence[Collective],
+    assignment: Assignment,
+    mesh: LogicalMesh,
+    topology: Topology,
+    by_sum: Mapping[int, int],
+    holds: Holds,
+) -> Bill:
+    """The price of the plan; that which a search has asked for already, where there is nothing to add."""
+    if not (written or by_sum or holds.axes or holds.totals):
+        return bill_of(step, assignment, mesh, topology)
+    return price(step.graph, step.scopes, step.loose, written, assignment, mesh, topology, step.donated, by_sum, holds)
 
 
 def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import StrategyError
-from spmdctx.ir import Assignment, Graph
+from spmdctx.ir import Assignment
 from spmdctx.mesh import AnyOrder, LogicalMesh
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.branching import Best, cheapest_accepted
@@ -29,10 +29,10 @@ from spmdctx.search.memory_rows import Passing, completed, counted_bytes, least_
 from spmdctx.search.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.network import Network, build_network
-from spmdctx.search.price import price
 from spmdctx.search.solver.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.solve import Sought, solve
 from spmdctx.search.space import Space
+from spmdctx.search.step import Step, bill_of
 from spmdctx.search.stored_inputs import store_as_read
 from spmdctx.search.tables import Tables
 
@@ -52,16 +52,6 @@ SMALL_PROGRAM = 100
 
 _LARGE_PROGRAM = 5000
 """Ops from which a budget that nobody set is tried on one mesh only."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """The step that is planned, without JAX; see `trace.program.Program`. `donated` are input values."""
-
-    graph: Graph
-    scopes: tuple[int, ...]
-    loose: frozenset[int]
-    donated: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,8 +403,7 @@ class Searcher:
 
     def _peak(self, found: Found) -> Peak:
         """The op at which most bytes are alive, copies and all."""
-        step = self._step
-        bill = price(step.graph, step.scopes, step.loose, (), found.assignment, found.setup.mesh, self._topology, step.donated)
+        bill = bill_of(self._step, found.assignment, found.setup.mesh, self._topology)
         return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes)
 
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import Assignment, AxisNames, Graph, Op, Role, TensorSharding, Value, item_bytes
 from spmdctx.mesh import LogicalMesh, axes_of, divides, replicated
-from spmdctx.search.dynamic import Step
 from spmdctx.search.gather_at_use import RENAMED, is_slice, keep_at_rest, readers_of
 from spmdctx.search.modes import ALL_REPLICAS, OptimizerSharding, Setup
 from spmdctx.search.overlap import sides
 from spmdctx.search.refined_mesh import refined, refined_assignment, refined_setup
 from spmdctx.search.space import Space
+from spmdctx.search.step import Step
 from spmdctx.search.update_region import plan_update
 
 GRADIENTS_TOO, WEIGHTS_TOO = 2, 3

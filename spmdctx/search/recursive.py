@@ -25,7 +25,7 @@ from spmdctx.errors import StrategyError
 from spmdctx.ir import AxisNames, Graph
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.dynamic import Beaten, DynamicOptions, Found, Searcher, Shortfall, Step, mesh_is_fixed
+from spmdctx.search.dynamic import Beaten, DynamicOptions, Found, Searcher, Shortfall, mesh_is_fixed
 from spmdctx.search.meshes import candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.recursive_fold import Folded, folded_program
@@ -35,6 +35,7 @@ from spmdctx.search.recursive_splits import FewSplits
 from spmdctx.search.solver.problem import Solution
 from spmdctx.search.solver.solve import Sought
 from spmdctx.search.space import Space
+from spmdctx.search.step import Step
 from spmdctx.search.tables import Tables
 from spmdctx.search.transfer import FactorAxes
 

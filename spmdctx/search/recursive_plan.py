@@ -7,11 +7,11 @@ from dataclasses import replace
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir import Assignment
-from spmdctx.search.dynamic import Shortfall, Step
+from spmdctx.search.dynamic import Shortfall
 from spmdctx.search.modes import Request, Setup
-from spmdctx.search.price import price
 from spmdctx.search.recursive import Recursive, RecursiveOptions
 from spmdctx.search.recursive_stages import suggest_stages
+from spmdctx.search.step import Step, bill_of
 
 
 def plan_recursive(step: Step, request: Request, topology: Topology, options: RecursiveOptions) -> tuple[Setup, Assignment]:
@@ -33,13 +33,13 @@ def plan_recursive(step: Step, request: Request, topology: Topology, options: Re
     found = Recursive(step, topology, options).plan(request)
     if isinstance(found, Shortfall):
         raise _infeasible(step, options, found)
-    setup, graph = found.setup, step.graph
+    setup = found.setup
     # The batch lies as the plan has it; nobody asked for anything else.
     notes = [note for note in setup.notes if request.dataset is not None or not note.startswith("Batch leaf")]
     if options.max_stages:
         capacity = options.memory_bytes or topology.memory_bytes
-        peak_bytes = price(graph, step.scopes, step.loose, (), found.assignment, setup.mesh, topology, step.donated).memory_bytes
-        stages = suggest_stages(graph, found.assignment, setup.mesh, peak_bytes, options.max_stages, capacity)
+        peak_bytes = bill_of(step, found.assignment, setup.mesh, topology).memory_bytes
+        stages = suggest_stages(step.graph, found.assignment, setup.mesh, peak_bytes, options.max_stages, capacity)
         notes.append(f"auto_pipeline suggests {stages} of at most {options.max_stages} pipeline stages.")
     return replace(setup, notes=notes), found.assignment
 

@@ -10,17 +10,17 @@ from spmdctx.ir import Assignment, Graph, OpSharding
 from spmdctx.mesh import replicated
 from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.certificate import Certificate
-from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, plan_dynamic
+from spmdctx.search.dynamic import DynamicOptions, Shortfall, plan_dynamic
 from spmdctx.search.modes import Request, Setup, batch_parts, prepare
 from spmdctx.search.optimizer_pins import name_what_is_split
 from spmdctx.search.optimizer_state import split_optimizer
-from spmdctx.search.price import price
 from spmdctx.search.propagation import propagate
 from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions
 from spmdctx.search.recursive_plan import plan_recursive
 from spmdctx.search.reduced_once import reduced_once
 from spmdctx.search.shortfall import infeasible
 from spmdctx.search.space import Space
+from spmdctx.search.step import Step, bill_of
 from spmdctx.wording import bytes_text, counted
 
 _IN_TURNS = "Gradients are reduced in every micro-batch, not once per step"
@@ -85,7 +85,7 @@ def _reduced_once(step: Step, request: Request, options: SearchOptions, chosen: 
 
 
 def _peak(step: Step, setup: Setup, assignment: Assignment, options: SearchOptions) -> int:
-    return price(step.graph, step.scopes, step.loose, (), assignment, setup.mesh, options.topology, step.donated).memory_bytes
+    return bill_of(step, assignment, setup.mesh, options.topology).memory_bytes
 
 
 def _search(step: Step, request: Request, options: SearchOptions) -> Chosen:

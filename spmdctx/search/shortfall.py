@@ -7,10 +7,11 @@ from dataclasses import replace
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir import item_bytes
-from spmdctx.search.dynamic import SMALL_PROGRAM, DynamicOptions, Found, Shortfall, Step, mesh_is_fixed, plan_dynamic
+from spmdctx.search.dynamic import SMALL_PROGRAM, DynamicOptions, Found, Shortfall, mesh_is_fixed, plan_dynamic
 from spmdctx.search.memory import step_memory
 from spmdctx.search.modes import Request
-from spmdctx.search.price import Bill, price
+from spmdctx.search.price import Bill
+from spmdctx.search.step import Step, bill_of
 from spmdctx.wording import bytes_text, counted, exact_bytes_text
 
 _LARGEST = 3
@@ -110,7 +111,7 @@ def _enough_bytes(step: Step, request: Request, topology: Topology, options: Dyn
 
 
 def _peak_bytes(step: Step, topology: Topology, found: Found) -> int:
-    return price(step.graph, step.scopes, step.loose, (), found.assignment, found.setup.mesh, topology, step.donated).memory_bytes
+    return bill_of(step, found.assignment, found.setup.mesh, topology).memory_bytes
 
 
 def _enough_devices(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> int | None:

@@ -8,12 +8,13 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.mesh import AnyOrder
 from spmdctx.search import dynamic, exhaustive_tables
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.dynamic import DynamicOptions, Searcher, Shortfall, Step, plan_dynamic
+from spmdctx.search.dynamic import DynamicOptions, Searcher, Shortfall, plan_dynamic
 from spmdctx.search.evaluate import evaluate
 from spmdctx.search.exhaustive import Conditions, exhaustive
 from spmdctx.search.meshes import candidate_meshes
 from spmdctx.search.modes import Request, Setup
 from spmdctx.search.price import price
+from spmdctx.search.step import Step
 from tests.search.random_graphs import fused, random_machine, random_mesh, random_pins, random_step
 
 TOGETHER = 10

@@ -10,11 +10,12 @@ import pytest
 from spmdctx.cost.topology import PRESETS, Topology
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.accumulation import holds_of, loop_sums
-from spmdctx.search.dynamic import DynamicOptions, Searcher, Step
+from spmdctx.search.dynamic import DynamicOptions, Searcher
 from spmdctx.search.evaluate import evaluate
 from spmdctx.search.exhaustive import exhaustive
 from spmdctx.search.modes import Setup
 from spmdctx.search.price import price
+from spmdctx.search.step import Step
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import capture
 from tests.zoo import CASES, UNSPLIT

@@ -6,11 +6,12 @@ from spmdctx.cost.topology import topology
 from spmdctx.ir import Role
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search import fold as folding
-from spmdctx.search.dynamic import DynamicOptions, Searcher, Step
+from spmdctx.search.dynamic import DynamicOptions, Searcher
 from spmdctx.search.evaluate import evaluate
 from spmdctx.search.fold import fold
 from spmdctx.search.modes import Setup
 from spmdctx.search.space import Space
+from spmdctx.search.step import Step
 from tests.search.random_graphs import StepMaker, random_machine
 
 MESH = LogicalMesh.of((2, 2))

@@ -4,10 +4,11 @@ import pytest
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.search.accumulation import holds_of, loop_sums
-from spmdctx.search.dynamic import DynamicOptions, Searcher, Step
+from spmdctx.search.dynamic import DynamicOptions, Searcher
 from spmdctx.search.evaluate import evaluate
 from spmdctx.search.exhaustive import Conditions, exhaustive
 from spmdctx.search.price import price
+from spmdctx.search.step import Step
 from tests.search.harder_graphs import harder_case
 
 TOGETHER = 10

@@ -7,12 +7,12 @@ from spmdctx.ir import Assignment, FactorKind, OpSharding, Role
 from spmdctx.mesh import LogicalMesh, replicated
 from spmdctx.rules import rule_for
 from spmdctx.rules.builder import RuleBuilder, identity
-from spmdctx.search.dynamic import Step
 from spmdctx.search.modes import OptimizerSharding, Setup
 from spmdctx.search.optimizer_state import scattered_gradients, split_optimizer
 from spmdctx.search.propagation import propagate
 from spmdctx.search.refined_mesh import refined
 from spmdctx.search.space import Space
+from spmdctx.search.step import Step
 from spmdctx.search.transfer import project
 from tests.search.graphs import GraphMaker
 

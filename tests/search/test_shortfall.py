@@ -5,10 +5,11 @@ import re
 import pytest
 
 from spmdctx.search import shortfall
-from spmdctx.search.dynamic import DynamicOptions, Shortfall, Step, plan_dynamic
+from spmdctx.search.dynamic import DynamicOptions, Shortfall, plan_dynamic
 from spmdctx.search.exhaustive import Conditions, exhaustive
 from spmdctx.search.modes import Request
 from spmdctx.search.price import price
+from spmdctx.search.step import Step
 from tests.search.random_graphs import fused, random_machine, random_mesh, random_step
 
 
