@@ -227,7 +227,8 @@ class Searcher:
         least: Shortfall | None = None
         bounds = []
         is_hasty, is_proven = self._is_hasty(), True
-        for setup in sorted(setups, key=lambda setup: is_hasty and setup.mesh != fastest.setup.mesh):
+        # The most promising first, so that most of the others need no look.
+        for setup in sorted(setups, key=lambda setup: (setup.mesh != fastest.setup.mesh, self._bounds[setup.mesh])):
             if best is not None and (is_hasty or self._bounds[setup.mesh] >= best.cost_s):
                 bounds.append(self._bounds[setup.mesh])
                 continue

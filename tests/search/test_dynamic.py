@@ -14,7 +14,7 @@ from spmdctx.search.exhaustive import Conditions, exhaustive
 from spmdctx.search.meshes import candidate_meshes
 from spmdctx.search.modes import Request, Setup
 from spmdctx.search.price import price
-from spmdctx.search.step import Step
+from spmdctx.search.step import Step, bill_of
 from tests.search.random_graphs import fused, random_machine, random_mesh, random_pins, random_step
 
 TOGETHER = 10
@@ -201,6 +201,28 @@ def test_the_best_mesh_is_the_best_of_all_meshes(seed):
     assert [mesh.shape for mesh in (random_mesh(3), random_mesh(6))] == [(4,), (2, 2)]
     assert found.cost_s == pytest.approx(min(truth.cost_s for truth in truths), rel=1e-6)
     assert found.lower_bound_s <= min(truth.cost_s for truth in truths) * (1 + 1e-9)
+
+
+def test_a_budget_is_tried_on_the_most_promising_mesh_first_and_only_where_it_may_pay(monkeypatch):
+    looked, within = [], Searcher._within
+
+    def recorded(self, budget, tables, problem, fastest):
+        looked.append(self._bounds[fastest.setup.mesh])
+        return within(self, budget, tables, problem, fastest)
+
+    monkeypatch.setattr(Searcher, "_within", recorded)
+    spared = 0
+    for seed in range(4300, 4300 + TOGETHER):
+        looked.clear()
+        made, machine = random_step(seed), random_machine(seed)
+        step, request = _step(made), _request(4)
+        free = plan_dynamic(step, request, machine, DynamicOptions())
+        peak = bill_of(step, free.assignment, free.setup.mesh, machine).memory_bytes
+        plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=peak - 1))
+        assert looked == sorted(looked)
+        assert looked[0] == pytest.approx(free.cost_s)
+        spared += len(looked) < len(candidate_meshes(4, machine))
+    assert spared
 
 
 def _on_meshes_of_three(seed):
