@@ -23,7 +23,7 @@ MACHINE_PATH = re.compile(r"/(?:home|root|tmp|usr|work|Users)/")
 def _executed(path: Path) -> Any:
     """The notebook with new outputs; the kernel asks for its devices itself, as a user's would."""
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
     return notebook
 
 
