@@ -342,8 +342,11 @@ class Searcher:
             if isinstance(solution, Shortfall):
                 if limit == full:
                     return solution
-                # Too much was taken off for the copies of a plan that makes many.
-                low, limit = limit, (limit + high) / 2
+                # Too much was taken off for the copies of a plan that makes many; at most, what leaves the least that can be met.
+                low = max(limit, solution.enough_bytes - (budget - limit))
+                if low >= high:
+                    break
+                limit = (low + high) / 2
                 continue
             if limit == full:
                 bound_s = max(bound_s, solution.lower_bound)
@@ -362,6 +365,8 @@ class Searcher:
                     return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if best.found is None else best.found
                 seen, bound_s = best.found, best.lower_bound
             high = counted_bytes(limited, solution.states)
+            if high <= low:
+                break
             limit = budget - (peak.bytes - high)
             limit = limit if limit > low else (low + high) / 2
         return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if seen is None else seen

@@ -121,6 +121,29 @@ def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
     assert compared >= 2
 
 
+def test_no_limit_is_tried_of_which_the_solver_has_said_that_it_is_too_low(monkeypatch):
+    tried, limited = [], Searcher._limited
+
+    def recorded(self, problem, spare, fastest):
+        found = limited(self, problem, spare, fastest)
+        tried.append((problem.memory.limit, found.enough_bytes - spare if isinstance(found, Shortfall) else 0))
+        return found
+
+    monkeypatch.setattr(Searcher, "_limited", recorded)
+    monkeypatch.setattr(Searcher, "_is_small", lambda self: False)
+    times = 0
+    for seed in range(3000, 3000 + 6 * TOGETHER):
+        made, mesh, machine = random_step(seed, 8), random_mesh(seed), random_machine(seed)
+        tried.clear()
+        peak = _peak(made, mesh, machine, _search(made, mesh, machine).assignment)
+        _search(made, mesh, machine, memory_bytes=int(peak * 0.8))
+        for place, (_, enough) in enumerate(tried):
+            # What is enough is whole bytes.
+            assert all(limit > enough - 1 for limit, _ in tried[place + 1 :]), seed
+            times += bool(enough) and place + 1 < len(tried)
+    assert times
+
+
 def _peak(made, mesh, machine, assignment):
     return price(made.graph, made.scopes, made.loose, (), assignment, mesh, machine).memory_bytes
 
