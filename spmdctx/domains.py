@@ -11,12 +11,10 @@ from functools import cached_property, lru_cache
 from itertools import combinations, permutations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import IntArray
 from spmdctx.ir import AxisNames, TensorSharding
 from spmdctx.mesh import LogicalMesh
-
-Codes = NDArray[np.int64]
 
 MAX_ORDERED_AXES = 3
 """On meshes with more axes, the axes of one dimension keep the order of the mesh."""
@@ -43,16 +41,16 @@ class AxisCodes:
         return len(self.axes)
 
     @cached_property
-    def joined(self) -> Codes:
+    def joined(self) -> IntArray:
         """`joined[i, j]`: the code of the axes of i followed by those of j; -1 where there is none."""
         pairs = [[self.of.get(first + second, -1) for second in self.axes] for first in self.axes]
         return np.array(pairs, dtype=np.int64)
 
     @cached_property
-    def added(self) -> Codes:
+    def added(self) -> IntArray:
         """`added[i, j]`: the axes, as bits, that the code j has after those of i; 0 where it does not begin with them."""
         begins = [[second[: len(first)] == first for second in self.axes] for first in self.axes]
-        found: Codes = np.where(begins, self.bits[None, :] - self.bits[:, None], 0)
+        found: IntArray = np.where(begins, self.bits[None, :] - self.bits[:, None], 0)
         return found
 
     def names(self, bits: int) -> AxisNames:
@@ -67,7 +65,7 @@ class AxisCodes:
         """The sharding that a row stands for."""
         return tuple([self.axes[code] for code in row])
 
-    def rows(self, sizes: Sequence[int], splittable: Sequence[bool] | None = None) -> Codes:
+    def rows(self, sizes: Sequence[int], splittable: Sequence[bool] | None = None) -> IntArray:
         """All rows of disjoint codes that divide `sizes`, in lexicographic order. [rows, dims]"""
         rows = np.zeros((1, 0), dtype=np.int64)
         used = np.zeros(1, dtype=np.int64)
@@ -92,7 +90,7 @@ class Domain:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def numbers(self, rows: Codes) -> Codes:
+    def numbers(self, rows: IntArray) -> IntArray:
         """The numbers of rows, -1 for those that do not divide the shape."""
         keys = rows @ self._weights
         found = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
@@ -109,9 +107,9 @@ class Domain:
         return tuple([self.codes.sharding(row) for row in self.rows.tolist()])
 
     @cached_property
-    def slices(self) -> Codes:
+    def slices(self) -> IntArray:
         """Per number, into how many blocks the tensor is cut."""
-        found: Codes = np.prod(self.codes.slices[self.rows], axis=1, dtype=np.int64)
+        found: IntArray = np.prod(self.codes.slices[self.rows], axis=1, dtype=np.int64)
         return found
 
 

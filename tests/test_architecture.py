@@ -43,6 +43,7 @@ FAMILIES = {
     ),
     "__main__": "cli",
     "wording": "errors",
+    "arrays": "errors",
     "domains": "mesh",
     **dict.fromkeys(("strategy_files", "insight"), "planner"),
     **dict.fromkeys(("shard_batches", "shard_call", "shard_eager", "shard_modules"), "shard"),

@@ -8,12 +8,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import IntArray
 from spmdctx.ir import AxisNames
 from spmdctx.mesh import LogicalMesh
-
-_Ids = NDArray[np.int64]
 
 _GROUPS = re.compile(r"replica_groups=(\{\{[^}]*\}(?:,\{[^}]*\})*\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\{[^}]*\})")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{\d+,\d+\}(?:,\{\d+,\d+\})*)?\}")
@@ -48,7 +46,7 @@ def read_span(attributes: str, mesh: LogicalMesh) -> Span:
     return Span(axes, size, note)
 
 
-def read_groups(attributes: str, num_devices: int) -> _Ids:
+def read_groups(attributes: str, num_devices: int) -> IntArray:
     """Device groups, a row each, from any of the three syntaxes; no groups, or an empty list, means all devices."""
     found = _GROUPS.search(attributes)
     text = found.group(1) if found else "{}"
@@ -65,7 +63,7 @@ def read_groups(attributes: str, num_devices: int) -> _Ids:
     return np.array(together, dtype=np.int64)
 
 
-def _mesh_groups(text: str) -> _Ids:
+def _mesh_groups(text: str) -> IntArray:
     """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`: groups along the named axes, or parts `'b':(2)2` of them."""
     found = _MESH.match(text)
     if found is None:
@@ -86,7 +84,7 @@ def _mesh_groups(text: str) -> _Ids:
     return ids.reshape(pieces).transpose(kept + grouped).reshape(-1, group_size)
 
 
-def _iota(text: str) -> _Ids:
+def _iota(text: str) -> IntArray:
     """`[2,4]T(1,0)`: the numbers from 0 in that shape, transposed, flattened."""
     found = _IOTA.match(text)
     if found is None:
@@ -104,7 +102,7 @@ def _span_of_pairs(flat: list[int], mesh: LogicalMesh) -> Span:
     return Span(axes, mesh.num_slices(axes))
 
 
-def _coordinates(ids: _Ids, mesh: LogicalMesh) -> _Ids:
+def _coordinates(ids: IntArray, mesh: LogicalMesh) -> IntArray:
     return np.stack(np.unravel_index(ids, mesh.shape), axis=-1)
 
 

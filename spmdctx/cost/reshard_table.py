@@ -19,16 +19,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import FloatArray, IntArray
 from spmdctx.cost.collectives import LinearPrice, collective_price
 from spmdctx.cost.topology import Topology
 from spmdctx.domains import AxisCodes, Domain, axis_codes
 from spmdctx.ir import AxisNames
 from spmdctx.mesh import LogicalMesh
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 _SLICE_PRICE = 1e-6
 """Of two chains that move the same bytes, the one with fewer slices. In units of the whole tensor."""

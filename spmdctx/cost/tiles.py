@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import BoolArray, IntArray
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import AxisNames, TensorSharding
 from spmdctx.mesh import LogicalMesh, local_shape
@@ -34,13 +34,13 @@ def is_scattered(block: tuple[int, ...], dim: int, num_bytes: int) -> bool:
     return dim != lanes_dim(block) or block[dim] * num_bytes % (_LANES * _WORD_BYTES) == 0
 
 
-def are_scattered(blocks: NDArray[np.int64], num_bytes: int) -> NDArray[np.bool_]:
+def are_scattered(blocks: IntArray, num_bytes: int) -> BoolArray:
     """The same of many blocks of one rank, along each of their dimensions. [blocks, dims]"""
     if not blocks.shape[1]:
         return np.ones(blocks.shape, dtype=bool)
     fills = blocks / np.maximum(-(-blocks // _LANES) * _LANES, 1)
     lanes = blocks.shape[1] - 1 - np.argmax(fills[:, ::-1], axis=1)
-    found: NDArray[np.bool_] = (np.arange(blocks.shape[1]) != lanes[:, None]) | (blocks * num_bytes % (_LANES * _WORD_BYTES) == 0)
+    found: BoolArray = (np.arange(blocks.shape[1]) != lanes[:, None]) | (blocks * num_bytes % (_LANES * _WORD_BYTES) == 0)
     return found
 
 

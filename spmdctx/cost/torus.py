@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import IntArray
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import AxisNames
 from spmdctx.mesh import LogicalMesh
@@ -37,7 +37,7 @@ def slice_sides(num_devices: int, num_dims: int) -> tuple[int, ...]:
     return tuple(2 ** ((exponent + place) // num_dims) for place in range(num_dims))
 
 
-def coordinates(index: NDArray[np.int64], sides: tuple[int, ...]) -> list[NDArray[np.int64]]:
+def coordinates(index: IntArray, sides: tuple[int, ...]) -> list[IntArray]:
     """Where the devices of some numbers sit, per direction."""
     blocks = [min(side, _HOST_SIDE) if place < 2 else 1 for place, side in enumerate(sides)]
     inside, outside = [], []

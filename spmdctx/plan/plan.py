@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir import Assignment, Collective, Graph, Op, OpRule, OpSharding, Origin, Role, TensorSharding, factor_name, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape
+from spmdctx.plan.rows import Rows
 from spmdctx.plan.units import mesh_text, seconds_text
 from spmdctx.search.fold import ROUNDS, SMALL
 from spmdctx.wording import bytes_text, counted
@@ -101,7 +102,7 @@ class Timing(NamedTuple):
     search_s: float = 0.0
 
 
-class OpTable(Sequence[PlannedOp]):
+class OpTable(Rows[PlannedOp]):
     """The ops of a plan as columns; a row is made when it is asked for.
 
     `inputs` and `outputs` are the value ids of the plan's inputs and outputs.
@@ -130,13 +131,8 @@ class OpTable(Sequence[PlannedOp]):
     def __len__(self) -> int:
         return len(self.operations)
 
-    @overload
-    def __getitem__(self, index: int) -> PlannedOp: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[PlannedOp, ...]: ...
-    def __getitem__(self, index: int | slice) -> PlannedOp | tuple[PlannedOp, ...]:
-        if isinstance(index, slice):
-            return tuple(self[item] for item in range(*index.indices(len(self))))
+    def row(self, index: int) -> PlannedOp:
+        """The op at a place."""
         op, origin = self.operations[index], self.origins[index]
         sharding = sharding_text(self.choices[index])
         return PlannedOp(origin.name, op.primitive, origin.source, op.rule, sharding, op.repeats, op.flops)
@@ -152,8 +148,6 @@ class OpTable(Sequence[PlannedOp]):
             and tuple(self.choices) == tuple(other.choices)
             and all(left == right for left, right in zip(self.origins, other.origins, strict=True))
         )
-
-    __hash__ = None  # type: ignore[assignment]  # equal by content, and too large to hash
 
 
 @dataclass(frozen=True)

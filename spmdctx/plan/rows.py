@@ -1,7 +1,8 @@
-"""Rows of a plan that take a walk through the whole program: found when somebody asks for them."""
+"""Rows of a plan that are made when somebody asks for them."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Generic, TypeVar, overload
@@ -9,8 +10,27 @@ from typing import Generic, TypeVar, overload
 Row = TypeVar("Row")
 
 
-class LateRows(Sequence[Row], Generic[Row]):
-    """A sequence that is equal to the tuple of what `find` finds, which is called once."""
+class Rows(Sequence[Row], Generic[Row]):
+    """A sequence that makes its rows one by one."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def row(self, index: int) -> Row:
+        """The row at a place."""
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+        if isinstance(index, slice):
+            return tuple([self.row(place) for place in range(*index.indices(len(self)))])
+        return self.row(index)
+
+
+class LateRows(Rows[Row]):
+    """Equal to the tuple of what `find` finds, which is called once: it walks through the whole program."""
 
     def __init__(self, find: Callable[[], Iterable[Row]]) -> None:
         self._find = find
@@ -22,14 +42,9 @@ class LateRows(Sequence[Row], Generic[Row]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
-    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+    def row(self, index: int) -> Row:
+        """The row at a place."""
         return self._rows[index]
 
     def __eq__(self, other: object) -> bool:
         return self._rows == tuple(other) if isinstance(other, (LateRows, tuple)) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # equal by content, which is found late

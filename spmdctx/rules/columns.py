@@ -7,13 +7,10 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from spmdctx.arrays import BoolArray
 from spmdctx.ir import OpRule, item_bytes
-
-IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
-FloatArray = NDArray[np.float64]
 
 
 class Kind(NamedTuple):

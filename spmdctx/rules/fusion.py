@@ -12,8 +12,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from spmdctx.arrays import BoolArray, IntArray
 from spmdctx.ir import LITERAL
-from spmdctx.rules.columns import BoolArray, Columns, IntArray
+from spmdctx.rules.columns import Columns
 from spmdctx.rules.elementwise import BINARY, MANY, UNARY
 
 CHAINED = frozenset(

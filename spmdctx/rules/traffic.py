@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from spmdctx.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir import Op, Work
-from spmdctx.rules.columns import BoolArray, Columns, FloatArray, IntArray, Kind
+from spmdctx.rules.columns import Columns, Kind
 from spmdctx.rules.fusion import CHAINED
 
 _COSTLY = frozenset(

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.search.network import Node
-from spmdctx.search.solver.problem import FloatArray, Infeasible, IntArray, Problem, Solution
+from spmdctx.search.solver.problem import Infeasible, Problem, Solution
 from spmdctx.search.tables import Choices, Tables
 
 T = TypeVar("T")
@@ -96,5 +96,5 @@ def _divided(problem: Problem, kinds: Sequence[IntArray | None], states: Sequenc
     return parts
 
 
-def _without(costs: FloatArray, forbidden: NDArray[np.bool_]) -> FloatArray:
+def _without(costs: FloatArray, forbidden: BoolArray) -> FloatArray:
     return np.where(forbidden, np.inf, costs)

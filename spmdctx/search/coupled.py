@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray, IntArray
 from spmdctx.domains import domain
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.modes import Coupling
-from spmdctx.search.solver.problem import FloatArray, IntArray
 
 
 def allowed_pairs(mesh: LogicalMesh, shape: tuple[int, ...], own: IntArray, other: IntArray, coupling: Coupling) -> FloatArray:

@@ -14,8 +14,8 @@ from itertools import combinations, permutations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import FloatArray
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.tiles import scattered_by
@@ -152,7 +152,7 @@ class _Everything:
         self.ways: dict[int, list[Way]] = {}
         self.uses: dict[tuple[int, int], list[TensorSharding]] = {}
         self.tables = Elimination()
-        self.memo: dict[tuple[object, ...], NDArray[np.float64]] = {}
+        self.memo: dict[tuple[object, ...], FloatArray] = {}
 
     def best(self) -> Optimum | None:
         used = sorted({value for op in self.ops for value in (*op.operands, *op.results)} - self.free - {LITERAL})
@@ -189,14 +189,14 @@ class _Everything:
         """The part of its own bytes that a value takes in memory."""
         return kept_share(value, self.memory.narrow, self.topology)
 
-    def _profiles(self) -> dict[object, NDArray[np.float64]]:
+    def _profiles(self) -> dict[object, FloatArray]:
         """Per slot, the bytes of its values at every op for each of its places. [places, ops]"""
-        alive: dict[int, NDArray[np.float64]] = {}
+        alive: dict[int, FloatArray] = {}
         for value, start, end in self.memory.lives:
             slot = self.slot_of[value]
             if slot in self.places:
                 alive.setdefault(slot, np.zeros(len(self.graph.ops)))[start : end + 1] += self._share(self.graph.values[value])
-        found: dict[object, NDArray[np.float64]] = {}
+        found: dict[object, FloatArray] = {}
         for slot, times in alive.items():
             sizes = [local_bytes(self.graph.values[slot], place.sharding, self.mesh) for place in self.places[slot]]
             found["slot", slot] = np.outer(sizes, times)
@@ -351,7 +351,7 @@ class _Everything:
             fits |= same.reshape(len(ways), *(len(self.places[slot]) if other == number else 1 for other in range(len(slots))))
         self.tables.add_table((("op", op.id), *(("slot", slot) for slot in slots)), np.where(fits, 0.0, np.inf))
 
-    def _moves(self, op: Op, value: int, sources: Sequence[TensorSharding], targets: Sequence[TensorSharding]) -> NDArray[np.float64]:
+    def _moves(self, op: Op, value: int, sources: Sequence[TensorSharding], targets: Sequence[TensorSharding]) -> FloatArray:
         """Seconds in which `op` is brought a value from each source to each target."""
         known, size = self.graph.values[value], self.read_bytes[op.id, value]
         kept = self.summed.keeps(value, is_made=False)
@@ -382,7 +382,7 @@ class _Everything:
         return Assignment(tuple(ops), tuple(values), MODE)
 
 
-def _least_peak(stored: Mapping[object, NDArray[np.float64]], chosen: Mapping[object, int]) -> float:
+def _least_peak(stored: Mapping[object, FloatArray], chosen: Mapping[object, int]) -> float:
     """The least bytes alive at the fullest op if some slots are placed as chosen."""
     total = sum(table[chosen[slot]] if slot in chosen else table.min(axis=0) for slot, table in stored.items())
     return float(np.max(total)) if stored else 0.0

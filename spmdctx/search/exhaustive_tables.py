@@ -13,11 +13,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import FloatArray
 from spmdctx.errors import UnsupportedError
 
-FloatArray = NDArray[np.float64]
 Variable = Hashable
 
 LARGEST = 1 << 24

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from spmdctx.search.incidences import ends, executions, mixed
+from spmdctx.arrays import IntArray, WordArray
+from spmdctx.search.incidences import ends, executions
+from spmdctx.search.numbering import mixed
 from spmdctx.search.space import Space
 
 ROUNDS = 3
@@ -25,17 +26,16 @@ UPDATE_ROUNDS = 8
 SMALL = 200
 """Programs of so few ops are not folded: every op decides on its own."""
 
-_U64 = NDArray[np.uint64]
-_Colours = tuple[_U64, _U64]
+_Colours = tuple[WordArray, WordArray]
 """Of ops and of slots."""
 
 
 class _Around(NamedTuple):
     """Where slots meet ops: the op, the slot and a number of the position."""
 
-    ops: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    places: _U64
+    ops: IntArray
+    slots: IntArray
+    places: WordArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Fold:
 
 def fold(
     space: Space,
-    op_marks: Sequence[int] | NDArray[np.int64],
+    op_marks: Sequence[int] | IntArray,
     slot_marks: Mapping[int, int],
     terminal: Sequence[int] = (),
     rounds: int = ROUNDS,
@@ -95,8 +95,7 @@ def _refined(colours: _Colours, around: _Around) -> _Colours:
 def _with_updates(space: Space, colours: _Colours, around: _Around, terminal: Sequence[int]) -> _Colours:
     """More rounds for the ops of which no result leads to a matrix product, and for slots that only they touch."""
     every = ends(space.graph)
-    is_result = every.places >= every.num_operands[every.ops]
-    leads_on = ~np.array([*terminal, 0], dtype=bool)[every.values] & is_result
+    leads_on = ~np.array([*terminal, 0], dtype=bool)[every.values] & every.is_result
     inner = (every.num_results > 0) & (np.bincount(every.ops[leads_on], minlength=len(every.num_results)) == 0)
     inside = np.ones(len(colours[1]), dtype=bool)
     inside[around.slots[~inner[around.ops]]] = False
@@ -120,7 +119,7 @@ def _around(space: Space) -> _Around:
     return _Around(every.ops, every.slots, mixed(places.astype(np.uint64) + np.uint64(77)))
 
 
-def _first_colours(space: Space, op_marks: Sequence[int] | NDArray[np.int64], slot_marks: Mapping[int, int]) -> _Colours:
+def _first_colours(space: Space, op_marks: Sequence[int] | IntArray, slot_marks: Mapping[int, int]) -> _Colours:
     graph = space.graph
     repeats = executions(graph)
     columns = np.array(space.kind_of, dtype=np.int64), np.unique(repeats, return_inverse=True)[1], np.array(op_marks, dtype=np.int64)
@@ -132,7 +131,7 @@ def _first_colours(space: Space, op_marks: Sequence[int] | NDArray[np.int64], sl
     return mixed(op_kinds.astype(np.uint64) + np.uint64(1)), mixed(np.array(slot_kinds, dtype=np.uint64) + np.uint64(1 << 32))
 
 
-def _classes(colours: _U64, members: list[int]) -> tuple[list[int], list[list[int]]]:
+def _classes(colours: WordArray, members: list[int]) -> tuple[list[int], list[list[int]]]:
     """Classes numbered by their first member."""
     _, first, which = np.unique(colours[members], return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int64)

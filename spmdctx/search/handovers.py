@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir import Graph
-from spmdctx.search.incidences import BoolArray, IntArray, by_kind, executions
+from spmdctx.search.incidences import executions
+from spmdctx.search.kinds import ops_of
 from spmdctx.search.turns import made_repeats, read_repeats
-
-FloatArray = NDArray[np.float64]
 
 _BOUNDARIES = ("scan.enter", "scan.exit")
 
@@ -70,7 +69,6 @@ def turns(graph: Graph) -> tuple[IntArray, IntArray]:
     """Per op how often its operands are taken, and how often its results are made."""
     reading = executions(graph)
     making = reading.copy()
-    for index in np.flatnonzero(by_kind(graph, lambda op: op.primitive in _BOUNDARIES)).tolist():
-        op = graph.ops[index]
-        reading[index], making[index] = read_repeats(graph, op), made_repeats(graph, op)
+    for op in ops_of(graph, _BOUNDARIES):
+        reading[op.id], making[op.id] = read_repeats(graph, op), made_repeats(graph, op)
     return reading, making

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from spmdctx.ir import LITERAL, Graph, Op
-
-IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
-U64 = NDArray[np.uint64]
+from spmdctx.arrays import BoolArray, IntArray
+from spmdctx.ir import LITERAL, Graph
 
 _OPERANDS, _RESULTS, _REPEATS = itemgetter(2), itemgetter(3), itemgetter(6)
 
@@ -67,13 +63,6 @@ class Ends(NamedTuple):
         found[self.ops[first]] = self.values[first]
         return found
 
-    @property
-    def firsts(self) -> IntArray:
-        """Per op the place of its first operand or result among all."""
-        counts = self.num_operands + self.num_results
-        firsts: IntArray = np.cumsum(counts) - counts
-        return firsts
-
 
 def ends(graph: Graph) -> Ends:
     """The operands and results of a graph's ops."""
@@ -87,34 +76,6 @@ def ends(graph: Graph) -> Ends:
         places = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         known = graph.facts[ends] = Ends(np.repeat(np.arange(len(counts)), counts), values, places, num_operands, num_results)
     return known
-
-
-class OpKinds(NamedTuple):
-    """Per op the number of its kind (`Graph.kinds`), and of each kind the first op, which answers for all of them."""
-
-    numbers: IntArray
-    firsts: list[Op]
-
-    def flags(self, holds: Callable[[Op], bool]) -> BoolArray:
-        """Per op whether something holds that depends on its kind alone."""
-        return np.fromiter(map(holds, self.firsts), dtype=bool, count=len(self.firsts))[self.numbers]
-
-
-def op_kinds(graph: Graph) -> OpKinds:
-    """The kinds of a graph's ops."""
-    known: OpKinds | None = graph.facts.get(op_kinds)
-    if known is None:
-        numbers = np.array(graph.kinds, dtype=np.int64)
-        firsts = np.unique(numbers, return_index=True)[1].tolist()
-        known = graph.facts[op_kinds] = OpKinds(numbers, [graph.ops[first] for first in firsts])
-    return known
-
-
-def by_kind(graph: Graph, asked: Callable[[Op], int]) -> IntArray:
-    """Per op what `asked` says of the first op of its kind."""
-    numbers, firsts = op_kinds(graph)
-    said: IntArray = np.array([*map(asked, firsts)], dtype=np.int64)[numbers]
-    return said
 
 
 def executions(graph: Graph) -> IntArray:
@@ -133,10 +94,3 @@ def incidences(graph: Graph, slot_of: Sequence[int], left_out: Collection[int]) 
     out[-1] = True
     out[list(left_out)] = True
     return met.where(~out[met.slots])
-
-
-def mixed(numbers: U64) -> U64:
-    """A bijection that spreads every bit (the finaliser of MurmurHash3)."""
-    numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return numbers ^ (numbers >> np.uint64(33))

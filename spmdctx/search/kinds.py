@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import BoolArray, IntArray
 from spmdctx.ir import Graph, Op, Value
-from spmdctx.search.incidences import BoolArray, IntArray, ends, op_kinds
+from spmdctx.search.incidences import ends
+
+
+class OpKinds(NamedTuple):
+    """Per op the number of its kind (`Graph.kinds`), and of each kind the first op, which answers for all of them."""
+
+    numbers: IntArray
+    firsts: list[Op]
+
+    def flags(self, holds: Callable[[Op], bool]) -> BoolArray:
+        """Per op whether something holds that depends on its kind alone."""
+        return np.fromiter(map(holds, self.firsts), dtype=bool, count=len(self.firsts))[self.numbers]
+
+
+def op_kinds(graph: Graph) -> OpKinds:
+    """The kinds of a graph's ops."""
+    known: OpKinds | None = graph.facts.get(op_kinds)
+    if known is None:
+        numbers = np.array(graph.kinds, dtype=np.int64)
+        firsts = np.unique(numbers, return_index=True)[1].tolist()
+        known = graph.facts[op_kinds] = OpKinds(numbers, [graph.ops[first] for first in firsts])
+    return known
 
 
 def of_primitives(graph: Graph, primitives: Collection[str]) -> BoolArray:

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import IntArray
 from spmdctx.ir import LITERAL, FactorKind, Graph, Op, Role, item_bytes
-from spmdctx.search.incidences import IntArray, ends, op_kinds
-from spmdctx.search.kinds import inside, ops_of, value_kinds
+from spmdctx.search.incidences import ends
+from spmdctx.search.kinds import inside, op_kinds, ops_of, value_kinds
 from spmdctx.search.memory_late import GradientProduct, gradient_products
 from spmdctx.search.memory_narrow import narrow_values
 from spmdctx.search.memory_order import first_runs, needed_products, order, turn_ends
@@ -105,7 +105,7 @@ def step_memory(
 
 def profile(
     found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int, copies: Sequence[Copy] = (), scratch_bytes: int = 0
-) -> NDArray[np.int64]:
+) -> IntArray:
     """Bytes alive at each op.
 
     Args:
@@ -133,7 +133,7 @@ _SHORT = 200
 what is brought there ahead of its use. All three were chosen on compiled programs."""
 
 
-def _alive(table: NDArray[np.int64], num_ops: int) -> NDArray[np.int64]:
+def _alive(table: IntArray, num_ops: int) -> IntArray:
     """The sum of rows of start, end and bytes, at each op."""
     change = np.zeros(num_ops + 2, dtype=np.int64)
     np.add.at(change, table[:, 0], table[:, 2])

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from spmdctx.ir import LITERAL, Graph, Op
 from spmdctx.rules.fusion import CHAINED
-from spmdctx.search.incidences import op_kinds
-from spmdctx.search.kinds import ops_of
+from spmdctx.search.kinds import op_kinds, ops_of
 from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
 
 _LONGEST = 100

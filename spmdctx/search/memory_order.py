@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spmdctx.arrays import BoolArray
 from spmdctx.ir import LITERAL, Graph
 from spmdctx.rules.fusion import CHAINED
-from spmdctx.search.incidences import BoolArray, ends, executions, op_kinds
-from spmdctx.search.kinds import of_primitives, ops_of
+from spmdctx.search.incidences import ends, executions
+from spmdctx.search.kinds import of_primitives, op_kinds, ops_of
 from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
 
 _MOST_PASSED = 6

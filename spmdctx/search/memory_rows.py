@@ -11,15 +11,15 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.domains import domain
 from spmdctx.ir import FactorKind, item_bytes
 from spmdctx.search.memory import Peak, StepMemory
 from spmdctx.search.memory_narrow import kept_share
 from spmdctx.search.narrowing import NARROW_BYTES
 from spmdctx.search.network import Carry, Network, Source
-from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Life, Memory, Problem
+from spmdctx.search.solver.problem import Edge, Life, Memory, Problem
 from spmdctx.search.space import MATRIX_PRODUCTS
 from spmdctx.search.tables import Tables
 
@@ -98,7 +98,7 @@ def least_peak(problem: Problem) -> Peak:
     return Peak(int(alive.argmax()), int(alive.max()))
 
 
-_Way = list[tuple[int, NDArray[np.bool_]]]
+_Way = list[tuple[int, BoolArray]]
 _Readers = frozenset[tuple[int, int]]
 """Nodes and the positions at which they take a value."""
 
@@ -116,7 +116,7 @@ class _Builder:
         self._usages: list[FloatArray | None] = [None] * len(problem.costs)
         self._company: dict[tuple[object, ...], int] = {}
         self._into_use = {carry.target: carry for carry in self._network.carries if self._network.nodes[carry.target].sort == "use"}
-        self._slices: dict[tuple[object, ...], NDArray[np.bool_]] = {}
+        self._slices: dict[tuple[object, ...], BoolArray] = {}
         # Tables are shared by their objects' numbers, which must not be given to others.
         self._kept: list[object] = []
         self._lives: list[Life] = []
@@ -260,7 +260,7 @@ class _Builder:
         operands = self._space.graph.ops[self._network.nodes[carry.target].member].operands
         return [position for position in range(carry.position) if operands[position] == operands[carry.position]]
 
-    def _is_slice(self, source: Source, value: int) -> NDArray[np.bool_]:
+    def _is_slice(self, source: Source, value: int) -> BoolArray:
         """Per state of what stores a value and sharding: whether no bytes move. [state, sharding]"""
         stored, shape = self._tables.choices[source.node].stored[source.result], self._space.graph.values[value].shape
         key = ("slice", id(stored), shape)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Graph, Op, TensorSharding
 from spmdctx.mesh import LogicalMesh
-from spmdctx.search.incidences import BoolArray, IntArray, ends, executions, op_kinds
+from spmdctx.search.incidences import ends, executions
+from spmdctx.search.kinds import op_kinds
 from spmdctx.search.numbering import Numbering, numbered
 from spmdctx.search.roofline import compute_time_s
 from spmdctx.search.transfer import partial_axes, project
@@ -42,7 +43,7 @@ class Needs(NamedTuple):
     numbers: IntArray
     each: list[Need]
 
-    def per_op(self, figure: Callable[[Need], float]) -> NDArray[np.float64]:
+    def per_op(self, figure: Callable[[Need], float]) -> FloatArray:
         """A figure of each op."""
         return np.array([*map(figure, self.each)], dtype=np.float64)[self.numbers]
 

@@ -15,11 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import BoolArray, IntArray
 from spmdctx.ir import Op, Role
 from spmdctx.search.accumulation import AT_ONCE, NOTHING_SUMMED, Later, Summed, later_reductions, loop_sums
 from spmdctx.search.fold import ROUNDS, Fold, fold
 from spmdctx.search.handovers import Handovers, Row, turns
-from spmdctx.search.incidences import BoolArray, Incidences, IntArray, by_kind, ends, executions
+from spmdctx.search.incidences import Incidences, ends, executions
+from spmdctx.search.kinds import of_primitives, op_kinds, ops_of
 from spmdctx.search.narrowing import narrow_readers
 from spmdctx.search.overlap import Sides, sides
 from spmdctx.search.space import MATRIX_PRODUCTS, NO_SLOT, Space
@@ -157,10 +159,8 @@ def _joins_of_maker(network: Network, slot_class: int) -> Joins:
 def _terminal(space: Space, found: Sides) -> IntArray:
     """Per op 1 where its first result reaches no matrix product."""
     every = ends(space.graph)
-    is_first = every.places == every.num_operands[every.ops]
-    terminal = np.zeros(len(space.graph.ops), dtype=np.int64)
-    terminal[every.ops[is_first]] = np.frombuffer(found.terminal, dtype=np.uint8)[every.values[is_first]]
-    return terminal
+    terminal = np.frombuffer(found.terminal, dtype=np.uint8).astype(np.int64)
+    return np.where(every.num_results > 0, terminal[every.first_results], 0)
 
 
 def _joins(space: Space, slot_marks: Mapping[int, int]) -> IntArray:
@@ -173,8 +173,8 @@ def _joins(space: Space, slot_marks: Mapping[int, int]) -> IntArray:
     is_lone = np.repeat(every.num_results == 1, every.num_operands + every.num_results) & (every.places == every.num_operands[every.ops])
     results, makers = every.values[is_lone], every.ops[is_lone]
     sums = np.zeros(len(graph.values), dtype=bool)
-    sums[results] = alone[results] & (by_kind(graph, lambda op: _reduces(space, op)) != 0)[makers]
-    is_addition = by_kind(graph, lambda op: op.primitive in ADDITIONS and len(op.results) == 1)
+    sums[results] = alone[results] & op_kinds(graph).flags(lambda op: _reduces(space, op))[makers]
+    is_addition = op_kinds(graph).flags(lambda op: op.primitive in ADDITIONS and len(op.results) == 1)
     for index in np.flatnonzero(is_addition).tolist():
         (first, second), (value,) = graph.ops[index].operands, graph.ops[index].results
         if first != second and first >= 0 and second >= 0 and sums[first] and sums[second]:
@@ -206,11 +206,10 @@ def _add_uses(network: Network) -> None:
     """Use nodes for values that more than one matrix product of a computation reads."""
     space, folded, scopes = network.space, network.folded, network.scopes
     readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for index in np.flatnonzero(_products(space)).tolist():
-        op = space.graph.ops[index]
-        for position, slot in enumerate(space.op_slots[index][: len(op.operands)]):
+    for op in ops_of(space.graph, MATRIX_PRODUCTS):
+        for position, slot in enumerate(space.op_slots[op.id][: len(op.operands)]):
             if slot != NO_SLOT and slot not in space.loose_slots:
-                readers.setdefault((op.operands[position], scopes[index]), []).append((folded.op_class[index], position))
+                readers.setdefault((op.operands[position], scopes[op.id]), []).append((folded.op_class[op.id], position))
     classes: dict[tuple[object, ...], int] = {}
     for (value, scope), own in readers.items():
         if len(own) < 2:
@@ -222,12 +221,6 @@ def _add_uses(network: Network) -> None:
             node = classes[key] = len(network.nodes)
             network.nodes.append(Node("use", value, 1))
         network.uses[value, scope] = node
-
-
-def _products(space: Space) -> BoolArray:
-    """Per op whether it is a matrix product."""
-    found: BoolArray = by_kind(space.graph, lambda op: op.primitive in MATRIX_PRODUCTS) != 0
-    return found
 
 
 def _add_carries(network: Network, found: Sides) -> None:
@@ -272,7 +265,7 @@ def _by_uses(network: Network, rows: Handovers, every: Incidences) -> Handovers:
     """Values with a use node go there once, and from there to their readers."""
     if not network.uses:
         return rows
-    is_product = _products(network.space)
+    is_product = of_primitives(network.space.graph, MATRIX_PRODUCTS)
     places: list[int] = []
     feeding: dict[tuple[int, int], Row] = {}
     for place in np.flatnonzero(is_product[every.ops] & ~every.is_result).tolist():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spmdctx.search.incidences import IntArray
+from spmdctx.arrays import IntArray, WordArray
 
 _MOST = 1 << 62
 
@@ -34,6 +34,13 @@ class Numbering:
         """The first of each class, and the class of each."""
         _, firsts, numbers = np.unique(self._numbers, return_index=True, return_inverse=True)
         return firsts.tolist(), numbers
+
+
+def mixed(numbers: WordArray) -> WordArray:
+    """A bijection that spreads every bit (the finaliser of MurmurHash3)."""
+    numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return numbers ^ (numbers >> np.uint64(33))
 
 
 def _bound(numbers: IntArray) -> int:

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import FloatArray
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import ReshardStep, reshard_steps
 from spmdctx.cost.tiles import scattered_by
@@ -368,7 +368,7 @@ _RESULT = "result"
 _MARKS = frozenset({"spmdctx_shard", "sharding_constraint"})
 
 
-def _sum_in_order(figures: NDArray[np.float64]) -> float:
+def _sum_in_order(figures: FloatArray) -> float:
     """The sum from first to last, which is that of no other order."""
     return float(np.add.accumulate(figures)[-1]) if len(figures) else 0.0
 

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray, IntArray
 from spmdctx.domains import axis_codes, domain
 from spmdctx.ir import Op, Role
 from spmdctx.search.algo import AlgoLimits, is_elementwise
 from spmdctx.search.modes import Setup
 from spmdctx.search.network import PLAIN, Carry, Network, Node
-from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Problem, Solution
+from spmdctx.search.solver.problem import Edge, Problem, Solution
 from spmdctx.search.space import Space
 from spmdctx.search.states import Split, States
 from spmdctx.search.tables import Choices, Tables

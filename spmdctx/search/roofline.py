@@ -17,7 +17,8 @@ from spmdctx.ir import LITERAL, DimFactors, Graph, Op, TensorSharding, Value, Wo
 from spmdctx.mesh import LogicalMesh, local_shape
 from spmdctx.rules.fusion import CHAINED
 from spmdctx.rules.traffic import NAMING, vector_flops
-from spmdctx.search.incidences import ends, op_kinds
+from spmdctx.search.incidences import ends
+from spmdctx.search.kinds import op_kinds
 from spmdctx.search.transfer import FactorAxes
 
 Slices = Sequence[int]

@@ -23,7 +23,8 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, AxisNames, Graph, Op, OpRule, OpSharding, TensorSharding, Work, item_bytes
 from spmdctx.mesh import LogicalMesh, local_shape, replicated
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.incidences import Incidences, ends, incidences, mixed
+from spmdctx.search.incidences import Incidences, ends, incidences
+from spmdctx.search.numbering import mixed
 from spmdctx.search.roofline import compute_time_s, passing_values, written_s
 from spmdctx.search.transfer import FactorAxes, legal, merge, partial_axes, project
 from spmdctx.search.turns import made_repeats, read_repeats

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray, IntArray
 from spmdctx.cost.collectives import LinearPrice, collective_price, collective_time_s
 from spmdctx.cost.tiles import are_scattered, in_order
 from spmdctx.cost.topology import Topology
@@ -22,7 +23,6 @@ from spmdctx.mesh import LogicalMesh
 from spmdctx.search.accumulation import AT_ONCE, Later
 from spmdctx.search.overlap import reduction_machine, widening
 from spmdctx.search.roofline import sliced_time_s
-from spmdctx.search.solver.problem import FloatArray, IntArray
 from spmdctx.search.transfer import FactorAxes
 
 ADDITIONS = frozenset({"add", "add_any"})

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray, IntArray
 from spmdctx.cost.reshard_table import reshard_table
 from spmdctx.domains import axis_codes, domain
 from spmdctx.errors import UnsupportedError
@@ -19,7 +20,7 @@ from spmdctx.search.modes import Coupling, Setup
 from spmdctx.search.narrowing import NARROW_BYTES
 from spmdctx.search.network import Carry, Network, Node
 from spmdctx.search.pins import PinnedDims
-from spmdctx.search.solver.problem import Edge, FloatArray, IntArray, Problem
+from spmdctx.search.solver.problem import Edge, Problem
 from spmdctx.search.space import Space
 from spmdctx.search.states import Split, States, following, shapes_of, split_of_axes, split_of_rule, states_of
 

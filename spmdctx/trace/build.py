@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from spmdctx.arrays import BoolArray, IntArray
 from spmdctx.ir import LITERAL, Graph, Mark, Op, OpRule, Role, Value
 from spmdctx.rules import rule_for
 from spmdctx.rules.columns import Columns, Kind, Tensor
@@ -324,7 +325,7 @@ class Builder:
             if len(needed) == size:
                 return alive[::-1]
 
-    def _trail(self) -> NDArray[np.int64]:
+    def _trail(self) -> IntArray:
         """Per op its kind, its scope, how often it runs, and its operands."""
         sizes = np.fromiter(map(len, self._operands), dtype=np.int64, count=self.num_ops) + 3
         starts, total = np.cumsum(sizes) - sizes, int(sizes.sum())
@@ -369,7 +370,7 @@ def _stable_text(params: dict[str, Any]) -> str:
     return _ADDRESS.sub("", repr(sorted((name, str(value)) for name, value in params.items())))
 
 
-def _ops(columns: Columns, held: NDArray[np.bool_]) -> tuple[Op, ...]:
+def _ops(columns: Columns, held: BoolArray) -> tuple[Op, ...]:
     """The ops; `held` says of each value whether it exists in memory."""
     fused = fused_slots(columns, held)
     primitives, rules, flops = ([kind[place] for kind in map(columns.kinds.__getitem__, columns.kind_of.tolist())] for place in range(3))

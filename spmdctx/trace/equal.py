@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 import numpy as np
 
+from spmdctx.arrays import BoolArray
 from spmdctx.ir import LITERAL
-from spmdctx.rules.columns import BoolArray, Columns
+from spmdctx.rules.columns import Columns
 from spmdctx.rules.fusion import CHAINED
 
 _APART = frozenset({"optimization_barrier", "rng_uniform", "pure_callback"})

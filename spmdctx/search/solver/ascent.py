@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.assignment import Amounts
 from spmdctx.search.solver.dual import Bound, Dual
 from spmdctx.search.solver.energy import Search
 from spmdctx.search.solver.graph import Graph
-from spmdctx.search.solver.problem import FloatArray
 
 SHARPNESS = 16
 START_SWEEPS = 10

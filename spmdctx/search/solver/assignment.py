@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.graph import Graph
 from spmdctx.search.solver.local import cost
 from spmdctx.search.solver.memory import Rows
-from spmdctx.search.solver.problem import FloatArray
 
 MAX_MOVES = 0.25
 """Share of the offered changes that one pass of a repair makes."""

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray, IntArray
 from spmdctx.search.solver.graph import Graph
 from spmdctx.search.solver.groups import Groups
-from spmdctx.search.solver.problem import FloatArray, IntArray
 
 SMALL_TABLE = 4096
 """Tables of at most this many entries are stacked even if they differ."""

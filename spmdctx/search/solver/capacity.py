@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.assignment import Amounts
 from spmdctx.search.solver.energy import Search, minimise
 from spmdctx.search.solver.graph import Graph
-from spmdctx.search.solver.problem import FloatArray
 
 STEPS = 40
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.graph import Graph
 from spmdctx.search.solver.memory import Rows
-from spmdctx.search.solver.problem import FloatArray
 
 MAX_CHOICES = 200_000
 

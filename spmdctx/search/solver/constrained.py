@@ -7,6 +7,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.ascent import Ascent
 from spmdctx.search.solver.assignment import Amounts, Assignment
 from spmdctx.search.solver.capacity import has_hard_tables, smallest
@@ -18,7 +19,7 @@ from spmdctx.search.solver.graph import Graph, is_whole
 from spmdctx.search.solver.lagrange import Prices, priced
 from spmdctx.search.solver.memory import Rows
 from spmdctx.search.solver.polish import Polish
-from spmdctx.search.solver.problem import FloatArray, Infeasible, Known
+from spmdctx.search.solver.problem import Infeasible, Known
 from spmdctx.search.solver.program import integer_optimum, lowest_peak, num_variables
 
 PRICE_STEPS = 30

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from spmdctx.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.search.solver.graph import Graph
-from spmdctx.search.solver.pool import BoolArray
-from spmdctx.search.solver.problem import FloatArray, IntArray
 
 MAX_WORK = 20_000_000
 """Most additions for comparing the rows of one table."""

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray, IntArray
 from spmdctx.search.solver.batches import Batch, Link, Places, Single, batches_of, narrowed
 from spmdctx.search.solver.graph import Graph
 from spmdctx.search.solver.groups import Groups
-from spmdctx.search.solver.problem import FloatArray, IntArray
 
 CHUNK = 1 << 20
 MAX_NUMBERED = 1000

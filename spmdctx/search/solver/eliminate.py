@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.graph import Graph
 from spmdctx.search.solver.join import least
 from spmdctx.search.solver.pool import Pool
-from spmdctx.search.solver.problem import FloatArray
 
 Memo = dict[tuple[object, ...], tuple[int, float]]
 Factors = dict[tuple[int, ...], int]

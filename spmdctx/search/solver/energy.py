@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import IntArray
 from spmdctx.search.solver.dominance import discard, supported
 from spmdctx.search.solver.dual import Bound, Dual
 from spmdctx.search.solver.eliminate import Memo, eliminate, order
 from spmdctx.search.solver.graph import Graph
 from spmdctx.search.solver.local import descend
 from spmdctx.search.solver.memory import Rows
-from spmdctx.search.solver.problem import IntArray
 from spmdctx.search.solver.triples import Triples
 
 MAX_TABLE = 1 << 23

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.assignment import Amounts
 from spmdctx.search.solver.graph import Graph
-from spmdctx.search.solver.problem import FloatArray
 
 Forest = list[tuple[int, int]]
 """Nodes, parents first, each with its parent or -1."""

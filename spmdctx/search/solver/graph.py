@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray, IntArray
 from spmdctx.search.solver.pool import Pool
-from spmdctx.search.solver.problem import Edge, FloatArray, IntArray
+from spmdctx.search.solver.problem import Edge
 
 PEEL_WORK = 40_000_000
 """Most additions that removing one node with two neighbours may take."""

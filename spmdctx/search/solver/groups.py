@@ -10,16 +10,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from spmdctx.search.solver.problem import FloatArray, IntArray
+from spmdctx.arrays import FloatArray, IntArray, WordArray
 
 MIN_SIZE = 4096
 """Entries from which a table is looked at."""
 WORTH = 0.6
 """Share of its entries that a table must shrink to."""
-
-_Words = NDArray[np.uint64]
 
 
 class Classes(NamedTuple):
@@ -81,26 +78,26 @@ def _classes(table: FloatArray) -> Classes:
     return Classes(order, np.flatnonzero(is_first), of)
 
 
-def _line_hashes(table: FloatArray) -> _Words:
-    hashes: _Words = np.einsum("ij,j->i", _mixed(table.view(np.uint64)), _weights(table.shape[1]))
+def _line_hashes(table: FloatArray) -> WordArray:
+    hashes: WordArray = np.einsum("ij,j->i", _mixed(table.view(np.uint64)), _weights(table.shape[1]))
     return hashes
 
 
-def _mixed(words: _Words) -> _Words:
+def _mixed(words: WordArray) -> WordArray:
     """Words whose low bits depend on the high ones, in which floats of few digits differ."""
-    mixed: _Words = words ^ (words >> np.uint64(32))
+    mixed: WordArray = words ^ (words >> np.uint64(32))
     return mixed
 
 
-def _weights(count: int) -> _Words:
+def _weights(count: int) -> WordArray:
     return _all_weights(1 << max(count - 1, 0).bit_length())[:count]
 
 
 @lru_cache(maxsize=32)
-def _all_weights(count: int) -> _Words:
+def _all_weights(count: int) -> WordArray:
     """Odd numbers without a pattern: the outputs of splitmix64 (Steele, Lea and Flood, 2014)."""
     words = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    found: _Words = (words ^ (words >> np.uint64(31))) | np.uint64(1)
+    found: WordArray = (words ^ (words >> np.uint64(31))) | np.uint64(1)
     return found

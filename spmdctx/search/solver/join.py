@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmdctx.search.solver.problem import FloatArray
+from spmdctx.arrays import FloatArray
 
 CHUNK = 1 << 17
 """Entries that are formed at a time: they stay in the processor's cache."""

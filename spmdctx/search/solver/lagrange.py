@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linprog
 
+from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.assignment import Amounts
 from spmdctx.search.solver.energy import Search, minimise
 from spmdctx.search.solver.graph import Graph
 from spmdctx.search.solver.local import cost
-from spmdctx.search.solver.problem import FloatArray
 
 MAX_NEW_ROWS = 3
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from spmdctx.search.solver.problem import FloatArray, IntArray, Memory
+from spmdctx.arrays import FloatArray, IntArray
+from spmdctx.search.solver.problem import Memory
 
 ROUNDING = 1e-12
 """Usage above the limit by less than this share is rounding."""

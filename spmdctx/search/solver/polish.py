@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.assignment import Amounts, Assignment
 from spmdctx.search.solver.energy import Search
 from spmdctx.search.solver.forest import best_states, forest, tree
 from spmdctx.search.solver.graph import Graph
-from spmdctx.search.solver.problem import FloatArray
 
 TREE_SCALES = (0.5, 0.25, 0.0, 2.0, 1.0)
 """Trees are solved at these multiples of the prices in turn: low prices use up room, high ones make it."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spmdctx.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.search.solver.groups import Groups, content_hash, grouped
 from spmdctx.search.solver.join import least
-from spmdctx.search.solver.problem import FloatArray, IntArray
-
-BoolArray = NDArray[np.bool_]
 
 MAX_COMPARED = 1 << 16
 """Entries up to which results are compared with those known before."""

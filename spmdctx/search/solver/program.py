@@ -12,10 +12,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, hstack
 
+from spmdctx.arrays import FloatArray, IntArray
 from spmdctx.search.solver.assignment import Amounts
 from spmdctx.search.solver.closing import fixed_usage
 from spmdctx.search.solver.graph import Graph
-from spmdctx.search.solver.problem import FloatArray, IntArray
 
 NODE_LIMIT = 10_000
 PRECISION = 1e-6

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.dual import Bound, Dual
 from spmdctx.search.solver.graph import Graph
-from spmdctx.search.solver.problem import FloatArray
 
 MAX_WIDTH = 6
 """Nodes with more neighbours in the order are in no triple with two of them."""

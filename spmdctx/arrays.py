@@ -1,0 +1,12 @@
+"""Names of the types of array that the package passes around."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float64]
+WordArray = NDArray[np.uint64]
+"""Hashes: arithmetic on them wraps around."""
