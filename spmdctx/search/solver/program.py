@@ -22,6 +22,8 @@ PRECISION = 1e-6
 """HiGHS calls a choice optimal when it is this near to its bound, in units of the scaled objective."""
 SCALE = 1e4
 ROW_ROUNDS = 8
+ROWS_AT_ONCE = 100
+"""So many rows cost HiGHS less than another round does."""
 
 
 class Program(NamedTuple):
@@ -109,7 +111,7 @@ def integer_optimum(graph: Graph, amounts: Amounts, active: list[int], most: flo
     Args:
         graph: The costs; every node that has a row and several states must be left.
         amounts: The usage of the graph's states.
-        active: Rows to start with; rows join as choices exceed them.
+        active: Rows to start with where there are many; rows join as choices exceed them.
         most: A cost that some choice has, or infinite.
         seconds: HiGHS's time limit, for benchmarks; else its nodes are limited.
     """
@@ -121,7 +123,7 @@ def integer_optimum(graph: Graph, amounts: Amounts, active: list[int], most: flo
     if seconds is not None:
         options["time_limit"] = max(seconds, 0.1)
     found: list[list[int]] = []
-    chosen, bound = sorted(set(active)), -np.inf
+    chosen, bound = _first_rows(len(amounts.rows.times), active), -np.inf
     for _ in range(ROW_ROUNDS):
         rows = [LinearConstraint(model.rows, model.sums, model.sums)]
         if chosen:
@@ -140,6 +142,11 @@ def integer_optimum(graph: Graph, amounts: Amounts, active: list[int], most: flo
             break
         chosen = sorted({*chosen, *fresh})
     return found, bound
+
+
+def _first_rows(count: int, active: list[int]) -> list[int]:
+    """All rows, or where they are many the active ones."""
+    return list(range(count)) if count <= ROWS_AT_ONCE else sorted(set(active))
 
 
 def lowest_peak(graph: Graph, amounts: Amounts) -> list[int] | None:
