@@ -232,8 +232,11 @@ class Searcher:
             if best is not None and (is_hasty or self._bounds[setup.mesh] >= best.cost_s):
                 bounds.append(self._bounds[setup.mesh])
                 continue
-            found = self._within(self._options.memory_bytes or 0, *self._problem_on(setup), fastest._replace(setup=setup))
-            if isinstance(found, Found):
+            known_s = float("inf") if best is None else best.cost_s
+            found = self._within(*self._problem_on(setup), fastest._replace(setup=setup), known_s)
+            if isinstance(found, Beaten):
+                bounds.append(found.lower_bound_s)
+            elif isinstance(found, Found):
                 bounds.append(found.lower_bound_s)
                 best = found if best is None or found.cost_s < best.cost_s * (1 - _EQUAL) else best
             else:
@@ -255,7 +258,7 @@ class Searcher:
         found = self._fastest_on(setup, known_s)
         if isinstance(found, Beaten) or self.fits(found):
             return found
-        return self._within(self._options.memory_bytes or 0, *self._problem_on(setup), found)
+        return self._within(*self._problem_on(setup), found, known_s)
 
     def _problem_on(self, setup: Setup) -> tuple[Tables, Problem]:
         """The tables of a mesh and their problem, which that of the fastest plan has already."""
@@ -320,25 +323,27 @@ class Searcher:
         asked = {value: sharding for value, sharding in setup.seeds.items() if value in setup.partial_pins}
         return Found(replace(setup, seeds=asked), assignment, solution.cost, solution.lower_bound, solution.counts)
 
-    def _within(self, budget: int, tables: Tables, problem: Problem, fastest: Found) -> Found | Shortfall:
-        """The cheapest assignment whose peak is in the budget, which that of the fastest one is not.
+    def _within(self, tables: Tables, problem: Problem, fastest: Found, known_s: float) -> Found | Shortfall | Beaten:
+        """The cheapest assignment whose peak is in the budget, which that of the fastest one is not, if it can be below `known_s`.
 
         The solver counts what is stored, what uses gather, and what the ops copy for themselves that run at the peak of a plan
         that does not fit. What else is alive there (values that are free to place, results on their way) is taken from the limit.
+        Each solution is where the next search starts.
         """
-        if self._memory is None:
-            step, fuses = self._step, self._topology.fuses_into_products
-            self._memory = step_memory(step.graph, step.scopes, step.donated, fuses_into_products=fuses)
+        budget, memory = self._options.memory_bytes or 0, self._step_memory()
         # As much of the small and short-lived may be on the chip.
         limit = high = full = float(budget + self._topology.scratch_bytes)
         low, nearest, is_hasty = 0.0, Peak(0, 0), self._is_hasty()
         # Nothing that fits is cheaper than what need not.
         bound_s = self._bounds.get(fastest.setup.mesh, 0.0)
+        solved = self._solved.get(fastest.setup.mesh)
+        start = None if solved is None else solved.solution.states
         counted: dict[Passing, None] = {}
         seen: Found | None = None
         for _ in range(_SOFT_ROUNDS if is_hasty else _BUDGET_ROUNDS):
-            limited = with_memory(tables, problem, self._memory, limit, counted, only_stored=is_hasty)
-            solution = self._limited(limited, budget - limit, fastest)
+            limited = with_memory(tables, problem, memory, limit, counted, only_stored=is_hasty)
+            known = None if start is None else Known(completed(limited, start), bound_s)
+            solution = self._limited(limited, budget - limit, fastest, known)
             if isinstance(solution, Shortfall):
                 if limit == full:
                     return solution
@@ -350,12 +355,15 @@ class Searcher:
                 continue
             if limit == full:
                 bound_s = max(bound_s, solution.lower_bound)
+            if bound_s >= known_s:
+                return Beaten(bound_s)
+            start = solution.states[: len(tables.choices)]
             found = self._found(fastest.setup, tables, solution)._replace(lower_bound_s=bound_s)
             peak = self._peak(found)
             if peak.bytes <= budget:
                 return found if seen is None or found.cost_s <= seen.cost_s else seen
             nearest = peak if not nearest.bytes or peak.bytes < nearest.bytes else nearest
-            more = dict.fromkeys(passing_at(tables.network, self._memory, peak.time))
+            more = dict.fromkeys(passing_at(tables.network, memory, peak.time))
             if not self._options.is_soft and not counted.keys() >= more.keys():
                 counted |= more
                 continue
@@ -371,6 +379,13 @@ class Searcher:
             limit = limit if limit > low else (low + high) / 2
         return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if seen is None else seen
 
+    def _step_memory(self) -> StepMemory:
+        """When the step's values are in memory."""
+        if self._memory is None:
+            step, fuses = self._step, self._topology.fuses_into_products
+            self._memory = step_memory(step.graph, step.scopes, step.donated, fuses_into_products=fuses)
+        return self._memory
+
     def _is_small(self) -> bool:
         """Whether the budget is worth every proof."""
         return not self._options.is_soft and len(self._step.graph.ops) <= SMALL_PROGRAM
@@ -385,7 +400,7 @@ class Searcher:
         best = cheapest_accepted(tables, limited, first, partial(solve, tolerance=self._options.limits.tolerance), accept)
         return best if best.found is None else best._replace(found=best.found._replace(lower_bound_s=best.lower_bound))
 
-    def _limited(self, limited: Problem, spare: float, fastest: Found) -> Solution | Shortfall:
+    def _limited(self, limited: Problem, spare: float, fastest: Found, known: Known | None) -> Solution | Shortfall:
         """The best choice of states in the problem's budget, which is by `spare` smaller than the user's."""
         assert limited.memory is not None
         least = least_peak(limited)
@@ -396,13 +411,9 @@ class Searcher:
         is_hasty = self._is_hasty()
         effort = 0 if is_hasty else 1 if self._options.is_soft else 2
         tolerance = max(self._options.limits.tolerance, _HASTY_TOLERANCE if is_hasty else 0.0)
-        known = None
-        solved = self._solved.get(fastest.setup.mesh)
-        if is_hasty and solved is not None:
-            known = Known(completed(limited, solved.solution.states), solved.solution.lower_bound)
         solution = solve(limited, effort=effort, tolerance=tolerance, known=known)
         if self._is_small() and not _is_settled(solution, tolerance):
-            solution = solve(limited, effort=effort + 1, tolerance=tolerance)
+            solution = solve(limited, effort=effort + 1, tolerance=tolerance, known=known)
         if isinstance(solution, Infeasible):
             return Shortfall(solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
         return solution

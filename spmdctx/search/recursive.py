@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import StrategyError
@@ -32,7 +31,7 @@ from spmdctx.search.recursive_fold import Folded, folded_program
 from spmdctx.search.recursive_mesh import join_axes, joined_mesh, round_mesh, translate_all
 from spmdctx.search.recursive_rounds import Decided, decide, log_rounds
 from spmdctx.search.recursive_splits import FewSplits
-from spmdctx.search.solver.problem import Solution
+from spmdctx.search.solver.problem import Problem, Solution
 from spmdctx.search.solver.solve import Sought
 from spmdctx.search.space import Space
 from spmdctx.search.step import Step
@@ -140,12 +139,11 @@ class Recursive(Searcher):
         found = super()._found(setup, tables, solution)
         return found._replace(assignment=replace(found.assignment, mode=MODE))
 
-    def _within(self, budget: int, *problem: Any) -> Found | Shortfall:
-        found = super()._within(budget, *problem)
+    def _within(self, tables: Tables, problem: Problem, fastest: Found, known_s: float) -> Found | Shortfall | Beaten:
+        found = super()._within(tables, problem, fastest, known_s)
         if isinstance(found, Found):
-            found.setup.notes.append(
-                f"memory_bytes={budget}: the cheapest plan on a mesh {found.setup.mesh.shape} does not fit, this one does."
-            )
+            unfit, budget = f"the cheapest plan on a mesh {found.setup.mesh.shape} does not fit", self._options.memory_bytes
+            found.setup.notes.append(f"memory_bytes={budget}: {unfit}, this one does.")
         return found
 
     def _rounds(self, request: Request, setup: Setup, *, is_free: bool) -> Setup:

@@ -8,7 +8,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.mesh import AnyOrder
 from spmdctx.search import dynamic, exhaustive_tables
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.dynamic import DynamicOptions, Searcher, Shortfall, plan_dynamic
+from spmdctx.search.dynamic import Beaten, DynamicOptions, Searcher, Shortfall, plan_dynamic
 from spmdctx.search.evaluate import evaluate
 from spmdctx.search.exhaustive import Conditions, exhaustive
 from spmdctx.search.meshes import candidate_meshes
@@ -124,8 +124,8 @@ def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
 def test_no_limit_is_tried_of_which_the_solver_has_said_that_it_is_too_low(monkeypatch):
     tried, limited = [], Searcher._limited
 
-    def recorded(self, problem, spare, fastest):
-        found = limited(self, problem, spare, fastest)
+    def recorded(self, problem, spare, fastest, known):
+        found = limited(self, problem, spare, fastest, known)
         tried.append((problem.memory.limit, found.enough_bytes - spare if isinstance(found, Shortfall) else 0))
         return found
 
@@ -229,9 +229,9 @@ def test_the_best_mesh_is_the_best_of_all_meshes(seed):
 def test_a_budget_is_tried_on_the_most_promising_mesh_first_and_only_where_it_may_pay(monkeypatch):
     looked, within = [], Searcher._within
 
-    def recorded(self, budget, tables, problem, fastest):
+    def recorded(self, tables, problem, fastest, known_s):
         looked.append(self._bounds[fastest.setup.mesh])
-        return within(self, budget, tables, problem, fastest)
+        return within(self, tables, problem, fastest, known_s)
 
     monkeypatch.setattr(Searcher, "_within", recorded)
     spared = 0
@@ -246,6 +246,18 @@ def test_a_budget_is_tried_on_the_most_promising_mesh_first_and_only_where_it_ma
         assert looked[0] == pytest.approx(free.cost_s)
         spared += len(looked) < len(candidate_meshes(4, machine))
     assert spared
+
+
+@pytest.mark.parametrize("seed", [3006, 3010, 3022, 3029])
+def test_a_mesh_is_left_once_its_plans_within_a_budget_cost_more_than_what_is_known(seed):
+    made, mesh, machine = random_step(seed, 4), random_mesh(seed), random_machine(seed)
+    free = _search(made, mesh, machine)
+    searcher = Searcher(_step(made), machine, DynamicOptions(memory_bytes=int(_peak(made, mesh, machine, free.assignment) * 0.9)))
+    within = searcher.search(Setup(mesh))
+    known_s = (free.cost_s + within.lower_bound_s) / 2
+    beaten = searcher.search(Setup(mesh), known_s)
+    assert isinstance(beaten, Beaten)
+    assert free.cost_s < known_s < beaten.lower_bound_s <= within.lower_bound_s <= within.cost_s
 
 
 def _on_meshes_of_three(seed):

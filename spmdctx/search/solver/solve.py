@@ -38,7 +38,7 @@ def solve(
             solved exactly at any effort.
         tolerance: The gap, relative to the cost, at which to stop.
         cutoff: A cost that the caller has already: once nothing here can be below it, the best so far is returned with its bound.
-        known: What is known of the problem without its memory, so that it need not be found again.
+        known: What is known of the problem without its memory or with more of it: the first choice of a wide problem.
         deadline: Seconds from now, or a function that says that the time is over. For benchmarks.
 
     Returns:
@@ -55,7 +55,7 @@ def solve(
         if rows is None or not len(rows.times):
             found: Minimum | Infeasible | None = minimise(graph, search)
         elif shrink(graph, search, rows):
-            found = Constrained(graph, rows, search, None if known is None else _present(graph, known)).run()
+            found = Constrained(graph, rows, search, None if known is None else _present(graph, rows, known)).run()
         else:
             found = None
     return _solution(problem, graph, found, search)
@@ -102,11 +102,24 @@ def _solution(problem: Problem, graph: Graph, found: Minimum | Infeasible | None
     return Solution(states, cost, bound, dict(search.counts))
 
 
-def _present(graph: Graph, known: Known) -> Known | None:
-    """The same in present states; None where one of them was discarded."""
-    states = [int(np.searchsorted(origin, state)) for origin, state in zip(graph.origin, known.states, strict=True)]
-    found = zip(graph.origin, states, known.states, strict=True)
-    return Known(tuple(states), known.lower_bound) if all(place < len(own) and own[place] == state for own, place, state in found) else None
+def _present(graph: Graph, rows: Rows, known: Known) -> Known:
+    """The same in present states; in place of one that was discarded, the best that uses no more beside its neighbours."""
+    states, missing = [0] * len(graph.origin), []
+    for node, (origin, state) in enumerate(zip(graph.origin, known.states, strict=True)):
+        place = int(np.searchsorted(origin, state))
+        if place < len(origin) and origin[place] == state:
+            states[node] = place
+        elif graph.alive[node]:
+            missing.append(node)
+    for node in missing * 2:
+        total = graph.costs(node)
+        for other, number in graph.links[node].items():
+            total = total + graph.pool.arrays[number][:, states[other]]
+        used = rows.priced[node]
+        if used is not None:
+            total = np.where(used[graph.origin[node]] <= used[known.states[node]], total, np.inf)
+        states[node] = int(total.argmin())
+    return Known(tuple(states), known.lower_bound)
 
 
 def _clock(deadline: float | Callable[[], bool] | None) -> tuple[Callable[[], float], Callable[[], float | None]]:

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from spmdctx.search.solver.constrained import Constrained
 from spmdctx.search.solver.memory import Rows
-from spmdctx.search.solver.problem import Edge, Infeasible, Life, Memory, Problem, Solution
+from spmdctx.search.solver.problem import Edge, Infeasible, Known, Life, Memory, Problem, Solution
 from spmdctx.search.solver.solve import solve
 from tests.search.solver.problems import cost_of, random_problem, truth, usage_of
 
@@ -83,6 +86,30 @@ def test_a_limit_below_the_least_usage_names_the_time_and_the_limit_that_works()
     least = usage_of(problem, [3] * len(problem.costs))
     assert solve(problem) == Infeasible(least.index(max(least)), max(least), max(least))
     assert isinstance(solve(layers(4, max(least))), Solution)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wide_problem_starts_from_a_choice_that_is_known_with_discarded_states_replaced(seed, wide, monkeypatch):
+    started, repaired = [], Constrained._offer_repaired
+
+    def recorded(self, states):
+        started.append((self, list(states)))
+        repaired(self, states)
+
+    problem, again = layers(8, 1500.0, seed), [0, 1, 2, 3, 0]
+    # A state that costs and uses as much as another one, and then some, is discarded.
+    costs = tuple(np.append(cost, cost[0] + 1.0) for cost in problem.costs)
+    edges = tuple(Edge(edge.left, edge.right, edge.table[np.ix_(again, again)]) for edge in problem.edges)
+    memory = replace(problem.memory, usages=tuple(np.append(usage, usage[0]) for usage in problem.memory.usages))
+    wider = Problem(costs, edges, memory)
+    best = solve(problem)
+    monkeypatch.setattr(Constrained, "_offer_repaired", recorded)
+    found = solve(wider, effort=1, known=Known(tuple(4 if state == 0 else state for state in best.states), best.lower_bound))
+    assert 0 in best.states
+    first, states = started[0]
+    assert tuple(first.graph.complete(states)) == best.states
+    assert found.cost == pytest.approx(best.cost)
+    assert found.lower_bound == pytest.approx(best.cost)
 
 
 def test_only_maximal_sets_of_live_nodes_become_rows():
