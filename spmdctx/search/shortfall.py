@@ -18,8 +18,12 @@ _LARGEST = 3
 _MOST_DEVICES = 4096
 _ATTEMPTS = 6
 _MOST_ATTEMPTS = 60
+_JUMPS = 2
 _NEAR = 0.005
 """Share of the budget that is not worth another search."""
+
+_ANY_TOLERANCE = 0.05
+"""Where the cheapest plan is not asked for."""
 
 _STAYS = 0.9
 """More devices are no help where the least that is alive does not get smaller by a tenth."""
@@ -94,19 +98,21 @@ def _enough_bytes(step: Step, request: Request, topology: Topology, options: Dyn
     """The least budget that a plan is found for; of a program that is not small, as near to it as a few searches get."""
     is_small = len(step.graph.ops) <= SMALL_PROGRAM
     enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
-    attempt = max(found.enough_bytes, short + 1)
+    attempt, failures = max(found.enough_bytes, short + 1), 0
     for _ in range(_MOST_ATTEMPTS if is_small else _ATTEMPTS):
-        if attempt >= enough:
+        if attempt <= short or attempt >= enough:
             attempt = (short + enough) // 2
         if enough - short <= (1 if is_small else enough * _NEAR):
             break
         result = plan_dynamic(step, request, topology, replace(options, memory_bytes=attempt))
         if isinstance(result, Shortfall):
-            short = attempt
+            # The smallest plan that was seen is mostly found within its own bytes.
+            short, failures = attempt, failures + 1
+            attempt = result.enough_bytes if failures <= _JUMPS else short
         else:
-            enough = _peak_bytes(step, topology, result)
-        # What a plan takes is often the least already.
-        attempt = enough - 1 if is_small and not isinstance(result, Shortfall) else (short + enough) // 2
+            # What a plan takes is often the least already.
+            enough, failures = _peak_bytes(step, topology, result), 0
+            attempt = enough - 1 if is_small else short
     return enough
 
 
@@ -119,9 +125,11 @@ def _enough_devices(step: Step, request: Request, topology: Topology, options: D
     if mesh_is_fixed(request):
         return None
     count, least = request.num_devices, float("inf")
+    limits = replace(options.limits, tolerance=max(options.limits.tolerance, _ANY_TOLERANCE))
+    any_plan = replace(options, max_axes=1, limits=limits)
     while count < _MOST_DEVICES:
         count *= 2
-        found = plan_dynamic(step, replace(request, num_devices=count), topology, replace(options, max_axes=1))
+        found = plan_dynamic(step, replace(request, num_devices=count), topology, any_plan)
         if not isinstance(found, Shortfall):
             return count
         if found.least_bytes > least * _STAYS:
