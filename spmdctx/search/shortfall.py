@@ -19,11 +19,13 @@ _MOST_DEVICES = 4096
 _ATTEMPTS = 6
 _MOST_ATTEMPTS = 60
 _JUMPS = 2
+"""Failures in a row after which the bytes of the smallest plan seen are no longer tried."""
+
 _NEAR = 0.005
 """Share of the budget that is not worth another search."""
 
 _ANY_TOLERANCE = 0.05
-"""Where the cheapest plan is not asked for."""
+"""Of searches that ask for any plan that fits."""
 
 _STAYS = 0.9
 """More devices are no help where the least that is alive does not get smaller by a tenth."""
