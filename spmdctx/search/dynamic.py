@@ -50,7 +50,7 @@ _LAST_EFFORT = 5
 SMALL_PROGRAM = 100
 """Ops up to which meshes of three axes are tried unasked."""
 
-_LIMIT_STEP = 0.005
+_LIMIT_SPACING = 0.005
 """Share of the budget by which the limits that are tried for a program that is not small differ at least."""
 
 _LARGE_PROGRAM = 5000
@@ -337,7 +337,7 @@ class Searcher:
         # As much of the small and short-lived may be on the chip.
         limit = high = full = float(budget + self._topology.scratch_bytes)
         low, nearest, is_hasty = 0.0, Peak(0, 0), self._is_hasty()
-        step = 0.0 if len(self._step.graph.ops) <= SMALL_PROGRAM else _LIMIT_STEP * full
+        spacing = 0.0 if len(self._step.graph.ops) <= SMALL_PROGRAM else _LIMIT_SPACING * full
         # Nothing that fits is cheaper than what need not.
         bound_s = self._bounds.get(fastest.setup.mesh, 0.0)
         solved = self._solved.get(fastest.setup.mesh)
@@ -353,7 +353,7 @@ class Searcher:
                     return solution
                 # Too much was taken off for the copies of a plan that makes many; at most, what leaves the least that can be met.
                 low = max(limit, solution.enough_bytes - (budget - limit))
-                if high - low <= step:
+                if high - low <= spacing:
                     break
                 limit = (low + high) / 2
                 continue
@@ -377,9 +377,9 @@ class Searcher:
                     return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if best.found is None else best.found
                 seen, bound_s = best.found, best.lower_bound
             high = counted_bytes(limited, solution.states)
-            if high - low <= step:
+            if high - low <= spacing:
                 break
-            limit = min(limit - step, budget - (peak.bytes - high))
+            limit = min(limit - spacing, budget - (peak.bytes - high))
             limit = limit if limit > low else (low + high) / 2
         return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if seen is None else seen
 

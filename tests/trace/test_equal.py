@@ -88,7 +88,9 @@ def test_calls_that_hold_constants_are_bodies():
 
 def test_a_program_with_copies_computes_what_one_device_does():
     def step(x, w):
-        loss = lambda w: (jnp.tanh(x @ w) ** 2).sum()  # noqa: E731
+        def loss(w):
+            return (jnp.tanh(x @ w) ** 2).sum()
+
         return loss(w), jax.grad(loss)(w)
 
     found = run(step, X, W, pins={0: (D, ()), 1: WHOLE})

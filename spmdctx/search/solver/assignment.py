@@ -8,7 +8,7 @@ import numpy as np
 
 from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.graph import Graph
-from spmdctx.search.solver.local import cost
+from spmdctx.search.solver.local import cost, totals
 from spmdctx.search.solver.memory import Rows
 
 MAX_MOVES = 0.25
@@ -64,10 +64,7 @@ class Assignment:
         """The cost of a node's states with its neighbours as they are."""
         total = self._totals.get(node)
         if total is None:
-            total = self.graph.costs(node)
-            for other, number in self.graph.links[node].items():
-                total = total + self.graph.pool.arrays[number][:, self.states[other]]
-            self._totals[node] = total
+            total = self._totals[node] = totals(self.graph, node, self.states)
         return total
 
     def room(self, node: int) -> float:

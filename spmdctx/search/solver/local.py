@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
+from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.graph import Graph
 
 
 def descend(graph: Graph, states: list[int]) -> float:
     """Gives nodes their best state, given their neighbours, until none improves. Changes `states`; returns the cost less `graph.base`."""
-    arrays = graph.pool.arrays
     waiting = graph.nodes()
     queued = set(waiting)
     heapify(waiting)
     while waiting:
         node = heappop(waiting)
         queued.discard(node)
-        total = graph.costs(node)
-        for other, number in graph.links[node].items():
-            total = total + arrays[number][:, states[other]]
+        total = totals(graph, node, states)
         best = int(total.argmin())
         # An improvement within rounding could go round in circles.
         if total[best] + 1e-12 * abs(total[best]) < total[states[node]]:
@@ -28,6 +27,14 @@ def descend(graph: Graph, states: list[int]) -> float:
                     queued.add(other)
                     heappush(waiting, other)
     return cost(graph, states)
+
+
+def totals(graph: Graph, node: int, states: Sequence[int]) -> FloatArray:
+    """The cost of a node's states beside its neighbours' present ones."""
+    total, arrays = graph.costs(node), graph.pool.arrays
+    for other, number in graph.links[node].items():
+        total = total + arrays[number][:, states[other]]
+    return total
 
 
 def cost(graph: Graph, states: list[int]) -> float:

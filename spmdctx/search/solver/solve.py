@@ -11,6 +11,7 @@ from spmdctx.search.solver.constrained import Constrained
 from spmdctx.search.solver.dominance import supported
 from spmdctx.search.solver.energy import SWEEPS, WORK, Minimisation, Minimum, Search, minimise, shrink
 from spmdctx.search.solver.graph import Graph, cost_of
+from spmdctx.search.solver.local import totals
 from spmdctx.search.solver.memory import Rows
 from spmdctx.search.solver.pool import Pool
 from spmdctx.search.solver.problem import Infeasible, Known, Problem, Solution
@@ -112,9 +113,7 @@ def _present(graph: Graph, rows: Rows, known: Known) -> Known:
         elif graph.alive[node]:
             missing.append(node)
     for node in missing * 2:
-        total = graph.costs(node)
-        for other, number in graph.links[node].items():
-            total = total + graph.pool.arrays[number][:, states[other]]
+        total = totals(graph, node, states)
         used = rows.priced[node]
         if used is not None:
             total = np.where(used[graph.origin[node]] <= used[known.states[node]], total, np.inf)
