@@ -38,9 +38,9 @@ from spmdctx.search.tables import Tables
 
 MODE = "dynamic_programming"
 _BUDGET_ROUNDS = 12
-_SOFT_ROUNDS = 2
+_HASTY_ROUNDS = 2
 _HASTY_TOLERANCE = 0.03
-"""Rounds for a budget that nobody set, of a large program, and the gap that is near enough."""
+"""Rounds of a search that is not worth much time, and the gap that is near enough."""
 
 _EQUAL = 5e-10
 _WORTH_THREE = 1e-3
@@ -65,6 +65,7 @@ class DynamicOptions:
         memory_bytes: budget per device, None for none.
         limits: parameters of the search.
         is_soft: whether the budget is given up where it cannot be met on the most promising mesh.
+        wants_any: whether the first plan within the budget will do; programs of at most `SMALL_PROGRAM` ops get the best one all the same.
         max_axes: of the meshes that are tried; None for three where the program has at most `SMALL_PROGRAM` ops, else two.
     """
 
@@ -72,6 +73,7 @@ class DynamicOptions:
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     max_axes: int | None = None
     is_soft: bool = False
+    wants_any: bool = False
 
     def meshes(self, step: Step, num_devices: int, topology: Topology) -> list[LogicalMesh]:
         """The meshes to try."""
@@ -236,7 +238,7 @@ class Searcher:
                 bounds.append(self._bounds[setup.mesh])
                 continue
             known_s = float("inf") if best is None else best.cost_s
-            found = self._within(*self._problem_on(setup), fastest._replace(setup=setup), known_s)
+            found = self._in_budget(*self._problem_on(setup), fastest._replace(setup=setup), known_s)
             if isinstance(found, Beaten):
                 bounds.append(found.lower_bound_s)
             elif isinstance(found, Found):
@@ -254,14 +256,15 @@ class Searcher:
 
     def _is_hasty(self) -> bool:
         """Whether the budget is not worth much time."""
-        return self._options.is_soft and len(self._step.graph.ops) >= _LARGE_PROGRAM
+        size, options = len(self._step.graph.ops), self._options
+        return (options.is_soft and size >= _LARGE_PROGRAM) or (options.wants_any and size > SMALL_PROGRAM)
 
     def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
         """The cheapest assignment on the mesh of a set-up within the budget, if there is one below `known_s`."""
         found = self._fastest_on(setup, known_s)
         if isinstance(found, Beaten) or self.fits(found):
             return found
-        return self._within(*self._problem_on(setup), found, known_s)
+        return self._in_budget(*self._problem_on(setup), found, known_s)
 
     def _problem_on(self, setup: Setup) -> tuple[Tables, Problem]:
         """The tables of a mesh and their problem, which that of the fastest plan has already."""
@@ -326,8 +329,26 @@ class Searcher:
         asked = {value: sharding for value, sharding in setup.seeds.items() if value in setup.partial_pins}
         return Found(replace(setup, seeds=asked), assignment, solution.cost, solution.lower_bound, solution.counts)
 
-    def _within(self, tables: Tables, problem: Problem, fastest: Found, known_s: float) -> Found | Shortfall | Beaten:
+    def _in_budget(self, tables: Tables, problem: Problem, fastest: Found, known_s: float) -> Found | Shortfall | Beaten:
         """The cheapest assignment whose peak is in the budget, which that of the fastest one is not, if it can be below `known_s`.
+
+        What a short search finds is found by the long one: an error names budgets and device counts by short ones.
+        """
+        if self._is_hasty() or self._options.is_soft or len(self._step.graph.ops) <= SMALL_PROGRAM:
+            return self._within(tables, problem, fastest, known_s, is_hasty=self._is_hasty())
+        first = self._within(tables, problem, fastest, known_s, is_hasty=True)
+        if isinstance(first, Beaten) or (isinstance(first, Shortfall) and first.is_proven):
+            return first
+        if isinstance(first, Shortfall):
+            return self._within(tables, problem, fastest, known_s, is_hasty=False)
+        best = self._within(tables, problem, fastest, min(known_s, first.cost_s), is_hasty=False)
+        if isinstance(best, Found) and best.cost_s <= first.cost_s:
+            return best
+        bound_s = first.lower_bound_s if isinstance(best, Shortfall) else max(first.lower_bound_s, best.lower_bound_s)
+        return Beaten(bound_s) if bound_s >= known_s else first._replace(lower_bound_s=min(bound_s, first.cost_s))
+
+    def _within(self, tables: Tables, problem: Problem, fastest: Found, known_s: float, *, is_hasty: bool) -> Found | Shortfall | Beaten:
+        """The same by searches of one kind.
 
         The solver counts what is stored, what uses gather, and what the ops copy for themselves that run at the peak of a plan
         that does not fit. What else is alive there (values that are free to place, results on their way) is taken from the limit.
@@ -336,7 +357,7 @@ class Searcher:
         budget, memory = self._options.memory_bytes or 0, self._step_memory()
         # As much of the small and short-lived may be on the chip.
         limit = high = full = float(budget + self._topology.scratch_bytes)
-        low, nearest, is_hasty = 0.0, Peak(0, 0), self._is_hasty()
+        low, nearest = 0.0, Peak(0, 0)
         spacing = 0.0 if len(self._step.graph.ops) <= SMALL_PROGRAM else _LIMIT_SPACING * full
         # Nothing that fits is cheaper than what need not.
         bound_s = self._bounds.get(fastest.setup.mesh, 0.0)
@@ -344,10 +365,10 @@ class Searcher:
         start = None if solved is None else solved.solution.states
         counted: dict[Passing, None] = {}
         seen: Found | None = None
-        for _ in range(_SOFT_ROUNDS if is_hasty else _BUDGET_ROUNDS):
+        for _ in range(_HASTY_ROUNDS if is_hasty else _BUDGET_ROUNDS):
             limited = with_memory(tables, problem, memory, limit, counted, only_stored=is_hasty)
             known = None if start is None else Known(completed(limited, start), bound_s)
-            solution = self._limited(limited, budget - limit, fastest, known)
+            solution = self._limited(limited, budget - limit, fastest, known, is_hasty=is_hasty)
             if isinstance(solution, Shortfall):
                 if limit == full:
                     return solution
@@ -368,7 +389,7 @@ class Searcher:
                 return found if seen is None or found.cost_s <= seen.cost_s else seen
             nearest = peak if not nearest.bytes or peak.bytes < nearest.bytes else nearest
             more = dict.fromkeys(passing_at(tables.network, memory, peak.time))
-            if not self._options.is_soft and not counted.keys() >= more.keys():
+            if not (self._options.is_soft or is_hasty) and not counted.keys() >= more.keys():
                 counted |= more
                 continue
             if limit == full and self._is_small():
@@ -404,7 +425,7 @@ class Searcher:
         best = cheapest_accepted(tables, limited, first, partial(solve, tolerance=self._options.limits.tolerance), accept)
         return best if best.found is None else best._replace(found=best.found._replace(lower_bound_s=best.lower_bound))
 
-    def _limited(self, limited: Problem, spare: float, fastest: Found, known: Known | None) -> Solution | Shortfall:
+    def _limited(self, limited: Problem, spare: float, fastest: Found, known: Known | None, *, is_hasty: bool) -> Solution | Shortfall:
         """The best choice of states in the problem's budget, which is by `spare` smaller than the user's."""
         assert limited.memory is not None
         least = least_peak(limited)
@@ -412,7 +433,6 @@ class Searcher:
             alive = int(least.bytes + spare)
             return Shortfall(least.time, alive, alive, fastest, is_proven=True)
         # What nobody asked for is not worth a proof to the last digit.
-        is_hasty = self._is_hasty()
         effort = 0 if is_hasty else 1 if self._options.is_soft else 2
         tolerance = max(self._options.limits.tolerance, _HASTY_TOLERANCE if is_hasty else 0.0)
         solution = solve(limited, effort=effort, tolerance=tolerance, known=known)

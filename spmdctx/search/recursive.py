@@ -139,8 +139,8 @@ class Recursive(Searcher):
         found = super()._found(setup, tables, solution)
         return found._replace(assignment=replace(found.assignment, mode=MODE))
 
-    def _within(self, tables: Tables, problem: Problem, fastest: Found, known_s: float) -> Found | Shortfall | Beaten:
-        found = super()._within(tables, problem, fastest, known_s)
+    def _in_budget(self, tables: Tables, problem: Problem, fastest: Found, known_s: float) -> Found | Shortfall | Beaten:
+        found = super()._in_budget(tables, problem, fastest, known_s)
         if isinstance(found, Found):
             unfit, budget = f"the cheapest plan on a mesh {found.setup.mesh.shape} does not fit", self._options.memory_bytes
             found.setup.notes.append(f"memory_bytes={budget}: {unfit}, this one does.")

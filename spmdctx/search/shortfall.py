@@ -16,16 +16,13 @@ from spmdctx.wording import bytes_text, counted, exact_bytes_text
 
 _LARGEST = 3
 _MOST_DEVICES = 4096
-_ATTEMPTS = 6
+_ATTEMPTS = 10
 _MOST_ATTEMPTS = 60
 _JUMPS = 2
 """Failures in a row after which the bytes of the smallest plan seen are no longer tried."""
 
 _NEAR = 0.005
 """Share of the budget that is not worth another search."""
-
-_ANY_TOLERANCE = 0.05
-"""Of searches that ask for any plan that fits."""
 
 _STAYS = 0.9
 """More devices are no help where the least that is alive does not get smaller by a tenth."""
@@ -97,24 +94,28 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _enough_bytes(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> int:
-    """The least budget that a plan is found for; of a program that is not small, as near to it as a few searches get."""
+    """The least budget that a plan is found for; of a program that is not small, as near to it as a few short searches get."""
     is_small = len(step.graph.ops) <= SMALL_PROGRAM
     enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
     attempt, failures = max(found.enough_bytes, short + 1), 0
     for _ in range(_MOST_ATTEMPTS if is_small else _ATTEMPTS):
-        if attempt <= short or attempt >= enough:
+        if not short < attempt < enough:
             attempt = (short + enough) // 2
         if enough - short <= (1 if is_small else enough * _NEAR):
             break
-        result = plan_dynamic(step, request, topology, replace(options, memory_bytes=attempt))
+        result = plan_dynamic(step, request, topology, replace(options, memory_bytes=attempt, wants_any=True))
         if isinstance(result, Shortfall):
-            # The smallest plan that was seen is mostly found within its own bytes.
+            # The smallest plan that was seen is mostly found within its own bytes, or little more.
             short, failures = attempt, failures + 1
-            attempt = result.enough_bytes if failures <= _JUMPS else short
+            attempt = result.enough_bytes
+            if not is_small:
+                attempt = max(attempt, round(short * (1 + _NEAR * 2**failures)))
+            elif failures > _JUMPS:
+                attempt = short
         else:
-            # What a plan takes is often the least already.
-            enough, failures = _peak_bytes(step, topology, result), 0
-            attempt = enough - 1 if is_small else short
+            # What a plan takes is often the least already; only of a small program is it sure to be found within that.
+            taken, failures = _peak_bytes(step, topology, result), 0
+            enough, attempt = (taken, taken - 1) if is_small else (attempt, min(taken, (short + attempt) // 2))
     return enough
 
 
@@ -127,8 +128,7 @@ def _enough_devices(step: Step, request: Request, topology: Topology, options: D
     if mesh_is_fixed(request):
         return None
     count, least = request.num_devices, float("inf")
-    limits = replace(options.limits, tolerance=max(options.limits.tolerance, _ANY_TOLERANCE))
-    any_plan = replace(options, max_axes=1, limits=limits)
+    any_plan = replace(options, wants_any=True)
     while count < _MOST_DEVICES:
         count *= 2
         found = plan_dynamic(step, replace(request, num_devices=count), topology, any_plan)

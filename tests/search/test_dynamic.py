@@ -124,8 +124,8 @@ def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
 def test_no_limit_is_tried_of_which_the_solver_has_said_that_it_is_too_low(monkeypatch):
     tried, limited = [], Searcher._limited
 
-    def recorded(self, problem, spare, fastest, known):
-        found = limited(self, problem, spare, fastest, known)
+    def recorded(self, problem, spare, fastest, known, **how):
+        found = limited(self, problem, spare, fastest, known, **how)
         tried.append((problem.memory.limit, found.enough_bytes - spare if isinstance(found, Shortfall) else 0))
         return found
 
@@ -227,13 +227,13 @@ def test_the_best_mesh_is_the_best_of_all_meshes(seed):
 
 
 def test_a_budget_is_tried_on_the_most_promising_mesh_first_and_only_where_it_may_pay(monkeypatch):
-    looked, within = [], Searcher._within
+    looked, in_budget = [], Searcher._in_budget
 
     def recorded(self, tables, problem, fastest, known_s):
         looked.append(self._bounds[fastest.setup.mesh])
-        return within(self, tables, problem, fastest, known_s)
+        return in_budget(self, tables, problem, fastest, known_s)
 
-    monkeypatch.setattr(Searcher, "_within", recorded)
+    monkeypatch.setattr(Searcher, "_in_budget", recorded)
     spared = 0
     for seed in range(4300, 4300 + TOGETHER):
         looked.clear()
