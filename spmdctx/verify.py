@@ -23,6 +23,8 @@ FLOOR = 1e-3
 
 _TOLERANCES = {"float64": 1e-5, "complex128": 1e-5, "float32": 1e-4, "complex64": 1e-4}
 _HALF_TOLERANCE = 3e-2
+_BY_NORM = 10
+"""So many times the tolerance is allowed by the norm."""
 
 
 class VerifyRow(NamedTuple):
@@ -46,7 +48,17 @@ class VerifyRow(NamedTuple):
         an adaptive optimizer in the direction of the rounding error.
         """
         by_norm = self.is_state and self.tolerance > _TOLERANCES["float64"]
-        return (min(self.change / 10, self.difference) if by_norm else self.difference) <= self.tolerance
+        return self.difference <= self.tolerance or (by_norm and self.change <= _BY_NORM * self.tolerance)
+
+    def __str__(self) -> str:
+        """The difference and what it is held against."""
+        if self.ok and self.difference > self.tolerance:
+            measured = (
+                f"{self.difference:.1e}, by its norm {self.change:.1e} ({self.dtype}, tolerance {_BY_NORM * self.tolerance:.0e} by norm)"
+            )
+        else:
+            measured = f"{self.difference:.1e} ({self.dtype}, tolerance {self.tolerance:.0e})"
+        return f"{'' if self.ok else '! '}{self.path}: {measured}"
 
 
 class VerifyReport(NamedTuple):
@@ -70,10 +82,7 @@ class VerifyReport(NamedTuple):
         verdict = "same" if self.ok else "NOT the same"
         lines = [f"{verdict} on {self.num_devices} devices as {self.reference}: {len(self.rows)} results"]
         shown = sorted(self.rows, key=lambda row: (row.ok, -row.difference))[:10]
-        lines += [
-            f"  {'' if row.ok else '! '}{row.path}: {row.difference:.1e} ({row.dtype}, tolerance {row.tolerance:.0e})" for row in shown
-        ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {row}" for row in shown)])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

@@ -92,3 +92,8 @@ def test_a_report_names_the_worst_results_first():
     text = str(VerifyReport((row(1e-6), VerifyRow("loss", "float32", 0.5, 0.5, 1e-4, False)), 4))
     assert text.splitlines()[0] == "NOT the same on 4 devices as on one: 2 results"
     assert text.splitlines()[1] == "  ! loss: 5.0e-01 (float32, tolerance 1e-04)"
+
+
+def test_a_report_says_what_is_judged_by_its_norm():
+    assert str(row(2e-4, 3e-5, is_state=True)) == "out: 2.0e-04, by its norm 3.0e-05 (float32, tolerance 1e-03 by norm)"
+    assert str(row(2e-4, 3e-3, is_state=True)) == "! out: 2.0e-04 (float32, tolerance 1e-04)"
