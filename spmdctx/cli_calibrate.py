@@ -12,6 +12,7 @@ from rich.table import Table
 
 from spmdctx.cli_devices import start_devices
 from spmdctx.cli_output import Output
+from spmdctx.cli_values import positive
 from spmdctx.cost.topology import topology_text
 from spmdctx.plan.units import seconds_text
 
@@ -23,10 +24,10 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the topology as .json or .yaml, to be given as --topology")
     parser.add_argument(
-        "--device-num", type=int, default=8, metavar="N", help="virtual CPU devices where there is no accelerator (default 8)"
+        "--device-num", type=positive, default=8, metavar="N", help="virtual CPU devices where there is no accelerator (default 8)"
     )
-    parser.add_argument("--megabytes", type=int, default=64, help="size of the tensors that are moved (default 64)")
-    parser.add_argument("--repeats", type=int, default=5, help="timings, of which the shortest counts (default 5)")
+    parser.add_argument("--megabytes", type=positive, default=64, help="size of the tensors that are moved (default 64)")
+    parser.add_argument("--repeats", type=positive, default=5, help="timings, of which the shortest counts (default 5)")
 
 
 def calibrate_devices(arguments: argparse.Namespace, output: Output) -> int:

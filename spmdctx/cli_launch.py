@@ -6,13 +6,14 @@ import argparse
 import sys
 
 from spmdctx.cli_output import Output
+from spmdctx.cli_values import positive
 from spmdctx.launch import Job, run_job
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `launch`."""
-    parser.add_argument("-n", "--num-processes", type=_positive, required=True, metavar="N", help="processes to start")
-    parser.add_argument("--devices-per-process", type=_positive, default=1, metavar="N", help="CPU devices or GPUs of each (default: 1)")
+    parser.add_argument("-n", "--num-processes", type=positive, required=True, metavar="N", help="processes to start")
+    parser.add_argument("--devices-per-process", type=positive, default=1, metavar="N", help="CPU devices or GPUs of each (default: 1)")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="hard limit, after which everything is killed")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module, as in python -m")
     parser.add_argument("script", help="a Python script that calls spmdctx.communication.init()")
@@ -28,10 +29,3 @@ def launch(arguments: argparse.Namespace, output: Output) -> int:
         sys.stderr.write(f"error: {outcome.trouble}\n")
     output.finish({"exit_code": outcome.code, "trouble": outcome.trouble})
     return outcome.code
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value

@@ -18,6 +18,7 @@ from spmdctx.api import parallel
 from spmdctx.cli_devices import expected_devices, start_devices
 from spmdctx.cli_library import ready_strategy
 from spmdctx.cli_output import Output
+from spmdctx.cli_values import positive
 from spmdctx.context import ContextConfig, auto_parallel_context, load_config
 from spmdctx.context_docs import add_context_arguments, options_from_arguments
 from spmdctx.errors import ContextError
@@ -47,9 +48,9 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     program = parser.add_argument_group("program")
     program.add_argument("--model", default="tiny", help=f"decoder to train: {', '.join(PRESETS)} (default: %(default)s)")
     program.add_argument("--program", metavar="MODULE:FUNCTION", help="your own: FUNCTION() returns (step, arguments)")
-    program.add_argument("--layers", type=_positive, metavar="N", help="number of layers instead of the model's")
-    program.add_argument("--batch-size", type=_positive, metavar="N", help=_BATCH_SIZE_HELP)
-    program.add_argument("--seq", type=_positive, metavar="N", help="tokens per sequence (default: the model's)")
+    program.add_argument("--layers", type=positive, metavar="N", help="number of layers instead of the model's")
+    program.add_argument("--batch-size", type=positive, metavar="N", help=_BATCH_SIZE_HELP)
+    program.add_argument("--seq", type=positive, metavar="N", help="tokens per sequence (default: the model's)")
     program.add_argument("--scan-layers", action=argparse.BooleanOptionalAction, help="run the layers by one scan")
     program.add_argument("--remat", action=argparse.BooleanOptionalAction, help="recompute activations in the backward pass")
     program.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations (default: the model's)")
@@ -57,13 +58,13 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     planning.add_argument("--config", metavar="FILE.yaml", help="options from a file: MindFormers' keys, or plain option names")
     planning.add_argument("--strategies", choices=("auto", "none", "megatron", "pins"), default="auto", help=_STRATEGIES_HELP)
     planning.add_argument("--strategy", metavar="hand|searched|FILE", help=_STRATEGY_HELP)
-    planning.add_argument("--model-parallel", type=_positive, metavar="N", help="slices of the weights in them (default: 2 or 1)")
+    planning.add_argument("--model-parallel", type=positive, metavar="N", help="slices of the weights in them (default: 2 or 1)")
     planning.add_argument(
         "--topology", metavar="NAME", help="machine that costs are predicted for: tpu-v5p, h100, cpu, ..., or a file that calibrate wrote"
     )
     memory = planning.add_mutually_exclusive_group()
     memory.add_argument("--memory-gib", type=float, metavar="N", help="memory budget per device")
-    memory.add_argument("--memory-bytes", type=_positive, metavar="N", help="the same in bytes")
+    memory.add_argument("--memory-bytes", type=positive, metavar="N", help="the same in bytes")
     planning.add_argument("--strict", action="store_true", help="refuse ops without a sharding rule instead of replicating them")
     add_context_arguments(parser)
 
@@ -234,10 +235,3 @@ def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
         raise ContextError(f"--program {name!r} must return (step, arguments).", got=type(made).__name__)
     return made
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from spmdctx.cli_library import PLAN_SUFFIX, hand_texts, searched_text
 from spmdctx.cli_output import Output
+from spmdctx.cli_values import positive
 from spmdctx.context_options import SEARCH_MODES
 from spmdctx.errors import InfeasibleError, PlanError
 from spmdctx.plan.diff import PlanDiff
@@ -37,7 +38,7 @@ def add_strategies_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `strategies`."""
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a file is not what would be made")
     parser.add_argument("--model", metavar="NAME", help="only this model's files")
-    parser.add_argument("--device-num", type=int, metavar="N", help="only those for this many devices")
+    parser.add_argument("--device-num", type=positive, metavar="N", help="only those for this many devices")
     parser.add_argument("--only", choices=("hand", "searched"), help="only the hand strategies and contexts, or only the searched plans")
     parser.add_argument("--search-mode", choices=SEARCH_MODES, default="", help="in place of the library's own")
     parser.add_argument("--folder", type=Path, help=f"a library of your own, with its {ROWS_FILE}")

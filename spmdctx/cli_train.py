@@ -17,6 +17,7 @@ from spmdctx.checkpoint import CheckpointManager
 from spmdctx.cli_generate import STATE, save_model
 from spmdctx.cli_output import Output, audit_data, plan_data, verify_data
 from spmdctx.cli_program import Choice, add_program_arguments, started
+from spmdctx.cli_values import positive
 from spmdctx.models import Batch, DecoderConfig, WordTokenizer, batches, create, read_text, train_step
 from spmdctx.plan.plan import Plan
 from spmdctx.processes import wait_for_all
@@ -32,7 +33,10 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--learning-rate", type=float, default=3e-3, metavar="X", help="of AdamW (default: %(default)s)")
     training.add_argument("--seed", type=int, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
     training.add_argument(
-        "--save-every", type=int, metavar="N", help="save every N steps, and go on from the last one where this command was stopped before"
+        "--save-every",
+        type=positive,
+        metavar="N",
+        help="save every N steps, and go on from the last one where this command was stopped before",
     )
     training.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where state and plan go (default: %(default)s)")
 

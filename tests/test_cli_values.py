@@ -1,0 +1,18 @@
+"""Values of the command line are taken, or refused in words."""
+
+import argparse
+
+import pytest
+
+from spmdctx.cli_values import positive
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", 1), ("4096", 4096)])
+def test_a_count_is_taken(text, value):
+    assert positive(text) == value
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "16GiB", "2.5", ""])
+def test_what_is_no_count_is_refused_in_words(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a whole number of at least 1"):
+        positive(text)
