@@ -18,7 +18,7 @@ from spmdctx.api import parallel
 from spmdctx.cli_devices import expected_devices, start_devices
 from spmdctx.cli_library import ready_strategy
 from spmdctx.cli_output import Output
-from spmdctx.cli_values import positive
+from spmdctx.cli_values import positive, positive_number
 from spmdctx.context import ContextConfig, auto_parallel_context, load_config
 from spmdctx.context_docs import add_context_arguments, options_from_arguments
 from spmdctx.errors import ContextError
@@ -63,7 +63,7 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         "--topology", metavar="NAME", help="machine that costs are predicted for: tpu-v5p, h100, cpu, ..., or a file that calibrate wrote"
     )
     memory = planning.add_mutually_exclusive_group()
-    memory.add_argument("--memory-gib", type=float, metavar="N", help="memory budget per device")
+    memory.add_argument("--memory-gib", type=positive_number, metavar="N", help="memory budget per device")
     memory.add_argument("--memory-bytes", type=positive, metavar="N", help="the same in bytes")
     planning.add_argument("--strict", action="store_true", help="refuse ops without a sharding rule instead of replicating them")
     add_context_arguments(parser)
