@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--allow", action="store_true")
     given = parser.parse_args(arguments)
     chosen = {one.name: one for one in reversed(CASES) if not given.models or one.name in given.models.split(",")}
+    # What models and options warn of is not what is measured.
     warnings.simplefilter("ignore")
     for backend in given.backends.split(","):
         for name, one in reversed(chosen.items()):

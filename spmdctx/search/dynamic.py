@@ -48,13 +48,18 @@ _WORTH_THREE = 1e-3
 
 _LAST_EFFORT = 5
 SMALL_PROGRAM = 100
-"""Ops up to which meshes of three axes are tried unasked."""
+"""Ops up to which meshes of three axes are tried unasked, and budgets are worth every proof."""
 
 _LIMIT_SPACING = 0.005
 """Share of the budget by which the limits that are tried for a program that is not small differ at least."""
 
 _LARGE_PROGRAM = 5000
 """Ops from which a budget that nobody set is tried on one mesh only."""
+
+
+def is_small(step: Step) -> bool:
+    """Whether a program has at most `SMALL_PROGRAM` ops."""
+    return len(step.graph.ops) <= SMALL_PROGRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class DynamicOptions:
 
     def meshes(self, step: Step, num_devices: int, topology: Topology) -> list[LogicalMesh]:
         """The meshes to try."""
-        most = self.max_axes or (MAX_AXES if len(step.graph.ops) <= SMALL_PROGRAM else 2)
+        most = self.max_axes or (MAX_AXES if is_small(step) else 2)
         return candidate_meshes(num_devices, topology, most)
 
 
@@ -256,8 +261,8 @@ class Searcher:
 
     def _is_hasty(self) -> bool:
         """Whether the budget is not worth much time."""
-        size, options = len(self._step.graph.ops), self._options
-        return (options.is_soft and size >= _LARGE_PROGRAM) or (options.wants_any and size > SMALL_PROGRAM)
+        is_large = len(self._step.graph.ops) >= _LARGE_PROGRAM
+        return (self._options.is_soft and is_large) or (self._options.wants_any and not is_small(self._step))
 
     def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
         """The cheapest assignment on the mesh of a set-up within the budget, if there is one below `known_s`."""
@@ -291,7 +296,7 @@ class Searcher:
 
     def _margin(self, mesh: LogicalMesh) -> float:
         """The share by which a mesh must be better than others to be worth the whole search."""
-        return _WORTH_THREE if len(mesh.axes) >= MAX_AXES and len(self._step.graph.ops) > SMALL_PROGRAM else _EQUAL
+        return _WORTH_THREE if len(mesh.axes) >= MAX_AXES and not is_small(self._step) else _EQUAL
 
     def _sought(self, tables: Tables) -> Sought:
         return Sought(tables.problem(), tolerance=self._options.limits.tolerance)
@@ -334,8 +339,9 @@ class Searcher:
 
         What a short search finds is found by the long one: an error names budgets and device counts by short ones.
         """
-        if self._is_hasty() or self._options.is_soft or len(self._step.graph.ops) <= SMALL_PROGRAM:
-            return self._within(tables, problem, fastest, known_s, is_hasty=self._is_hasty())
+        is_hasty = self._is_hasty()
+        if is_hasty or self._options.is_soft or is_small(self._step):
+            return self._within(tables, problem, fastest, known_s, is_hasty=is_hasty)
         first = self._within(tables, problem, fastest, known_s, is_hasty=True)
         if isinstance(first, Beaten) or (isinstance(first, Shortfall) and first.is_proven):
             return first
@@ -358,7 +364,7 @@ class Searcher:
         # As much of the small and short-lived may be on the chip.
         limit = high = full = float(budget + self._topology.scratch_bytes)
         low, nearest = 0.0, Peak(0, 0)
-        spacing = 0.0 if len(self._step.graph.ops) <= SMALL_PROGRAM else _LIMIT_SPACING * full
+        spacing = 0.0 if is_small(self._step) else _LIMIT_SPACING * full
         # Nothing that fits is cheaper than what need not.
         bound_s = self._bounds.get(fastest.setup.mesh, 0.0)
         solved = self._solved.get(fastest.setup.mesh)
@@ -392,7 +398,7 @@ class Searcher:
             if not (self._options.is_soft or is_hasty) and not counted.keys() >= more.keys():
                 counted |= more
                 continue
-            if limit == full and self._is_small():
+            if limit == full and self._is_exact():
                 best = self._branched(limited, solution, tables, fastest)
                 if not best.is_cut:
                     return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if best.found is None else best.found
@@ -411,9 +417,9 @@ class Searcher:
             self._memory = step_memory(step.graph, step.scopes, step.donated, fuses_into_products=fuses)
         return self._memory
 
-    def _is_small(self) -> bool:
+    def _is_exact(self) -> bool:
         """Whether the budget is worth every proof."""
-        return not self._options.is_soft and len(self._step.graph.ops) <= SMALL_PROGRAM
+        return not self._options.is_soft and is_small(self._step)
 
     def _branched(self, limited: Problem, first: Solution, tables: Tables, fastest: Found) -> Best[Found]:
         """The cheapest assignment whose peak is in the budget, among those whose counted peak is."""
@@ -432,11 +438,11 @@ class Searcher:
         if least.bytes > limited.memory.limit:
             alive = int(least.bytes + spare)
             return Shortfall(least.time, alive, alive, fastest, is_proven=True)
-        # What nobody asked for is not worth a proof to the last digit.
+        # Neither a short search nor what nobody asked for is worth a proof to the last digit.
         effort = 0 if is_hasty else 1 if self._options.is_soft else 2
         tolerance = max(self._options.limits.tolerance, _HASTY_TOLERANCE if is_hasty else 0.0)
         solution = solve(limited, effort=effort, tolerance=tolerance, known=known)
-        if self._is_small() and not _is_settled(solution, tolerance):
+        if self._is_exact() and not _is_settled(solution, tolerance):
             solution = solve(limited, effort=effort + 1, tolerance=tolerance, known=known)
         if isinstance(solution, Infeasible):
             return Shortfall(solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir import item_bytes
-from spmdctx.search.dynamic import SMALL_PROGRAM, DynamicOptions, Found, Shortfall, mesh_is_fixed, plan_dynamic
+from spmdctx.search.dynamic import DynamicOptions, Found, Shortfall, is_small, mesh_is_fixed, plan_dynamic
 from spmdctx.search.memory import step_memory
 from spmdctx.search.modes import Request
 from spmdctx.search.price import Bill
@@ -18,8 +18,10 @@ _LARGEST = 3
 _MOST_DEVICES = 4096
 _ATTEMPTS = 10
 _MOST_ATTEMPTS = 60
+"""Searches for the least budget: of a program that is not small, and of a small one, whose least is found to the byte."""
+
 _JUMPS = 2
-"""Failures in a row after which the bytes of the smallest plan seen are no longer tried."""
+"""Failures in a row after which the bytes of a small program's smallest plan seen are no longer tried."""
 
 _NEAR = 0.005
 """Share of the budget that is not worth another search."""
@@ -95,27 +97,27 @@ def _count(shape: tuple[int, ...]) -> int:
 
 def _enough_bytes(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> int:
     """The least budget that a plan is found for; of a program that is not small, as near to it as a few short searches get."""
-    is_small = len(step.graph.ops) <= SMALL_PROGRAM
+    is_exact = is_small(step)
     enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
     attempt, failures = max(found.enough_bytes, short + 1), 0
-    for _ in range(_MOST_ATTEMPTS if is_small else _ATTEMPTS):
+    for _ in range(_MOST_ATTEMPTS if is_exact else _ATTEMPTS):
         if not short < attempt < enough:
             attempt = (short + enough) // 2
-        if enough - short <= (1 if is_small else enough * _NEAR):
+        if enough - short <= (1 if is_exact else enough * _NEAR):
             break
         result = plan_dynamic(step, request, topology, replace(options, memory_bytes=attempt, wants_any=True))
         if isinstance(result, Shortfall):
             # The smallest plan that was seen is mostly found within its own bytes, or little more.
             short, failures = attempt, failures + 1
             attempt = result.enough_bytes
-            if not is_small:
+            if not is_exact:
                 attempt = max(attempt, round(short * (1 + _NEAR * 2**failures)))
             elif failures > _JUMPS:
                 attempt = short
         else:
             # What a plan takes is often the least already; only of a small program is it sure to be found within that.
             taken, failures = _peak_bytes(step, topology, result), 0
-            enough, attempt = (taken, taken - 1) if is_small else (attempt, min(taken, (short + attempt) // 2))
+            enough, attempt = (taken, taken - 1) if is_exact else (attempt, min(taken, (short + attempt) // 2))
     return enough
 
 

@@ -130,7 +130,7 @@ def test_no_limit_is_tried_of_which_the_solver_has_said_that_it_is_too_low(monke
         return found
 
     monkeypatch.setattr(Searcher, "_limited", recorded)
-    monkeypatch.setattr(Searcher, "_is_small", lambda self: False)
+    monkeypatch.setattr(Searcher, "_is_exact", lambda self: False)
     times = 0
     for seed in range(3000, 3000 + 6 * TOGETHER):
         made, mesh, machine = random_step(seed, 8), random_mesh(seed), random_machine(seed)

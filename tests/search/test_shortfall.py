@@ -65,7 +65,6 @@ def test_the_number_of_devices_that_is_named_is_the_first_doubling_on_which_a_pl
 
 def test_the_budget_that_is_named_for_a_larger_program_works_and_is_mostly_near_the_least(monkeypatch):
     monkeypatch.setattr(dynamic, "SMALL_PROGRAM", 0)
-    monkeypatch.setattr(shortfall, "SMALL_PROGRAM", 0)
     excess = []
     for seed in range(6200, 6212):
         step, machine, options = _tight(seed, 0.3)
