@@ -15,6 +15,7 @@ from spmdctx.lowering.compile import CompiledProgram, jit_program
 from spmdctx.lowering.wishes import Wishes, wishes_of
 from spmdctx.lowering.xla_options import compile_options
 from spmdctx.mesh_scope import auto_axes, has_explicit_type, has_mesh_type
+from spmdctx.out_of_memory import add_advice
 from spmdctx.plan.plan import Plan
 from spmdctx.plan_agreement import agree_on_plan, spans_processes
 from spmdctx.planner import Planned
@@ -153,6 +154,10 @@ class Entry:
                 self.program.jitted.lower(*avals) if self.direct is None else self.direct.lower(*self.structure.inputs(avals)[0])
             )
         return lowered
+
+    def advise(self, error: jax.errors.JaxRuntimeError) -> None:
+        """Adds to an error of memory, raised by XLA, what was planned and what to do."""
+        add_advice(error, self.plan.cost.memory_bytes, self.environment.settings.topology)
 
     def type_as_called(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
         """A leaf's type as the program sees it in a call; its sharding is None where the program places the leaf itself."""

@@ -39,7 +39,7 @@ from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured, InputLeaf
 from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.program import Program
-from spmdctx.wording import exact_bytes_text
+from spmdctx.wording import bytes_text, exact_bytes_text
 
 _WORTH_A_WORD = 0.01
 _NO_BUCKETS = "Buckets of gradients have no effect: the CPU compiler drops what keeps them apart, and reduces all of them at once."
@@ -313,17 +313,24 @@ def _notes(program: Program, captured: Captured, setup: Setup, settings: Setting
             notes.append(
                 f"Batch leaf '{known.path}' is stored {format_sharding(stored)}, not {format_sharding(wanted)}: the ops that read it do so."
             )
-    if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes:
-        notes.append(
-            f"The predicted peak of {exact_bytes_text(bill.memory_bytes)} per device is over memory_bytes={settings.memory_bytes}; "
-            "only auto_parallel can meet a budget."
-        )
+    notes += _memory_notes(settings, bill.memory_bytes)
     if setup.mesh.num_devices > 1:
         notes += _batch_notes(program)
         notes += _all_to_all_notes(program, setup, settings, bill)
         notes += _repeated_work(program, setup, assignment, bill)
         notes += _unmatched_patterns(captured, settings)
     return tuple(dict.fromkeys(notes))
+
+
+def _memory_notes(settings: Settings, peak_bytes: int) -> list[str]:
+    """What is over the user's budget, or over what a device has where he gave none."""
+    machine, peak = settings.topology, f"The predicted peak of {exact_bytes_text(peak_bytes)} per device is over"
+    if settings.memory_bytes is None:
+        has_room = peak_bytes <= machine.memory_bytes
+        return [] if has_room else [f"{peak} the {bytes_text(machine.memory_bytes)} that a program may use of a {machine.device}."]
+    if peak_bytes <= settings.memory_bytes:
+        return []
+    return [f"{peak} memory_bytes={settings.memory_bytes}; only auto_parallel can meet a budget."]
 
 
 def _batch_notes(program: Program) -> list[str]:

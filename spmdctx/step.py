@@ -121,7 +121,11 @@ class ParallelStep:
             if not self._has_run and entry.environment.context.parameter_broadcast:
                 read = self._broadcast(entry, read)
             self._has_run = True
-            result = entry.run(read)
+            try:
+                result = entry.run(read)
+            except jax.errors.JaxRuntimeError as error:
+                entry.advise(error)
+                raise
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
             self._direct = _Direct(version(), entry.direct, entry)
         return result
@@ -175,7 +179,12 @@ class ParallelStep:
     def audit(self, *args: Any, **kwargs: Any) -> AuditReport:
         """The compiled program held against the plan: collectives and memory."""
         entry, lowered = self._lowered(args, kwargs)
-        return audit_program(entry.plan, lowered.compile())
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            entry.advise(error)
+            raise
+        return audit_program(entry.plan, compiled)
 
     def verify(self, *args: Any, **kwargs: Any) -> verify.VerifyReport:
         """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated."""

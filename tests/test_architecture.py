@@ -33,6 +33,7 @@ FAMILIES = {
             "gradients",
             "mesh_scope",
             "ops",
+            "out_of_memory",
             "placement",
             "plan_agreement",
             "processes",
