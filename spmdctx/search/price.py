@@ -28,7 +28,7 @@ from spmdctx.search.memory_copies import Copies
 from spmdctx.search.needs import Need, needs_of
 from spmdctx.search.numbering import Numbering, numbered
 from spmdctx.search.overlap import sides
-from spmdctx.search.rewrites import Readers, Sums
+from spmdctx.search.rewrites import Cut, Readers, Sums
 from spmdctx.search.roofline import local_bytes, passing_values, written_s
 from spmdctx.search.shared_reads import Routes, shared_reads
 from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
@@ -97,6 +97,7 @@ def price(
     biller.routes = shared_reads(graph, scopes, assignment, mesh, topology)
     biller.add_all(scopes)
     biller.settle_sums()
+    biller.add_up()
     bill = biller.bill
     bill.hidden_communication_s = sum(row.time_s * row.repeats * share for row, share in zip(bill.collectives, biller.shares, strict=True))
     for row in manual:
@@ -108,6 +109,16 @@ def price(
     alive = profile(memory.lives, sizes, len(graph.ops), copies, topology.scratch_bytes)
     bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
     return bill
+
+
+class _Written(NamedTuple):
+    """An op has a value moved to `target` that is only computed on the way, and written for that in so many seconds a time."""
+
+    op: int
+    value: int
+    target: TensorSharding
+    seconds: float
+    repeats: int
 
 
 class _Biller:
@@ -125,8 +136,10 @@ class _Biller:
         # The machine by which each collective was priced.
         self._machines: list[Topology] = []
         self._sides, self._passing = sides(graph), passing_values(graph)
-        # Per op that moves values which are only computed on the way, the seconds to write those.
-        self._written: list[tuple[int, float]] = []
+        # What is only computed on the way and moved: it is written before.
+        self._written: list[_Written] = []
+        # Seconds of each op's computation.
+        self._compute_s: FloatArray = np.zeros(0)
         self._stored: dict[tuple[object, ...], int] = {}
         self._done: set[tuple[object, ...]] = set()
         self._same = _aliases(graph)
@@ -144,14 +157,11 @@ class _Biller:
         billed[[producers[value] for value in self.holds.totals if value in producers]] = True
         for index in np.flatnonzero(billed).tolist():
             self._add(graph.ops[index], scopes[index], needs.each[needs.numbers[index]])
-        compute_s = needs.per_op(lambda need: need.compute_s)
+        self._compute_s = needs.per_op(lambda need: need.compute_s)
         # What depends on no input is computed on the way into its readers.
-        compute_s[
+        self._compute_s[
             [maker for maker in map(producers.get, self.loose) if maker is not None and self.loose.issuperset(graph.ops[maker].results)]
         ] = 0
-        self.bill.compute_s = _sum_in_order(
-            np.insert(compute_s, [op + 1 for op, _ in self._written], [added for _, added in self._written])
-        )
         self.bill.flops = _sum_in_order(needs.per_op(lambda need: need.flops))
         self.bill.split_flops = _sum_in_order(needs.per_op(lambda need: need.split_flops))
 
@@ -210,8 +220,21 @@ class _Biller:
                 kind = self._scattered_by(cut.value, row.payload_bytes, order, cut.whole, cut.kept)
                 time_s = collective_time_s(kind, row.payload_bytes, cut.axes, self.mesh, self._machines[cut.place])
                 rows[cut.place] = replace(row, kind="reduce_scatter", axes=cut.axes, time_s=time_s)
+                self._scatter(cut)
         kept = [place for place in range(len(rows)) if place not in self._sums.joined]
         self.bill.collectives, self.shares = [rows[place] for place in kept], [self.shares[place] for place in kept]
+
+    def _scatter(self, cut: Cut) -> None:
+        """A sum that is scattered is written as its slice, by the collective; what moves on from there is written once more."""
+        for place, one in enumerate(self._written):
+            if one.value == cut.value:
+                seconds = written_s(self.graph.values[one.value], cut.kept, self.mesh, self.topology) if one.target != cut.kept else 0.0
+                self._written[place] = one._replace(seconds=seconds)
+
+    def add_up(self) -> None:
+        """Adds up what all ops compute, and what they write to have it moved."""
+        places = [one.op + 1 for one in self._written]
+        self.bill.compute_s = _sum_in_order(np.insert(self._compute_s, places, [one.seconds * one.repeats for one in self._written]))
 
     def _finish(self, op: Op, scope: int, need: Need) -> None:
         for position, value in enumerate(op.results):
@@ -290,7 +313,8 @@ class _Biller:
             first = reshard_steps(known.shape, size, source, via, self.mesh, all_to_all)
             steps = (*first, *reshard_steps(known.shape, size, via, target, self.mesh, all_to_all))
         if self._passing[value] and (scope, self._same[value], source, steps[0].sharding) not in self._done:
-            self._written.append((op.id, written_s(known, source, self.mesh, self.topology) * (repeats or op.repeats)))
+            seconds = written_s(known, source, self.mesh, self.topology)
+            self._written.append(_Written(op.id, value, target, seconds, repeats or op.repeats))
         for step in steps:
             key = (scope, self._same[value], current, step.sharding)
             if step.kind != "slice" and key not in self._done:

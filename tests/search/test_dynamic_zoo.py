@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmdctx import plan
 from spmdctx.cost.topology import PRESETS, Topology
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.accumulation import holds_of, loop_sums
@@ -62,3 +65,20 @@ def test_search_evaluation_and_bill_have_one_number(model: str, machine: str) ->
     assert seconds == pytest.approx(found.cost_s, rel=1e-9)
     # The bill moves values straight to where they are read; the search may price a stop on the way.
     assert found.cost_s * (1 - 5e-3) <= bill.compute_s + bill.exposed_communication_s <= found.cost_s * 1.02
+
+
+def test_a_sum_of_products_that_is_scattered_is_billed_as_written_once() -> None:
+    def loss(weights: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ weights["up"]) @ weights["down"] - y) ** 2)
+
+    def step(weights: dict[str, jax.Array], direction: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+        gradient, change = jax.jvp(lambda weights: jax.grad(loss)(weights, x, y), (weights,), (direction,))
+        return jax.tree.map(lambda own, down, more: own - 0.01 * down - 0.001 * more, weights, gradient, change)
+
+    def floats(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    weights, batch = {"up": floats(1024, 2048), "down": floats(2048, 1024)}, floats(512, 1024)
+    found = plan(step, weights, weights, batch, batch, parallel_mode="auto_parallel", device_num=8, topology="tpu-v5e")
+    assert found.cost.total_s == pytest.approx(found.lower_bound_s, rel=1e-9)
+    assert "reduce_scatter" in {row.kind for row in found.collectives}
