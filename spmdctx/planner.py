@@ -23,6 +23,7 @@ from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.bodies import Body, add_bodies
 from spmdctx.search.certificate import Certificate, gap_of
 from spmdctx.search.dynamic import DynamicOptions, lower_bound_s
+from spmdctx.search.evaluate import evaluate
 from spmdctx.search.gradient_order import Gradient, gradient_buckets, gradient_order, sum_buckets
 from spmdctx.search.modes import LAYERWISE, ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
 from spmdctx.search.optimizer_pins import couplings
@@ -136,8 +137,10 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
         options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo), max_axes=settings.max_mesh_axes)
         request = _request(program, captured, settings)
-        bound = lower_bound_s(_step(program, captured), request, settings.topology, options, plan.logical_mesh)
-    return _certified(plan, Certificate(bound))
+        step, mesh, machine = _step(program, captured), plan.logical_mesh, settings.topology
+        bound = lower_bound_s(step, request, machine, options, mesh)
+        counted = evaluate(step.graph, step.scopes, step.loose, plan.assignment, mesh, machine).total_s
+    return _certified(plan, Certificate(bound, counted))
 
 
 def _certified(plan: Plan, certificate: Certificate) -> Plan:

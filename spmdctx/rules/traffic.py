@@ -107,6 +107,7 @@ class _Homes:
         # Of one result, which is not in memory.
         inside = (np.bincount(columns.makers, minlength=columns.num_ops) == 1) & fused[columns.slot_starts[1:] - 1]
         self._chained, self._inside = chained.tobytes(), inside.tobytes()
+        self._origins: dict[tuple[int, int], tuple[int, int]] = {}
         self._after_main_ops(self._ops_after(chained, inside))
         self._before_main_ops(np.flatnonzero(chained & inside & ~columns.which(_APART.__contains__)))
 
@@ -177,11 +178,32 @@ class _Homes:
         """The one tensor in memory of that many elements that an op's chain starts from, -1 where there is none, and the last op
         that makes anything else of what it needs; a number past all ops where there are several such tensors.
         """
+        left = [(op, elements)]
+        while left:
+            key = left[-1]
+            inner = [one for one in self._chains_before(*key) if one not in self._origins]
+            if inner and key not in self._origins:
+                left += inner
+            else:
+                self._origins.setdefault(key, self._joined_origins(*key))
+                left.pop()
+        return self._origins[op, elements]
+
+    def _chains_before(self, op: int, elements: int) -> list[tuple[int, int]]:
+        """The ops of an op's chain that make what it reads, with how many elements a tensor may have at least."""
+        return [(self._maker[value], min(elements, self._elements[value])) for value in self._operands[op] if self._is_chain(value)]
+
+    def _is_chain(self, value: int) -> bool:
+        number = self._maker[value]
+        return number >= 0 and bool(self._inside[number] and self._chained[number])
+
+    def _joined_origins(self, op: int, elements: int) -> tuple[int, int]:
+        """The origin of an op, where those of the chains before it are known."""
         source, last = -1, -1
         for value in self._operands[op]:
             number = self._maker[value]
-            if number >= 0 and self._inside[number] and self._chained[number]:
-                one, late = self._origin(number, min(elements, self._elements[value]))
+            if self._is_chain(value):
+                one, late = self._origins[number, min(elements, self._elements[value])]
             else:
                 one, late = (value, -1) if self._elements[value] >= elements else (-1, number)
             if one >= 0 and source >= 0 and one != source:

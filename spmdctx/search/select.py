@@ -89,16 +89,19 @@ def _peak(step: Step, setup: Setup, assignment: Assignment, options: SearchOptio
 
 
 def _search(step: Step, request: Request, options: SearchOptions) -> Chosen:
-    if request.num_devices > 1 and options.search_mode == "recursive_programming":
+    is_searched = request.num_devices > 1 and bool(step.graph.ops)
+    if is_searched and options.search_mode == "recursive_programming":
         return Chosen(*_recursive(step, request, options))
-    if request.num_devices > 1 and options.search_mode == "dynamic_programming":
+    if is_searched and options.search_mode == "dynamic_programming":
         return _dynamic(step, request, options)
     setup = prepare(step.graph, request)
     if setup.mesh.num_devices == 1:
         return Chosen(setup, _whole(step.graph, request.parallel_mode))
     setup.notes += setup.guesses
     space = Space(step.graph, setup.mesh, options.topology, step.loose, options.limits)
-    return Chosen(setup, propagate(space, setup.pins, setup.forced, {**batch_parts(step.graph, setup), **setup.seeds}, setup.one_way))
+    found = propagate(space, setup.pins, setup.forced, {**batch_parts(step.graph, setup), **setup.seeds}, setup.one_way)
+    # Without ops nothing costs anything.
+    return Chosen(setup, found, None if step.graph.ops else Certificate(0.0, 0.0))
 
 
 def _recursive(step: Step, request: Request, options: SearchOptions) -> tuple[Setup, Assignment]:

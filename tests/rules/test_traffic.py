@@ -66,6 +66,18 @@ def test_a_reduction_that_needs_more_is_apart(function):
     assert not is_inside(ops(program, "reduce_sum")[0])
 
 
+def test_a_long_chain_of_values_that_are_read_several_times_is_walked_once():
+    def step(x, w):
+        y = x @ w
+        for _ in range(400):
+            y = y * (1.5 - 0.5 * y * y)
+        return y.sum()
+
+    program = trace(step, X, W)  # 3 ** 400 ways lead from the sum to the product
+    (total,) = ops(program, "reduce_sum")
+    assert total.work.moved == (WIDE, WIDE)
+
+
 def test_a_reduction_in_another_computation_is_apart():
     def step(x):
         y = x + 1.0

@@ -82,3 +82,52 @@ def test_a_sum_of_products_that_is_scattered_is_billed_as_written_once() -> None
     found = plan(step, weights, weights, batch, batch, parallel_mode="auto_parallel", device_num=8, topology="tpu-v5e")
     assert found.cost.total_s == pytest.approx(found.lower_bound_s, rel=1e-9)
     assert "reduce_scatter" in {row.kind for row in found.collectives}
+
+
+def _accumulated(weights: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    def loss(weights: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean((jax.nn.gelu(x @ weights["up"]) @ weights["down"] - y) ** 2)
+
+    def micro(total: dict[str, jax.Array], batch: tuple[jax.Array, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(weights, *batch)
+        return jax.tree.map(jnp.add, total, gradient), value
+
+    total, values = jax.lax.scan(micro, jax.tree.map(jnp.zeros_like, weights), (x, y))
+    return jax.tree.map(lambda own, more: own - 0.01 * more / 4, weights, total), values.mean()
+
+
+def test_what_enters_a_loop_is_stored_as_it_is_read_only_where_that_costs_nothing() -> None:
+    machine = replace(PRESETS["cpu"], device="slow", peak_flops_per_s=1e8, memory_bytes_per_s=1e8, latency_s=1e-9)
+    weights = {"up": jax.ShapeDtypeStruct((256, 1024), jnp.float32), "down": jax.ShapeDtypeStruct((1024, 256), jnp.float32)}
+    batch = jax.ShapeDtypeStruct((4, 64, 256), jnp.float32)
+    found = plan(_accumulated, weights, batch, batch, parallel_mode="auto_parallel", device_num=8, topology=machine)
+    assert found.cost.total_s == pytest.approx(found.lower_bound_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"mesh": {"data": 2, "model": 4}}], ids=["any", "2x4"])
+def test_no_bound_is_above_the_price_of_the_plan_that_it_certifies(mesh: dict[str, dict[str, int]]) -> None:
+    weights = {"up": jax.ShapeDtypeStruct((1024, 4096), jnp.float32), "down": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
+    batch = jax.ShapeDtypeStruct((4, 256, 1024), jnp.float32)
+    options = mesh or {"device_num": 8}
+    found = plan(
+        _accumulated,
+        weights,
+        batch,
+        batch,
+        parallel_mode="auto_parallel",
+        search_mode="recursive_programming",
+        topology="tpu-v5e",
+        **options,
+    )
+    certified = found.certify()
+    assert certified.lower_bound_s is not None
+    assert certified.gap is not None
+    assert certified.lower_bound_s <= certified.cost.total_s
+    assert certified.gap >= 0
+
+
+@pytest.mark.parametrize("search", ["recursive_programming", "dynamic_programming", "sharding_propagation"])
+def test_a_step_without_ops_is_planned(search: str) -> None:
+    for step, arguments in ((lambda x: x, (jnp.ones(8),)), (lambda state: state, ({},)), (lambda x: None, (jnp.ones(8),))):
+        found = plan(step, *arguments, parallel_mode="auto_parallel", search_mode=search, device_num=8)
+        assert found.cost.total_s == 0
