@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -155,9 +156,14 @@ class Entry:
             )
         return lowered
 
-    def advise(self, error: jax.errors.JaxRuntimeError) -> None:
-        """Adds to an error of memory, raised by XLA, what was planned and what to do."""
-        add_advice(error, self.plan.cost.memory_bytes, self.environment.settings.topology)
+    @contextmanager
+    def advising(self) -> Iterator[None]:
+        """Adds to XLA's errors of memory what was planned and what to do."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            add_advice(error, self.plan.cost.memory_bytes, self.environment.settings.topology)
+            raise
 
     def type_as_called(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
         """A leaf's type as the program sees it in a call; its sharding is None where the program places the leaf itself."""

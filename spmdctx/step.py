@@ -121,11 +121,8 @@ class ParallelStep:
             if not self._has_run and entry.environment.context.parameter_broadcast:
                 read = self._broadcast(entry, read)
             self._has_run = True
-            try:
+            with entry.advising():
                 result = entry.run(read)
-            except jax.errors.JaxRuntimeError as error:
-                entry.advise(error)
-                raise
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
             self._direct = _Direct(version(), entry.direct, entry)
         return result
@@ -179,18 +176,15 @@ class ParallelStep:
     def audit(self, *args: Any, **kwargs: Any) -> AuditReport:
         """The compiled program held against the plan: collectives and memory."""
         entry, lowered = self._lowered(args, kwargs)
-        try:
-            compiled = lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            entry.advise(error)
-            raise
-        return audit_program(entry.plan, compiled)
+        with entry.advising():
+            return audit_program(entry.plan, lowered.compile())
 
     def verify(self, *args: Any, **kwargs: Any) -> verify.VerifyReport:
         """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated."""
         entry = self._entry_of(args, kwargs)
         call, _ = self._split(args, kwargs)
-        return verify.verify_entry(entry, self._read(entry, call).leaves)
+        with entry.advising():
+            return verify.verify_entry(entry, self._read(entry, call).leaves)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
         """Calls `init_fn(*args)` so that its result is made split, as this step takes it, never whole on one device.

@@ -182,10 +182,9 @@ class _Homes:
         while left:
             key = left[-1]
             inner = [one for one in self._chains_before(*key) if one not in self._origins]
-            if inner and key not in self._origins:
-                left += inner
-            else:
-                self._origins.setdefault(key, self._joined_origins(*key))
+            left += inner
+            if not inner:
+                self._origins[key] = self._joined_origins(*key)
                 left.pop()
         return self._origins[op, elements]
 

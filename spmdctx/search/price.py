@@ -28,7 +28,7 @@ from spmdctx.search.memory_copies import Copies
 from spmdctx.search.needs import Need, needs_of
 from spmdctx.search.numbering import Numbering, numbered
 from spmdctx.search.overlap import sides
-from spmdctx.search.rewrites import Cut, Readers, Sums
+from spmdctx.search.rewrites import Readers, Sums
 from spmdctx.search.roofline import local_bytes, passing_values, written_s
 from spmdctx.search.shared_reads import Routes, shared_reads
 from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
@@ -112,12 +112,12 @@ def price(
 
 
 class _Written(NamedTuple):
-    """An op has a value moved to `target` that is only computed on the way, and written for that in so many seconds a time."""
+    """An op has a value moved that is only computed on the way, and written for that so many times a step."""
 
     op: int
     value: int
+    source: TensorSharding
     target: TensorSharding
-    seconds: float
     repeats: int
 
 
@@ -138,6 +138,8 @@ class _Biller:
         self._sides, self._passing = sides(graph), passing_values(graph)
         # What is only computed on the way and moved: it is written before.
         self._written: list[_Written] = []
+        # Sums that are reduce-scattered, and the slice that is left of each.
+        self._scattered: dict[int, TensorSharding] = {}
         # Seconds of each op's computation.
         self._compute_s: FloatArray = np.zeros(0)
         self._stored: dict[tuple[object, ...], int] = {}
@@ -220,21 +222,21 @@ class _Biller:
                 kind = self._scattered_by(cut.value, row.payload_bytes, order, cut.whole, cut.kept)
                 time_s = collective_time_s(kind, row.payload_bytes, cut.axes, self.mesh, self._machines[cut.place])
                 rows[cut.place] = replace(row, kind="reduce_scatter", axes=cut.axes, time_s=time_s)
-                self._scatter(cut)
+                self._scattered[cut.value] = cut.kept
         kept = [place for place in range(len(rows)) if place not in self._sums.joined]
         self.bill.collectives, self.shares = [rows[place] for place in kept], [self.shares[place] for place in kept]
 
-    def _scatter(self, cut: Cut) -> None:
-        """A sum that is scattered is written as its slice, by the collective; what moves on from there is written once more."""
-        for place, one in enumerate(self._written):
-            if one.value == cut.value:
-                seconds = written_s(self.graph.values[one.value], cut.kept, self.mesh, self.topology) if one.target != cut.kept else 0.0
-                self._written[place] = one._replace(seconds=seconds)
-
     def add_up(self) -> None:
-        """Adds up what all ops compute, and what they write to have it moved."""
-        places = [one.op + 1 for one in self._written]
-        self.bill.compute_s = _sum_in_order(np.insert(self._compute_s, places, [one.seconds * one.repeats for one in self._written]))
+        """Adds up what all ops compute, and what they write to have it moved.
+
+        A sum that is scattered is written as its slice, by the collective; what moves on from there is written once more.
+        """
+        places, added = [one.op + 1 for one in self._written], [self._writing_s(one) for one in self._written]
+        self.bill.compute_s = _sum_in_order(np.insert(self._compute_s, places, added))
+
+    def _writing_s(self, one: _Written) -> float:
+        source = self._scattered.get(one.value, one.source)
+        return 0.0 if source == one.target else written_s(self.graph.values[one.value], source, self.mesh, self.topology) * one.repeats
 
     def _finish(self, op: Op, scope: int, need: Need) -> None:
         for position, value in enumerate(op.results):
@@ -313,8 +315,7 @@ class _Biller:
             first = reshard_steps(known.shape, size, source, via, self.mesh, all_to_all)
             steps = (*first, *reshard_steps(known.shape, size, via, target, self.mesh, all_to_all))
         if self._passing[value] and (scope, self._same[value], source, steps[0].sharding) not in self._done:
-            seconds = written_s(known, source, self.mesh, self.topology)
-            self._written.append(_Written(op.id, value, target, seconds, repeats or op.repeats))
+            self._written.append(_Written(op.id, value, source, target, repeats or op.repeats))
         for step in steps:
             key = (scope, self._same[value], current, step.sharding)
             if step.kind != "slice" and key not in self._done:
