@@ -24,7 +24,6 @@ from spmdctx.search.algo import AlgoLimits
 from spmdctx.search.branching import Best, cheapest_accepted
 from spmdctx.search.fold import ROUNDS
 from spmdctx.search.free_values import place_free_values
-from spmdctx.search.kinds import ops_of
 from spmdctx.search.memory import Peak, StepMemory, step_memory
 from spmdctx.search.memory_rows import Passing, completed, counted_bytes, least_peak, passing_at, with_memory
 from spmdctx.search.meshes import MAX_AXES, candidate_meshes
@@ -32,9 +31,9 @@ from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.network import Network, build_network
 from spmdctx.search.solver.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.solve import Sought, solve
-from spmdctx.search.space import OUTSIDE, Space
+from spmdctx.search.space import Space
 from spmdctx.search.step import Step, bill_of
-from spmdctx.search.stored_inputs import store_as_read
+from spmdctx.search.stored_inputs import enter_as_stored, store_as_read
 from spmdctx.search.tables import Tables
 
 MODE = "dynamic_programming"
@@ -329,12 +328,11 @@ class Searcher:
 
     def _found(self, setup: Setup, tables: Tables, solution: Solution) -> Found:
         states = solution.states[: len(tables.choices)]
-        chosen = tables.assignment(states, MODE)
-        assignment = place_free_values(tables.space, store_as_read(tables.space, chosen, tables.pins), tables.pins)
-        if ops_of(self._step.graph, OUTSIDE):
-            # What enters a loop as a slice may have to be written for that.
-            as_chosen = place_free_values(tables.space, chosen, tables.pins)
-            assignment = min(assignment, as_chosen, key=partial(self._price_s, mesh=setup.mesh))
+        space, chosen = tables.space, tables.assignment(states, MODE)
+        entered = enter_as_stored(space, chosen)
+        ways = [entered] if entered is chosen else [entered, chosen]
+        placed = [place_free_values(space, store_as_read(space, way, tables.pins), tables.pins) for way in ways]
+        assignment = placed[0] if len(placed) == 1 else min(placed, key=partial(self._price_s, mesh=setup.mesh))
         # The batch lies as the plan has it; nobody asked for anything else.
         asked = {value: sharding for value, sharding in setup.seeds.items() if value in setup.partial_pins}
         return Found(replace(setup, seeds=asked), assignment, solution.cost, solution.lower_bound, solution.counts)

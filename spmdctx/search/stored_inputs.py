@@ -22,7 +22,6 @@ def store_as_read(space: Space, assignment: Assignment, pins: Mapping[int, Pinne
     Left as they are: values that are tied to another one (state), that the step returns, that no op reads, or whose slots are in
     `pins`.
     """
-    assignment = _entered_as_stored(space, assignment)
     graph = space.graph
     entering = {op.results[0]: op for op in graph.ops if op.primitive in OUTSIDE and _is_free(space, op)}
     free = _alone(space, [*graph.inputs, *entering], pins)
@@ -43,8 +42,11 @@ def store_as_read(space: Space, assignment: Assignment, pins: Mapping[int, Pinne
     return replace(assignment, values=tuple(values), ops=tuple(ops))
 
 
-def _entered_as_stored(space: Space, assignment: Assignment) -> Assignment:
-    """Lets loops be entered in the split in which they keep what enters, where that is a slice on the way in."""
+def enter_as_stored(space: Space, assignment: Assignment) -> Assignment:
+    """Lets loops be entered in the split in which they keep what enters, where that is a slice on the way in.
+
+    It may have to be written for that. The same object where nothing changes.
+    """
     ops = list(assignment.ops)
     for op in space.graph.ops:
         if op.primitive in OUTSIDE and op.primitive != "scan.exit" and op.operands[0] != LITERAL:
@@ -52,7 +54,7 @@ def _entered_as_stored(space: Space, assignment: Assignment) -> Assignment:
             chosen = _boundary(space, op, inside)
             if project(op.rule.results[0], chosen.axes) == inside and _is_slice(stored, project(op.rule.operands[0], chosen.axes)):
                 ops[op.id] = chosen
-    return replace(assignment, ops=tuple(ops))
+    return assignment if tuple(ops) == assignment.ops else replace(assignment, ops=tuple(ops))
 
 
 def _boundary(space: Space, op: Op, inside: TensorSharding) -> OpSharding:
