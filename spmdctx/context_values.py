@@ -128,6 +128,17 @@ def positive_number(high: float = math.inf) -> Check:
     return check
 
 
+def memory_budget(value: Any) -> int | None:
+    """`memory_bytes`, a positive number of bytes or None for no budget."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(message("memory_bytes must be a number of bytes.", got=repr(value)))
+    if not 0 < value < math.inf:
+        raise ContextError("memory_bytes must be positive.", got=repr(value))
+    return int(value)
+
+
 def choice(names: tuple[str, ...]) -> Check:
     """One of the names, exactly as they are written."""
     need = "one of " + ", ".join(map(repr, names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+from spmdctx.context_values import memory_budget
 from spmdctx.ir import Role
 from spmdctx.plan.plan import Plan
 from spmdctx.planner import Planned, Settings, certify, plan_program
@@ -35,6 +36,7 @@ class Replanner:
         """The plan for this budget per device (None for no budget) on so many devices (None for as many as before).
 
         Raises:
+            ContextError: a budget that is not positive.
             InfeasibleError: no plan fits.
             StrategyError: the user's strategies do not fit the number of devices.
         """
@@ -42,7 +44,7 @@ class Replanner:
         count = old.num_devices if num_devices is None else num_devices
         mesh = old.mesh if count == old.num_devices else None
         context = old.context.replace(device_num=count) if old.context.is_set("device_num") else old.context
-        settings = replace(old, context=context, num_devices=count, mesh=mesh, memory_bytes=memory_bytes)
+        settings = replace(old, context=context, num_devices=count, mesh=mesh, memory_bytes=memory_budget(memory_bytes))
         return with_insight(plan_program(self.captured, settings), self.captured, settings).plan
 
 

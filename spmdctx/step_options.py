@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from spmdctx._compat import is_compile_only
 from spmdctx.context import AutoParallelContext, check_consistency, device_count
 from spmdctx.context_options import checked
+from spmdctx.context_values import memory_budget
 from spmdctx.cost.topology import Topology, as_asked, topology
 from spmdctx.errors import ContextError, message
 from spmdctx.lowering.xla_options import backend_of
@@ -66,23 +67,13 @@ def step_options(options: Mapping[str, Any]) -> StepOptions:
         devices=devices,
         mesh=mesh,
         topology=topology(own["topology"]) if "topology" in own else None,
-        memory_bytes=_memory_bytes(own.get("memory_bytes")),
+        memory_bytes=memory_budget(own.get("memory_bytes")),
         max_mesh_axes=_max_mesh_axes(own.get("max_mesh_axes")),
         strict=_boolean("strict", own.get("strict", False)),
         layerwise_parallel=_patterns(own.get("layerwise_parallel", ())),
         arguments={name: value for name, value in options.items() if name in _ARGUMENTS},
         notes=notes,
     )
-
-
-def _memory_bytes(value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(message("memory_bytes must be a number of bytes.", got=repr(value)))
-    if value <= 0:
-        raise ContextError("memory_bytes must be positive.", got=repr(value))
-    return int(value)
 
 
 def _max_mesh_axes(value: Any) -> int | None:

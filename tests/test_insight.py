@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import spmdctx
-from spmdctx.errors import UnsupportedError
+from spmdctx.errors import ContextError, UnsupportedError
 
 AUTO = {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation", "topology": "h100"}
 ADAM = optax.adam(1e-3)
@@ -79,6 +79,14 @@ def test_a_step_is_planned_again_on_other_device_counts(plan, num_devices):
     assert again.fingerprint == plan.fingerprint
     assert dict(again.options)["device_num"] == num_devices
     assert again.replan(num_devices=num_devices) == again
+
+
+@pytest.mark.parametrize(("budget", "error"), [(0, ContextError), (-1, ContextError), (float("inf"), ContextError), ("x", TypeError)])
+def test_a_budget_to_plan_again_for_is_checked_as_the_option_is(plan, budget, error):
+    with pytest.raises(error, match="memory_bytes must be"):
+        plan.replan(memory_bytes=budget)
+    with pytest.raises(error, match="memory_bytes must be"):
+        plan.pareto(memory_bytes=(budget,), num_devices=(8,))
 
 
 def test_time_against_memory_has_a_point_per_device_count(plan):

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from spmdctx.errors import message
 from spmdctx.ir import AxisNames, Role
 from spmdctx.plan.groups import TensorGroup, by_kind, group_tensors
 from spmdctx.plan.plan import Plan, PlannedTensor
@@ -83,6 +84,8 @@ class PlanDiff:
 
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     """Compares two plans."""
+    if not isinstance(after, Plan):
+        raise TypeError(message("A plan is compared with another plan.", got=repr(after), need="a Plan, of plan(...) or Plan.load(...)"))
     num_ops = None
     if before.fingerprint == after.fingerprint and len(before.op_table) == len(after.op_table):
         num_ops = sum(old != new for old, new in zip(before.op_table.choices, after.op_table.choices, strict=True))

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import PRESETS
+from spmdctx.errors import message
 from spmdctx.ir import Collective, OpSharding, TensorSharding, item_bytes
 from spmdctx.mesh import divides
 from spmdctx.plan.alternatives import Alternative, Flip
@@ -113,6 +114,8 @@ class Explanation:
 
 def explain_plan(plan: Plan, pattern: str) -> Explanation:
     """Explains the tensors whose path matches; where none does, the ops whose name or source line does."""
+    if not isinstance(pattern, str):
+        raise TypeError(message("A plan is asked by a pattern.", got=repr(pattern), need="part of a path, or an op's name or line"))
     matching = [index for index, tensor in enumerate(plan.inputs) if _matches(tensor.path, pattern)]
     tensors = tuple(_explain_tensors(plan, matching, MAX_PRICED))
     ops: list[int] = []

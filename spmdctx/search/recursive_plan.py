@@ -11,7 +11,11 @@ from spmdctx.search.dynamic import Shortfall
 from spmdctx.search.modes import Request, Setup
 from spmdctx.search.recursive import Recursive, RecursiveOptions
 from spmdctx.search.recursive_stages import suggest_stages
+from spmdctx.search.shortfall import place_of
 from spmdctx.search.step import Step, bill_of
+
+_ATTEMPTS = 6
+"""Budgets that are tried before an error names what the fastest plan takes."""
 
 
 def plan_recursive(step: Step, request: Request, topology: Topology, options: RecursiveOptions) -> tuple[Setup, Assignment]:
@@ -32,7 +36,7 @@ def plan_recursive(step: Step, request: Request, topology: Topology, options: Re
     """
     found = Recursive(step, topology, options).plan(request)
     if isinstance(found, Shortfall):
-        raise _infeasible(step, options, found)
+        raise _infeasible(step, request, topology, options, found)
     setup = found.setup
     # The batch lies as the plan has it; nobody asked for anything else.
     notes = [note for note in setup.notes if request.dataset is not None or not note.startswith("Batch leaf")]
@@ -44,12 +48,25 @@ def plan_recursive(step: Step, request: Request, topology: Topology, options: Re
     return replace(setup, notes=notes), found.assignment
 
 
-def _infeasible(step: Step, options: RecursiveOptions, found: Shortfall) -> InfeasibleError:
-    origin = step.graph.origins[found.time]
+def _infeasible(step: Step, request: Request, topology: Topology, options: RecursiveOptions, found: Shortfall) -> InfeasibleError:
+    enough = _enough_bytes(step, request, topology, options, found)
     return InfeasibleError(
-        f"No plan was found that fits in memory_bytes={options.memory_bytes}: the smallest peak is {found.enough_bytes} bytes per device.",
-        where=f"{step.graph.ops[found.time].primitive} {origin.name!r} ({origin.source})",
+        f"No plan was found that fits in memory_bytes={options.memory_bytes}: the smallest peak is {enough} bytes per device.",
+        where=place_of(step, found.time),
         got=f"{found.least_bytes} bytes of values alive there, the least that this search found",
-        need=f"memory_bytes >= {found.enough_bytes} for this search",
+        need=f"memory_bytes >= {enough} for this search",
         fix="use more devices, a smaller batch, rematerialisation, or search_mode='dynamic_programming'",
     )
+
+
+def _enough_bytes(step: Step, request: Request, topology: Topology, options: RecursiveOptions, found: Shortfall) -> int:
+    """A budget that this search finds a plan in: the first of those that its failures name, else what its fastest plan takes."""
+    budget = found.enough_bytes
+    for _ in range(_ATTEMPTS):
+        tried = Recursive(step, topology, replace(options, memory_bytes=budget)).plan(request)
+        if not isinstance(tried, Shortfall):
+            return budget
+        budget = max(tried.enough_bytes, budget + 1)
+    fastest = Recursive(step, topology, replace(options, memory_bytes=None)).plan(request)
+    assert not isinstance(fastest, Shortfall), "only a budget can fall short"
+    return bill_of(step, fastest.assignment, fastest.setup.mesh, topology).memory_bytes

@@ -36,12 +36,12 @@ def infeasible(step: Step, request: Request, topology: Topology, options: Dynami
     budget = _enough_bytes(step, request, topology, options, found)
     enough = f"memory_bytes={budget} ({bytes_text(budget)})"
     least = exact_bytes_text(found.least_bytes)
-    alive = f"at least {least} alive there" if found.is_proven else f"{least} alive there in the smallest plan that was found"
+    alive = f"at least {least} alive there" if found.is_proven else f"{least} alive there in the smallest plan of this search"
     devices = counted(request.num_devices, "device")
     no_plan = f"No plan on {devices} keeps" if found.is_proven else f"No plan was found on {devices} that keeps"
     return InfeasibleError(
         f"{no_plan} the step within memory_bytes={options.memory_bytes}.",
-        where=_place(step, found.time),
+        where=place_of(step, found.time),
         got=f"{alive}, the largest of them {_largest(step, topology, found.time)}",
         need=enough if count is None else f"{enough}, or device_num={count}",
         fix="raise the budget or the number of devices, make the batch smaller, or recompute activations (jax.checkpoint)",
@@ -56,14 +56,14 @@ def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int, top
         what, fix = "The plan of sharding_propagation", "use search_mode='dynamic_programming', which searches within a budget"
     return InfeasibleError(
         f"{what} does not keep within memory_bytes={memory_bytes}.",
-        where=_place(step, time),
+        where=place_of(step, time),
         got=f"{exact_bytes_text(bill.memory_bytes)} alive there, the largest of them {_largest(step, topology, time)}",
         need=f"memory_bytes={bill.memory_bytes} ({bytes_text(bill.memory_bytes)})",
         fix=fix,
     )
 
 
-def _place(step: Step, time: int) -> str:
+def place_of(step: Step, time: int) -> str:
     """An op, its name where it has one, and its line."""
     origin = step.graph.origins[time]
     name = f" {origin.name!r}" if origin.name else ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from spmdctx.ir import OpSharding
 from spmdctx.mesh import LogicalMesh
 from spmdctx.plan import Cost, OpTable
@@ -18,6 +20,11 @@ def test_equal_plans_have_no_difference():
     assert not diff
     assert str(diff) == "The plans are equal."
     assert (diff.settings, diff.costs, diff.tensors, diff.communication, diff.num_ops) == ((), (), (), (), 0)
+
+
+def test_only_plans_are_compared():
+    with pytest.raises(TypeError, match=r"(?s)compared with another plan.*got: +None.*need: +a Plan"):
+        small_plan().diff(None)
 
 
 def test_settings_and_options_that_changed_are_named():

@@ -18,6 +18,11 @@ from tests.plan import PATHS, small_plan
 from tests.plan.fake_alternatives import WHOLE, FakeAlternatives
 
 
+def test_a_pattern_is_text():
+    with pytest.raises(TypeError, match=r"(?s)asked by a pattern.*got: +3.*need: +part of a path"):
+        small_plan().explain(3)
+
+
 def test_a_tensor_is_explained_by_its_readers_and_its_writer():
     (one,) = small_plan().explain("layers/1/w").tensors
     assert one.paths == (PATHS[1],)

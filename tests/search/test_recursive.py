@@ -212,6 +212,17 @@ def test_a_budget_that_cannot_be_met_names_the_peak():
         plan(train, *arguments(), memory_bytes=1000)
 
 
+def test_the_budget_that_is_named_is_met():
+    def two(weights, x):
+        return jnp.sum(jnp.tanh(x @ weights["a"]) @ weights["b"])
+
+    step = two, {"a": shape(64, 96), "b": shape(96, 32)}, shape(24, 64)
+    with pytest.raises(InfeasibleError, match=r"(?m)where: +\w+ \(test_recursive.py") as caught:
+        plan(*step, topology="cpu", memory_bytes=1)
+    named = int(re.search(r"memory_bytes >= (\d+)", str(caught.value)).group(1))
+    assert plan(*step, topology="cpu", memory_bytes=named).cost.memory_bytes <= named
+
+
 def test_auto_pipeline_suggests_stages(caplog):
     caplog.set_level(logging.INFO, logger="spmdctx")
     with pytest.warns(spmdctx.ContextWarning, match="pipeline_stages"):
