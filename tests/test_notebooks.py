@@ -28,9 +28,10 @@ def _executed(path: Path) -> Any:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment that a kernel starts in."""
+def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The environment that a kernel starts in; it needs no home that can be written to."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     for name, value in _environment().items():
         monkeypatch.setenv(name, value)
 
