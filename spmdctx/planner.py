@@ -89,7 +89,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         step = _step(program, captured)
         setup, assignment, certificate = search(step, request, _search_options(settings))
         written = [replace(row, axes=refined_axes(row.axes, setup.parts)) for region in program.manual for row in region.collectives]
-        grouped = setup.mesh.num_devices > 1 and (settings.context.fuses_by_index or bool(program.region_ops))
+        grouped = _is_grouped(program, settings, setup.mesh)
         gradients = gradient_order(program.graph) if grouped else ()
         buckets = gradient_buckets(program.graph, settings.context, gradients)
         by_sum = sum_buckets(gradients, buckets)
@@ -114,6 +114,22 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         if certificate is not None:
             plan = _certified(plan, certificate)
     return Planned(plan, program, assignment, setup.mesh)
+
+
+def memory_bytes(plan: Plan, program: Program, captured: Captured, settings: Settings) -> int:
+    """Predicted peak of a plan per device, for a captured step and a machine that may not be those for which it was made."""
+    mesh, context = plan.logical_mesh, settings.context
+    gradients = gradient_order(program.graph) if _is_grouped(program, settings, mesh) else ()
+    by_sum = sum_buckets(gradients, gradient_buckets(program.graph, context, gradients))
+    holds = holds_of(program.graph, loop_sums(program.graph, by_sum), plan.assignment, mesh)
+    bill = _bill(_step(program, captured), (), plan.assignment, mesh, settings.topology, by_sum, holds)
+    add_bodies(bill, program.graph, _bodies(program), plan.assignment, mesh, settings.topology)
+    return bill.memory_bytes
+
+
+def _is_grouped(program: Program, settings: Settings, mesh: LogicalMesh) -> bool:
+    """Whether anybody asked for gradients to be reduced in buckets."""
+    return mesh.num_devices > 1 and (settings.context.fuses_by_index or bool(program.region_ops))
 
 
 def _bill(

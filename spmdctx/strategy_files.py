@@ -18,9 +18,10 @@ from spmdctx.plan.mindspore import MindSporeStrategy
 from spmdctx.plan.mindspore_pins import FilePins, Parameter, file_pins
 from spmdctx.plan.mismatch import Wanted, check_plan
 from spmdctx.plan.plan import Plan, PlannedTensor, Timing
-from spmdctx.planner import Planned, Settings, plan_program
+from spmdctx.planner import Planned, Settings, memory_bytes, plan_program
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured
+from spmdctx.wording import bytes_text
 
 MODES = ("semi_auto_parallel", "auto_parallel")
 REASON = "the strategy file"
@@ -57,7 +58,7 @@ def loaded_plan(settings: Settings) -> Plan | None:
     found = read_strategy(load)
     if not isinstance(found, Plan):
         return None
-    check_plan(found, _wanted(settings), None, load)
+    check_plan(found, replace(_wanted(settings), memory_bytes=None), None, load)
     return found
 
 
@@ -67,9 +68,24 @@ def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
         return _pinned(captured, settings, found, Path(load).name)
     start = time.perf_counter()
     program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
-    check_plan(found, _wanted(settings), program.graph, load)
+    wanted = _wanted(settings)
+    check_plan(found, replace(wanted, memory_bytes=None), program.graph, load)
+    used = _priced_here(found, memory_bytes(found, program, captured, settings))
+    check_plan(used, wanted, program.graph, load)
     timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
-    return with_insight(Planned(replace(found, timing=timing), program, found.assignment, found.logical_mesh), captured, settings)
+    return with_insight(Planned(replace(used, timing=timing), program, used.assignment, used.logical_mesh), captured, settings)
+
+
+def _priced_here(plan: Plan, peak_bytes: int) -> Plan:
+    """The plan with the peak that it has here, which a file cannot know: it depends on what is donated, and on the machine's figures."""
+    known = plan.cost.memory_bytes
+    if known == peak_bytes:
+        return plan
+    note = (
+        f"The predicted peak is {bytes_text(peak_bytes)} per device, and not {bytes_text(known)} as in the strategy file: "
+        "other arguments are donated here, or the topology has other figures."
+    )
+    return replace(plan, cost=plan.cost._replace(memory_bytes=peak_bytes), notes=(*plan.notes, note))
 
 
 def _wanted(settings: Settings) -> Wanted:

@@ -69,6 +69,19 @@ def test_a_loaded_plan_is_the_saved_one_byte_for_byte_and_nothing_is_searched(fi
     assert loaded.timing.trace_s > 0
 
 
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+def test_a_loaded_plan_has_the_peak_of_this_step_and_not_of_the_saved_one(file, no_search, donated):
+    """The file's step donates nothing; what is donated is no part of the program."""
+    saved = spmdctx.Plan.load(file).cost.memory_bytes
+    other = dict(strategy_ckpt_load_file=str(file), donate_argnums=donated, **AUTO)
+    loaded = spmdctx.plan(step_fn, *state_of(), batch_of(), **other)
+    assert (loaded.cost.memory_bytes < saved) == bool(donated)
+    assert bool([note for note in loaded.notes if "as in the strategy file" in note]) == bool(donated)
+    assert spmdctx.plan(step_fn, *state_of(), batch_of(), memory_bytes=loaded.cost.memory_bytes, **other).cost == loaded.cost
+    with pytest.raises(PlanMismatchError, match="memory per device"):
+        spmdctx.plan(step_fn, *state_of(), batch_of(), memory_bytes=loaded.cost.memory_bytes - 1, **other)
+
+
 def test_a_step_runs_as_the_file_says(file, no_search):
     step = spmdctx.parallel(step_fn, strategy_ckpt_config={"load_file": str(file)}, **AUTO)
     params, opt_state, loss = step(*state_of(), batch_of())

@@ -19,7 +19,7 @@ from spmdctx.search.solver.problem import Infeasible, Problem, Solution
 from spmdctx.search.tables import Choices, Tables
 
 T = TypeVar("T")
-_WORK = 40_000
+WORK = 40_000
 """States of all parts together that are looked at."""
 
 
@@ -40,6 +40,8 @@ def cheapest_accepted(
     first: Solution,
     solve: Callable[[Problem], Solution | Infeasible],
     accept: Callable[[Solution], T | None],
+    *,
+    work: int = WORK,
 ) -> Best[T]:
     """Tries choices in the order of their cost.
 
@@ -49,9 +51,10 @@ def cheapest_accepted(
         first: its solution.
         solve: solves it with some states forbidden.
         accept: what a solution is good for, None where it is not accepted.
+        work: states of all parts together that are looked at. What is found with less of it is found with more, or something cheaper.
     """
     kinds = [_kinds(node, choices) for node, choices in zip(tables.network.nodes, tables.choices, strict=True)]
-    most = max(1, _WORK // max(1, sum(map(len, problem.costs))))
+    most = max(1, work // max(1, sum(map(len, problem.costs))))
     queue: list[tuple[float, int, Solution, Problem]] = [(first.lower_bound, 0, first, problem)]
     solved = 0
     while queue:

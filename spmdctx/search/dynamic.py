@@ -21,7 +21,7 @@ from spmdctx.errors import StrategyError
 from spmdctx.ir import Assignment
 from spmdctx.mesh import AnyOrder, LogicalMesh
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.branching import Best, cheapest_accepted
+from spmdctx.search.branching import WORK, Best, cheapest_accepted
 from spmdctx.search.fold import ROUNDS
 from spmdctx.search.free_values import place_free_values
 from spmdctx.search.memory import Peak, StepMemory, step_memory
@@ -52,6 +52,9 @@ SMALL_PROGRAM = 100
 
 _LIMIT_SPACING = 0.005
 """Share of the budget by which the limits that are tried for a program that is not small differ at least."""
+
+_LESS = 4
+"""The part of the work on a small program's budget that is done where any plan will do."""
 
 _LARGE_PROGRAM = 5000
 """Ops from which a budget that nobody set is tried on one mesh only."""
@@ -435,7 +438,8 @@ class Searcher:
             found = self._found(fastest.setup, tables, solution)
             return found if self.fits(found) else None
 
-        best = cheapest_accepted(tables, limited, first, partial(solve, tolerance=self._options.limits.tolerance), accept)
+        work = WORK // _LESS if self._options.wants_any else WORK
+        best = cheapest_accepted(tables, limited, first, partial(solve, tolerance=self._options.limits.tolerance), accept, work=work)
         return best if best.found is None else best._replace(found=best.found._replace(lower_bound_s=best.lower_bound))
 
     def _limited(self, limited: Problem, spare: float, fastest: Found, known: Known | None, *, is_hasty: bool) -> Solution | Shortfall:
