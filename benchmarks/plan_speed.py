@@ -76,6 +76,7 @@ def sample_plan(step: Callable[..., Any], arguments: tuple[Any, ...], options: d
         trace = make_jaxpr(fn, **how)
 
         def run(*leaves: Any) -> Any:
+            # A trace inside of a trace is a part of it.
             if inside:
                 return trace(*leaves)
             inside.append(fn)

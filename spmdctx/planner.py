@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from typing import NamedTuple
 
 from spmdctx.context import AutoParallelContext
 from spmdctx.context_options import BY_NAME
@@ -90,12 +91,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         setup, assignment, certificate = search(step, request, _search_options(settings))
         written = [replace(row, axes=refined_axes(row.axes, setup.parts)) for region in program.manual for row in region.collectives]
         grouped = _is_grouped(program, settings, setup.mesh)
-        gradients = gradient_order(program.graph) if grouped else ()
-        buckets = gradient_buckets(program.graph, settings.context, gradients)
-        by_sum = sum_buckets(gradients, buckets)
-        holds = holds_of(program.graph, loop_sums(program.graph, by_sum), assignment, setup.mesh)
-        bill = _bill(step, written, assignment, setup.mesh, settings.topology, by_sum, holds)
-        add_bodies(bill, program.graph, _bodies(program), assignment, setup.mesh, settings.topology)
+        gradients, buckets, by_sum, holds, bill = _priced(program, step, settings, assignment, setup.mesh, written)
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices, settings.topology)
         notes = _notes(program, captured, setup, settings, assignment, bill)
@@ -118,13 +114,31 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
 
 def memory_bytes(plan: Plan, program: Program, captured: Captured, settings: Settings) -> int:
     """Predicted peak of a plan per device, for a captured step and a machine that may not be those for which it was made."""
-    mesh, context = plan.logical_mesh, settings.context
-    gradients = gradient_order(program.graph) if _is_grouped(program, settings, mesh) else ()
-    by_sum = sum_buckets(gradients, gradient_buckets(program.graph, context, gradients))
-    holds = holds_of(program.graph, loop_sums(program.graph, by_sum), plan.assignment, mesh)
-    bill = _bill(_step(program, captured), (), plan.assignment, mesh, settings.topology, by_sum, holds)
-    add_bodies(bill, program.graph, _bodies(program), plan.assignment, mesh, settings.topology)
-    return bill.memory_bytes
+    return _priced(program, _step(program, captured), settings, plan.assignment, plan.logical_mesh).bill.memory_bytes
+
+
+class _Priced(NamedTuple):
+    """The price of an assignment, and the sums that it reduces apart: gradients in buckets, and what loops hold back."""
+
+    gradients: Sequence[Gradient]
+    buckets: Sequence[int | None]
+    by_sum: Mapping[int, int]
+    holds: Holds
+    bill: Bill
+
+
+def _priced(
+    program: Program, step: Step, settings: Settings, assignment: Assignment, mesh: LogicalMesh, written: Sequence[Collective] = ()
+) -> _Priced:
+    """Prices an assignment, with the collectives that are `written` in the program."""
+    graph = program.graph
+    gradients = gradient_order(graph) if _is_grouped(program, settings, mesh) else ()
+    buckets = gradient_buckets(graph, settings.context, gradients)
+    by_sum = sum_buckets(gradients, buckets)
+    holds = holds_of(graph, loop_sums(graph, by_sum), assignment, mesh)
+    bill = _bill(step, written, assignment, mesh, settings.topology, by_sum, holds)
+    add_bodies(bill, graph, _bodies(program), assignment, mesh, settings.topology)
+    return _Priced(gradients, buckets, by_sum, holds, bill)
 
 
 def _is_grouped(program: Program, settings: Settings, mesh: LogicalMesh) -> bool:

@@ -20,7 +20,8 @@ from spmdctx.search.tables import Choices, Tables
 
 T = TypeVar("T")
 WORK = 40_000
-"""States of all parts together that are looked at."""
+SHORT_WORK = WORK // 4
+"""States of all parts together that are looked at, and as many where any plan will do."""
 
 
 class Best(NamedTuple, Generic[T]):

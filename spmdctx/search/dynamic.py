@@ -21,7 +21,7 @@ from spmdctx.errors import StrategyError
 from spmdctx.ir import Assignment
 from spmdctx.mesh import AnyOrder, LogicalMesh
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.branching import WORK, Best, cheapest_accepted
+from spmdctx.search.branching import SHORT_WORK, WORK, Best, cheapest_accepted
 from spmdctx.search.fold import ROUNDS
 from spmdctx.search.free_values import place_free_values
 from spmdctx.search.memory import Peak, StepMemory, step_memory
@@ -53,9 +53,6 @@ SMALL_PROGRAM = 100
 _LIMIT_SPACING = 0.005
 """Share of the budget by which the limits that are tried for a program that is not small differ at least."""
 
-_LESS = 4
-"""The part of the work on a small program's budget that is done where any plan will do."""
-
 _LARGE_PROGRAM = 5000
 """Ops from which a budget that nobody set is tried on one mesh only."""
 
@@ -73,7 +70,8 @@ class DynamicOptions:
         memory_bytes: budget per device, None for none.
         limits: parameters of the search.
         is_soft: whether the budget is given up where it cannot be met on the most promising mesh.
-        wants_any: whether the first plan within the budget will do; programs of at most `SMALL_PROGRAM` ops get the best one all the same.
+        wants_any: whether the first plan within the budget will do; of programs of at most `SMALL_PROGRAM` ops the best one is sought all
+            the same, with less work.
         max_axes: of the meshes that are tried; None for three where the program has at most `SMALL_PROGRAM` ops, else two.
     """
 
@@ -438,7 +436,7 @@ class Searcher:
             found = self._found(fastest.setup, tables, solution)
             return found if self.fits(found) else None
 
-        work = WORK // _LESS if self._options.wants_any else WORK
+        work = SHORT_WORK if self._options.wants_any else WORK
         best = cheapest_accepted(tables, limited, first, partial(solve, tolerance=self._options.limits.tolerance), accept, work=work)
         return best if best.found is None else best._replace(found=best.found._replace(lower_bound_s=best.lower_bound))
 
