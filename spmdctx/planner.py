@@ -43,6 +43,9 @@ from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.program import Program
 from spmdctx.wording import bytes_text, exact_bytes_text
 
+PEAK_NOTE = "The predicted peak"
+"""How notes on what a plan takes begin."""
+
 _WORTH_A_WORD = 0.01
 _NO_BUCKETS = "Buckets of gradients have no effect: the CPU compiler drops what keeps them apart, and reduces all of them at once."
 _NO_GROUPS = "shard(fusion=) groups nothing in the forward and backward pass: the CPU compiler combines what does not wait for others."
@@ -346,7 +349,7 @@ def _notes(program: Program, captured: Captured, setup: Setup, settings: Setting
             notes.append(
                 f"Batch leaf '{known.path}' is stored {format_sharding(stored)}, not {format_sharding(wanted)}: the ops that read it do so."
             )
-    notes += _memory_notes(settings, bill.memory_bytes)
+    notes += memory_notes(settings, bill.memory_bytes)
     if setup.mesh.num_devices > 1:
         notes += _batch_notes(program)
         notes += _all_to_all_notes(program, setup, settings, bill)
@@ -355,9 +358,9 @@ def _notes(program: Program, captured: Captured, setup: Setup, settings: Setting
     return tuple(dict.fromkeys(notes))
 
 
-def _memory_notes(settings: Settings, peak_bytes: int) -> list[str]:
+def memory_notes(settings: Settings, peak_bytes: int) -> list[str]:
     """What is over the user's budget, or over what a device has where he gave none."""
-    machine, peak = settings.topology, f"The predicted peak of {exact_bytes_text(peak_bytes)} per device is over"
+    machine, peak = settings.topology, f"{PEAK_NOTE} of {exact_bytes_text(peak_bytes)} per device is over"
     if settings.memory_bytes is None:
         has_room = peak_bytes <= machine.memory_bytes
         return [] if has_room else [f"{peak} the {bytes_text(machine.memory_bytes)} that a program may use of a {machine.device}."]

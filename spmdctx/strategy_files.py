@@ -18,10 +18,10 @@ from spmdctx.plan.mindspore import MindSporeStrategy
 from spmdctx.plan.mindspore_pins import FilePins, Parameter, file_pins
 from spmdctx.plan.mismatch import Wanted, check_plan
 from spmdctx.plan.plan import Plan, PlannedTensor, Timing
-from spmdctx.planner import Planned, Settings, memory_bytes, plan_program
+from spmdctx.planner import PEAK_NOTE, Planned, Settings, memory_bytes, memory_notes, plan_program
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured
-from spmdctx.wording import bytes_text
+from spmdctx.wording import exact_bytes_text
 
 MODES = ("semi_auto_parallel", "auto_parallel")
 REASON = "the strategy file"
@@ -70,22 +70,24 @@ def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
     program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
     wanted = _wanted(settings)
     check_plan(found, replace(wanted, memory_bytes=None), program.graph, load)
-    used = _priced_here(found, memory_bytes(found, program, captured, settings))
+    used = _priced_here(found, memory_bytes(found, program, captured, settings), settings)
     check_plan(used, wanted, program.graph, load)
     timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
     return with_insight(Planned(replace(used, timing=timing), program, used.assignment, used.logical_mesh), captured, settings)
 
 
-def _priced_here(plan: Plan, peak_bytes: int) -> Plan:
+def _priced_here(plan: Plan, peak_bytes: int, settings: Settings) -> Plan:
     """The plan with the peak that it has here, which a file cannot know: it depends on what is donated, and on the machine's figures."""
     known = plan.cost.memory_bytes
     if known == peak_bytes:
         return plan
-    note = (
-        f"The predicted peak is {bytes_text(peak_bytes)} per device, and not {bytes_text(known)} as in the strategy file: "
+    differs = (
+        f"{PEAK_NOTE} is {exact_bytes_text(peak_bytes)} per device, and not {exact_bytes_text(known)} as in the strategy file: "
         "other arguments are donated here, or the topology has other figures."
     )
-    return replace(plan, cost=plan.cost._replace(memory_bytes=peak_bytes), notes=(*plan.notes, note))
+    others = [note for note in plan.notes if not note.startswith(PEAK_NOTE)]
+    notes = (*others, *memory_notes(settings, peak_bytes), differs)
+    return replace(plan, cost=plan.cost._replace(memory_bytes=peak_bytes), notes=notes)
 
 
 def _wanted(settings: Settings) -> Wanted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 
 import spmdctx
 from spmdctx import planner, strategy_files
+from spmdctx.cost.topology import PRESETS
 from spmdctx.errors import ContextWarning, PlanError, PlanFormatError, PlanMismatchError
 
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -80,6 +82,19 @@ def test_a_loaded_plan_has_the_peak_of_this_step_and_not_of_the_saved_one(file, 
     assert spmdctx.plan(step_fn, *state_of(), batch_of(), memory_bytes=loaded.cost.memory_bytes, **other).cost == loaded.cost
     with pytest.raises(PlanMismatchError, match="memory per device"):
         spmdctx.plan(step_fn, *state_of(), batch_of(), memory_bytes=loaded.cost.memory_bytes - 1, **other)
+
+
+def test_a_loaded_plan_says_of_this_machine_and_not_of_the_saved_one_what_is_too_much(file, tmp_path, no_search):
+    """On a machine of the same name that is too small, the file of one that is not; and the other way round."""
+    machine = PRESETS["cpu"]
+    cached = replace(machine, scratch_bytes=1 << 20, memory_bytes=1)
+    load = {"strategy_ckpt_load_file": str(file), **AUTO}
+    again = tmp_path / "again.json"
+    small = spmdctx.plan(step_fn, *state_of(), batch_of(), topology=cached, strategy_ckpt_save_file=str(again), **load)
+    assert [note for note in small.notes if "that a program may use" in note]
+    back = spmdctx.plan(step_fn, *state_of(), batch_of(), topology=machine, **{**load, "strategy_ckpt_load_file": str(again)})
+    assert not [note for note in back.notes if "that a program may use" in note]
+    assert back.cost == spmdctx.Plan.load(file).cost
 
 
 def test_a_step_runs_as_the_file_says(file, no_search):
