@@ -3,20 +3,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spmdctx.search import branching
-from spmdctx.search.branching import cheapest_accepted
+from spmdctx.search.branching import WORK, cheapest_accepted
 from spmdctx.search.solver.problem import Problem
 from spmdctx.search.solver.solve import solve
 
 COSTS = (np.array([0.0, 1.0, 4.0]), np.array([0.0, 2.0, 8.0]))
 
 
-def _best(accept):
+def _best(accept, work=WORK):
     """Two nodes that do not meet, each with three states."""
     choices = [SimpleNamespace(states=None, stored=[np.arange(3)]) for _ in COSTS]
     tables = SimpleNamespace(network=SimpleNamespace(nodes=[SimpleNamespace(sort="slot")] * 2), choices=choices)
     problem = Problem(COSTS, ())
-    return cheapest_accepted(tables, problem, solve(problem), solve, lambda solution: solution if accept(solution) else None)
+    return cheapest_accepted(tables, problem, solve(problem), solve, lambda solution: solution if accept(solution) else None, work=work)
 
 
 @pytest.mark.parametrize("least", range(13))
@@ -28,10 +27,16 @@ def test_the_first_choice_that_is_accepted_is_the_cheapest_of_all(least):
     assert best.lower_bound == min(sums, default=float("inf"))
 
 
-def test_where_too_many_are_left_the_cheapest_that_was_seen_is_given(monkeypatch):
-    monkeypatch.setattr(branching, "_WORK", 12)
-    best = _best(lambda solution: solution.cost >= 2)
+def test_where_too_many_are_left_the_cheapest_that_was_seen_is_given():
+    best = _best(lambda solution: solution.cost >= 2, work=12)
     assert best.is_cut
     assert best.found.cost == 2
     assert best.lower_bound <= 2
-    assert _best(lambda solution: False).found is None
+    assert _best(lambda solution: False, work=12).found is None
+
+
+@pytest.mark.parametrize("least", range(13))
+def test_what_is_found_with_less_work_is_found_with_more_or_something_cheaper(least):
+    found = [_best(lambda solution: solution.cost >= least, work=work).found for work in range(0, 120, 6)]
+    costs = [float("inf") if one is None else one.cost for one in found]
+    assert costs == sorted(costs, reverse=True)
