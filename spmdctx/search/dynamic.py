@@ -21,14 +21,15 @@ from spmdctx.errors import StrategyError
 from spmdctx.ir import Assignment
 from spmdctx.mesh import AnyOrder, LogicalMesh
 from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.branching import SHORT_WORK, WORK, Best, cheapest_accepted
+from spmdctx.search.branching import Best, cheapest_accepted
 from spmdctx.search.fold import ROUNDS
 from spmdctx.search.free_values import place_free_values
 from spmdctx.search.memory import Peak, StepMemory, step_memory
-from spmdctx.search.memory_rows import Passing, completed, counted_bytes, least_peak, passing_at, with_memory
+from spmdctx.search.memory_rows import Passing, completed, counted_bytes, least_peak, on_chip, op_at, passing_at, with_memory
 from spmdctx.search.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.network import Network, build_network
+from spmdctx.search.pace import ANY, HASTY, PROVEN, SOFT, THOROUGH, Pace
 from spmdctx.search.solver.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.solve import Sought, solve
 from spmdctx.search.space import Space
@@ -37,11 +38,6 @@ from spmdctx.search.stored_inputs import enter_as_stored, store_as_read
 from spmdctx.search.tables import Tables
 
 MODE = "dynamic_programming"
-_BUDGET_ROUNDS = 12
-_HASTY_ROUNDS = 2
-_HASTY_TOLERANCE = 0.03
-"""Rounds of a search that is not worth much time, and the gap that is near enough."""
-
 _EQUAL = 5e-10
 _WORTH_THREE = 1e-3
 """Share of its seconds by which a mesh of three axes must be able to improve a large program's plan."""
@@ -70,8 +66,7 @@ class DynamicOptions:
         memory_bytes: budget per device, None for none.
         limits: parameters of the search.
         is_soft: whether the budget is given up where it cannot be met on the most promising mesh.
-        wants_any: whether the first plan within the budget will do; of programs of at most `SMALL_PROGRAM` ops the best one is sought all
-            the same, with less work.
+        wants_any: whether the first plan within the budget will do.
         max_axes: of the meshes that are tried; None for three where the program has at most `SMALL_PROGRAM` ops, else two.
     """
 
@@ -237,10 +232,10 @@ class Searcher:
         best: Found | None = None
         least: Shortfall | None = None
         bounds = []
-        is_hasty, is_proven = self._is_hasty(), True
+        stops, is_proven = self._pace().stops_at_first, True
         # The most promising first, so that most of the others need no look.
         for setup in sorted(setups, key=lambda setup: (setup.mesh != fastest.setup.mesh, self._bounds[setup.mesh])):
-            if best is not None and (is_hasty or self._bounds[setup.mesh] >= best.cost_s):
+            if best is not None and (stops or self._bounds[setup.mesh] >= best.cost_s):
                 bounds.append(self._bounds[setup.mesh])
                 continue
             known_s = float("inf") if best is None else best.cost_s
@@ -260,10 +255,14 @@ class Searcher:
         assert least is not None
         return least._replace(is_proven=is_proven)
 
-    def _is_hasty(self) -> bool:
-        """Whether the budget is not worth much time."""
-        is_large = len(self._step.graph.ops) >= _LARGE_PROGRAM
-        return (self._options.is_soft and is_large) or (self._options.wants_any and not is_small(self._step))
+    def _pace(self) -> Pace:
+        """How much the budget is worth."""
+        any_will_do, is_soft = self._options.wants_any, self._options.is_soft
+        if is_small(self._step):
+            return ANY if any_will_do else SOFT if is_soft else PROVEN
+        if any_will_do or (is_soft and len(self._step.graph.ops) >= _LARGE_PROGRAM):
+            return HASTY
+        return SOFT if is_soft else THOROUGH
 
     def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
         """The cheapest assignment on the mesh of a set-up within the budget, if there is one below `known_s`."""
@@ -347,30 +346,30 @@ class Searcher:
 
         What a short search finds is found by the long one: an error names budgets and device counts by short ones.
         """
-        is_hasty = self._is_hasty()
-        if is_hasty or self._options.is_soft or is_small(self._step):
-            return self._within(tables, problem, fastest, known_s, is_hasty=is_hasty)
-        first = self._within(tables, problem, fastest, known_s, is_hasty=True)
+        pace = self._pace()
+        if pace is not THOROUGH:
+            return self._within(tables, problem, fastest, known_s, pace)
+        first = self._within(tables, problem, fastest, known_s, HASTY)
         if isinstance(first, Beaten) or (isinstance(first, Shortfall) and first.is_proven):
             return first
         if isinstance(first, Shortfall):
-            return self._within(tables, problem, fastest, known_s, is_hasty=False)
-        best = self._within(tables, problem, fastest, min(known_s, first.cost_s), is_hasty=False)
+            return self._within(tables, problem, fastest, known_s, pace)
+        best = self._within(tables, problem, fastest, min(known_s, first.cost_s), pace)
         if isinstance(best, Found) and best.cost_s <= first.cost_s:
             return best
         bound_s = first.lower_bound_s if isinstance(best, Shortfall) else max(first.lower_bound_s, best.lower_bound_s)
         return Beaten(bound_s) if bound_s >= known_s else first._replace(lower_bound_s=min(bound_s, first.cost_s))
 
-    def _within(self, tables: Tables, problem: Problem, fastest: Found, known_s: float, *, is_hasty: bool) -> Found | Shortfall | Beaten:
-        """The same by searches of one kind.
+    def _within(self, tables: Tables, problem: Problem, fastest: Found, known_s: float, pace: Pace) -> Found | Shortfall | Beaten:
+        """The same by searches of one pace.
 
         The solver counts what is stored, what uses gather, and what the ops copy for themselves that run at the peak of a plan
         that does not fit. What else is alive there (values that are free to place, results on their way) is taken from the limit.
         Each solution is where the next search starts.
         """
         budget, memory = self._options.memory_bytes or 0, self._step_memory()
-        # As much of the small and short-lived may be on the chip.
-        limit = high = full = float(budget + self._topology.scratch_bytes)
+        tolerance = max(self._options.limits.tolerance, pace.tolerance)
+        limit = high = full = float(budget + on_chip(self._topology).total_bytes)
         low, nearest = 0.0, Peak(0, 0)
         spacing = 0.0 if is_small(self._step) else _LIMIT_SPACING * full
         # Nothing that fits is cheaper than what need not.
@@ -379,10 +378,11 @@ class Searcher:
         start = None if solved is None else solved.solution.states
         counted: dict[Passing, None] = {}
         seen: Found | None = None
-        for _ in range(_HASTY_ROUNDS if is_hasty else _BUDGET_ROUNDS):
-            limited = with_memory(tables, problem, memory, limit, counted, only_stored=is_hasty)
+        effort = pace.effort
+        for _ in range(pace.rounds):
+            limited = with_memory(tables, problem, memory, limit, counted, only_stored=pace.only_stored)
             known = None if start is None else Known(completed(limited, start), bound_s)
-            solution = self._limited(limited, budget - limit, fastest, known, is_hasty=is_hasty)
+            solution = self._limited(limited, budget - limit, fastest, known, effort, tolerance)
             if isinstance(solution, Shortfall):
                 if limit == full:
                     return solution
@@ -399,15 +399,20 @@ class Searcher:
             start = solution.states[: len(tables.choices)]
             found = self._found(fastest.setup, tables, solution)._replace(lower_bound_s=bound_s)
             peak = self._peak(found)
+            if peak.bytes > budget:
+                nearest = peak if not nearest.bytes or peak.bytes < nearest.bytes else nearest
+                more = dict.fromkeys(passing_at(tables.network, memory, peak.time))
+                if pace.counts_copies and not counted.keys() >= more.keys():
+                    counted |= more
+                    continue
+            if pace is PROVEN and effort == pace.effort and solution.cost - solution.lower_bound > max(tolerance, _EQUAL) * solution.cost:
+                # The last of these problems is the first that is worth a proof.
+                effort += 1
+                continue
             if peak.bytes <= budget:
                 return found if seen is None or found.cost_s <= seen.cost_s else seen
-            nearest = peak if not nearest.bytes or peak.bytes < nearest.bytes else nearest
-            more = dict.fromkeys(passing_at(tables.network, memory, peak.time))
-            if not (self._options.is_soft or is_hasty) and not counted.keys() >= more.keys():
-                counted |= more
-                continue
-            if limit == full and self._is_exact():
-                best = self._branched(limited, solution, tables, fastest)
+            if limit == full and pace.branches:
+                best = self._branched(limited, solution, tables, fastest, pace, tolerance)
                 if not best.is_cut:
                     return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if best.found is None else best.found
                 seen, bound_s = best.found, best.lower_bound
@@ -416,6 +421,9 @@ class Searcher:
                 break
             limit = min(limit - spacing, budget - (peak.bytes - high))
             limit = limit if limit > low else (low + high) / 2
+        if seen is None and pace is PROVEN:
+            # What is found without proofs, of which an error names the budget.
+            return self._within(tables, problem, fastest, known_s, ANY)
         return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if seen is None else seen
 
     def _step_memory(self) -> StepMemory:
@@ -425,47 +433,34 @@ class Searcher:
             self._memory = step_memory(step.graph, step.scopes, step.donated, fuses_into_products=fuses)
         return self._memory
 
-    def _is_exact(self) -> bool:
-        """Whether the budget is worth every proof."""
-        return not self._options.is_soft and is_small(self._step)
-
-    def _branched(self, limited: Problem, first: Solution, tables: Tables, fastest: Found) -> Best[Found]:
+    def _branched(self, limited: Problem, first: Solution, tables: Tables, fastest: Found, pace: Pace, tolerance: float) -> Best[Found]:
         """The cheapest assignment whose peak is in the budget, among those whose counted peak is."""
 
         def accept(solution: Solution) -> Found | None:
             found = self._found(fastest.setup, tables, solution)
             return found if self.fits(found) else None
 
-        work = SHORT_WORK if self._options.wants_any else WORK
-        best = cheapest_accepted(tables, limited, first, partial(solve, tolerance=self._options.limits.tolerance), accept, work=work)
+        best = cheapest_accepted(tables, limited, first, partial(solve, tolerance=tolerance), accept, work=pace.work)
         return best if best.found is None else best._replace(found=best.found._replace(lower_bound_s=best.lower_bound))
 
-    def _limited(self, limited: Problem, spare: float, fastest: Found, known: Known | None, *, is_hasty: bool) -> Solution | Shortfall:
+    def _limited(
+        self, limited: Problem, spare: float, fastest: Found, known: Known | None, effort: int, tolerance: float
+    ) -> Solution | Shortfall:
         """The best choice of states in the problem's budget, which is by `spare` smaller than the user's."""
         assert limited.memory is not None
-        least = least_peak(limited)
+        least, memory = least_peak(limited), self._step_memory()
         if least.bytes > limited.memory.limit:
             alive = int(least.bytes + spare)
-            return Shortfall(least.time, alive, alive, fastest, is_proven=True)
-        # Neither a short search nor what nobody asked for is worth a proof to the last digit.
-        effort = 0 if is_hasty else 1 if self._options.is_soft else 2
-        tolerance = max(self._options.limits.tolerance, _HASTY_TOLERANCE if is_hasty else 0.0)
+            return Shortfall(op_at(memory, least.time), alive, alive, fastest, is_proven=True)
         solution = solve(limited, effort=effort, tolerance=tolerance, known=known)
-        if self._is_exact() and not _is_settled(solution, tolerance):
-            solution = solve(limited, effort=effort + 1, tolerance=tolerance, known=known)
         if isinstance(solution, Infeasible):
-            return Shortfall(solution.time, int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
+            return Shortfall(op_at(memory, solution.time), int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
         return solution
 
     def _peak(self, found: Found) -> Peak:
         """The op at which most bytes are alive, copies and all."""
         bill = bill_of(self._step, found.assignment, found.setup.mesh, self._topology)
         return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes)
-
-
-def _is_settled(solution: Solution | Infeasible, tolerance: float) -> bool:
-    """Whether nothing is left to prove."""
-    return isinstance(solution, Infeasible) or solution.cost - solution.lower_bound <= max(tolerance, _EQUAL) * solution.cost
 
 
 def _numbered(pins: Mapping[int, object]) -> dict[int, int]:

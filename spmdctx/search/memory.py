@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.arrays import IntArray
+from spmdctx.arrays import BoolArray, IntArray
 from spmdctx.ir import LITERAL, FactorKind, Graph, Op, Role, item_bytes
 from spmdctx.search.incidences import ends
 from spmdctx.search.kinds import inside, op_kinds, ops_of, value_kinds
@@ -120,11 +120,28 @@ def profile(
         return np.zeros(max(num_ops, 1), dtype=np.int64)
     alive = _alive(table, num_ops)
     if scratch_bytes:
-        short = (table[:, 1] - table[:, 0] <= _SHORT) & ((table[:, 0] > 0) | (table[:, 1] < num_ops - 1))
-        kept = scratch_bytes // _SCRATCH_PARTS
-        fits = short & (table[:, 2] <= kept // _SCRATCH_PARTS)
-        alive -= np.minimum(_alive(table[fits], num_ops), kept)
+        chip = OnChip.of(scratch_bytes)
+        fits = is_short(table[:, 0], table[:, 1], num_ops) & (table[:, 2] <= chip.largest_bytes)
+        alive -= np.minimum(_alive(table[fits], num_ops), chip.total_bytes)
     return alive
+
+
+class OnChip(NamedTuple):
+    """Of what lives shortly, `total_bytes` are on the chip and not in memory, if no piece is larger than `largest_bytes`."""
+
+    total_bytes: int
+    largest_bytes: int
+
+    @classmethod
+    def of(cls, scratch_bytes: int) -> OnChip:
+        """What fits on a chip with so much memory of its own."""
+        total = scratch_bytes // _SCRATCH_PARTS
+        return cls(total, total // _SCRATCH_PARTS)
+
+
+def is_short(starts: IntArray, ends: IntArray, num_ops: int) -> BoolArray:
+    """Which lives, from the op `starts` to the op `ends`, are so short that what they hold may be on the chip."""
+    return (ends - starts <= _SHORT) & ((starts > 0) | (ends < num_ops - 1))
 
 
 _SCRATCH_PARTS = 3

@@ -2,6 +2,9 @@
 
 Some nodes get company that costs nothing and is tied to them by an edge of zeros and infinities, because a node has one usage:
 the copy that a use makes where it is not as stored, and, where asked for, the copies that an op makes for itself alone.
+
+Of what lives shortly, so much is on the chip and not in memory. That is two rows per op: one in which all is alive, with that much more
+memory, and one without what may be on the chip.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.arrays import BoolArray, FloatArray, IntArray
+from spmdctx.cost.topology import Topology
 from spmdctx.domains import domain
 from spmdctx.ir import FactorKind, item_bytes
-from spmdctx.search.memory import Peak, StepMemory
+from spmdctx.search.memory import OnChip, Peak, StepMemory, is_short
 from spmdctx.search.memory_narrow import kept_share
 from spmdctx.search.narrowing import NARROW_BYTES
 from spmdctx.search.network import Carry, Network, Source
@@ -36,14 +40,26 @@ def with_memory(
 ) -> Problem:
     """The problem with the budget `limit` in bytes; its states begin with those of the problem without it.
 
-    Counted are values as they are stored, and if not `only_stored` what uses gather, and the copies that are `passing`.
+    Counted are values as they are stored, and if not `only_stored` what uses gather, and the copies that are `passing`. The chip's
+    share (`on_chip`) is part of the limit.
     """
     builder = _Builder(tables, problem)
     builder.add_values(memory)
     if not only_stored:
         builder.add_copies(memory)
         builder.add_own_copies(memory, passing)
+        builder.add_rows_off_chip(memory)
     return builder.problem(limit)
+
+
+def on_chip(topology: Topology) -> OnChip:
+    """What the chip may hold in place of the memory."""
+    return OnChip.of(topology.scratch_bytes)
+
+
+def op_at(memory: StepMemory, time: int) -> int:
+    """The op at a time of the problem; -1 where there is none."""
+    return time if time < 0 else time % max(len(memory.times), 1)
 
 
 def completed(problem: Problem, states: Sequence[int]) -> tuple[int, ...]:
@@ -98,6 +114,12 @@ def least_peak(problem: Problem) -> Peak:
     return Peak(int(alive.argmax()), int(alive.max()))
 
 
+def _may_be_elsewhere(memory: StepMemory) -> set[int]:
+    """Products that may run last, and do not do so anyway."""
+    last = len(memory.times) - 1
+    return {one.op for one in memory.gradients if memory.times[one.op] != last}
+
+
 _Way = list[tuple[int, BoolArray]]
 _Readers = frozenset[tuple[int, int]]
 """Nodes and the positions at which they take a value."""
@@ -126,6 +148,19 @@ class _Builder:
         """What was gathered."""
         nothing = [np.zeros(len(costs)) if usage is None else usage for costs, usage in zip(self._costs, self._usages, strict=True)]
         return Problem(tuple(self._costs), tuple(self._edges), Memory(tuple(nothing), tuple(self._lives), limit))
+
+    def add_rows_off_chip(self, memory: StepMemory) -> None:
+        """The same lives after the last op, without those that may be on the chip, and in their place all that it holds."""
+        num_ops, chip = max(len(memory.times), 1), on_chip(self._space.topology)
+        if not chip.total_bytes or not self._lives:
+            return
+        table = np.array(self._lives, dtype=np.int64)
+        least = np.array([0.0 if usage is None else usage.min() for usage in self._usages])[table[:, 0]]
+        stays = ~(is_short(table[:, 1], table[:, 2] - 1, num_ops) & (least <= chip.largest_bytes))
+        self._costs.append(np.zeros(1))
+        self._usages.append(np.array([float(chip.total_bytes)]))
+        self._lives.append(Life(len(self._costs) - 1, num_ops, 2 * num_ops))
+        self._lives += [Life(node, start + num_ops, end + num_ops) for node, start, end in table[stays].tolist()]
 
     def add_values(self, memory: StepMemory) -> None:
         """Every value that exists in memory, where it is stored."""
@@ -172,9 +207,9 @@ class _Builder:
         """What uses gather, from the first product that takes it so to the last; of products that may be last, nobody knows when."""
         network = self._network
         readers: dict[tuple[int, int], list[_Reader]] = {}
-        may_be_last = {one.op for one in memory.gradients}
+        moves = _may_be_elsewhere(memory)
         for op, scope in zip(self._space.graph.ops, network.scopes, strict=True):
-            if op.primitive in MATRIX_PRODUCTS and op.id not in may_be_last:
+            if op.primitive in MATRIX_PRODUCTS and op.id not in moves:
                 for position, value in enumerate(op.operands):
                     if (value, scope) in network.uses:
                         own = _Reader(memory.times[op.id], network.folded.op_class[op.id], position)
@@ -204,7 +239,7 @@ class _Builder:
         """What ops make for themselves alone while they run: operands as they take them, and results before they are stored."""
         folded, nodes, ops = self._network.folded, self._network.nodes, self._space.graph.ops
         seen: dict[tuple[int, int], int] = {}
-        may_be_last = {one.op for one in memory.gradients}
+        moves = _may_be_elsewhere(memory)
         for carry in passing:
             if isinstance(carry, Source):
                 partial = self._partial_node(carry, memory)
@@ -216,7 +251,7 @@ class _Builder:
             if into_op or not memory.held[value]:
                 copy = self._copy_node(carry, value, into_op)
                 for op in members:
-                    if op in may_be_last and into_op:
+                    if op in moves and into_op:
                         continue
                     # Ops that run together may read one copy.
                     taken = ops[op].operands[carry.position] if into_op else ops[op].results[carry.source.result]

@@ -1,6 +1,7 @@
 """dynamic_programming against the truth: the cheapest of all assignments of random graphs."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from spmdctx.search.evaluate import evaluate
 from spmdctx.search.exhaustive import Conditions, exhaustive
 from spmdctx.search.meshes import candidate_meshes
 from spmdctx.search.modes import Request, Setup
+from spmdctx.search.pace import PROVEN
 from spmdctx.search.price import price
 from spmdctx.search.step import Step, bill_of
 from tests.search.random_graphs import fused, random_machine, random_mesh, random_pins, random_step
@@ -124,13 +126,13 @@ def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
 def test_no_limit_is_tried_of_which_the_solver_has_said_that_it_is_too_low(monkeypatch):
     tried, limited = [], Searcher._limited
 
-    def recorded(self, problem, spare, fastest, known, **how):
-        found = limited(self, problem, spare, fastest, known, **how)
+    def recorded(self, problem, spare, *rest):
+        found = limited(self, problem, spare, *rest)
         tried.append((problem.memory.limit, found.enough_bytes - spare if isinstance(found, Shortfall) else 0))
         return found
 
     monkeypatch.setattr(Searcher, "_limited", recorded)
-    monkeypatch.setattr(Searcher, "_is_exact", lambda self: False)
+    monkeypatch.setattr(Searcher, "_pace", lambda self: PROVEN._replace(branches=False))
     times = 0
     for seed in range(3000, 3000 + 6 * TOGETHER):
         made, mesh, machine = random_step(seed, 8), random_mesh(seed), random_machine(seed)
@@ -172,10 +174,23 @@ def _check_budget(made, mesh, machine, budget):
 
 @pytest.mark.parametrize("first", range(5000, 5120, TOGETHER))
 def test_the_plan_is_the_cheapest_in_any_budget_between_the_least_and_what_the_fastest_plan_takes(first, monkeypatch):
+    _check_budgets(range(first, first + TOGETHER), 0.0, monkeypatch)
+
+
+@pytest.mark.parametrize("share", [0.4, 1.5, 9.0])
+def test_what_may_be_on_the_chip_is_left_out_of_the_budget_as_in_the_bill(share, monkeypatch):
+    _check_budgets(range(5200, 5200 + TOGETHER), share, monkeypatch)
+
+
+def _check_budgets(seeds, on_chip, monkeypatch):
+    """Budgets of steps on machines whose chips hold so large a share of what the fastest plan takes."""
     monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 300)
     outcomes = []
-    for seed in range(first, first + TOGETHER):
+    for seed in seeds:
         made, mesh, machine = _step_on(seed)
+        if on_chip:
+            peak = _peak(made, mesh, machine, _search(made, mesh, machine).assignment)
+            machine = replace(machine, scratch_bytes=round(on_chip * peak))
         if made.loose:
             continue
         peak = _peak(made, mesh, machine, _search(made, mesh, machine).assignment)

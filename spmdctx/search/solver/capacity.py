@@ -23,7 +23,7 @@ def smallest(graph: Graph, amounts: Amounts, search: Search) -> list[int] | None
 
     Prices per row move to the rows that are used most (multiplicative weights); with one row the first step is exact.
     """
-    bare = _without_costs(graph)
+    bare = without_costs(graph)
     num_rows = len(amounts.rows.times)
     prices = np.full(num_rows, 1.0 / num_rows)
     best: list[int] | None = None
@@ -43,7 +43,7 @@ def smallest(graph: Graph, amounts: Amounts, search: Search) -> list[int] | None
     return best
 
 
-def _without_costs(graph: Graph) -> Graph:
+def without_costs(graph: Graph) -> Graph:
     """The graph with costs of zero, where they are finite."""
     bare = graph.copy()
     bare.base = 0.0

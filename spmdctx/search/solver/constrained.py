@@ -15,6 +15,7 @@ from spmdctx.search.solver.closing import Enumerated, enumerate_choices, states_
 from spmdctx.search.solver.dual import Bound, Dual
 from spmdctx.search.solver.energy import EQUAL, Minimum, Search, is_narrow, minimise, shrink
 from spmdctx.search.solver.forest import descend_forests
+from spmdctx.search.solver.frontier import cheapest_fitting, order_for
 from spmdctx.search.solver.graph import Graph, is_whole
 from spmdctx.search.solver.lagrange import Prices, priced
 from spmdctx.search.solver.memory import Rows
@@ -145,23 +146,19 @@ class Constrained:
             self._offer(polish.best.states)
 
     def _close(self) -> None:
-        """Without the states that cannot be in a better choice: enumeration, or an integer program if it is small enough."""
+        """Without the states that cannot be in a better choice: all choices, or an integer program if it is small enough."""
         if self.search.expired():
             return
         core = self.graph.copy()
         known = np.inf if self.best is None else self.best.cost
         left = self._prune(core, known)
-        if left and not self._is_closable(core) and self._num_states(core) > SMALLER * self._num_states(self.graph):
+        is_smaller = self._num_states(core) <= SMALLER * self._num_states(self.graph)
+        if left and not (is_smaller or self._is_closable(core) or order_for(core, self.rows)):
             return
         if not left or not shrink(core, self.search, self.rows):
             # Nothing is as cheap as the best choice known.
             self.bound = known
-            return
-        choices = enumerate_choices(core, self.rows)
-        if choices is not None:
-            found = self._enumerated(core, choices)
-            if isinstance(found, Minimum):
-                self._offer(core.complete(found.states))
+        elif self._is_exhausted(core, known):
             self.bound = known if self.best is None else self.best.cost
         elif self._is_closable(core):
             self.search.reach("variables", num_variables(core))
@@ -170,8 +167,21 @@ class Constrained:
                 self._offer(core.complete(states))
                 self._offer_repaired(core.complete(states))
             self._raise(bound if self.best is None else min(bound, self.best.cost))
-        elif is_narrow(core):
+        elif is_smaller and is_narrow(core):
             self._descend(core, known)
+
+    def _is_exhausted(self, core: Graph, known: float) -> bool:
+        """Offers the best of all choices, if they are few enough to look at."""
+        choices = enumerate_choices(core, self.rows)
+        if choices is not None:
+            found = self._enumerated(core, choices)
+            if isinstance(found, Minimum):
+                self._offer(core.complete(found.states))
+            return True
+        best = cheapest_fitting(core, Amounts(core, self.rows), self.prices, known, self.search.expired)
+        if best is not None and best.states is not None:
+            self._offer(core.complete(best.states))
+        return best is not None
 
     def _descend(self, core: Graph, known: float) -> None:
         """Solves what pruning left as a problem of its own: what was too wide may be narrow now."""

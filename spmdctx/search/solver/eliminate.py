@@ -66,6 +66,16 @@ def _product(sizes: Mapping[int, int], nodes: set[int]) -> int:
     return product
 
 
+class Elimination(NamedTuple):
+    """What is left of an elimination: per node, in its order, the tables in which it was minimised out; and the least cost.
+
+    The cost is without `graph.base`.
+    """
+
+    steps: tuple[tuple[int, Factors], ...]
+    cost: float
+
+
 def eliminate(graph: Graph, nodes: tuple[int, ...], memo: Memo, expired: Callable[[], bool]) -> tuple[list[int], float] | None:
     """The best states of the nodes that are left, and their cost without `graph.base`; None if the time is over.
 
@@ -75,6 +85,17 @@ def eliminate(graph: Graph, nodes: tuple[int, ...], memo: Memo, expired: Callabl
         memo: Tables found before, for this graph's pool.
         expired: Asked before each table.
     """
+    found = elimination(graph, nodes, memo, expired)
+    if found is None:
+        return None
+    states = [0] * len(graph.unary)
+    for node, around in reversed(found.steps):
+        states[node] = _state(node, around, graph.pool, states)
+    return states, found.cost
+
+
+def elimination(graph: Graph, nodes: tuple[int, ...], memo: Memo, expired: Callable[[], bool]) -> Elimination | None:
+    """The same with all tables on the way, and no states."""
     factors: list[Factors] = [{} for _ in graph.unary]
     pool = graph.pool
     for node in nodes:
@@ -101,10 +122,7 @@ def eliminate(graph: Graph, nodes: tuple[int, ...], memo: Memo, expired: Callabl
             number = pool.total(present, number)
         for other in near:
             factors[other][near] = number
-    states = [0] * len(graph.unary)
-    for node, around in reversed(steps):
-        states[node] = _state(node, around, pool, states)
-    return states, cost
+    return Elimination(tuple(steps), cost)
 
 
 def _minimised(node: int, factors: list[Factors], pool: Pool, memo: Memo) -> tuple[tuple[int, ...], int, float]:

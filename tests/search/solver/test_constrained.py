@@ -35,6 +35,7 @@ def layers(num_layers, limit, seed=0, num_states=4):
 @pytest.fixture
 def without_enumeration(monkeypatch):
     monkeypatch.setattr("spmdctx.search.solver.closing.MAX_CHOICES", 0)
+    monkeypatch.setattr("spmdctx.search.solver.frontier.MAX_ROWS", 0)
 
 
 @pytest.fixture
@@ -59,6 +60,14 @@ def check(problem):
 
 @pytest.mark.parametrize("block", range(4))
 def test_prices_and_programs_agree_with_trying_everything(block, without_enumeration):
+    for seed in range(25 * block, 25 * block + 25):
+        check(random_problem(seed))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_frontiers_agree_with_trying_everything(block, monkeypatch):
+    monkeypatch.setattr("spmdctx.search.solver.closing.MAX_CHOICES", 0)
+    monkeypatch.setattr("spmdctx.search.solver.constrained.integer_optimum", None)
     for seed in range(25 * block, 25 * block + 25):
         check(random_problem(seed))
 

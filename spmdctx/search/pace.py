@@ -1,0 +1,47 @@
+"""How much work a search within a memory budget is worth."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from spmdctx.search.branching import SHORT_WORK, WORK
+
+
+class Pace(NamedTuple):
+    """The limits of one search within a budget.
+
+    Attributes:
+        rounds: limits that are tried for what the solver does not count.
+        effort: of the solver.
+        tolerance: the gap, relative to the cost, that is near enough.
+        only_stored: whether the solver counts only what is stored.
+        counts_copies: whether it counts what ops copy for themselves, where that is too much.
+        branches: whether plans are tried one by one where what is counted does not suffice.
+        work: of the branching.
+        stops_at_first: whether the first mesh with a plan will do.
+    """
+
+    rounds: int = 12
+    effort: int = 2
+    tolerance: float = 0.0
+    only_stored: bool = False
+    counts_copies: bool = True
+    branches: bool = False
+    work: int = WORK
+    stops_at_first: bool = False
+
+
+PROVEN = Pace(branches=True)
+"""A small program's cheapest plan, with every proof."""
+
+ANY = Pace(tolerance=1.0, branches=True, work=SHORT_WORK, stops_at_first=True)
+"""A small program's plan whose cost matters little."""
+
+THOROUGH = Pace()
+"""The plan of a program that is not small."""
+
+SOFT = Pace(effort=1, counts_copies=False)
+"""A plan within a budget that nobody set."""
+
+HASTY = Pace(rounds=2, effort=0, tolerance=0.03, only_stored=True, counts_copies=False, stops_at_first=True)
+"""A plan of a program that is not small, in little time."""
