@@ -14,7 +14,7 @@ import numpy as np
 
 from spmdctx.arrays import IntArray
 from spmdctx.ir import AxisNames, TensorSharding
-from spmdctx.mesh import LogicalMesh
+from spmdctx.mesh import LogicalMesh, moved_axes
 
 MAX_ORDERED_AXES = 3
 """On meshes with more axes, the axes of one dimension keep the order of the mesh."""
@@ -52,6 +52,13 @@ class AxisCodes:
         begins = [[second[: len(first)] == first for second in self.axes] for first in self.axes]
         found: IntArray = np.where(begins, self.bits[None, :] - self.bits[:, None], 0)
         return found
+
+    @cached_property
+    def moved(self) -> IntArray:
+        """`moved[i, j]`: the axes, as bits, along which blocks move from the code i to j (`mesh.moved_axes`)."""
+        bits = {own[0]: int(self.bits[code]) for code, own in enumerate(self.axes) if len(own) == 1}
+        pairs = [[sum(bits[name] for name in moved_axes(one, other, self.mesh)) for other in self.axes] for one in self.axes]
+        return np.array(pairs, dtype=np.int64)
 
     def names(self, bits: int) -> AxisNames:
         """The axes of a set of bits, in the order of the mesh, or three of them by size."""

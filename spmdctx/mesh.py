@@ -90,6 +90,15 @@ def local_shape(shape: tuple[int, ...], sharding: TensorSharding, mesh: LogicalM
     return tuple(-(-size // mesh.num_slices(dim)) if dim else size for size, dim in zip(shape, sharding, strict=True))
 
 
+def moved_axes(before: AxisNames, after: AxisNames, mesh: LogicalMesh) -> frozenset[str]:
+    """Axes along which blocks move where a dimension is split over `after` instead of `before`: those that do not keep their place.
+
+    An axis keeps its place where as many slices are split off after it.
+    """
+    old, new = ({name: mesh.num_slices(names[place + 1 :]) for place, name in enumerate(names)} for names in (before, after))
+    return frozenset(name for name in (*before, *after) if old.get(name) != new.get(name))
+
+
 def divides(shape: tuple[int, ...], sharding: TensorSharding, mesh: LogicalMesh) -> bool:
     """Whether every split dimension is a multiple of its number of slices."""
     return all(size % mesh.num_slices(dim) == 0 for size, dim in zip(shape, sharding, strict=True) if dim)

@@ -18,7 +18,7 @@ from spmdctx.cost.reshard_table import chain
 from spmdctx.cost.topology import Topology
 from spmdctx.domains import MAX_ORDERED_AXES, domain
 from spmdctx.ir import AxisNames, TensorSharding
-from spmdctx.mesh import LogicalMesh, axes_of
+from spmdctx.mesh import LogicalMesh, axes_of, moved_axes
 
 
 class ReshardStep(NamedTuple):
@@ -246,8 +246,7 @@ def _permutes(state: TensorSharding, target: TensorSharding, used: frozenset[str
             options.append(_put(state, dim, goal))
     for after in options:
         if after != state:
-            changed = [dim for dim in range(len(state)) if state[dim] != after[dim]]
-            names = {name for dim in changed for name in (*state[dim], *after[dim])}
+            names = frozenset[str]().union(*(moved_axes(own, new, mesh) for own, new in zip(state, after, strict=True)))
             yield _Move("collective_permute", tuple(name for name in mesh.names if name in names), after, block)
 
 

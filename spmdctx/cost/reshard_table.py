@@ -153,7 +153,7 @@ def _single_steps(states: IntArray, codes: AxisCodes) -> Iterator[tuple[int, Hop
     alike = (cuts[:, None, :] == cuts[None, :, :]).all(axis=2)
     np.fill_diagonal(alike, False)
     numbers, others = np.nonzero(alike)
-    changed = np.where(states[numbers] != states[others], codes.bits[states[numbers]] | codes.bits[states[others]], 0)
+    changed = codes.moved[states[numbers], states[others]]
     names = [codes.names(bits) for bits in range(int(codes.bits.max(initial=0)) + 1)]
     for number, other, bits in zip(numbers.tolist(), others.tolist(), np.bitwise_or.reduce(changed, axis=1).tolist(), strict=True):
         yield number, Hop("collective_permute", names[bits], other), 1 / slices[number]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from spmdctx.audit.groups import read_span
 from spmdctx.cost.reshard import reshard_steps, reshard_time_s
 from spmdctx.cost.topology import as_asked, topology
 from spmdctx.ir import TensorSharding
@@ -105,6 +106,13 @@ def test_axes_of_equal_size_are_swapped_by_one_permute():
     assert [(step.kind, step.axes, step.payload_bytes) for step in steps] == [("collective_permute", ("a", "b"), 32 * 32 * 4)]
 
 
+def test_an_axis_that_keeps_its_place_takes_no_part_in_a_permute():
+    (step,) = reshard_steps((64, 64), ITEM_BYTES, (("a", "c"), ("b",)), (("b", "c"), ("a",)), MESH_2X2X2)
+    assert (step.kind, step.axes) == ("collective_permute", ("a", "b"))
+    (step,) = reshard_steps((64, 64), ITEM_BYTES, (("a", "c"), ("b",)), (("c", "a"), ("b",)), MESH_2X2X2)
+    assert (step.kind, step.axes) == ("collective_permute", ("a", "c"))
+
+
 def test_slicing_comes_before_what_it_makes_smaller():
     steps = reshard_steps((64, 64), ITEM_BYTES, (("b",), ()), (("b",), ("a",)), MESH_2X4)
     assert [(step.kind, step.payload_bytes) for step in steps] == [("slice", 0)]
@@ -143,8 +151,8 @@ def test_time_is_the_sum_of_the_steps_and_zero_where_nothing_changes():
     )
 
 
-def compiled_collectives(mesh: LogicalMesh, shape: tuple[int, ...], chain: list[TensorSharding]) -> list[tuple[str, int]]:
-    """Kind and bytes of every collective that XLA makes of the chain; a sum makes the output scalar."""
+def compiled_collectives(mesh: LogicalMesh, shape: tuple[int, ...], chain: list[TensorSharding]) -> list[tuple[str, int, frozenset[str]]]:
+    """Kind, bytes and axes of every collective that XLA makes of the chain; a sum makes the output scalar."""
     devices = np.array(jax.devices()[: mesh.num_devices]).reshape(mesh.shape)
     device_mesh = Mesh(devices, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes))
 
@@ -157,8 +165,11 @@ def compiled_collectives(mesh: LogicalMesh, shape: tuple[int, ...], chain: list[
 
     jitted = jax.jit(program, in_shardings=NamedSharding(device_mesh, PartitionSpec()))
     text = jitted.lower(jax.ShapeDtypeStruct(shape, jnp.float32)).compile().as_text()
-    found = re.findall(r"= (.*?) (all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
-    return [(kind.replace("-", "_"), sum(map(array_bytes, re.findall(r"f32\[([\d,]*)\]", result)))) for result, kind in found]
+    found = re.findall(r"= (.*?) (all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\((.*)", text)
+    return [
+        (kind.replace("-", "_"), sum(map(array_bytes, re.findall(r"f32\[([\d,]*)\]", result))), frozenset(read_span(rest, mesh).axes))
+        for result, kind, rest in found
+    ]
 
 
 def array_bytes(dims: str) -> int:
@@ -192,7 +203,7 @@ def distinct_steps(mesh: LogicalMesh, shape: tuple[int, ...], limit: int) -> lis
 )
 def test_xla_does_each_step_in_exactly_the_one_collective_predicted(mesh, shape, limit):
     for before, step in distinct_steps(mesh, shape, limit):
-        expected = [] if step.kind == "slice" else [(step.kind, step.payload_bytes)]
+        expected = [] if step.kind == "slice" else [(step.kind, step.payload_bytes, frozenset(step.axes))]
         assert compiled_collectives(mesh, shape, [before, step.sharding]) == expected, (before, step)
 
 
@@ -207,7 +218,7 @@ def test_xla_does_each_step_in_exactly_the_one_collective_predicted(mesh, shape,
 )
 def test_a_whole_chain_compiles_to_its_steps(source, target):
     steps = reshard_steps((64, 64), ITEM_BYTES, source, target, MESH_2X4)
-    expected = [(step.kind, step.payload_bytes) for step in steps if step.kind != "slice"]
+    expected = [(step.kind, step.payload_bytes, frozenset(step.axes)) for step in steps if step.kind != "slice"]
     assert compiled_collectives(MESH_2X4, (64, 64), [source, *(step.sharding for step in steps)]) == expected
 
 
