@@ -19,9 +19,9 @@ from spmdctx.search.solver.problem import Infeasible, Problem, Solution
 from spmdctx.search.tables import Choices, Tables
 
 T = TypeVar("T")
-WORK = 40_000
+WORK = 2_000_000
 SHORT_WORK = WORK // 4
-"""States of all parts together that are looked at, and as many where any plan will do."""
+"""Times a state is looked at beside a node, in all parts together; and as many where any plan will do."""
 
 
 class Best(NamedTuple, Generic[T]):
@@ -52,10 +52,11 @@ def cheapest_accepted(
         first: its solution.
         solve: solves it with some states forbidden.
         accept: what a solution is good for, None where it is not accepted.
-        work: states of all parts together that are looked at. What is found with less of it is found with more, or something cheaper.
+        work: states times nodes of all parts together that are looked at. What is found with less of it is found with more, or
+            something cheaper.
     """
     kinds = [_kinds(node, choices) for node, choices in zip(tables.network.nodes, tables.choices, strict=True)]
-    most = max(1, work // max(1, sum(map(len, problem.costs))))
+    most = max(1, work // max(1, len(problem.costs) * sum(map(len, problem.costs))))
     queue: list[tuple[float, int, Solution, Problem]] = [(first.lower_bound, 0, first, problem)]
     solved = 0
     while queue:
@@ -63,11 +64,11 @@ def cheapest_accepted(
         accepted = accept(solution)
         if accepted is not None:
             return Best(accepted, bound)
-        if solved >= most:
-            seen = (accept(one[2]) for one in sorted(queue, key=lambda one: (one[2].cost, one[1])))
-            return Best(next((one for one in seen if one is not None), None), bound, is_cut=True)
         heapq.heappop(queue)
         for own in _divided(part, kinds, solution.states):
+            if solved >= most:
+                seen = (accept(one[2]) for one in sorted(queue, key=lambda one: (one[2].cost, one[1])))
+                return Best(next((one for one in seen if one is not None), None), bound, is_cut=True)
             solved += 1
             found = solve(own)
             if isinstance(found, Solution):

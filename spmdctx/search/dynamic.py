@@ -31,7 +31,7 @@ from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.network import Network, build_network
 from spmdctx.search.pace import ANY, HASTY, PROVEN, SOFT, THOROUGH, Pace
 from spmdctx.search.solver.problem import Infeasible, Known, Problem, Solution
-from spmdctx.search.solver.solve import Sought, solve
+from spmdctx.search.solver.solve import Sought, may_be_proven, solve
 from spmdctx.search.space import Space
 from spmdctx.search.step import Step, bill_of
 from spmdctx.search.stored_inputs import enter_as_stored, store_as_read
@@ -405,7 +405,8 @@ class Searcher:
                 if pace.counts_copies and not counted.keys() >= more.keys():
                     counted |= more
                     continue
-            if pace is PROVEN and effort == pace.effort and solution.cost - solution.lower_bound > max(tolerance, _EQUAL) * solution.cost:
+            is_proven = solution.cost - solution.lower_bound <= max(tolerance, _EQUAL) * solution.cost
+            if pace is PROVEN and effort == pace.effort and not is_proven and may_be_proven(solution, effort + 1):
                 # The last of these problems is the first that is worth a proof.
                 effort += 1
                 continue

@@ -35,6 +35,12 @@ MAX_ROUNDS = 1_000_000
 MAX_VARIABLES = 1000
 
 
+def most_variables(effort: int) -> int:
+    """Variables up to which an integer program is tried."""
+    found: int = MAX_VARIABLES * 4**effort
+    return found
+
+
 class Constrained:
     """One problem whose memory may bind. States are present states of `graph`, which is reduced with regard to memory."""
 
@@ -152,6 +158,7 @@ class Constrained:
         core = self.graph.copy()
         known = np.inf if self.best is None else self.best.cost
         left = self._prune(core, known)
+        self.search.reach("variables", num_variables(core))
         is_smaller = self._num_states(core) <= SMALLER * self._num_states(self.graph)
         if left and not (is_smaller or self._is_closable(core) or order_for(core, self.rows)):
             return
@@ -161,7 +168,6 @@ class Constrained:
         elif self._is_exhausted(core, known):
             self.bound = known if self.best is None else self.best.cost
         elif self._is_closable(core):
-            self.search.reach("variables", num_variables(core))
             found_states, bound = integer_optimum(core, Amounts(core, self.rows), self.active, known, self.search.left())
             for states in found_states:
                 self._offer(core.complete(states))
@@ -200,8 +206,7 @@ class Constrained:
 
     def _is_closable(self, graph: Graph) -> bool:
         """Whether the graph's integer program is small enough."""
-        most: int = MAX_VARIABLES * 4**self.search.effort
-        return num_variables(graph) <= most
+        return num_variables(graph) <= most_variables(self.search.effort)
 
     def _prune(self, core: Graph, known: float) -> bool:
         """Removes the states whose bound is above the cost of a choice that is known; False if a node has none left."""

@@ -19,6 +19,7 @@ from spmdctx.search.solver.triples import Triples
 
 MAX_TABLE = 1 << 23
 DIRECT_WORK = 60_000_000
+NARROW_WORK = 4 * DIRECT_WORK
 """Additions up to which elimination is cheaper than a bound."""
 WORK = 1_000_000_000
 EQUAL = 1e-9
@@ -120,27 +121,31 @@ class Minimisation:
         self._is_possible = shrink(self._core, search)
         self._shells: _Shells | None = None
 
-    def run(self) -> Minimum | None:
-        """The states of least cost, or the best found with its bound; None if every choice is infinite."""
+    def run(self, *, narrow: bool = False) -> Minimum | None:
+        """The states of least cost, or the best found with its bound; None if every choice is infinite.
+
+        Args:
+            narrow: Whether plain elimination comes first for all that `is_narrow`.
+        """
         if not self._is_possible:
             return None
         found = None
         if self._shells is None:
-            found = _eliminated(self._core, self._search, DIRECT_WORK)
+            found = _eliminated(self._core, self._search, NARROW_WORK if narrow else DIRECT_WORK)
         if found is None:
             self._shells = self._shells or _Shells(self._core, self._search)
             found = self._shells.run()
         return None if found is None else found._replace(states=self._core.complete(found.states))
 
 
-def minimise(graph: Graph, search: Search) -> Minimum | None:
+def minimise(graph: Graph, search: Search, *, narrow: bool = False) -> Minimum | None:
     """The states of least cost, or the best found with its bound; None if every choice is infinite. `graph` is left as it is."""
-    return Minimisation(graph, search).run()
+    return Minimisation(graph, search).run(narrow=narrow)
 
 
 def is_narrow(graph: Graph) -> bool:
     """Whether plain elimination is cheap."""
-    return order(graph, MAX_TABLE, 4 * DIRECT_WORK) is not None
+    return order(graph, MAX_TABLE, NARROW_WORK) is not None
 
 
 def _eliminated(graph: Graph, search: Search, work: int) -> Minimum | None:

@@ -22,13 +22,18 @@ from spmdctx.search.solver.memory import Rows
 
 MAX_ROWS = 16
 MAX_CHOICES = 300_000
-MAX_TABLE = 1 << 21
-MAX_WORK = 100_000_000
+MAX_TABLE = 1 << 23
+MAX_WORK = 600_000_000
+"""Additions of all eliminations together: one for the cost, one for each row's usage, and one for both."""
+
 _AT_ONCE = 4_000_000
 """Entries of one array."""
 
 _RIVALS = 24
 """So many of the cheapest choices are compared with those that are the same for the nodes ahead."""
+
+_ONE_ROW = 3
+"""Measures where memory has one row."""
 
 _ROUNDING = 1e-12
 
@@ -69,7 +74,8 @@ def cheapest_fitting(graph: Graph, amounts: Amounts, prices: FloatArray, most: f
 
 def order_for(graph: Graph, rows: Rows) -> Order | None:
     """An order of elimination with small tables; None if there is none, or the rows are many."""
-    return order(graph, MAX_TABLE, MAX_WORK) if len(rows.times) <= MAX_ROWS else None
+    num_rows = len(rows.times)
+    return order(graph, MAX_TABLE, MAX_WORK // (num_rows + 2)) if num_rows <= MAX_ROWS else None
 
 
 class _Step(NamedTuple):
@@ -93,9 +99,9 @@ class _Choices:
         """The cheapest choice for all nodes."""
         if (self._least[:, 0] > self._limits).any():
             return Best(None)
-        ahead = self._nodes_ahead()
-        for place in reversed(range(len(ahead))):
-            if expired() or not self._extend(place, ahead[place]):
+        places = _depth_first(self._parts[0])
+        for place, ahead in zip(places, self._nodes_ahead(places), strict=True):
+            if expired() or not self._extend(place, ahead):
                 return None
             if not self._least.size:
                 return Best(None)
@@ -105,14 +111,14 @@ class _Choices:
                 return Best(states)
         return Best(None)
 
-    def _nodes_ahead(self) -> list[set[int]]:
-        """Per step of the elimination the nodes in the tables of the steps before it, which come after it here."""
+    def _nodes_ahead(self, places: list[int]) -> list[set[int]]:
+        """Per step the nodes in the tables of those that come after it."""
         found: list[set[int]] = []
         seen: set[int] = set()
-        for place in range(len(self._parts[0].steps)):
+        for place in reversed(places):
             found.append(set(seen))
             seen.update(node for part in self._parts for scope in part.steps[place][1] for node in scope)
-        return found
+        return found[::-1]
 
     def _extend(self, place: int, ahead: set[int]) -> bool:
         """Gives the node of a step of the elimination its states; False if the choices are too many."""
@@ -168,6 +174,8 @@ class _Choices:
         for node in sorted(columns):
             key = np.unique(key * self._graph.size(node) + columns[node], return_inverse=True)[1].reshape(-1)
         kept = np.lexsort((*least[-2:0:-1], least[0], key))
+        if len(least) == _ONE_ROW:
+            return kept[_is_lower(key[kept], least[1, kept])]
         for rival in range(_RIVALS):
             firsts = np.flatnonzero(np.diff(key[kept], prepend=-1))
             lengths = np.diff(firsts, append=len(kept))
@@ -186,3 +194,37 @@ class _Choices:
         for node, before, own in reversed(self._steps):
             states[node], index = int(own[index]), int(before[index])
         return states
+
+
+def _depth_first(part: Elimination) -> list[int]:
+    """The steps of an elimination in an order in which each comes after those of the nodes that its tables hold.
+
+    What hangs together comes together and what is small first, so that few nodes matter for the ones ahead at any time.
+    """
+    place_of = {node: place for place, (node, _) in enumerate(part.steps)}
+    below: list[list[int]] = [[] for _ in part.steps]
+    sizes, roots = [1] * len(part.steps), []
+    for place, (node, around) in enumerate(part.steps):
+        above = min((place_of[other] for scope in around for other in scope if other != node), default=-1)
+        if above < 0:
+            roots.append(place)
+        else:
+            below[above].append(place)
+            sizes[above] += sizes[place]
+    found, left = [], sorted(roots, key=sizes.__getitem__, reverse=True)
+    while left:
+        place = left.pop()
+        found.append(place)
+        left += sorted(below[place], key=sizes.__getitem__, reverse=True)
+    return found
+
+
+def _is_lower(key: IntArray, used: FloatArray) -> BoolArray:
+    """Which entries are lower than all before them with the same key; keys ascend."""
+    rank = np.unique(used, return_inverse=True)[1].reshape(-1)
+    # Ranks of a key are all below those of the keys before it.
+    lowered = rank - key * (len(used) + 1)
+    before = np.minimum.accumulate(lowered)
+    found: BoolArray = np.ones(len(used), dtype=bool)
+    found[1:] = lowered[1:] < before[:-1]
+    return found

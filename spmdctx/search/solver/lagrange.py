@@ -74,7 +74,7 @@ class Prices:
 
     def evaluate(self, prices: FloatArray) -> Choice | None:
         """The best choice at prices, which may raise the bound; None if the time is over."""
-        found = minimise(priced(self.graph, self.amounts, prices), self.search)
+        found = minimise(priced(self.graph, self.amounts, prices), self.search, narrow=True)
         if found is None:
             return None
         self.search.count("prices", 1)

@@ -7,7 +7,7 @@ from time import monotonic
 
 import numpy as np
 
-from spmdctx.search.solver.constrained import Constrained
+from spmdctx.search.solver.constrained import Constrained, most_variables
 from spmdctx.search.solver.dominance import supported
 from spmdctx.search.solver.energy import SWEEPS, WORK, Minimisation, Minimum, Search, minimise, shrink
 from spmdctx.search.solver.graph import Graph, cost_of
@@ -60,6 +60,11 @@ def solve(
         else:
             found = None
     return _solution(problem, graph, found, search)
+
+
+def may_be_proven(found: Solution, effort: int) -> bool:
+    """Whether more effort, up to this one, has good prospects of closing the gap that was left within memory."""
+    return found.counts.get("variables", 0) <= most_variables(effort)
 
 
 class Sought:
