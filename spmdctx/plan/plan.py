@@ -168,7 +168,8 @@ class Plan:
         cost: Predicted time and memory.
         options: Context options that differ from their defaults.
         memory_limit_bytes: The budget per device, if there was one.
-        lower_bound_s, gap: No plan of `declared_space` costs less; `gap` is total / lower bound - 1. None where not computed.
+        lower_bound_s, gap: The search counts no plan of `declared_space` below it, less what it counts too much for this one (moves that
+            the compiler shares); `gap` is total / lower bound - 1. None where not computed.
         notes: Every guess, fallback, padding and replication.
         timing: How long planning took.
         alternatives: What else could have been chosen, worked out when it is asked for.
