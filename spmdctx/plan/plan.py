@@ -282,7 +282,7 @@ class Plan:
         return explain_plan(self, pattern)
 
     def certify(self) -> Plan:
-        """This plan with its certificate: `lower_bound_s`, below which nothing of the declared space costs, and `gap`.
+        """This plan with its certificate: `lower_bound_s`, below which nothing of the declared space is counted, and `gap`.
 
         A plan that has one is returned as it is.
 

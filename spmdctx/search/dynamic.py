@@ -347,7 +347,7 @@ class Searcher:
         What a short search finds is found by the long one: an error names budgets and device counts by short ones.
         """
         pace = self._pace()
-        if pace is not THOROUGH:
+        if not pace.begins_hastily:
             return self._within(tables, problem, fastest, known_s, pace)
         first = self._within(tables, problem, fastest, known_s, HASTY)
         if isinstance(first, Beaten) or (isinstance(first, Shortfall) and first.is_proven):
@@ -406,7 +406,7 @@ class Searcher:
                     counted |= more
                     continue
             is_proven = solution.cost - solution.lower_bound <= max(tolerance, _EQUAL) * solution.cost
-            if pace is PROVEN and effort == pace.effort and not is_proven and may_be_proven(solution, effort + 1):
+            if pace.proves and effort == pace.effort and not is_proven and may_be_proven(solution, effort + 1):
                 # The last of these problems is the first that is worth a proof.
                 effort += 1
                 continue
@@ -422,7 +422,7 @@ class Searcher:
                 break
             limit = min(limit - spacing, budget - (peak.bytes - high))
             limit = limit if limit > low else (low + high) / 2
-        if seen is None and pace is PROVEN:
+        if seen is None and pace.proves:
             # What is found without proofs, of which an error names the budget.
             return self._within(tables, problem, fastest, known_s, ANY)
         return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if seen is None else seen

@@ -19,6 +19,8 @@ class Pace(NamedTuple):
         branches: whether plans are tried one by one where what is counted does not suffice.
         work: of the branching.
         stops_at_first: whether the first mesh with a plan will do.
+        proves: whether what is left to prove of the plan is worth more effort; where no plan is found, one of any cost is looked for.
+        begins_hastily: whether a hasty search comes first, whose plan it improves.
     """
 
     rounds: int = 12
@@ -29,15 +31,17 @@ class Pace(NamedTuple):
     branches: bool = False
     work: int = WORK
     stops_at_first: bool = False
+    proves: bool = False
+    begins_hastily: bool = False
 
 
-PROVEN = Pace(branches=True)
+PROVEN = Pace(branches=True, proves=True)
 """A small program's cheapest plan, with every proof."""
 
 ANY = Pace(tolerance=1.0, branches=True, work=SHORT_WORK, stops_at_first=True)
 """A small program's plan whose cost matters little."""
 
-THOROUGH = Pace()
+THOROUGH = Pace(begins_hastily=True)
 """The plan of a program that is not small."""
 
 SOFT = Pace(effort=1, counts_copies=False)

@@ -58,7 +58,7 @@ def cheapest_fitting(graph: Graph, amounts: Amounts, prices: FloatArray, most: f
     if found is None:
         return None
     bare = without_costs(graph)
-    # Row 0 is the cost, then each row's usage, at last the cost with usage at prices.
+    # The first measure is the cost, then each row's usage, at last the cost with usage at prices.
     graphs = [graph, *(priced(bare, amounts, unit) for unit in np.eye(num_rows)), priced(graph, amounts, prices)]
     memo: Memo = {}
     parts = [elimination(own, found.nodes, memo, expired) for own in graphs]
@@ -168,7 +168,7 @@ class _Choices:
         return np.where(np.isfinite(total), rise, np.inf)
 
     def _undominated(self, columns: dict[int, IntArray], least: FloatArray) -> IntArray:
-        """The choices that no one is found to be better than: in cost and all rows, and the same for the nodes ahead."""
+        """The choices of which none is found that is no worse in cost and in every row, and the same for the nodes ahead."""
         count = least.shape[1]
         key = np.zeros(count, dtype=np.int64)
         for node in sorted(columns):
