@@ -15,7 +15,7 @@ from spmdctx.context_values import OPTIMIZER_LEVELS
 from spmdctx.cost.reshard import reshard_time_s
 from spmdctx.cost.topology import Topology, as_asked
 from spmdctx.errors import ContextWarning, UnsupportedError
-from spmdctx.ir import LITERAL, Assignment, Collective, Graph, Role, item_bytes
+from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Role, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, replicated
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
 from spmdctx.plan.rows import LateRows
@@ -26,7 +26,7 @@ from spmdctx.search.certificate import Certificate, gap_of
 from spmdctx.search.dynamic import DynamicOptions, lower_bound_s
 from spmdctx.search.evaluate import evaluate
 from spmdctx.search.gradient_order import Gradient, gradient_buckets, gradient_order, sum_buckets
-from spmdctx.search.modes import LAYERWISE, ManualSpecs, OptimizerSharding, Request, Setup, ValuePin
+from spmdctx.search.modes import LAYERWISE, ManualSpecs, OptimizerSharding, Request, Setup, ValuePin, prepare
 from spmdctx.search.optimizer_pins import couplings
 from spmdctx.search.optimizer_state import layer_dims
 from spmdctx.search.price import Bill, Moved, price
@@ -92,8 +92,8 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         request = _request(program, captured, settings)
         step = _step(program, captured)
         setup, assignment, certificate = search(step, request, _search_options(settings))
-        written = [replace(row, axes=refined_axes(row.axes, setup.parts)) for region in program.manual for row in region.collectives]
         grouped = _is_grouped(program, settings, setup.mesh)
+        written = _written(program, setup.parts)
         gradients, buckets, by_sum, holds, bill = _priced(program, step, settings, assignment, setup.mesh, written)
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and _search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices, settings.topology)
@@ -115,9 +115,18 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
     return Planned(plan, program, assignment, setup.mesh)
 
 
-def memory_bytes(plan: Plan, program: Program, captured: Captured, settings: Settings) -> int:
-    """Predicted peak of a plan per device, for a captured step and a machine that may not be those for which it was made."""
-    return _priced(program, _step(program, captured), settings, plan.assignment, plan.logical_mesh).bill.memory_bytes
+def priced_here(plan: Plan, program: Program, captured: Captured, settings: Settings) -> Plan:
+    """A plan with its price for a captured step and a machine that may not be those for which it was made."""
+    parts = prepare(program.graph, _request(program, captured, settings)).parts if program.manual else {}
+    step, written = _step(program, captured), _written(program, parts)
+    bill = _priced(program, step, settings, plan.assignment, plan.logical_mesh, written).bill
+    reshards = LateRows(lambda: _reshards(program.graph, bill.moves))
+    return replace(plan, cost=_cost(bill), collectives=tuple(bill.collectives), reshards=reshards, memory_profile=bill.memory_profile)
+
+
+def _written(program: Program, parts: Mapping[str, AxisNames]) -> list[Collective]:
+    """The collectives that stand in the program, along axes of the plan's mesh."""
+    return [replace(row, axes=refined_axes(row.axes, parts)) for region in program.manual for row in region.collectives]
 
 
 class _Priced(NamedTuple):
@@ -131,7 +140,7 @@ class _Priced(NamedTuple):
 
 
 def _priced(
-    program: Program, step: Step, settings: Settings, assignment: Assignment, mesh: LogicalMesh, written: Sequence[Collective] = ()
+    program: Program, step: Step, settings: Settings, assignment: Assignment, mesh: LogicalMesh, written: Sequence[Collective]
 ) -> _Priced:
     """Prices an assignment, with the collectives that are `written` in the program."""
     graph = program.graph

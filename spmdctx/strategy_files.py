@@ -17,11 +17,15 @@ from spmdctx.plan.file import read_strategy, write_plan
 from spmdctx.plan.mindspore import MindSporeStrategy
 from spmdctx.plan.mindspore_pins import FilePins, Parameter, file_pins
 from spmdctx.plan.mismatch import Wanted, check_plan
-from spmdctx.plan.plan import Plan, PlannedTensor, Timing
-from spmdctx.planner import PEAK_NOTE, Planned, Settings, memory_bytes, memory_notes, plan_program
+from spmdctx.plan.plan import Cost, Plan, PlannedTensor, Timing
+from spmdctx.plan.units import seconds_text
+from spmdctx.planner import PEAK_NOTE, Planned, Settings, memory_notes, plan_program, priced_here
 from spmdctx.trace.build import Argument, build
 from spmdctx.trace.capture import Captured
 from spmdctx.wording import exact_bytes_text
+
+TIME_NOTE = "The predicted time of a step"
+"""How notes on what a step takes begin."""
 
 MODES = ("semi_auto_parallel", "auto_parallel")
 REASON = "the strategy file"
@@ -70,24 +74,34 @@ def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
     program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
     wanted = _wanted(settings)
     check_plan(found, replace(wanted, memory_bytes=None), program.graph, load)
-    used = _priced_here(found, memory_bytes(found, program, captured, settings), settings)
+    used = _with_price(found, priced_here(found, program, captured, settings), settings)
     check_plan(used, wanted, program.graph, load)
     timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
     return with_insight(Planned(replace(used, timing=timing), program, used.assignment, used.logical_mesh), captured, settings)
 
 
-def _priced_here(plan: Plan, peak_bytes: int, settings: Settings) -> Plan:
-    """The plan with the peak that it has here, which a file cannot know: it depends on what is donated, and on the machine's figures."""
-    known = plan.cost.memory_bytes
-    if known == peak_bytes:
-        return plan
-    differs = (
-        f"{PEAK_NOTE} is {exact_bytes_text(peak_bytes)} per device, and not {exact_bytes_text(known)} as in the strategy file: "
-        "other arguments are donated here, or the topology has other figures."
-    )
-    others = [note for note in plan.notes if not note.startswith(PEAK_NOTE)]
-    notes = (*others, *memory_notes(settings, peak_bytes), differs)
-    return replace(plan, cost=plan.cost._replace(memory_bytes=peak_bytes), notes=notes)
+def _with_price(plan: Plan, here: Plan, settings: Settings) -> Plan:
+    """The plan with its price `here`, which a file cannot know: it depends on what is donated, and on the machine's figures.
+
+    What a search proved of another machine is no proof.
+    """
+    if plan.cost == here.cost:
+        return replace(plan, memory_profile=here.memory_profile)
+    notes, peak_bytes = list(plan.notes), here.cost.memory_bytes
+    if plan.cost.memory_bytes != peak_bytes:
+        notes = [note for note in notes if not note.startswith(PEAK_NOTE)] + memory_notes(settings, peak_bytes)
+        known = exact_bytes_text(plan.cost.memory_bytes)
+        why = "other arguments are donated here, or the topology has other figures"
+        notes.append(f"{PEAK_NOTE} is {exact_bytes_text(peak_bytes)} per device, and not {known} as in the strategy file: {why}.")
+    if _seconds(plan.cost) == _seconds(here.cost):
+        return replace(plan, cost=here.cost, memory_profile=here.memory_profile, notes=tuple(notes))
+    times = [seconds_text(cost.total_s) for cost in (here.cost, plan.cost)]
+    notes.append(f"{TIME_NOTE} is {times[0]}, and not {times[1]} as in the strategy file: the topology has other figures.")
+    return replace(here, lower_bound_s=None, gap=None, notes=tuple(notes))
+
+
+def _seconds(cost: Cost) -> Cost:
+    return cost._replace(memory_bytes=0)
 
 
 def _wanted(settings: Settings) -> Wanted:

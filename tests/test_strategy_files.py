@@ -97,6 +97,28 @@ def test_a_loaded_plan_says_of_this_machine_and_not_of_the_saved_one_what_is_too
     assert back.cost == spmdctx.Plan.load(file).cost
 
 
+def test_a_loaded_plan_has_the_time_of_this_machine_and_no_proof_of_another_one(file, no_search):
+    """A machine of the same name with slower links and memory: each price is its own, and so is what is proven when asked."""
+    machine = PRESETS["cpu"]
+    slower = replace(machine, latency_s=2 * machine.latency_s, memory_bytes_per_s=machine.memory_bytes_per_s / 2)
+    load, saved = {"strategy_ckpt_load_file": str(file), **AUTO}, spmdctx.Plan.load(file)
+    loaded = spmdctx.plan(step_fn, *state_of(), batch_of(), topology=slower, **load)
+    assert loaded.cost.total_s > saved.cost.total_s * 1.5
+    assert loaded.cost.communication_s == pytest.approx(sum(row.time_s * row.repeats for row in loaded.collectives))
+    assert [row.payload_bytes for row in loaded.collectives] == [row.payload_bytes for row in saved.collectives]
+    assert loaded.assignment == saved.assignment
+    assert (loaded.lower_bound_s, loaded.gap) == (None, None)
+    assert [note for note in loaded.notes if note.startswith("The predicted time of a step is") and "as in the strategy file" in note]
+    assert not [note for note in spmdctx.plan(step_fn, *state_of(), batch_of(), **load).notes if "as in the strategy file" in note]
+
+
+def test_a_loaded_plan_is_certified_for_this_machine(file):
+    slower = replace(PRESETS["cpu"], link_bytes_per_s=PRESETS["cpu"].link_bytes_per_s / 8)
+    load = {"strategy_ckpt_load_file": str(file), **AUTO}
+    proven = spmdctx.plan(step_fn, *state_of(), batch_of(), topology=slower, **load).certify()
+    assert 0 < proven.lower_bound_s <= proven.cost.total_s
+
+
 def test_a_step_runs_as_the_file_says(file, no_search):
     step = spmdctx.parallel(step_fn, strategy_ckpt_config={"load_file": str(file)}, **AUTO)
     params, opt_state, loss = step(*state_of(), batch_of())
