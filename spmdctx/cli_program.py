@@ -41,6 +41,8 @@ from spmdctx.step import ParallelStep
 _LEAST_BATCH_SIZE = 24
 _TARGET_TOPOLOGIES = {"v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e", "h100": "h100"}
 _BATCH_SIZE_HELP = f"sequences per step (default: the least multiple of the devices from {_LEAST_BATCH_SIZE} on)"
+_LARGE_MODEL = 10**9
+_REMAT_HELP = "recompute activations in the backward pass (default: of models with a billion parameters or more)"
 
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +54,7 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     program.add_argument("--batch-size", type=positive, metavar="N", help=_BATCH_SIZE_HELP)
     program.add_argument("--seq", type=positive, metavar="N", help="tokens per sequence (default: the model's)")
     program.add_argument("--scan-layers", action=argparse.BooleanOptionalAction, help="run the layers by one scan")
-    program.add_argument("--remat", action=argparse.BooleanOptionalAction, help="recompute activations in the backward pass")
+    program.add_argument("--remat", action=argparse.BooleanOptionalAction, help=_REMAT_HELP)
     program.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations (default: the model's)")
     planning = parser.add_argument_group("planning")
     planning.add_argument("--config", metavar="FILE.yaml", help="options from a file: MindFormers' keys, or plain option names")
@@ -113,7 +115,8 @@ class Choice:
         """The decoder's sizes."""
         config, own = preset(self.arguments.model), self.arguments
         changes = {"num_layers": own.layers, "dtype": own.dtype, "scan_layers": own.scan_layers, "remat": own.remat}
-        return replace(config, **{name: value for name, value in changes.items() if value is not None})
+        config = replace(config, **{name: value for name, value in changes.items() if value is not None})
+        return replace(config, remat=config.num_parameters >= _LARGE_MODEL) if own.remat is None else config
 
     @property
     def seq(self) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 from spmdctx import CheckpointManager
 from spmdctx.cli import main
 from spmdctx.cli_output import Output
+from spmdctx.cost.topology import PRESETS
 from spmdctx.models import WordTokenizer, read_text, read_tokenizer
 from spmdctx.plan import Plan
 
@@ -99,6 +100,17 @@ def test_a_model_is_planned_for_machines_that_are_not_there(capsys: pytest.Captu
     assert data["gap"] < 0.01
     assert data["topology"] == "tpu-v5p"
     assert data["collectives"]
+
+
+def test_a_large_model_is_planned_into_the_memory_of_its_devices_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its activations are recomputed, and the budget that nobody set is met on whatever mesh it can be."""
+    machine = ["--device-num", "8", "--topology", "tpu-v5p"]
+    _, data = _run(capsys, "plan", "--model", "llama2-7b", *machine)
+    assert data["cost"]["memory_bytes"] <= PRESETS["tpu-v5p"].memory_bytes
+    assert data["gap"] < 0.01
+    _, whole = _run(capsys, "plan", "--model", "llama2-7b", "--no-remat", *machine)
+    assert whole["cost"]["memory_bytes"] > PRESETS["tpu-v5p"].memory_bytes
+    assert [note for note in whole["notes"] if note.startswith("No plan on 8 devices fits in the 95.7 GiB of a tpu-v5p: each has at least")]
 
 
 @pytest.mark.parametrize(("devices", "sequences"), [(6, 24), (16, 32), (64, 64)])

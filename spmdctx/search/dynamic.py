@@ -11,7 +11,7 @@ over every legal split on every mesh that is tried. The solver minimises exactly
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from spmdctx.search.memory_rows import Passing, completed, counted_bytes, least_
 from spmdctx.search.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.modes import Request, Setup, prepare
 from spmdctx.search.network import Network, build_network
-from spmdctx.search.pace import ANY, HASTY, PROVEN, SOFT, THOROUGH, Pace
+from spmdctx.search.pace import ANY, HASTY, PROVEN, QUICK, SOFT, THOROUGH, Pace
 from spmdctx.search.solver.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.solve import Sought, may_be_proven, solve
 from spmdctx.search.space import Space
@@ -50,7 +50,7 @@ _LIMIT_SPACING = 0.005
 """Share of the budget by which the limits that are tried for a program that is not small differ at least."""
 
 _LARGE_PROGRAM = 5000
-"""Ops from which a budget that nobody set is tried on one mesh only."""
+"""Ops from which a budget that nobody set is given up where a hasty search finds no plan."""
 
 
 def is_small(step: Step) -> bool:
@@ -65,7 +65,7 @@ class DynamicOptions:
     Attributes:
         memory_bytes: budget per device, None for none.
         limits: parameters of the search.
-        is_soft: whether the budget is given up where it cannot be met on the most promising mesh.
+        is_soft: whether nobody set the budget, so that little time is spent on it.
         wants_any: whether the first plan within the budget will do.
         max_axes: of the meshes that are tried; None for three where the program has at most `SMALL_PROGRAM` ops, else two.
     """
@@ -99,7 +99,7 @@ class Shortfall(NamedTuple):
     """No plan on the mesh fits: the op at which memory runs out, the least bytes alive there, and a budget that may suffice.
 
     `fastest` is the best plan without the budget. `is_proven` where no plan at all takes fewer than `least_bytes` at its peak; else
-    no such plan was found.
+    no such plan was found. No plan within the budget that was missed is below `lower_bound_s`.
     """
 
     time: int
@@ -107,6 +107,7 @@ class Shortfall(NamedTuple):
     enough_bytes: int
     fastest: Found
     is_proven: bool = False
+    lower_bound_s: float = 0.0
 
 
 class _Glance(NamedTuple):
@@ -118,11 +119,10 @@ class _Glance(NamedTuple):
 
 
 class _Solved(NamedTuple):
-    """A mesh's problem without memory, and its solution."""
+    """A mesh's problem without memory, which has been solved."""
 
     tables: Tables
     problem: Problem
-    solution: Solution
 
 
 class Beaten(NamedTuple):
@@ -180,6 +180,7 @@ class Searcher:
         self._glances: dict[LogicalMesh, _Glance] = {}
         self._bounds: dict[LogicalMesh, float] = {}
         self._solved: dict[LogicalMesh, _Solved] = {}
+        self._starts: dict[LogicalMesh, Sequence[int]] = {}
 
     def promising_first(self, setups: list[Setup]) -> list[Setup]:
         """The set-ups by what a first, short search finds on their meshes."""
@@ -229,29 +230,24 @@ class Searcher:
 
     def fastest_within(self, setups: list[Setup], fastest: Found) -> Found | Shortfall:
         """The cheapest assignment on any of the meshes whose peak is in the budget, which that of the fastest one is not."""
+        pace = self._pace()
         best: Found | None = None
         least: Shortfall | None = None
-        bounds = []
-        stops, is_proven = self._pace().stops_at_first, True
+        is_proven = True
         # The most promising first, so that most of the others need no look.
         for setup in sorted(setups, key=lambda setup: (setup.mesh != fastest.setup.mesh, self._bounds[setup.mesh])):
-            if best is not None and (stops or self._bounds[setup.mesh] >= best.cost_s):
-                bounds.append(self._bounds[setup.mesh])
+            known_s = float("inf") if best is None else best.cost_s * (1 - pace.enough)
+            if best is not None and (pace.stops_at_first or self._bounds[setup.mesh] >= known_s):
                 continue
-            known_s = float("inf") if best is None else best.cost_s
             found = self._in_budget(*self._problem_on(setup), fastest._replace(setup=setup), known_s)
-            if isinstance(found, Beaten):
-                bounds.append(found.lower_bound_s)
-            elif isinstance(found, Found):
-                bounds.append(found.lower_bound_s)
-                best = found if best is None or found.cost_s < best.cost_s * (1 - _EQUAL) else best
-            else:
+            self._bounds[setup.mesh] = max(self._bounds[setup.mesh], found.lower_bound_s)
+            if isinstance(found, Shortfall):
                 is_proven &= found.is_proven
                 least = found._replace(fastest=fastest) if least is None or found.enough_bytes < least.enough_bytes else least
-            if least is not None and best is None and self._options.is_soft:
-                break
+            elif isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - _EQUAL)):
+                best = found
         if best is not None:
-            return best._replace(lower_bound_s=min([best.cost_s, *bounds]))
+            return best._replace(lower_bound_s=min([best.cost_s, *self._bounds.values()]))
         assert least is not None
         return least._replace(is_proven=is_proven)
 
@@ -260,9 +256,8 @@ class Searcher:
         any_will_do, is_soft = self._options.wants_any, self._options.is_soft
         if is_small(self._step):
             return ANY if any_will_do else SOFT if is_soft else PROVEN
-        if any_will_do or (is_soft and len(self._step.graph.ops) >= _LARGE_PROGRAM):
-            return HASTY
-        return SOFT if is_soft else THOROUGH
+        quick = QUICK._replace(gives_up=len(self._step.graph.ops) >= _LARGE_PROGRAM)
+        return HASTY if any_will_do else quick if is_soft else THOROUGH
 
     def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
         """The cheapest assignment on the mesh of a set-up within the budget, if there is one below `known_s`."""
@@ -282,16 +277,19 @@ class Searcher:
     def _fastest_on(self, setup: Setup, known_s: float) -> Found | Beaten:
         cutoff = known_s * (1 - self._margin(setup.mesh))
         glance = self._glances.pop(setup.mesh, None)
+        if glance is not None:
+            self._starts[setup.mesh] = glance.solution.states
         if glance is not None and glance.solution.lower_bound >= cutoff:
             return Beaten(glance.solution.lower_bound)
         tables = self._tables(setup) if glance is None else glance.tables
         is_proven = glance is not None and glance.solution.lower_bound == glance.solution.cost
         sought = self._sought(tables) if glance is None else glance.sought
         solution = glance.solution if glance is not None and is_proven else self._solve(sought, cutoff)
+        self._starts[setup.mesh] = solution.states
         if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - _EQUAL):
             return Beaten(solution.lower_bound)
         # Only of the best mesh, which is the last that is not beaten.
-        self._solved = {setup.mesh: _Solved(tables, sought.problem, solution)}
+        self._solved = {setup.mesh: _Solved(tables, sought.problem)}
         return self._found(setup, tables, solution)
 
     def _margin(self, mesh: LogicalMesh) -> float:
@@ -349,15 +347,19 @@ class Searcher:
         pace = self._pace()
         if not pace.begins_hastily:
             return self._within(tables, problem, fastest, known_s, pace)
-        first = self._within(tables, problem, fastest, known_s, HASTY)
-        if isinstance(first, Beaten) or (isinstance(first, Shortfall) and first.is_proven):
+        # Where a plan is known, a mesh is looked at for whether it has a cheaper one.
+        hasty = HASTY if math.isinf(known_s) else HASTY._replace(tolerance=pace.tolerance)
+        first = self._within(tables, problem, fastest, known_s, hasty)
+        if isinstance(first, Beaten) or (isinstance(first, Shortfall) and (first.is_proven or pace.gives_up)):
             return first
         if isinstance(first, Shortfall):
             return self._within(tables, problem, fastest, known_s, pace)
+        if min(first.cost_s, known_s) <= first.lower_bound_s * (1 + pace.enough):
+            return first
         best = self._within(tables, problem, fastest, min(known_s, first.cost_s), pace)
         if isinstance(best, Found) and best.cost_s <= first.cost_s:
             return best
-        bound_s = first.lower_bound_s if isinstance(best, Shortfall) else max(first.lower_bound_s, best.lower_bound_s)
+        bound_s = max(first.lower_bound_s, best.lower_bound_s)
         return Beaten(bound_s) if bound_s >= known_s else first._replace(lower_bound_s=min(bound_s, first.cost_s))
 
     def _within(self, tables: Tables, problem: Problem, fastest: Found, known_s: float, pace: Pace) -> Found | Shortfall | Beaten:
@@ -374,20 +376,19 @@ class Searcher:
         spacing = 0.0 if is_small(self._step) else _LIMIT_SPACING * full
         # Nothing that fits is cheaper than what need not.
         bound_s = self._bounds.get(fastest.setup.mesh, 0.0)
-        solved = self._solved.get(fastest.setup.mesh)
-        start = None if solved is None else solved.solution.states
+        start = self._starts.get(fastest.setup.mesh)
         counted: dict[Passing, None] = {}
         seen: Found | None = None
-        effort = pace.effort
+        effort, solver = pace.effort, partial(solve, tolerance=tolerance, cutoff=known_s)
         for _ in range(pace.rounds):
             limited = with_memory(tables, problem, memory, limit, counted, only_stored=pace.only_stored)
             known = None if start is None else Known(completed(limited, start), bound_s)
-            solution = self._limited(limited, budget - limit, fastest, known, effort, tolerance)
-            if isinstance(solution, Shortfall):
-                if limit == full:
-                    return solution
+            solution = self._limited(limited, budget - limit, fastest, partial(solver, effort=effort, known=known))
+            if isinstance(solution, Shortfall) and limit == full:
+                return solution._replace(lower_bound_s=max(solution.lower_bound_s, bound_s))
+            if isinstance(solution, Shortfall) or (limit < full and solution.lower_bound >= known_s):
                 # Too much was taken off for the copies of a plan that makes many; at most, what leaves the least that can be met.
-                low = max(limit, solution.enough_bytes - (budget - limit))
+                low = max(limit, solution.enough_bytes - (budget - limit)) if isinstance(solution, Shortfall) else limit
                 if high - low <= spacing:
                     break
                 limit = (low + high) / 2
@@ -415,7 +416,7 @@ class Searcher:
             if limit == full and pace.branches:
                 best = self._branched(limited, solution, tables, fastest, pace, tolerance)
                 if not best.is_cut:
-                    return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if best.found is None else best.found
+                    return _short_of(nearest, fastest, bound_s) if best.found is None else best.found
                 seen, bound_s = best.found, best.lower_bound
             high = counted_bytes(limited, solution.states)
             if high - low <= spacing:
@@ -425,7 +426,7 @@ class Searcher:
         if seen is None and pace.proves:
             # What is found without proofs, of which an error names the budget.
             return self._within(tables, problem, fastest, known_s, ANY)
-        return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest) if seen is None else seen
+        return _short_of(nearest, fastest, bound_s) if seen is None else seen
 
     def _step_memory(self) -> StepMemory:
         """When the step's values are in memory."""
@@ -445,15 +446,15 @@ class Searcher:
         return best if best.found is None else best._replace(found=best.found._replace(lower_bound_s=best.lower_bound))
 
     def _limited(
-        self, limited: Problem, spare: float, fastest: Found, known: Known | None, effort: int, tolerance: float
+        self, limited: Problem, spare: float, fastest: Found, solver: Callable[[Problem], Solution | Infeasible]
     ) -> Solution | Shortfall:
         """The best choice of states in the problem's budget, which is by `spare` smaller than the user's."""
         assert limited.memory is not None
         least, memory = least_peak(limited), self._step_memory()
         if least.bytes > limited.memory.limit:
             alive = int(least.bytes + spare)
-            return Shortfall(op_at(memory, least.time), alive, alive, fastest, is_proven=True)
-        solution = solve(limited, effort=effort, tolerance=tolerance, known=known)
+            return Shortfall(op_at(memory, least.time), alive, alive, fastest, is_proven=True, lower_bound_s=math.inf)
+        solution = solver(limited)
         if isinstance(solution, Infeasible):
             return Shortfall(op_at(memory, solution.time), int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
         return solution
@@ -462,6 +463,11 @@ class Searcher:
         """The op at which most bytes are alive, copies and all."""
         bill = bill_of(self._step, found.assignment, found.setup.mesh, self._topology)
         return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes)
+
+
+def _short_of(nearest: Peak, fastest: Found, bound_s: float) -> Shortfall:
+    """No plan was found; the nearest had this peak."""
+    return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest, lower_bound_s=bound_s)
 
 
 def _numbered(pins: Mapping[int, object]) -> dict[int, int]:

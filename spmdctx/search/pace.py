@@ -21,6 +21,8 @@ class Pace(NamedTuple):
         stops_at_first: whether the first mesh with a plan will do.
         proves: whether what is left to prove of the plan is worth more effort; where no plan is found, one of any cost is looked for.
         begins_hastily: whether a hasty search comes first, whose plan it improves.
+        gives_up: whether there is no plan where that search finds none.
+        enough: the gap, relative to the bound, of a plan that is not worth another search, on the same mesh or on others.
     """
 
     rounds: int = 12
@@ -33,6 +35,8 @@ class Pace(NamedTuple):
     stops_at_first: bool = False
     proves: bool = False
     begins_hastily: bool = False
+    gives_up: bool = False
+    enough: float = 0.0
 
 
 PROVEN = Pace(branches=True, proves=True)
@@ -45,7 +49,10 @@ THOROUGH = Pace(begins_hastily=True)
 """The plan of a program that is not small."""
 
 SOFT = Pace(effort=1, counts_copies=False)
-"""A plan within a budget that nobody set."""
+"""A small program's plan within a budget that nobody set."""
+
+QUICK = SOFT._replace(rounds=4, tolerance=0.005, begins_hastily=True, enough=0.01)
+"""The same of a program that is not small."""
 
 HASTY = Pace(rounds=2, effort=0, tolerance=0.03, only_stored=True, counts_copies=False, stops_at_first=True)
 """A plan of a program that is not small, in little time."""

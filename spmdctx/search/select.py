@@ -18,10 +18,10 @@ from spmdctx.search.propagation import propagate
 from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions
 from spmdctx.search.recursive_plan import plan_recursive
 from spmdctx.search.reduced_once import reduced_once
-from spmdctx.search.shortfall import infeasible
+from spmdctx.search.shortfall import infeasible, over_device
 from spmdctx.search.space import Space
 from spmdctx.search.step import Step, bill_of
-from spmdctx.wording import bytes_text, counted
+from spmdctx.wording import counted
 
 _IN_TURNS = "Gradients are reduced in every micro-batch, not once per step"
 
@@ -128,8 +128,7 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     if isinstance(found, Shortfall) and options.memory_bytes is not None:
         raise infeasible(step, request, options.topology, own, found)
     if isinstance(found, Shortfall):
-        memory = bytes_text(options.topology.memory_bytes)
-        note = f"No plan was found on {counted(request.num_devices, 'device')} that fits in the {memory} of a {options.topology.device}."
+        note = over_device(step, request.num_devices, options.topology, found)
         found = found.fastest
         found.setup.notes.append(note)
     return Chosen(found.setup, found.assignment, Certificate(found.lower_bound_s, found.cost_s))

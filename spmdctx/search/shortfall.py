@@ -48,6 +48,15 @@ def infeasible(step: Step, request: Request, topology: Topology, options: Dynami
     )
 
 
+def over_device(step: Step, num_devices: int, topology: Topology, found: Shortfall) -> str:
+    """The note where nobody set a budget, and no plan fits in the memory of the devices."""
+    devices, has = counted(num_devices, "device"), f"fits in the {bytes_text(topology.memory_bytes)} of a {topology.device}"
+    alive = f"{bytes_text(found.least_bytes)} alive at {place_of(step, found.time)}"
+    proven, seen = f"No plan on {devices} {has}: each has at least {alive}.", f"the smallest that was seen has {alive}."
+    said = proven if found.is_proven else f"No plan was found on {devices} that {has}; {seen}"
+    return f"{said} More devices, a smaller batch or recomputed activations (jax.checkpoint) take less."
+
+
 def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int, topology: Topology) -> InfeasibleError:
     """The error where nothing was searched for memory (one device, propagation), and the plan is over the budget."""
     time = bill.memory_profile.index(bill.memory_bytes)

@@ -263,6 +263,56 @@ def test_a_budget_is_tried_on_the_most_promising_mesh_first_and_only_where_it_ma
     assert spared
 
 
+def _truths_within(made, machine, budget):
+    """The cheapest within a budget on each mesh of 4 devices that has one; None where that would take too long to know."""
+    conditions = Conditions(memory_bytes=budget, count_copies=True)
+    try:
+        found = [exhaustive(made.graph, made.scopes, made.loose, mesh, machine, conditions) for mesh in candidate_meshes(4, machine)]
+    except UnsupportedError:
+        return None  # too many plans cost less and do not fit
+    return [truth.cost_s for truth in found if truth is not None]
+
+
+@pytest.mark.parametrize("small", [0, 100])
+@pytest.mark.parametrize("first", range(4400, 4520, 3 * TOGETHER))
+def test_a_budget_that_nobody_set_is_met_where_a_short_search_finds_how(first, small, monkeypatch):
+    monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 600)
+    monkeypatch.setattr(dynamic, "SMALL_PROGRAM", small)
+    met = 0
+    for seed in range(first, first + 3 * TOGETHER):
+        made, machine = random_step(seed, 4), random_machine(seed)
+        if made.loose:
+            continue
+        free = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
+        budget = int(_peak(made, free.setup.mesh, machine, free.assignment) * random.Random(seed).choice((0.9, 0.7, 0.5)))
+        truths = _truths_within(made, machine, budget)
+        if truths is None:
+            continue
+        found = plan_dynamic(_step(made), _request(4), machine, DynamicOptions(memory_bytes=budget, is_soft=True))
+        if isinstance(found, Shortfall):
+            assert not (found.is_proven and truths), seed
+            continue
+        met += 1
+        assert _peak(made, found.setup.mesh, machine, found.assignment) <= budget, seed
+        assert found.lower_bound_s * (1 - 1e-9) <= min(truths) <= found.cost_s * (1 + 1e-9), seed
+    assert met
+
+
+@pytest.mark.parametrize(("seed", "share"), [(4506, 0.5), (4543, 0.5), (4555, 0.7), (4589, 0.7), (4597, 0.7), (4598, 0.7), (4608, 0.7)])
+def test_a_budget_that_nobody_set_is_looked_for_on_every_mesh(seed, share, monkeypatch):
+    """On the mesh of the fastest plan none keeps to it, or none that is as cheap as one on another mesh."""
+    monkeypatch.setattr(dynamic, "SMALL_PROGRAM", 0)
+    monkeypatch.setattr(dynamic, "_LARGE_PROGRAM", 0)
+    made, machine = random_step(seed, 6), random_machine(seed)
+    free = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
+    budget = int(_peak(made, free.setup.mesh, machine, free.assignment) * share)
+    asked = DynamicOptions(memory_bytes=budget, is_soft=True)
+    alone = plan_dynamic(_step(made), replace(_request(4), mesh=free.setup.mesh), machine, asked)
+    found = plan_dynamic(_step(made), _request(4), machine, asked)
+    assert isinstance(alone, Shortfall) or found.cost_s < alone.cost_s
+    assert _peak(made, found.setup.mesh, machine, found.assignment) <= budget
+
+
 @pytest.mark.parametrize("seed", [3006, 3010, 3022, 3029])
 def test_a_mesh_is_left_once_its_plans_within_a_budget_cost_more_than_what_is_known(seed):
     made, mesh, machine = random_step(seed, 4), random_mesh(seed), random_machine(seed)

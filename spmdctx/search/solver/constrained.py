@@ -44,8 +44,9 @@ def most_variables(effort: int) -> int:
 class Constrained:
     """One problem whose memory may bind. States are present states of `graph`, which is reduced with regard to memory."""
 
-    def __init__(self, graph: Graph, rows: Rows, search: Search, known: Known | None = None) -> None:
+    def __init__(self, graph: Graph, rows: Rows, search: Search, known: Known | None = None, cutoff: float = np.inf) -> None:
         self.known = known
+        self.cutoff = cutoff
         self.graph = graph
         self.rows = rows
         self.search = search
@@ -134,7 +135,7 @@ class Constrained:
                 passes = takewhile(lambda _: not self.search.expired(), range(FOREST_PASSES))
                 descend_forests(self.graph, self.amounts, self.rows.weights(ascent.prices), states, passes, random)
                 self._offer_repaired(states)
-            return np.inf if self.best is None else self.best.cost - self.graph.base
+            return min(self.cutoff, np.inf if self.best is None else self.best.cost) - self.graph.base
 
         # A problem that will be closed needs no good prices.
         steps = PRICE_STEPS if self._is_closable(self.graph) else PRICE_STEPS * 4 ** max(self.search.effort - 1, 0)
@@ -191,7 +192,7 @@ class Constrained:
 
     def _descend(self, core: Graph, known: float) -> None:
         """Solves what pruning left as a problem of its own: what was too wide may be narrow now."""
-        inner = Constrained(core, self.rows, self.search)
+        inner = Constrained(core, self.rows, self.search, cutoff=self.cutoff)
         found = inner.run()
         if isinstance(found, Infeasible):
             # Only a search that ended says that nothing is left.
@@ -250,7 +251,8 @@ class Constrained:
         return (self.best.cost - self.bound) / max(abs(self.best.cost), 1e-300)
 
     def _is_proven(self) -> bool:
-        return self._gap() <= max(self.search.tolerance, EQUAL)
+        """Whether the best is near enough, or nothing is below the cutoff."""
+        return self.bound >= self.cutoff or self._gap() <= max(self.search.tolerance, EQUAL)
 
     def _enumerated(self, graph: Graph, choices: Enumerated) -> Minimum | Infeasible:
         """The best of all choices, as present states of the graph."""

@@ -56,7 +56,9 @@ def solve(
         if rows is None or not len(rows.times):
             found: Minimum | Infeasible | None = minimise(graph, search)
         elif shrink(graph, search, rows):
-            found = Constrained(graph, rows, search, None if known is None else _present(graph, rows, known)).run()
+            # Prices are minima of other costs, to which the cutoff does not apply.
+            search.cutoff = float("inf")
+            found = Constrained(graph, rows, search, None if known is None else _present(graph, rows, known), cutoff).run()
         else:
             found = None
     return _solution(problem, graph, found, search)

@@ -78,6 +78,30 @@ def test_the_road_for_wide_problems_agrees_with_trying_everything(block, wide):
         check(random_problem(seed))
 
 
+@pytest.mark.parametrize("factor", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("fixtures", ["without_enumeration", "wide"])
+def test_within_memory_too_nothing_is_proven_but_that_all_is_above_the_cutoff_or_what_is_best(factor, fixtures, request):
+    request.getfixturevalue(fixtures)
+    for seed in range(200, 230):
+        problem = random_problem(seed)
+        true = truth(problem)
+        found = solve(problem, cutoff=factor * true.cost)
+        if isinstance(found, Infeasible):
+            continue
+        assert found.lower_bound <= true.cost * (1 + 1e-9), seed
+        assert found.lower_bound >= factor * true.cost or found.cost == pytest.approx(true.cost), seed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_gap_is_closed_once_all_is_above_the_cutoff(seed, wide, monkeypatch):
+    problem = layers(12, 1500.0, seed)
+    best, closed, close = solve(problem), [], Constrained._close
+    monkeypatch.setattr(Constrained, "_close", lambda self: closed.append(self) or close(self))
+    found = solve(problem, cutoff=0.8 * best.cost)
+    assert 0.8 * best.cost <= found.lower_bound <= best.cost <= found.cost
+    assert not closed
+
+
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 @pytest.mark.parametrize("num_layers", [4, 12])
 def test_layers_are_proven_optimal_within_memory(num_layers, share):
