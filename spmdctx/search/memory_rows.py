@@ -27,10 +27,6 @@ from spmdctx.search.solver.problem import Edge, Life, Memory, Problem
 from spmdctx.search.space import MATRIX_PRODUCTS
 from spmdctx.search.tables import Tables
 
-_POSITIONS = 1 << 16
-"""More than any op has operands."""
-
-
 Passing = Carry | Source
 """What makes copies for one op alone: an edge into it, or from it to a slot, or a result that may be partial."""
 
@@ -263,8 +259,8 @@ class _Builder:
 
     def _copy_node(self, carry: Carry, value: int, into_op: bool) -> int:
         """The company of what takes a value: a copy unless it is a slice of what is stored, or something else has it so."""
-        node, position = carry.target, carry.position
-        known = self._company.get((node, ~position))
+        node, position, key = carry.target, carry.position, ("copy", carry)
+        known = self._company.get(key)
         if known is not None:
             return known
         taken = self._tables.choices[node].taken[position]
@@ -280,7 +276,7 @@ class _Builder:
             for other in self._earlier(carry):
                 own = self._tables.choices[node].taken[other]
                 ways.append([(node, (own == taken)[:, None] & (taken[:, None] == numbers))])
-        return self._excused((node, ~position), node, taken, self._copied_bytes(value, carry), ways)
+        return self._excused(key, node, taken, self._copied_bytes(value, carry), ways)
 
     def _uses_beside(self, carry: Carry) -> list[int]:
         """Uses of what an edge carries, of which its target is no reader."""
@@ -314,8 +310,7 @@ class _Builder:
 
     def _made_node(self, carry: Carry, value: int) -> int:
         """The company of an op's result: how it is made, first where it is stored so, then where it is moved, and in memory before."""
-        node, result = carry.source
-        key = (node, ~(carry.target + _POSITIONS))
+        key, (node, result) = ("made", carry), carry.source
         known = self._company.get(key)
         if known is not None:
             return known
@@ -325,7 +320,7 @@ class _Builder:
 
     def _partial_node(self, source: Source, memory: StepMemory) -> int:
         """The company of an op for a result that is in memory before its reduction, if that is not done in place."""
-        key = (source.node, ~(source.result + 2 * _POSITIONS))
+        key = ("partial", source)
         known = self._company.get(key)
         if known is not None:
             return known
@@ -353,10 +348,7 @@ class _Builder:
         return copy
 
     def _made(self, node: int, result: int) -> tuple[IntArray, IntArray]:
-        """Per state of an op: the sharding of a partial result before its reduction (-1 of others), and after it.
-
-        A sum of partial results is first made as it is split, and then scattered.
-        """
+        """Per state of an op: the sharding of a partial result before its reduction (-1 of others), and after it."""
         choices = self._tables.choices[node]
         assert choices.split is not None
         assert choices.states is not None
@@ -364,8 +356,7 @@ class _Builder:
         summed = [factor for factor, kind in enumerate(kinds) if kind is FactorKind.REDUCTION]
         is_partial = np.asarray((choices.split.rows[:, summed] > 0).any(axis=1))
         natural = choices.split.results[result][choices.states.split]
-        after = np.where(choices.states.unreduced_in > 0, natural, choices.stored[result])
-        return np.where(is_partial[choices.states.split], natural, -1), after
+        return np.where(is_partial[choices.states.split], natural, -1), choices.stored[result]
 
     def _shared(self, key: tuple[object, ...], table: FloatArray) -> FloatArray:
         return self._memo.setdefault(key, table)

@@ -17,6 +17,7 @@ from spmdctx.search.modes import Setup
 from spmdctx.search.solver.solve import solve
 from spmdctx.search.step import Step, bill_of
 from tests.road import trace
+from tests.search.random_graphs import fused, random_machine, random_mesh, random_step
 
 W, X, LONG = (jax.ShapeDtypeStruct((rows, 256), jnp.float32) for rows in (256, 128, 2048))
 
@@ -49,17 +50,16 @@ def normed(weights, x):
 CASES = {"chained": (chained, [W, W], X), "deep": (chained, [W] * 5, LONG), "tied": (tied, [W, W], X), "normed": (normed, [W, W], X)}
 
 
-def _counted_and_billed(case, machine):
+def _counted_and_billed(program, mesh, machine, times):
     """Bytes of plans for random seconds, as the solver counts them in full and as the bill does."""
-    program = trace(*CASES[case])
-    step, setup = Step(program.graph, program.scopes, program.loose, frozenset()), Setup(LogicalMesh.of((2, 4)))
+    step, setup = Step(program.graph, program.scopes, program.loose, frozenset()), Setup(mesh)
     searcher = Searcher(step, machine, DynamicOptions())
     scale_s = searcher.search(setup).cost_s
     tables, problem = searcher._problem_on(setup)
     memory = step_memory(step.graph, step.scopes, step.donated, fuses_into_products=machine.fuses_into_products)
     passing = dict.fromkeys(one for time in range(len(step.graph.ops)) for one in passing_at(tables.network, memory, time))
     limited = with_memory(tables, problem, memory, np.inf, passing)
-    for seed in range(12):
+    for seed in range(times):
         random = np.random.default_rng(seed)
         costs = tuple(own + random.random(len(own)) * scale_s * seed for own in problem.costs)
         states = solve(replace(problem, costs=costs)).states
@@ -72,6 +72,17 @@ def _counted_and_billed(case, machine):
 @pytest.mark.parametrize("device", ["tpu-v5e", "h100"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_solver_never_counts_more_than_the_bill_and_all_where_the_chip_holds_what_lives_shortly(case, device, scratch_bytes):
-    pairs = list(_counted_and_billed(case, replace(topology(device), scratch_bytes=scratch_bytes)))
+    machine = replace(topology(device), scratch_bytes=scratch_bytes)
+    pairs = list(_counted_and_billed(trace(*CASES[case]), LogicalMesh.of((2, 4)), machine, 12))
     assert all(counted <= billed for counted, billed in pairs)
     assert scratch_bytes < 2**26 or all(counted == billed for counted, billed in pairs)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize(("first", "num_ops"), [(0, 4), (150, 5), (200, 6), (60, 10)])
+def test_the_solver_never_counts_more_than_the_bill_in_random_graphs(first, num_ops, is_fused):
+    # Sums that are taken unreduced, and slots into which several ops are copied, are among them.
+    for seed in range(first, first + 40):
+        made = random_step(seed, num_ops)
+        pairs = _counted_and_billed(fused(made) if is_fused else made, random_mesh(seed), random_machine(seed), 4)
+        assert all(counted <= billed * (1 + 1e-12) for counted, billed in pairs), seed
