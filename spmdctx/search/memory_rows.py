@@ -314,9 +314,11 @@ class _Builder:
         known = self._company.get(key)
         if known is not None:
             return known
-        stored = self._tables.choices[carry.target].taken[0]
-        kinds, kind = np.unique(self._made(node, result)[1], return_inverse=True)
-        return self._excused(key, node, kind, self._bytes(value, None)[kinds], [[(carry.target, stored[:, None] == kinds)]])
+        stored, (before, made) = self._tables.choices[carry.target].taken[0], self._made(node, result)
+        # A partial result that is reduced in its own place is counted before (`_partial_node`).
+        kinds, kind = np.unique(np.where(before == made, -1, made), return_inverse=True)
+        size = np.where(kinds >= 0, self._bytes(value, None)[kinds], 0.0)
+        return self._excused(key, node, kind, size, [[(carry.target, stored[:, None] == kinds)]])
 
     def _partial_node(self, source: Source, memory: StepMemory) -> int:
         """The company of an op for a result that is in memory before its reduction, if that is not done in place."""
