@@ -32,7 +32,8 @@ from spmdctx.mesh import LogicalMesh
 from spmdctx.rules.control_flow import body_parameter, call_body, call_operands
 from spmdctx.search.accumulation import holds_of, loop_sums
 from spmdctx.search.gradient_order import carriers
-from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
+from spmdctx.search.narrowing import sharers
+from spmdctx.search.space import reduction_plan
 from spmdctx.search.transfer import partial_axes, project
 from spmdctx.trace.bodies import INLINED, KEPT, MARKER, open_jaxpr
 from spmdctx.trace.program import Program
@@ -162,7 +163,7 @@ class _Rewriter:
         self._moved = _moved(program.graph.ops, assignment) | sliced_values(program.graph.ops, assignment)
         self._anchors = Anchors(assignment, mesh, self._moved)
         self._turned = _turned(program.graph, assignment)
-        self._routes, self._scopes = wishes.routes, program.scopes
+        self._routes, self._scopes, self._sharers = wishes.routes, program.scopes, sharers(program.graph)
         self._repeated = repeated_values(program.graph, assignment, self._moved)
         self._apart = kept_apart(program.graph, assignment, mesh, wishes.scratch_bytes)
         self._templates: dict[Any, Any] = {}
@@ -207,7 +208,7 @@ class _Rewriter:
         if value == LITERAL or isinstance(atom, jexc.Literal):
             return atom
         target = project(op.rule.operands[position], self.assignment.ops[op.id].axes)
-        via = self._routes.get((self._scopes[op.id], value)) if op.primitive in MATRIX_PRODUCTS else None
+        via = self._routes.get((self._scopes[op.id], value)) if self._sharers[op.id] else None
         if via is None or target == self.assignment.values[value]:
             return self._taken(block, value, atom, target, recomputes)
         return block.reshard(self._taken(block, value, atom, via, recomputes), value, via, target)

@@ -3,7 +3,7 @@
     sum over ops that are not free to place, times their repeats:
         compute + reshards of the operands + reductions of partial results + reshards of the results
 
-A value that several matrix products of one computation read goes through one sharding `u`: min over u of
+A value that is read for several matrix products of one computation goes through one sharding `u`: min over u of
 R(stored -> u) + sum R(u -> wanted). Where the compiler merges partial sums, two unreduced terms that only an addition reads are
 added first and reduced once, and a sum may be scattered to where its readers take slices of it. The share of weight gathers and gradient
 reductions that hides behind compute (`overlap`) is left out. A value that is only computed on the way into its readers is written
@@ -26,7 +26,7 @@ from spmdctx.ir import LITERAL, Assignment, AxisNames, Graph, Op, TensorSharding
 from spmdctx.mesh import LogicalMesh
 from spmdctx.search.accumulation import AT_ONCE, later_reductions, loop_sums
 from spmdctx.search.overlap import sides
-from spmdctx.search.rewrites import BROUGHT_IN, LOOKED_UP
+from spmdctx.search.rewrites import BROUGHT_IN, LOOKED_UP, REARRANGED
 from spmdctx.search.roofline import compute_time_s, local_bytes, passing_values, written_s
 from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
 from spmdctx.search.transfer import partial_axes, project
@@ -124,6 +124,21 @@ def candidates_gather_s(graph: Graph, op: Op, value: int, payload: int, axes: Ax
     return sum(collective_time_s("all_gather", count * size, axes, mesh, topology) for size in sizes)
 
 
+def sharing_ids(graph: Graph) -> frozenset[int]:
+    """The ops that share copies of what they read: matrix products, and transposes and the like that lead to nothing else."""
+    readers: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for value in op.operands:
+            readers.setdefault(value, []).append(op)
+
+    def shares(op: Op) -> bool:
+        if op.primitive not in REARRANGED:
+            return op.primitive in MATRIX_PRODUCTS
+        return op.results[0] not in graph.outputs and all(map(shares, readers.get(op.results[0], ())))
+
+    return frozenset([op.id for op in graph.ops if shares(op)])
+
+
 def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
     """Bytes per element in which an op (first of the pair) is brought a value (second)."""
     readers: dict[int, list[Op]] = {}
@@ -219,10 +234,11 @@ class _Evaluator:
 
     def _reads(self, scopes: Sequence[int]) -> dict[int, list[_Read]]:
         reads: dict[int, list[_Read]] = {}
+        sharing = sharing_ids(self.graph)
         sizes = read_bytes(self.graph, self.topology)
         for op in self.ops:
             axes = self.assignment.ops[op.id].axes
-            scope = scopes[op.id] if op.primitive in MATRIX_PRODUCTS else None
+            scope = scopes[op.id] if op.id in sharing else None
             for value, dims in zip(op.operands, op.rule.operands, strict=True):
                 if value != LITERAL and value not in self.free:
                     reads.setdefault(value, []).append(_Read(project(dims, axes), read_repeats(self.graph, op), scope, sizes[op.id, value]))

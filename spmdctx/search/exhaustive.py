@@ -24,7 +24,17 @@ from spmdctx.ir import LITERAL, Assignment, FactorKind, Graph, Op, OpRule, OpSha
 from spmdctx.mesh import LogicalMesh, axes_of, replicated
 from spmdctx.search.accumulation import AT_ONCE, Summed, later_reductions, loop_sums
 from spmdctx.search.algo import AlgoLimits, is_elementwise
-from spmdctx.search.evaluate import ADDITIONS, Eligible, all_shardings, candidates_gather_s, leads_to, read_bytes, reductions, tied_with
+from spmdctx.search.evaluate import (
+    ADDITIONS,
+    Eligible,
+    all_shardings,
+    candidates_gather_s,
+    leads_to,
+    read_bytes,
+    reductions,
+    sharing_ids,
+    tied_with,
+)
 from spmdctx.search.exhaustive_tables import Elimination
 from spmdctx.search.memory import profile, step_memory
 from spmdctx.search.memory_narrow import kept_share
@@ -32,7 +42,6 @@ from spmdctx.search.overlap import sides
 from spmdctx.search.pins import PinnedDims
 from spmdctx.search.price import price
 from spmdctx.search.roofline import compute_time_s, local_bytes, passing_values, written_s
-from spmdctx.search.space import MATRIX_PRODUCTS
 from spmdctx.search.transfer import FactorAxes, partial_axes, project
 from spmdctx.search.turns import made_repeats, read_repeats
 
@@ -150,6 +159,7 @@ class _Everything:
         self.sums = self._sums()
         self.places: dict[int, list[Place]] = {}
         self.ways: dict[int, list[Way]] = {}
+        self.sharing = sharing_ids(graph)
         self.uses: dict[tuple[int, int], list[TensorSharding]] = {}
         self.tables = Elimination()
         self.memo: dict[tuple[object, ...], FloatArray] = {}
@@ -232,10 +242,10 @@ class _Everything:
         return [frozenset(own) for count in range(1, len(names) + 1) for own in combinations(names, count)]
 
     def _add_uses(self) -> None:
-        """A variable for every value that several matrix products of one computation read."""
+        """A variable for every value that is read for several matrix products of one computation."""
         readers: dict[tuple[int, int], list[Op]] = {}
         for op in self.ops:
-            if op.primitive in MATRIX_PRODUCTS:
+            if op.id in self.sharing:
                 for value in op.operands:
                     if value != LITERAL and value not in self.free:
                         readers.setdefault((value, self.scopes[op.id]), []).append(op)
@@ -283,7 +293,7 @@ class _Everything:
         ways, dims = self.ways[op.id], op.rule.operands[position]
         wanted = [project(dims, way.axes) for way in ways]
         key = (value, self.scopes[op.id])
-        if op.primitive in MATRIX_PRODUCTS and key in self.uses:
+        if op.id in self.sharing and key in self.uses:
             self.tables.add_table((("use", *key), ("op", op.id)), self._moves(op, value, self.uses[key], wanted) * op.repeats)
             return
         places = self.places[self.slot_of[value]]

@@ -2,7 +2,7 @@
 
     op node    one class of ops; its results are stored as its state says
     slot node  one class of slots: where a value is stored, or over which axes it is handed on unreduced
-    use node   one class of values that several matrix products of one computation read: they share what is gathered for them
+    use node   one class of values that are read for several matrix products of one computation: they share what is gathered for them
 
 An edge carries a value from the op that makes it to its slot, and from there to those that read it, `weight` times a step.
 """
@@ -21,10 +21,10 @@ from spmdctx.search.accumulation import AT_ONCE, NOTHING_SUMMED, Later, Summed, 
 from spmdctx.search.fold import ROUNDS, Fold, fold
 from spmdctx.search.handovers import Handovers, Row, turns
 from spmdctx.search.incidences import Incidences, ends, executions
-from spmdctx.search.kinds import of_primitives, op_kinds, ops_of
-from spmdctx.search.narrowing import narrow_readers
+from spmdctx.search.kinds import op_kinds
+from spmdctx.search.narrowing import narrow_readers, sharers, sharing_ops
 from spmdctx.search.overlap import Sides, sides
-from spmdctx.search.space import MATRIX_PRODUCTS, NO_SLOT, Space
+from spmdctx.search.space import NO_SLOT, Space
 from spmdctx.search.states import ADDITIONS, Joins
 from spmdctx.search.transfer import FactorAxes
 
@@ -203,10 +203,10 @@ def _reduces(space: Space, op: Op) -> bool:
 
 
 def _add_uses(network: Network) -> None:
-    """Use nodes for values that more than one matrix product of a computation reads."""
+    """Use nodes for values that are read for several matrix products of a computation."""
     space, folded, scopes = network.space, network.folded, network.scopes
     readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for op in ops_of(space.graph, MATRIX_PRODUCTS):
+    for op in sharing_ops(space.graph):
         for position, slot in enumerate(space.op_slots[op.id][: len(op.operands)]):
             if slot != NO_SLOT and slot not in space.loose_slots:
                 readers.setdefault((op.operands[position], scopes[op.id]), []).append((folded.op_class[op.id], position))
@@ -265,10 +265,10 @@ def _by_uses(network: Network, rows: Handovers, every: Incidences) -> Handovers:
     """Values with a use node go there once, and from there to their readers."""
     if not network.uses:
         return rows
-    is_product = of_primitives(network.space.graph, MATRIX_PRODUCTS)
+    shares = np.frombuffer(sharers(network.space.graph), dtype=np.uint8).astype(bool)
     places: list[int] = []
     feeding: dict[tuple[int, int], Row] = {}
-    for place in np.flatnonzero(is_product[every.ops] & ~every.is_result).tolist():
+    for place in np.flatnonzero(shares[every.ops] & ~every.is_result).tolist():
         key = (int(every.values[place]), network.scopes[every.ops[place]])
         use = network.uses.get(key)
         if use is None:

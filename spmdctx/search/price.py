@@ -25,13 +25,14 @@ from spmdctx.search.accumulation import ADDITIONS, NO_HOLDS, Holds, reduced_dtyp
 from spmdctx.search.kinds import of_primitives, ops_of, value_kinds
 from spmdctx.search.memory import StepMemory, profile, step_memory
 from spmdctx.search.memory_copies import Copies
+from spmdctx.search.narrowing import sharers
 from spmdctx.search.needs import Need, needs_of
 from spmdctx.search.numbering import Numbering, numbered
 from spmdctx.search.overlap import sides
 from spmdctx.search.rewrites import Readers, Sums
 from spmdctx.search.roofline import local_bytes, passing_values, written_s
 from spmdctx.search.shared_reads import Routes, shared_reads
-from spmdctx.search.space import MATRIX_PRODUCTS, reduction_plan
+from spmdctx.search.space import reduction_plan
 from spmdctx.search.turns import made_repeats, read_repeats
 
 
@@ -130,6 +131,7 @@ class _Biller:
         self.buckets: Mapping[int, int] = {}
         self.holds = NO_HOLDS
         self.routes: Routes = MappingProxyType({})
+        self._sharers = sharers(graph)
         self.graph, self.loose, self.assignment, self.mesh, self.topology = graph, loose, assignment, mesh, topology
         self.bill = Bill()
         self.shares: list[float] = []
@@ -310,7 +312,7 @@ class _Biller:
         size = item_bytes("bfloat16" if narrow else known.dtype)
         all_to_all = self.topology.uses_all_to_all
         direct = reshard_steps(known.shape, size, source, target, self.mesh, all_to_all)
-        steps, via = direct, self.routes.get((scope, value)) if op.primitive in MATRIX_PRODUCTS and not role.startswith(_RESULT) else None
+        steps, via = direct, self.routes.get((scope, value)) if self._sharers[op.id] and not role.startswith(_RESULT) else None
         if via is not None:
             first = reshard_steps(known.shape, size, source, via, self.mesh, all_to_all)
             steps = (*first, *reshard_steps(known.shape, size, via, target, self.mesh, all_to_all))

@@ -19,7 +19,9 @@ from spmdctx.search.space import MATRIX_PRODUCTS
 _PASSED = frozenset({"spmdctx_shard", "sharding_constraint", "name"})
 """Ops that are nothing in the compiled program."""
 
-LAYOUT = _PASSED | {"reshape", "squeeze", "expand_dims", "transpose", "copy"}
+REARRANGED = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy"})
+
+LAYOUT = _PASSED | REARRANGED
 
 BROUGHT_IN = LAYOUT | {"scan.enter"}
 """Ops that the compiler moves a conversion to lower precision in front of: out of loops too."""

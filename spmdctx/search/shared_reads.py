@@ -1,4 +1,4 @@
-"""What several matrix products of one computation read: a copy on the way to all that do not take it as it is stored, which they share."""
+"""What is read for several matrix products of one computation: a copy on the way to all that do not take it as stored, which they share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from spmdctx.cost.topology import Topology
 from spmdctx.domains import MAX_ORDERED_AXES, domain
 from spmdctx.ir import LITERAL, Assignment, Graph, TensorSharding, Value, item_bytes
 from spmdctx.mesh import LogicalMesh
-from spmdctx.search.kinds import ops_of
+from spmdctx.search.narrowing import sharing_ops
 from spmdctx.search.needs import Splits
-from spmdctx.search.space import MATRIX_PRODUCTS
 
 Routes = Mapping[tuple[int, int], TensorSharding]
 """By computation and value, the sharding through which the value gets to its products."""
@@ -20,7 +19,7 @@ _WORTH_IT = 1 - 1e-9
 
 
 def shared_reads(graph: Graph, scopes: Sequence[int], assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> Routes:
-    """The values of several products that are cheaper to bring there by way of one more sharding, or of one that some product takes.
+    """The values that are cheaper to bring to several products by way of one more sharding, or of one that some reader takes.
 
     Args:
         graph: the step.
@@ -31,7 +30,7 @@ def shared_reads(graph: Graph, scopes: Sequence[int], assignment: Assignment, me
     """
     wanted: dict[tuple[int, int], list[TensorSharding]] = {}
     splits = Splits(assignment)
-    for op in ops_of(graph, MATRIX_PRODUCTS):
+    for op in sharing_ops(graph):
         for value, taken in zip(op.operands, splits.taken(op).operands, strict=True):
             if value != LITERAL:
                 wanted.setdefault((scopes[op.id], value), []).append(taken)

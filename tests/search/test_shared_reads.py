@@ -1,16 +1,25 @@
 """Products that take a value in two shardings share a copy on the way, in the price and in the compiled program."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+import spmdctx
 from spmdctx.cost.topology import PRESETS
 from spmdctx.ir import Assignment, OpSharding
 from spmdctx.lowering.compile import jit_program
 from spmdctx.lowering.wishes import Wishes
 from spmdctx.mesh import LogicalMesh, replicated
+from spmdctx.search.dynamic import DynamicOptions, Searcher
+from spmdctx.search.evaluate import evaluate, sharing_ids
+from spmdctx.search.exhaustive import exhaustive
+from spmdctx.search.modes import Setup
+from spmdctx.search.narrowing import sharing_ops
 from spmdctx.search.price import price
 from spmdctx.search.shared_reads import shared_reads
+from spmdctx.search.step import Step
 from tests.audit.compile_only import need_tpu
 from tests.lowering.gradients import combined
 from tests.road import trace
@@ -69,3 +78,56 @@ def test_the_compiled_program_gathers_along_the_way(backend):
     text = made.jitted.lower(X, X, W).compile().as_text()
     gathers = [one.shapes for one in combined(text) if one.kind == "all_gather"]
     assert sorted(shape[0] for (shape,) in gathers) == [32, 64]
+
+
+def autoencoder(weights, x):
+    """A training step in which every weight is read as it is, and transposed."""
+
+    def loss(weights):
+        h = jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1])
+        return jnp.mean((h @ weights[1].T @ weights[0].T - x) ** 2)
+
+    value, slopes = jax.value_and_grad(loss)(weights)
+    return value, jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, slopes)
+
+
+def sized(rows, width):
+    return [jnp.ones((width, 2 * width)), jnp.ones((2 * width, width))], jnp.ones((rows, width))
+
+
+@pytest.mark.parametrize("machine", ["tpu-v5e", "h100", "cpu"])
+@pytest.mark.parametrize("shape", [(2,), (4,)], ids=str)
+def test_a_weight_that_is_read_transposed_too_is_gathered_once(shape, machine):
+    program, mesh, machine = trace(autoencoder, *sized(16, 8)), LogicalMesh.of(shape), PRESETS[machine]
+    step = Step(program.graph, program.scopes, program.loose, frozenset())
+    machine = replace(machine, latency_s=1e-9, peak_flops_per_s=1e11, memory_bytes_per_s=1e11, link_bytes_per_s=1e10)
+    found = Searcher(step, machine, DynamicOptions()).search(Setup(mesh))
+    truth = exhaustive(program.graph, program.scopes, program.loose, mesh, machine)
+    assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9)
+    assert found.cost_s == found.lower_bound_s
+    assert evaluate(program.graph, program.scopes, program.loose, found.assignment, mesh, machine).total_s == pytest.approx(truth.cost_s)
+    bill = price(program.graph, program.scopes, program.loose, (), found.assignment, mesh, machine)
+    assert bill.compute_s + bill.exposed_communication_s == pytest.approx(truth.cost_s, rel=1e-9)
+
+
+def test_only_what_leads_to_products_alone_shares_their_copies():
+    def function(w, x):
+        returned, added, read = w.T, w.T.reshape(-1), w.T.reshape(-1, 2)
+        return returned, added + 1, x @ read
+
+    program = trace(function, W, jnp.ones((64, W.size // 2), jnp.bfloat16))
+    sharing = sharing_ops(program.graph)
+    assert sorted(op.primitive for op in sharing if op.primitive != "dot_general") == ["reshape", "transpose"]
+    assert len([op for op in program.graph.ops if op.primitive in ("reshape", "transpose")]) > 2
+    assert {op.id for op in sharing} == sharing_ids(program.graph)
+
+
+def test_the_plan_of_shared_weights_is_what_is_compiled():
+    args = jax.eval_shape(lambda: sized(2048, 1024))
+    options = {"parallel_mode": "auto_parallel", "devices": need_tpu()}
+    fastest = spmdctx.plan(autoencoder, *args, **options)
+    tighter = spmdctx.plan(autoencoder, *args, memory_bytes=fastest.cost.memory_bytes // 2, **options)
+    assert fastest.gap == 0
+    assert fastest.lower_bound_s <= tighter.cost.total_s
+    report = spmdctx.parallel(autoencoder, **options).audit(*args)
+    assert (report.found_share, report.unplanned_share) == (1, 0)
