@@ -15,6 +15,7 @@ import numpy as np
 
 from spmdctx.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.search.network import Node
+from spmdctx.search.solver.energy import EQUAL
 from spmdctx.search.solver.problem import Infeasible, Problem, Solution
 from spmdctx.search.tables import Choices, Tables
 
@@ -43,6 +44,7 @@ def cheapest_accepted(
     accept: Callable[[Solution], T | None],
     *,
     work: int = WORK,
+    tolerance: float = 0.0,
 ) -> Best[T]:
     """Tries choices in the order of their cost.
 
@@ -54,26 +56,38 @@ def cheapest_accepted(
         accept: what a solution is good for, None where it is not accepted.
         work: states times nodes of all parts together that are looked at. What is found with less of it is found with more, or
             something cheaper.
+        tolerance: the gap, relative to the cost, at which to stop.
     """
     kinds = [_kinds(node, choices) for node, choices in zip(tables.network.nodes, tables.choices, strict=True)]
     most = max(1, work // max(1, len(problem.costs) * sum(map(len, problem.costs))))
     queue: list[tuple[float, int, Solution, Problem]] = [(first.lower_bound, 0, first, problem)]
-    solved = 0
-    while queue:
-        bound, _, solution, part = queue[0]
-        accepted = accept(solution)
+    best: T | None = None
+    # No part that was given up without a proof has anything below `left`.
+    solved, cost, left = 0, float("inf"), float("inf")
+    while queue and queue[0][0] < cost:
+        bound, _, solution, part = heapq.heappop(queue)
+        accepted = accept(solution) if solution.cost < cost else None
         if accepted is not None:
-            return Best(accepted, bound)
-        heapq.heappop(queue)
+            best, cost = accepted, solution.cost
+            if cost - bound <= max(tolerance, EQUAL) * abs(cost):
+                break
         for own in _divided(part, kinds, solution.states):
             if solved >= most:
-                seen = (accept(one[2]) for one in sorted(queue, key=lambda one: (one[2].cost, one[1])))
-                return Best(next((one for one in seen if one is not None), None), bound, is_cut=True)
+                return Best(_cheapest(queue, cost, accept) or best, min(bound, left, cost), is_cut=True)
             solved += 1
             found = solve(own)
             if isinstance(found, Solution):
                 heapq.heappush(queue, (max(bound, found.lower_bound), solved, found, own))
-    return Best(None, float("inf"))
+            elif not found.is_proven:
+                left = min(left, max(bound, found.lower_bound))
+    return Best(best, min(cost, left), is_cut=best is None and left < float("inf"))
+
+
+def _cheapest(queue: Sequence[tuple[float, int, Solution, Problem]], cost: float, accept: Callable[[Solution], T | None]) -> T | None:
+    """The cheapest solution below a cost that is accepted."""
+    cheaper = sorted((one for one in queue if one[2].cost < cost), key=lambda one: (one[2].cost, one[1]))
+    seen = (accept(one[2]) for one in cheaper)
+    return next((one for one in seen if one is not None), None)
 
 
 def _kinds(node: Node, choices: Choices) -> IntArray | None:

@@ -181,6 +181,7 @@ class Searcher:
         self._bounds: dict[LogicalMesh, float] = {}
         self._solved: dict[LogicalMesh, _Solved] = {}
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
+        self._free_peak = Peak(0, 0)
 
     def promising_first(self, setups: list[Setup]) -> list[Setup]:
         """The set-ups by what a first, short search finds on their meshes."""
@@ -226,7 +227,10 @@ class Searcher:
 
     def fits(self, found: Found) -> bool:
         """Whether an assignment's peak is in the budget."""
-        return self._options.memory_bytes is None or self._peak(found).bytes <= self._options.memory_bytes
+        if self._options.memory_bytes is None:
+            return True
+        self._free_peak = self._peak(found)
+        return self._free_peak.bytes <= self._options.memory_bytes
 
     def fastest_within(self, setups: list[Setup], fastest: Found) -> Found | Shortfall:
         """The cheapest assignment on any of the meshes whose peak is in the budget, which that of the fastest one is not."""
@@ -288,7 +292,7 @@ class Searcher:
         self._starts[setup.mesh] = solution.states
         if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - _EQUAL):
             return Beaten(solution.lower_bound)
-        # Only of the best mesh, which is the last that is not beaten.
+        # Of one mesh, most often the best one, which is the last that is not beaten.
         self._solved = {setup.mesh: _Solved(tables, sought.problem)}
         return self._found(setup, tables, solution)
 
@@ -417,7 +421,7 @@ class Searcher:
                 best = self._branched(limited, solution, tables, fastest, pace, tolerance)
                 if not best.is_cut:
                     return _short_of(nearest, fastest, bound_s) if best.found is None else best.found
-                seen, bound_s = best.found, best.lower_bound
+                seen, bound_s = best.found, max(bound_s, best.lower_bound)
             high = counted_bytes(limited, solution.states)
             if high - low <= spacing:
                 break
@@ -440,9 +444,10 @@ class Searcher:
 
         def accept(solution: Solution) -> Found | None:
             found = self._found(fastest.setup, tables, solution)
-            return found if self.fits(found) else None
+            return found if self._peak(found).bytes <= (self._options.memory_bytes or 0) else None
 
-        best = cheapest_accepted(tables, limited, first, partial(solve, tolerance=tolerance), accept, work=pace.work)
+        solver = partial(solve, tolerance=tolerance)
+        best = cheapest_accepted(tables, limited, first, solver, accept, work=pace.work, tolerance=tolerance)
         return best if best.found is None else best._replace(found=best.found._replace(lower_bound_s=best.lower_bound))
 
     def _limited(
@@ -455,9 +460,14 @@ class Searcher:
             alive = int(least.bytes + spare)
             return Shortfall(op_at(memory, least.time), alive, alive, fastest, is_proven=True, lower_bound_s=math.inf)
         solution = solver(limited)
-        if isinstance(solution, Infeasible):
-            return Shortfall(op_at(memory, solution.time), int(solution.least_usage + spare), int(solution.smallest_limit + spare), fastest)
-        return solution
+        if isinstance(solution, Solution):
+            return solution
+        bound_s = 0.0 if solution.is_proven else solution.lower_bound
+        if math.isinf(solution.smallest_limit):
+            # Nothing is known to be enough but what the fastest plan takes.
+            return _short_of(self._free_peak, fastest, bound_s)
+        alive, enough = int(solution.least_usage + spare), int(solution.smallest_limit + spare)
+        return Shortfall(op_at(memory, solution.time), alive, enough, fastest, lower_bound_s=bound_s)
 
     def _peak(self, found: Found) -> Peak:
         """The op at which most bytes are alive, copies and all."""

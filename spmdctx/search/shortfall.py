@@ -93,7 +93,9 @@ def _name(step: Step, value: int) -> str:
     known = step.graph.values[value]
     if known.path:
         return f"'{known.path}'"
-    maker = step.graph.producers[value]
+    maker = step.graph.producers.get(value)
+    if maker is None:
+        return "a constant"
     return f"{step.graph.ops[maker].primitive} ({step.graph.origins[maker].source})"
 
 
@@ -139,7 +141,8 @@ def _enough_devices(step: Step, request: Request, topology: Topology, options: D
     if mesh_is_fixed(request):
         return None
     count, least = request.num_devices, float("inf")
-    any_plan = replace(options, wants_any=True)
+    # Meshes of three axes are many, and little is gained by them.
+    any_plan = replace(options, wants_any=True, max_axes=min(2, options.max_axes or 2))
     while count < _MOST_DEVICES:
         count *= 2
         found = plan_dynamic(step, replace(request, num_devices=count), topology, any_plan)

@@ -322,7 +322,7 @@ def test_a_mesh_is_left_once_its_plans_within_a_budget_cost_more_than_what_is_kn
     known_s = (free.cost_s + within.lower_bound_s) / 2
     beaten = searcher.search(Setup(mesh), known_s)
     assert isinstance(beaten, Beaten)
-    assert free.cost_s < known_s < beaten.lower_bound_s <= within.lower_bound_s <= within.cost_s
+    assert free.cost_s < known_s <= beaten.lower_bound_s <= within.lower_bound_s <= within.cost_s
 
 
 def _on_meshes_of_three(seed):

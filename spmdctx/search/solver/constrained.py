@@ -79,7 +79,7 @@ class Constrained:
         if self.best is None:
             missing = self._infeasible(least)
             if self.best is None:
-                return missing
+                return missing._replace(is_proven=False, lower_bound=self.bound)
         return self.best._replace(bound=self.best.cost if self._gap() <= EQUAL else self.bound)
 
     def _raise(self, bound: float) -> None:
@@ -157,23 +157,23 @@ class Constrained:
         if self.search.expired():
             return
         core = self.graph.copy()
-        known = np.inf if self.best is None else self.best.cost
+        known = min(self.cutoff, np.inf if self.best is None else self.best.cost)
         left = self._prune(core, known)
         self.search.reach("variables", num_variables(core))
         is_smaller = self._num_states(core) <= SMALLER * self._num_states(self.graph)
         if left and not (is_smaller or self._is_closable(core) or order_for(core, self.rows)):
             return
         if not left or not shrink(core, self.search, self.rows):
-            # Nothing is as cheap as the best choice known.
+            # Nothing is as cheap as what is known.
             self.bound = known
         elif self._is_exhausted(core, known):
-            self.bound = known if self.best is None else self.best.cost
+            self.bound = min(known, np.inf if self.best is None else self.best.cost)
         elif self._is_closable(core):
             found_states, bound = integer_optimum(core, Amounts(core, self.rows), self.active, known, self.search.left())
             for states in found_states:
                 self._offer(core.complete(states))
                 self._offer_repaired(core.complete(states))
-            self._raise(bound if self.best is None else min(bound, self.best.cost))
+            self._raise(min(bound, known, np.inf if self.best is None else self.best.cost))
         elif is_smaller and is_narrow(core):
             self._descend(core, known)
 
@@ -265,8 +265,8 @@ class Constrained:
             return Minimum(states_at(choices, index, len(graph.unary)), float(costs[index]), float(costs[index]))
         return infeasible(self.rows, usage.min(axis=1), usage[:, int(usage.max(axis=0).argmin())])
 
-    def _infeasible(self, least: FloatArray) -> Infeasible | Minimum:
-        """What memory cannot be met; or after all a choice that fits, if looking for the smallest limit finds one."""
+    def _infeasible(self, least: FloatArray) -> Infeasible:
+        """What memory cannot be met; `best` is after all a choice that fits, if looking for the smallest limit finds one."""
         if not has_hard_tables(self.graph):
             return infeasible(self.rows, least, least)
         if self.search.expired():
@@ -277,7 +277,7 @@ class Constrained:
         if found is None:
             return infeasible(self.rows, least, np.full(len(least), np.inf))
         self._offer_repaired(found)
-        return infeasible(self.rows, least, self.amounts.usage(found)) if self.best is None else self.best
+        return infeasible(self.rows, least, self.amounts.usage(found))
 
 
 def infeasible(rows: Rows, least: FloatArray, smallest: FloatArray) -> Infeasible:

@@ -100,7 +100,7 @@ class Prices:
         slopes = np.array([choice.usage[self.active] - limit for choice in self.choices]) / unit
         costs = np.array([choice.cost for choice in self.choices])
         low = float(costs.min())
-        scale = max(float(costs.max()) - low, 1e-9 * abs(low), 1e-300)
+        scale = max(float(costs.max()) - low, abs(low), 1e-300)
         upper = 1e4
         rows = np.hstack([np.ones((len(costs), 1)), -slopes])
         bounds = [(None, None), *[(0.0, upper)] * len(self.active)]

@@ -70,11 +70,6 @@ class Rows:
         """How far the usage of the rows exceeds the limit, at most 0 if it fits."""
         return float((usage - self.most).max(initial=-np.inf))
 
-    def at(self, row: int) -> list[tuple[int, int]]:
-        """The nodes that are live at a row, and how often each counts."""
-        here = (self.firsts <= row) & (row < self.lasts)
-        return list(zip(self.nodes[here].tolist(), self.counts[here].tolist(), strict=True))
-
     def weights(self, prices: FloatArray) -> FloatArray:
         """The price of one unit of usage of each node, given prices per row."""
         summed = np.concatenate([[0.0], np.cumsum(prices)])

@@ -73,8 +73,13 @@ class Solution(NamedTuple):
 
 
 class Infeasible(NamedTuple):
-    """No choice of states fits: the time that cannot be met, the least usage possible there, and a limit that can be met."""
+    """No choice of states fits: the time that cannot be met, the least usage possible there, and a limit that can be met.
+
+    Where it is not `is_proven`, none was found, and none that fits costs less than `lower_bound`.
+    """
 
     time: int
     least_usage: float
     smallest_limit: float
+    is_proven: bool = True
+    lower_bound: float = float("inf")

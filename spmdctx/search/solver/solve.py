@@ -65,8 +65,8 @@ def solve(
 
 
 def may_be_proven(found: Solution, effort: int) -> bool:
-    """Whether more effort, up to this one, has good prospects of closing the gap that was left within memory."""
-    return found.counts.get("variables", 0) <= most_variables(effort)
+    """Whether more effort, up to this one, has good prospects of closing the gap that was left within memory, in little time."""
+    return found.counts.get("variables", 0) <= most_variables(effort) // 2
 
 
 class Sought:
