@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -133,10 +134,21 @@ class Beaten(NamedTuple):
 
 def plan_dynamic(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> Found | Shortfall:
     """The cheapest assignment over all meshes that may be tried, which are the user's where he or his strategies name one."""
-    searcher = Searcher(step, topology, options)
-    setups = searcher.promising_first(_setups(step, request, topology, options))
-    fastest = searcher.fastest(setups)
-    return fastest if searcher.fits(fastest) else searcher.fastest_within(setups, fastest)
+    return Searches(step, request, topology, options).within(options)
+
+
+class Searches:
+    """Searches for one step that differ in their budget alone; what no budget changes is done once."""
+
+    def __init__(self, step: Step, request: Request, topology: Topology, options: DynamicOptions) -> None:
+        self._searcher = Searcher(step, topology, options)
+        self._setups = self._searcher.promising_first(_setups(step, request, topology, options))
+        self._fastest = self._searcher.fastest(self._setups)
+
+    def within(self, options: DynamicOptions) -> Found | Shortfall:
+        """The cheapest assignment within the budget of `options`, whose limits and axes are those of the first ones."""
+        searcher = self._searcher.with_options(options)
+        return self._fastest if searcher.fits(self._fastest) else searcher.fastest_within(self._setups, self._fastest)
 
 
 def _setups(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> list[Setup]:
@@ -182,6 +194,12 @@ class Searcher:
         self._solved: dict[LogicalMesh, _Solved] = {}
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
         self._free_peak = Peak(0, 0)
+
+    def with_options(self, options: DynamicOptions) -> Searcher:
+        """The same searcher for another budget; what is proven within one says nothing of others."""
+        other = copy(self)
+        other._options, other._bounds = options, dict(self._bounds)
+        return other
 
     def promising_first(self, setups: list[Setup]) -> list[Setup]:
         """The set-ups by what a first, short search finds on their meshes."""

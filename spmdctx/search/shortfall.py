@@ -7,7 +7,7 @@ from dataclasses import replace
 from spmdctx.cost.topology import Topology
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir import item_bytes
-from spmdctx.search.dynamic import DynamicOptions, Found, Shortfall, is_small, mesh_is_fixed, plan_dynamic
+from spmdctx.search.dynamic import DynamicOptions, Found, Searches, Shortfall, is_small, mesh_is_fixed, plan_dynamic
 from spmdctx.search.memory import step_memory
 from spmdctx.search.modes import Request
 from spmdctx.search.price import Bill
@@ -111,12 +111,14 @@ def _enough_bytes(step: Step, request: Request, topology: Topology, options: Dyn
     is_exact = is_small(step)
     enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
     attempt, failures = max(found.enough_bytes, short + 1), 0
+    any_plan = replace(options, wants_any=True)
+    searches = Searches(step, request, topology, any_plan)
     for _ in range(_MOST_ATTEMPTS if is_exact else _ATTEMPTS):
         if not short < attempt < enough:
             attempt = (short + enough) // 2
         if enough - short <= (1 if is_exact else enough * _NEAR):
             break
-        result = plan_dynamic(step, request, topology, replace(options, memory_bytes=attempt, wants_any=True))
+        result = searches.within(replace(any_plan, memory_bytes=attempt))
         if isinstance(result, Shortfall):
             # The smallest plan that was seen is mostly found within its own bytes, or little more.
             short, failures = attempt, failures + 1
