@@ -40,6 +40,7 @@ from spmdctx.search.tables import Tables
 
 MODE = "dynamic_programming"
 _EQUAL = 5e-10
+_LEAST_S = 1e-300
 _WORTH_THREE = 1e-3
 """Share of its seconds by which a mesh of three axes must be able to improve a large program's plan."""
 
@@ -434,7 +435,13 @@ class Searcher:
                 effort += 1
                 continue
             if peak.bytes <= budget:
-                return found if seen is None or found.cost_s <= seen.cost_s else seen
+                seen = found if seen is None or found.cost_s <= seen.cost_s else seen
+                if effort > pace.effort or seen.cost_s - bound_s <= pace.insists * max(seen.cost_s, _LEAST_S):
+                    return seen._replace(lower_bound_s=bound_s)
+                effort += 1
+                continue
+            if seen is not None and effort > pace.effort:
+                return seen._replace(lower_bound_s=bound_s)
             if limit == full and pace.branches:
                 best = self._branched(limited, solution, tables, fastest, pace, tolerance)
                 if not best.is_cut:

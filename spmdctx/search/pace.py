@@ -20,6 +20,7 @@ class Pace(NamedTuple):
         work: of the branching.
         stops_at_first: whether the first mesh with a plan will do.
         proves: whether what is left to prove of the plan is worth more effort; where no plan is found, one of any cost is looked for.
+        insists: the gap, relative to the cost, above which the plan's problem is solved once more, with more effort.
         begins_hastily: whether a hasty search comes first, whose plan it improves.
         gives_up: whether there is no plan where that search finds none.
         enough: the gap, relative to the bound, of a plan that is not worth another search, on the same mesh or on others.
@@ -34,6 +35,7 @@ class Pace(NamedTuple):
     work: int = WORK
     stops_at_first: bool = False
     proves: bool = False
+    insists: float = float("inf")
     begins_hastily: bool = False
     gives_up: bool = False
     enough: float = 0.0
@@ -45,7 +47,7 @@ PROVEN = Pace(branches=True, proves=True)
 ANY = Pace(tolerance=1.0, branches=True, work=SHORT_WORK, stops_at_first=True)
 """A small program's plan whose cost matters little."""
 
-THOROUGH = Pace(begins_hastily=True)
+THOROUGH = Pace(insists=0.02, begins_hastily=True)
 """The plan of a program that is not small."""
 
 SOFT = Pace(effort=1, counts_copies=False)
