@@ -407,7 +407,7 @@ class Searcher:
             limited = with_memory(tables, problem, memory, limit, counted, only_stored=pace.only_stored)
             known = None if start is None else Known(completed(limited, start), bound_s)
             solution = self._limited(limited, budget - limit, fastest, partial(solver, effort=effort, known=known))
-            if isinstance(solution, Shortfall) and limit == full:
+            if isinstance(solution, Shortfall) and limit == full and seen is None:
                 return solution._replace(lower_bound_s=max(solution.lower_bound_s, bound_s))
             if isinstance(solution, Shortfall) or (limit < full and solution.lower_bound >= known_s):
                 # Too much was taken off for the copies of a plan that makes many; at most, what leaves the least that can be met.

@@ -14,7 +14,7 @@ from spmdctx.search.evaluate import evaluate
 from spmdctx.search.exhaustive import Conditions, exhaustive
 from spmdctx.search.meshes import candidate_meshes
 from spmdctx.search.modes import Request, Setup
-from spmdctx.search.pace import PROVEN
+from spmdctx.search.pace import PROVEN, THOROUGH
 from spmdctx.search.price import price
 from spmdctx.search.step import Step, bill_of
 from tests.search.random_graphs import fused, random_machine, random_mesh, random_pins, random_step
@@ -261,6 +261,30 @@ def test_a_budget_is_tried_on_the_most_promising_mesh_first_and_only_where_it_ma
         assert looked[0] == pytest.approx(free.cost_s)
         spared += len(looked) < len(candidate_meshes(4, machine))
     assert spared
+
+
+def test_more_effort_for_a_plan_far_from_its_bound_finds_nothing_dearer(monkeypatch):
+    efforts, run = [], dynamic.solve
+
+    def recorded(problem, **how):
+        efforts.append(how.get("effort"))
+        return run(problem, **how)
+
+    monkeypatch.setattr(dynamic, "solve", recorded)
+    monkeypatch.setattr(dynamic, "SMALL_PROGRAM", 0)
+    for seed in range(4600, 4600 + 2 * TOGETHER):
+        made, machine = random_step(seed, 8), random_machine(seed)
+        free = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
+        asked = DynamicOptions(memory_bytes=int(_peak(made, free.setup.mesh, machine, free.assignment) * 0.7))
+        costs = []
+        for insists in (float("inf"), -1.0):
+            monkeypatch.setattr(dynamic, "THOROUGH", THOROUGH._replace(insists=insists))
+            efforts.clear()
+            found = plan_dynamic(_step(made), _request(4), machine, asked)
+            costs.append(float("inf") if isinstance(found, Shortfall) else found.cost_s)
+            assert insists < 0 or THOROUGH.effort + 1 not in efforts
+            assert isinstance(found, Shortfall) or found.lower_bound_s <= found.cost_s * (1 + 1e-9), seed
+        assert costs[1] <= costs[0] * (1 + 1e-9), seed
 
 
 def _truths_within(made, machine, budget):
