@@ -41,6 +41,8 @@ from spmdctx.search.tables import Tables
 MODE = "dynamic_programming"
 _EQUAL = 5e-10
 _LEAST_S = 1e-300
+"""Instead of a cost of nothing, of which no share can be told."""
+
 _WORTH_THREE = 1e-3
 """Share of its seconds by which a mesh of three axes must be able to improve a large program's plan."""
 
@@ -246,14 +248,11 @@ class Searcher:
 
     def fits(self, found: Found) -> bool:
         """Whether an assignment's peak is in the budget."""
-        if self._options.memory_bytes is None:
-            return True
-        self._free_peak = self._peak(found)
-        return self._free_peak.bytes <= self._options.memory_bytes
+        return self._options.memory_bytes is None or self._peak(found).bytes <= self._options.memory_bytes
 
     def fastest_within(self, setups: list[Setup], fastest: Found) -> Found | Shortfall:
         """The cheapest assignment on any of the meshes whose peak is in the budget, which that of the fastest one is not."""
-        pace = self._pace()
+        pace, self._free_peak = self._pace(), self._peak(fastest)
         best: Found | None = None
         least: Shortfall | None = None
         is_proven = True
@@ -287,6 +286,7 @@ class Searcher:
         found = self._fastest_on(setup, known_s)
         if isinstance(found, Beaten) or self.fits(found):
             return found
+        self._free_peak = self._peak(found)
         return self._in_budget(*self._problem_on(setup), found, known_s)
 
     def _problem_on(self, setup: Setup) -> tuple[Tables, Problem]:
@@ -469,7 +469,7 @@ class Searcher:
 
         def accept(solution: Solution) -> Found | None:
             found = self._found(fastest.setup, tables, solution)
-            return found if self._peak(found).bytes <= (self._options.memory_bytes or 0) else None
+            return found if self.fits(found) else None
 
         solver = partial(solve, tolerance=tolerance)
         best = cheapest_accepted(tables, limited, first, solver, accept, work=pace.work, tolerance=tolerance)

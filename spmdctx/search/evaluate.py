@@ -124,12 +124,18 @@ def candidates_gather_s(graph: Graph, op: Op, value: int, payload: int, axes: Ax
     return sum(collective_time_s("all_gather", count * size, axes, mesh, topology) for size in sizes)
 
 
-def sharing_ids(graph: Graph) -> frozenset[int]:
-    """The ops that share copies of what they read: matrix products, and transposes and the like that lead to nothing else."""
+def _readers(graph: Graph) -> dict[int, list[Op]]:
+    """The ops that read each value."""
     readers: dict[int, list[Op]] = {}
     for op in graph.ops:
         for value in op.operands:
             readers.setdefault(value, []).append(op)
+    return readers
+
+
+def sharing_ids(graph: Graph) -> frozenset[int]:
+    """The ops that share copies of what they read: matrix products, and transposes and the like that lead to nothing else."""
+    readers = _readers(graph)
 
     def shares(op: Op) -> bool:
         if op.primitive not in REARRANGED:
@@ -141,10 +147,7 @@ def sharing_ids(graph: Graph) -> frozenset[int]:
 
 def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
     """Bytes per element in which an op (first of the pair) is brought a value (second)."""
-    readers: dict[int, list[Op]] = {}
-    for op in graph.ops:
-        for value in op.operands:
-            readers.setdefault(value, []).append(op)
+    readers = _readers(graph)
 
     def is_for_products(op: Op) -> bool:
         if op.primitive in BROUGHT_IN or (op.primitive == LOOKED_UP and len(readers[op.operands[0]]) == 1):

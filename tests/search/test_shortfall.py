@@ -10,7 +10,8 @@ from spmdctx.search.dynamic import DynamicOptions, Shortfall, plan_dynamic
 from spmdctx.search.exhaustive import Conditions, exhaustive
 from spmdctx.search.modes import Request
 from spmdctx.search.price import price
-from spmdctx.search.step import Step
+from spmdctx.search.solver.problem import Infeasible
+from spmdctx.search.step import Step, bill_of
 from tests.search.random_graphs import fused, random_machine, random_mesh, random_step
 
 
@@ -35,6 +36,17 @@ def test_the_budget_that_is_named_works_and_with_one_byte_less_no_plan_is_found(
     peak = price(made.graph, made.scopes, made.loose, (), enough.assignment, request.mesh, machine).memory_bytes
     assert peak == budget
     assert isinstance(plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=budget - 1)), Shortfall)
+
+
+def test_where_the_solver_knows_of_nothing_that_is_enough_the_fastest_plan_is(monkeypatch):
+    _, step, request, machine = _problem(6004)
+    free = plan_dynamic(step, request, machine, DynamicOptions())
+    peak = bill_of(step, free.assignment, request.mesh, machine).memory_bytes
+    missing = Infeasible(0, float("inf"), float("inf"), is_proven=False, lower_bound=free.cost_s)
+    monkeypatch.setattr(dynamic, "solve", lambda *args, **how: missing)
+    found = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=peak - 1))
+    assert (found.least_bytes, found.enough_bytes, found.is_proven) == (peak, peak, False)
+    assert found.lower_bound_s == pytest.approx(free.cost_s)
 
 
 def _tight(seed, share):
