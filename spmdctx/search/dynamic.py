@@ -196,12 +196,13 @@ class Searcher:
         self._bounds: dict[LogicalMesh, float] = {}
         self._solved: dict[LogicalMesh, _Solved] = {}
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
+        self._fitting: dict[LogicalMesh, Sequence[int]] = {}
         self._free_peak = Peak(0, 0)
 
     def with_options(self, options: DynamicOptions) -> Searcher:
         """The same searcher for another budget; what is proven within one says nothing of others."""
         other = copy(self)
-        other._options, other._bounds = options, dict(self._bounds)
+        other._options, other._bounds, other._fitting = options, dict(self._bounds), {}
         return other
 
     def promising_first(self, setups: list[Setup]) -> list[Setup]:
@@ -390,7 +391,7 @@ class Searcher:
 
         The solver counts what is stored, what uses gather, and what the ops copy for themselves that run at the peak of a plan
         that does not fit. What else is alive there (values that are free to place, results on their way) is taken from the limit.
-        Each solution is where the next search starts.
+        The fastest plan, one that fits, and the last solution are where the next search starts.
         """
         budget, memory = self._options.memory_bytes or 0, self._step_memory()
         tolerance = max(self._options.limits.tolerance, pace.tolerance)
@@ -399,13 +400,15 @@ class Searcher:
         spacing = 0.0 if is_small(self._step) else _LIMIT_SPACING * full
         # Nothing that fits is cheaper than what need not.
         bound_s = self._bounds.get(fastest.setup.mesh, 0.0)
-        start = self._starts.get(fastest.setup.mesh)
+        mesh = fastest.setup.mesh
+        starts = [known[mesh] for known in (self._starts, self._fitting) if mesh in known]
+        last: list[Sequence[int]] = []
         counted: dict[Passing, None] = {}
         seen: Found | None = None
         effort, solver = pace.effort, partial(solve, tolerance=tolerance, cutoff=known_s)
         for _ in range(pace.rounds):
             limited = with_memory(tables, problem, memory, limit, counted, only_stored=pace.only_stored)
-            known = None if start is None else Known(completed(limited, start), bound_s)
+            known = Known(tuple(completed(limited, states) for states in starts + last), bound_s) if starts + last else None
             solution = self._limited(limited, budget - limit, fastest, partial(solver, effort=effort, known=known))
             if isinstance(solution, Shortfall) and limit == full and seen is None:
                 return solution._replace(lower_bound_s=max(solution.lower_bound_s, bound_s))
@@ -420,7 +423,7 @@ class Searcher:
                 bound_s = max(bound_s, solution.lower_bound)
             if bound_s >= known_s:
                 return Beaten(bound_s)
-            start = solution.states[: len(tables.choices)]
+            last = [solution.states[: len(tables.choices)]]
             found = self._found(fastest.setup, tables, solution)._replace(lower_bound_s=bound_s)
             peak = self._peak(found)
             if peak.bytes > budget:
@@ -435,7 +438,8 @@ class Searcher:
                 effort += 1
                 continue
             if peak.bytes <= budget:
-                seen = found if seen is None or found.cost_s <= seen.cost_s else seen
+                if seen is None or found.cost_s <= seen.cost_s:
+                    seen, self._fitting[mesh] = found, last[0]
                 if effort > pace.effort or seen.cost_s - bound_s <= pace.insists * max(seen.cost_s, _LEAST_S):
                     return seen._replace(lower_bound_s=bound_s)
                 effort += 1

@@ -47,7 +47,7 @@ PROVEN = Pace(branches=True, proves=True)
 ANY = Pace(tolerance=1.0, branches=True, work=SHORT_WORK, stops_at_first=True)
 """A small program's plan whose cost matters little."""
 
-THOROUGH = Pace(insists=0.02, begins_hastily=True)
+THOROUGH = Pace(insists=0.01, begins_hastily=True)
 """The plan of a program that is not small."""
 
 SOFT = Pace(effort=1, counts_copies=False)
@@ -56,5 +56,5 @@ SOFT = Pace(effort=1, counts_copies=False)
 QUICK = SOFT._replace(rounds=4, tolerance=0.005, begins_hastily=True, enough=0.01)
 """The same of a program that is not small."""
 
-HASTY = Pace(rounds=2, effort=0, tolerance=0.03, only_stored=True, counts_copies=False, stops_at_first=True)
+HASTY = Pace(rounds=4, effort=0, tolerance=0.03, only_stored=True, counts_copies=False, stops_at_first=True)
 """A plan of a program that is not small, in little time."""

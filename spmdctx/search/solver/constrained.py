@@ -119,9 +119,10 @@ class Constrained:
         known = self.known
         if known is None and len(self.graph.nodes()) <= MAX_FREE:
             free = minimise(self.graph, self.search)
-            known = None if free is None else Known(tuple(free.states), free.bound)
+            known = None if free is None else Known((tuple(free.states),), free.bound)
         if known is not None:
-            self._offer_repaired(known.states)
+            for states in known.choices:
+                self._offer_repaired(states)
             self._raise(known.lower_bound)
             if self._is_proven():
                 return

@@ -54,9 +54,9 @@ class Problem:
 
 
 class Known(NamedTuple):
-    """A choice of states, which need not fit the memory, and a cost that no choice goes below."""
+    """Choices of states to start from, which need not fit the memory, and a cost that no choice goes below."""
 
-    states: tuple[int, ...]
+    choices: tuple[tuple[int, ...], ...]
     lower_bound: float
 
 

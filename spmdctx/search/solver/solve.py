@@ -111,9 +111,14 @@ def _solution(problem: Problem, graph: Graph, found: Minimum | Infeasible | None
 
 
 def _present(graph: Graph, rows: Rows, known: Known) -> Known:
-    """The same in present states; in place of one that was discarded, the best that uses no more beside its neighbours."""
+    """The same in present states."""
+    return Known(tuple(_choice_in(graph, rows, states) for states in known.choices), known.lower_bound)
+
+
+def _choice_in(graph: Graph, rows: Rows, choice: tuple[int, ...]) -> tuple[int, ...]:
+    """A choice in present states; in place of one that was discarded, the best that uses no more beside its neighbours."""
     states, missing = [0] * len(graph.origin), []
-    for node, (origin, state) in enumerate(zip(graph.origin, known.states, strict=True)):
+    for node, (origin, state) in enumerate(zip(graph.origin, choice, strict=True)):
         place = int(np.searchsorted(origin, state))
         if place < len(origin) and origin[place] == state:
             states[node] = place
@@ -123,9 +128,9 @@ def _present(graph: Graph, rows: Rows, known: Known) -> Known:
         total = totals(graph, node, states)
         used = rows.priced[node]
         if used is not None:
-            total = np.where(used[graph.origin[node]] <= used[known.states[node]], total, np.inf)
+            total = np.where(used[graph.origin[node]] <= used[choice[node]], total, np.inf)
         states[node] = int(total.argmin())
-    return Known(tuple(states), known.lower_bound)
+    return tuple(states)
 
 
 def _clock(deadline: float | Callable[[], bool] | None) -> tuple[Callable[[], float], Callable[[], float | None]]:

@@ -137,7 +137,7 @@ def test_a_wide_problem_starts_from_a_choice_that_is_known_with_discarded_states
     wider = Problem(costs, edges, memory)
     best = solve(problem)
     monkeypatch.setattr(Constrained, "_offer_repaired", recorded)
-    found = solve(wider, effort=1, known=Known(tuple(4 if state == 0 else state for state in best.states), best.lower_bound))
+    found = solve(wider, effort=1, known=Known((tuple(4 if state == 0 else state for state in best.states),), best.lower_bound))
     assert 0 in best.states
     first, states = started[0]
     assert tuple(first.graph.complete(states)) == best.states
