@@ -369,10 +369,11 @@ class Searcher:
         What a short search finds is found by the long one: an error names budgets and device counts by short ones.
         """
         pace = self._pace()
-        if not pace.begins_hastily:
+        if not pace.hasty_rounds:
             return self._within(tables, problem, fastest, known_s, pace)
         # Where a plan is known, a mesh is looked at for whether it has a cheaper one.
-        hasty = HASTY if math.isinf(known_s) else HASTY._replace(tolerance=pace.tolerance)
+        tolerance = HASTY.tolerance if math.isinf(known_s) else pace.tolerance
+        hasty = HASTY._replace(rounds=pace.hasty_rounds, tolerance=tolerance)
         first = self._within(tables, problem, fastest, known_s, hasty)
         if isinstance(first, Beaten) or (isinstance(first, Shortfall) and (first.is_proven or pace.gives_up)):
             return first

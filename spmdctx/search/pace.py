@@ -21,7 +21,7 @@ class Pace(NamedTuple):
         stops_at_first: whether the first mesh with a plan will do.
         proves: whether what is left to prove of the plan is worth more effort; where no plan is found, one of any cost is looked for.
         insists: the gap, relative to the cost, above which the plan's problem is solved once more, with more effort.
-        begins_hastily: whether a hasty search comes first, whose plan it improves.
+        hasty_rounds: of a hasty search that comes first, whose plan it improves; 0 for none.
         gives_up: whether there is no plan where that search finds none.
         enough: the gap, relative to the bound, of a plan that is not worth another search, on the same mesh or on others.
     """
@@ -36,7 +36,7 @@ class Pace(NamedTuple):
     stops_at_first: bool = False
     proves: bool = False
     insists: float = float("inf")
-    begins_hastily: bool = False
+    hasty_rounds: int = 0
     gives_up: bool = False
     enough: float = 0.0
 
@@ -47,14 +47,14 @@ PROVEN = Pace(branches=True, proves=True)
 ANY = Pace(tolerance=1.0, branches=True, work=SHORT_WORK, stops_at_first=True)
 """A small program's plan whose cost matters little."""
 
-THOROUGH = Pace(insists=0.01, begins_hastily=True)
-"""The plan of a program that is not small."""
+HASTY = Pace(rounds=4, effort=0, tolerance=0.03, only_stored=True, counts_copies=False, stops_at_first=True)
+"""A plan of a program that is not small, in little time."""
+
+THOROUGH = Pace(insists=0.01, hasty_rounds=HASTY.rounds)
+"""The plan of a program that is not small; its hasty search is that of errors, so what they name is met."""
 
 SOFT = Pace(effort=1, counts_copies=False)
 """A small program's plan within a budget that nobody set."""
 
-QUICK = SOFT._replace(rounds=4, tolerance=0.005, begins_hastily=True, enough=0.01)
+QUICK = SOFT._replace(rounds=4, tolerance=0.005, hasty_rounds=2, enough=0.01)
 """The same of a program that is not small."""
-
-HASTY = Pace(rounds=4, effort=0, tolerance=0.03, only_stored=True, counts_copies=False, stops_at_first=True)
-"""A plan of a program that is not small, in little time."""
