@@ -10,16 +10,14 @@ over all plans, 95 % of the bytes are within 10 %, and every peak of memory is w
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.judge_compile import Built, Job, Judged, judged
+from benchmarks.judge_compile import Built, Job, Judged, judge_parser, judged
 
 MODULE = "benchmarks.fidelity_plans"
 MODELS = ("llama", "mlp", "transformer", "moe", "vit")
@@ -109,18 +107,15 @@ def _pinned(step: Callable[..., Any], mesh: Any, seed: int) -> Callable[..., Any
 
 
 def _program(model: str, split: str, data: int, slices: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    if model == "llama":
-        from spmdctx.models import DecoderConfig, Split, abstract_program, pure_step
+    from benchmarks.judge_models import decoder_program, zoo_program
+    from spmdctx.models import DecoderConfig, Split
+    from tests.zoo.case import Split as ZooSplit
 
+    if model == "llama":
         kind = {"none": "none", "strategies": "megatron", "pins": "pins"}[split]
         config = DecoderConfig(**LLAMA, dtype="bfloat16", remat=True)
         own = Split(kind, data, slices)  # type: ignore[arg-type]  # the kinds come from a table of names
-        _, (decoder, optimizer, batch) = abstract_program(config, LLAMA_BATCH, split=own)
-        step, state = pure_step(decoder, optimizer)
-        return step, (state, batch)
-    from benchmarks.judge_models import zoo_program
-    from tests.zoo.case import Split as ZooSplit
-
+        return decoder_program(config, LLAMA_BATCH, split=own)
     return zoo_program(model, ZooSplit(split, data, slices), SIZES[model])  # type: ignore[arg-type]  # the kinds come from a table of names
 
 
@@ -139,10 +134,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
 
 def main() -> int:
     """Prints a row per plan, then the correlations."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topology", default="v5e:2x4")
-    parser.add_argument("--only", default="", metavar="REGEX")
-    parser.add_argument("--cache", type=Path, default=Path(".judged"))
+    parser = judge_parser(__doc__)
     parser.add_argument("--again", action="store_true", help="plan once more; what stays the same is not compiled again")
     parser.add_argument("--cycles", action="store_true", help="the compiler's cycles too: ten times slower")
     parser.add_argument("--json", action="store_true")

@@ -8,6 +8,7 @@ version, so that a planner or a judge that changes is asked again without compil
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import importlib
@@ -76,6 +77,15 @@ def judged(job: Job, module: str, folder: Path, *, codegen: bool, again: bool = 
     else:
         known = json.loads(place.read_text())
     return _outcome(known)
+
+
+def judge_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of what the benchmarks of compiled plans have in common."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", default="v5e:2x4")
+    parser.add_argument("--only", default="", metavar="REGEX", help="plans whose name it matches")
+    parser.add_argument("--cache", type=Path, default=Path(".judged"), metavar="FOLDER", help="where outcomes are kept")
+    return parser
 
 
 def already_judged(job: Job, module: str, folder: Path) -> Judged | None:

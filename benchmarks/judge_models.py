@@ -1,4 +1,4 @@
-"""Models of the test zoo at sizes that keep a chip busy, few layers deep and with abstract arguments, for the judge's benchmarks."""
+"""Decoders, and models of the test zoo at sizes that keep a chip busy, few layers deep, for the judge's benchmarks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from spmdctx.models import UNSPLIT, DecoderConfig, Split, abstract_program, pure_step
 from tests.zoo import encoder_decoder, gshard, mlp, moe, transformer, unet, vit
 from tests.zoo.case import Shapes
 
@@ -33,6 +34,13 @@ _LARGE: dict[str, tuple[ModuleType, dict[str, Any]]] = {
 }
 ZOO = (*_CONSTANTS, *_LARGE)
 """Names of the models."""
+
+
+def decoder_program(config: DecoderConfig, batch: int, seq: int | None = None, split: Split = UNSPLIT) -> Program:
+    """A decoder's training step and its abstract arguments."""
+    _, (model, optimizer, inputs) = abstract_program(config, batch, seq, split=split)
+    step, state = pure_step(model, optimizer)
+    return step, (state, inputs)
 
 
 def zoo_program(model: str, split: Any, own_sizes: Mapping[str, int] | None = None) -> Program:

@@ -9,16 +9,14 @@ HBM, arguments and results included. Prints a row per plan; exits with 1 unless 
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from benchmarks.fidelity_plans import _pinned
-from benchmarks.judge_compile import Built, Job, judged
+from benchmarks.judge_compile import Built, Job, judge_parser, judged
 
 MODULE = "benchmarks.memory_fidelity"
 MAX_ERROR, MIN_SHARE = 0.15, 0.95
@@ -67,27 +65,21 @@ def build(job: Job) -> Built:
 
 
 def _program(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    from benchmarks.judge_models import decoder_program, zoo_program
+    from spmdctx.models import DecoderConfig, Split
+    from tests.zoo.case import UNSPLIT
+
     if not job["sizes"]:
-        from benchmarks.judge_models import zoo_program
-        from tests.zoo.case import UNSPLIT
-
         return zoo_program(job["model"], UNSPLIT)
-    from spmdctx.models import DecoderConfig, Split, abstract_program, pure_step
-
     kinds = {"megatron": "megatron", "pins": "pins"}
     split = Split(kinds.get(job["plan"], "none"), *MESH)  # type: ignore[arg-type]  # the kinds come from a table of names
     config = DecoderConfig(**LLAMA, **job["sizes"], dtype="bfloat16")
-    _, (decoder, optimizer, batch) = abstract_program(config, job["batch"], split=split)
-    step, state = pure_step(decoder, optimizer)
-    return step, (state, batch)
+    return decoder_program(config, job["batch"], split=split)
 
 
 def main() -> int:
     """Prints the table; 0 where the peaks are true."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topology", default="v5e:2x4")
-    parser.add_argument("--only", default="", metavar="REGEX")
-    parser.add_argument("--cache", type=Path, default=Path(".judged"))
+    parser = judge_parser(__doc__)
     arguments = parser.parse_args()
     ratios = []
     print(f"{'plan':<44} {'predicted':>10} {'compiled':>10} MiB  ratio")

@@ -96,14 +96,11 @@ def _config(job: Job) -> Any:
 
 def _searched(job: Job, devices: Any) -> Built:
     import spmdctx
-    from benchmarks.judge_models import zoo_program
-    from spmdctx.models import abstract_program, pure_step
+    from benchmarks.judge_models import decoder_program, zoo_program
     from tests.zoo import UNSPLIT
 
     if "layers" in job:
-        _, (model, optimizer, batch) = abstract_program(_config(job), job["batch"], job["seq"])
-        step, state = pure_step(model, optimizer)
-        arguments: tuple[Any, ...] = (state, batch)
+        step, arguments = decoder_program(_config(job), job["batch"], job["seq"])
     else:
         step, arguments = zoo_program(job["model"], UNSPLIT)
     # As the templates do: gradients are reduced in their own type.

@@ -200,7 +200,10 @@ class Searcher:
         self._free_peak = Peak(0, 0)
 
     def with_options(self, options: DynamicOptions) -> Searcher:
-        """The same searcher for another budget; what is proven within one says nothing of others."""
+        """The same searcher for another budget.
+
+        What is proven within one says nothing of others, and a budget that an error names is met by a search that knows no other.
+        """
         other = copy(self)
         other._options, other._bounds, other._fitting = options, dict(self._bounds), {}
         return other
@@ -400,8 +403,8 @@ class Searcher:
         low, nearest = 0.0, Peak(0, 0)
         spacing = 0.0 if is_small(self._step) else _LIMIT_SPACING * full
         # Nothing that fits is cheaper than what need not.
-        bound_s = self._bounds.get(fastest.setup.mesh, 0.0)
         mesh = fastest.setup.mesh
+        bound_s = self._bounds.get(mesh, 0.0)
         starts = [known[mesh] for known in (self._starts, self._fitting) if mesh in known]
         last: list[Sequence[int]] = []
         counted: dict[Passing, None] = {}
@@ -409,7 +412,7 @@ class Searcher:
         effort, solver = pace.effort, partial(solve, tolerance=tolerance, cutoff=known_s)
         for _ in range(pace.rounds):
             limited = with_memory(tables, problem, memory, limit, counted, only_stored=pace.only_stored)
-            known = Known(tuple(completed(limited, states) for states in starts + last), bound_s) if starts + last else None
+            known = _known(limited, starts + last, bound_s)
             solution = self._limited(limited, budget - limit, fastest, partial(solver, effort=effort, known=known))
             if isinstance(solution, Shortfall) and limit == full and seen is None:
                 return solution._replace(lower_bound_s=max(solution.lower_bound_s, bound_s))
@@ -503,6 +506,11 @@ class Searcher:
         """The op at which most bytes are alive, copies and all."""
         bill = bill_of(self._step, found.assignment, found.setup.mesh, self._topology)
         return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes)
+
+
+def _known(limited: Problem, starts: Sequence[Sequence[int]], bound_s: float) -> Known | None:
+    """Where a search starts; nowhere, if nothing is known."""
+    return Known(tuple(completed(limited, states) for states in starts), bound_s) if starts else None
 
 
 def _short_of(nearest: Peak, fastest: Found, bound_s: float) -> Shortfall:
