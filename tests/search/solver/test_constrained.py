@@ -145,6 +145,22 @@ def test_a_wide_problem_starts_from_a_choice_that_is_known_with_discarded_states
     assert found.lower_bound == pytest.approx(best.cost)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wide_problem_is_no_dearer_than_any_choice_that_is_known_and_fits(seed, wide, monkeypatch):
+    offered, repaired = [], Constrained._offer_repaired
+
+    def recorded(self, states):
+        offered.append(tuple(self.graph.complete(states)))
+        repaired(self, states)
+
+    problem = layers(8, 1500.0, seed)
+    best, over = solve(problem, effort=1), (0,) * len(problem.costs)
+    monkeypatch.setattr(Constrained, "_offer_repaired", recorded)
+    found = solve(problem, effort=0, known=Known((over, best.states), -np.inf))
+    assert offered[:2] == [over, best.states]
+    assert found.cost <= best.cost
+
+
 def test_only_maximal_sets_of_live_nodes_become_rows():
     lives = (Life(0, 0, 10), Life(1, 2, 5), Life(2, 3, 4), Life(3, 6, 8), Life(3, 7, 9), Life(4, 1, 1))
     rows = Rows(Memory((np.ones(1),) * 5, lives, 0.5), [np.zeros(1, int)] * 5)
