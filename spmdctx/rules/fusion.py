@@ -107,8 +107,10 @@ def _sources(operands: tuple[int, ...], size: int, held: bytearray, sources: lis
         if held[operand]:
             if elements[operand] >= size:
                 found |= {operand}
-        elif sources[operand]:
-            found = sources[operand] | found if found else sources[operand]
+        elif own := sources[operand]:
+            if elements[operand] < size:  # spread out, what it is made of is not
+                own = frozenset(source for source in own if elements[source] >= size)
+            found = own | found if found else own
         if len(found) > _MOST_SOURCES:
             break  # more change nothing
     return found

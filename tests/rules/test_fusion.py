@@ -49,6 +49,18 @@ def test_a_sum_of_many_tensors_that_several_ops_read_is_kept():
     assert held(many, "add") == [False] * 4 + [True]
 
 
+def test_small_tensors_that_are_spread_out_make_nothing_kept():
+    def function(x, *small):
+        total = x
+        for one in small:
+            total = total * (one * 2.0 + 1.0)
+        return jnp.sin(total) @ W, jnp.cos(total) @ W
+
+    rows, tables = (trace(function, X, *[jnp.ones(shape)] * 5) for shape in ((64,), (32, 64)))
+    assert held(rows, "mul") == [False] * 10
+    assert held(tables, "mul") == [False] * 9 + [True]
+
+
 def test_a_scatter_of_one_element_per_row_is_a_comparison():
     labels = jnp.zeros((32,), int)
     picked = trace(jax.grad(lambda x: jnp.take_along_axis(jnp.sin(x), labels[:, None], 1).sum()), X)
