@@ -108,11 +108,11 @@ def _sources(operands: tuple[int, ...], size: int, held: bytearray, sources: lis
             if elements[operand] >= size:
                 found |= {operand}
         elif own := sources[operand]:
-            if elements[operand] < size:  # spread out, what it is made of is not
+            if elements[operand] < size:  # it is spread out, and most of what it is made of was small
                 own = frozenset(source for source in own if elements[source] >= size)
             found = own | found if found else own
         if len(found) > _MOST_SOURCES:
-            break  # more change nothing
+            break  # more change nothing, but where it is spread out again and some were slices of larger ones
     return found
 
 
