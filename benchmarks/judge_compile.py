@@ -155,8 +155,9 @@ def work(module: str, job: Job, scratch: Path, folder: Path, codegen: bool) -> N
     """Builds, compiles and judges a job in this process, and writes `RESULT` into `scratch`."""
     build: Callable[[Job], Built] = importlib.import_module(module).build
     built = build(job)
-    # Options of the compiler are not in the text.
+    # Options of the compiler are not in the text; some follow from the planned peak.
     own = [job["options"]] if "options" in job else []
+    own += [built.plan.cost.memory_bytes] if built.plan else []
     place = folder / f"program-{_digest(json.dumps([built.lowered.as_text(), job['topology'], codegen, _versions(), *own]))}.json.gz"
     if place.exists():
         text, peak = json.loads(gzip.decompress(place.read_bytes()))

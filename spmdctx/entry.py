@@ -13,6 +13,7 @@ import jax
 from spmdctx.direct import OtherArgumentsError, direct_call, signature
 from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile import CompiledProgram, jit_program
+from spmdctx.lowering.scheduler_limit import scheduler_options
 from spmdctx.lowering.wishes import Wishes, wishes_of
 from spmdctx.lowering.xla_options import compile_options
 from spmdctx.mesh_scope import auto_axes, has_explicit_type, has_mesh_type
@@ -88,9 +89,22 @@ class Entry:
             agree_on_plan(self.captured.name, self.planned.plan, self.captured.jaxpr)
         return self.spans_processes
 
-    @cached_property
+    @property
     def compiler_options(self) -> dict[str, int | str]:
         """What the compiler is told for this step alone."""
+        return {**self._scheduler_options, **self._fusion_options}
+
+    @cached_property
+    def _scheduler_options(self) -> dict[str, int | str]:
+        environment = self.environment
+        device_bytes = environment.device_bytes
+        if device_bytes is None:
+            return {}
+        devices = environment.devices[: self.planned.mesh.num_devices]
+        return scheduler_options(devices, self.plan.cost.memory_bytes, device_bytes, environment.settings.memory_bytes)
+
+    @cached_property
+    def _fusion_options(self) -> dict[str, int | str]:
         planned = self.planned
         devices = self.environment.devices[: planned.mesh.num_devices]
         sums = [row for row in planned.plan.collectives if row.kind in ("reduce_scatter", "all_reduce")]
@@ -115,6 +129,19 @@ class Entry:
         Raises:
             ContextError: fewer devices than the plan is for.
         """
+        return self._jitted(self.compiler_options)
+
+    @cached_property
+    def _inner(self) -> CompiledProgram:
+        """The program as part of a larger one, whose compiler is told nothing for its sake."""
+        if self._fusion_options:
+            raise UnsupportedError(
+                f"{self.captured.name} needs compiler options, which a step inside of jit, grad or vmap cannot have.",
+                fix="call the step outside, or leave out the options that need them",
+            )
+        return self._jitted({}) if self.compiler_options else self.program
+
+    def _jitted(self, compiler_options: dict[str, int | str]) -> CompiledProgram:
         planned = self.planned
         devices = self.environment.devices[: planned.mesh.num_devices]
         donated = [index for index, leaf in enumerate(self.captured.inputs) if leaf.donated]
@@ -124,7 +151,7 @@ class Entry:
             planned.mesh,
             devices,
             donated=donated,
-            compiler_options=self.compiler_options,
+            compiler_options=compiler_options,
             wishes=self._wishes,
             name=self.captured.name,
         )
@@ -213,21 +240,18 @@ class Entry:
             known = [getattr(leaf, "sharding", None) for leaf in leaves] == self._seen_shardings
         for index in self._loose:
             known = known and not leaves[index].committed
+        if (not known or self.direct is not None) and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            inner = self._inner.jitted
+            self.environment.check_running()
+            return self.structure.finish(read.handle, inner(*leaves))
         if not known:
             leaves = self._placed(read)
-        if self.direct is None or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if self.direct is None:
             return self.structure.finish(read.handle, self.call(*leaves))
         return self.direct(*self.structure.inputs(leaves)[0])
 
     def _placed(self, read: Read) -> list[Any]:
         """The leaves, those that are committed elsewhere moved to where the plan wants them."""
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
-            if self.compiler_options:
-                raise UnsupportedError(
-                    f"{self.captured.name} needs compiler options, which a step inside of jit, grad or vmap cannot have.",
-                    fix="call the step outside, or leave out the options that need them",
-                )
-            return read.leaves
         self.environment.check_running()
         placed, loose, moves, spread = list(read.leaves), [], False, self.agreed
         for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):

@@ -150,6 +150,12 @@ class Environment:
         machine = self.settings.topology.device.partition("-")[0]
         return {**dict.fromkeys(_GPUS, "gpu"), "tpu": "tpu", "cpu": "cpu"}.get(machine) or backend_of(self.devices)
 
+    @property
+    def device_bytes(self) -> int | None:
+        """The memory of one of the devices that are compiled for; None where no preset is of their kind."""
+        machine, guesses = default_topology(self.devices[0])
+        return None if guesses else machine.memory_bytes
+
     def check_running(self) -> None:
         """Raises ContextError where there are fewer devices than the plan is for, or none that can run."""
         mesh = self.settings.mesh

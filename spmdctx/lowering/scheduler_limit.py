@@ -1,0 +1,69 @@
+"""Tells XLA's scheduler how much memory the plan foresees, so that it hides communication within that.
+
+Left alone, the TPU compiler's scheduler lets values live as long as it likes up to 95 % of the device's memory: what it puts off to fill a
+wait may hold gigabytes that no plan foresaw. With a limit it tries again, with a tenth less each time, while its schedule is above it; the
+limit is one to be aimed at, not a promise (libtpu 0.0.42, `benchmarks/RESULTS.md`). Other backends are told nothing: on GPU the option of
+that kind changed little, CPU has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmdctx._compat import is_compile_only
+from spmdctx.lowering.xla_options import Options
+
+_LIMIT = "xla_tpu_scheduler_percent_shared_memory_limit"
+_RERUNS = "xla_latency_hiding_scheduler_rerun"
+_OWN_PERCENT = 95
+"""The limit where none is given; one above it would be none."""
+
+_SLACK = 1.08
+"""What a plan foresees may be exceeded by so much: none of 40 plans that are not random took longer then; at 1.0 some took 5 % longer."""
+
+_MOST_RERUNS = 3
+"""Each tries a tenth less: a plan that foresees too little costs no more time than three quarters of its limit do."""
+
+
+def scheduler_options(devices: Sequence[Any], peak_bytes: int, device_bytes: int, budget_bytes: int | None = None) -> Options:
+    """`compiler_options=` that hold the schedule to a plan's memory; none where there is nothing to be held to.
+
+    Args:
+        devices: what is compiled for, all of one kind.
+        peak_bytes: what the plan foresees of one device's memory.
+        device_bytes: what the compiler knows a device to have.
+        budget_bytes: what the user allows.
+    """
+    if len(devices) < 2 or devices[0].platform != "tpu":
+        return {}
+    limit = _SLACK * peak_bytes if budget_bytes is None else min(_SLACK * peak_bytes, max(budget_bytes, peak_bytes))
+    percent = max(1, math.ceil(100 * limit / device_bytes))
+    if percent >= _OWN_PERCENT or not _knows(_nearest(devices), (_LIMIT, _RERUNS)):
+        return {}
+    return {_LIMIT: percent, _RERUNS: _MOST_RERUNS}
+
+
+def _nearest(devices: Sequence[Any]) -> Any:
+    """A device that this process can compile for alone."""
+    if is_compile_only(devices[0]):
+        return devices[0]
+    return next((device for device in devices if device.process_index == jax.process_index()), devices[0])
+
+
+@cache
+def _knows(device: Any, names: tuple[str, ...]) -> bool:
+    """Whether the device's compiler has these options: it refuses programs with others, and other versions may have others."""
+    place = NamedSharding(Mesh(np.array([device]), ("all",)), PartitionSpec())
+    probe = jax.jit(lambda value: value, in_shardings=place, out_shardings=place, compiler_options=dict.fromkeys(names, 1))
+    try:
+        probe.lower(jax.ShapeDtypeStruct((), "float32")).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
