@@ -66,7 +66,7 @@ def entry_options(monkeypatch, **options):
 
 
 def test_a_step_for_tpu_devices_gives_the_limit_of_its_own_plan(monkeypatch):
-    assert entry_options(monkeypatch, devices=need_tpu()) == {LIMIT: 1, RERUNS: 3}
+    assert entry_options(monkeypatch, devices=need_tpu()) == {LIMIT: 1, RERUNS: 10}
 
 
 def test_a_step_for_devices_of_unknown_memory_gives_none(monkeypatch):
