@@ -24,6 +24,11 @@ _WAITING = 12
 fits v5p too)."""
 
 
+_LARGEST_UPDATE = 128 * 2**20
+"""A product is fused with an update that makes so much together at most, which TPU's fast memory holds: so in programs of 0.2 to 1 GB
+updates (LLaMA2 split by 8 on v5p), and no worse a count of 120 programs of smaller ones."""
+
+
 class _Read(NamedTuple):
     """A product that may run last reads the copy `key` of a value."""
 
@@ -55,7 +60,7 @@ class Copies:
             reduced: ops that make partial results.
             sizes: bytes of each value as it is stored.
         """
-        late = {one.op: one for one in self._memory.gradients if one.op not in reduced and not any(map(moved.__contains__, one.made))}
+        late = self._late(moved, reduced, sizes)
         for read in self._reads:
             time = self._last if read.op in late else self._memory.times[read.op]
             self._read(read.key, time if read.op in late else self._memory.firsts[read.op], time, read.bytes)
@@ -66,6 +71,12 @@ class Copies:
         # Where it is moved, the next value of a carry is not made in the carry's memory.
         found += [Copy(start, end, sizes[value]) for value, start, end in self._memory.in_carries if value in moved]
         return [*found, *self._of.values()]
+
+    def _late(self, moved: Collection[int], reduced: Collection[int], sizes: Sequence[int]) -> dict[int, GradientProduct]:
+        """The products that run last, by their ops."""
+        held = self._memory.held
+        here = [one for one in self._memory.gradients if one.op not in reduced and not any(map(moved.__contains__, one.made))]
+        return {one.op: one for one in here if sum(sizes[value] for value in one.made if held[value]) <= _LARGEST_UPDATE}
 
     def is_held(self, value: int) -> bool:
         """Whether the value exists in memory in its own sharding."""

@@ -108,6 +108,19 @@ def test_what_a_product_reads_that_runs_last_is_there_to_the_end(how):
     assert extended == ([last] if how == "as it is" else [])
 
 
+@pytest.mark.parametrize(("update_bytes", "is_last"), [(128 * 2**20, True), (128 * 2**20 + 1, False)])
+def test_a_product_whose_update_makes_more_than_the_chip_holds_does_not_run_last(update_bytes, is_last):
+    graph, memory, copies = copies_of(step, [W, W], X)
+    product = memory.gradients[0]
+    kept = next(value for value in (*product.read, *product.read_inside) if value not in graph.inputs)
+    sizes = [0] * len(graph.values)
+    sizes[kept] = 100
+    (updated,) = [value for value in product.made if memory.held[value]]
+    sizes[updated] = update_bytes
+    made = copies.finish((), {one.op for one in memory.gradients[1:]}, sizes)
+    assert any(copy.bytes == 100 for copy in made) == is_last
+
+
 @pytest.mark.parametrize("reduced", [True, False])
 def test_a_copy_for_a_product_that_runs_last_is_made_then(reduced):
     graph, memory, copies = copies_of(step, [W, W], X)
