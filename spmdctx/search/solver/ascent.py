@@ -11,8 +11,9 @@ from spmdctx.search.solver.assignment import Amounts
 from spmdctx.search.solver.dual import Bound, Dual
 from spmdctx.search.solver.energy import Search
 from spmdctx.search.solver.graph import Graph
+from spmdctx.search.solver.reproducible import dot, length, power
 
-SHARPNESS = 16
+SHARPNESS = 4
 START_SWEEPS = 10
 FIRST_STEP = 0.2
 LAST_STEP = 1e-4
@@ -55,7 +56,7 @@ class Ascent:
     def measure(self) -> float:
         """The bound at the present prices and messages."""
         found = self.dual.bound()
-        paid = float(self.prices.sum()) * self.amounts.rows.limit - float(self._weights @ self._fixed)
+        paid = float(self.prices.sum()) * self.amounts.rows.limit - dot(self._weights, self._fixed)
         value = found.value - paid - 1e-13 * abs(paid)
         if value > self.bound:
             self.bound = value
@@ -71,7 +72,7 @@ class Ascent:
         """Raises prices, highest where the least usage is, until the decoded states nearly fit."""
         rows = self.amounts.rows
         least = self.amounts.usage(self.amounts.least())
-        shape = (least / least.max()) ** SHARPNESS if least.max() > 0 else np.ones(len(least))
+        shape = power(least / least.max(), SHARPNESS) if least.max() > 0 else np.ones(len(least))
         costs = [self.graph.costs(node) for node in self.dual.nodes]
         spread = float(sum(cost.max() - cost.min() for cost in costs)) or 1.0
         scale = 1e-6 * spread / (rows.unit * float(shape.sum()))
@@ -106,6 +107,6 @@ class Ascent:
                 return
             direction = MEMORY_OF_DIRECTION * direction + (1 - MEMORY_OF_DIRECTION) * np.clip((usage - limit) / unit, -0.1, 0.1)
             along = np.where((best <= 0) & (direction < 0), 0.0, direction)
-            size = float(np.sqrt(along @ along))
+            size = length(along)
             if size > 0:
-                self.set_prices(np.maximum(best + step * float(np.sqrt(best @ best)) / size * along, 0.0))
+                self.set_prices(np.maximum(best + step * length(best) / size * along, 0.0))

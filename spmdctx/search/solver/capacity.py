@@ -8,6 +8,7 @@ from spmdctx.arrays import FloatArray
 from spmdctx.search.solver.assignment import Amounts
 from spmdctx.search.solver.energy import Search, minimise
 from spmdctx.search.solver.graph import Graph
+from spmdctx.search.solver.reproducible import weight
 
 STEPS = 40
 
@@ -38,7 +39,7 @@ def smallest(graph: Graph, amounts: Amounts, search: Search) -> list[int] | None
         if usage.max() <= amounts.rows.most:
             break
         share = usage / max(float(usage.max()), 1e-300)
-        prices *= np.exp((share - 1.0) * 8.0 / np.sqrt(step + 1.0))
+        prices *= weight((share - 1.0) * 8.0 / np.sqrt(step + 1.0))
         prices /= prices.sum()
     return best
 
