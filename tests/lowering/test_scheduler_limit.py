@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import spmdctx
 import spmdctx.entry
-from benchmarks import fidelity_plans
 from spmdctx.cost.topology import GIB
 from spmdctx.lowering import scheduler_limit
 from spmdctx.lowering.scheduler_limit import scheduler_options
@@ -88,14 +92,25 @@ def test_a_step_with_a_limit_alone_runs_inside_another_jit_without_it(monkeypatc
     assert told
 
 
-def test_the_compiled_program_keeps_nearer_to_its_plan_for_it(monkeypatch):
+PEAKS = """
+from benchmarks import fidelity_plans
+from spmdctx.lowering import scheduler_limit
+
+job = next(job for job in fidelity_plans.jobs("v5e:2x4") if fidelity_plans.name_of(job) == "mlp sharding_propagation 4x2 none seed 0")
+for slack in (1.08, 10.0):
+    scheduler_limit._SLACK = slack
+    built = fidelity_plans.build(job)
+    memory = built.lowered.compile().memory_analysis()
+    print(memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes)
+print(built.plan.cost.memory_bytes)
+"""
+
+
+def test_the_compiled_program_keeps_nearer_to_its_plan_for_it():
     need_tpu()
-    jobs = fidelity_plans.jobs("v5e:2x4")
-    job = next(job for job in jobs if fidelity_plans.name_of(job) == "mlp sharding_propagation 4x2 none seed 0")
-    peaks = {}
-    for slack in (1.08, 10.0):
-        monkeypatch.setattr(scheduler_limit, "_SLACK", slack)
-        built = fidelity_plans.build(job)
-        memory = built.lowered.compile().memory_analysis()
-        peaks[slack] = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
-    assert built.plan.cost.memory_bytes < peaks[1.08] < 0.95 * peaks[10.0]
+    # A process of its own: the benchmark's programs are the zoo's, made larger for good.
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", PEAKS], cwd=root, env=env, capture_output=True, text=True, check=True, timeout=300)
+    limited, free, planned = map(int, done.stdout.split())
+    assert planned < limited < 0.95 * free
