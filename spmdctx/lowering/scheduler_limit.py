@@ -33,7 +33,7 @@ _MOST_RERUNS = 10
 
 
 def scheduler_options(devices: Sequence[Any], peak_bytes: int, device_bytes: int, budget_bytes: int | None = None) -> Options:
-    """`compiler_options=` that hold the schedule to a plan's memory; none where there is nothing to be held to.
+    """`compiler_options=` that hold the schedule to a plan's memory; none where there is nothing to be held to, or no option for it.
 
     Args:
         devices: what is compiled for, all of one kind.

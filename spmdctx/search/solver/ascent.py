@@ -13,7 +13,8 @@ from spmdctx.search.solver.energy import Search
 from spmdctx.search.solver.graph import Graph
 from spmdctx.search.solver.reproducible import dot, length, power
 
-SHARPNESS = 4
+SHARPENINGS = 4
+"""How often the shape of the first prices is squared."""
 START_SWEEPS = 10
 FIRST_STEP = 0.2
 LAST_STEP = 1e-4
@@ -72,7 +73,7 @@ class Ascent:
         """Raises prices, highest where the least usage is, until the decoded states nearly fit."""
         rows = self.amounts.rows
         least = self.amounts.usage(self.amounts.least())
-        shape = power(least / least.max(), SHARPNESS) if least.max() > 0 else np.ones(len(least))
+        shape = power(least / least.max(), SHARPENINGS) if least.max() > 0 else np.ones(len(least))
         costs = [self.graph.costs(node) for node in self.dual.nodes]
         spread = float(sum(cost.max() - cost.min() for cost in costs)) or 1.0
         scale = 1e-6 * spread / (rows.unit * float(shape.sum()))
