@@ -17,12 +17,13 @@ from jax.sharding import Mesh
 from spmdctx._compat import scan_counts
 from spmdctx.cost.reshard import reshard_steps
 from spmdctx.errors import ContextWarning
-from spmdctx.ir import LITERAL, Assignment, Graph, Op, TensorSharding, item_bytes
+from spmdctx.ir import LITERAL, Assignment, Op, TensorSharding, item_bytes
 from spmdctx.lowering.anchors import Anchors
 from spmdctx.lowering.buckets import Sum, barrier_of, tie_buckets
 from spmdctx.lowering.islands import ISLANDS, island
 from spmdctx.lowering.loop_sums import HeldSums
 from spmdctx.lowering.precision import PASSED_ON, cast, passed_on, wide
+from spmdctx.lowering.readers import IDENTITIES, equal_values, free_values, moved_values, turned_products
 from spmdctx.lowering.recompute import ELEMENTWISE, is_recomputed, refines, sliced_values, slices
 from spmdctx.lowering.repeated import is_repeated, repeated_values, repetition, whole
 from spmdctx.lowering.specs import named_sharding
@@ -35,13 +36,11 @@ from spmdctx.search.gradient_order import carriers
 from spmdctx.search.narrowing import sharers
 from spmdctx.search.space import reduction_plan
 from spmdctx.search.transfer import partial_axes, project
-from spmdctx.trace.bodies import INLINED, KEPT, MARKER, open_jaxpr
+from spmdctx.trace.bodies import INLINED, KEPT, open_jaxpr
 from spmdctx.trace.program import Program
 from spmdctx.trace.user_pins import has_explicit_spec
 
 Substitution = dict[Any, Any]
-
-_IDENTITIES = frozenset({"sharding_constraint", "reshard", MARKER})
 
 
 def constrain(program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, wishes: Wishes = NO_WISHES) -> jexc.ClosedJaxpr:
@@ -160,9 +159,10 @@ class _Rewriter:
         sums = loop_sums(program.graph, wishes.buckets)
         self.held = HeldSums(self, holds_of(program.graph, sums, assignment, mesh))
         self._sites = iter(program.op_of_site)
-        self._moved = _moved(program.graph.ops, assignment) | sliced_values(program.graph.ops, assignment)
+        self._moved = moved_values(program.graph.ops, assignment) | sliced_values(program.graph.ops, assignment)
         self._anchors = Anchors(assignment, mesh, self._moved)
-        self._turned = _turned(program.graph, assignment)
+        self._open = turned_products(program.graph, assignment) | free_values(program.graph, program.loose, self._moved)
+        self._equal = equal_values(program.graph, program.scopes, assignment, self._moved)
         self._routes, self._scopes, self._sharers = wishes.routes, program.scopes, sharers(program.graph)
         self._repeated = repeated_values(program.graph, assignment, self._moved)
         self._apart = kept_apart(program.graph, assignment, mesh, wishes.scratch_bytes)
@@ -256,7 +256,7 @@ class _Rewriter:
         natural = project(op.rule.results[position], axes)
         stored = self.assignment.values[value]
         partial = partial_axes(op.rule, axes)
-        if natural == stored and value in self._turned:
+        if natural == stored and value in self._open:
             return var
         if partial:
             reduction = reduction_plan(op, natural, stored, partial)
@@ -264,7 +264,7 @@ class _Rewriter:
                 # Asked for the scattered result alone, XLA may use idle axes and permute instead.
                 var = block.constrain(var, natural)
             natural = reduction.after
-        if partial or natural != stored or op in self._anchors:
+        if partial or natural != stored or value in self._equal or op in self._anchors:
             var = block.constrain(var, natural)
         var = block.reshard(var, value, natural, stored)
         return block.part(var) if value in self._apart else var
@@ -284,7 +284,7 @@ class _Rewriter:
                 results = self._inline(eqn, operands, block)
             elif name in _BODIES:
                 results = _BODIES[name](self, eqn, operands, block)
-            elif name in _IDENTITIES:
+            elif name in IDENTITIES:
                 results = self._identity(operands, block)
             else:
                 results = self._equation(eqn, operands, block)
@@ -421,41 +421,6 @@ def _repeats(eqn: Any) -> bool:
     """
     shape = eqn.outvars[0].aval.shape
     return any(getattr(atom.aval, "shape", ()) not in ((), shape) for atom in eqn.invars)
-
-
-def _moved(ops: Sequence[Op], assignment: Assignment) -> frozenset[int]:
-    """The values that some op takes in another sharding than they are stored in, or passes on in another."""
-    found = set()
-    for op in ops:
-        axes = assignment.ops[op.id].axes
-        for value, dims in zip(op.operands, op.rule.operands, strict=True):
-            if value != LITERAL and project(dims, axes) != assignment.values[value]:
-                found.add(value)
-        first = op.operands[0] if op.primitive in _IDENTITIES else LITERAL
-        if first != LITERAL and assignment.values[op.results[0]] != assignment.values[first]:
-            found.add(first)
-    return frozenset(found)
-
-
-def _turned(graph: Graph, assignment: Assignment) -> frozenset[int]:
-    """Matrix products that only a transposition reads, and in the sharding in which they are stored.
-
-    They are constrained after it, or the compiler would make them before it, reduced or not, and copy a gradient or all that is added
-    to it from one layout to another.
-    """
-    readers: dict[int, list[Op]] = {}
-    for op in graph.ops:
-        for value in op.operands:
-            readers.setdefault(value, []).append(op)
-    found = set()
-    for op in graph.ops:
-        after = readers.get(op.results[0], []) if op.primitive == "dot_general" and op.results[0] not in graph.outputs else []
-        if len(after) == 1 and after[0].primitive == "transpose" and after[0].rule.operands != after[0].rule.results:
-            rule, axes = after[0].rule, assignment.ops[after[0].id].axes
-            taken, made = project(rule.operands[0], axes), project(rule.results[0], axes)
-            if taken == assignment.values[op.results[0]] and made == assignment.values[after[0].results[0]]:
-                found.add(op.results[0])
-    return frozenset(found)
 
 
 def _nested(info: Any, outer: Any) -> Any:

@@ -123,6 +123,11 @@ class Copies:
         time = self._after(self._memory.runs[op.id])
         self._read(key, time, time, num_bytes)
 
+    def pass_through(self, op: Op, key: object, num_bytes: int) -> None:
+        """The copy is made on the way to another one that `op` reads."""
+        time = self._memory.firsts[op.id]
+        self._read(key, time, time, num_bytes)
+
     def slice_of(self, key: object, value: int) -> None:
         """A value is a slice of a gathered copy, which whoever reads the value reads in its place."""
         self._slices.append((key, value))

@@ -329,11 +329,11 @@ class _Biller:
         self.bill.moves.append(Moved(value, source, target, op.id, time_s))
 
     def _copy(
-        self, op: Op, scope: int, value: int, current: TensorSharding, steps: Iterable[ReshardStep], narrow: bool, *, is_result: bool
+        self, op: Op, scope: int, value: int, current: TensorSharding, steps: Sequence[ReshardStep], narrow: bool, *, is_result: bool
     ) -> None:
         """The copies that are in memory on the way of a value to an op, or from it; as if no other op shared them."""
-        gathered = None
-        for step in steps:
+        gathered, last = None, max((place for place, step in enumerate(steps) if step.kind != "slice"), default=0)
+        for place, step in enumerate(steps):
             key = (scope, self._same[value], current, step.sharding)
             if step.kind == "slice":
                 if gathered is not None and (is_result or op.primitive in _MARKS):
@@ -342,6 +342,8 @@ class _Biller:
                 size = self._stored_bytes(value, step.sharding, narrow)
                 if is_result and self.copies.is_held(value):
                     self.copies.make_after(op, key, size)
+                elif place < last:
+                    self.copies.pass_through(op, key, size)
                 else:
                     self.copies.make(op, value, key, size, gathered=step.kind == "all_gather" and self.topology.gather_overlap > 0)
                 gathered = key if step.kind == "all_gather" else None

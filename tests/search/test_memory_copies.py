@@ -139,3 +139,14 @@ def test_a_gathered_copy_lives_as_long_as_what_is_a_slice_of_it():
     life = max((life for life in memory.lives if life.value not in graph.inputs), key=lambda life: life.end)
     copies.slice_of("gathered", life.value)
     assert [copy.end for copy in found(copies, graph)] == [life.end]
+
+
+def test_a_copy_on_the_way_to_another_is_there_only_when_that_is_made():
+    graph, memory, copies = copies_of(step, [W, W], X)
+    reader = next(op for op in products(graph) if memory.times[op.id] == memory.firsts[op.id])
+    copies.pass_through(reader, "on the way", 50)
+    copies.make(reader, reader.operands[1], "taken", 30, gathered=False)
+    copies.make(products(graph)[-1], reader.operands[1], "taken", 30, gathered=False)
+    way, taken = sorted(found(copies, graph), key=lambda copy: -copy.bytes)[-2:]
+    assert (way.start, way.end, way.bytes) == (memory.firsts[reader.id], memory.firsts[reader.id], 50)
+    assert taken.end > way.end
