@@ -159,7 +159,8 @@ class _Rewriter:
         sums = loop_sums(program.graph, wishes.buckets)
         self.held = HeldSums(self, holds_of(program.graph, sums, assignment, mesh))
         self._sites = iter(program.op_of_site)
-        self._moved = moved_values(program.graph.ops, assignment) | sliced_values(program.graph.ops, assignment)
+        routed = [(value, target) for (_, value), target in wishes.routes.items()]
+        self._moved = moved_values(program.graph.ops, assignment) | sliced_values(program.graph.ops, assignment, routed)
         self._anchors = Anchors(assignment, mesh, self._moved)
         self._open = turned_products(program.graph, assignment) | free_values(program.graph, program.loose, self._moved)
         self._equal = equal_values(program.graph, program.scopes, assignment, self._moved)

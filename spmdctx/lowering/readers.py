@@ -19,6 +19,10 @@ _REPEATED = ELEMENTWISE | {"iota", "broadcast_in_dim", "slice"}
 """What the partitioner writes once more for each reader, where it is made of no input."""
 
 
+_PASSED_ON = frozenset({"copy", "name", "integer_pow"})
+"""Ops that may be no more than another name of their operand; a power is, if it is the first, as in Adam's first moment."""
+
+
 def moved_values(ops: Iterable[Op], assignment: Assignment) -> frozenset[int]:
     """The values that some op takes in another sharding than they are stored in, or passes on in another."""
     found = set()
@@ -46,6 +50,8 @@ def equal_values(graph: Graph, scopes: Sequence[int], assignment: Assignment, mo
             continue
         (made,) = op.results
         value = graph.values[made]
+        if op.primitive in _PASSED_ON:
+            alike.setdefault(("passed on", op.operands[0]), [op.operands[0]]).append(made)
         key = (scopes[op.id], op.primitive, *map(first.__getitem__, op.operands), value.shape, value.dtype, assignment.ops[op.id].axes)
         known = alike.setdefault(key, [])
         known.append(made)

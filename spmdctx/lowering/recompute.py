@@ -7,7 +7,7 @@ converted values in their wider type. So its readers' slices are made from slice
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from spmdctx.ir import LITERAL, Assignment, Op, TensorSharding
 from spmdctx.rules.elementwise import BINARY, MANY, UNARY
@@ -46,10 +46,13 @@ def slices(op: Op, target: TensorSharding, stored: Sequence[TensorSharding]) -> 
     return needed if all(value == LITERAL or refines(stored[value], sharding) for value, sharding in pairs) else None
 
 
-def sliced_values(ops: Sequence[Op], assignment: Assignment) -> frozenset[int]:
-    """The values that slices of others are computed from and that are themselves taken as they are stored, and then sliced."""
+def sliced_values(ops: Sequence[Op], assignment: Assignment, routed: Iterable[tuple[int, TensorSharding]] = ()) -> frozenset[int]:
+    """The values that slices of others are computed from and that are themselves taken as they are stored, and then sliced.
+
+    `routed` are values that some op takes in a sharding which is not the one that it needs, but on the way to that.
+    """
     stored, made = assignment.values, {op.results[0]: op for op in ops if is_recomputed(op)}
-    wanted = []
+    wanted = [(value, target) for value, target in routed if value in made and target != stored[value]]
     for op in ops:
         for value, dims in zip(op.operands, op.rule.operands, strict=True):
             if value in made and project(dims, assignment.ops[op.id].axes) != stored[value]:
