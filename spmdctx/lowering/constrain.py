@@ -268,7 +268,9 @@ class _Rewriter:
         if partial or natural != stored or value in self._equal or op in self._anchors:
             var = block.constrain(var, natural)
         var = block.reshard(var, value, natural, stored)
-        return block.part(var) if value in self._apart else var
+        if value not in self._apart:
+            return var
+        return block.constrain(block.part(var), stored) if value in self._equal else block.part(var)
 
     # Equations
 

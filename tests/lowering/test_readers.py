@@ -105,23 +105,39 @@ def masked_twice(at, first, second):
     return attend(at(first, None, "data")), attend(at(second, None, "model"))
 
 
-def normed(at, x, _):
+def normed(at, x):
     x = at(x, None, None, "model")
     wide, again = x.astype(jnp.float32), jax.jit(lambda x: x.astype(jnp.float32))(x)
     mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
     return at(at(again, None, None, "data") * jax.lax.rsqrt(mean), None, None, "data"), at(wide * 2.0, None, None, "model")
 
 
-@pytest.mark.parametrize("step", [masked_twice, normed])
+def adam(at, x, weight):
+    # So many rows that the gradient is kept apart from the update.
+    first, second = at(weight, None, "model"), at(weight, "model")
+    slope = jax.grad(lambda weight: jnp.sum(jnp.tanh(at(x, None, "model") @ weight)))(first)
+    first, second = 0.9 * first + 0.1 * jax.lax.integer_pow(slope, 1), 0.9 * second + 0.1 * jax.lax.integer_pow(slope, 2)
+    return at(first, None, "model"), at(second, "model")
+
+
+STEPS = {
+    masked_twice: [(8, 16, 256, 256), (8, 16, 256, 256)],
+    normed: [(32, 256, 2048)],
+    adam: [(2**19, 1024), (1024, 1024)],
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_equal_values_are_split_as_each_reader_asks_and_nothing_else_is_moved(step):
     mesh = Mesh(np.array(need_tpu()).reshape(4, 2), ("data", "model"))
 
     def at(x, *spec):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
+    dtype = jnp.float32 if step is adam else jnp.bfloat16
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in STEPS[step]]
     run = spmdctx.parallel(
         lambda *x: step(at, *x), mesh=mesh, topology="tpu-v5e", parallel_mode="auto_parallel", search_mode="sharding_propagation"
     )
-    shape = jax.ShapeDtypeStruct((8, 16, 256, 256) if step is masked_twice else (32, 256, 2048), jnp.bfloat16)
-    report = audit_text(run.plan(shape, shape), run.lower(shape, shape).compile().as_text())
+    report = audit_text(run.plan(*arguments), run.lower(*arguments).compile().as_text())
     assert (report.unplanned_bytes, report.found_bytes) == (0, report.planned_bytes)

@@ -65,3 +65,17 @@ def test_what_slices_are_computed_from_stays_as_it_is_for_other_readers():
     closed = constrain(program, found.assignment, MESH, make_mesh(MESH, jax.devices()))
     (made,) = (eqn.outvars[0] for eqn in closed.jaxpr.eqns if eqn.primitive.name == "add")
     assert {eqn.primitive.name for eqn in closed.jaxpr.eqns if made in eqn.invars} == {"sharding_constraint"}
+
+
+@pytest.mark.parametrize(("through", "sliced"), [(None, False), (WHOLE, False), (((), M), True)], ids=["none", "as stored", "a slice"])
+def test_what_slices_on_the_way_to_a_product_are_computed_from_stays_as_it_is_too(through, sliced):
+    def step(x, w):
+        total = x @ w + x
+        return jnp.sin(total) @ w, jnp.tanh(total).sum(0)
+
+    weight = jnp.eye(64)
+    program = trace(step, X, weight)
+    (total,), (sine,) = ops(program, "add"), ops(program, "sin")
+    assignment = run(step, X, weight, pins={0: WHOLE, 1: WHOLE}).assignment
+    routed = [] if through is None else [(sine.results[0], through)]
+    assert sliced_values(program.graph.ops, assignment, routed) == ({total.results[0]} if sliced else set())
