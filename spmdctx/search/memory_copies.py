@@ -51,6 +51,7 @@ class Copies:
         self._gathers: list[tuple[object, int, int]] = []
         self._in_place: list[tuple[int, int]] = []
         self._slices: list[tuple[object, int]] = []
+        self._passes: list[tuple[int, object, int]] = []
 
     def finish(self, moved: Collection[int], reduced: Collection[int], sizes: Sequence[int]) -> list[Copy]:
         """All of them, when every op is known.
@@ -70,7 +71,16 @@ class Copies:
         found = [Copy(ends[value] + 1, time, sizes[value]) for value, time in until.items() if ends.get(value, time) < time]
         # Where it is moved, the next value of a carry is not made in the carry's memory.
         found += [Copy(start, end, sizes[value]) for value, start, end in self._memory.in_carries if value in moved]
-        return [*found, *self._of.values()]
+        return [*found, *self._of.values(), *self._on_the_way()]
+
+    def _on_the_way(self) -> list[Copy]:
+        """The largest of the copies on the way to others at each time; one that is read as it is counts there."""
+        largest: dict[int, int] = {}
+        for time, key, num_bytes in self._passes:
+            known = self._of.get(key)
+            if known is None or not known.start <= time <= known.end:
+                largest[time] = max(largest.get(time, 0), num_bytes)
+        return [Copy(time, time, num_bytes) for time, num_bytes in largest.items()]
 
     def _late(self, moved: Collection[int], reduced: Collection[int], sizes: Sequence[int]) -> dict[int, GradientProduct]:
         """The products that run last, by their ops."""
@@ -124,9 +134,8 @@ class Copies:
         self._read(key, time, time, num_bytes)
 
     def pass_through(self, op: Op, key: object, num_bytes: int) -> None:
-        """The copy is made on the way to another one that `op` reads."""
-        time = self._memory.firsts[op.id]
-        self._read(key, time, time, num_bytes)
+        """The copy is made on the way to another one that `op` reads; of those made at one time one is there, after the other."""
+        self._passes.append((self._memory.firsts[op.id], key, num_bytes))
 
     def slice_of(self, key: object, value: int) -> None:
         """A value is a slice of a gathered copy, which whoever reads the value reads in its place."""

@@ -141,12 +141,27 @@ def test_a_gathered_copy_lives_as_long_as_what_is_a_slice_of_it():
     assert [copy.end for copy in found(copies, graph)] == [life.end]
 
 
-def test_a_copy_on_the_way_to_another_is_there_only_when_that_is_made():
+def on_the_way(*passes, read=()):
+    """The bytes beside the copies that are read, at the time of the first product: `passes` are keys and bytes."""
     graph, memory, copies = copies_of(step, [W, W], X)
     reader = next(op for op in products(graph) if memory.times[op.id] == memory.firsts[op.id])
-    copies.pass_through(reader, "on the way", 50)
-    copies.make(reader, reader.operands[1], "taken", 30, gathered=False)
-    copies.make(products(graph)[-1], reader.operands[1], "taken", 30, gathered=False)
-    way, taken = sorted(found(copies, graph), key=lambda copy: -copy.bytes)[-2:]
-    assert (way.start, way.end, way.bytes) == (memory.firsts[reader.id], memory.firsts[reader.id], 50)
-    assert taken.end > way.end
+    for key, num_bytes in passes:
+        copies.pass_through(reader, key, num_bytes)
+    for key in ("taken", *read):
+        copies.make(reader, reader.operands[1], key, 30, gathered=False)
+        copies.make(products(graph)[-1], reader.operands[1], key, 30, gathered=False)
+    time = memory.firsts[reader.id]
+    assert {copy.end > time for copy in found(copies, graph) if copy.bytes == 30} == {True}
+    return [copy.bytes for copy in found(copies, graph) if (copy.start, copy.end) == (time, time)]
+
+
+def test_a_copy_on_the_way_to_another_is_there_only_when_that_is_made():
+    assert on_the_way(("step", 50)) == [50]
+
+
+def test_of_copies_on_the_way_to_others_one_is_there_after_the_other():
+    assert on_the_way(("one", 50), ("another", 70), ("a third", 60)) == [70]
+
+
+def test_a_copy_on_the_way_that_is_read_too_counts_once():
+    assert on_the_way(("step", 30), read=["step"]) == []
