@@ -162,6 +162,7 @@ class _Rewriter:
         routed = [(value, target) for (_, value), target in wishes.routes.items()]
         self._moved = moved_values(program.graph.ops, assignment) | sliced_values(program.graph.ops, assignment, routed)
         self._anchors = Anchors(assignment, mesh, self._moved)
+        # What is left as it is made, where it is stored so.
         self._open = turned_products(program.graph, assignment) | free_values(program.graph, program.loose, self._moved)
         self._equal = equal_values(program.graph, program.scopes, assignment, self._moved)
         self._routes, self._scopes, self._sharers = wishes.routes, program.scopes, sharers(program.graph)
@@ -268,9 +269,11 @@ class _Rewriter:
         if partial or natural != stored or value in self._equal or op in self._anchors:
             var = block.constrain(var, natural)
         var = block.reshard(var, value, natural, stored)
-        if value not in self._apart:
-            return var
-        return block.constrain(block.part(var), stored) if value in self._equal else block.part(var)
+        if value in self._apart:
+            var = block.part(var)
+            # The barrier makes a new variable, which its readers share.
+            var = block.constrain(var, stored) if value in self._equal else var
+        return var
 
     # Equations
 

@@ -19,7 +19,7 @@ _REPEATED = ELEMENTWISE | {"iota", "broadcast_in_dim", "slice"}
 """What the partitioner writes once more for each reader, where it is made of no input."""
 
 
-_PASSED_ON = frozenset({"copy", "name", "integer_pow"})
+_MAYBE_ITS_OPERAND = frozenset({"copy", "name", "integer_pow"})
 """Ops that may be no more than another name of their operand; a power is, if it is the first, as in Adam's first moment."""
 
 
@@ -50,8 +50,8 @@ def equal_values(graph: Graph, scopes: Sequence[int], assignment: Assignment, mo
             continue
         (made,) = op.results
         value = graph.values[made]
-        if op.primitive in _PASSED_ON:
-            alike.setdefault(("passed on", op.operands[0]), [op.operands[0]]).append(made)
+        if op.primitive in _MAYBE_ITS_OPERAND:
+            alike.setdefault(("its operand", op.operands[0]), [op.operands[0]]).append(made)
         key = (scopes[op.id], op.primitive, *map(first.__getitem__, op.operands), value.shape, value.dtype, assignment.ops[op.id].axes)
         known = alike.setdefault(key, [])
         known.append(made)
@@ -68,9 +68,11 @@ def free_values(graph: Graph, loose: Collection[int], moved: Collection[int]) ->
 
     A constraint would make one tensor of it, that readers who want other splits had to move.
     """
+    if not loose:
+        return frozenset()
     found: set[int] = {LITERAL}
     for op in graph.ops:
-        if op.primitive in _REPEATED and loose and found.issuperset(op.operands):
+        if op.primitive in _REPEATED and found.issuperset(op.operands):
             found.update(value for value in op.results if value in loose and value not in moved)
     return frozenset(found - {LITERAL})
 
