@@ -121,7 +121,8 @@ def priced_here(plan: Plan, program: Program, captured: Captured, settings: Sett
     step, written = _step(program, captured), _written(program, parts)
     bill = _priced(program, step, settings, plan.assignment, plan.logical_mesh, written).bill
     reshards = LateRows(lambda: _reshards(program.graph, bill.moves))
-    return replace(plan, cost=_cost(bill), collectives=tuple(bill.collectives), reshards=reshards, memory_profile=bill.memory_profile)
+    priced = replace(plan, cost=_cost(bill), collectives=tuple(bill.collectives), reshards=reshards)
+    return replace(priced, memory_profile=bill.memory_profile, early=bill.early)
 
 
 def _written(program: Program, parts: Mapping[str, AxisNames]) -> list[Collective]:
@@ -468,6 +469,7 @@ def _assemble(
         notes=notes,
         timing=timing,
         memory_profile=bill.memory_profile,
+        early=bill.early,
     )
 
 

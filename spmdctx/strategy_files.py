@@ -86,7 +86,7 @@ def _with_price(plan: Plan, here: Plan, settings: Settings) -> Plan:
     What a search proved of another machine is no proof.
     """
     if plan.cost == here.cost:
-        return replace(plan, memory_profile=here.memory_profile)
+        return replace(plan, memory_profile=here.memory_profile, early=here.early)
     notes, peak_bytes = list(plan.notes), here.cost.memory_bytes
     if plan.cost.memory_bytes != peak_bytes:
         notes = [note for note in notes if not note.startswith(PEAK_NOTE)] + memory_notes(settings, peak_bytes)
@@ -94,7 +94,7 @@ def _with_price(plan: Plan, here: Plan, settings: Settings) -> Plan:
         why = "other arguments are donated here, or the topology has other figures"
         notes.append(f"{PEAK_NOTE} is {exact_bytes_text(peak_bytes)} per device, and not {known} as in the strategy file: {why}.")
     if _seconds(plan.cost) == _seconds(here.cost):
-        return replace(plan, cost=here.cost, memory_profile=here.memory_profile, notes=tuple(notes))
+        return replace(plan, cost=here.cost, memory_profile=here.memory_profile, early=here.early, notes=tuple(notes))
     times = [seconds_text(cost.total_s) for cost in (here.cost, plan.cost)]
     notes.append(f"{TIME_NOTE} is {times[0]}, and not {times[1]} as in the strategy file: the topology has other figures.")
     return replace(here, lower_bound_s=None, gap=None, notes=tuple(notes))

@@ -52,6 +52,8 @@ class Topology:
             products' own precision (XLA on TPU).
         fuses_into_products: Whether what is element-wise before a matrix product is computed inside of it, and never in memory
             (XLA on TPU; on GPU and CPU what a product reads is there).
+        runs_barriers_in_order: Whether what is behind an optimization barrier runs after what is before it (XLA on TPU; elsewhere the
+            barriers are gone before the program is scheduled).
         vector_flops_per_s: Arithmetic outside of matrix products; `peak_flops_per_s` where it is 0.
         float32_flops_per_s: Matrix products of float32 at JAX's default precision; `peak_flops_per_s` where it is 0.
         matrix_tile: Side of the matrix unit: dimensions of a product are padded to multiples of it.
@@ -83,6 +85,7 @@ class Topology:
     sinks_slices: bool = False
     narrows_matrix_operands: bool = False
     fuses_into_products: bool = False
+    runs_barriers_in_order: bool = False
     vector_flops_per_s: float = 0.0
     float32_flops_per_s: float = 0.0
     matrix_tile: int = 1
@@ -148,6 +151,7 @@ PRESETS: dict[str, Topology] = {
         sinks_slices=True,
         narrows_matrix_operands=True,
         fuses_into_products=True,
+        runs_barriers_in_order=True,
         vector_flops_per_s=6.1e12,
         matrix_tile=128,
         scratch_bytes=96 * MIB,
@@ -172,6 +176,7 @@ PRESETS: dict[str, Topology] = {
         sinks_slices=True,
         narrows_matrix_operands=True,
         fuses_into_products=True,
+        runs_barriers_in_order=True,
         vector_flops_per_s=14.3e12,
         matrix_tile=128,
         scratch_bytes=48 * MIB,
@@ -195,6 +200,7 @@ PRESETS: dict[str, Topology] = {
         sinks_slices=True,
         narrows_matrix_operands=True,
         fuses_into_products=True,
+        runs_barriers_in_order=True,
         vector_flops_per_s=7.2e12,
         matrix_tile=256,
         scratch_bytes=96 * MIB,

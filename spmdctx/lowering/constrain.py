@@ -19,7 +19,9 @@ from spmdctx.cost.reshard import reshard_steps
 from spmdctx.errors import ContextWarning
 from spmdctx.ir import LITERAL, Assignment, Op, TensorSharding, item_bytes
 from spmdctx.lowering.anchors import Anchors
-from spmdctx.lowering.buckets import Sum, barrier_of, tie_buckets
+from spmdctx.lowering.buckets import Sum, tie_buckets
+from spmdctx.lowering.early import wait_for
+from spmdctx.lowering.equations import barrier_of
 from spmdctx.lowering.islands import ISLANDS, island
 from spmdctx.lowering.loop_sums import HeldSums
 from spmdctx.lowering.precision import PASSED_ON, cast, passed_on, wide
@@ -50,6 +52,8 @@ def constrain(program: Program, assignment: Assignment, mesh: LogicalMesh, jax_m
     block = _Block(rewriter)
     substitution = {var: var for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars)}
     eqns, outputs = block.finish(rewriter.rewrite(closed.jaxpr, substitution, block, None))
+    for update in wishes.early:
+        eqns, outputs = wait_for(eqns, outputs, rewriter.noted[update.gate], [rewriter.noted[value] for value in update.results])
     return jexc.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns, outvars=outputs), closed.consts)
 
 
@@ -170,6 +174,8 @@ class _Rewriter:
         self._apart = kept_apart(program.graph, assignment, mesh, wishes.scratch_bytes)
         self._templates: dict[Any, Any] = {}
         self._made: dict[int, list[Any]] = {}
+        # The variables of what waits, and of what is waited for.
+        self.noted: dict[int, Any] = dict.fromkeys(value for update in wishes.early for value in (update.gate, *update.results))
         self._info: Any = None
 
     def bucket(self, value: int) -> int | None:
@@ -273,6 +279,8 @@ class _Rewriter:
             var = block.part(var)
             # The barrier makes a new variable, which its readers share.
             var = block.constrain(var, stored) if value in self._equal else var
+        if value in self.noted:
+            self.noted[value] = var
         return var
 
     # Equations

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from spmdctx.context_state import AutoParallelContext
 from spmdctx.ir import Graph
 from spmdctx.search.gradient_order import gradient_buckets, gradient_order, sum_buckets
+from spmdctx.search.memory_early import EarlyUpdate
 from spmdctx.search.overlap import LOW, WIDENED, sides
 from spmdctx.search.shared_reads import Routes
 from spmdctx.trace.program import Program
@@ -24,6 +25,7 @@ class Wishes(NamedTuple):
         routes: shardings through which values get to the matrix products of a computation.
         scratch_bytes: what the chip holds of an operand while a matrix product and an update of state with it are computed at once;
             0 where the compiler computes them apart anyway.
+        early: updates of state for which the rest of the step waits.
         groups: of sums of `shard(fusion=)` that make up no gradients, the number of the group in which they are reduced.
     """
 
@@ -33,6 +35,7 @@ class Wishes(NamedTuple):
     routes: Routes = MappingProxyType({})
     scratch_bytes: int = 0
     groups: Mapping[int, int] = MappingProxyType({})
+    early: tuple[EarlyUpdate, ...] = ()
 
     @property
     def tied(self) -> Mapping[int, int]:

@@ -13,6 +13,7 @@ from spmdctx.mesh import LogicalMesh, local_shape
 from spmdctx.plan.rows import Rows
 from spmdctx.plan.units import mesh_text, seconds_text
 from spmdctx.search.fold import ROUNDS, SMALL
+from spmdctx.search.memory_early import EarlyUpdate
 from spmdctx.wording import bytes_text, counted
 
 if TYPE_CHECKING:
@@ -174,11 +175,12 @@ class Plan:
         timing: How long planning took.
         alternatives: What else could have been chosen, worked out when it is asked for.
         memory_profile: Bytes of one device that are alive at each op.
+        early: Updates of state for which the rest of the step waits, to spare memory.
         replan: The same step under another budget or on another number of devices: `replan(memory_bytes=..., num_devices=...)`,
             None for a value that stays. Raises InfeasibleError where nothing fits.
         certifier: Returns this plan with `lower_bound_s` and `gap`.
 
-    The last five are neither compared nor saved; all but `timing` are None for plans from files.
+    The last six are neither compared nor saved; all but `timing` are None for plans from files.
     """
 
     fingerprint: str
@@ -202,6 +204,7 @@ class Plan:
     timing: Timing = field(default=Timing(), compare=False)
     alternatives: Alternatives | None = field(default=None, compare=False, repr=False)
     memory_profile: Sequence[int] | None = field(default=None, compare=False, repr=False)
+    early: tuple[EarlyUpdate, ...] | None = field(default=None, compare=False, repr=False)
     replan: Callable[..., Plan] | None = field(default=None, compare=False, repr=False)
     certifier: Callable[[], Plan] | None = field(default=None, compare=False, repr=False)
     format_version: int = FORMAT_VERSION

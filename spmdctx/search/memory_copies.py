@@ -7,7 +7,7 @@ all of 75, in 70 programs that libtpu 0.0.42 compiled.)
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spmdctx.ir import Graph, Op
@@ -44,6 +44,7 @@ class Copies:
     def __init__(self, graph: Graph, memory: StepMemory) -> None:
         self._graph, self._memory = graph, memory
         self._of: dict[object, Copy] = {}
+        self._gathered = self._of
         self._last = max(len(graph.ops) - 1, 0)
         self._terminal = sides(graph).terminal
         self._may_be_last = frozenset(product.op for product in memory.gradients)
@@ -53,15 +54,15 @@ class Copies:
         self._slices: list[tuple[object, int]] = []
         self._passes: list[tuple[int, object, int]] = []
 
-    def finish(self, moved: Collection[int], reduced: Collection[int], sizes: Sequence[int]) -> list[Copy]:
-        """All of them, when every op is known.
+    def finish(self, moved: Collection[int], sizes: Sequence[int], late: Mapping[int, GradientProduct]) -> list[Copy]:
+        """All of them, when every op is known; may be asked again.
 
         Args:
             moved: values that are moved anywhere.
-            reduced: ops that make partial results.
             sizes: bytes of each value as it is stored.
+            late: of `late`.
         """
-        late = self._late(moved, reduced, sizes)
+        self._of = dict(self._gathered)
         for read in self._reads:
             time = self._last if read.op in late else self._memory.times[read.op]
             self._read(read.key, time if read.op in late else self._memory.firsts[read.op], time, read.bytes)
@@ -82,8 +83,14 @@ class Copies:
                 largest[time] = max(largest.get(time, 0), num_bytes)
         return [Copy(time, time, num_bytes) for time, num_bytes in largest.items()]
 
-    def _late(self, moved: Collection[int], reduced: Collection[int], sizes: Sequence[int]) -> dict[int, GradientProduct]:
-        """The products that run last, by their ops."""
+    def late(self, moved: Collection[int], reduced: Collection[int], sizes: Sequence[int]) -> dict[int, GradientProduct]:
+        """The products that run last, by their ops.
+
+        Args:
+            moved: values that are moved anywhere.
+            reduced: ops that make partial results.
+            sizes: bytes of each value as it is stored.
+        """
         held = self._memory.held
         here = [one for one in self._memory.gradients if one.op not in reduced and not any(map(moved.__contains__, one.made))]
         return {one.op: one for one in here if sum(sizes[value] for value in one.made if held[value]) <= _LARGEST_UPDATE}
@@ -163,7 +170,18 @@ class Copies:
             if op in hiding:
                 self._of["unreduced, hides a gather", op] = Copy(runs[op], self._memory.times[op], num_bytes)
 
-    def _read_late(self, late: dict[int, GradientProduct]) -> dict[int, int]:
+    def waiting(self, sizes: Sequence[int], late: Mapping[int, GradientProduct], time: int) -> dict[int, int]:
+        """Bytes that each of the products that run last keeps alive at a time for itself, after the lives of what it reads."""
+        ends = {life.value: life.end for life in self._memory.lives}
+        found = dict.fromkeys(late, 0)
+        for one in late.values():
+            found[one.op] = sum(sizes[value] for value in (*one.read, *one.read_inside) if ends.get(value, time) < time)
+        for read in self._reads:
+            if read.op in late and self._memory.times[read.op] < time:
+                found[read.op] += read.bytes
+        return found
+
+    def _read_late(self, late: Mapping[int, GradientProduct]) -> dict[int, int]:
         """Until when values are read by the products that run last, or copied for them."""
         until: dict[int, int] = {}
 

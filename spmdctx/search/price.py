@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.arrays import FloatArray
+from spmdctx.arrays import FloatArray, IntArray
 from spmdctx.cost.collectives import collective_time_s
 from spmdctx.cost.reshard import ReshardStep, reshard_steps
 from spmdctx.cost.tiles import scattered_by
@@ -25,6 +26,8 @@ from spmdctx.search.accumulation import ADDITIONS, NO_HOLDS, Holds, reduced_dtyp
 from spmdctx.search.kinds import of_primitives, ops_of, value_kinds
 from spmdctx.search.memory import StepMemory, profile, step_memory
 from spmdctx.search.memory_copies import Copies
+from spmdctx.search.memory_early import EarlyUpdate, Late, early_updates
+from spmdctx.search.memory_late import GradientProduct
 from spmdctx.search.narrowing import sharers
 from spmdctx.search.needs import Need, needs_of
 from spmdctx.search.numbering import Numbering, numbered
@@ -50,7 +53,8 @@ class Moved(NamedTuple):
 class Bill:
     """All that an assignment costs in one step, per device.
 
-    `shares` says of each collective how much of it hides behind compute, `memory_profile` holds the bytes alive at each op.
+    `shares` says of each collective how much of it hides behind compute, `memory_profile` holds the bytes alive at each op, `early`
+    the updates that it counts as run right behind their gradients.
     """
 
     collectives: list[Collective] = field(default_factory=list)
@@ -59,6 +63,7 @@ class Bill:
     compute_s: float = 0.0
     memory_bytes: int = 0
     memory_profile: tuple[int, ...] = ()
+    early: tuple[EarlyUpdate, ...] = ()
     hidden_communication_s: float = 0.0
     flops: float = 0.0
     split_flops: float = 0.0
@@ -106,8 +111,15 @@ def price(
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
     bill.shares = [*biller.shares, *[0.0] * (len(bill.collectives) - len(biller.shares))]
     sizes = biller.sizes()
-    copies = biller.copies.finish({row.value for row in bill.moves}, biller.reduced, sizes)
-    alive = profile(memory.lives, sizes, len(graph.ops), copies, topology.scratch_bytes)
+    moved = {row.value for row in bill.moves}
+    late = biller.copies.late(moved, biller.reduced, sizes)
+
+    def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
+        return profile(memory.lives, sizes, len(graph.ops), biller.copies.finish(moved, sizes, late), topology.scratch_bytes)
+
+    alive = alive_with(late)
+    if topology.runs_barriers_in_order:
+        bill.early, alive = early_updates(graph, scopes, memory, Late(late, alive, alive_with, partial(biller.copies.waiting, sizes)))
     bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
     return bill
 

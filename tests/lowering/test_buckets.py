@@ -12,7 +12,8 @@ import pytest
 
 import spmdctx
 from spmdctx.audit import audit_program
-from spmdctx.lowering.buckets import Sum, _variables, tie_buckets
+from spmdctx.lowering.buckets import Sum, tie_buckets
+from spmdctx.lowering.equations import variables
 from spmdctx.models import UNSPLIT, abstract_program
 from tests.audit.compile_only import need_gpu, need_tpu
 from tests.lowering.gradients import arguments, combined, step
@@ -165,6 +166,6 @@ def test_what_makes_a_bucket_waits_for_the_one_above_and_readers_take_it_from_th
     (barrier,) = [eqn for eqn in tied.eqns if eqn.primitive.name == "optimization_barrier"]
     made = {var: place for place, eqn in enumerate(tied.eqns) for var in eqn.outvars}
     for place, eqn in enumerate(tied.eqns):
-        assert all(made.get(var, -1) < place for var in _variables(eqn))
-    readers = [eqn for eqn in tied.eqns if not {*barrier.outvars}.isdisjoint(_variables(eqn))]
+        assert all(made.get(var, -1) < place for var in variables(eqn))
+    readers = [eqn for eqn in tied.eqns if not {*barrier.outvars}.isdisjoint(variables(eqn))]
     assert sorted(eqn.primitive.name for eqn in readers) == ["mul", "reduce_sum"]
