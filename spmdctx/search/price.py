@@ -267,7 +267,7 @@ class _Biller:
                 bucket = f"bucket {self.buckets[value]} of gradients: " if value in self.buckets else ""
                 cause = f"{bucket}partial result of {op.primitive}"
                 hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)
-                in_place = self.copies.is_made_in_place(value) and natural == plan.after and natural == stored
+                in_place = self.copies.is_made_in_place(value) and natural == plan.after and natural == stored and not self._is_narrow(value)
                 if plan.scattered or plan.reduced:
                     self._keep_unreduced(op, value, natural, in_place=in_place, scattered=bool(plan.scattered))
                 if plan.scattered:
@@ -391,6 +391,10 @@ class _Biller:
         firsts, numbers = alike.classes()
         sizes = [self._stored_bytes(value, stored[value], bool(narrow[value])) for value in firsts]
         return [sizes[number] for number in numbers.tolist()]
+
+    def _is_narrow(self, value: int) -> bool:
+        """Whether a value is kept in the type of matrix operands: what is reduced is another one."""
+        return bool(self.topology.narrows_matrix_operands and self.copies.narrow[value])
 
     def _stored_bytes(self, value: int, sharding: TensorSharding, narrow: bool = False) -> int:
         known = self.graph.values[value]
