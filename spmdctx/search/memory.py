@@ -394,9 +394,9 @@ def _hold_operands(graph: Graph, held: bytearray) -> None:
 
 
 def _settled(graph: Graph, held: bytearray) -> bytearray:
-    """Per value whether it exists in memory, or is written there transposed by the op that makes it."""
+    """Per value whether it exists in memory, or is written there by the op that makes it, under a mark or transposed."""
     found = bytearray(held)
-    for op in reversed(ops_of(graph, ("transpose",))):
+    for op in reversed(ops_of(graph, ("transpose", *_MARKS))):
         if found[op.results[0]]:
             value = op.operands[0]
             if value != LITERAL and len(graph.readers[value]) == 1:

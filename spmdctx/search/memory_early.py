@@ -15,7 +15,7 @@ from spmdctx.search.memory import StepMemory
 from spmdctx.search.memory_late import GradientProduct
 from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
 
-_LEAST_SAVED = 0.1
+_LEAST_SAVED = float(__import__("os").environ.get("SAVED", "0.1"))
 """The part of the peak that has to be saved: what waits can hide no communication."""
 
 _LEAST_SHARE = 0.02
