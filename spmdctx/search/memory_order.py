@@ -20,8 +20,9 @@ from spmdctx.search.kinds import of_primitives, op_kinds, ops_of
 from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
 
 _MOST_PASSED = 6
+_LEAST_PASSED = 2
 _PART_PASSED = 9
-"""A product that only makes a gradient is put off behind so many of the step's other products at most, and a ninth of them."""
+"""A product that only makes a gradient is put off behind so many of the step's other products at most, a ninth of them, and two at least."""
 
 _ENTERING = ("scan.enter", "while.enter")
 _BOUNDARIES = ("scan.", "while.")
@@ -135,10 +136,10 @@ class _Others:
 
     def __init__(self, graph: Graph, terminal: BoolArray, products: BoolArray) -> None:
         places, count = np.flatnonzero(~terminal), len(graph.ops)
-        self._last = int(places[-1]) if len(places) else count
+        self._last = int(places[-1]) if len(places) else count - 1
         self._products: list[int] = np.flatnonzero(products & ~terminal).tolist()
         self._loops = [op.id for op in ops_of(graph, _ENTERING)]
-        self._passed = min(_MOST_PASSED, len(self._products) // _PART_PASSED)
+        self._passed = min(_MOST_PASSED, max(_LEAST_PASSED, len(self._products) // _PART_PASSED))
         self.next_after: list[int] = np.append(places, count)[np.searchsorted(places, np.arange(count), side="right")].tolist()
 
     def end_of_wait(self, place: int) -> int:
