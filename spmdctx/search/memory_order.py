@@ -22,7 +22,8 @@ from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
 _MOST_PASSED = 6
 _LEAST_PASSED = 2
 _PART_PASSED = 9
-"""A product that only makes a gradient is put off behind so many of the step's other products at most, a ninth of them, and two at least."""
+"""A product that only makes a gradient is put off behind so many of the step's other products at most, and a ninth of them; behind two
+where that is less, and they are four."""
 
 _ENTERING = ("scan.enter", "while.enter")
 _BOUNDARIES = ("scan.", "while.")
@@ -139,7 +140,8 @@ class _Others:
         self._last = int(places[-1]) if len(places) else count - 1
         self._products: list[int] = np.flatnonzero(products & ~terminal).tolist()
         self._loops = [op.id for op in ops_of(graph, _ENTERING)]
-        self._passed = min(_MOST_PASSED, max(_LEAST_PASSED, len(self._products) // _PART_PASSED))
+        fewest = min(_LEAST_PASSED, len(self._products) // 2)
+        self._passed = min(_MOST_PASSED, max(fewest, len(self._products) // _PART_PASSED))
         self.next_after: list[int] = np.append(places, count)[np.searchsorted(places, np.arange(count), side="right")].tolist()
 
     def end_of_wait(self, place: int) -> int:
