@@ -53,7 +53,7 @@ def constrain(program: Program, assignment: Assignment, mesh: LogicalMesh, jax_m
     substitution = {var: var for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars)}
     eqns, outputs = block.finish(rewriter.rewrite(closed.jaxpr, substitution, block, None))
     for update in wishes.early:
-        eqns, outputs = wait_for(eqns, outputs, rewriter.noted[update.gate], [rewriter.noted[value] for value in update.results])
+        eqns, outputs = wait_for(eqns, outputs, *[rewriter.noted[value] for value in (update.gate, *update.results)])
     return jexc.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns, outvars=outputs), closed.consts)
 
 

@@ -6,15 +6,17 @@ barrier after what is before it; left alone it runs the product and the update, 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jexc
 
+from spmdctx.errors import ContextWarning
 from spmdctx.lowering.equations import ancestors, barrier_of, in_order, renamed, variables
 
 
-def wait_for(eqns: Sequence[Any], outputs: Sequence[Any], gate: Any, results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def wait_for(eqns: Sequence[Any], outputs: Sequence[Any], gate: Any, *results: Any) -> tuple[list[Any], list[Any]]:
     """The equations of a body, and its results, in which all that reads `gate` waits for `results`.
 
     Args:
@@ -23,15 +25,18 @@ def wait_for(eqns: Sequence[Any], outputs: Sequence[Any], gate: Any, results: Se
         gate: a variable that nothing before `results` reads.
         results: the new state.
     """
+    made = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
+    if not made.keys() >= {gate, *results}:
+        warnings.warn("An update of state runs when the compiler likes: it is made inside of a call.", ContextWarning, stacklevel=2)
+        return list(eqns), list(outputs)
     after = {var: jexc.Var(var.aval) for var in (gate, *results)}
     before = ancestors(eqns, after)
-    place = next(place for place, eqn in enumerate(eqns) if gate in eqn.outvars)
-    barrier = barrier_of(list(after), list(after.values()), eqns[place].source_info)
+    barrier = barrier_of(list(after), list(after.values()), eqns[made[gate]].source_info)
     written = [
         eqn
         if id(eqn) in before or after.keys().isdisjoint(variables(eqn))
         else eqn.replace(invars=[renamed(atom, after) for atom in eqn.invars])
         for eqn in eqns
     ]
-    written.insert(place + 1, barrier)
+    written.insert(made[gate] + 1, barrier)
     return in_order(written), [renamed(atom, after) for atom in outputs]

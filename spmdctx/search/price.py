@@ -267,8 +267,10 @@ class _Biller:
                 bucket = f"bucket {self.buckets[value]} of gradients: " if value in self.buckets else ""
                 cause = f"{bucket}partial result of {op.primitive}"
                 hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)
-                in_place = self.copies.is_made_in_place(value) and natural == plan.after and natural == stored and not self._is_narrow(value)
-                if plan.scattered or plan.reduced:
+                in_place = (
+                    self.copies.is_made_in_place(value) and natural == plan.after and natural == stored and not self._is_narrow(value)
+                )
+                if self.mesh.num_slices((*plan.scattered, *plan.reduced)) > 1:
                     self._keep_unreduced(op, value, natural, in_place=in_place, scattered=bool(plan.scattered))
                 if plan.scattered:
                     priced = self._scattered_by(value, payload, need.partial, natural, plan.after)

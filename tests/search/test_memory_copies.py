@@ -36,7 +36,8 @@ def products(graph):
 
 
 def found(copies, graph, moved=(), reduced=()):
-    return copies.finish(moved, reduced, [100 + value for value in range(len(graph.values))])
+    sizes = [100 + value for value in range(len(graph.values))]
+    return copies.finish(moved, sizes, copies.late(moved, reduced, sizes))
 
 
 @pytest.mark.parametrize("gathers", [True, False])
@@ -117,7 +118,7 @@ def test_a_product_whose_update_makes_more_than_the_chip_holds_does_not_run_last
     sizes[kept] = 100
     (updated,) = [value for value in product.made if memory.held[value]]
     sizes[updated] = update_bytes
-    made = copies.finish((), {one.op for one in memory.gradients[1:]}, sizes)
+    made = copies.finish((), sizes, copies.late((), {one.op for one in memory.gradients[1:]}, sizes))
     assert any(copy.bytes == 100 for copy in made) == is_last
 
 
