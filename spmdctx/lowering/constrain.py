@@ -19,6 +19,7 @@ from spmdctx.cost.reshard import reshard_steps
 from spmdctx.errors import ContextWarning
 from spmdctx.ir import LITERAL, Assignment, Op, TensorSharding, item_bytes
 from spmdctx.lowering.anchors import Anchors
+from spmdctx.lowering.biases import written_once
 from spmdctx.lowering.buckets import Sum, tie_buckets
 from spmdctx.lowering.early import wait_for
 from spmdctx.lowering.equations import barrier_of
@@ -172,6 +173,8 @@ class _Rewriter:
         self._routes, self._scopes, self._sharers = wishes.routes, program.scopes, sharers(program.graph)
         self._repeated = repeated_values(program.graph, assignment, self._moved)
         self._apart = kept_apart(program.graph, assignment, mesh, wishes.scratch_bytes)
+        if wishes.scratch_bytes:
+            self._apart |= written_once(program.graph, assignment)
         self._templates: dict[Any, Any] = {}
         self._made: dict[int, list[Any]] = {}
         # The variables of what waits, and of what is waited for.
