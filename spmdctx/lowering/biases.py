@@ -9,7 +9,8 @@ takes a slice of what becomes of the sum is none: for it the sum is written. The
 from __future__ import annotations
 
 from spmdctx.ir import LITERAL, Assignment, Graph, Op
-from spmdctx.lowering.recompute import ELEMENTWISE, refines
+from spmdctx.lowering.recompute import refines
+from spmdctx.rules.elementwise import ELEMENTWISE
 from spmdctx.search.kinds import ops_of
 from spmdctx.search.overlap import sides
 from spmdctx.search.transfer import partial_axes, project

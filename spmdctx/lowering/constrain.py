@@ -27,15 +27,16 @@ from spmdctx.lowering.islands import ISLANDS, island
 from spmdctx.lowering.loop_sums import HeldSums
 from spmdctx.lowering.precision import PASSED_ON, cast, passed_on, wide
 from spmdctx.lowering.readers import IDENTITIES, equal_values, free_values, moved_values, turned_products
-from spmdctx.lowering.recompute import ELEMENTWISE, is_recomputed, refines, sliced_values, slices
+from spmdctx.lowering.recompute import is_recomputed, refines, sliced_values, slices
 from spmdctx.lowering.repeated import is_repeated, repeated_values, repetition, whole
 from spmdctx.lowering.specs import named_sharding
-from spmdctx.lowering.updates import kept_apart
 from spmdctx.lowering.wishes import NO_WISHES, Wishes
 from spmdctx.mesh import LogicalMesh
 from spmdctx.rules.control_flow import body_parameter, call_body, call_operands
+from spmdctx.rules.elementwise import ELEMENTWISE
 from spmdctx.search.accumulation import holds_of, loop_sums
 from spmdctx.search.gradient_order import carriers
+from spmdctx.search.kept_apart import kept_apart
 from spmdctx.search.narrowing import sharers
 from spmdctx.search.space import reduction_plan
 from spmdctx.search.transfer import partial_axes, project

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from spmdctx.ir import LITERAL, Assignment, Graph, Op
-from spmdctx.lowering.recompute import ELEMENTWISE
+from spmdctx.rules.elementwise import ELEMENTWISE
 from spmdctx.search.transfer import project
 from spmdctx.trace.bodies import MARKER
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from spmdctx.ir import LITERAL, Assignment, Op, TensorSharding
-from spmdctx.rules.elementwise import BINARY, MANY, UNARY
+from spmdctx.rules.elementwise import ELEMENTWISE
 from spmdctx.search.transfer import project
-
-ELEMENTWISE = frozenset({*UNARY, *BINARY, *MANY})
 
 
 def is_recomputed(op: Op) -> bool:

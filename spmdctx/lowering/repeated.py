@@ -14,7 +14,8 @@ import jax
 import jax.extend.core as jexc
 
 from spmdctx.ir import LITERAL, Assignment, Graph, Op, TensorSharding
-from spmdctx.lowering.recompute import ELEMENTWISE, is_recomputed
+from spmdctx.lowering.recompute import is_recomputed
+from spmdctx.rules.elementwise import ELEMENTWISE
 from spmdctx.search.transfer import project
 
 

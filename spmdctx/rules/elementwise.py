@@ -22,6 +22,7 @@ BINARY = (
     *("shift_right_arithmetic", "shift_right_logical", "sub", "xor", "zeta"),
 )
 MANY = ("clamp", "polynomial", "regularized_incomplete_beta", "select_n")
+ELEMENTWISE = frozenset({*UNARY, *BINARY, *MANY})
 
 
 @rule(*UNARY, *BINARY, *MANY)

@@ -15,13 +15,11 @@ import numpy as np
 from spmdctx.arrays import BoolArray, IntArray
 from spmdctx.ir import LITERAL
 from spmdctx.rules.columns import Columns
-from spmdctx.rules.elementwise import BINARY, MANY, UNARY
+from spmdctx.rules.elementwise import ELEMENTWISE
 
 CHAINED = frozenset(
     {
-        *UNARY,
-        *BINARY,
-        *MANY,
+        *ELEMENTWISE,
         *("broadcast_in_dim", "broadcast_to", "iota", "empty", "empty2", "reshape", "transpose", "squeeze", "expand_dims", "rev", "slice"),
         *("dynamic_slice", "pad", "concatenate", "split", "bitcast_convert_type", "spmdctx_shard", "sharding_constraint", "name"),
         *("scan.enter", "scan.next", "while.enter", "while.next", "device_put", "random_wrap", "random_unwrap"),
@@ -29,7 +27,6 @@ CHAINED = frozenset(
 )
 """Ops that the compiler fuses with others."""
 
-_ELEMENTWISE = frozenset({*UNARY, *BINARY, *MANY})
 
 _LOOP_READS = frozenset({"scan.enter", "while.enter"})
 """Ops that find in memory what is computed before them: the start of a loop."""
@@ -131,7 +128,7 @@ def read_before(columns: Columns) -> BoolArray:
 
 def _last_ops(columns: Columns) -> BoolArray:
     """Per op whether it is element-wise and leads to nothing but results, through element-wise ops alone."""
-    elementwise = columns.which(_ELEMENTWISE.__contains__)
+    elementwise = columns.which(ELEMENTWISE.__contains__)
     leads_on = bytearray(~elementwise)
     makers = columns.maker_of.tolist()
     left = columns.maker_of[columns.read[~elementwise[columns.readers]]].tolist()

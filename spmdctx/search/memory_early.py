@@ -15,9 +15,8 @@ from spmdctx.search.memory import StepMemory
 from spmdctx.search.memory_late import GradientProduct
 from spmdctx.search.overlap import MATRIX_PRODUCTS, sides
 
-_LEAST_SAVED = 0.25
-"""The part of the peak that has to be saved: what waits can hide no communication, which took 0.6 % of the time where a quarter was saved,
-0.8 % where a tenth was (v5e)."""
+_LEAST_SAVED = 1 / 6
+"""The part of the peak that has to be saved: what waits can hide no communication, which took 0.7 % of the time in the mean (v5e)."""
 
 _LEAST_SHARE = 0.02
 """The part of the peak that one product keeps alive, if it is to wait no more."""
@@ -36,12 +35,16 @@ class EarlyUpdate(NamedTuple):
 
 
 class Late(NamedTuple):
-    """The products that run last in a plan, what is `alive` at each op then, and with others (`alive_with`), and what they keep alive."""
+    """The products that run last in a plan, what is `alive` at each op then, and with others (`alive_with`), and what they keep alive.
+
+    `fuses` says of an op whether the update is computed in the product: apart from it (`kept_apart`) little was saved.
+    """
 
     products: Mapping[int, GradientProduct]
     alive: IntArray
     alive_with: Callable[[Mapping[int, GradientProduct]], IntArray]
     waiting: Callable[[Mapping[int, GradientProduct], int], dict[int, int]]
+    fuses: Callable[[Op], bool]
 
 
 def early_updates(graph: Graph, scopes: Sequence[int], memory: StepMemory, late: Late) -> tuple[tuple[EarlyUpdate, ...], IntArray]:
@@ -58,7 +61,7 @@ def early_updates(graph: Graph, scopes: Sequence[int], memory: StepMemory, late:
     for _ in range(_MOST_ROUNDS):
         peak = int(alive.max())
         waiting = late.waiting(left, int(alive.argmax()))
-        large = [left[op] for op, size in waiting.items() if size >= _LEAST_SHARE * peak]
+        large = [left[op] for op, size in waiting.items() if size >= _LEAST_SHARE * peak and late.fuses(graph.ops[op])]
         ready = [update for one in large if (update := _early(graph, scopes, memory, one)) is not None]
         if not ready:
             break

@@ -10,13 +10,12 @@ import numpy as np
 
 from spmdctx.cost.topology import Topology
 from spmdctx.ir import Graph, Value, item_bytes
-from spmdctx.rules.elementwise import BINARY, MANY, UNARY
+from spmdctx.rules.elementwise import ELEMENTWISE
 from spmdctx.search.incidences import ends
 from spmdctx.search.kinds import of_primitives
 from spmdctx.search.narrowing import NARROW_BYTES, narrow_readers
 from spmdctx.search.space import MATRIX_PRODUCTS
 
-_ELEMENTWISE = frozenset({*UNARY, *BINARY, *MANY})
 _LONGEST = 60
 """Values of a chain that are looked at."""
 
@@ -61,7 +60,7 @@ class _Chains:
         exists = np.frombuffer(held, dtype=np.uint8) == 1
         exists[list(self._kept)] = True
         # Per op whether a chain ends in front of it.
-        self._ends: list[bool] = (~of_primitives(graph, _ELEMENTWISE) | exists[ends(graph).first_results]).tolist()
+        self._ends: list[bool] = (~of_primitives(graph, ELEMENTWISE) | exists[ends(graph).first_results]).tolist()
 
     def lead_to_products(self, value: int) -> bool:
         """Whether products alone read the value, or the one value that all chains from it end in."""

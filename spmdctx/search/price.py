@@ -23,6 +23,7 @@ from spmdctx.cost.topology import Topology
 from spmdctx.ir import LITERAL, Assignment, AxisNames, Collective, Graph, Op, TensorSharding, item_bytes
 from spmdctx.mesh import LogicalMesh, format_sharding, local_shape
 from spmdctx.search.accumulation import ADDITIONS, NO_HOLDS, Holds, reduced_dtype
+from spmdctx.search.kept_apart import gradient_apart
 from spmdctx.search.kinds import of_primitives, ops_of, value_kinds
 from spmdctx.search.memory import StepMemory, profile, step_memory
 from spmdctx.search.memory_copies import Copies
@@ -119,7 +120,12 @@ def price(
 
     alive = alive_with(late)
     if topology.runs_barriers_in_order:
-        bill.early, alive = early_updates(graph, scopes, memory, Late(late, alive, alive_with, partial(biller.copies.waiting, sizes)))
+        waiting = partial(biller.copies.waiting, sizes)
+
+        def fuses(op: Op) -> bool:
+            return gradient_apart(graph, assignment, mesh, topology.scratch_bytes, op) is None
+
+        bill.early, alive = early_updates(graph, scopes, memory, Late(late, alive, alive_with, waiting, fuses))
     bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
     return bill
 

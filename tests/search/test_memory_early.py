@@ -36,7 +36,7 @@ def scaled(weights, x):
     return [weight - 0.1 * gradient / size for weight, gradient in zip(weights, gradients, strict=True)]
 
 
-def found(function, *weights, late_bytes=100, early_bytes=50, waits=True):
+def found(function, *weights, late_bytes=100, early_bytes=50, waits=True, fuses=True):
     """The updates found where the peak has `late_bytes` until the last layer's update is early, and which ops make their gradients."""
     program = trace(function, list(weights), X)
     graph = program.graph
@@ -47,7 +47,9 @@ def found(function, *weights, late_bytes=100, early_bytes=50, waits=True):
     def alive_with(late):
         return np.array([10, late_bytes if last in late else early_bytes])
 
-    late = Late(products, alive_with(products), alive_with, lambda left, time: dict.fromkeys(left, (time == 1) * waits * 40))
+    late = Late(
+        products, alive_with(products), alive_with, lambda left, time: dict.fromkeys(left, (time == 1) * waits * 40), lambda op: fuses
+    )
     return graph, products, early_updates(graph, program.scopes, memory, late)
 
 
@@ -69,11 +71,15 @@ def test_of_the_first_layer_nothing_can_wait():
     assert len(updates) == 2
 
 
-@pytest.mark.parametrize(("early_bytes", "number"), [(75, 1), (76, 0), (100, 0)])
-def test_nothing_waits_for_less_than_a_quarter_of_the_peak(early_bytes, number):
+@pytest.mark.parametrize(("early_bytes", "number"), [(83, 1), (84, 0), (100, 0)])
+def test_nothing_waits_for_less_than_a_sixth_of_the_peak(early_bytes, number):
     _, _, (updates, alive) = found(step, W, W, early_bytes=early_bytes)
     assert len(updates) == number
     assert alive.max() == (early_bytes if number else 100)
+
+
+def test_what_is_kept_apart_from_its_update_stays_where_it_is():
+    assert found(step, W, W, fuses=False)[2][0] == ()
 
 
 def test_what_keeps_nothing_alive_at_the_peak_stays_where_it_is():

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from spmdctx.lowering.compile import jit_program
-from spmdctx.lowering.updates import kept_apart
 from spmdctx.lowering.wishes import Wishes
+from spmdctx.search.kept_apart import kept_apart
 from tests.audit.compile_only import need_tpu
 from tests.road import MESH, spread, trace
 

@@ -8,9 +8,10 @@ they take apart, by the compiler's cycles (AdamW, libtpu 0.0.42, v5e, v5p and v6
 
 from __future__ import annotations
 
-from spmdctx.ir import LITERAL, Assignment, Graph
-from spmdctx.lowering.recompute import ELEMENTWISE
+from spmdctx.ir import LITERAL, Assignment, Graph, Op
 from spmdctx.mesh import LogicalMesh
+from spmdctx.rules.elementwise import ELEMENTWISE
+from spmdctx.search.kinds import ops_of
 from spmdctx.search.overlap import sides
 from spmdctx.search.roofline import local_bytes
 from spmdctx.search.transfer import partial_axes, project
@@ -21,19 +22,23 @@ def kept_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_
     if not scratch_bytes:
         return frozenset()
     terminal = sides(graph).terminal
-    found = set()
-    for op in graph.ops:
-        if op.primitive != "dot_general" or not terminal[op.results[0]] or LITERAL in op.operands:
-            continue
-        axes = assignment.ops[op.id].axes
-        if partial_axes(op.rule, axes):
-            continue
-        pairs = zip(op.operands, op.rule.operands, strict=True)
-        if min(local_bytes(graph.values[value], project(dims, axes), mesh) for value, dims in pairs) > scratch_bytes:
-            value = _turned(graph, op.results[0])
-            if _is_added(graph, value):
-                found.add(value)
-    return frozenset(found)
+    products = [op for op in ops_of(graph, ("dot_general",)) if terminal[op.results[0]]]
+    found = [gradient_apart(graph, assignment, mesh, scratch_bytes, op) for op in products]
+    return frozenset(value for value in found if value is not None)
+
+
+def gradient_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_bytes: int, op: Op) -> int | None:
+    """The gradient after which a barrier stands, of those that a matrix product `op` makes; None where none does."""
+    if op.primitive != "dot_general" or LITERAL in op.operands:
+        return None
+    axes = assignment.ops[op.id].axes
+    if partial_axes(op.rule, axes):
+        return None
+    pairs = zip(op.operands, op.rule.operands, strict=True)
+    if min(local_bytes(graph.values[value], project(dims, axes), mesh) for value, dims in pairs) <= scratch_bytes:
+        return None
+    value = _turned(graph, op.results[0])
+    return value if _is_added(graph, value) else None
 
 
 def _turned(graph: Graph, value: int) -> int:
