@@ -44,6 +44,7 @@ from spmdctx.trace.program import Program
 from spmdctx.wording import bytes_text, exact_bytes_text
 
 PEAK_NOTE = "The predicted peak"
+_MOST_LISTED = 4
 """How notes on what a plan takes begin."""
 
 _WORTH_A_WORD = 0.01
@@ -365,7 +366,18 @@ def _notes(program: Program, captured: Captured, setup: Setup, settings: Setting
         notes += _all_to_all_notes(program, setup, settings, bill)
         notes += _repeated_work(program, setup, assignment, bill)
         notes += _unmatched_patterns(captured, settings)
+        notes += _early_notes(program, captured, bill)
     return tuple(dict.fromkeys(notes))
+
+
+def _early_notes(program: Program, captured: Captured, bill: Bill) -> list[str]:
+    """The updates of state for which the rest of the step is made to wait."""
+    waited_for = {value for update in bill.early for value in update.results}
+    if not waited_for:
+        return []
+    paths = [leaf.path for leaf, value in zip(captured.outputs, program.graph.outputs, strict=True) if value in waited_for]
+    listed = ", ".join(f"'{path}'" for path in paths[:_MOST_LISTED]) + (", ..." if len(paths) > _MOST_LISTED else "")
+    return [f"The rest of the step waits for the new value of {listed}: what its gradient is made of would be in memory to the end."]
 
 
 def memory_notes(settings: Settings, peak_bytes: int) -> list[str]:
