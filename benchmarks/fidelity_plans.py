@@ -189,7 +189,8 @@ def summarise(rows: Sequence[tuple[Job, Judged]]) -> dict[str, Any]:
             one.planned["exact_bytes"] >= MIN_BYTES * (one.planned["planned_bytes"] + one.planned["unplanned_bytes"]) for _, one in rows
         ),
         "memory_within_15": sum(abs(error) <= MAX_MEMORY for error in errors),
-        "memory_median": statistics.median(errors) if errors else 0.0,
+        "memory_median": statistics.median(map(abs, errors)) if errors else 0.0,
+        "memory_bias": statistics.median(errors) if errors else 0.0,
         "memory_worst": max(map(abs, errors), default=0.0),
     }
 
