@@ -232,3 +232,12 @@ def test_a_product_that_is_transposed_is_made_so():
     product = graph.ops[0].results[0]
     memory = step_memory(graph, program.scopes)
     assert (memory.held[product], memory.settled[product]) == (0, 1)
+
+
+def test_a_product_that_bears_a_mark_is_made_under_it():
+    mesh = jax.sharding.AbstractMesh((1,), ("data",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    program, graph = traced(lambda x, w: lax.with_sharding_constraint(x @ w, place), X, W)
+    product = graph.ops[0].results[0]
+    memory = step_memory(graph, program.scopes)
+    assert (memory.held[product], memory.settled[product]) == (0, 1)

@@ -41,8 +41,8 @@ def passed(graph, runs):
     return [sum(place < other <= runs[place] for other in others) for place in gradients]
 
 
-@pytest.mark.parametrize(("num_layers", "most"), [(2, 0), (6, 1), (12, 2), (40, 6)])
-def test_a_product_that_only_makes_a_gradient_is_put_off_behind_a_ninth_of_the_others(num_layers, most):
+@pytest.mark.parametrize(("num_layers", "most"), [(1, 0), (2, 1), (3, 2), (12, 2), (20, 4), (40, 6)])
+def test_a_product_that_only_makes_a_gradient_is_put_off_behind_two_or_a_ninth_of_the_others(num_layers, most):
     graph = deep(num_layers).graph
     found = passed(graph, order(graph))
     assert max(found) == most
@@ -55,12 +55,13 @@ def test_nothing_is_put_off_on_one_device():
 
 
 def test_state_is_updated_as_soon_as_its_gradient_is_there():
-    graph = deep(3).graph
+    graph = deep(12).graph
     runs = order(graph)
     gradients, _ = weight_gradients(graph)
     updates = [graph.producers[value] for value in graph.outputs]
     assert updates == sorted(updates, reverse=True) or updates == sorted(updates)
-    assert sorted(runs[update] for update in updates)[0] <= sorted(gradients)[1], "the last layer's, before the gradient of the one before"
+    early = sorted(runs[update] for update in updates)[:-2]
+    assert early == sorted(runs[gradient] for gradient in gradients)[:-2], "of the last two nothing is put off, and all else has run"
     assert all(runs[update] >= min(gradients) for update in updates)
 
 

@@ -228,3 +228,32 @@ def test_the_search_prices_an_op_as_the_bill_does(stored):
     choice = space.choose(0, [space.number(sharding) for sharding in values])
     found = bill(graph, [choice.axes], values)
     assert choice.time_s == pytest.approx(found.compute_s + found.communication_s)
+
+
+@pytest.mark.parametrize(("axis", "share"), [(M, 1.5), ((), 0.5)], ids=["a sum over devices", "whole"])
+@pytest.mark.parametrize("narrows", [True, False])
+def test_a_sum_that_is_kept_narrow_is_reduced_before_it_is_narrowed(axis, share, narrows):
+    machine = dataclasses.replace(CPU, narrows_matrix_operands=narrows, fuses_into_products=True)
+    program = trace(lambda x, w, v: (lambda y: jnp.tanh(y) * jnp.cos(y))(x @ w) @ v, X, W, W)
+    first = program.graph.ops[0]
+    assignment = spread(program, {0: ((), axis), 1: (axis, ()), 2: WHOLE})
+    profile = price(program.graph, program.scopes, program.loose, (), assignment, MESH, machine).memory_profile
+    arguments = (32 + 64 + 64) * 64 * 4 if not axis else (32 + 64) * 64 * 4 // 2 + 64 * 64 * 4
+    # Kept as float32, a sum is reduced in its own place.
+    assert profile[first.id] - arguments == (share if narrows else 1) * 32 * 64 * 4
+
+
+def test_a_sum_over_an_axis_of_one_device_is_none():
+    """Its product may run last, and what it reads is there until then."""
+
+    def step(weights, x):
+        gradients = jax.grad(lambda weights: jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1]).sum())(weights)
+        return [weight - 0.1 * gradient for weight, gradient in zip(weights, gradients, strict=True)]
+
+    program = trace(step, [W, W], X)
+    mesh = LogicalMesh.of({"data": 1, "model": 8})
+    split, whole = (spread(program, {2: (axes, ()), 0: ((), M), 1: (M, ())}, mesh) for axes in (D, ()))
+    profiles = [
+        price(program.graph, program.scopes, program.loose, (), assignment, mesh, CPU).memory_profile for assignment in (split, whole)
+    ]
+    assert profiles[0] == profiles[1]
