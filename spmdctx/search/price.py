@@ -111,22 +111,7 @@ def price(
         time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
     bill.shares = [*biller.shares, *[0.0] * (len(bill.collectives) - len(biller.shares))]
-    sizes = biller.sizes()
-    moved = {row.value for row in bill.moves}
-    late = biller.copies.late(moved, biller.reduced, sizes)
-
-    def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
-        return profile(memory.lives, sizes, len(graph.ops), biller.copies.finish(moved, sizes, late), topology.scratch_bytes)
-
-    alive = alive_with(late)
-    if topology.runs_barriers_in_order:
-        waiting = partial(biller.copies.waiting, sizes)
-
-        def fuses(op: Op) -> bool:
-            return gradient_apart(graph, assignment, mesh, topology.scratch_bytes, op) is None
-
-        bill.early, alive = early_updates(graph, scopes, memory, Late(late, alive, alive_with, waiting, fuses))
-    bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
+    biller.count_memory(scopes)
     return bill
 
 
@@ -144,7 +129,7 @@ class _Biller:
     def __init__(
         self, graph: Graph, loose: frozenset[int], assignment: Assignment, mesh: LogicalMesh, topology: Topology, memory: StepMemory
     ) -> None:
-        self.copies = Copies(graph, memory)
+        self.copies, self._memory = Copies(graph, memory), memory
         self.reduced: set[int] = set()
         self.buckets: Mapping[int, int] = {}
         self.holds = NO_HOLDS
@@ -387,6 +372,23 @@ class _Biller:
         self.bill.collectives.append(Collective(kind, axes, payload, time_s, repeats, cause, self.graph.origins[op.id].source))
         self.shares.append(share)
         return time_s * repeats
+
+    def count_memory(self, scopes: Sequence[int]) -> None:
+        """What is alive at each op, and which updates the step waits for, when every op is known."""
+        graph, memory, scratch_bytes = self.graph, self._memory, self.topology.scratch_bytes
+        sizes, moved = self.sizes(), {row.value for row in self.bill.moves}
+
+        def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
+            return profile(memory.lives, sizes, len(graph.ops), self.copies.finish(moved, sizes, late), scratch_bytes)
+
+        def fuses(op: Op) -> bool:
+            return gradient_apart(graph, self.assignment, self.mesh, scratch_bytes, op) is None
+
+        products = self.copies.late(moved, self.reduced, sizes)
+        late = Late(products, alive_with(products), alive_with, partial(self.copies.waiting, sizes), fuses)
+        waits = self.topology.runs_barriers_in_order
+        self.bill.early, alive = early_updates(graph, scopes, memory, late) if waits else ((), late.alive)
+        self.bill.memory_profile, self.bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
 
     def sizes(self) -> list[int]:
         """Bytes that each value takes in memory."""
