@@ -1,5 +1,6 @@
 """A step that waits for an update of state."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -10,7 +11,9 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import spmdctx
 from spmdctx.errors import ContextWarning
 from spmdctx.lowering.early import wait_for
 from tests.audit.compile_only import need_tpu
@@ -96,3 +99,34 @@ def test_the_compiled_program_frees_the_logits_gradient_before_the_backward_pass
     assert (said, unsaid) == ([1, 1], [0, 0])
     assert planned < 0.75 * planned_late
     assert early < 0.75 * late
+
+
+def test_a_step_that_waits_gives_the_numbers_of_one_device(monkeypatch):
+    monkeypatch.setattr("spmdctx.search.memory_early._LEAST_SAVED", 0.0)
+    monkeypatch.setattr("spmdctx.search.memory_early._LEAST_SHARE", 0.0)
+    keys = jax.random.split(jax.random.key(0), 5)
+    weights = [jax.random.normal(key, (32, 32)) / 6 for key in keys[:4]]
+
+    def step(weights, x):
+        def loss(weights):
+            return functools.reduce(lambda x, weight: jnp.tanh(x @ weight), weights, x).sum()
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return [weight - 0.1 * gradient for weight, gradient in zip(weights, gradients, strict=True)], value
+
+    mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("data", "model"))
+    columns = NamedSharding(mesh, PartitionSpec(None, "model"))
+
+    def split(weights, x):
+        return step([jax.lax.with_sharding_constraint(weight, columns) for weight in weights], x)
+
+    parallel = spmdctx.parallel(
+        split, parallel_mode="auto_parallel", search_mode="sharding_propagation", mesh=mesh, topology="tpu-v5e", donate_argnums=0
+    )
+    x = jax.random.normal(keys[4], (16, 32))
+    expected = step(weights, x)
+    plan = parallel.plan(weights, x)
+    assert len(plan.early) == 3
+    assert any(note.startswith("The rest of the step waits for the new value of") for note in plan.notes)
+    for got, want in zip(jax.tree.leaves(parallel(weights, x)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
