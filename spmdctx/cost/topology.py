@@ -52,8 +52,8 @@ class Topology:
             products' own precision (XLA on TPU).
         fuses_into_products: Whether what is element-wise before a matrix product is computed inside of it, and never in memory
             (XLA on TPU; on GPU and CPU what a product reads is there).
-        runs_barriers_in_order: Whether what is behind an optimization barrier runs after what is before it (XLA on TPU; elsewhere the
-            barriers are gone before the program is scheduled).
+        runs_barriers_in_order: Whether what is behind an optimization barrier runs after what is before it (XLA on TPU; of GPU
+            and CPU it is not known).
         vector_flops_per_s: Arithmetic outside of matrix products; `peak_flops_per_s` where it is 0.
         float32_flops_per_s: Matrix products of float32 at JAX's default precision; `peak_flops_per_s` where it is 0.
         matrix_tile: Side of the matrix unit: dimensions of a product are padded to multiples of it.

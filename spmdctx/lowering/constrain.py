@@ -174,6 +174,7 @@ class _Rewriter:
         self._routes, self._scopes, self._sharers = wishes.routes, program.scopes, sharers(program.graph)
         self._repeated = repeated_values(program.graph, assignment, self._moved)
         self._apart = kept_apart(program.graph, assignment, mesh, wishes.scratch_bytes)
+        # Only TPU's compiler, which has such memory, was seen to keep both.
         if wishes.scratch_bytes:
             self._apart |= written_once(program.graph, assignment)
         self._templates: dict[Any, Any] = {}

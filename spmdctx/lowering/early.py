@@ -27,7 +27,8 @@ def wait_for(eqns: Sequence[Any], outputs: Sequence[Any], gate: Any, *results: A
     """
     made = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
     if not made.keys() >= {gate, *results}:
-        warnings.warn("An update of state runs when the compiler likes: it is made inside of a call.", ContextWarning, stacklevel=2)
+        text = "The step does not wait for an update of state as planned, and may take more memory: the update is made inside of a call."
+        warnings.warn(text, ContextWarning, stacklevel=2)
         return list(eqns), list(outputs)
     after = {var: jexc.Var(var.aval) for var in (gate, *results)}
     before = ancestors(eqns, after)

@@ -1,6 +1,7 @@
 """Products that make a gradient which the update of its state takes as it is: the compiler fuses them with it, and runs them last.
 
-What such a product reads is in memory to the end of the step (XLA on TPU, seen in compiled programs of libtpu 0.0.42). A gradient that is
+What such a product reads is in memory to the end of the step (XLA on TPU, seen in compiled programs of libtpu 0.0.42), unless the
+step is made to wait for it (`memory_early`). A gradient that is
 reduced, or moved, before the update is no such one: its product runs where others leave it (`memory_order`), as does what a loop makes.
 """
 

@@ -1,16 +1,12 @@
 """Sums of a reduced product and a bias that the compiler would write, and compute again from the product."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from spmdctx.lowering.biases import written_once
 from tests.audit.compile_only import need_tpu
+from tests.own_process import numbers
 from tests.road import ops, spread, trace
 
 D, M = ("data",), ("model",)
@@ -71,10 +67,6 @@ for change in (constrain.written_once, lambda *_: frozenset()):
 
 def test_the_compiled_program_keeps_one_of_the_two():
     need_tpu()
-    # A process of its own: the benchmark's programs are the zoo's, made larger for good.
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", PEAKS], cwd=root, env=env, capture_output=True, text=True, check=True, timeout=300)
-    (planned, once), (_, twice) = (map(int, line.split()) for line in done.stdout.splitlines())
+    (planned, once), (_, twice) = numbers(PEAKS)
     assert once < 0.8 * twice
     assert planned == pytest.approx(once, rel=0.15)

@@ -1,10 +1,6 @@
 """A step that waits for an update of state."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.extend.core as jexc
@@ -17,6 +13,7 @@ import spmdctx
 from spmdctx.errors import ContextWarning
 from spmdctx.lowering.early import wait_for
 from tests.audit.compile_only import need_tpu
+from tests.own_process import numbers
 
 X = jnp.arange(12.0).reshape(3, 4) / 12
 
@@ -91,11 +88,7 @@ for least in (memory_early._LEAST_SAVED, 2.0):
 
 def test_the_compiled_program_frees_the_logits_gradient_before_the_backward_pass_goes_on():
     need_tpu()
-    # A process of its own: the benchmark's programs are the zoo's, made larger for good.
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", PEAKS], cwd=root, env=env, capture_output=True, text=True, check=True, timeout=300)
-    (planned, early, *said), (planned_late, late, *unsaid) = (map(int, line.split()) for line in done.stdout.splitlines())
+    (planned, early, *said), (planned_late, late, *unsaid) = numbers(PEAKS)
     assert (said, unsaid) == ([1, 1], [0, 0])
     assert planned < 0.75 * planned_late
     assert early < 0.75 * late

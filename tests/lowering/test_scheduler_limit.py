@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +12,7 @@ from spmdctx.cost.topology import GIB
 from spmdctx.lowering import scheduler_limit
 from spmdctx.lowering.scheduler_limit import scheduler_options
 from tests.audit.compile_only import need_gpu, need_tpu
+from tests.own_process import numbers
 
 LIMIT, RERUNS = "xla_tpu_scheduler_percent_shared_memory_limit", "xla_latency_hiding_scheduler_rerun"
 
@@ -107,9 +103,5 @@ for slack in (0.9, 10.0):
 
 def test_the_compiled_program_takes_less_for_a_lower_limit():
     need_tpu()
-    # A process of its own: the benchmark's programs are the zoo's, made larger for good.
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", PEAKS], cwd=root, env=env, capture_output=True, text=True, check=True, timeout=300)
-    limited, free = map(int, done.stdout.split())
+    (limited,), (free,) = numbers(PEAKS)
     assert limited < 0.95 * free

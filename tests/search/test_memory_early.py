@@ -1,7 +1,6 @@
 """Updates that run right behind the product that makes their gradient."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,29 +8,18 @@ from spmdctx.search.memory import step_memory
 from spmdctx.search.memory_copies import Copies
 from spmdctx.search.memory_early import Late, early_updates
 from tests.road import trace
-
-X, W = jnp.ones((32, 64)), jnp.ones((64, 64))
-
-
-def layers(weights, x):
-    for weight in weights:
-        x = jnp.tanh(x @ weight)
-    return x.sum()
-
-
-def step(weights, x):
-    return [weight - 0.1 * gradient for weight, gradient in zip(weights, jax.grad(layers)(weights, x), strict=True)]
+from tests.search.descent import W, X, descent, loss
 
 
 def shared(weights, x):
     """One weight is used twice: its gradient needs the whole backward pass."""
-    gradient = jax.grad(lambda weight: layers([weight, weight], x))(weights[0])
+    gradient = jax.grad(lambda weight: loss([weight, weight], x))(weights[0])
     return [weights[0] - 0.1 * gradient]
 
 
 def scaled(weights, x):
     """An update that waits for all gradients."""
-    gradients = jax.grad(layers)(weights, x)
+    gradients = jax.grad(loss)(weights, x)
     size = sum((gradient**2).sum() for gradient in gradients)
     return [weight - 0.1 * gradient / size for weight, gradient in zip(weights, gradients, strict=True)]
 
@@ -54,7 +42,7 @@ def found(function, *weights, late_bytes=100, early_bytes=50, waits=True, fuses=
 
 
 def test_all_that_reads_the_next_layers_gradient_waits_for_the_new_weight():
-    graph, products, (updates, alive) = found(step, W, W)
+    graph, products, (updates, alive) = found(descent, W, W)
     last, first = products
     (update,) = updates
     assert update.op == last
@@ -66,24 +54,24 @@ def test_all_that_reads_the_next_layers_gradient_waits_for_the_new_weight():
 
 
 def test_of_the_first_layer_nothing_can_wait():
-    _, products, (updates, _) = found(step, W, W, W)
+    _, products, (updates, _) = found(descent, W, W, W)
     assert len(products) == 3
     assert len(updates) == 2
 
 
 @pytest.mark.parametrize(("early_bytes", "number"), [(83, 1), (84, 0), (100, 0)])
 def test_nothing_waits_for_less_than_a_sixth_of_the_peak(early_bytes, number):
-    _, _, (updates, alive) = found(step, W, W, early_bytes=early_bytes)
+    _, _, (updates, alive) = found(descent, W, W, early_bytes=early_bytes)
     assert len(updates) == number
     assert alive.max() == (early_bytes if number else 100)
 
 
 def test_what_is_kept_apart_from_its_update_stays_where_it_is():
-    assert found(step, W, W, fuses=False)[2][0] == ()
+    assert found(descent, W, W, fuses=False)[2][0] == ()
 
 
 def test_what_keeps_nothing_alive_at_the_peak_stays_where_it_is():
-    assert found(step, W, W, waits=False)[2][0] == ()
+    assert found(descent, W, W, waits=False)[2][0] == ()
 
 
 @pytest.mark.parametrize("function", [shared, scaled])
@@ -93,7 +81,7 @@ def test_an_update_that_needs_later_gradients_is_not_early(function):
 
 def test_an_update_that_needs_what_the_gate_makes_is_not_early():
     def slowed(weights, x):
-        gradients, at = jax.grad(layers, argnums=(0, 1))(weights, x)
+        gradients, at = jax.grad(loss, argnums=(0, 1))(weights, x)
         return [weight - at[0, 0] * gradient for weight, gradient in zip(weights, gradients, strict=True)]
 
     _, products, (updates, _) = found(slowed, W, W)
@@ -102,7 +90,7 @@ def test_an_update_that_needs_what_the_gate_makes_is_not_early():
 
 
 def test_what_waits_keeps_alive_what_it_reads_beyond_its_life():
-    program = trace(step, [W, W], X)
+    program = trace(descent, [W, W], X)
     graph = program.graph
     memory = step_memory(graph, program.scopes)
     product = memory.gradients[0]

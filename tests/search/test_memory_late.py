@@ -6,19 +6,7 @@ import pytest
 
 from spmdctx.search.memory import step_memory
 from tests.road import trace
-
-X = jnp.ones((32, 64))
-W = jnp.ones((64, 64))
-
-
-def loss(weights, x):
-    for weight in weights:
-        x = jnp.tanh(x @ weight)
-    return x.sum()
-
-
-def plain(weights, x):
-    return [weight - 0.1 * gradient for weight, gradient in zip(weights, jax.grad(loss)(weights, x), strict=True)]
+from tests.search.descent import W, X, descent, loss
 
 
 def clipped(weights, x):
@@ -28,10 +16,10 @@ def clipped(weights, x):
 
 
 def looped(weights, x):
-    return plain([jax.lax.fori_loop(0, 3, lambda _, weight: plain([weight], x)[0], weights[0])], x)
+    return descent([jax.lax.fori_loop(0, 3, lambda _, weight: descent([weight], x)[0], weights[0])], x)
 
 
-@pytest.mark.parametrize(("step", "expected"), [(plain, 2), (clipped, 0), (looped, 1)])
+@pytest.mark.parametrize(("step", "expected"), [(descent, 2), (clipped, 0), (looped, 1)])
 def test_a_product_may_run_last_if_nothing_but_an_update_outside_of_loops_reads_its_gradient(step, expected):
     program = trace(step, [W, W], X)
     graph, found = program.graph, step_memory(program.graph, program.scopes).gradients
@@ -40,13 +28,13 @@ def test_a_product_may_run_last_if_nothing_but_an_update_outside_of_loops_reads_
 
 
 def test_what_becomes_of_a_gradient_ends_in_the_step_s_results():
-    program = trace(plain, [W, W], X)
+    program = trace(descent, [W, W], X)
     found = step_memory(program.graph, program.scopes).gradients
     assert [set(one.made) & set(program.graph.outputs) != set() for one in found] == [True, True]
 
 
 def test_what_a_product_reads_is_told_apart_from_what_chains_into_it_read():
-    program = trace(plain, [W, W], X)
+    program = trace(descent, [W, W], X)
     graph, memory = program.graph, step_memory(program.graph, program.scopes)
     for one in memory.gradients:
         operands = graph.ops[one.op].operands
@@ -56,5 +44,5 @@ def test_what_a_product_reads_is_told_apart_from_what_chains_into_it_read():
 
 
 def test_none_runs_last_on_one_device():
-    program = trace(plain, [W, W], X)
+    program = trace(descent, [W, W], X)
     assert step_memory(program.graph, program.scopes, waits=False).gradients == ()
