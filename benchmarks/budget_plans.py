@@ -46,7 +46,7 @@ def jobs(topology: str, shares: tuple[float, ...]) -> Iterator[Job]:
 def build(job: Job) -> Built:
     """Plans and lowers a job's step."""
     import spmdctx
-    from spmdctx.lowering.targets import tpu_devices
+    from spmdctx.lowering.compile_only import tpu_devices
 
     devices = tpu_devices(job["topology"])
     step, arguments = _program(job["model"])

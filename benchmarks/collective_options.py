@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 import spmdctx
-from spmdctx.lowering.targets import gpu_devices, tpu_devices
+from spmdctx.lowering.compile_only import gpu_devices, tpu_devices
 from tests.zoo import CASES, Case
 
 _BACKENDS = {"cpu": (jax.devices, "cpu"), "tpu": (lambda: tpu_devices("v5e:2x4"), "tpu-v5e"), "gpu": (lambda: gpu_devices(8), "h100")}

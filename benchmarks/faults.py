@@ -48,7 +48,7 @@ class Run:
     """One run of the training's command, its output read as it comes."""
 
     def __init__(self, folder: Path, num_steps: int) -> None:
-        command = "-m spmdctx.cli launch -n 2 --devices-per-process 2 -m tests.processes.work_train"
+        command = "-m spmdctx launch -n 2 --devices-per-process 2 -m tests.processes.work_train"
         self.folder = folder
         self.process = subprocess.Popen(
             [sys.executable, *command.split(), str(folder), str(num_steps)],

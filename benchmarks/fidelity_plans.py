@@ -64,7 +64,7 @@ def build(job: Job) -> Built:
     import numpy as np
 
     import spmdctx
-    from spmdctx.lowering.targets import tpu_devices
+    from spmdctx.lowering.compile_only import tpu_devices
 
     devices = tpu_devices(job["topology"])
     data, model = job["mesh"] or (8, 1)

@@ -60,7 +60,7 @@ def build(job: Job) -> Built:
     from flax import nnx
 
     import spmdctx
-    from spmdctx.lowering.targets import tpu_devices
+    from spmdctx.lowering.compile_only import tpu_devices
     from spmdctx.models import DecoderConfig, abstract_program
     from spmdctx.models.training import loss_fn
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmdctx.arrays import FloatArray
-from spmdctx.search.solver.problem import Edge, Life, Memory, Problem, Solution
+from spmdctx.ir.arrays import FloatArray
+from spmdctx.search.solver.problem.problem import Edge, Life, Memory, Problem, Solution
 from spmdctx.search.solver.solve import solve
 
 FORBIDDEN = 1e17

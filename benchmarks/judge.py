@@ -21,7 +21,7 @@ from benchmarks.judge_links import Slice, slice_of
 from benchmarks.judge_timeline import Pricing, Timeline, Walk
 from benchmarks.judge_work import Work
 from spmdctx.audit.hlo import read_module
-from spmdctx.cost.topology import topology as preset
+from spmdctx.machine.presets import topology as preset
 
 if TYPE_CHECKING:
     import jax
@@ -131,7 +131,7 @@ def format_judgement(one: Judgement) -> str:
 
 def main() -> int:
     """Judges a saved `compiled.as_text()`."""
-    from spmdctx.lowering.targets import tpu_devices
+    from spmdctx.lowering.compile_only import tpu_devices
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)

@@ -136,7 +136,7 @@ def _workers(module: str) -> ForkServerContext:
     return workers
 
 
-_IMPORTED = ["benchmarks.templates_zoo", "spmdctx", "spmdctx.audit", "spmdctx.lowering.targets", "tests.zoo", "scipy.stats"]
+_IMPORTED = ["benchmarks.templates_zoo", "spmdctx", "spmdctx.audit", "spmdctx.lowering.compile_only", "tests.zoo", "scipy.stats"]
 
 
 def _work_apart(module: str, job: Job, scratch: Path, folder: Path, codegen: bool) -> None:

@@ -17,7 +17,7 @@ from spmdctx.audit.collectives import KINDS as HLO_KINDS
 from spmdctx.audit.groups import read_groups
 from spmdctx.audit.hlo import Computation, Instruction, Module
 from spmdctx.audit.loops import trip_count
-from spmdctx.ir import COLLECTIVE_KINDS
+from spmdctx.ir.collective import COLLECTIVE_KINDS
 
 KINDS = {opcode: kind for opcode, kind in HLO_KINDS.items() if kind in COLLECTIVE_KINDS}
 _CHANNEL = re.compile(r"channel_id=(\d+)")

@@ -49,7 +49,7 @@ def build(job: Job) -> Built:
     import numpy as np
 
     import spmdctx
-    from spmdctx.lowering.targets import tpu_devices
+    from spmdctx.lowering.compile_only import tpu_devices
 
     devices = tpu_devices(job["topology"])
     step, arguments = _program(job)

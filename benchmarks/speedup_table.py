@@ -77,7 +77,7 @@ def build(job: Job) -> Built:
     """The program of a template, or of a search."""
     from benchmarks.templates import Template, lower_decoder
     from benchmarks.templates_zoo import ZooTemplate, lower_zoo
-    from spmdctx.lowering.targets import tpu_devices
+    from spmdctx.lowering.compile_only import tpu_devices
 
     devices = tpu_devices(job["topology"])
     if "template" not in job:
@@ -154,8 +154,8 @@ def known_contenders(row: Row, batch: int, start: Job, memory_bytes: int, folder
 
 def main() -> int:
     """Prints the figures of every row and batch, then the table."""
-    from spmdctx.context import get_auto_parallel_context
-    from spmdctx.cost.topology import topology
+    from spmdctx.context.layers import get_auto_parallel_context
+    from spmdctx.machine.presets import topology
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="models")

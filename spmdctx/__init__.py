@@ -13,7 +13,7 @@ from spmdctx.checkpoint import (
     transform_checkpoint_by_rank,
     transform_checkpoints,
 )
-from spmdctx.context import (
+from spmdctx.context.layers import (
     auto_parallel_context,
     get_algo_parameters,
     get_auto_parallel_context,
@@ -23,7 +23,6 @@ from spmdctx.context import (
     set_algo_parameters,
     set_auto_parallel_context,
 )
-from spmdctx.cost.topology import Topology
 from spmdctx.errors import (
     CheckpointError,
     CommunicationError,
@@ -37,10 +36,11 @@ from spmdctx.errors import (
     StrategyError,
     UnsupportedError,
 )
-from spmdctx.layout import Layout
+from spmdctx.ir.layout import Layout
+from spmdctx.machine.topology import Topology
 from spmdctx.plan import Plan
-from spmdctx.shard import shard
-from spmdctx.verify import VerifyReport
+from spmdctx.shard.decorate import shard
+from spmdctx.step.verify import VerifyReport
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from spmdctx.cli import main
+from spmdctx.cli.main import main
 
 sys.exit(main())

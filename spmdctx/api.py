@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, overload
 
 from spmdctx.gradients import grad, value_and_grad
-from spmdctx.mesh_scope import get_mesh
 from spmdctx.plan.plan import Plan
-from spmdctx.step import ParallelStep
+from spmdctx.step.step import ParallelStep
+from spmdctx.trace.scope.mesh import get_mesh
 
 __all__ = ["ParallelStep", "get_mesh", "grad", "parallel", "plan", "value_and_grad"]
 

@@ -7,15 +7,17 @@ import jax
 import numpy as np
 
 from spmdctx.audit.collectives import parse_collectives
-from spmdctx.cost.topology import PRESETS
-from spmdctx.ir import Assignment, Role
+from spmdctx.cost.bill import Bill
+from spmdctx.cost.price import price
+from spmdctx.ir.graph import Role
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import Assignment
 from spmdctx.lowering.compile import CompiledProgram, jit_program
-from spmdctx.mesh import LogicalMesh
-from spmdctx.search.price import Bill, price
+from spmdctx.machine.presets import PRESETS
+from spmdctx.search.problem.space import Space
 from spmdctx.search.propagation import propagate
-from spmdctx.search.space import Space
-from spmdctx.trace.build import Argument, build
-from spmdctx.trace.program import Program
+from spmdctx.trace.build.build import Argument, build
+from spmdctx.trace.build.program import Program
 
 CPU = PRESETS["cpu"]
 MESH = LogicalMesh.of({"data": 4, "model": 2})

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import spmdctx
-import spmdctx.plan.page
-import spmdctx.shard_call  # importing submodules must not hide the functions of the same names
+import spmdctx.plan.show.page
+import spmdctx.shard.call
 
 FUNCTIONS = [
     "auto_parallel_context",

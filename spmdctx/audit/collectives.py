@@ -11,8 +11,8 @@ from spmdctx.audit.hlo import Instruction, Leaf, Module, read_module
 from spmdctx.audit.loops import trip_count
 from spmdctx.audit.provenance import Place, Scope, operands, parts, terms
 from spmdctx.audit.provenance import source as find_source
-from spmdctx.ir import AxisNames
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import AxisNames
 
 KINDS = {
     "all-reduce": "all_reduce",
@@ -33,7 +33,7 @@ _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 class CompiledCollective:
     """One tensor moved by a compiled collective.
 
-    `payload_bytes` is per device and execution, as in `ir.Collective`: the operand, for an all_gather the result.
+    `payload_bytes` is per device and execution, as in `ir.collective.Collective`: the operand, for an all_gather the result.
     `repeats` counts executions in a step. `note` says what is unusual: a part of an axis, a loop of unknown length.
     `summands` counts the terms that the program adds up to make the operand: reductions of each of them, joined by the
     compiler into one of the sum, show here.

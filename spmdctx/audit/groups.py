@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.arrays import IntArray
-from spmdctx.ir import AxisNames
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.arrays import IntArray
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import AxisNames
 
 _GROUPS = re.compile(r"replica_groups=(\{\{[^}]*\}(?:,\{[^}]*\})*\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\{[^}]*\})")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{\d+,\d+\}(?:,\{\d+,\d+\})*)?\}")

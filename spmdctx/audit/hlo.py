@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from spmdctx.ir import item_bytes
+from spmdctx.ir.graph import item_bytes
 from spmdctx.wording import file_text
 
 _DTYPES = {

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from spmdctx.audit.collectives import CompiledCollective
 from spmdctx.audit.groups import in_mesh_order
-from spmdctx.ir import COLLECTIVE_KINDS, AxisNames, Collective
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.collective import COLLECTIVE_KINDS, Collective
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import AxisNames
 
 TOLERANCE = 0.1
 AS_PLANNED = "as planned"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from spmdctx.audit.collectives import CompiledCollective
 from spmdctx.audit.match import AS_PLANNED
-from spmdctx.ir import Collective
+from spmdctx.ir.collective import Collective
 
 if TYPE_CHECKING:
     from spmdctx.audit.report import AuditReport, AuditRow, MemoryUse

@@ -11,8 +11,9 @@ from spmdctx.audit.collectives import CompiledCollective, parse_collectives
 from spmdctx.audit.groups import in_mesh_order
 from spmdctx.audit.match import Comparison, compare
 from spmdctx.audit.render import report_html, report_text
-from spmdctx.ir import AxisNames, Collective
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import AxisNames
 
 if TYPE_CHECKING:
     import jax

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdctx.errors import CheckpointError
-from spmdctx.plan.mindspore import ParameterLayout
+from spmdctx.plan.mindspore.file import ParameterLayout
 
 Block = tuple[tuple[int, int], ...]
 """Start and end per dimension."""

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 from spmdctx.checkpoint.blocks import Block, block_of, whole
 from spmdctx.checkpoint.tree import StateTree, stored_form
 from spmdctx.errors import CheckpointError, ContextError, UnsupportedError, message
-from spmdctx.ir import Role
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.graph import Role
+from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.plan.file import read_strategy
-from spmdctx.plan.mindspore import MindSporeStrategy, ParameterLayout, mindspore_name, tensor_layout
+from spmdctx.plan.mindspore.file import MindSporeStrategy, ParameterLayout, mindspore_name, tensor_layout
 from spmdctx.plan.plan import Plan, PlannedTensor
 
 Layouts = Mapping[str, ParameterLayout]

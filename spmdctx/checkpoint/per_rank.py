@@ -18,9 +18,9 @@ from spmdctx.checkpoint.layouts import Layouts, Slicing, Strategy, rank_devices,
 from spmdctx.checkpoint.sources import STRATEGY, Sources, check_complete, rank_files
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, Tensor, write_tensors
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, stored_form, to_stored
-from spmdctx.context import current_context
+from spmdctx.context.layers import current_context
 from spmdctx.errors import CheckpointError, UnsupportedError, message
-from spmdctx.plan.mindspore import ParameterLayout, mindspore_name, write_layouts
+from spmdctx.plan.mindspore.file import ParameterLayout, mindspore_name, write_layouts
 
 
 class Loaded(NamedTuple):

@@ -17,7 +17,7 @@ from spmdctx.checkpoint.blocks import Block, block_of, overlap, shape_of_block, 
 from spmdctx.checkpoint.layouts import Slicing
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, TensorFile
 from spmdctx.errors import CheckpointError, message
-from spmdctx.plan.mindspore import ParameterLayout
+from spmdctx.plan.mindspore.file import ParameterLayout
 
 STRATEGY = "strategy.json"
 """The strategy file beside the folders of the ranks."""

@@ -17,7 +17,7 @@ from spmdctx.checkpoint.layouts import Slicing, Strategy, slicing
 from spmdctx.checkpoint.sources import STRATEGY, Sources, check_complete, pieces, rank_files
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, Tensor, write_tensors
 from spmdctx.errors import CheckpointError, UnsupportedError, message
-from spmdctx.plan.mindspore import ParameterLayout, mindspore_name, write_layouts
+from spmdctx.plan.mindspore.file import ParameterLayout, mindspore_name, write_layouts
 
 
 class Parameter(NamedTuple):

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdctx.errors import CheckpointError, message
-from spmdctx.trace.capture import flattening_of
-from spmdctx.trace.structure import path_text
+from spmdctx.trace.capture.capture import flattening_of
+from spmdctx.trace.capture.structure import path_text
 
 _VALUE = "value"
 

@@ -1,6 +1,6 @@
 """Communication between processes and devices, after MindSpore's `mindspore.communication`; a rank is a device."""
 
-from spmdctx.communication.entered import is_initialized
+from spmdctx.communication.current import is_initialized
 from spmdctx.communication.groups import WORLD, create_group, destroy_group
 from spmdctx.communication.world import (
     get_group_rank_from_world_rank,

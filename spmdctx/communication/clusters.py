@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from spmdctx.communication.launcher import LAUNCHER
+from spmdctx.communication.parent import LAUNCHER
 from spmdctx.errors import ContextError
 
 ADDRESS, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICES = (

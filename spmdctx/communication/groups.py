@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from spmdctx.communication.entered import entered
+from spmdctx.communication.current import entered
 from spmdctx.errors import CommunicationError, message
 
 WORLD = "world"

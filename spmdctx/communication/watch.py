@@ -23,8 +23,8 @@ import jax
 
 from spmdctx._compat import key_value_store
 from spmdctx.communication.clusters import Cluster
-from spmdctx.communication.exits import ExitHook
-from spmdctx.communication.meeting import listen
+from spmdctx.communication.exit_notice import ExitHook
+from spmdctx.communication.rendezvous import listen
 from spmdctx.errors import message
 
 PEER_LOST = 76

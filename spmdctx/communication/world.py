@@ -11,10 +11,10 @@ import jax
 
 from spmdctx._compat import has_used_devices, key_value_store
 from spmdctx.communication.clusters import Cluster, detect
-from spmdctx.communication.entered import World, enter, entered, is_initialized
+from spmdctx.communication.current import World, enter, entered, is_initialized
 from spmdctx.communication.groups import WORLD, forget_groups, own_ranks
-from spmdctx.communication.launcher import die_with_launcher
-from spmdctx.communication.meeting import meet
+from spmdctx.communication.parent import die_with_launcher
+from spmdctx.communication.rendezvous import meet
 from spmdctx.communication.watch import start_watch
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError, message
 

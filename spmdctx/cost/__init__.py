@@ -1,1 +1,1 @@
-"""Prices: what computing, communicating and resharding cost on a machine. Knows no algorithm and no JAX."""
+"""Prices: the seconds and bytes of an assignment on a machine."""

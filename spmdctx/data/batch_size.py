@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from spmdctx.context import AutoParallelContext, current_context
-from spmdctx.context_checks import device_count
+from spmdctx.context.checks import device_count
+from spmdctx.context.layers import AutoParallelContext, current_context
 from spmdctx.errors import ContextError, message
-from spmdctx.layout import Layout
+from spmdctx.ir.layout import Layout
 
 
 def global_batch_size(

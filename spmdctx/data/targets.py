@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Sharding
 
 from spmdctx.errors import PlanError, message
-from spmdctx.ir import Role
-from spmdctx.lowering.specs import make_mesh, named_sharding
+from spmdctx.ir.graph import Role
 from spmdctx.plan.plan import Plan
+from spmdctx.trace.specs import make_mesh, named_sharding
 
 Mask = str | int
 """The key, or the position, of a batch's mask."""

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from spmdctx._compat import is_jitted
-from spmdctx.trace.objects import is_object
-from spmdctx.trace.structure import path_text
+from spmdctx.trace.capture.objects import is_object
+from spmdctx.trace.capture.structure import path_text
 
 
 class Closure:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.extend.core as jexc
 
 from spmdctx._compat import scan_counts
-from spmdctx.ir import AxisNames
+from spmdctx.ir.sharding import AxisNames
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands
 
 _VIEWS = frozenset({"convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "copy", "spmdctx_shard"})

@@ -12,12 +12,12 @@ from flax import nnx
 from jax.tree_util import SequenceKey
 
 from spmdctx.gradients.closure import Closure
-from spmdctx.ir import Role
-from spmdctx.trace.arguments import parameters_of
-from spmdctx.trace.capture import flattening_of
-from spmdctx.trace.objects import ObjectFlattening, has_objects
-from spmdctx.trace.pure import NotPure
-from spmdctx.trace.structure import Flattening, Keys, key_text, path_text, shape_of
+from spmdctx.ir.graph import Role
+from spmdctx.trace.capture.arguments import parameters_of
+from spmdctx.trace.capture.capture import flattening_of
+from spmdctx.trace.capture.objects import ObjectFlattening, has_objects
+from spmdctx.trace.capture.pytrees import NotPure
+from spmdctx.trace.capture.structure import Flattening, Keys, key_text, path_text, shape_of
 
 
 class Loss(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spmdctx.context import AutoParallelContext
-from spmdctx.mesh import LogicalMesh
-from spmdctx.planner import optimizer_sharding
-from spmdctx.search.modes import ALL_REPLICAS, OptimizerSharding
+from spmdctx.context.layers import AutoParallelContext
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.search.optimizer.asked import optimizer_sharding
+from spmdctx.search.setup.request import ALL_REPLICAS, OptimizerSharding
 
 LOCAL_MODES = ("data_parallel", "hybrid_parallel")
 

@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec
 from spmdctx.gradients.dependence import first_uses
 from spmdctx.gradients.keys import fold
 from spmdctx.gradients.loss import LossCall, Traced
-from spmdctx.gradients.micro import run_micro_batches
+from spmdctx.gradients.micro_batches import run_micro_batches
+from spmdctx.gradients.operands import Operand
 from spmdctx.gradients.options import GradientOptions
 from spmdctx.gradients.reduce import reduce_gradients
 from spmdctx.gradients.results import Fate, Row
-from spmdctx.gradients.split import Operand
-from spmdctx.ir import TensorSharding
-from spmdctx.trace.manual import LOSS_SCOPE
+from spmdctx.ir.sharding import TensorSharding
+from spmdctx.trace.build.shard_maps import LOSS_SCOPE
 
 
 def run_on_replicas(

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from spmdctx.errors import StrategyError
 from spmdctx.gradients.dependence import dependents
 from spmdctx.gradients.loss import LossCall, Made, Traced
+from spmdctx.gradients.operands import Operand, SeenCall
 from spmdctx.gradients.options import GradientOptions
-from spmdctx.gradients.split import Operand, SeenCall
-from spmdctx.ir import AxisNames, TensorSharding
-from spmdctx.mesh import replicated
+from spmdctx.ir.mesh import replicated
+from spmdctx.ir.sharding import AxisNames, TensorSharding
 
 
 class Fate(Enum):

@@ -1,1 +1,1 @@
-"""From plans to programs: constraints, shardings, compile options, compile-only devices."""
+"""From an assignment to a jitted program: the jaxpr with constraints, the compiler's options, compile-only devices."""

@@ -10,12 +10,13 @@ import jax
 import jax.extend.core as jexc
 from jax.sharding import Mesh, NamedSharding
 
-from spmdctx.ir import LITERAL, Assignment
-from spmdctx.lowering.constrain import constrain
-from spmdctx.lowering.specs import make_mesh, named_sharding
-from spmdctx.lowering.wishes import NO_WISHES, Wishes
-from spmdctx.mesh import LogicalMesh
-from spmdctx.trace.program import Program
+from spmdctx.ir.graph import LITERAL
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import Assignment
+from spmdctx.lowering.rewrite.directives import NO_WISHES, Wishes
+from spmdctx.lowering.rewrite.rewriter import constrain
+from spmdctx.trace.build.program import Program
+from spmdctx.trace.specs import make_mesh, named_sharding
 
 
 @dataclass(frozen=True)

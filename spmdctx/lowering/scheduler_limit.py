@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdctx._compat import is_compile_only
-from spmdctx.lowering.xla_options import Options
+from spmdctx.lowering.compile_options import Options
 
 _LIMIT = "xla_tpu_scheduler_percent_shared_memory_limit"
 _RERUNS = "xla_latency_hiding_scheduler_rerun"

@@ -13,8 +13,8 @@ from flax import nnx
 from spmdctx.models.attention import Attention
 from spmdctx.models.cache import KeyValues, check_length, stacked
 from spmdctx.models.config import DecoderConfig
+from spmdctx.models.hand_strategies import UNSPLIT, Split
 from spmdctx.models.layers import block_linear, embedding, head, norm
-from spmdctx.models.strategies import UNSPLIT, Split
 
 
 class FeedForward(nnx.Module):

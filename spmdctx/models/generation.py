@@ -19,11 +19,11 @@ from spmdctx.checkpoint.layouts import plan_layouts
 from spmdctx.errors import ContextError
 from spmdctx.models.config import DecoderConfig
 from spmdctx.models.decoder import Decoder
-from spmdctx.models.strategies import UNSPLIT, Split
-from spmdctx.plan.mindspore import ParameterLayout, write_layouts
+from spmdctx.models.hand_strategies import UNSPLIT, Split
+from spmdctx.plan.mindspore.file import ParameterLayout, write_layouts
 from spmdctx.plan.plan import Plan
-from spmdctx.step import ParallelStep
-from spmdctx.strategy_files import MODES
+from spmdctx.step.planning.saved import MODES
+from spmdctx.step.step import ParallelStep
 
 
 def next_token(model: Decoder, tokens: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:

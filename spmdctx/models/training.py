@@ -13,7 +13,7 @@ from flax import nnx
 from spmdctx.gradients import value_and_grad
 from spmdctx.models.config import DecoderConfig
 from spmdctx.models.decoder import Decoder
-from spmdctx.models.strategies import UNSPLIT, Split
+from spmdctx.models.hand_strategies import UNSPLIT, Split
 
 
 class Batch(TypedDict):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.communication.entered import entered
+from spmdctx.communication.current import entered
 from spmdctx.communication.groups import Ranks, ranks_of
 from spmdctx.errors import CommunicationError, message
 from spmdctx.ops.scope import Axes, Scope, View, positions, scope_of

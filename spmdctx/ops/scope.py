@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from spmdctx.errors import CommunicationError
-from spmdctx.mesh_scope import get_mesh
-from spmdctx.sharding_marks import traced_mode
+from spmdctx.trace.marker import traced_mode
+from spmdctx.trace.scope.mesh import get_mesh
 
 T = TypeVar("T")
 Axes = tuple[tuple[str, int], ...]

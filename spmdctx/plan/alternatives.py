@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from spmdctx.search.alternatives import Alternative, Flip
+from spmdctx.search.whatif.alternatives import Alternative, Flip
 
 __all__ = ["Alternative", "Alternatives", "Flip"]
 
 
 class Alternatives(Protocol):
-    """Alternatives of one plan, worked out when they are asked for; `search.alternatives.PricedAlternatives` is one.
+    """Alternatives of one plan, worked out when they are asked for; `search.whatif.alternatives.PricedAlternatives` is one.
 
     Deltas are those of the whole step when the value (or op) is forced and everything that may move is chosen anew.
     """

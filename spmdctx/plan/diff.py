@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdctx.errors import message
-from spmdctx.ir import AxisNames, Role
+from spmdctx.ir.graph import Role
+from spmdctx.ir.sharding import AxisNames
 from spmdctx.plan.groups import TensorGroup, by_kind, group_tensors
 from spmdctx.plan.plan import Plan, PlannedTensor
-from spmdctx.plan.units import TIMES, mesh_text, seconds_text, split_text
-from spmdctx.wording import bytes_text, counted
+from spmdctx.wording import TIMES, bytes_text, counted, mesh_text, seconds_text, split_text
 
 WIDTH = 120
 ARROW = "\N{RIGHTWARDS ARROW}"
@@ -72,7 +72,7 @@ class PlanDiff:
         return Group(*_sections(self))
 
     def _repr_html_(self) -> str:
-        from spmdctx.plan.diff_page import diff_page
+        from spmdctx.plan.show.diff_page import diff_page
 
         return diff_page(self)
 

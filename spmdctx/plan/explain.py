@@ -16,18 +16,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from spmdctx.cost.reshard import reshard_time_s
-from spmdctx.cost.topology import PRESETS
 from spmdctx.errors import message
-from spmdctx.ir import Collective, OpSharding, TensorSharding, item_bytes
-from spmdctx.mesh import divides
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.graph import item_bytes
+from spmdctx.ir.mesh import divides
+from spmdctx.ir.projection import project
+from spmdctx.ir.sharding import OpSharding, TensorSharding
+from spmdctx.machine.presets import PRESETS
+from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.plan.alternatives import Alternative, Flip
 from spmdctx.plan.groups import group_tensors
 from spmdctx.plan.plan import Plan, PlannedOp, PlannedTensor, Reshard, sharding_text
-from spmdctx.plan.units import place_text, seconds_text
-from spmdctx.search.alternatives import rounded_s, slices
-from spmdctx.search.transfer import project
-from spmdctx.wording import bytes_text
+from spmdctx.search.whatif.alternatives import rounded_s, slices
+from spmdctx.wording import bytes_text, place_text, seconds_text
 
 CASTS = ("convert_element_type", "reduce_precision", "copy")
 MAX_PRICED = 4
@@ -107,7 +108,7 @@ class Explanation:
         return bool(self.tensors or self.ops)
 
     def __str__(self) -> str:
-        from spmdctx.plan.explain_text import explanation_text
+        from spmdctx.plan.show.explain_text import explanation_text
 
         return explanation_text(self)
 

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from spmdctx.errors import PlanFormatError
-from spmdctx.ir import Assignment, AxisNames, Collective, FactorKind, Op, OpRule, OpSharding, Origin, Role, TensorSharding
-from spmdctx.mesh import LogicalMesh
-from spmdctx.plan.mindspore import MindSporeStrategy, is_mindspore, parse_mindspore
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.graph import Op, Origin, Role
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.rule import FactorKind, OpRule
+from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorSharding
+from spmdctx.plan.mindspore.file import MindSporeStrategy, is_mindspore, parse_mindspore
 from spmdctx.plan.plan import FORMAT_VERSION, Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard
 
 FORMAT = "spmdctx plan"

@@ -8,7 +8,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from spmdctx.ir import AxisNames, Collective, Role
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.graph import Role
+from spmdctx.ir.sharding import AxisNames
 from spmdctx.plan.plan import PlannedTensor
 
 MAX_NAMES = 6

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdctx.errors import PlanMismatchError
-from spmdctx.ir import LITERAL, Graph, Op
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.plan.plan import Plan, plain_option
-from spmdctx.plan.units import mesh_text, place_text, tensor_text
-from spmdctx.wording import bytes_text, counted
+from spmdctx.wording import bytes_text, counted, mesh_text, place_text, tensor_text
 
 MAX_DIFFERENCES = 4
 SEARCH_OPTIONS = frozenset(

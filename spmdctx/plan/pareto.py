@@ -15,10 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdctx.errors import InfeasibleError, StrategyError, UnsupportedError
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.plan.plan import Plan
-from spmdctx.plan.units import mesh_text, seconds_text
-from spmdctx.wording import bytes_text
+from spmdctx.wording import bytes_text, mesh_text, seconds_text
 
 FRACTIONS = (0.75, 0.5, 0.375, 0.25, 0.125)
 """Default budgets, as parts of what the fastest plan on that many devices needs."""
@@ -77,7 +76,7 @@ class Pareto:
         return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
-        from spmdctx.plan.pareto_page import pareto_page
+        from spmdctx.plan.show.pareto_page import pareto_page
 
         return pareto_page(self)
 

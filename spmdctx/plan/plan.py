@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from spmdctx.cost.memory.early_updates import EarlyUpdate
 from spmdctx.errors import UnsupportedError
-from spmdctx.ir import Assignment, Collective, Graph, Op, OpRule, OpSharding, Origin, Role, TensorSharding, factor_name, item_bytes
-from spmdctx.mesh import LogicalMesh, local_shape
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.graph import Graph, Op, Origin, Role, item_bytes
+from spmdctx.ir.mesh import LogicalMesh, local_shape
+from spmdctx.ir.rule import OpRule, factor_name
+from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
 from spmdctx.plan.rows import Rows
-from spmdctx.plan.units import mesh_text, seconds_text
-from spmdctx.search.fold import ROUNDS, SMALL
-from spmdctx.search.memory_early import EarlyUpdate
-from spmdctx.wording import bytes_text, counted
+from spmdctx.search.problem.fold import ROUNDS, SMALL
+from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -246,7 +248,7 @@ class Plan:
         Raises:
             UnsupportedError: shardings that the format cannot hold, by name.
         """
-        from spmdctx.plan.mindspore import write_mindspore
+        from spmdctx.plan.mindspore.file import write_mindspore
 
         write_mindspore(self, path, only_parameters=only_parameters, several_axes=several_axes)
 
@@ -320,23 +322,23 @@ class Plan:
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as one self-contained page."""
-        from spmdctx.plan.page import plan_document
+        from spmdctx.plan.show.page import plan_document
 
         with open(path, "w", encoding="utf-8") as file:
             file.write(plan_document(self))
 
     def __rich__(self) -> Group:
-        from spmdctx.plan.table import plan_table
+        from spmdctx.plan.show.table import plan_table
 
         return plan_table(self)
 
     def __str__(self) -> str:
-        from spmdctx.plan.table import rendered
+        from spmdctx.plan.show.table import rendered
 
         return rendered(self)
 
     def _repr_html_(self) -> str:
-        from spmdctx.plan.page import plan_page
+        from spmdctx.plan.show.page import plan_page
 
         return plan_page(self)
 

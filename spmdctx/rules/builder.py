@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from spmdctx.ir import DimFactors, FactorKind, OpRule
+from spmdctx.ir.rule import DimFactors, FactorKind, OpRule
 
 Shape = tuple[int, ...]
 

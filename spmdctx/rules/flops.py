@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from spmdctx.ir import OpRule
+from spmdctx.ir.rule import OpRule
 from spmdctx.rules.builder import Shape
 
 _Shapes = tuple[Shape, ...]

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from spmdctx.ir import DimFactors, FactorKind, OpRule
+from spmdctx.ir.rule import DimFactors, FactorKind, OpRule
 from spmdctx.rules.builder import RuleBuilder, Shape
 from spmdctx.rules.registry import RuleFn, rule
 

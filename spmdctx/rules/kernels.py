@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from spmdctx.ir import DimFactors, FactorKind, OpRule
+from spmdctx.ir.rule import DimFactors, FactorKind, OpRule
 from spmdctx.rules.builder import RuleBuilder, Shape, replicate
 from spmdctx.rules.registry import rule
 

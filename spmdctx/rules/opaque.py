@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from spmdctx.ir import OpRule
+from spmdctx.ir.rule import OpRule
 from spmdctx.rules.builder import Shape, replicate
 from spmdctx.rules.registry import rule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spmdctx.ir import DimFactors, FactorKind, OpRule
+from spmdctx.ir.rule import DimFactors, FactorKind, OpRule
 from spmdctx.rules.builder import RuleBuilder, Shape
 from spmdctx.rules.registry import rule
 

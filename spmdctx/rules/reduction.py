@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from spmdctx.ir import DimFactors, FactorKind, OpRule
+from spmdctx.ir.rule import DimFactors, FactorKind, OpRule
 from spmdctx.rules.builder import RuleBuilder, Shape
 from spmdctx.rules.registry import rule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmdctx.ir import OpRule
+from spmdctx.ir.rule import OpRule
 from spmdctx.rules.builder import Shape, replicate
 
 RuleFn = Callable[[tuple[Shape, ...], tuple[Shape, ...], Mapping[str, Any]], OpRule]

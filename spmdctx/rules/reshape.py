@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
-from spmdctx.ir import DimFactors, OpRule
+from spmdctx.ir.rule import DimFactors, OpRule
 from spmdctx.rules.builder import RuleBuilder, Shape, replicate
 from spmdctx.rules.registry import rule
 

@@ -12,9 +12,11 @@ import heapq
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from spmdctx.ir import LITERAL, Assignment, FactorKind, OpRule, OpSharding, TensorSharding
-from spmdctx.search.space import NO_SLOT, Space
-from spmdctx.search.transfer import FactorAxes, joined, merge, project
+from spmdctx.ir.graph import LITERAL
+from spmdctx.ir.projection import FactorAxes, joined, merge, project
+from spmdctx.ir.rule import FactorKind, OpRule
+from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
+from spmdctx.search.problem.space import NO_SLOT, Space
 
 MAX_SWEEPS = 8
 SETTLE_ROUNDS = 4

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from spmdctx.ir import Assignment, AxisNames, Graph, OpSharding, TensorSharding
-from spmdctx.search.accumulation import LoopSum, held_axes, loop_sums, partial_over
-from spmdctx.search.modes import Coupling, Setup
-from spmdctx.search.overlap import sides
+from spmdctx.ir.analysis.loop_sums import LoopSum, held_axes, loop_sums, partial_over
+from spmdctx.ir.graph import Graph
+from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorSharding
+from spmdctx.machine.xla.overlap import sides
+from spmdctx.search.setup.request import Coupling, Setup
 
 
 class Mended(NamedTuple):

@@ -5,22 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from spmdctx.cost.topology import Topology
-from spmdctx.ir import Assignment, Graph, OpSharding
-from spmdctx.mesh import replicated
-from spmdctx.search.algo import AlgoLimits
-from spmdctx.search.certificate import Certificate
-from spmdctx.search.dynamic import DynamicOptions, Shortfall, plan_dynamic
-from spmdctx.search.modes import Request, Setup, batch_parts, prepare
-from spmdctx.search.optimizer_pins import name_what_is_split
-from spmdctx.search.optimizer_state import split_optimizer
+from spmdctx.cost.step import Step, bill_of
+from spmdctx.ir.graph import Graph
+from spmdctx.ir.mesh import replicated
+from spmdctx.ir.sharding import Assignment, OpSharding
+from spmdctx.machine.topology import Topology
+from spmdctx.search.dynamic.certificate import Certificate
+from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
+from spmdctx.search.dynamic.searcher import plan_dynamic
+from spmdctx.search.dynamic.shortfall import infeasible, over_device
+from spmdctx.search.optimizer.couplings import name_what_is_split
+from spmdctx.search.optimizer.state import split_optimizer
+from spmdctx.search.problem.space import Space
 from spmdctx.search.propagation import propagate
-from spmdctx.search.recursive import DEFAULT_MEM_COEFF, RecursiveOptions
-from spmdctx.search.recursive_plan import plan_recursive
+from spmdctx.search.recursive.plan import plan_recursive
+from spmdctx.search.recursive.searcher import DEFAULT_MEM_COEFF, RecursiveOptions
 from spmdctx.search.reduced_once import reduced_once
-from spmdctx.search.shortfall import infeasible, over_device
-from spmdctx.search.space import Space
-from spmdctx.search.step import Step, bill_of
+from spmdctx.search.setup.limits import AlgoLimits
+from spmdctx.search.setup.modes import batch_parts, prepare
+from spmdctx.search.setup.request import Request, Setup
 from spmdctx.wording import counted
 
 _IN_TURNS = "Gradients are reduced in every micro-batch, not once per step"

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from spmdctx.lowering.targets import gpu_devices, tpu_devices
+from spmdctx.lowering.compile_only import gpu_devices, tpu_devices
 
 
 def need_tpu(topology="v5e:2x4"):

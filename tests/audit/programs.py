@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh
 
 DATA = LogicalMesh.of({"data": 8})
 DATA_MODEL = LogicalMesh.of({"data": 2, "model": 4})

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from spmdctx.audit import parse_collectives
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh
 from tests.audit import programs
 from tests.audit.programs import DATA, DATA_MODEL
 

@@ -1,7 +1,7 @@
 import pytest
 
 from spmdctx.audit.groups import in_mesh_order, read_groups, read_span
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh
 
 MESH = LogicalMesh.of({"a": 2, "b": 2, "c": 2})
 

@@ -15,8 +15,8 @@ from spmdctx.audit.match import (
     WIDENED,
     compare,
 )
-from spmdctx.ir import Collective
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.mesh import LogicalMesh
 
 MESH = LogicalMesh.of({"data": 2, "model": 4, "pipe": 1})
 

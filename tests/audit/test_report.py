@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdctx.audit import audit_program, audit_text
-from spmdctx.ir import Collective
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.mesh import LogicalMesh
 from tests.audit import programs
 from tests.audit.programs import DATA, DATA_MODEL
 

@@ -16,7 +16,7 @@ import spmdctx
 from spmdctx import CheckpointError, ContextError, PlanFormatError
 from spmdctx.checkpoint.blocks import block_of, layout_sharding, overlap, within
 from spmdctx.checkpoint.layouts import layouts_of, plan_layouts, slicing, state_layouts
-from spmdctx.plan.mindspore import ParameterLayout, parse_mindspore, write_layouts
+from spmdctx.plan.mindspore.file import ParameterLayout, parse_mindspore, write_layouts
 from tests.checkpoint.net import Net, forward
 
 LAYOUTS = [

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmdctx
 from spmdctx import CheckpointError, UnsupportedError
-from spmdctx.plan.mindspore import ParameterLayout
+from spmdctx.plan.mindspore.file import ParameterLayout
 from tests.checkpoint.net import Net, forward
 
 SPLITS = {

@@ -14,7 +14,7 @@ from spmdctx import CheckpointError, UnsupportedError
 from spmdctx.checkpoint import Parameter, Reads
 from spmdctx.checkpoint.blocks import block_of, slices_of
 from spmdctx.checkpoint.tensor_file import Tensor, TensorFile, write_tensors
-from spmdctx.plan.mindspore import ParameterLayout, write_layouts
+from spmdctx.plan.mindspore.file import ParameterLayout, write_layouts
 
 SHAPE = (24, 48)
 SPLITS = {

@@ -12,8 +12,8 @@ import yaml
 
 import spmdctx
 from spmdctx import Layout
-from spmdctx.context import current_context, get_auto_parallel_context, load_context, set_auto_parallel_context
-from spmdctx.context_docs import add_context_arguments, options_from_arguments
+from spmdctx.context.docs import add_context_arguments, options_from_arguments
+from spmdctx.context.layers import current_context, get_auto_parallel_context, load_context, set_auto_parallel_context
 from spmdctx.errors import ContextError, StrategyError
 
 IMAGES, LABELS = (8, 16, 32), (8,)

@@ -10,7 +10,7 @@ import numpy as np
 
 import spmdctx
 from spmdctx import communication
-from spmdctx.processes import to_host
+from spmdctx.step.processes import to_host
 
 ROWS, HEIGHT, WIDTH = 8, 16, 32
 

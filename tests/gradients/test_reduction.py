@@ -12,7 +12,7 @@ import spmdctx
 from spmdctx.errors import StrategyError, UnsupportedError
 from spmdctx.gradients.options import GradientOptions
 from spmdctx.gradients.reduce import buckets_of, groups_of
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh
 from tests.audit.compile_only import need_gpu, need_tpu
 
 N = 8

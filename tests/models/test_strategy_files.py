@@ -14,13 +14,13 @@ import pytest
 from flax import nnx
 
 import spmdctx
-from spmdctx.cli import main
-from spmdctx.cli_library import row_config
-from spmdctx.context import load_config
+from spmdctx.cli.library import row_config
+from spmdctx.cli.main import main
+from spmdctx.context.layers import load_config
 from spmdctx.errors import PlanFormatError
 from spmdctx.models import Decoder, DecoderConfig, Split, abstract_program, preset
-from spmdctx.models.strategy_files import read_strategy, strategy_text
-from spmdctx.plan.shipped import Row, read_library
+from spmdctx.models.hand_strategy_files import read_strategy, strategy_text
+from spmdctx.plan.library import Row, read_library
 
 LIBRARY = read_library()
 HAND = [(row, degrees) for row in LIBRARY.rows for degrees in row.hand]

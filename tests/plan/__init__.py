@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from spmdctx.ir import Assignment, Collective, FactorKind, Graph, Op, OpRule, OpSharding, Origin, Role, Value
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.graph import Graph, Op, Origin, Role, Value
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.rule import FactorKind, OpRule
+from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedTensor, Reshard, Timing
 
 P, R = FactorKind.PASS_THROUGH, FactorKind.REDUCTION

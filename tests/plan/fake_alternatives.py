@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from spmdctx.cost.bill import Bill
 from spmdctx.plan.alternatives import Alternative, Flip
-from spmdctx.search.price import Bill
 from tests.plan import small_plan
 
 WHOLE = ((), ())

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from spmdctx.ir import OpSharding
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import OpSharding
 from spmdctx.plan import Cost, OpTable
 from spmdctx.plan.diff import Change
 from spmdctx.plan.groups import by_cause, by_kind
 from tests.plan import small_graph, small_plan
-from tests.plan.test_page import read
+from tests.plan.show.test_page import read
 
 
 def test_equal_plans_have_no_difference():

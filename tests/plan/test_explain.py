@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from spmdctx.cost.reshard import reshard_time_s
-from spmdctx.cost.topology import topology
-from spmdctx.ir import Role
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.graph import Role
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.presets import topology
+from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.plan import OpTable, Plan
 from spmdctx.plan.alternatives import Flip
 from spmdctx.plan.explain import MAX_PRICED, explain_plan

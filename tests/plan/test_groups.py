@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spmdctx.ir import Collective, Role
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.graph import Role
 from spmdctx.plan import PlannedTensor
 from spmdctx.plan.groups import by_cause, by_kind, group_tensors
 

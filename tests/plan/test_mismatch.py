@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from spmdctx.errors import PlanMismatchError
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.plan.mismatch import Wanted, check_plan, program_differences
 from tests.plan import OPS, VALUES, small_graph, small_plan
 

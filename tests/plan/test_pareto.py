@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from spmdctx.errors import InfeasibleError, StrategyError, UnsupportedError
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.plan.plan import Cost
 from tests.plan import small_plan
-from tests.plan.test_page import read
+from tests.plan.show.test_page import read
 
 MIB = 2**20
 

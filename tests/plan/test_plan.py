@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from spmdctx.ir import Assignment, Op, OpSharding, Origin, Role
-from spmdctx.mesh import LogicalMesh
+from spmdctx.ir.graph import Op, Origin, Role
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.plan import OpTable, Plan, PlannedTensor, Timing
 from spmdctx.plan.plan import PlannedGradient
 from spmdctx.plan.rows import LateRows

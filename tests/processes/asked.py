@@ -11,8 +11,8 @@ from flax import nnx
 import spmdctx
 from spmdctx import communication, ops
 from spmdctx.errors import CommunicationError, PlanMismatchError
-from spmdctx.plan_agreement import agree_on_plan
-from spmdctx.processes import to_host
+from spmdctx.step.agreement import agree_on_plan
+from spmdctx.step.processes import to_host
 
 
 def everything():

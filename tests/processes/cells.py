@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from spmdctx.processes import to_host
+from spmdctx.step.processes import to_host
 from tests.zoo import case
 from tests.zoo.matrix import Cell, step_of
 

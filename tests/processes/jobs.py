@@ -2,7 +2,7 @@
 
 import io
 
-from spmdctx.launch import Job, run_job
+from spmdctx.communication.launch import Job, run_job
 
 
 def run_module(module, arguments, processes, devices=1, *, timeout_s, succeeds=True):

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from spmdctx.ir import OpRule
+from spmdctx.ir.rule import OpRule
 from tests.rules.numeric_oracle import check
 from tests.rules.shardy_oracle import disagreements
 

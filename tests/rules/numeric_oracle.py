@@ -14,7 +14,8 @@ import jax.extend.core as jexc
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmdctx.ir import AxisNames, DimFactors, FactorKind, OpRule, TensorSharding
+from spmdctx.ir.rule import DimFactors, FactorKind, OpRule
+from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.rules import rule_for
 
 MESH = {"x": 2, "y": 4}

@@ -10,7 +10,7 @@ import jax
 from jaxlib.mlir import ir as mlir
 from jaxlib.mlir import passmanager
 
-from spmdctx.ir import FactorKind, OpRule
+from spmdctx.ir.rule import FactorKind, OpRule
 from tests.rules.numeric_oracle import Equation, assert_fits, equation
 
 _PASSES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"

@@ -21,7 +21,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from spmdctx.ir import FactorKind
+from spmdctx.ir.rule import FactorKind
 from spmdctx.rules import rule_for
 from tests.rules.cases import Case
 

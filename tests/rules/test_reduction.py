@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from spmdctx.ir import FactorKind
+from spmdctx.ir.rule import FactorKind
 from tests.rules.cases import Case
 from tests.rules.numeric_oracle import equation
 

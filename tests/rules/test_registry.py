@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdctx.ir import FactorKind
+from spmdctx.ir.rule import FactorKind
 from spmdctx.rules import RULES, RuleBuilder, identity, replicate, rule, rule_for
 
 

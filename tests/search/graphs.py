@@ -1,6 +1,6 @@
 """Graphs written by hand, without JAX."""
 
-from spmdctx.ir import LITERAL, Graph, Op, Origin, Role, Value
+from spmdctx.ir.graph import LITERAL, Graph, Op, Origin, Role, Value
 
 
 class GraphMaker:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from spmdctx.cost.topology import PRESETS, Topology
-from spmdctx.ir import LITERAL
-from spmdctx.mesh import LogicalMesh
-from spmdctx.search.modes import Setup
+from spmdctx.ir.graph import LITERAL
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.presets import PRESETS
+from spmdctx.machine.topology import Topology
+from spmdctx.search.setup.request import Setup
 from tests.search.random_graphs import RandomStep, Walk, fused, random_pins
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 48, 64, 256)

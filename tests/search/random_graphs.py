@@ -7,16 +7,17 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from spmdctx.cost.topology import PRESETS, Topology
-from spmdctx.ir import LITERAL, Graph, Op, Origin, Role, Value
-from spmdctx.mesh import LogicalMesh
+from spmdctx.cost.evaluate import all_shardings
+from spmdctx.ir.graph import LITERAL, Graph, Op, Origin, Role, Value
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.presets import PRESETS
+from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.columns import Columns, Kind, Tensor
+from spmdctx.machine.xla.fusion import fused_bits, fused_slots, in_memory
 from spmdctx.rules import rule_for
 from spmdctx.rules.builder import identity
-from spmdctx.rules.columns import Columns, Kind, Tensor
 from spmdctx.rules.flops import op_flops
-from spmdctx.rules.fusion import fused_bits, fused_slots, in_memory
-from spmdctx.search.evaluate import all_shardings
-from spmdctx.search.modes import Setup
+from spmdctx.search.setup.request import Setup
 
 SIZES = (3, 8, 16, 64, 256)
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from spmdctx.ir import LITERAL
-from spmdctx.mesh import LogicalMesh, divides
+from spmdctx.ir.graph import LITERAL
+from spmdctx.ir.mesh import LogicalMesh, divides
 from spmdctx.rules.builder import RuleBuilder, identity
+from spmdctx.search.problem.space import Space
 from spmdctx.search.propagation import propagate
-from spmdctx.search.space import Space
 from tests.road import CPU, MESH, bill_of, ops, spread, trace
 from tests.search.graphs import GraphMaker
 

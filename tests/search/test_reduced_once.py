@@ -9,13 +9,14 @@ import optax
 import pytest
 
 import spmdctx
-from spmdctx import planner
+from spmdctx.ir.analysis.loop_sums import held_axes
 from spmdctx.search import select
-from spmdctx.search.accumulation import held_axes
-from spmdctx.search.dynamic import Shortfall
+from spmdctx.search.dynamic.results import Shortfall
 from spmdctx.search.reduced_once import reduced_once, sums_of_gradients
+from spmdctx.step.planning import planner
+from spmdctx.step.planning import request as request_module
 from tests.audit.compile_only import need_gpu, need_tpu
-from tests.search.test_accumulation import loss
+from tests.ir.analysis.test_loop_sums import loss
 
 TX = optax.adamw(1e-3)
 DEVICES = {"tpu": need_tpu, "gpu": need_gpu, "cpu": jax.devices}
@@ -67,7 +68,7 @@ def test_no_turn_of_the_compiled_program_reduces_a_gradient(backend, mode, count
 
 
 def test_without_the_promise_the_search_reduces_in_turns(monkeypatch):
-    monkeypatch.setattr(planner, "sums_of_gradients", lambda *_: ())
+    monkeypatch.setattr(request_module, "sums_of_gradients", lambda *_: ())
     for mode in ("dynamic_programming", "recursive_programming"):
         plan = parallel(mode, 2, topology="tpu-v5e", device_num=8).plan(*arguments(4096))
         assert any(row.kind == "reduce_scatter" and row.repeats == 2 for row in plan.collectives)
@@ -103,7 +104,7 @@ def test_a_sum_that_the_user_splits_is_named_and_left_as_it_is(monkeypatch):
         return found[-1][1]
 
     planner_search = planner.search
-    monkeypatch.setattr(planner, "sums_of_gradients", lambda *_: ())
+    monkeypatch.setattr(request_module, "sums_of_gradients", lambda *_: ())
     monkeypatch.setattr(planner, "search", noted)
     parallel("dynamic_programming", 2, topology="tpu-v5e", device_num=8).plan(*arguments())
     ((graph, chosen),) = found

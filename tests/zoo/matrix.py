@@ -16,7 +16,7 @@ import numpy as np
 
 import spmdctx
 from spmdctx.audit import AuditReport
-from spmdctx.cost.topology import PRESETS
+from spmdctx.machine.presets import PRESETS
 from spmdctx.plan.plan import Plan
 from tests.zoo import CASES, DEVICE_COUNTS, UNSPLIT, Case, Kind, case
 

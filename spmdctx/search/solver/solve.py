@@ -7,14 +7,14 @@ from time import monotonic
 
 import numpy as np
 
-from spmdctx.search.solver.constrained import Constrained, most_variables
-from spmdctx.search.solver.dominance import supported
-from spmdctx.search.solver.energy import SWEEPS, WORK, Minimisation, Minimum, Search, minimise, shrink
-from spmdctx.search.solver.graph import Graph, cost_of
-from spmdctx.search.solver.local import totals
-from spmdctx.search.solver.memory import Rows
-from spmdctx.search.solver.pool import Pool
-from spmdctx.search.solver.problem import Infeasible, Known, Problem, Solution
+from spmdctx.search.solver.limited.constrained import Constrained, most_variables
+from spmdctx.search.solver.problem.graph import Graph, cost_of
+from spmdctx.search.solver.problem.local import totals
+from spmdctx.search.solver.problem.memory import Rows
+from spmdctx.search.solver.problem.pool import Pool
+from spmdctx.search.solver.problem.problem import Infeasible, Known, Problem, Solution
+from spmdctx.search.solver.unlimited.dominance import supported
+from spmdctx.search.solver.unlimited.energy import SWEEPS, WORK, Minimisation, Minimum, Search, minimise, shrink
 
 HOPELESS = Infeasible(-1, 0.0, float("inf"))
 """No choice of states has a finite cost, whatever the memory."""

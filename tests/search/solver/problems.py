@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.search.solver.energy import Search, minimise
-from spmdctx.search.solver.problem import Edge, Life, Memory, Problem
+from spmdctx.search.solver.problem.problem import Edge, Life, Memory, Problem
+from spmdctx.search.solver.unlimited.energy import Search, minimise
 
 NUM_TIMES = 8
 

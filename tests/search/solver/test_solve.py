@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from spmdctx.search.solver.energy import MORE_SWEEPS, SWEEPS
-from spmdctx.search.solver.problem import Edge, Infeasible, Problem, Solution
+from spmdctx.search.solver.problem.problem import Edge, Infeasible, Problem, Solution
 from spmdctx.search.solver.solve import Sought, solve
+from spmdctx.search.solver.unlimited.energy import MORE_SWEEPS, SWEEPS
 from tests.search.solver.problems import cost_of, random_problem, truth, usage_of
-from tests.search.solver.test_dual import grid
+from tests.search.solver.unlimited.test_dual import grid
 
 
 def check(problem):
@@ -63,7 +63,7 @@ def planted(seed):
 
 
 def test_a_search_that_is_cut_short_still_has_states_and_a_bound(monkeypatch):
-    monkeypatch.setattr("spmdctx.search.solver.energy.DIRECT_WORK", 0)
+    monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.DIRECT_WORK", 0)
     for seed in range(20):
         best, cut = (solve(planted(seed), cutoff=cutoff) for cutoff in (np.inf, -np.inf))
         assert isinstance(cut, Solution), seed
@@ -73,7 +73,7 @@ def test_a_search_that_is_cut_short_still_has_states_and_a_bound(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_search_that_goes_on_ends_as_one_that_was_never_left(seed, monkeypatch):
-    monkeypatch.setattr("spmdctx.search.solver.energy.DIRECT_WORK", 0)
+    monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.DIRECT_WORK", 0)
     problem = planted(seed) if seed % 2 else grid(5, 6, seed)
     sought = Sought(problem)
     left = sought.solve(-np.inf)
@@ -100,11 +100,11 @@ def ladder(length):
 
 def test_sweeps_go_on_as_long_as_they_raise_the_bound(monkeypatch):
     for name in ("DIRECT_WORK", "SHELL_WORK", "TRIPLES_WORK"):
-        monkeypatch.setattr(f"spmdctx.search.solver.energy.{name}", 0)
+        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 0)
     monkeypatch.setattr("spmdctx.search.solver.solve.WORK", 0)
     found = {}
     for work in (0.0, 2e8):
-        monkeypatch.setattr("spmdctx.search.solver.energy.MORE_WORK", work)
+        monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.MORE_WORK", work)
         found[work] = solve(ladder(30))
     assert found[0.0].counts["sweeps"] == sum(SWEEPS)
     assert found[2e8].counts["sweeps"] >= sum(SWEEPS) + MORE_SWEEPS

@@ -1,0 +1,149 @@
+"""`spmdctx generate`: text from a checkpoint, by a decoder that is planned for other devices than it was trained on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmdctx.checkpoint import CheckpointManager, load_distributed_checkpoint
+from spmdctx.cli.output import Output, plan_data
+from spmdctx.cli.program import Choice, add_program_arguments, started
+from spmdctx.errors import CheckpointError, ContextError
+from spmdctx.models import Decoder, DecoderConfig, Generator, Lora, Tokenizer, WordTokenizer, read_tokenizer
+
+MODEL, TOKENIZER, STATE = "model.json", "tokenizer.json", "state"
+"""What `spmdctx train` writes into its folder beside the plan: sizes, words and checkpoints."""
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `generate`."""
+    parser.add_argument("checkpoint", type=Path, help="what train wrote, a CheckpointManager's folder, or a folder of files per rank")
+    text = parser.add_argument_group("text")
+    text.add_argument("--prompt", action="append", metavar="TEXT", help="what the text begins with; several make a batch")
+    text.add_argument("--tokens", type=int, default=48, metavar="N", help="new tokens (default: %(default)s)")
+    text.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (default: %(default)s)")
+    text.add_argument("--stop", metavar="TEXT", help="a token that ends a text, such as </s>")
+    text.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
+    text.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="of train, or of the tokenizers library (default: that of the checkpoint, else bytes)",
+    )
+    text.add_argument(
+        "--train-strategy", type=Path, metavar="FILE", help="how files per rank are split (default: strategy.json beside them)"
+    )
+    add_program_arguments(parser)
+
+
+def generate(arguments: argparse.Namespace, output: Output) -> int:
+    """Plans, loads by slices, generates."""
+    choice = started(arguments, output)
+    config, tokenizer = _model(choice, arguments.checkpoint), _tokenizer(arguments)
+    prompts = [_encoded(tokenizer, text, config) for text in arguments.prompt or ["The "]]
+    stop = None if arguments.stop is None else _stop(tokenizer, arguments.stop)
+    _check_options(arguments)
+    _checkpoint_folder(arguments.checkpoint)  # before the planning, which takes longer
+    length = max(map(len, prompts)) + arguments.tokens
+    with choice.context():
+        generator = Generator(config, batch=len(prompts), length=length, split=choice.split, **choice.step_options)
+        with output.waiting("planning the step of one token"):
+            plan = generator.plan
+        output.show(plan)
+        with output.waiting("loading the parameters, each device its slices"):
+            network, loaded = _loaded(generator, arguments)
+        output.title("Text")
+        start = time.perf_counter()
+        tokens = generator.run(network, prompts, arguments.tokens, temperature=arguments.temperature, seed=arguments.seed, stop=stop)
+        seconds = time.perf_counter() - start
+    texts = [tokenizer.decode(np.concatenate([prompt, _until(row, stop)])) for prompt, row in zip(prompts, tokens, strict=True)]
+    for text in texts:
+        output.say(text)
+    output.say(f"{loaded}; {tokens.size} tokens in {seconds:.1f} s, compiling included")
+    output.finish({"plan": plan_data(plan), "texts": texts, "tokens": tokens.tolist(), "seconds": seconds, "loaded": loaded})
+    return 0
+
+
+def save_model(folder: Path, config: DecoderConfig, tokenizer: WordTokenizer) -> None:
+    """Writes what `generate` needs besides the parameters: a decoder's sizes, and its words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MODEL).write_text(json.dumps(asdict(config), indent=1), encoding="utf-8")
+    tokenizer.save(folder / TOKENIZER)
+
+
+def _model(choice: Choice, folder: Path) -> DecoderConfig:
+    """The sizes beside the checkpoint, else those of the arguments."""
+    path = folder / MODEL
+    if not path.is_file():
+        return replace(choice.decoder(), max_seq=choice.seq)
+    try:
+        body: dict[str, Any] = json.loads(path.read_bytes())
+        lora = body.pop("lora", None)
+        return DecoderConfig(**body, lora=None if lora is None else Lora(**{**lora, "targets": tuple(lora["targets"])}))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError("The sizes of the model cannot be read.", where=str(path), got=str(error)) from error
+
+
+def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
+    beside = arguments.checkpoint / TOKENIZER
+    return read_tokenizer(arguments.tokenizer or (beside if beside.is_file() else None))
+
+
+def _encoded(tokenizer: Tokenizer, text: str, config: DecoderConfig) -> np.ndarray:
+    tokens = tokenizer.encode(text)
+    if not len(tokens):
+        raise ContextError("A prompt has at least one token.", got=repr(text))
+    if int(tokens.max()) >= config.vocab_size:
+        raise ContextError(
+            "The tokenizer has tokens that the model does not know.", got=f"token {tokens.max()}", need=f"numbers below {config.vocab_size}"
+        )
+    return tokens
+
+
+def _stop(tokenizer: Tokenizer, text: str) -> int:
+    tokens = tokenizer.encode(text)
+    if len(tokens) != 1:
+        raise ContextError("--stop is no token of the tokenizer.", got=f"{text!r}, which is {len(tokens)} tokens", need="one")
+    return int(tokens[0])
+
+
+def _until(tokens: np.ndarray, stop: int | None) -> np.ndarray:
+    """The tokens before the first one that ends the text."""
+    return tokens if stop is None else tokens[: np.argmax(np.append(tokens, stop) == stop)]
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    if arguments.tokens < 1 or arguments.temperature < 0:
+        raise ContextError(
+            "--tokens must be at least 1 and --temperature at least 0.", got=f"{arguments.tokens} and {arguments.temperature}"
+        )
+
+
+def _checkpoint_folder(folder: Path) -> Path:
+    """Where the checkpoints lie in what train wrote, else the folder itself."""
+    state = folder / STATE if (folder / STATE).is_dir() else folder
+    if not state.is_dir():
+        raise CheckpointError("There is no such checkpoint.", where=str(state))
+    return state
+
+
+def _loaded(generator: Generator, arguments: argparse.Namespace) -> tuple[Decoder, str]:
+    """The decoder with its parameters, and what was read, in words."""
+    network, folder = generator.network(), arguments.checkpoint
+    if (folder / "rank_0").is_dir():
+        reads = load_distributed_checkpoint({"model": network}, folder, generator.layouts, arguments.train_strategy).reads
+        return network, f"{reads.read_bytes} bytes read for {reads.needed_bytes} of parameters, {reads.num_files} files"
+    state = _checkpoint_folder(folder)
+    with CheckpointManager(state, keep=None) as checkpoints:
+        restored = checkpoints.restore({"model": network}, shardings={"model": generator.shardings})
+    if not restored.step:
+        raise CheckpointError(
+            "The folder holds no complete checkpoint.", where=str(state), need="what train, or a CheckpointManager, wrote"
+        )
+    return network, f"checkpoint of step {restored.step}"

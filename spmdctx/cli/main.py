@@ -1,0 +1,147 @@
+"""The command line: `spmdctx train | generate | plan | explain | audit | diff | verify | strategies | calibrate | launch`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from spmdctx.cli.calibrate import add_calibrate_arguments, calibrate_devices
+from spmdctx.cli.generate import add_generate_arguments, generate
+from spmdctx.cli.launch import add_launch_arguments, launch
+from spmdctx.cli.output import Output, audit_data, diff_data, explain_data, plan_data, verify_data
+from spmdctx.cli.program import add_program_arguments, add_target_argument, choose, started, target_options
+from spmdctx.cli.strategies import add_strategies_arguments, strategies
+from spmdctx.cli.train import add_train_arguments, train
+from spmdctx.errors import SpmdctxError
+from spmdctx.plan.plan import Plan
+
+_EPILOG = "Exit code: 0, 1 where the check failed, 2 where the command was used wrongly."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    output = Output(arguments.json)
+    run: Callable[[argparse.Namespace, Output], int] = arguments.run
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            return run(arguments, output)
+        except (SpmdctxError, TypeError, OSError) as error:
+            if isinstance(error, TypeError) and error.__traceback__ is not None and not _is_laid_out(error):
+                raise
+            _print_error(error)
+            return 2
+
+
+def plan(arguments: argparse.Namespace, output: Output) -> int:
+    """Plans a program; needs no devices."""
+    choice = choose(arguments)
+    step, args = choice.program(concrete=False)
+    with choice.context(), output.waiting("planning"):
+        made = choice.parallel(step).plan(*args)
+    output.show(made)
+    if arguments.save:
+        made.save(arguments.save)
+    if arguments.html:
+        made.save_html(arguments.html)
+    output.finish(plan_data(made))
+    return 0
+
+
+def explain(arguments: argparse.Namespace, output: Output) -> int:
+    """Explains what a plan does with the tensors or ops that match; 1 where none does."""
+    explanation = Plan.load(arguments.plan).explain(arguments.pattern)
+    output.show(explanation)
+    output.finish(explain_data(explanation))
+    return 0 if explanation else 1
+
+
+def diff(arguments: argparse.Namespace, output: Output) -> int:
+    """Compares two plans; 1 where they differ."""
+    found = Plan.load(arguments.before).diff(Plan.load(arguments.after))
+    output.show(found)
+    output.finish(diff_data(found))
+    return 1 if found else 0
+
+
+def audit(arguments: argparse.Namespace, output: Output) -> int:
+    """Compiles a program and holds it against its plan; 1 where it is not what was planned."""
+    choice = started(arguments, output) if arguments.target == "cpu" else choose(arguments)
+    with choice.context(), output.waiting(f"compiling for {arguments.target}"):
+        options = target_options(arguments.target)
+        step, args = choice.program(concrete=False)
+        report = choice.parallel(step, **options).audit(*args)
+    output.show(report)
+    output.finish(audit_data(report))
+    return 0 if report.ok else 1
+
+
+def verify(arguments: argparse.Namespace, output: Output) -> int:
+    """Runs a step split and on one device; 1 where the numbers differ."""
+    choice = started(arguments, output)
+    with choice.context(), output.waiting("running the step split and on one device"):
+        step, args = choice.program(concrete=True)
+        report = choice.parallel(step).verify(*args)
+    output.show(report)
+    output.finish(verify_data(report))
+    return 0 if report.ok else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="spmdctx", description="Automatic parallelism for JAX training steps.", epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"spmdctx {sys.modules['spmdctx'].__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_train_arguments(_command(commands, "train", train, "train a small language model: plan, progress, audit, numerics check"))
+    add_generate_arguments(_command(commands, "generate", generate, "generate text from a checkpoint, split over other devices"))
+    one = _command(commands, "plan", plan, "show how a program would be split, and what it would communicate")
+    one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
+    one.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
+    add_program_arguments(one)
+    one = _command(commands, "explain", explain, "say why tensors or ops of a saved plan are split as they are")
+    one.add_argument("plan", type=Path, help="a plan file")
+    one.add_argument("pattern", help="part of a path such as layers/3/attention, a glob, an op name or a source line")
+    one = _command(commands, "audit", audit, "compile a program and compare its collectives and memory with the plan")
+    add_target_argument(one)
+    add_program_arguments(one)
+    one = _command(commands, "diff", diff, "compare two saved plans")
+    one.add_argument("before", type=Path, help="a plan file")
+    one.add_argument("after", type=Path, help="another")
+    add_program_arguments(_command(commands, "verify", verify, "run a step split and on one device, and compare the numbers"))
+    add_strategies_arguments(_command(commands, "strategies", strategies, "make the library of ready strategies, or check its files"))
+    one = _command(commands, "calibrate", calibrate_devices, "measure the devices that are there, as a topology to plan with")
+    add_calibrate_arguments(one)
+    add_launch_arguments(_command(commands, "launch", launch, "run a script as several processes on this machine"))
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace, Output], int], text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EPILOG)
+    parser.add_argument("--json", action="store_true", help="print one JSON object to standard output; progress goes to standard error")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _is_laid_out(error: TypeError) -> bool:
+    """Whether the package raised it about what the user gave: those have labelled lines."""
+    return "\n  " in str(error)
+
+
+def _print_error(error: Exception) -> None:
+    lines = [str(error), *getattr(error, "__notes__", ())]
+    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(chr(10).join(lines))}", soft_wrap=True)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    Console(stderr=True, highlight=False).print(f"[yellow]{category.__name__}:[/] {escape(str(message))}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

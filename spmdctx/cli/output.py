@@ -1,0 +1,147 @@
+"""Where the command line writes: tables and progress for people, or one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from spmdctx.audit import AuditReport
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.mesh import format_sharding
+from spmdctx.plan.diff import PlanDiff
+from spmdctx.plan.explain import Explanation
+from spmdctx.plan.plan import Plan
+from spmdctx.step.verify import VerifyReport
+
+WIDTH = 120
+"""Columns of what is written to a file or a pipe."""
+
+
+class Output:
+    """Standard output for results; with `as_json` only `finish` writes there, all else goes to standard error."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.is_quiet = False
+        self.console = Console(stderr=as_json, highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = WIDTH
+
+    def be_quiet(self) -> None:
+        """From now on nothing is written: another process of the job writes it."""
+        self.is_quiet = self.console.quiet = True
+
+    def title(self, text: str) -> None:
+        """A heading."""
+        self.console.rule(f"[bold]{escape(text)}", align="left", style="dim")
+
+    def show(self, thing: Any) -> None:
+        """A renderable or a report; JSON takes their place."""
+        if not self.as_json:
+            renderable = hasattr(thing, "__rich__") or hasattr(thing, "__rich_console__")
+            self.console.print(thing if renderable else escape(str(thing)))
+
+    def say(self, text: str) -> None:
+        """One line about what happens."""
+        self.console.print(escape(text))
+
+    def finish(self, data: dict[str, Any]) -> None:
+        """The whole result as JSON, if it was asked for."""
+        if self.as_json and not self.is_quiet:
+            json.dump(data, sys.stdout, indent=2, default=str)
+            sys.stdout.write("\n")
+
+    def waiting(self, text: str) -> Any:
+        """A context with a spinner, for one long piece of work."""
+        return self.console.status(escape(text))
+
+    def steps(self, count: int, run: Callable[[int], float]) -> Iterator[float]:
+        """Runs `run` for each step under a progress bar that shows the loss it returns."""
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn())
+        with Progress(*columns, console=self.console) as progress:
+            task = progress.add_task("training", total=count, loss="-")
+            for index in range(count):
+                loss = run(index)
+                progress.update(task, advance=1, loss=f"{loss:.3f}")
+                yield loss
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data: what its table says."""
+    return {
+        "mesh": plan.mesh,
+        "mode": plan.mode,
+        "search_mode": plan.search_mode,
+        "topology": plan.topology,
+        "options": dict(plan.options),
+        "cost": plan.cost._asdict(),
+        "lower_bound_s": plan.lower_bound_s,
+        "gap": plan.gap,
+        "timing": plan.timing._asdict(),
+        "inputs": [
+            {"path": leaf.path, "role": leaf.role, "shape": leaf.shape, "dtype": leaf.dtype, "sharding": format_sharding(leaf.sharding)}
+            for leaf in plan.inputs
+        ],
+        "num_ops": len(plan.ops),
+        "collectives": _collectives_data(plan.collectives),
+        "notes": list(plan.notes),
+    }
+
+
+def audit_data(report: AuditReport) -> dict[str, Any]:
+    """An audit as plain data."""
+    return report.to_dict()
+
+
+def verify_data(report: VerifyReport) -> dict[str, Any]:
+    """A numerics check as plain data."""
+    return {"ok": report.ok, "num_devices": report.num_devices, "rows": [{**row._asdict(), "ok": row.ok} for row in report.rows]}
+
+
+def diff_data(diff: PlanDiff) -> dict[str, Any]:
+    """A comparison as plain data."""
+    changes = {name: [vars_of(change) for change in getattr(diff, name)] for name in ("settings", "costs", "tensors", "communication")}
+    return {"same": diff.same, **changes, "num_ops": diff.num_ops, "notes_added": diff.notes_added, "notes_removed": diff.notes_removed}
+
+
+def explain_data(explanation: Explanation) -> dict[str, Any]:
+    """An explanation as plain data."""
+    tensors = [
+        {
+            "paths": one.paths,
+            "sharding": format_sharding(one.tensor.sharding),
+            "reason": one.tensor.reason,
+            "uses": [use._asdict() for use in one.uses],
+            "reshards": [row._asdict() for row in one.reshards],
+            "alternatives": [row._asdict() for row in one.alternatives],
+        }
+        for one in explanation.tensors
+    ]
+    ops = [{**op._asdict(), "rule": str(op.rule)} for op in explanation.ops]
+    kinds = [
+        {
+            "op": kind.op.name,
+            "split": kind.op.sharding,
+            "num_runs": kind.num_runs,
+            "missing": kind.missing,
+            "alternatives": [row._asdict() for row in kind.alternatives],
+        }
+        for kind in explanation.op_kinds
+    ]
+    collectives = _collectives_data(explanation.collectives)
+    return {"pattern": explanation.pattern, "tensors": tensors, "ops": ops, "op_kinds": kinds, "collectives": collectives}
+
+
+def vars_of(row: Any) -> dict[str, Any]:
+    """Fields of a dataclass with slots."""
+    return {name: getattr(row, name) for name in row.__dataclass_fields__}
+
+
+def _collectives_data(rows: Iterable[Collective]) -> list[dict[str, Any]]:
+    return [vars_of(row) for row in rows]

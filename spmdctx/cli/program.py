@@ -1,0 +1,240 @@
+"""What a command is about: the program, the devices, the context options and the strategies, read from its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmdctx.api import parallel
+from spmdctx.cli.devices import expected_devices, start_devices
+from spmdctx.cli.library import ready_strategy
+from spmdctx.cli.output import Output
+from spmdctx.cli.values import positive, positive_number
+from spmdctx.context.docs import add_context_arguments, options_from_arguments
+from spmdctx.context.layers import ContextConfig, auto_parallel_context, load_config
+from spmdctx.errors import ContextError
+from spmdctx.lowering.compile_only import gpu_devices, tpu_devices
+from spmdctx.models import (
+    PRESETS,
+    UNSPLIT,
+    Batch,
+    DecoderConfig,
+    Split,
+    SplitKind,
+    abstract_batch,
+    abstract_program,
+    create,
+    preset,
+    train_step,
+)
+from spmdctx.step.step import ParallelStep
+
+_LEAST_BATCH_SIZE = 24
+_TARGET_TOPOLOGIES = {"v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e", "h100": "h100"}
+_BATCH_SIZE_HELP = f"sequences per step (default: the least multiple of the devices from {_LEAST_BATCH_SIZE} on)"
+_LARGE_MODEL = 10**9
+_REMAT_HELP = "recompute activations in the backward pass (default: of models with a billion parameters or more)"
+
+
+def add_program_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that choose the program and how it is planned."""
+    program = parser.add_argument_group("program")
+    program.add_argument("--model", default="tiny", help=f"decoder to train: {', '.join(PRESETS)} (default: %(default)s)")
+    program.add_argument("--program", metavar="MODULE:FUNCTION", help="your own: FUNCTION() returns (step, arguments)")
+    program.add_argument("--layers", type=positive, metavar="N", help="number of layers instead of the model's")
+    program.add_argument("--batch-size", type=positive, metavar="N", help=_BATCH_SIZE_HELP)
+    program.add_argument("--seq", type=positive, metavar="N", help="tokens per sequence (default: the model's)")
+    program.add_argument("--scan-layers", action=argparse.BooleanOptionalAction, help="run the layers by one scan")
+    program.add_argument("--remat", action=argparse.BooleanOptionalAction, help=_REMAT_HELP)
+    program.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations (default: the model's)")
+    planning = parser.add_argument_group("planning")
+    planning.add_argument("--config", metavar="FILE.yaml", help="options from a file: MindFormers' keys, or plain option names")
+    planning.add_argument("--strategies", choices=("auto", "none", "megatron", "pins"), default="auto", help=_STRATEGIES_HELP)
+    planning.add_argument("--strategy", metavar="hand|searched|FILE", help=_STRATEGY_HELP)
+    planning.add_argument("--model-parallel", type=positive, metavar="N", help="slices of the weights in them (default: 2 or 1)")
+    planning.add_argument(
+        "--topology", metavar="NAME", help="machine that costs are predicted for: tpu-v5p, h100, cpu, ..., or a file that calibrate wrote"
+    )
+    memory = planning.add_mutually_exclusive_group()
+    memory.add_argument("--memory-gib", type=positive_number, metavar="N", help="memory budget per device")
+    memory.add_argument("--memory-bytes", type=positive, metavar="N", help="the same in bytes")
+    planning.add_argument("--strict", action="store_true", help="refuse ops without a sharding rule instead of replicating them")
+    add_context_arguments(parser)
+
+
+_STRATEGIES_HELP = (
+    "shard() strategies of the model: megatron (default in semi_auto_parallel), pins (two weights per layer, the rest follows; "
+    "default where sharding_propagation searches) or none (default otherwise)"
+)
+
+_STRATEGY_HELP = (
+    "a ready strategy of the library for this model and --device-num, with its program and context; or a file: YAML strategies, or a plan"
+)
+
+
+def add_target_argument(parser: argparse.ArgumentParser) -> None:
+    """The argument that chooses what to compile for."""
+    parser.add_argument("--target", default="cpu", help="cpu, or a compile-only machine: tpu-v5e:2x4, tpu-v5p:2x2x2, tpu-v6e:2x4, h100:8")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A command's arguments and configuration file, resolved.
+
+    Attributes:
+        options: context options.
+        num_devices: of the mesh.
+        split: strategies for the decoder.
+        step_options: what `parallel` takes besides.
+    """
+
+    arguments: argparse.Namespace
+    options: Mapping[str, Any]
+    num_devices: int
+    split: Split
+    step_options: Mapping[str, Any]
+
+    def context(self) -> Any:
+        """The context layer to plan and run in."""
+        return auto_parallel_context(**self.options)
+
+    def parallel(self, fn: Callable[..., Any], **options: Any) -> ParallelStep:
+        """`fn` as a step with this command's options."""
+        return fn if isinstance(fn, ParallelStep) else parallel(fn, **{**self.step_options, **options})
+
+    def decoder(self) -> DecoderConfig:
+        """The decoder's sizes."""
+        config, own = preset(self.arguments.model), self.arguments
+        changes = {"num_layers": own.layers, "dtype": own.dtype, "scan_layers": own.scan_layers, "remat": own.remat}
+        config = replace(config, **{name: value for name, value in changes.items() if value is not None})
+        return replace(config, remat=config.num_parameters >= _LARGE_MODEL) if own.remat is None else config
+
+    @property
+    def seq(self) -> int:
+        """Tokens per sequence."""
+        return int(self.arguments.seq or self.decoder().max_seq)
+
+    def batch(self) -> Batch:
+        """Shapes of the decoder's batch."""
+        return abstract_batch(self.arguments.batch_size, self.seq)
+
+    def program(self, *, concrete: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The step and its arguments; for the decoder, shapes alone unless they must be `concrete`."""
+        if self.arguments.program:
+            return _load(self.arguments.program)
+        if not concrete:
+            return abstract_program(self.decoder(), self.arguments.batch_size, self.seq, split=self.split)
+        tokens = jax.random.randint(jax.random.key(0), (self.arguments.batch_size, self.seq), 0, self.decoder().vocab_size, jnp.int32)
+        batch = {"inputs": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+        return train_step, (*nnx.jit(lambda: create(self.decoder(), split=self.split))(), batch)
+
+
+def started(arguments: argparse.Namespace, output: Output) -> Choice:
+    """What `choose` reads, for a command that runs: its devices are started, and of a job process 0 alone writes the output."""
+    choice = choose(arguments)
+    start_devices(choice.num_devices)
+    if jax.process_index():
+        output.be_quiet()
+    return choice if jax.default_backend() == "cpu" else choose(arguments, jax.device_count())
+
+
+def choose(arguments: argparse.Namespace, all_devices: int | None = None) -> Choice:
+    """Reads the arguments and the configuration file; the arguments win.
+
+    Args:
+        arguments: of the command.
+        all_devices: how many are there; by default those that are expected of CPUs.
+
+    Raises:
+        ContextError: a bad option, or a configuration that is none.
+        PlanError: --strategy names none.
+        OSError: the configuration or the strategy cannot be read.
+    """
+    given = options_from_arguments(arguments)
+    count = all_devices or expected_devices()
+    ready = ready_strategy(arguments.strategy, arguments, given.get("device_num", count)) if arguments.strategy else None
+    config = load_config(arguments.config) if arguments.config else ContextConfig({}) if ready is None else ready.config
+    options = {**config.options, **given}
+    options.setdefault("parallel_mode", "auto_parallel")
+    num_devices = options.setdefault("device_num", count)
+    defaults = {"batch_size": _batch_size(num_devices), **({} if ready is None else ready.program)}
+    arguments = _with_defaults(arguments, defaults)
+    split = _split(arguments, config, options, num_devices) if ready is None else ready.split
+    if split.kind == "pins" and not {"dataset_strategy", "full_batch"} & set(options):
+        options["dataset_strategy"] = ((split.data, 1),) * 2
+    memory_bytes = arguments.memory_bytes or (int(arguments.memory_gib * 2**30) if arguments.memory_gib else config.memory_bytes)
+    step_options = {"topology": arguments.topology, "memory_bytes": memory_bytes, "strict": arguments.strict}
+    return Choice(arguments, options, num_devices, split, {name: value for name, value in step_options.items() if value})
+
+
+def _with_defaults(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> argparse.Namespace:
+    """The arguments, those that are not given from `defaults`."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    return argparse.Namespace(**{**vars(arguments), **defaults, **given})
+
+
+def _batch_size(num_devices: int) -> int:
+    return -(-_LEAST_BATCH_SIZE // num_devices) * num_devices
+
+
+def _split(arguments: argparse.Namespace, config: ContextConfig, options: Mapping[str, Any], num_devices: int) -> Split:
+    kind: SplitKind = _default_split(options) if arguments.strategies == "auto" else arguments.strategies
+    if kind == "none" or arguments.program:
+        return UNSPLIT
+    model = arguments.model_parallel or config.parallel_config.get("model_parallel") or (2 if num_devices % 2 == 0 else 1)
+    if num_devices % model:
+        raise ContextError("--model-parallel does not divide the devices.", got=f"{model} slices, {num_devices} devices")
+    data = num_devices // model if arguments.model_parallel else config.parallel_config.get("data_parallel") or num_devices // model
+    return Split(kind, data, model)
+
+
+def _default_split(options: Mapping[str, Any]) -> SplitKind:
+    """Propagation needs pins to start from; a search needs none."""
+    if options["parallel_mode"] == "semi_auto_parallel":
+        return "megatron"
+    modes = (options.get("search_mode"), options.get("auto_parallel_search_mode"), options.get("sharding_propagation"))
+    propagates = "sharding_propagation" in modes or True in modes
+    return "pins" if options["parallel_mode"] == "auto_parallel" and propagates else "none"
+
+
+def target_options(target: str) -> dict[str, Any]:
+    """Devices to compile for, and their topology, as options of a step.
+
+    Raises:
+        ContextError: no such target.
+        UnsupportedError: the compiler for it is not installed.
+    """
+    if target == "cpu":
+        return {}
+    kind, _, size = target.removeprefix("tpu-").removeprefix("gpu-").partition(":")
+    if kind not in _TARGET_TOPOLOGIES or not size:
+        raise ContextError(f"There is no target {target!r}.", need="cpu, tpu-v5e:2x4, tpu-v5p:2x2x2, tpu-v6e:2x4 or h100:8")
+    if kind != "h100":
+        return {"devices": tpu_devices(f"{kind}:{size}"), "topology": _TARGET_TOPOLOGIES[kind]}
+    if not size.isdecimal():
+        raise ContextError("A GPU target ends in the number of GPUs.", got=target, need="such as h100:8")
+    return {"devices": gpu_devices(int(size)), "topology": "h100"}
+
+
+def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    module_name, _, function_name = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        program = getattr(importlib.import_module(module_name), function_name or "program")
+    except (ImportError, AttributeError) as error:
+        raise ContextError(f"--program {name!r} cannot be loaded.", got=str(error), need="MODULE:FUNCTION") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    made = program()
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
+        raise ContextError(f"--program {name!r} must return (step, arguments).", got=type(made).__name__)
+    return made

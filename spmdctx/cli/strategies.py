@@ -1,0 +1,132 @@
+"""`spmdctx strategies`: makes the files of the library of strategies, or checks that they are what would be made."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from spmdctx.cli.library import PLAN_SUFFIX, hand_texts, searched_text
+from spmdctx.cli.output import Output
+from spmdctx.cli.values import positive
+from spmdctx.context.options import SEARCH_MODES
+from spmdctx.errors import InfeasibleError, PlanError
+from spmdctx.plan.diff import PlanDiff
+from spmdctx.plan.library import ROWS_FILE, Library, Row, read_library
+from spmdctx.plan.plan import Plan
+
+
+class FileState(NamedTuple):
+    """One file of the library.
+
+    Its state is "written", "same", "differs", "missing", "no plan" where none keeps to the budget, or "unknown": no row makes it.
+    """
+
+    path: str
+    state: str
+    num_bytes: int
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the file is as it would be made."""
+        return self.state in ("written", "same")
+
+
+def add_strategies_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `strategies`."""
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a file is not what would be made")
+    parser.add_argument("--model", metavar="NAME", help="only this model's files")
+    parser.add_argument("--device-num", type=positive, metavar="N", help="only those for this many devices")
+    parser.add_argument("--only", choices=("hand", "searched"), help="only the hand strategies and contexts, or only the searched plans")
+    parser.add_argument("--search-mode", choices=SEARCH_MODES, default="", help="in place of the library's own")
+    parser.add_argument("--folder", type=Path, help=f"a library of your own, with its {ROWS_FILE}")
+
+
+def strategies(arguments: argparse.Namespace, output: Output) -> int:
+    """Makes or checks the library's files; 1 where one differs, is missing or belongs to no row."""
+    library = read_library(arguments.folder)
+    states = []
+    for state in _states(library, arguments, output):
+        output.say(f"{state.state:<8} {state.num_bytes:>9} bytes  {state.path}")
+        if state.detail:
+            output.say(state.detail)
+        states.append(state)
+    ok = all(state.ok for state in states)
+    output.finish({"ok": ok, "files": [{**state._asdict(), "ok": state.ok} for state in states]})
+    return 0 if ok else 1
+
+
+def _states(library: Library, arguments: argparse.Namespace, output: Output) -> Iterator[FileState]:
+    for row in _rows(library, arguments):
+        if arguments.only != "searched":
+            for path, text in hand_texts(library, row):
+                yield _settle(library.folder, path, text, arguments.check)
+        if arguments.only != "hand":
+            with output.waiting(f"searching {row.model} on {row.device_num} devices"):
+                yield _searched(library, row, arguments)
+    if arguments.check:
+        yield from _unknown(library)
+
+
+def _searched(library: Library, row: Row, arguments: argparse.Namespace) -> FileState:
+    try:
+        path, text = searched_text(library, row, arguments.search_mode)
+    except InfeasibleError as error:
+        return FileState(row.searched_file.as_posix(), "no plan", 0, str(error))
+    return _settle(library.folder, path, text, arguments.check)
+
+
+def _rows(library: Library, arguments: argparse.Namespace) -> list[Row]:
+    found = [row for row in library.rows if arguments.model in (None, row.model) and arguments.device_num in (None, row.device_num)]
+    if not found:
+        known = ", ".join(f"{row.model} on {row.device_num}" for row in library.rows)
+        raise PlanError(
+            "The library has no such row.", got=f"{arguments.model or 'any model'}, {arguments.device_num or 'any'} devices", need=known
+        )
+    return found
+
+
+def _settle(folder: Path, path: Path, text: str, check: bool) -> FileState:
+    """Writes a file, or compares it."""
+    target, size = folder / path, len(text.encode())
+    if not check:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+        return FileState(path.as_posix(), "written", size)
+    if not target.is_file():
+        return FileState(path.as_posix(), "missing", size)
+    if target.read_text(encoding="utf-8") == text:
+        return FileState(path.as_posix(), "same", size)
+    if path.suffix != PLAN_SUFFIX:
+        return FileState(path.as_posix(), "differs", size)
+    return _compare_plans(target, path, text)
+
+
+def _compare_plans(target: Path, path: Path, text: str) -> FileState:
+    """A plan whose ops moved to other source lines is still the same plan."""
+    scratch = target.with_name(f".{target.name}.made")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        diff = Plan.load(target).diff(Plan.load(scratch))
+    finally:
+        scratch.unlink(missing_ok=True)
+    state = "same" if _decides_alike(diff) else "differs"
+    return FileState(path.as_posix(), state, len(text.encode()), "" if state == "same" else str(diff))
+
+
+def _decides_alike(diff: PlanDiff) -> bool:
+    changes = (diff.settings, diff.costs, diff.tensors, diff.communication, diff.notes_added, diff.notes_removed)
+    return not any(changes) and not diff.num_ops
+
+
+def _unknown(library: Library) -> Iterator[FileState]:
+    """Files that no row makes."""
+    known = {Path(ROWS_FILE)}
+    for row in library.rows:
+        known |= {row.searched_file, row.searched_context_file}
+        known |= {name(*degrees) for degrees in row.hand for name in (row.hand_file, row.hand_context_file)}
+    for path in sorted(path.relative_to(library.folder) for path in library.folder.rglob("*") if path.is_file()):
+        if path not in known:
+            yield FileState(path.as_posix(), "unknown", (library.folder / path).stat().st_size)

@@ -1,0 +1,148 @@
+"""What is found when a step is planned or called: options that contradict each other or the devices, and those without effect."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+from spmdctx.context.options import ALGO_OPTIONS, OPTIONS
+from spmdctx.context.state import AutoParallelContext
+from spmdctx.context.storage import Option
+from spmdctx.context.values import plain
+from spmdctx.errors import ContextError, ContextWarning, StrategyError
+from spmdctx.ir.layout import Layout
+from spmdctx.wording import counted
+
+_RECURSIVE = "recursive_programming"
+_OF_PARALLEL_OPTIMIZER = ("parallel_optimizer_config", "optimizer_weight_shard_size")
+_FULL_BATCH_REFUSED = ("data_parallel", "hybrid_parallel")
+
+
+def device_count(context: AutoParallelContext, available: int) -> int:
+    """How many devices a step spans: device_num where the user set it, else all that are there."""
+    return context.device_num if context.is_set("device_num") else available
+
+
+def check_consistency(context: AutoParallelContext, num_devices: int, *, running: bool = False, mesh_devices: int | None = None) -> None:
+    """Raises on options that contradict each other or the devices.
+
+    Args:
+        context: The context of the step.
+        num_devices: Devices that are there.
+        running: Whether the step is about to run; planning works for more devices than there are.
+        mesh_devices: Size of the mesh the user gave, if any.
+
+    Raises:
+        ContextError: the contradiction, with both values.
+        StrategyError: a dataset_strategy that the devices cannot hold.
+    """
+    _check_counts(context, num_devices, running, mesh_devices)
+    if context.parallel_mode == "stand_alone":
+        return
+    total = device_count(context, num_devices) if mesh_devices is None else mesh_devices
+    _check_stages(context, total)
+    _check_batch(context, total)
+
+
+def _check_counts(context: AutoParallelContext, num_devices: int, running: bool, mesh_devices: int | None) -> None:
+    total = device_count(context, num_devices)
+    if mesh_devices is not None and context.is_set("device_num") and context.device_num != mesh_devices:
+        raise ContextError(
+            f"device_num is {context.device_num}, but the mesh has {counted(mesh_devices, 'device')}.",
+            fix="leave one of the two out, or make them equal",
+        )
+    if running and total > num_devices:
+        raise ContextError(
+            f"device_num is {total}, but there {_are(num_devices)}.",
+            need=f"device_num {f'in [1, {num_devices}]' if num_devices > 1 else '1'} to run; planning works for any",
+            fix=f"use step.plan, or have {total} CPU devices: jax.config.update('jax_num_cpu_devices', {total}) before JAX is used, "
+            f"or XLA_FLAGS=--xla_force_host_platform_device_count={total}",
+        )
+    if context.is_set("global_rank") and context.global_rank >= total:
+        raise ContextError(f"global_rank is {context.global_rank}, but there {_are(total)}.", need=f"global_rank in [0, {total - 1}]")
+
+
+def _are(count: int) -> str:
+    return f"{'is' if count == 1 else 'are'} {counted(count, 'device')}"
+
+
+def _check_stages(context: AutoParallelContext, total: int) -> None:
+    stages = context.pipeline_stages
+    if total % stages:
+        fitting = [count for count in range(1, total + 1) if total % count == 0]
+        raise ContextError(
+            f"pipeline_stages is {stages}, which does not divide {counted(total, 'device')}.",
+            need="pipeline_stages among " + ", ".join(map(str, fitting)),
+        )
+    size = context.optimizer_weight_shard_size
+    if context.enable_parallel_optimizer and size > total // stages:
+        raise ContextError(
+            f"optimizer_weight_shard_size is {size}, but a stage has {counted(total // stages, 'device')}.",
+            need=f"1 to {total // stages}, or -1",
+        )
+
+
+def _check_batch(context: AutoParallelContext, total: int) -> None:
+    mode, strategy = context.parallel_mode, context.dataset_strategy
+    if context.full_batch and mode in _FULL_BATCH_REFUSED:
+        raise ContextError(
+            f"full_batch cannot be used in {mode}, where each device gets its part of the batch.",
+            need="parallel_mode 'semi_auto_parallel' or 'auto_parallel'",
+            fix="set dataset_strategy='data_parallel'",
+        )
+    if isinstance(strategy, str) or mode in _FULL_BATCH_REFUSED:
+        return
+    entries = [entry.strategy if isinstance(entry, Layout) else entry for entry in strategy]
+    if context.full_batch and any(slices > 1 for entry in entries for slices in entry):
+        raise ContextError(
+            "full_batch and a dataset_strategy that splits the batch contradict each other.",
+            got=f"full_batch=True, dataset_strategy={strategy}",
+            fix="set full_batch=False, or dataset_strategy='full_batch'",
+        )
+    per_stage = total // context.pipeline_stages
+    for position, entry in enumerate(strategy):
+        blocks = math.prod(entry.device_matrix if isinstance(entry, Layout) else entry)
+        if per_stage % blocks:
+            raise StrategyError(
+                f"dataset_strategy[{position}] has {blocks} slices, which does not divide {counted(per_stage, 'device')}.",
+                got=f"dataset_strategy[{position}] = {entry}",
+                need=f"slices whose product divides {per_stage}",
+            )
+
+
+def ineffective(context: AutoParallelContext) -> tuple[tuple[str, str], ...]:
+    """Options the user set that have no effect: (name, sentence) in table order.
+
+    Values that ask for nothing, such as a switch that is off, are left out.
+    """
+    rows = [(option, context.value(option), context.is_set(option.name)) for option in OPTIONS]
+    rows += [(option, getattr(context.algo, option.name), option.name in context.algo.explicit) for option in ALGO_OPTIONS]
+    found = []
+    for option, value, is_set in rows:
+        reason = _reason(option, context) if is_set and value != option.asks_nothing else ""
+        if reason:
+            found.append((option.name, f"{option.name}={plain(value)!r} has no effect: {reason}."))
+    return tuple(found)
+
+
+def _reason(option: Option, context: AutoParallelContext) -> str:
+    if context.parallel_mode not in option.modes:
+        return f"parallel_mode {context.parallel_mode!r} does not use it (it acts in {', '.join(option.modes)})"
+    if option.name == "mem_coeff" and context.effective_search_mode != _RECURSIVE:
+        return f"search_mode {context.effective_search_mode!r} does not use it (it acts in {_RECURSIVE})"
+    if option.name in _OF_PARALLEL_OPTIMIZER and not context.enable_parallel_optimizer:
+        return "enable_parallel_optimizer is off"
+    return "" if option.built else "it is not built yet"
+
+
+def warn_ineffective(context: AutoParallelContext, stacklevel: int = 2) -> tuple[str, ...]:
+    """Gives a ContextWarning per option without effect, and returns their sentences for the plan's notes.
+
+    Args:
+        context: The context of the step.
+        stacklevel: As in `warnings.warn`: 2 is the line that calls this function, 3 the one that calls its caller.
+    """
+    sentences = tuple(sentence for _, sentence in ineffective(context))
+    for sentence in sentences:
+        warnings.warn(sentence, ContextWarning, stacklevel=stacklevel)
+    return sentences

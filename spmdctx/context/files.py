@@ -1,0 +1,190 @@
+"""Configuration files: MindFormers' YAML (use_parallel, parallel, parallel_config, context) or plain options, as context options."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from spmdctx.context.options import LATER_OPTIONS, PARALLEL_MODES, checked
+from spmdctx.context.values import dataset_strategy_from_lists, is_int, nearest, wrong_type
+from spmdctx.errors import ContextError, ContextWarning, message
+
+_SECTIONS = ("use_parallel", "parallel", "parallel_config")
+_MODE_NUMBERS = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel")
+_DEGREES = ("data_parallel", "model_parallel", "context_parallel", "pipeline_stage")
+_MODEL_KEYS = (
+    *_DEGREES,
+    "expert_parallel",
+    "micro_batch_num",
+    "use_seq_parallel",
+    "seq_split_num",
+    "vocab_emb_dp",
+    "gradient_aggregation_group",
+    "optimizer_shard",
+    "recompute",
+    "mem_coeff",
+    "auto_pipeline",
+)
+_COUNTS = (*_DEGREES, "expert_parallel", "micro_batch_num", "seq_split_num", "gradient_aggregation_group")
+_UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """What a configuration says.
+
+    Attributes:
+        options: Context options, as `set_auto_parallel_context` takes them.
+        parallel_config: MindFormers' degrees (data_parallel, model_parallel, ...), which belong to the model's strategies.
+        memory_bytes: The budget per device (`context: max_device_memory`), or None.
+    """
+
+    options: Mapping[str, Any]
+    parallel_config: Mapping[str, Any] = field(default_factory=dict)
+    memory_bytes: int | None = None
+
+
+def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> ContextConfig:
+    """Reads a configuration and checks it; sets nothing.
+
+    In a file with MindFormers' keys the other sections (model, dataset, callbacks, ...) are not looked at. Keys of later
+    MindSpore versions in `parallel`, and unknown ones in `parallel_config`, are left out with a ContextWarning.
+
+    Args:
+        source: Path of a YAML file, or a mapping.
+
+    Raises:
+        ContextError: an unknown name, a bad value, or a file that is no such configuration.
+        TypeError: a value of a wrong type.
+        FileNotFoundError: no such file.
+    """
+    where = "" if isinstance(source, Mapping) else os.fspath(source)
+    content = source if isinstance(source, Mapping) else _read_yaml(where)
+    try:
+        if any(key in content for key in _SECTIONS):
+            config = _from_mindformers(content)
+        else:
+            config = ContextConfig({name: _with_tuples(name, value) for name, value in content.items()})
+        checked(config.options, also=_SECTIONS)
+    except (ContextError, TypeError) as error:
+        if where:
+            error.add_note(f"  in {where}")
+        raise
+    return config
+
+
+def _read_yaml(path: str) -> Mapping[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        try:
+            content = yaml.safe_load(file)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            line = f":{mark.line + 1}" if mark else ""
+            raise ContextError(
+                "The configuration is no valid YAML.", where=path + line, got=str(getattr(error, "problem", error))
+            ) from error
+    if not isinstance(content, dict):
+        raise ContextError(
+            "The configuration holds no options.", where=path, got=type(content).__name__, need="a mapping such as `device_num: 8`"
+        )
+    return content
+
+
+def _with_tuples(name: str, value: Any) -> Any:
+    """YAML has no tuples, so a dataset_strategy is written as lists there, and its Layouts as mappings."""
+    return dataset_strategy_from_lists(value) if name == "dataset_strategy" else value
+
+
+def _section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = content.get(name)
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise wrong_type(name, section, "a mapping")
+    return dict(section)
+
+
+def _from_mindformers(content: Mapping[str, Any]) -> ContextConfig:
+    use_parallel = content.get("use_parallel", True)
+    if not isinstance(use_parallel, bool):
+        raise wrong_type("use_parallel", use_parallel, "True or False")
+    model = _model_part(_section(content, "parallel_config"))
+    memory_bytes = _memory_bytes(_section(content, "context").get("max_device_memory"))
+    if not use_parallel:
+        return ContextConfig({"parallel_mode": "stand_alone"}, model, memory_bytes)
+    options = _parallel_part(_section(content, "parallel"))
+    mode = options.setdefault("parallel_mode", "data_parallel")
+    degrees = math.prod(model.get(name, 1) for name in _DEGREES)
+    if mode in ("semi_auto_parallel", "hybrid_parallel") and degrees > 1:
+        options.setdefault("device_num", degrees)
+    if model.get("pipeline_stage", 1) > 1:
+        options.setdefault("pipeline_stages", model["pipeline_stage"])
+    if "optimizer_shard" in model:
+        options.setdefault("enable_parallel_optimizer", model["optimizer_shard"])
+    for name in ("mem_coeff", "auto_pipeline"):
+        if name in model:
+            options.setdefault(name, model[name])
+    steps = _section(content, "runner_config").get("gradient_accumulation_steps")
+    if steps is not None:
+        options.setdefault("grad_accumulation_step", steps)
+    return ContextConfig(options, model, memory_bytes)
+
+
+def _parallel_part(section: dict[str, Any]) -> dict[str, Any]:
+    """The `parallel` section as options."""
+    for name in [name for name in section if name in LATER_OPTIONS]:
+        _left_out(f"parallel.{name}", "it belongs to MindSpore versions after 2.0", section.pop(name))
+    options = {name: _with_tuples(name, value) for name, value in section.items()}
+    if "parallel_mode" in options:
+        options["parallel_mode"] = _mode_name(options["parallel_mode"])
+    if options.get("full_batch") is True and isinstance(options.get("dataset_strategy"), tuple):
+        _left_out("parallel.dataset_strategy", "full_batch is True", options.pop("dataset_strategy"))
+    if options.get("full_batch") is True and options.get("parallel_mode", "data_parallel") == "data_parallel":
+        _left_out("parallel.full_batch", "data_parallel gives each device its part of the batch", options.pop("full_batch"))
+    return options
+
+
+def _mode_name(mode: Any) -> Any:
+    """MindFormers' number or spelling of a mode as the option's value; others are left for the option's own check."""
+    if is_int(mode):
+        if not 0 <= mode < len(_MODE_NUMBERS):
+            known = ", ".join(f"{number} ({name})" for number, name in enumerate(_MODE_NUMBERS))
+            raise ContextError(f"parallel.parallel_mode does not accept {mode}.", need=known)
+        return _MODE_NUMBERS[mode]
+    return mode.lower() if isinstance(mode, str) and mode.lower() in PARALLEL_MODES else mode
+
+
+def _model_part(section: dict[str, Any]) -> dict[str, Any]:
+    """The known keys of `parallel_config`, counts checked."""
+    for name in [name for name in section if name not in _MODEL_KEYS]:
+        _left_out(f"parallel_config.{name}", nearest(name, _MODEL_KEYS) or "no such key is known", section.pop(name))
+    for name in _COUNTS:
+        value = section.get(name, 1)
+        if not is_int(value):
+            raise wrong_type(f"parallel_config.{name}", value, "an int >= 1")
+        if value < 1:
+            raise ContextError(f"parallel_config.{name} does not accept {value}.", need="an int >= 1")
+    return section
+
+
+def _left_out(name: str, reason: str, value: Any) -> None:
+    warnings.warn(f"{name}={value!r} is left out: {reason}", ContextWarning, stacklevel=2)
+
+
+def _memory_bytes(value: Any) -> int | None:
+    """MindFormers' "58GB" in bytes."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError(message("context.max_device_memory does not take this type.", got=repr(value), need="a string such as '58GB'"))
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B)\s*", value.upper())
+    if found is None:
+        raise ContextError(f"context.max_device_memory does not accept {value!r}.", need="a string such as '58GB'")
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -1,0 +1,263 @@
+"""The auto-parallel context: MindSpore's set, get and reset, layers for `with` and decorators, and the frozen value steps read.
+
+There is one process-wide layer, which new threads see, and a stack of further layers per thread (or async task), pushed
+by `auto_parallel_context`. Each setter changes the innermost layer only. A layer holds a frozen AutoParallelContext, so
+that a step reads one consistent state however many threads set options.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import cache, wraps
+from itertools import count
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+from spmdctx.context.checks import check_consistency, device_count, ineffective, warn_ineffective
+from spmdctx.context.files import ContextConfig, load_config
+from spmdctx.context.options import ALGO_BY_NAME, OPTIONS, checked, find
+from spmdctx.context.state import DEFAULT_ALGO, DEFAULT_CONTEXT, AlgoParameters, AutoParallelContext
+from spmdctx.context.values import plain
+from spmdctx.errors import message
+
+__all__ = [
+    "OPTIONS",
+    "AlgoParameters",
+    "AutoParallelContext",
+    "ContextConfig",
+    "ContextLayer",
+    "auto_parallel_context",
+    "check_consistency",
+    "current_context",
+    "device_count",
+    "get_algo_parameters",
+    "get_auto_parallel_context",
+    "ineffective",
+    "load_config",
+    "load_context",
+    "reset_algo_parameters",
+    "reset_auto_parallel_context",
+    "set_algo_parameters",
+    "set_auto_parallel_context",
+    "version",
+    "warn_ineffective",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Layer(NamedTuple):
+    context: AutoParallelContext
+    version: int
+    outer: _Layer | None
+
+
+_versions = count()
+
+
+@cache
+def _version_of(context: AutoParallelContext) -> int:
+    """One number per distinct context, so that a layer that is entered again costs a step no new look-up."""
+    return next(_versions)
+
+
+def _layer(context: AutoParallelContext, outer: _Layer | None) -> _Layer:
+    with _lock:
+        return _Layer(context, _version_of(context), outer)
+
+
+_lock = threading.RLock()
+_base = _layer(DEFAULT_CONTEXT, None)
+_inner: ContextVar[_Layer | None] = ContextVar("spmdctx_context", default=None)
+
+
+def current_context() -> AutoParallelContext:
+    """The context that holds here: of the innermost layer of this thread, else the process-wide one."""
+    return (_inner.get() or _base).context
+
+
+def version() -> int:
+    """A number that two equal contexts share and two different ones do not; the cheapest test for a change."""
+    return (_inner.get() or _base).version
+
+
+def _update(change: Callable[[AutoParallelContext], AutoParallelContext]) -> None:
+    """Applies a change to the innermost layer; nothing happens where it raises."""
+    global _base
+    layer = _inner.get()
+    if layer is not None:
+        _inner.set(_layer(change(layer.context), layer.outer))
+        return
+    with _lock:
+        _base = _layer(change(_base.context), None)
+
+
+def set_auto_parallel_context(**options: Any) -> None:
+    """Sets options of the innermost layer: of the process, or of the enclosing `with auto_parallel_context(...)`.
+
+    All or nothing: where one option is bad, none is set. Options that contradict each other are found when a step is
+    planned or called, so they can be set in any order. `docs/options.md` lists them.
+
+    Raises:
+        ContextError: an unknown name (the nearest one is named) or a bad value.
+        TypeError: a value of a wrong type.
+        UnsupportedError: an option that JAX has no counterpart of.
+    """
+    values = checked(options)
+    _update(lambda context: context.with_checked(values))
+
+
+def get_auto_parallel_context(attr_key: str) -> Any:
+    """The value of one option: the one that was set, or the documented default.
+
+    Raises:
+        ContextError: an unknown name.
+    """
+    option = find(attr_key, "Get")
+    return plain(current_context().value(option))
+
+
+def reset_auto_parallel_context() -> None:
+    """Gives every option of the innermost layer its default again; search parameters stay."""
+    _update(lambda context: DEFAULT_CONTEXT.with_algo(context.algo))
+
+
+def load_context(source: str | os.PathLike[str] | Mapping[str, Any]) -> ContextConfig:
+    """Sets the options of a configuration file or mapping, all or nothing.
+
+    Args:
+        source: A YAML file or a mapping, with MindFormers' keys (use_parallel, parallel, parallel_config) or plain options.
+
+    Returns:
+        What was read: the options that were set, and the parts of parallel_config that belong to the model.
+
+    Raises:
+        ContextError: an unknown name, a bad value, or a file that is no such configuration.
+        TypeError: a value of a wrong type.
+        FileNotFoundError: no such file.
+    """
+    config = load_config(source)
+    set_auto_parallel_context(**config.options)
+    return config
+
+
+def set_algo_parameters(**parameters: Any) -> None:
+    """Sets parameters of the search, all or nothing.
+
+    Raises:
+        ContextError: an unknown name or a bad value.
+        TypeError: a value of a wrong type.
+    """
+    values = checked(parameters, ALGO_BY_NAME)
+
+    def change(context: AutoParallelContext) -> AutoParallelContext:
+        state = {name: getattr(context.algo, name) for name in ALGO_BY_NAME}
+        return context.with_algo(AlgoParameters(**{**state, **values}, explicit=context.algo.explicit | frozenset(values)))
+
+    _update(change)
+
+
+def get_algo_parameters(attr_key: str) -> Any:
+    """The value of one parameter of the search.
+
+    Raises:
+        ContextError: an unknown name.
+    """
+    return getattr(current_context().algo, find(attr_key, "Get", ALGO_BY_NAME).name)
+
+
+def reset_algo_parameters() -> None:
+    """Gives every parameter of the search its default again."""
+    _update(lambda context: context.with_algo(DEFAULT_ALGO))
+
+
+class ContextLayer:
+    """What `auto_parallel_context` returns: a layer for a `with` block, or a decorator; can be used again and nested."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self._values = checked(options)
+
+    def __enter__(self) -> AutoParallelContext:
+        outer = _inner.get()
+        context = current_context().with_checked(self._values)
+        _inner.set(_layer(context, outer))
+        return context
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        layer = _inner.get()
+        _inner.set(layer.outer if layer is not None else None)
+
+    def __call__(self, function: F) -> F:
+        """The function, called inside the layer; a parallel step stays one, with the options below its own."""
+        if hasattr(function, "with_context"):
+            return cast(F, function.with_context(**self._options))
+        if inspect.isclass(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            # Their bodies would run after the layer has ended.
+            raise TypeError(
+                message("auto_parallel_context decorates functions and coroutines only.", got=repr(function), fix="use `with` inside it")
+            )
+        if inspect.iscoroutinefunction(function):
+
+            @wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return await function(*args, **kwargs)
+
+            return awaited  # type: ignore[return-value]  # what functools and inspect put on functions has no type
+
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        _decorated[called] = function, self._options
+        return called  # type: ignore[return-value]  # what functools and inspect put on functions has no type
+
+
+_decorated: WeakKeyDictionary[Callable[..., Any], tuple[Callable[..., Any], dict[str, Any]]] = WeakKeyDictionary()
+"""Functions that ContextLayer made: what they call, and their options."""
+
+
+def beneath_layers(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A function without the `auto_parallel_context` decorators on it, and their options, of which the inner ones win.
+
+    A step plans and compiles outside of its function, where these layers would not be seen.
+    """
+    options: dict[str, Any] = {}
+    try:
+        while function in _decorated:
+            function, own = _decorated[function]
+            options |= own
+    except TypeError:  # a callable object without hash or weak references
+        pass
+    return function, options
+
+
+def auto_parallel_context(**options: Any) -> ContextLayer:
+    """A layer of the context, for a `with` block or as a decorator; the old state comes back on exit.
+
+    Inside, `set_auto_parallel_context` and `reset_auto_parallel_context` change this layer only. Other threads do not
+    see it. The options are checked at once, not on entry.
+
+    Raises:
+        ContextError: an unknown name or a bad value.
+        TypeError: a value of a wrong type.
+        UnsupportedError: an option that JAX has no counterpart of.
+    """
+    return ContextLayer(options)
+
+
+def _signature(returns: object) -> inspect.Signature:
+    """Keyword-only options with their defaults, so that notebooks and editors complete them."""
+    keywords = [inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=plain(option.default)) for option in OPTIONS]
+    return inspect.Signature(keywords, return_annotation=returns)
+
+
+set_auto_parallel_context.__signature__ = _signature(None)  # type: ignore[attr-defined]  # inspect reads it; functions have no type for it
+auto_parallel_context.__signature__ = _signature(ContextLayer)  # type: ignore[attr-defined]  # inspect reads it; functions have no type for it

@@ -1,0 +1,281 @@
+"""Values of context options: the checks, the normal (frozen, hashable) forms, and what `get` returns for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from spmdctx.errors import ContextError, UnsupportedError, message
+from spmdctx.ir.layout import Layout
+
+Check = Callable[[str, Any], Any]
+"""Takes an option's name and the user's value; returns the normal form, or raises TypeError or ContextError."""
+
+OPTIMIZER_LEVELS = ("level1", "level2", "level3")
+DATASET_STRATEGIES = ("data_parallel", "full_batch")
+
+
+class FusionEntry(NamedTuple):
+    """How one kind of collective is fused: `config` is MB in size mode, gradient indices in index mode."""
+
+    mode: str
+    config: int | tuple[int, ...] | None
+
+
+class CommFusion(NamedTuple):
+    """The whole of comm_fusion."""
+
+    openstate: bool
+    allreduce: FusionEntry
+    allgather: FusionEntry
+    reducescatter: FusionEntry
+
+
+class ParallelOptimizerConfig(NamedTuple):
+    """The whole of parallel_optimizer_config; the threshold is in KB."""
+
+    gradient_accumulation_shard: bool
+    parallel_optimizer_threshold: int
+    optimizer_weight_shard_size: int
+    optimizer_level: str
+
+
+class StrategyFiles(NamedTuple):
+    """The whole of strategy_ckpt_config."""
+
+    load_file: str
+    save_file: str
+    only_trainable_params: bool
+
+
+DatasetStrategy = str | tuple[tuple[int, ...] | Layout, ...]
+
+
+def plain(value: Any) -> Any:
+    """The value as `get` returns it: dictionaries and lists where the normal form has named tuples and tuples."""
+    if isinstance(value, tuple):
+        if hasattr(value, "_asdict"):
+            return {name: plain(part) for name, part in value._asdict().items()}
+        return [plain(part) for part in value]
+    if isinstance(value, Layout):
+        return {name: plain(part) for name, part in value.to_dict().items()}
+    return value
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A `fix` line that names the known word nearest to a wrong one; empty where none is near."""
+    by_lower = {name.lower(): name for name in known}
+    found = get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.6)
+    return f"did you mean {by_lower[found[0]]!r}?" if found else ""
+
+
+def wrong_type(name: str, value: Any, need: str) -> TypeError:
+    """The error for a value of a wrong type."""
+    return TypeError(message(f"{name} does not take values of type {type(value).__name__}.", got=repr(value), need=need))
+
+
+def bad_value(name: str, value: Any, need: str, fix: str = "") -> ContextError:
+    """The error for a value of the right type that is not allowed."""
+    return ContextError(f"{name} does not accept {value!r}.", need=need, fix=fix)
+
+
+def is_int(value: Any) -> bool:
+    """Whether the value is an integer and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """True or False; 0, 1 and None are refused."""
+    if not isinstance(value, bool):
+        raise wrong_type(name, value, "True or False")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Any string."""
+    if not isinstance(value, str):
+        raise wrong_type(name, value, "a string")
+    return value
+
+
+def integer(low: int, high: int | None = None, unit: str = "") -> Check:
+    """An int in [low, high]."""
+    need = (f"an int >= {low}" if high is None else f"an int in [{low}, {high}]") + (unit and f" ({unit})")
+
+    def check(name: str, value: Any) -> int:
+        if not is_int(value):
+            raise wrong_type(name, value, need)
+        if value < low or (high is not None and value > high):
+            raise bad_value(name, value, need)
+        return int(value)
+
+    return check
+
+
+def positive_number(high: float = math.inf) -> Check:
+    """A float or int in (0, high], kept as float."""
+    need = "a finite number > 0" if high == math.inf else f"a number in (0, {high:g}]"
+
+    def check(name: str, value: Any) -> float:
+        if not is_int(value) and not isinstance(value, float):
+            raise wrong_type(name, value, need)
+        if not (0 < value <= high) or math.isinf(value):
+            raise bad_value(name, value, need)
+        return float(value)
+
+    return check
+
+
+def memory_budget(value: Any) -> int | None:
+    """`memory_bytes`, a positive number of bytes or None for no budget."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(message("memory_bytes must be a number of bytes.", got=repr(value)))
+    if not 0 < value < math.inf:
+        raise ContextError("memory_bytes must be positive.", got=repr(value))
+    return int(value)
+
+
+def choice(names: tuple[str, ...]) -> Check:
+    """One of the names, exactly as they are written."""
+    need = "one of " + ", ".join(map(repr, names))
+
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise wrong_type(name, value, need)
+        if value not in names:
+            raise bad_value(name, value, need, nearest(value, names))
+        return value
+
+    return check
+
+
+def refused_unless(default: Any, check: Check, reason: str) -> Check:
+    """The default is accepted; every other legal value is an UnsupportedError that gives the reason."""
+
+    def guarded(name: str, value: Any) -> Any:
+        if check(name, value) != default:
+            raise UnsupportedError(f"{name}={value!r} is not supported: {reason}.", need=f"{default!r}, or leave it unset")
+        return default
+
+    return guarded
+
+
+def weight_shard_size(name: str, value: Any) -> int:
+    """A group size > 0, or -1 for the whole group of replicas."""
+    need = "an int > 0, or -1 for all replicas"
+    if not is_int(value):
+        raise wrong_type(name, value, need)
+    if value < 1 and value != -1:
+        raise bad_value(name, value, need)
+    return int(value)
+
+
+def dataset_strategy(name: str, value: Any) -> DatasetStrategy:
+    """A string, or per batch input a tuple of slices or a Layout of its dimensions."""
+    need = "'data_parallel', 'full_batch', or a tuple of one tuple of ints >= 1, or one Layout, per batch input, such as ((8, 1), (8,))"
+    if isinstance(value, str):
+        if value not in DATASET_STRATEGIES:
+            raise bad_value(name, value, need, nearest(value, DATASET_STRATEGIES))
+        return value
+    if not isinstance(value, tuple) or not all(isinstance(entry, tuple | Layout) for entry in value):
+        raise wrong_type(name, value, need)
+    for position, entry in enumerate(value):
+        if isinstance(entry, Layout):
+            if entry.alias_tensor_map is None:
+                raise bad_value(f"{name}[{position}]", entry, "a Layout that was called", 'call it: layout("axis", "None")')
+            continue
+        for dim, slices in enumerate(entry):
+            if not is_int(slices):
+                raise wrong_type(f"{name}[{position}][{dim}]", slices, "an int >= 1")
+            if slices < 1:
+                raise bad_value(f"{name}[{position}][{dim}]", slices, "an int >= 1", "use 1 for a dimension that is not split")
+    if not value:
+        raise bad_value(name, value, need)
+    return value
+
+
+def dataset_strategy_from_lists(value: Any) -> Any:
+    """A dataset_strategy as JSON and YAML hold it: lists for tuples, mappings for Layouts; other values are left to the check."""
+    if not isinstance(value, list | tuple):
+        return value
+    found = [
+        tuple(entry) if isinstance(entry, list) else Layout.from_dict(entry) if isinstance(entry, Mapping) else entry for entry in value
+    ]
+    return tuple(found)
+
+
+def fusion_indices(name: str, value: Any) -> tuple[int, ...]:
+    """Ascending gradient indices, as a list."""
+    need = "a non-empty list of ascending ints >= 0, such as [20, 35]"
+    if not isinstance(value, list):
+        raise wrong_type(name, value, need)
+    for position, index in enumerate(value):
+        if not is_int(index):
+            raise wrong_type(f"{name}[{position}]", index, "an int >= 0")
+    if len(set(value)) != len(value):
+        raise bad_value(name, value, need, f"remove duplicates: {sorted(set(value))}")
+    if not value or min(value) < 0 or sorted(value) != value:
+        raise bad_value(name, value, need)
+    return tuple(value)
+
+
+def entries(name: str, value: Any, known: Mapping[str, Check]) -> dict[str, Any]:
+    """A dictionary whose keys are all known and whose values pass the key's check."""
+    if not isinstance(value, dict):
+        raise wrong_type(name, value, "a dict with keys among " + ", ".join(map(repr, known)))
+    for key in value:
+        if key not in known:
+            raise ContextError(f"{name} has no key {key!r}.", need="keys among " + ", ".join(map(repr, known)), fix=nearest(key, known))
+    return {key: known[key](f"{name}[{key!r}]", part) for key, part in value.items()}
+
+
+def fusion_entry(modes: tuple[str, ...]) -> Check:
+    """{"mode": ..., "config": ...} of one kind of collective."""
+
+    def check(name: str, value: Any) -> FusionEntry:
+        parts = entries(name, value, {"mode": choice(modes), "config": lambda _, config: config})
+        for key in ("mode", "config"):
+            if key not in parts:
+                raise ContextError(f"{name} lacks the key {key!r}.", got=repr(value), need="both 'mode' and 'config'")
+        where, mode, config = f"{name}['config']", parts["mode"], parts["config"]
+        if mode == "index":
+            return FusionEntry(mode, fusion_indices(where, config))
+        if mode == "auto" and config is None:
+            return FusionEntry(mode, None)
+        return FusionEntry(mode, integer(1, unit="MB")(where, config))
+
+    return check
+
+
+_FUSION_CHECKS: dict[str, Check] = {
+    "openstate": boolean,
+    "allreduce": fusion_entry(("auto", "size", "index")),
+    "allgather": fusion_entry(("auto", "size")),
+    "reducescatter": fusion_entry(("auto", "size")),
+}
+_OPTIMIZER_CHECKS: dict[str, Check] = {
+    "gradient_accumulation_shard": boolean,
+    "parallel_optimizer_threshold": integer(0, unit="KB"),
+    "optimizer_weight_shard_size": weight_shard_size,
+    "optimizer_level": choice(OPTIMIZER_LEVELS),
+}
+_STRATEGY_FILE_CHECKS: dict[str, Check] = {"load_file": text, "save_file": text, "only_trainable_params": boolean}
+
+
+def comm_fusion(name: str, value: Any) -> dict[str, Any]:
+    """The given entries of comm_fusion, checked; the others keep their values."""
+    return entries(name, value, _FUSION_CHECKS)
+
+
+def parallel_optimizer_config(name: str, value: Any) -> dict[str, Any]:
+    """The given entries of parallel_optimizer_config, checked."""
+    return entries(name, value, _OPTIMIZER_CHECKS)
+
+
+def strategy_ckpt_config(name: str, value: Any) -> dict[str, Any]:
+    """The given entries of strategy_ckpt_config, checked."""
+    return entries(name, value, _STRATEGY_FILE_CHECKS)

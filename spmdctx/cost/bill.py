@@ -1,0 +1,50 @@
+"""The bill of an assignment: its collectives, moves, seconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from spmdctx.cost.memory.early_updates import EarlyUpdate
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.sharding import TensorSharding
+
+
+class Moved(NamedTuple):
+    """A value that changes its sharding on the way to an op (or from it), and the seconds per step that it takes."""
+
+    value: int
+    source: TensorSharding
+    target: TensorSharding
+    op: int
+    time_s: float
+
+
+@dataclass(slots=True)
+class Bill:
+    """All that an assignment costs in one step, per device.
+
+    `shares` says of each collective how much of it hides behind compute, `memory_profile` holds the bytes alive at each op, `early`
+    the updates that it counts as run right behind their gradients.
+    """
+
+    collectives: list[Collective] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    moves: list[Moved] = field(default_factory=list)
+    compute_s: float = 0.0
+    memory_bytes: int = 0
+    memory_profile: tuple[int, ...] = ()
+    early: tuple[EarlyUpdate, ...] = ()
+    hidden_communication_s: float = 0.0
+    flops: float = 0.0
+    split_flops: float = 0.0
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of all collectives of a step, one after the other."""
+        return sum(row.time_s * row.repeats for row in self.collectives)
+
+    @property
+    def exposed_communication_s(self) -> float:
+        """What is left of them where weight gathers and gradient reductions hide behind matrix products as far as they can."""
+        return self.communication_s - self.hidden_communication_s

@@ -1,0 +1,160 @@
+"""One device's share of an op: its bytes, and the seconds it computes.
+
+An op takes the longest of three times: its multiplications on the matrix unit, with what pads them to whole tiles; its other
+arithmetic on the vector unit; and what it reads and writes in memory. Tensors that exist only inside a fusion (`Op.fused`) are
+neither read nor written. A fusion takes its time as a whole (`Op.work`), at the op that it is built around.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmdctx.ir.analysis.incidence import ends
+from spmdctx.ir.analysis.kinds import op_kinds
+from spmdctx.ir.graph import LITERAL, Graph, Op, Value, Work, item_bytes
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.projection import FactorAxes, local_bytes
+from spmdctx.ir.rule import DimFactors
+from spmdctx.ir.sharding import TensorSharding
+from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.fusion import CHAINED
+from spmdctx.machine.xla.fusion_work import NAMING, vector_flops
+
+Slices = Sequence[int]
+"""Per factor of an op's rule, into how many slices it is split."""
+
+_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "scaled_dot"})
+
+_PICKING = ("slice", "dynamic_slice", "gather", "split")
+"""Ops that read no more of their operand than they return."""
+
+
+def compute_time_s(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh, topology: Topology) -> float:
+    """Seconds of one execution, of an op whose factors are split along `axes`."""
+    return sliced_time_s(graph, op, [mesh.num_slices(own) if own else 1 for own in axes], topology)
+
+
+def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> float:
+    """Seconds of one execution. Depends on the op's rule, primitive, `fused`, `work` and dtypes, on `slices`, and on nothing else."""
+    if op.primitive in NAMING:
+        return 0.0
+    is_product, work = op.primitive in _PRODUCTS, op.work
+    vector = work.vector_flops if work is not None else vector_flops(op)
+    moved = _moved_bytes(graph, op, slices) if work is None else _moved_by_fusion(graph, op, work, slices)
+    longest = max(moved / topology.memory_bytes_per_s, vector / math.prod(slices) / topology.vector_flops_per_s)
+    return max(longest, _product_time_s(graph, op, slices, topology)) if is_product else longest
+
+
+def passing_values(graph: Graph) -> bytearray:
+    """Per value 1 where it is only computed on the way into its readers, by the element-wise ops of their fusions."""
+    known: bytearray | None = graph.facts.get(passing_values)
+    if known is None:
+        found = np.zeros(len(graph.values), dtype=np.uint8)
+        found[ends(graph).first_results[op_kinds(graph).flags(_hands_on)]] = 1
+        known = graph.facts[passing_values] = bytearray(found.tobytes())
+    return known
+
+
+def _hands_on(op: Op) -> bool:
+    return op.work is not None and not op.work.moved and op.primitive in CHAINED and bool(op.fused >> len(op.operands) & 1)
+
+
+def written_s(value: Value, sharding: TensorSharding, mesh: LogicalMesh, topology: Topology) -> float:
+    """Seconds to write a value that is only computed on the way, and to read it again, as it takes where its sharding changes.
+
+    XLA computes such a value apart for readers that want it differently split, or merges what they compute in its wider type.
+    """
+    return 2 * local_bytes(value, sharding, mesh) / topology.memory_bytes_per_s
+
+
+def _moved_by_fusion(graph: Graph, op: Op, work: Work, slices: Slices) -> float:
+    tensors = zip(op.operands + op.results, op.rule.operands + op.rule.results, strict=True)
+    return sum(
+        [
+            rate * _elements(graph.values[value].shape, dims, slices)
+            for rate, (value, dims) in zip(work.moved, tensors, strict=False)
+            if rate
+        ]
+    )
+
+
+def _elements(shape: Sequence[int], dims: Sequence[DimFactors], slices: Slices) -> int:
+    """Elements of one device's block of a tensor of the op."""
+    count = 1
+    for size, factors in zip(shape, dims, strict=True):
+        ways = 1
+        for factor in factors:
+            ways *= slices[factor]
+        count *= -(-size // ways)
+    return count
+
+
+def _block_bytes(graph: Graph, value: int, dims: Sequence[DimFactors], slices: Slices) -> int:
+    """Bytes of one device's block of a tensor of the op."""
+    known = graph.values[value]
+    return item_bytes(known.dtype) * _elements(known.shape, dims, slices)
+
+
+def _moved_bytes(graph: Graph, op: Op, slices: Slices) -> int:
+    """Bytes that the op reads and writes in memory."""
+    count, rule = len(op.operands), op.rule
+    written = read = 0
+    for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True), count):
+        if not op.fused >> position & 1:
+            written += _block_bytes(graph, value, dims, slices)
+    if op.primitive == "scan.exit":
+        # A slice that is in memory already is copied into its stack.
+        return written if op.fused & 1 else 2 * written
+    if op.primitive == "scan.enter":
+        # What each turn reads is counted where it is read, but a stack's slices are read once each.
+        stacked = len(rule.operands[0]) > len(rule.results[0])
+        return _block_bytes(graph, op.operands[0], rule.operands[0], slices) if stacked and op.operands[0] >= 0 else 0
+    for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):
+        if value != LITERAL and not op.fused >> position & 1:
+            read += _block_bytes(graph, value, dims, slices)
+    if op.primitive in _PICKING:
+        read = min(read, sum(_block_bytes(graph, value, dims, slices) for value, dims in zip(op.results, rule.results, strict=True)))
+    elif op.primitive == "dynamic_update_slice" and op.operands[1] != LITERAL:
+        return 2 * _block_bytes(graph, op.operands[1], rule.operands[1], slices)
+    return read + written
+
+
+def _product_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> float:
+    """A matrix product on tiles: of its two free dimensions the smaller is held in the unit with the contracted one."""
+    rule = op.rule
+    left, right, out = ({factor for dim in dims for factor in dim} for dims in (*rule.operands[:2], rule.results[0]))
+    rows = columns = inner = 1
+    for factor, (size, ways) in enumerate(zip(rule.sizes, slices, strict=True)):
+        local = -(-size // ways)
+        if factor in left and factor in right:
+            inner *= 1 if factor in out else local
+        elif factor in left:
+            rows *= local
+        elif factor in right:
+            columns *= local
+    if op.primitive == "conv_general_dilated":
+        inner *= _apart(graph, op, 1)
+        rows *= _apart(graph, op, 2)
+    narrow, wide = sorted((rows, columns))
+    used = _filled(narrow, topology.matrix_tile) * _filled(inner, topology.matrix_tile) * _filled(wide, _SUBLANES)
+    exact = graph.values[op.results[0]].dtype in ("float64", "complex64", "complex128")
+    wide_items = op.operands[0] != LITERAL and item_bytes(graph.values[op.operands[0]].dtype) > 2
+    rate = topology.float32_flops_per_s if wide_items or exact else topology.peak_flops_per_s
+    return op.flops / math.prod(slices) / rate / used
+
+
+def _apart(graph: Graph, op: Op, place: int) -> int:
+    """Elements of a convolution's kernel (1) or result (2) along dimensions that are no factors: its window, its pixels."""
+    value, dims = ((op.operands[1], op.rule.operands[1]), (op.results[0], op.rule.results[0]))[place - 1]
+    return math.prod(size for size, factors in zip(graph.values[value].shape, dims, strict=True) if not factors)
+
+
+_SUBLANES = 8
+
+
+def _filled(size: int, tile: int) -> float:
+    """Share of whole tiles that a dimension fills."""
+    return size / (math.ceil(size / tile) * tile) if size else 1.0

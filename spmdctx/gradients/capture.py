@@ -1,0 +1,205 @@
+"""The two traces of a step with gradient options: the first sees what each loss reads, the second differentiates it as asked."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+from jax.extend import source_info_util
+
+from spmdctx.errors import ContextWarning
+from spmdctx.gradients.loss import Loss, LossCall
+from spmdctx.gradients.marker import mark
+from spmdctx.gradients.micro_batches import run_micro_batches
+from spmdctx.gradients.operands import SeenCall, find_operands, operands_of
+from spmdctx.gradients.options import GradientOptions, gradient_options
+from spmdctx.gradients.reduce import buckets_of
+from spmdctx.gradients.replicas import gradient_order, run_on_replicas
+from spmdctx.gradients.results import Row, piece_shape, rows_of
+from spmdctx.gradients.scope import carried_by, plainly
+from spmdctx.ops.scope import traced_locally, traced_whole
+from spmdctx.trace.capture.arguments import Call, Static
+from spmdctx.trace.capture.capture import Captured, LossGradient, Target, capture_call
+from spmdctx.trace.capture.layerwise import is_layerwise
+from spmdctx.trace.scope.mesh import get_mesh
+from spmdctx.trace.scope.settings import Settings
+
+
+def capture_step(target: Target, call: Call, static: Static, settings: Settings) -> Captured:
+    """Traces one call of a step, its gradients as the context asks.
+
+    Args:
+        target: the step.
+        call: its dynamic arguments.
+        static: its static ones.
+        settings: of the step.
+
+    Raises:
+        StrategyError: a loss that cannot be split.
+        UnsupportedError: a loss inside a vmap over the batch.
+    """
+    options = gradient_options(settings.context, settings.num_devices, settings.mesh)
+    if not options.acts:
+        return capture_call(target, call, static)
+    first = _First(options)
+    with carried_by(first):
+        captured = capture_call(target, call, static)
+    if not first.calls:
+        return replace(captured, notes=(*captured.notes, *_without_calls(captured, options)))
+    start = time.perf_counter()
+    own = frozenset(index for index, leaf in enumerate(captured.inputs) if is_layerwise(leaf, settings.layerwise_parallel))
+    find_operands(captured, first.calls, options, own)
+    second = _Second(first.calls, options)
+    with carried_by(second), _said_before():
+        again = capture_call(target, call, static)
+    notes = tuple(dict.fromkeys((*again.notes, *second.notes)))
+    seconds = captured.trace_s + time.perf_counter() - start
+    return replace(again, notes=notes, trace_s=seconds, gradients=tuple(second.gradients))
+
+
+def _without_calls(captured: Captured, options: GradientOptions) -> list[str]:
+    """Says of gradient options that a step without `spmdctx.value_and_grad` does not read."""
+    if not any("transpose(" in str(eqn.source_info.name_stack) for eqn in _equations(captured.jaxpr.jaxpr)):
+        return []
+    names = [f"grad_accumulation_step={options.micro_batches}"] if options.micro_batches > 1 else []
+    names += ["gradients_mean=True"] if options.is_local and options.mean else []
+    sentences = [
+        f"{name} has no effect on gradients of jax.grad or nnx.grad: call spmdctx.value_and_grad or spmdctx.grad." for name in names
+    ]
+    for sentence in sentences:
+        warnings.warn(sentence, ContextWarning, stacklevel=2)
+    return sentences
+
+
+@contextmanager
+def _said_before() -> Iterator[None]:
+    """While a step is traced for the second time: what it warns of was said when it was traced first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ContextWarning)
+        yield
+
+
+class _First:
+    """Takes every loss as global, and marks what enters it."""
+
+    def __init__(self, options: GradientOptions) -> None:
+        self.calls: list[SeenCall] = []
+        self._axes = options.mesh.axes if options.is_local else ()
+
+    def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = len(self.calls)
+        call = LossCall(loss, args, kwargs)
+        avals = [jax.typeof(value) for value in call.values]
+        traced = plainly(lambda: traced_whole(lambda: call.trace(avals), self._axes))
+        others = [const for const in traced.jaxpr.consts if isinstance(const, jax.core.Tracer)]
+        self.calls.append(
+            SeenCall(
+                where=source_info_util.summarize(source_info_util.current()),
+                paths=call.paths,
+                avals=avals,
+                results=traced.results,
+                out_avals=traced.jaxpr.out_avals,
+                is_manual=any(eqn.primitive.name == "shard_map" for eqn in _equations(traced.jaxpr.jaxpr)),
+            )
+        )
+        marked = iter([mark(value, number, index) for index, value in enumerate([*call.values, *others])])
+        leaves = [next(marked) for _ in call.values]
+        consts = [next(marked) if isinstance(const, jax.core.Tracer) else const for const in traced.jaxpr.consts]
+        return call.finish(jexc.jaxpr_as_fun(jexc.ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*leaves))
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations, those of bodies too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for param in eqn.params.values():
+            for body in param if isinstance(param, tuple | list) else (param,):
+                if hasattr(body, "eqns") or hasattr(body, "jaxpr"):
+                    yield from _equations(getattr(body, "jaxpr", body))
+
+
+class _Second:
+    """Differentiates every loss as the options ask, knowing what enters it."""
+
+    def __init__(self, calls: Sequence[SeenCall], options: GradientOptions) -> None:
+        self._calls, self._options = iter(calls), options
+        self.notes: list[str] = []
+        self.gradients: list[LossGradient] = []
+
+    def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen, options = next(self._calls), self._options
+        if seen.is_manual or not seen.has_batch:
+            return self._alike(seen, loss, args, kwargs)
+        call = LossCall(loss, args, kwargs)
+        operands = operands_of(seen)
+        shapes = [piece_shape(value.shape, operand, options) for value, operand in zip(call.values, operands, strict=True)]
+        avals = [
+            jax.ShapeDtypeStruct(shape, value.dtype, weak_type=_is_weak(value)) for shape, value in zip(shapes, call.values, strict=True)
+        ]
+        axes = options.mesh.axes if options.is_local else ()
+        traced = plainly(lambda: traced_locally(lambda: call.trace(avals, axes), axes))
+        rows = rows_of(seen, call, traced, operands, options)
+        if options.is_local:
+            order = gradient_order(call, traced, rows)
+            self.notes += self._notes([_named(rows[index]) for index in order])
+            self.gradients += self._gradients([rows[index] for index in order])
+            return call.finish(run_on_replicas(call, traced, operands, rows, order, options, get_mesh()))
+        results = run_micro_batches(call, traced, operands, rows, call.values, options)
+        return call.finish([_cast(value, aval.dtype) for value, aval in zip(results, traced.jaxpr.out_avals, strict=True)])
+
+    def _gradients(self, rows: Sequence[Row]) -> list[LossGradient]:
+        """The reduced gradients, in the order of their first use, with the buckets of those that are reduced whole."""
+        buckets = {index: number for number, bucket in enumerate(buckets_of(range(len(rows)), self._options)) for index in bucket}
+        has_buckets = self._options.buckets is not None
+        return [
+            LossGradient(_named(row), buckets[index] if has_buckets and row.scatter_dim is None else None) for index, row in enumerate(rows)
+        ]
+
+    def _notes(self, paths: Sequence[str]) -> list[str]:
+        """What is done to the gradients at `paths`, which are in the order of their first use."""
+        options, notes = self._options, []
+        if options.buckets is not None:
+            buckets = [", ".join(f"{index} {paths[index]}" for index in bucket) for bucket in buckets_of(range(len(paths)), options)]
+            notes.append(f"Gradients are reduced in {len(buckets)} buckets, in the order of their first use: {' | '.join(buckets)}.")
+        if options.scatters and options.buckets is not None:
+            notes.append("Gradients that the parallel optimizer splits are reduce-scattered one by one, outside of the buckets.")
+        if options.accumulates_whole:
+            notes.append("gradient_accumulation_shard has no effect in data_parallel with optimizer_weight_shard_size.")
+        if not options.mean:
+            notes.append(
+                f"gradients_mean=False: gradients are summed over the {options.num_replicas} devices, which for a loss that is a mean "
+                f"over the batch makes {options.num_replicas} times its gradient."
+            )
+        return notes
+
+    def _alike(self, seen: SeenCall, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A loss that every device computes alike, or that is split by the user."""
+        options = self._options
+        result = plainly(lambda: loss.call(args, kwargs))
+        if seen.is_manual:
+            self.notes.append(f"The loss at {seen.where} holds a shard_map of its own: its gradients are left as they are.")
+            return result
+        self.notes.append(f"The loss at {seen.where} reads nothing of the batch: it is computed once, and no gradient is reduced.")
+        if not options.is_local or options.mean or options.repeated_mean:
+            return result
+        parts = loss.parts(result)
+        gradients = jax.tree.map(lambda gradient: gradient * options.num_replicas, parts["gradients"])
+        return loss.whole({**parts, "gradients": gradients})
+
+
+def _named(row: Row) -> str:
+    return row.path.removeprefix("gradients/").removesuffix("/value")
+
+
+def _is_weak(value: Any) -> bool:
+    return bool(getattr(jax.typeof(value), "weak_type", False))
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    return value if value.dtype == dtype else value.astype(dtype)

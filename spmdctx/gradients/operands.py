@@ -1,0 +1,201 @@
+"""What is split in each call of `value_and_grad`: found from the graph of a first trace, in which the calls are marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from spmdctx.errors import StrategyError, UnsupportedError
+from spmdctx.gradients.loss import Made
+from spmdctx.gradients.options import GradientOptions
+from spmdctx.ir.analysis.batch import batch_dims
+from spmdctx.ir.graph import Graph, Role, Value
+from spmdctx.ir.mesh import LogicalMesh, replicated
+from spmdctx.ir.sharding import TensorSharding
+from spmdctx.search.optimizer.state import scattered_gradients
+from spmdctx.trace.build.build import Argument, build
+from spmdctx.trace.build.program import LossOperand, Program
+from spmdctx.trace.capture.capture import Captured
+
+_KEY_MAKERS = frozenset({"random_seed", "random_wrap", "random_unwrap"})
+_KEY_WORDS = (2, 4)
+
+
+class Operand(NamedTuple):
+    """How a leaf enters a loss: its sharding over the replicas, its batch dimension (None: not of the batch), whether it is a key.
+
+    `scatter_dim` is the dimension along which its gradient leaves the loss in pieces; None where the gradient is whole.
+    """
+
+    sharding: TensorSharding
+    batch_dim: int | None = None
+    is_key: bool = False
+    scatter_dim: int | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether replicas hold different values of it."""
+        return any(self.sharding)
+
+
+@dataclass
+class SeenCall:
+    """A call in the first trace: its leaves and its results; `is_manual` where a shard_map of the user's lies in it."""
+
+    where: str
+    paths: Sequence[str]
+    avals: Sequence[Any]
+    results: Sequence[Made]
+    out_avals: Sequence[Any]
+    is_manual: bool
+    operands: dict[int, Operand] = field(default_factory=dict)
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether anything of the batch enters it."""
+        return any(operand.batch_dim is not None for operand in self.operands.values())
+
+    def operand(self, index: int) -> Operand:
+        """How a leaf enters."""
+        return self.operands.get(index) or Operand(replicated(len(self.avals[index].shape)))
+
+
+def find_operands(captured: Captured, calls: Sequence[SeenCall], options: GradientOptions, layerwise: frozenset[int]) -> None:
+    """Fills in the operands of all calls.
+
+    Args:
+        captured: the first trace.
+        calls: those that it made.
+        options: of the gradients.
+        layerwise: inputs, by number, of which each replica has a piece of its own.
+
+    Raises:
+        StrategyError: a batch that does not divide, or that reaches a loss where it cannot be followed.
+        UnsupportedError: a loss inside a vmap over the batch.
+    """
+    program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
+    mesh = options.mesh
+    graph = program.graph
+    batch = batch_dims(graph, [value for value in graph.inputs if graph.values[value].role is Role.BATCH], mesh).found
+    own_leaves = [graph.inputs[index] for index in sorted(layerwise)]
+    own = batch_dims(_one_step(graph), own_leaves, mesh).found
+    metadata = {graph.inputs[index]: _metadata(captured, index, mesh) for index in sorted(layerwise)}
+    scattered = scattered_gradients(graph, mesh, options.optimizer, frozenset(own_leaves)) if options.scatters and options.optimizer else {}
+    keys = _keys(program)
+    for entering in program.loss_operands:
+        call = calls[entering.call]
+        if entering.value < 0 or call.is_manual:
+            continue
+        value = graph.values[entering.value]
+        dim = _dim(entering, batch.get(value.id), call)
+        own_dim = _dim(entering, own.get(value.id), call)
+        rank = len(value.shape) - len(entering.mapped)
+        found = Operand(replicated(rank), None, entering.value in keys or value.dtype.startswith("key<"))
+        if dim is not None:
+            found = found._replace(batch_dim=dim)
+            if options.is_local:
+                found = found._replace(sharding=_along(dim, rank, mesh))
+        elif own_dim is not None and options.is_local:
+            found = found._replace(sharding=metadata.get(value.id) or _along(own_dim, rank, mesh))
+        elif not entering.mapped and value.id in scattered:
+            found = found._replace(scatter_dim=scattered[value.id])
+        _check(found, entering, value, call, options)
+        known = call.operands.setdefault(entering.leaf, found)
+        if known != found:
+            raise StrategyError(
+                f"'{_path(call, entering.leaf)}' enters one loss in two ways: once with the batch in dimension {known.batch_dim}, "
+                f"once in {found.batch_dim}.",
+                where=call.where,
+                fix="call spmdctx.value_and_grad outside of a function that jax.jit traces once for both",
+            )
+
+
+def _one_step(graph: Graph) -> Graph:
+    """The graph of one call: the gradient of a layer that is split does not split the parameters of the next call."""
+    carried = set(graph.inputs)
+    return replace(graph, ties=tuple(tie for tie in graph.ties if carried.isdisjoint(tie)))
+
+
+def _along(dim: int, rank: int, mesh: LogicalMesh) -> TensorSharding:
+    return (*replicated(dim), mesh.names, *replicated(rank - dim - 1))
+
+
+def _metadata(captured: Captured, index: int, mesh: LogicalMesh) -> TensorSharding | None:
+    """The sharding of a leaf's own partitioning metadata, None where it has none on this mesh."""
+    names = captured.inputs[index].metadata
+    if names is None:
+        return None
+    dims = tuple(() if name is None else (name,) if isinstance(name, str) else tuple(name) for name in names)
+    used = [name for dim in dims for name in dim]
+    return dims if used and set(used) <= set(mesh.names) else None
+
+
+def _dim(entering: LossOperand, dim: int | None, call: SeenCall) -> int | None:
+    """A dimension of the marked value as the loss sees it."""
+    for mapped in reversed(entering.mapped):
+        if dim is None:
+            return None
+        if dim == mapped:
+            raise UnsupportedError(
+                "spmdctx.value_and_grad runs inside a vmap over the batch, so that its loss is that of one example.",
+                where=call.where,
+                fix="use jax.value_and_grad there",
+            )
+        dim -= mapped < dim
+    return dim
+
+
+def _keys(program: Program) -> frozenset[int]:
+    """Values that hold raw PRNG keys: words made from keys alone."""
+    values = program.graph.values
+    found = {value for value in program.graph.inputs if values[value].role is Role.KEY}
+    for op in program.graph.ops:
+        if op.primitive in _KEY_MAKERS or not found.isdisjoint(op.operands):
+            found.update(value for value in op.results if _may_be_key(values[value]))
+    return frozenset(value for value in found if _is_raw_key(values[value]))
+
+
+def _may_be_key(value: Value) -> bool:
+    return value.dtype.startswith("key<") or value.dtype == "uint32"
+
+
+def _is_raw_key(value: Value) -> bool:
+    return value.dtype == "uint32" and bool(value.shape) and value.shape[-1] in _KEY_WORDS
+
+
+def _path(call: SeenCall, index: int) -> str:
+    return call.paths[index] if index < len(call.paths) else "an array"
+
+
+def _check(operand: Operand, entering: LossOperand, value: Value, call: SeenCall, options: GradientOptions) -> None:
+    if entering.leaf >= len(call.paths):
+        if operand.batch_dim is not None or operand.is_split:
+            raise StrategyError(
+                f"An array of the batch, {value.dtype}{list(value.shape)}, reaches the loss by a way that cannot be followed.",
+                where=call.where,
+                fix="pass it to the loss as an argument",
+            )
+        return
+    shape = call.avals[entering.leaf].shape
+    for dim, names in enumerate(operand.sharding):
+        pieces = options.mesh.num_slices(names)
+        micro = options.micro_batches if dim == operand.batch_dim else 1
+        if shape[dim] % (pieces * micro):
+            raise StrategyError(
+                _indivisible(call.paths[entering.leaf], dim, shape[dim], pieces, micro),
+                where=call.where,
+                got=f"shape {tuple(shape)}",
+                fix="change the batch size, device_num or grad_accumulation_step",
+            )
+
+
+def _indivisible(path: str, dim: int, size: int, pieces: int, micro: int) -> str:
+    parts = [f"over {pieces} devices"] if pieces > 1 else []
+    parts += [f"into {micro} micro-batches"] if micro > 1 else []
+    return f"The loss splits dimension {dim} of '{path}' {' and '.join(parts)}, but its size {size} is not divisible by {pieces * micro}."
+
+
+def operands_of(call: SeenCall) -> list[Operand]:
+    """One per leaf."""
+    return [call.operand(index) for index in range(len(call.paths))]

@@ -1,0 +1,124 @@
+"""Which sums over the batch make up the gradient of which parameter, and the order of gradients: first use in the forward pass.
+
+Found from the graph alone: a parameter is an input that comes out changed. From its new value back, through ops that keep every element
+(arithmetic of optimizers, casts, transpositions, loop boundaries), the sums that are met are its gradient. Of a step that returns its
+gradients and changes nothing, the results are followed instead, in the reverse of the order in which they are made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from spmdctx.ir.graph import LITERAL, Graph, Op, Role
+from spmdctx.ir.rule import FactorKind
+
+_NAMES = frozenset(
+    {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "spmdctx_shard", "sharding_constraint", "scan.enter"}
+)
+"""Ops that are no use of a parameter yet."""
+
+_LINEAR = _NAMES - {"scan.enter"} | {"add", "add_any"}
+"""Ops that the compiler may move a reduction behind."""
+
+_CUTS = frozenset({"scan.exit", "pad", "concatenate", "slice", "split", "dynamic_slice", "dynamic_update_slice"})
+"""Ops that put elements together or take some."""
+
+
+class Gradient(NamedTuple):
+    """The gradient of the parameter at `path`; `sums` are the values that are partial where the batch is split."""
+
+    path: str
+    sums: tuple[int, ...]
+
+
+def gradient_order(graph: Graph) -> tuple[Gradient, ...]:
+    """The gradients of a step; the place in the tuple is the gradient's index."""
+    updated = [(before, after) for before, after in graph.ties if _is_parameter(graph, before) and after != before]
+    if updated:
+        sums = _sums(graph, [after for _, after in updated])
+        first = _first_uses(graph, [before for before, _ in updated])
+        found = [(first[number], before, sums[number]) for number, (before, _) in enumerate(updated) if sums[number]]
+    else:
+        made = graph.producers
+        results = [value for value in dict.fromkeys(graph.outputs) if value in made and graph.values[value].shape]
+        sums = _sums(graph, results)
+        found = [(-max(made[one] for one in sums[number]), value, sums[number]) for number, value in enumerate(results) if sums[number]]
+    return tuple(Gradient(graph.values[value].path, own) for _, value, own in sorted(found))
+
+
+def carriers(graph: Graph, sums: Iterable[int]) -> dict[int, int]:
+    """Per sum, the last value that its reduction may be done on: behind linear ops that alone read it."""
+    readers: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for value in op.operands:
+            readers.setdefault(value, []).append(op)
+    outputs = frozenset(graph.outputs)
+    found = {}
+    for start in sums:
+        value = start
+        while value not in outputs:
+            after = readers.get(value, [])
+            if len(after) != 1 or after[0].primitive not in _LINEAR:
+                break
+            value = after[0].results[0]
+        found[start] = value
+    return found
+
+
+def _is_parameter(graph: Graph, value: int) -> bool:
+    return value in graph.inputs and graph.values[value].role is Role.PARAMETER
+
+
+def _sums(graph: Graph, results: Sequence[int]) -> list[tuple[int, ...]]:
+    """Per result, the sums that its elements are computed from, in the order of the graph; one sum may be cut into several results."""
+    fixed = {value: frozenset([number]) for number, value in reversed(list(enumerate(results)))}
+    labels = dict(fixed)
+    found: list[set[int]] = [set() for _ in results]
+    entered = {op.results[0] for op in graph.ops if op.primitive in ("scan.enter", "while.enter")}
+    carried = [(before, after) for before, after in graph.ties if before in entered]
+    while True:
+        for op in reversed(graph.ops):
+            for value in op.results:
+                own = labels.get(value)
+                if own is None:
+                    continue
+                if FactorKind.REDUCTION in op.rule.kinds:
+                    for number in own:
+                        found[number].add(value)
+                    continue
+                for operand in op.operands:
+                    if operand != LITERAL and operand not in fixed and _keeps(graph, op, operand, value):
+                        labels[operand] = labels.get(operand, own) | own
+        # What a loop starts from is what its last turn hands on.
+        more = [
+            (after, labels[before]) for before, after in carried if not labels.get(before, frozenset()) <= labels.get(after, frozenset())
+        ]
+        if not more:
+            return [tuple(sorted(own)) for own in found]
+        labels.update({after: labels.get(after, own) | own for after, own in more})
+
+
+def _keeps(graph: Graph, op: Op, operand: int, result: int) -> bool:
+    """Whether every element of the result comes from its own of the operand, or from zeros around it; a loop stacks such elements."""
+    if op.primitive in _CUTS:
+        return True
+    shapes = graph.values[operand].shape, graph.values[result].shape
+    return math.prod(shapes[0]) == math.prod(shapes[1]) and all(kind is FactorKind.PASS_THROUGH for kind in op.rule.kinds)
+
+
+def _first_uses(graph: Graph, parameters: Sequence[int]) -> list[int]:
+    """Per parameter the first op that computes with it."""
+    name: dict[int, int] = {value: number for number, value in enumerate(parameters)}
+    first = [len(graph.ops)] * len(parameters)
+    for op in graph.ops:
+        for value in op.operands:
+            number = name.get(value)
+            if number is None:
+                continue
+            if op.primitive in _NAMES:
+                name.setdefault(op.results[0], number)
+            else:
+                first[number] = min(first[number], op.id)
+    return first

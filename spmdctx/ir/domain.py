@@ -1,0 +1,132 @@
+"""Shardings as rows of small integers, so that whole domains are handled by NumPy at once.
+
+On a mesh with axes a, b the *codes* of one dimension are (), a, b, ab, ba: every ordered choice of axes, major first. A sharding
+is a row of codes whose axes are disjoint; the domain of a shape holds all rows that divide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import combinations, permutations
+
+import numpy as np
+
+from spmdctx.ir.arrays import IntArray
+from spmdctx.ir.mesh import LogicalMesh, moved_axes
+from spmdctx.ir.sharding import AxisNames, TensorSharding
+
+MAX_ORDERED_AXES = 3
+"""On meshes with more axes, the axes of one dimension keep the order of the mesh."""
+
+
+class AxisCodes:
+    """The codes of one mesh: per code its axes, its number of slices, and its axes as bits. Code 0 is the empty one."""
+
+    def __init__(self, mesh: LogicalMesh) -> None:
+        self.mesh = mesh
+        names = [name for name, size in mesh.axes if size > 1]
+        if len(names) == MAX_ORDERED_AXES:
+            # By size: meshes of the same axes in another order have the same codes but for the names.
+            names.sort(key=mesh.sizes.__getitem__)
+        choose = permutations if len(names) <= MAX_ORDERED_AXES else combinations
+        self.axes: list[AxisNames] = [own for count in range(len(names) + 1) for own in choose(names, count)]
+        self.of: dict[AxisNames, int] = {own: code for code, own in enumerate(self.axes)}
+        self.slices = np.array([mesh.num_slices(own) for own in self.axes], dtype=np.int64)
+        self._names = tuple(names)
+        bits = {name: 1 << place for place, name in enumerate(names)}
+        self.bits = np.array([sum(bits[name] for name in own) for own in self.axes], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+    @cached_property
+    def joined(self) -> IntArray:
+        """`joined[i, j]`: the code of the axes of i followed by those of j; -1 where there is none."""
+        pairs = [[self.of.get(first + second, -1) for second in self.axes] for first in self.axes]
+        return np.array(pairs, dtype=np.int64)
+
+    @cached_property
+    def added(self) -> IntArray:
+        """`added[i, j]`: the axes, as bits, that the code j has after those of i; 0 where it does not begin with them."""
+        begins = [[second[: len(first)] == first for second in self.axes] for first in self.axes]
+        found: IntArray = np.where(begins, self.bits[None, :] - self.bits[:, None], 0)
+        return found
+
+    @cached_property
+    def moved(self) -> IntArray:
+        """`moved[i, j]`: the axes, as bits, along which blocks move from the code i to j (`ir.mesh.moved_axes`)."""
+        bits = {own[0]: int(self.bits[code]) for code, own in enumerate(self.axes) if len(own) == 1}
+        pairs = [[sum(bits[name] for name in moved_axes(one, other, self.mesh)) for other in self.axes] for one in self.axes]
+        return np.array(pairs, dtype=np.int64)
+
+    def names(self, bits: int) -> AxisNames:
+        """The axes of a set of bits, in the order of the mesh, or three of them by size."""
+        return tuple([name for place, name in enumerate(self._names) if bits >> place & 1])
+
+    def code(self, axes: AxisNames) -> int:
+        """The code of some axes, -1 where the codes do not hold them; axes of size 1 split nothing."""
+        return self.of.get(tuple([name for name in axes if self.mesh.sizes[name] > 1]), -1)
+
+    def sharding(self, row: Sequence[int]) -> TensorSharding:
+        """The sharding that a row stands for."""
+        return tuple([self.axes[code] for code in row])
+
+    def rows(self, sizes: Sequence[int], splittable: Sequence[bool] | None = None) -> IntArray:
+        """All rows of disjoint codes that divide `sizes`, in lexicographic order. [rows, dims]"""
+        rows = np.zeros((1, 0), dtype=np.int64)
+        used = np.zeros(1, dtype=np.int64)
+        for place, size in enumerate(sizes):
+            fitting = np.nonzero(size % self.slices == 0)[0] if splittable is None or splittable[place] else np.zeros(1, dtype=np.int64)
+            free = (used[:, None] & self.bits[fitting][None, :]) == 0
+            first, second = np.nonzero(free)
+            rows = np.concatenate([rows[first], fitting[second][:, None]], axis=1)
+            used = used[first] | self.bits[fitting[second]]
+        return rows
+
+
+class Domain:
+    """The shardings of one shape, numbered; number 0 is the replicated one."""
+
+    def __init__(self, codes: AxisCodes, shape: tuple[int, ...]) -> None:
+        self.codes, self.shape = codes, shape
+        self.rows = codes.rows(shape)
+        self._weights = len(codes) ** np.arange(len(shape) - 1, -1, -1, dtype=np.int64)
+        self._keys = self.rows @ self._weights
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def numbers(self, rows: IntArray) -> IntArray:
+        """The numbers of rows, -1 for those that do not divide the shape."""
+        keys = rows @ self._weights
+        found = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return np.where((self._keys[found] == keys) & (rows >= 0).all(axis=1), found, -1)
+
+    def number(self, sharding: TensorSharding) -> int:
+        """The number of a sharding, -1 where it is not in the domain."""
+        row = np.array([[self.codes.code(axes) for axes in sharding]], dtype=np.int64).reshape(1, len(self.shape))
+        return int(self.numbers(row)[0])
+
+    @cached_property
+    def shardings(self) -> tuple[TensorSharding, ...]:
+        """Per number, the sharding."""
+        return tuple([self.codes.sharding(row) for row in self.rows.tolist()])
+
+    @cached_property
+    def slices(self) -> IntArray:
+        """Per number, into how many blocks the tensor is cut."""
+        found: IntArray = np.prod(self.codes.slices[self.rows], axis=1, dtype=np.int64)
+        return found
+
+
+@lru_cache(maxsize=256)
+def axis_codes(mesh: LogicalMesh) -> AxisCodes:
+    """The codes of a mesh."""
+    return AxisCodes(mesh)
+
+
+@lru_cache(maxsize=4096)
+def domain(mesh: LogicalMesh, shape: tuple[int, ...]) -> Domain:
+    """The domain of a shape on a mesh."""
+    return Domain(axis_codes(mesh), shape)

@@ -1,0 +1,188 @@
+"""The device-free program graph: values, ops, their sharding rules, and shardings. Data only: no mesh, no cost, no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, cached_property
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from spmdctx.ir.rule import OpRule
+from spmdctx.ir.sharding import TensorSharding
+
+LITERAL = -1
+"""Stands in `Op.operands` for a scalar literal, which is no value of the graph."""
+
+_ITEM_BYTES = {
+    "bool": 1,
+    "int4": 1,
+    "uint4": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+@cache
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element; PRNG keys count as their two uint32 words, float8 variants as one byte."""
+    known = _ITEM_BYTES.get(dtype)
+    if known is not None:
+        return known
+    if dtype.startswith("float8") or dtype.startswith("float4"):
+        return 1
+    return 8 if dtype.startswith("key") else 4
+
+
+class Role(StrEnum):
+    """What a value is to the step."""
+
+    PARAMETER = "parameter"
+    OPTIMIZER = "optimizer"
+    STATE = "state"
+    BATCH = "batch"
+    KEY = "key"
+    ARGUMENT = "argument"
+    CONSTANT = "constant"
+    INTERMEDIATE = "intermediate"
+
+
+class Value(NamedTuple):
+    """One tensor of the program; `shape` is global. `path` names arguments, results and constants."""
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role
+    path: str
+
+
+class Work(NamedTuple):
+    """What the fusion around an op does, unsplit: bytes moved per element of each operand, then result, and vector operations.
+
+    Of an op inside another's fusion `moved` is empty, and `vector_flops` what is left of its price.
+    """
+
+    moved: tuple[float, ...]
+    vector_flops: float
+
+
+class Op(NamedTuple):
+    """One equation of the program, or one boundary of a control-flow body (primitive `scan.enter`, `scan.next`, ...).
+
+    `operands` holds value ids, `LITERAL` for scalar literals. `repeats` counts executions in one step. `pinned` gives the
+    sharding the user fixed per result, None for those that are free. `fused` has a bit per operand, then per result, set
+    where the tensor is literal, computed inside a fusion and never in memory, or read or made by the fusion before. `work` is
+    that of its fusion, None where the op is priced on its own.
+    """
+
+    id: int
+    primitive: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    rule: OpRule
+    flops: int
+    repeats: int
+    pinned: tuple[TensorSharding | None, ...] | None = None
+    fused: int = 0
+    work: Work | None = None
+
+
+class Mark(NamedTuple):
+    """One `shard()` marker in the graph: the identity op that stands for it and the value it marks (the op's result).
+
+    `side` is "in", "out" or "parameter", with "_grad" appended on the cotangent's marker. `position` counts the region's
+    flattened arguments or results. `strategy` is None (free), a tuple of slices per dimension, or a Layout.
+    """
+
+    op: int
+    value: int
+    region: int
+    side: str
+    position: int
+    strategy: object
+    label: str
+
+
+_FUSION = "~fusion"
+
+
+def fusion_scope(fusion: int) -> str:
+    """What a region's name scope ends in where `shard(fusion=)` gives its gradients a bucket of their own."""
+    return f"{_FUSION}{fusion}" if fusion else ""
+
+
+class Origin(NamedTuple):
+    """Where an op comes from: its name scope and `file.py:line`."""
+
+    name: str
+    source: str
+
+    @property
+    def fusion(self) -> int:
+        """The number of the innermost `shard(fusion=)` around the op, 0 where there is none."""
+        digits = self.name.rpartition(_FUSION)[2] if _FUSION in self.name else ""
+        return int("".join(takewhile(str.isdigit, digits)) or 0)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced step. Every value has at most one producing op; ops are in execution order.
+
+    `ties` are pairs of values that must have one sharding (loop carries, carried training state). `origins` is indexed by
+    op id and may compute its entries when asked.
+    """
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ties: tuple[tuple[int, int], ...]
+    origins: Sequence[Origin]
+    fingerprint: str
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def producers(self) -> dict[int, int]:
+        """Value id to the id of the op that makes it."""
+        return {value: op.id for op in self.ops for value in op.results}
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Per op a number that it shares with the ops of the same rule, primitive, types, FLOPs, `fused` and `work`."""
+        dtypes = [value.dtype for value in self.values]
+        dtypes.append("")  # that of literals
+        dtype, numbers = dtypes.__getitem__, dict[tuple[object, ...], int]()
+        # Equal rules and works are one object as a rule, and so spare hashing what they hold.
+        keys = [
+            (id(rule), primitive, flops, fused, id(work), *map(dtype, operands), *map(dtype, results))
+            for _, primitive, operands, results, rule, flops, _, _, fused, work in self.ops
+        ]
+        return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+    @cached_property
+    def readers(self) -> tuple[tuple[Op, ...], ...]:
+        """Per value the ops that read it, one that reads it twice twice."""
+        found: list[list[Op]] = [[] for _ in range(len(self.values) + 1)]
+        for op in self.ops:
+            for value in op.operands:
+                found[value].append(op)
+        return tuple(map(tuple, found[:-1]))
+
+    @cached_property
+    def facts(self) -> dict[object, Any]:
+        """What was worked out of the graph alone and is asked for again, by a key of whoever works it out."""
+        return {}

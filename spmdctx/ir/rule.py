@@ -1,0 +1,73 @@
+"""The sharding rule of an op: its dimensions in factors, and the kind of each factor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+DimFactors = tuple[int, ...]
+"""Factors that make up one dimension, major first; empty where the dimension takes no part (size 1, or broadcast)."""
+
+
+class FactorKind(StrEnum):
+    """What splitting a factor of an op's iteration space means (Shardy's four kinds)."""
+
+    PASS_THROUGH = "pass_through"
+    REDUCTION = "reduction"
+    NEED_REPLICATION = "need_replication"
+    PERMUTATION = "permutation"
+
+
+@dataclass(frozen=True, slots=True)
+class OpRule:
+    """Which dimensions of an op's operands and results belong together.
+
+    `operands[i][d]` and `results[i][d]` list the factors of dimension `d`, major first. `sizes` and `kinds` are per
+    factor. A `blocked` factor keeps dimensions related, but is never split (the touched dimension of a slice, say).
+    `combiner` is how partial results of a reduction factor combine. `reason` says why nothing can be split, if so.
+    """
+
+    operands: tuple[tuple[DimFactors, ...], ...]
+    results: tuple[tuple[DimFactors, ...], ...]
+    sizes: tuple[int, ...]
+    kinds: tuple[FactorKind, ...]
+    blocked: frozenset[int] = frozenset()
+    combiner: str = "add"
+    reason: str = ""
+
+    @property
+    def splittable(self) -> tuple[bool, ...]:
+        """Per factor: whether mesh axes may split it at all."""
+        return tuple(
+            size > 1 and index not in self.blocked and kind in (FactorKind.PASS_THROUGH, FactorKind.REDUCTION)
+            for index, (size, kind) in enumerate(zip(self.sizes, self.kinds, strict=True))
+        )
+
+    def __str__(self) -> str:
+        names = [factor_name(index) for index in range(len(self.sizes))]
+        sides = [_side_text(side, names) for side in (self.operands, self.results)]
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(names, self.sizes, strict=True))
+        text = f"{sides[0]}->{sides[1]} {{{sizes}}}"
+        for kind in (FactorKind.REDUCTION, FactorKind.NEED_REPLICATION, FactorKind.PERMUTATION):
+            members = [name for name, own in zip(names, self.kinds, strict=True) if own is kind]
+            if members:
+                text += f" {kind.value}={{{', '.join(members)}}}"
+        if self.blocked:
+            text += f" blocked_propagation={{{', '.join(names[index] for index in sorted(self.blocked))}}}"
+        return text
+
+
+def factor_name(index: int) -> str:
+    """Shardy's names: i, j, k, ... z, then z_1, z_2, ..."""
+    return chr(ord("i") + index) if index < 18 else f"z_{index - 17}"
+
+
+def _side_text(side: tuple[tuple[DimFactors, ...], ...], names: list[str]) -> str:
+    tensors = []
+    for dims in side:
+        parts = []
+        for factors in dims:
+            text = " ".join(names[index] for index in factors)
+            parts.append(f"({text})" if len(factors) > 1 else text or "1")
+        tensors.append(f"[{', '.join(parts)}]")
+    return f"({', '.join(tensors)})"

@@ -1,5 +1,0 @@
-"""Starts the processes of a job on one machine: `spmdctx launch`."""
-
-from spmdctx.launch.job import Job, run_job
-
-__all__ = ["Job", "run_job"]

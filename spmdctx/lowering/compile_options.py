@@ -1,0 +1,92 @@
+"""Compile options per backend: the compilers know different names, and refuse those they do not know.
+
+`_THRESHOLDS` is the table from the context's fusion of collectives to the compilers' combiners. How they count, seen in compiled
+programs (libtpu 0.0.42 for v5e:2x4; the CUDA plugin 0.10.2 for 8 x H100): all bytes of the operands for all_reduces, of the
+results for all_gathers; for reduce_scatters TPU counts the operands, of which at most some 9 MB become one, GPU what one device keeps. TPU
+combines no all_gathers, whatever its options say. CPU's combiner has no options.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from spmdctx.context.state import AutoParallelContext
+from spmdctx.context.values import FusionEntry
+from spmdctx.errors import ContextWarning
+from spmdctx.machine.devices import _Device, backend_of
+from spmdctx.machine.presets import MIB
+from spmdctx.machine.xla.options import _AUTO_MB, _COUNTS, _MANY, _NAMES, _THRESHOLDS, UNLIMITED
+
+Options = dict[str, int | str]
+
+
+class FusionBytes(NamedTuple):
+    """The largest combined collective of each kind; 0 combines nothing, None leaves it to the compiler."""
+
+    all_reduce: int | None
+    all_gather: int | None
+    reduce_scatter: int | None
+
+
+def fusion_bytes(context: AutoParallelContext) -> FusionBytes:
+    """What comm_fusion and all_reduce_fusion_config ask for in bytes; buckets by index are made apart, so nothing limits them."""
+    if context.parallel_mode == "stand_alone":
+        return FusionBytes(None, None, None)
+    chosen = context.comm_fusion if context.is_set("comm_fusion") else None
+    if chosen is not None and not chosen.openstate:
+        return FusionBytes(0, 0, 0)
+    gathers, scatters = (None, None) if chosen is None else (_entry_bytes(chosen.allgather), _entry_bytes(chosen.reducescatter))
+    if context.index_fusion:
+        return FusionBytes(UNLIMITED, gathers, scatters)
+    return FusionBytes(None if chosen is None else _entry_bytes(chosen.allreduce), gathers, scatters)
+
+
+def _entry_bytes(entry: FusionEntry) -> int:
+    return (entry.config if isinstance(entry.config, int) else _AUTO_MB) * MIB
+
+
+def compile_options(devices: Iterable[_Device], context: AutoParallelContext, scatter_ways: int = 1, has_buckets: bool = False) -> Options:
+    """`compiler_options=` of `jax.jit` for these devices; its keys are the backend's own.
+
+    Args:
+        devices: what is compiled for.
+        context: the context of the step.
+        scatter_ways: into how many pieces the step's reduce_scatters cut a gradient.
+        has_buckets: whether gradients are reduced in buckets, whose size must not be limited.
+    """
+    backend = backend_of(devices)
+    options: Options = {}
+    sizes = fusion_bytes(context)
+    if has_buckets and sizes.all_reduce is None:
+        sizes = sizes._replace(all_reduce=UNLIMITED)
+    for kind, size in sizes._asdict().items():
+        name = _THRESHOLDS.get((backend, kind))
+        if name is None or size is None:
+            continue
+        options[name] = size // scatter_ways if (backend, kind) == ("gpu", "reduce_scatter") else size
+        if size:
+            options[_COUNTS[backend]] = _MANY
+    return options
+
+
+def without_option(backend: str, context: AutoParallelContext) -> tuple[str, ...]:
+    """One sentence per kind of collective whose fusion the user asked for by size, or off, where the backend has no option for it."""
+    asked = context.comm_fusion
+    if context.parallel_mode == "stand_alone" or not context.is_set("comm_fusion"):
+        return ()
+    return tuple(
+        f"comm_fusion[{name!r}] has no effect: the {backend.upper()} compiler has no option for it."
+        for kind, name in _NAMES.items()
+        if (backend, kind) not in _THRESHOLDS
+        and (getattr(asked, name).mode == "size" if asked.openstate else (backend, kind) != ("tpu", "all_gather"))
+    )
+
+
+def warn_without_option(backend: str, context: AutoParallelContext, stacklevel: int = 2) -> tuple[str, ...]:
+    """Gives a ContextWarning per sentence of `without_option`, and returns them for the plan's notes."""
+    sentences = without_option(backend, context)
+    for sentence in sentences:
+        warnings.warn(sentence, ContextWarning, stacklevel=stacklevel)
+    return sentences

@@ -1,0 +1,1 @@
+"""Writes an assignment into the jaxpr: constraints, barriers, buckets and held sums."""

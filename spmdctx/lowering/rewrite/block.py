@@ -1,0 +1,121 @@
+"""The equations of one body under construction."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.extend.core as jexc
+
+from spmdctx.errors import ContextWarning
+from spmdctx.ir.graph import Op
+from spmdctx.ir.projection import partial_axes
+from spmdctx.ir.sharding import TensorSharding
+from spmdctx.lowering.rewrite.buckets import Sum, tie_buckets
+from spmdctx.lowering.rewrite.equations import barrier_of, repetition
+from spmdctx.lowering.rewrite.precision import cast
+from spmdctx.machine.xla.partitioner.repetition import whole
+
+if TYPE_CHECKING:
+    from spmdctx.lowering.rewrite.rewriter import _Rewriter
+
+
+class _Block:
+    """The equations of one body under construction, and the reshards already written in it.
+
+    A body that is dissolved into `outer` writes there, and shares no reshards with it.
+    """
+
+    def __init__(self, rewriter: _Rewriter, outer: _Block | None = None) -> None:
+        self.eqns: list[Any] = [] if outer is None else outer.eqns
+        self._sums: dict[int, Any] = {} if outer is None else outer._sums
+        self._held: dict[int, Any] = {} if outer is None else outer._held
+        self.wide: dict[Any, Any] = {}
+        self._rewriter = rewriter
+        self._done: dict[tuple[Any, TensorSharding], Any] = {}
+        # What computes a value on the way into its readers, and the slices of such values.
+        self.recipes: dict[int, tuple[Op, Any, list[Any]]] = {}
+        self.slices: dict[tuple[int, TensorSharding], Any] = {}
+        self._repeated: dict[tuple[Any, tuple[int, ...]], Any] = {}
+
+    def narrowed(self, var: Any, dtype: Any) -> Any:
+        """A float32 variable cast to a type; readers that can take it as it is find it in `wide`."""
+        if var.aval.dtype == dtype:
+            return var
+        self.eqns.append(cast(var, dtype, self.eqns[-1].source_info))
+        narrow = self.eqns[-1].outvars[0]
+        self.wide[narrow] = var
+        return narrow
+
+    def note(self, op: Op, eqn: Any, results: Sequence[Any]) -> None:
+        """Remembers what an op makes, where it belongs to a bucket."""
+        rewriter = self._rewriter
+        for value, var in zip(op.results, results, strict=True):
+            if value in rewriter.held:
+                continue
+            if value in rewriter.tied and partial_axes(op.rule, rewriter.assignment.ops[op.id].axes):
+                self._sums[value] = eqn
+            if value in rewriter.tied or value in rewriter.carried:
+                self._held[value] = var
+
+    def note_total(self, value: int, eqn: Any, var: Any) -> None:
+        """Remembers the total of a loop."""
+        if self._rewriter.bucket(value) is not None:
+            self._sums[value], self._held[value] = eqn, var
+
+    def write(self, made: tuple[list[Any], Any]) -> Any:
+        """Appends equations; returns the variable of their result."""
+        self.eqns += made[0]
+        return made[1]
+
+    def finish(self, outputs: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The equations and results of the body, its buckets tied."""
+        rewriter = self._rewriter
+        sums = []
+        for value, eqn in self._sums.items():
+            reduced = self._held.get(rewriter.carriers.get(value, value), self._held[value])
+            sums.append(Sum(rewriter.bucket(value) or 0, eqn, reduced))
+        if not sums:
+            return self.eqns, outputs
+        tied = tie_buckets(self.eqns, outputs, sums)
+        for bucket in tied.joined:
+            text = f"Buckets {bucket} and {bucket + 1} of gradients are reduced together: one is computed from the other."
+            warnings.warn(text, ContextWarning, stacklevel=2)
+        return tied.eqns, tied.outputs
+
+    def constrain(self, var: Any, sharding: TensorSharding) -> Any:
+        """`var` constrained to `sharding`, written once."""
+        if isinstance(var, jexc.Literal) or not sharding or not _is_tensor(var):
+            return var
+        known = self._done.get((var, sharding))
+        if known is None:
+            known = self._done[var, sharding] = jexc.Var(var.aval)
+            # Once more on the result would be a chain, and the partitioner gives the end of a chain to all readers of its start.
+            self._done[known, sharding] = known
+            self.eqns.append(self._rewriter.constraint(var, known, sharding))
+        return known
+
+    def part(self, var: Any) -> Any:
+        """`var` behind a barrier: it is made before anything is computed from it."""
+        behind = jexc.Var(var.aval)
+        return self.write(([barrier_of([var], [behind], self.eqns[-1].source_info)], behind))
+
+    def repeat(self, var: Any, made: TensorSharding, eqn: Any) -> Any:
+        """`var` repeated to the shape of an equation's result, whole at first, and then split as that is made."""
+        shape = eqn.outvars[0].aval.shape
+        known = self._repeated.get((var, shape))
+        if known is None:
+            written = repetition(var, shape, eqn.source_info)
+            known = self._repeated[var, shape] = self.write(([written], written.outvars[0]))
+        return self.constrain(self.constrain(known, whole(made, var.aval.shape, shape)), made)
+
+    def reshard(self, var: Any, value: int, source: TensorSharding, target: TensorSharding) -> Any:
+        """`var` taken from one sharding to the other, one constraint per step."""
+        for sharding in self._rewriter.steps(value, source, target):
+            var = self.constrain(var, sharding)
+        return var
+
+
+def _is_tensor(var: Any) -> bool:
+    return bool(getattr(var.aval, "shape", ())) and hasattr(var.aval, "weak_type")

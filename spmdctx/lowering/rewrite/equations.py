@@ -1,0 +1,75 @@
+"""Equations of one body: what depends on what, an order in which they can run, and barriers between them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+
+
+def variables(eqn: Any) -> list[Any]:
+    """What an equation reads, without literals."""
+    return [atom for atom in eqn.invars if not isinstance(atom, jexc.Literal)]
+
+
+def computed_from(eqns: Sequence[Any], some: Iterable[Any]) -> set[Any]:
+    """Some variables and all that depend on them."""
+    found = {var for var in some if not isinstance(var, jexc.Literal)}
+    for eqn in in_order(eqns):
+        if not found.isdisjoint(variables(eqn)):
+            found.update(eqn.outvars)
+    return found
+
+
+def renamed(atom: Any, names: Mapping[Any, Any]) -> Any:
+    """Another variable for one that `names` has."""
+    return atom if isinstance(atom, jexc.Literal) else names.get(atom, atom)
+
+
+def ancestors(eqns: Sequence[Any], some: Iterable[Any]) -> set[int]:
+    """The identities of the equations that some variables depend on."""
+    wanted = {var for var in some if not isinstance(var, jexc.Literal)}
+    found = set()
+    for eqn in reversed(in_order(eqns)):
+        if not wanted.isdisjoint(eqn.outvars):
+            found.add(id(eqn))
+            wanted.update(variables(eqn))
+    return found
+
+
+def in_order(eqns: Sequence[Any]) -> list[Any]:
+    """The equations in an order in which they can run, as near to the given one as can be."""
+    made = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
+    missing = [len({made[var] for var in variables(eqn) if var in made}) for eqn in eqns]
+    readers: list[list[int]] = [[] for _ in eqns]
+    for place, eqn in enumerate(eqns):
+        for before in {made[var] for var in variables(eqn) if var in made}:
+            readers[before].append(place)
+    ready = [place for place, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        place = heapq.heappop(ready)
+        order.append(eqns[place])
+        for after in readers[place]:
+            missing[after] -= 1
+            if not missing[after]:
+                heapq.heappush(ready, after)
+    return order
+
+
+def barrier_of(operands: Sequence[Any], results: Sequence[Any], source_info: Any) -> Any:
+    """An optimization barrier from some variables to others."""
+    structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type) for var in operands]
+    template = jax.make_jaxpr(lambda *values: jax.lax.optimization_barrier(values))(*structs).jaxpr.eqns[0]
+    return template.replace(invars=list(operands), outvars=list(results), source_info=source_info)
+
+
+def repetition(atom: Any, shape: tuple[int, ...], source_info: Any) -> Any:
+    """An equation that repeats an operand along its dimensions of size 1."""
+    struct = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
+    template = jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim(x, shape, range(len(shape))))(struct).jaxpr.eqns[0]
+    return template.replace(invars=[atom], outvars=[jexc.Var(template.outvars[0].aval)], source_info=source_info)

@@ -1,0 +1,142 @@
+"""Sums that loops add up unreduced: values with a leading dimension, of which each device that a sum is partial over holds one element.
+
+What is written here is the same for all compilers: no collective runs before the total is there. See `ir.analysis.loop_sums`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from spmdctx.ir.sharding import AxisNames, TensorSharding
+from spmdctx.lowering.rewrite.precision import computing_wide
+
+
+def written(fn: Callable[..., Any], atoms: Sequence[Any], source_info: Any) -> tuple[list[Any], Any]:
+    """The equations of `fn` on some atoms, and the variable of its result."""
+    structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in atoms]
+    closed = jax.make_jaxpr(fn)(*structs)
+    names: dict[Any, Any] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
+    eqns = []
+    for eqn in closed.jaxpr.eqns:
+        fresh = [jexc.Var(var.aval) for var in eqn.outvars]
+        operands = [atom if isinstance(atom, jexc.Literal) else names[atom] for atom in eqn.invars]
+        names.update(zip(eqn.outvars, fresh, strict=True))
+        eqns.append(eqn.replace(invars=operands, outvars=fresh, source_info=source_info))
+    (result,) = closed.jaxpr.outvars
+    return eqns, names[result]
+
+
+def partial_term(
+    eqn: Any, operands: Sequence[Any], specs: Sequence[TensorSharding], axes: AxisNames, alike: AxisNames, mesh: Mesh, *, is_wide: bool
+) -> Any:
+    """What writes the partial results of `eqn` on each device of `axes`, over which `specs` split the operands.
+
+    Over those of the axes that are `alike` all devices have the same result, which the first of them adds. Over axes that split a
+    dimension together with the others the results are reduced here; the rest is left to the partitioner.
+    """
+    near = [names for spec in specs for names in spec if not set(axes).isdisjoint(names)]
+    others = tuple(dict.fromkeys(name for names in near for name in names if name not in axes))
+    compute: Callable[..., Any] = computing_wide(eqn) if is_wide else lambda *blocks: eqn.primitive.bind(*blocks, **eqn.params)
+    adds_to_first = eqn.primitive.name.startswith("scatter")
+
+    def local(number: Any, *blocks: Any) -> Any:
+        if adds_to_first:
+            # All devices would add to what is there already; one does.
+            start = blocks[0]
+            kept = jnp.broadcast_to(number[0] == 0, start.shape)
+            blocks = (jax.lax.select(kept, start, jnp.zeros_like(start)), *blocks[1:])
+        made = compute(*blocks)
+        made = jax.lax.psum(made, others) if others else made
+        if alike:
+            kept = jnp.broadcast_to(_is_first(number[0], axes, alike, mesh), made.shape)
+            made = jax.lax.select(kept, made, jnp.zeros_like(made))
+        return made[None]
+
+    def partial(*arrays: Any) -> Any:
+        manual = (*axes, *others)
+        in_specs = (PartitionSpec(axes), *(_spec(spec, manual) for spec in specs))
+        mapped: Callable[..., Any] = jax.shard_map(
+            local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(axes), axis_names=frozenset(manual), check_vma=False
+        )
+        return mapped(jnp.arange(_count(axes, mesh)), *arrays)
+
+    return written(partial, operands, eqn.source_info)
+
+
+def _is_first(number: Any, axes: AxisNames, alike: AxisNames, mesh: Mesh) -> Any:
+    """Whether a device, by its number along `axes`, is the first along those that are `alike`."""
+    is_first, stride = True, 1
+    for name in reversed(axes):
+        if name in alike:
+            is_first &= (number // stride) % mesh.shape[name] == 0
+        stride *= mesh.shape[name]
+    return is_first
+
+
+def _spec(sharding: TensorSharding, axes: AxisNames) -> PartitionSpec:
+    """The part of a sharding that lies along some axes."""
+    return PartitionSpec(*[tuple(name for name in names if name in axes) or None for names in sharding])
+
+
+def _count(axes: AxisNames, mesh: Mesh) -> int:
+    count = 1
+    for name in axes:
+        count *= mesh.shape[name]
+    return count
+
+
+def whole_term(atom: Any, shape: Sequence[int], axes: AxisNames, mesh: Mesh, source_info: Any) -> Any:
+    """What writes a value that is whole on all devices as one of the first of them alone."""
+    count = _count(axes, mesh)
+
+    def lifted(value: Any) -> Any:
+        spread = jnp.broadcast_to(value, (count, *shape))
+        place = jax.lax.broadcasted_iota(jnp.int32, spread.shape, 0)
+        return jax.lax.select(place == 0, spread, jnp.zeros_like(spread))
+
+    return written(lifted, [atom], source_info)
+
+
+def linear(eqn: Any, operand: Any, place: int) -> Any:
+    """What writes an equation on every element of its one operand that is no literal, at `place`."""
+    name, params = eqn.primitive.name, dict(eqn.params)
+    if name == "convert_element_type" and operand.aval.dtype == params["new_dtype"]:
+        return [], operand
+    literals = [atom.val if isinstance(atom, jexc.Literal) else None for atom in eqn.invars]
+
+    def each(value: Any) -> Any:
+        given = [value if index == place else jnp.asarray(literal, value.dtype) for index, literal in enumerate(literals)]
+        return eqn.primitive.bind(*given, **params)
+
+    return written(jax.vmap(each), [operand], eqn.source_info)
+
+
+def added(first: Any, second: Any, source_info: Any) -> Any:
+    """What writes a sum, in the wider of two types."""
+
+    def total(one: Any, other: Any) -> Any:
+        dtype = jnp.promote_types(one.dtype, other.dtype)
+        return jax.lax.add(one.astype(dtype), other.astype(dtype))
+
+    return written(total, [first, second], source_info)
+
+
+def unstacked(var: Any, source_info: Any) -> Any:
+    """What writes the values that a loop has stacked with the devices first."""
+    return written(lambda stack: jnp.moveaxis(stack, 1, 0), [var], source_info)
+
+
+def of_type(var: Any, dtype: Any, source_info: Any) -> Any:
+    """What writes a value in a type."""
+    return ([], var) if var.aval.dtype == dtype else written(lambda value: value.astype(dtype), [var], source_info)
+
+
+def complete(var: Any, source_info: Any) -> Any:
+    """What writes the sum over the devices, in the type of its terms."""
+    return written(lambda value: jax.lax.reduce_sum(value, (0,)), [var], source_info)

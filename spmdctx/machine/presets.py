@@ -1,0 +1,181 @@
+"""The machines known by name, with the published figures of their chips and links."""
+
+from __future__ import annotations
+
+import os
+
+from spmdctx.errors import ContextError, message
+from spmdctx.machine.topology import _SUFFIXES, Interconnect, Topology, read_topology
+
+MIB, GIB = 2**20, 2**30
+
+_V5E_GATHER_OVERLAP = 0.45
+"""In scheduled programs for v5e:2x4 (libtpu 0.0.42), 39 % of the time of weight gathers under ZeRO-3 hides beside matrix products in the
+sum of eight models (7 to 64 %), and 14 to 59 % in searched plans; no reduction runs asynchronously. In those for v5p:2x2x2 and
+v6e:2x4 nothing does (benchmarks/RESULTS.md)."""
+
+_GPU_SHARE = 0.75
+"""The part of a GPU's memory that JAX takes for its arrays, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Of a TPU the compiler
+has the 16, 95 and 32 GB of the data sheets but for what it keeps: 15.75, 95.74 and 31.25 GiB (libtpu 0.0.42, v5e, v5p, v6e)."""
+
+PRESETS: dict[str, Topology] = {
+    "tpu-v5e": Topology(
+        device="tpu-v5e",
+        peak_flops_per_s=197e12,
+        memory_bytes=int(15.75 * GIB),
+        memory_bytes_per_s=819e9,
+        latency_s=1e-6,
+        link_bytes_per_s=45e9,
+        devices_per_host=256,
+        network_bytes_per_s=3.125e9,
+        network_latency_s=25e-6,
+        interconnect=Interconnect.TORUS,
+        torus_dims=2,
+        ring_side=16,
+        scatters_over_all=False,
+        scatters_strictly=True,
+        sinks_slices=True,
+        narrows_matrix_operands=True,
+        fuses_into_products=True,
+        runs_barriers_in_order=True,
+        vector_flops_per_s=6.1e12,
+        matrix_tile=128,
+        scratch_bytes=96 * MIB,
+        gather_overlap=_V5E_GATHER_OVERLAP,
+        source="cloud.google.com/tpu/docs/v5e; links: jax-ml.github.io/scaling-book/tpus",
+    ),
+    "tpu-v5p": Topology(
+        device="tpu-v5p",
+        peak_flops_per_s=459e12,
+        memory_bytes=int(95.74 * GIB),
+        memory_bytes_per_s=2765e9,
+        latency_s=1e-6,
+        link_bytes_per_s=90e9,
+        devices_per_host=8960,
+        network_bytes_per_s=6.25e9,
+        network_latency_s=25e-6,
+        interconnect=Interconnect.TORUS,
+        torus_dims=3,
+        ring_side=4,
+        scatters_over_all=False,
+        scatters_strictly=True,
+        sinks_slices=True,
+        narrows_matrix_operands=True,
+        fuses_into_products=True,
+        runs_barriers_in_order=True,
+        vector_flops_per_s=14.3e12,
+        matrix_tile=128,
+        scratch_bytes=48 * MIB,
+        source="cloud.google.com/tpu/docs/v5p; links: jax-ml.github.io/scaling-book/tpus",
+    ),
+    "tpu-v6e": Topology(
+        device="tpu-v6e",
+        peak_flops_per_s=918e12,
+        memory_bytes=int(31.25 * GIB),
+        memory_bytes_per_s=1638e9,
+        latency_s=1e-6,
+        link_bytes_per_s=90e9,
+        devices_per_host=256,
+        network_bytes_per_s=12.5e9,
+        network_latency_s=25e-6,
+        interconnect=Interconnect.TORUS,
+        torus_dims=2,
+        ring_side=16,
+        scatters_over_all=False,
+        scatters_strictly=True,
+        sinks_slices=True,
+        narrows_matrix_operands=True,
+        fuses_into_products=True,
+        runs_barriers_in_order=True,
+        vector_flops_per_s=7.2e12,
+        matrix_tile=256,
+        scratch_bytes=96 * MIB,
+        source="cloud.google.com/tpu/docs/v6e; links: jax-ml.github.io/scaling-book/tpus",
+    ),
+    "h100": Topology(
+        device="h100",
+        peak_flops_per_s=989e12,
+        memory_bytes=int(80e9 * _GPU_SHARE),
+        memory_bytes_per_s=3350e9,
+        latency_s=2e-6,
+        link_bytes_per_s=450e9,
+        devices_per_host=8,
+        network_bytes_per_s=50e9,
+        network_latency_s=10e-6,
+        vector_flops_per_s=67e12,
+        float32_flops_per_s=494e12,
+        matrix_tile=16,
+        source="NVIDIA H100 SXM data sheet; DGX H100: one 400 Gb/s ConnectX-7 per GPU",
+    ),
+    "h200": Topology(
+        device="h200",
+        peak_flops_per_s=989e12,
+        memory_bytes=int(141e9 * _GPU_SHARE),
+        memory_bytes_per_s=4800e9,
+        latency_s=2e-6,
+        link_bytes_per_s=450e9,
+        devices_per_host=8,
+        network_bytes_per_s=50e9,
+        network_latency_s=10e-6,
+        vector_flops_per_s=67e12,
+        float32_flops_per_s=494e12,
+        matrix_tile=16,
+        source="NVIDIA H200 SXM data sheet; DGX H200: one 400 Gb/s ConnectX-7 per GPU",
+    ),
+    "a100": Topology(
+        device="a100",
+        peak_flops_per_s=312e12,
+        memory_bytes=int(80e9 * _GPU_SHARE),
+        memory_bytes_per_s=2039e9,
+        latency_s=2e-6,
+        link_bytes_per_s=300e9,
+        devices_per_host=8,
+        network_bytes_per_s=25e9,
+        network_latency_s=10e-6,
+        vector_flops_per_s=19.5e12,
+        float32_flops_per_s=156e12,
+        matrix_tile=16,
+        source="NVIDIA A100 80GB SXM data sheet; DGX A100: one 200 Gb/s ConnectX-6 per GPU",
+    ),
+    "cpu": Topology(
+        device="cpu",
+        peak_flops_per_s=100e9,
+        memory_bytes=16 * GIB,
+        memory_bytes_per_s=20e9,
+        latency_s=20e-6,
+        link_bytes_per_s=5e9,
+        devices_per_host=64,
+        network_bytes_per_s=1.25e9,
+        network_latency_s=50e-6,
+        merges_partial_sums=False,
+        combines_reductions=False,
+        source="nominal figures for virtual CPU devices, not a machine",
+    ),
+}
+
+
+def topology(name: str | os.PathLike[str] | Topology) -> Topology:
+    """The preset called `name` ("tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu"), the topology in a file, or the one given.
+
+    Args:
+        name: A preset, the path of a JSON or YAML file with the fields of a Topology (`spmdctx calibrate` writes one), or a Topology.
+
+    Raises:
+        ContextError: No preset has that name, or the file holds no topology.
+        OSError: The file cannot be read.
+        TypeError: `name` is none of these.
+    """
+    if isinstance(name, Topology):
+        return name
+    if not isinstance(name, str | os.PathLike):
+        raise TypeError(message("topology must be the name of a preset, a path or a Topology.", got=type(name).__name__))
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is not None:
+        return preset
+    if os.fspath(name).endswith(_SUFFIXES):
+        return read_topology(name)
+    raise ContextError(
+        f"There is no topology preset called {name!r}.",
+        need=", ".join(PRESETS),
+        fix="or pass a cost.Topology, or the path of a .json or .yaml file",
+    )

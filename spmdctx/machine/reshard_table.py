@@ -1,0 +1,199 @@
+"""Resharding between all pairs of shardings of a shape at once.
+
+A state is a sharding. Steps out of it, with `b` the bytes of one device's block and `n` the devices of the step's group:
+
+    slice               append an unused axis to a dimension, minor-most     moves nothing
+    all_to_all          minor-most axes of one dimension become another's        b (n - 1) / n
+    collective_permute  other axes or another order, the same slices per dimension   b
+    all_gather          drop minor-most axes of one dimension                b (n - 1)
+
+The chain from one state to another moves the fewest bytes, where every collective counts as half a device's final share more,
+so that none is done for little. It is found for all pairs by Floyd and Warshall's recurrence over the domain, which for a few
+hundred shardings is a few hundred NumPy operations. Its seconds are a line over the bytes of the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.ir.domain import AxisCodes, Domain, axis_codes
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import AxisNames
+from spmdctx.machine.collectives import LinearPrice, collective_price
+from spmdctx.machine.topology import Topology
+
+_SLICE_PRICE = 1e-6
+"""Of two chains that move the same bytes, the one with fewer slices. In units of the whole tensor."""
+
+_STEP_PRICE = 0.51
+"""What a collective counts beside its bytes, in blocks of a tensor split over all devices; uneven, so that nothing ties."""
+
+_FREE = LinearPrice(0.0, 0.0)
+
+
+class Hop(NamedTuple):
+    """One step out of a sharding: its kind, the axes of its group, and the number of the sharding after it."""
+
+    kind: str
+    axes: AxisNames
+    after: int
+
+
+class Paths(NamedTuple):
+    """All cheapest chains of a domain: `following[i, j]` is the first sharding after i on the way to j."""
+
+    following: IntArray
+    hops: dict[tuple[int, int], Hop]
+
+
+class ReshardTable(NamedTuple):
+    """Seconds from sharding i to sharding j of a tensor of b bytes: `fixed_s[i, j] + s_per_byte[i, j] * b`."""
+
+    fixed_s: FloatArray
+    s_per_byte: FloatArray
+
+
+def chain(known: Domain, source: int, target: int, all_to_all: bool = True) -> Iterator[Hop]:
+    """The steps from one sharding of a domain to another; without `all_to_all`, no such step."""
+    paths = _paths(known.rows.tobytes(), len(known.shape), known.codes.mesh, all_to_all)
+    while source != target:
+        hop = paths.hops[source, int(paths.following[source, target])]
+        yield hop
+        source = hop.after
+
+
+def reshard_table(known: Domain, topology: Topology) -> ReshardTable:
+    """The table of a domain; shapes that divide alike share one."""
+    if not known.shape:
+        return ReshardTable(np.zeros((1, 1)), np.zeros((1, 1)))
+    return _table(known.rows.tobytes(), len(known.shape), known.codes.mesh, topology)
+
+
+@lru_cache(maxsize=1024)
+def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh, all_to_all: bool) -> Paths:
+    """All-pairs cheapest chains from single steps."""
+    codes = axis_codes(mesh)
+    states = np.frombuffer(rows, dtype=np.int64).reshape(-1, num_dims)
+    count = len(states)
+    price = np.full((count, count), np.inf)
+    np.fill_diagonal(price, 0.0)
+    hops: dict[tuple[int, int], Hop] = {}
+    for number, hop, moved in _single_steps(states, codes):
+        if hop.kind == "all_to_all" and not all_to_all:
+            continue
+        own = moved + (_SLICE_PRICE if hop.kind == "slice" else _STEP_PRICE / mesh.num_devices)
+        if own < price[number, hop.after] - 1e-12:
+            price[number, hop.after] = own
+            hops[number, hop.after] = hop
+    following = np.broadcast_to(np.arange(count), (count, count)).copy()
+    most, through, better = price - 1e-12, np.empty_like(price), np.empty(price.shape, dtype=bool)
+    for middle in range(count):
+        np.add(price[:, middle, None], price[None, middle, :], out=through)
+        np.less(through, most, out=better)
+        # Few are better: their places are handled one by one.
+        places = np.flatnonzero(better)
+        if len(places):
+            lower = through.take(places)
+            price.put(places, lower)
+            most.put(places, lower - 1e-12)
+            following.put(places, following[:, middle].take(places // count))
+    return Paths(following, hops)
+
+
+@lru_cache(maxsize=1024)
+def _table(rows: bytes, num_dims: int, mesh: LogicalMesh, topology: Topology) -> ReshardTable:
+    """Seconds along the chains: every chain is its first step and the chain from there, so filled by number of steps."""
+    paths = _paths(rows, num_dims, mesh, topology.uses_all_to_all)
+    codes = axis_codes(mesh)
+    states = np.frombuffer(rows, dtype=np.int64).reshape(-1, num_dims)
+    slices = np.prod(codes.slices[states], axis=1)
+    count = len(states)
+    fixed, slope = np.zeros((count, count)), np.zeros((count, count))
+    lines: dict[tuple[str, AxisNames], LinearPrice] = {}
+    payloads = (1 / slices).tolist()
+    for (number, other), (kind, axes, _) in paths.hops.items():
+        if kind != "slice":
+            line = lines.get((kind, axes))
+            if line is None:
+                line = lines[kind, axes] = collective_price(kind, axes, mesh, topology)
+            fixed[number, other] = line.fixed_s
+            slope[number, other] = line.s_per_byte * payloads[other if kind == "all_gather" else number]
+    first_fixed, first_slope = fixed, slope
+    fixed, slope = np.zeros((count, count)), np.zeros((count, count))
+    place = np.broadcast_to(np.arange(count)[:, None], (count, count))
+    target = np.broadcast_to(np.arange(count)[None, :], (count, count))
+    while (place != target).any():
+        after = paths.following[place, target]
+        moving = place != target
+        fixed += np.where(moving, first_fixed[place, after], 0.0)
+        slope += np.where(moving, first_slope[place, after], 0.0)
+        place = np.where(moving, after, place)
+    return ReshardTable(fixed, slope)
+
+
+def _single_steps(states: IntArray, codes: AxisCodes) -> Iterator[tuple[int, Hop, float]]:
+    """Every step out of every state, with the bytes that it moves in units of the whole tensor."""
+    slices = np.prod(codes.slices[states], axis=1).tolist()
+    places = {tuple(row): number for number, row in enumerate(states.tolist())}
+    known = _known_steps(codes.mesh)
+    for row, number in places.items():
+        steps = known.get(row)
+        if steps is None:
+            steps = known[row] = [(kind, axes, after, _moved(kind, axes, codes.mesh)) for kind, axes, after in _steps(row, codes)]
+        for kind, axes, after, moved in steps:
+            other = places.get(after)
+            if other is not None:
+                yield number, Hop(kind, axes, other), moved / slices[number]
+    cuts = codes.slices[states]
+    alike = (cuts[:, None, :] == cuts[None, :, :]).all(axis=2)
+    np.fill_diagonal(alike, False)
+    numbers, others = np.nonzero(alike)
+    changed = codes.moved[states[numbers], states[others]]
+    names = [codes.names(bits) for bits in range(int(codes.bits.max(initial=0)) + 1)]
+    for number, other, bits in zip(numbers.tolist(), others.tolist(), np.bitwise_or.reduce(changed, axis=1).tolist(), strict=True):
+        yield number, Hop("collective_permute", names[bits], other), 1 / slices[number]
+
+
+@lru_cache(maxsize=64)
+def _known_steps(mesh: LogicalMesh) -> dict[tuple[int, ...], list[tuple[str, AxisNames, tuple[int, ...], float]]]:
+    """The steps out of rows that were looked at before, each with the blocks that it moves."""
+    return {}
+
+
+def _moved(kind: str, axes: AxisNames, mesh: LogicalMesh) -> float:
+    """Blocks that one device moves."""
+    group = mesh.num_slices(axes)
+    return {"slice": 0.0, "all_gather": group - 1.0, "all_to_all": (group - 1) / group}[kind]
+
+
+def _steps(row: tuple[int, ...], codes: AxisCodes) -> Iterator[tuple[str, AxisNames, tuple[int, ...]]]:
+    """Slices, all_gathers and all_to_alls out of one sharding: kind, axes, and the row after."""
+    held = [codes.axes[code] for code in row]
+    used = {name for own in held for name in own}
+    free = [own for own in codes.axes[1:] if len(own) == 1 and own[0] not in used]
+    for dim, own in enumerate(held):
+        for added in free:
+            yield from _put(row, codes, "slice", added, {dim: own + added})
+        for start in range(len(own)):
+            kept, leaving = own[:start], own[start:]
+            yield from _put(row, codes, "all_gather", leaving, {dim: kept})
+            for other, theirs in enumerate(held):
+                if other != dim:
+                    yield from _put(row, codes, "all_to_all", leaving, {dim: kept, other: theirs + leaving})
+
+
+def _put(
+    row: tuple[int, ...], codes: AxisCodes, kind: str, axes: AxisNames, changed: dict[int, AxisNames]
+) -> Iterator[tuple[str, AxisNames, tuple[int, ...]]]:
+    after = list(row)
+    for dim, own in changed.items():
+        code = codes.of.get(own)
+        if code is None:
+            return
+        after[dim] = code
+    yield kind, axes, tuple(after)

@@ -1,0 +1,182 @@
+"""What a machine offers: peak rates, memory, links, and where each figure was published."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any
+
+import yaml
+
+from spmdctx.errors import ContextError
+
+
+class Interconnect(StrEnum):
+    """How the devices of one fast domain are wired."""
+
+    SWITCH = "switch"
+    TORUS = "torus"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """One kind of device and the wires between its copies.
+
+    Attributes:
+        device: Name shown in plans.
+        peak_flops_per_s: Dense bf16 (CPU: float32) peak of one device.
+        memory_bytes: Memory of one device that a program may use.
+        memory_bytes_per_s: Bandwidth of that memory.
+        latency_s: Time of one hop, or of one step of an algorithm, inside a fast domain.
+        link_bytes_per_s: One link, one direction. A switched device has one link; a torus has two per direction of it.
+        devices_per_host: Devices of one fast domain: the GPUs of an NVLink host, the chips of a TPU slice.
+        network_bytes_per_s: Per device, one direction, between fast domains.
+        network_latency_s: Time of one step between fast domains.
+        interconnect: How the fast domain is wired.
+        torus_dims: Directions of the torus; 1 for a switch.
+        ring_side: A direction of the torus closes into a ring where the slice's side is a multiple of this.
+        merges_partial_sums: Whether the device's compiler adds partial results before it reduces them, so that a sum of
+            unreduced values costs one all_reduce, and reduce-scatters a sum of which every device keeps only its slice.
+            XLA does both on TPU and GPU, not on CPU.
+        scatters_over_all: Whether it reduce-scatters over all devices of any slice, and does not reduce there and slice. XLA on TPU
+            does only over some (`torus.scatters_over_slice`).
+        scatters_strictly: Whether it reduce-scatters only certain blocks, and axes in one order (see `machine.xla.reductions`).
+        sinks_slices: Whether it does so too where element-wise ops stand between the sum and the slice (XLA on TPU).
+        narrows_matrix_operands: Whether float32 values that only matrix products read are communicated as bfloat16, the
+            products' own precision (XLA on TPU).
+        fuses_into_products: Whether what is element-wise before a matrix product is computed inside of it, and never in memory
+            (XLA on TPU; on GPU and CPU what a product reads is there).
+        runs_barriers_in_order: Whether what is behind an optimization barrier runs after what is before it (XLA on TPU; of GPU
+            and CPU it is not known).
+        vector_flops_per_s: Arithmetic outside of matrix products; `peak_flops_per_s` where it is 0.
+        float32_flops_per_s: Matrix products of float32 at JAX's default precision; `peak_flops_per_s` where it is 0.
+        matrix_tile: Side of the matrix unit: dimensions of a product are padded to multiples of it.
+        scratch_bytes: Memory on the chip that the compiler keeps small, short-lived tensors in.
+        gather_overlap: Largest share of a weight gather's time that hides behind matrix products.
+        reduction_overlap: The same of a gradient reduction.
+        combines_reductions: Whether the compiler makes one collective of many reductions of gradients, so that none pays a latency
+            of its own (XLA on TPU and GPU: 33 all_reduces of a ViT step become 2, 14 reduce_scatters 3; all_gathers stay as they are).
+        uses_all_to_all: Whether reshards may be all_to_alls; else a tensor is gathered and sliced. A plan takes it from enable_alltoall.
+        widens_gradients: Whether low-precision gradients are reduced in float32. A plan takes it from gradient_fp32_sync.
+        source: Where the figures were published.
+    """
+
+    device: str
+    peak_flops_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    latency_s: float
+    link_bytes_per_s: float
+    devices_per_host: int
+    network_bytes_per_s: float
+    network_latency_s: float
+    interconnect: Interconnect = Interconnect.SWITCH
+    torus_dims: int = 1
+    ring_side: int = 1
+    merges_partial_sums: bool = True
+    scatters_over_all: bool = True
+    scatters_strictly: bool = False
+    sinks_slices: bool = False
+    narrows_matrix_operands: bool = False
+    fuses_into_products: bool = False
+    runs_barriers_in_order: bool = False
+    vector_flops_per_s: float = 0.0
+    float32_flops_per_s: float = 0.0
+    matrix_tile: int = 1
+    scratch_bytes: int = 0
+    gather_overlap: float = 0.0
+    reduction_overlap: float = 0.0
+    combines_reductions: bool = True
+    uses_all_to_all: bool = True
+    widens_gradients: bool = False
+    source: str = "user"
+
+    def __hash__(self) -> int:
+        # Prices are kept by machine: few fields tell nearly all machines apart.
+        return hash((self.device, self.peak_flops_per_s, self.latency_s, self.uses_all_to_all, self.widens_gradients))
+
+    def __post_init__(self) -> None:
+        for name in (
+            "peak_flops_per_s",
+            "memory_bytes",
+            "memory_bytes_per_s",
+            "link_bytes_per_s",
+            "devices_per_host",
+            "network_bytes_per_s",
+            "torus_dims",
+            "ring_side",
+            "matrix_tile",
+        ):
+            if not getattr(self, name) > 0:
+                raise ContextError(f"Topology.{name} must be positive.", got=repr(getattr(self, name)))
+        for name in ("vector_flops_per_s", "float32_flops_per_s"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, self.peak_flops_per_s)
+        for name in ("gather_overlap", "reduction_overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ContextError(f"Topology.{name} must be a share, from 0 to 1.", got=repr(getattr(self, name)))
+
+
+@lru_cache(maxsize=64)
+def as_asked(machine: Topology, uses_all_to_all: bool, widens_gradients: bool) -> Topology:
+    """The machine with what a context asks of its collectives."""
+    return replace(machine, uses_all_to_all=uses_all_to_all, widens_gradients=widens_gradients)
+
+
+@lru_cache(maxsize=64)
+def without_latency(machine: Topology) -> Topology:
+    """The machine as a collective meets it that is combined with others."""
+    return replace(machine, latency_s=0.0, network_latency_s=0.0)
+
+
+_SUFFIXES = (".json", ".yaml", ".yml")
+
+
+def read_topology(path: str | os.PathLike[str]) -> Topology:
+    """Reads a Topology from a JSON or YAML file.
+
+    Raises:
+        ContextError: The file is damaged, has other fields, or fields of wrong types.
+        OSError: The file cannot be read.
+    """
+    where = os.fspath(path)
+    with open(where, encoding="utf-8") as file:
+        try:
+            content = yaml.safe_load(file)  # JSON is YAML
+        except yaml.YAMLError as error:
+            raise ContextError("The topology file is neither JSON nor YAML.", where=where) from error
+    known = {field.name: field for field in dataclasses.fields(Topology)}
+    if not isinstance(content, dict) or not set(content) <= set(known):
+        got = ", ".join(map(str, set(content) - set(known))) if isinstance(content, dict) else type(content).__name__
+        raise ContextError("The file holds no topology.", where=where, got=got, need=", ".join(known))
+    missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in content]
+    if missing:
+        raise ContextError("The topology file lacks fields.", where=where, need=", ".join(missing))
+    try:
+        return Topology(**{name: _field_value(known[name].type, value) for name, value in content.items()})
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ContextError):
+            raise
+        raise ContextError("The topology file has a field of a wrong type.", where=where, got=str(error)) from error
+
+
+def _field_value(kind: object, value: Any) -> Any:
+    """A field as its annotation has it; YAML reads 1e9 as text."""
+    if kind in ("float", "int"):
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise TypeError(f"{value!r} is no number")
+        return float(value) if kind == "float" else int(float(value))
+    if kind == "bool" and not isinstance(value, bool):
+        raise TypeError(f"{value!r} is not true or false")
+    return Interconnect(value) if kind == "Interconnect" else value
+
+
+def topology_text(found: Topology, *, as_json: bool = False) -> str:
+    """The topology as YAML or JSON, as `read_topology` takes it."""
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    fields["interconnect"] = found.interconnect.value
+    return json.dumps(fields, indent=2) + "\n" if as_json else yaml.safe_dump(fields, sort_keys=False)

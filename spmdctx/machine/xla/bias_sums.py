@@ -1,0 +1,75 @@
+"""Which sums of a product and a bias would be in memory twice.
+
+Where a product is reduced between devices and a bias added, XLA computes the addition again inside of some readers and reads the product
+there: the sum over the batch of the bias's gradient is such a one, where it is taken of another reduced product. A gradient's product that
+takes a slice of what becomes of the sum is none: for it the sum is written. Then both are in memory to the end of the backward pass (libtpu
+0.0.42: 7.1 GB where 5.2 do). Behind a barrier the sum takes the product's place.
+"""
+
+from __future__ import annotations
+
+from spmdctx.ir.analysis.kinds import ops_of
+from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.projection import partial_axes, project
+from spmdctx.ir.sharding import Assignment
+from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.partitioner.recompute import refines
+from spmdctx.rules.elementwise import ELEMENTWISE
+
+_LONGEST = 60
+"""Values of a chain that are looked at."""
+
+
+def written_once(graph: Graph, assignment: Assignment) -> frozenset[int]:
+    """The sums behind which a barrier stands."""
+    biased = {op.results[0] for op in ops_of(graph, ("add", "add_any")) if _is_biased(graph, assignment, op)}
+    if not biased:
+        return frozenset()
+    summed = _made_of_sums(graph, assignment, biased)
+    return frozenset(value for value in biased if _is_kept_twice(graph, assignment, value, summed))
+
+
+def _is_biased(graph: Graph, assignment: Assignment, op: Op) -> bool:
+    """Whether an op adds something smaller, repeated, to a product that is reduced and that nothing else reads."""
+    makers = [graph.ops[graph.producers[value]] if value in graph.producers else None for value in op.operands]
+    for product, bias in (makers, makers[::-1]):
+        if product is None or bias is None or bias.primitive != "broadcast_in_dim" or bias.operands[0] == LITERAL:
+            continue
+        if _is_sum(assignment, product) and len(graph.readers[product.results[0]]) == 1 and graph.values[bias.operands[0]].shape:
+            return True
+    return False
+
+
+def _is_sum(assignment: Assignment, op: Op) -> bool:
+    return op.primitive == "dot_general" and bool(partial_axes(op.rule, assignment.ops[op.id].axes))
+
+
+def _made_of_sums(graph: Graph, assignment: Assignment, biased: set[int]) -> set[int]:
+    """The reduced products and what element-wise ops make of them, but for the sums with a bias."""
+    found: set[int] = set()
+    for op in graph.ops:
+        if _is_sum(assignment, op) or (op.primitive in ELEMENTWISE and not found.isdisjoint(op.operands)):
+            found.update(value for value in op.results if value not in biased)
+    return found
+
+
+def _is_kept_twice(graph: Graph, assignment: Assignment, value: int, summed: set[int]) -> bool:
+    terminal = sides(graph).terminal
+    seen, left, is_sliced, is_added_up = {value}, [value], False, False
+    while left and len(seen) <= _LONGEST:
+        now = left.pop()
+        for op in graph.readers[now]:
+            if op.primitive in ELEMENTWISE and op.results[0] not in seen:
+                seen.add(op.results[0])
+                left.append(op.results[0])
+            elif op.primitive == "reduce_sum":
+                is_added_up |= now in summed
+            elif op.primitive == "dot_general" and terminal[op.results[0]]:
+                is_sliced |= _takes_slice(assignment, op, now)
+    return is_sliced and is_added_up
+
+
+def _takes_slice(assignment: Assignment, op: Op, value: int) -> bool:
+    stored, axes = assignment.values[value], assignment.ops[op.id].axes
+    taken = [project(dims, axes) for operand, dims in zip(op.operands, op.rule.operands, strict=True) if operand == value]
+    return any(sharding != stored and refines(stored, sharding) for sharding in taken)

@@ -1,0 +1,217 @@
+"""Which values of a step exist in memory, and which the compiler only computes on the way into other ops.
+
+XLA fuses chains of element-wise ops into the matrix products and reductions that read them, computing them again for each
+reader, and into the one that makes their operand. What is left in memory are arguments, results, what is computed by an op
+that is no such chain (with the chain behind it, where that is its only reader), what such an op must find in memory, and what
+several ops read that is made of many tensors of its size, or with a scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from spmdctx.ir.arrays import BoolArray, IntArray
+from spmdctx.ir.graph import LITERAL
+from spmdctx.machine.xla.columns import Columns
+from spmdctx.rules.elementwise import ELEMENTWISE
+
+CHAINED = frozenset(
+    {
+        *ELEMENTWISE,
+        *("broadcast_in_dim", "broadcast_to", "iota", "empty", "empty2", "reshape", "transpose", "squeeze", "expand_dims", "rev", "slice"),
+        *("dynamic_slice", "pad", "concatenate", "split", "bitcast_convert_type", "spmdctx_shard", "sharding_constraint", "name"),
+        *("scan.enter", "scan.next", "while.enter", "while.next", "device_put", "random_wrap", "random_unwrap"),
+    }
+)
+"""Ops that the compiler fuses with others."""
+
+
+_LOOP_READS = frozenset({"scan.enter", "while.enter"})
+"""Ops that find in memory what is computed before them: the start of a loop."""
+
+_SPREAD = frozenset({"broadcast_in_dim", "convert_element_type"})
+
+_READS_CHAINS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce", "arg", "scan.exit", "dynamic_update_slice")
+"""Beginnings of the names of ops that are not fused with each other, but take chains as operands."""
+
+_WIDEST = 52
+"""Slots of an op up to which a number of floating point holds a bit for each."""
+
+_MOST_SOURCES = 3
+"""Tensors of a value's own size that it may be computed from, where several ops read it, before it is kept instead."""
+
+
+def in_memory(columns: Columns, kept: Iterable[int]) -> BoolArray:
+    """Per value whether it exists in memory, and is not only computed on the way; a last False stands for literals.
+
+    Args:
+        columns: of the step.
+        kept: inputs and outputs.
+    """
+    held = np.zeros(columns.num_values + 1, dtype=bool)
+    held[[value for value in kept if value != LITERAL]] = True
+    if not columns.num_ops:
+        return held
+    readers = _Readers(columns, held)
+    maker = columns.maker_of
+    is_result = maker >= 0
+    can_be_ahead = is_result & readers.takes_chains[maker] & ~readers.needed & ~held & readers.passes_on()
+    ahead, made = _ahead(columns, ~readers.chained, can_be_ahead, readers.last)
+    held |= is_result & ~ahead & (made[maker] | readers.needed)
+    _keep_shared(columns, held, is_result & ~held & ~ahead, readers)
+    return held
+
+
+def _ahead(columns: Columns, made: BoolArray, can_be: BoolArray, last: IntArray) -> tuple[BoolArray, BoolArray]:
+    """Values computed by what makes their operand, and the ops that make such or are no chains, `made`; a value has one reader."""
+    left = np.flatnonzero(can_be & made[columns.maker_of]).tolist()
+    found, done, open_, reader = bytearray(len(can_be)), bytearray(made), bytearray(can_be), last.tolist()
+    for value in left:  # grows
+        found[value] = 1
+        op = reader[value]
+        if not done[op]:
+            done[op] = 1
+            left += [result for result in columns.results[op] if open_[result]]
+    return np.frombuffer(found, dtype=bool), np.frombuffer(done, dtype=bool)
+
+
+def _keep_shared(columns: Columns, held: BoolArray, chains: BoolArray, readers: _Readers) -> None:
+    """Adds to `held` those of `chains` that several ops read and that are made of many tensors, or with a scatter."""
+    kept, is_chain, shared, scatters = bytearray(held), bytearray(chains), bytearray(readers.count > 1), bytearray(readers.scatters)
+    compared, compares = bytearray(len(held)), any(scatters)
+    elements = columns.elements.tolist()
+    sources: list[frozenset[int]] = [frozenset()] * len(held)
+    for op in np.flatnonzero(columns.have_result(chains)).tolist():
+        operands = columns.operands[op]
+        for value in columns.results[op]:
+            if not is_chain[value]:
+                continue
+            found = _sources(operands, elements[value], kept, sources, elements)
+            if compares:
+                compared[value] = scatters[op] or any(compared[operand] for operand in operands)
+            if shared[value] and (compared[value] or len(found) > _MOST_SOURCES):
+                held[value] = True
+                kept[value], compared[value] = 1, 0
+            sources[value] = found
+
+
+def _sources(operands: tuple[int, ...], size: int, held: bytearray, sources: list[frozenset[int]], elements: list[int]) -> frozenset[int]:
+    """The values in memory of at least `size` elements that a chain computes its result from."""
+    found: frozenset[int] = frozenset()
+    for operand in operands:
+        if held[operand]:
+            if elements[operand] >= size:
+                found |= {operand}
+        elif own := sources[operand]:
+            if elements[operand] < size:  # it is spread out, and most of what it is made of was small
+                own = frozenset(source for source in own if elements[source] >= size)
+            found = own | found if found else own
+        if len(found) > _MOST_SOURCES:
+            break  # more change nothing, but where it is spread out again and some were slices of larger ones
+    return found
+
+
+def read_before(columns: Columns) -> BoolArray:
+    """Per operand whether the fusion that its op ends up in has read it, or made it, for an earlier op.
+
+    Element-wise ops that lead to nothing but results, through element-wise ops alone, are such fusions: an optimizer's update
+    reads each tensor of a parameter once, and writes all of its results.
+    """
+    last = _last_ops(columns)
+    inside = last[columns.slot_ops]
+    first = np.full(columns.num_values + 1, columns.num_ops)
+    first[columns.slot_values[inside][::-1]] = columns.slot_ops[inside][::-1]  # of several the one written last, the earliest
+    return last[columns.readers] & (first[columns.read] < columns.readers)
+
+
+def _last_ops(columns: Columns) -> BoolArray:
+    """Per op whether it is element-wise and leads to nothing but results, through element-wise ops alone."""
+    elementwise = columns.which(ELEMENTWISE.__contains__)
+    leads_on = bytearray(~elementwise)
+    makers = columns.maker_of.tolist()
+    left = columns.maker_of[columns.read[~elementwise[columns.readers]]].tolist()
+    for op in left:  # grows
+        if op >= 0 and not leads_on[op]:
+            leads_on[op] = 1
+            left += [makers[value] for value in columns.operands[op] if value != LITERAL]
+    return ~np.frombuffer(leads_on, dtype=bool)
+
+
+def fused_slots(columns: Columns, held: BoolArray) -> BoolArray:
+    """Per slot whether `Op.fused` has its bit set; `held` says of each value whether it exists in memory."""
+    fused = ~held[columns.slot_values]
+    fused[columns.is_operand] |= read_before(columns)
+    return fused
+
+
+def fused_bits(columns: Columns, fused: BoolArray) -> list[int]:
+    """`Op.fused` of all ops, of what their slots are."""
+    starts, ops = columns.slot_starts, columns.slot_ops
+    places = np.arange(len(ops)) - starts[ops]
+    weights = np.where(fused, np.exp2(np.minimum(places, _WIDEST)), 0.0)
+    bits: list[int] = np.bincount(ops, weights, columns.num_ops).astype(np.int64).tolist()
+    for op in np.flatnonzero(np.diff(starts) > _WIDEST).tolist():
+        bits[op] = sum(1 << place for place, own in enumerate(fused[starts[op] : starts[op + 1]]) if own)
+    return bits
+
+
+class _Readers:
+    """Which ops are fused with others, how often each value is read, by which op last, and whether an op needs it in memory."""
+
+    def __init__(self, columns: Columns, kept: BoolArray) -> None:
+        size = columns.num_values + 1  # the last one stands for literals
+        self._columns = columns
+        self.scatters = _comparing_scatters(columns)
+        self.chained = columns.which(CHAINED.__contains__) | self.scatters
+        self.takes_chains = self.chained | columns.which(lambda primitive: primitive.startswith(_READS_CHAINS))
+        readers, read = np.divmod(np.unique(columns.readers * size + columns.read), size)
+        self.count = np.bincount(read, minlength=size)
+        self.last = np.full(size, -1)
+        self.last[read] = readers
+        self.needed = np.zeros(size, dtype=bool)
+        self.needed[columns.read[~self.takes_chains[columns.readers]]] = True
+        starts = columns.which(_LOOP_READS.__contains__)
+        if starts.any():
+            entering = columns.read[starts[columns.readers]]
+            self.needed[entering[~_simple(columns, kept)[entering]]] = True
+
+    def passes_on(self) -> BoolArray:
+        """Per value whether its one reader is a chained op on as many elements, fused into the op that makes the value."""
+        columns, last = self._columns, self.last
+        fits = self.chained & columns.which(lambda primitive: "." not in primitive)
+        made = np.full(columns.num_ops, -1)
+        made[columns.makers[::-1]] = columns.made[::-1]  # of several results the first
+        made = made[last]
+        # What only makes numbers wider for several readers is done by each on its own.
+        widens = columns.which("convert_element_type".__eq__)[last] & (self.count[made] > 1)
+        widens &= columns.item_bytes[made] > columns.item_bytes
+        found: BoolArray = (self.count == 1) & fits[last] & ~widens & (columns.elements[made] == columns.elements)
+        return found
+
+
+def _comparing_scatters(columns: Columns) -> BoolArray:
+    """Per op whether it is a scatter of one element per row, which becomes a comparison of indices."""
+    found = columns.which("scatter-add".__eq__)
+    for op in np.flatnonzero(found).tolist():
+        rule = columns.kinds[columns.kind_of[op]].rule
+        rows = {dim for dim in rule.operands[2] if dim} & set(rule.results[0])
+        shared = 1
+        for dim in rows:
+            for factor in dim:
+                shared *= rule.sizes[factor]
+        left = len(rule.results[0]) - len(rows)
+        found[op] = left == 1 and columns.elements[columns.operands[op][2]] == shared
+    return found
+
+
+def _simple(columns: Columns, kept: BoolArray) -> BoolArray:
+    """Per value whether it is a number that depends on no input, spread out or not: those are made where they are read."""
+    simple: BoolArray = (columns.elements == 1) & ~kept
+    simple[-1] = True
+    spread = columns.which(_SPREAD.__contains__)[columns.makers] | (columns.elements[columns.made] == 1)
+    simple[columns.made] = False
+    for op, value in zip(columns.makers[spread].tolist(), columns.made[spread].tolist(), strict=True):
+        simple[value] = all(simple[operand] for operand in columns.operands[op])
+    return simple

@@ -1,0 +1,211 @@
+"""What each fusion of a step reads, writes and computes, charged to the op that it is built around.
+
+The compiler computes chains of element-wise ops on the way into the matrix product, the reduction or the stored result that
+needs them, in one kernel: what the chain reads and computes hides behind the product's multiplications, or they behind it. So a
+fusion takes the longest of three times, and all of it is told of its one main op. A chain that leads to several is told of the
+first: how the others read it too is not followed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
+from spmdctx.ir.graph import Op, Work
+from spmdctx.machine.xla.columns import Columns, Kind
+from spmdctx.machine.xla.fusion import CHAINED
+
+_COSTLY = frozenset(
+    {
+        *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf", "erf_inv", "erfc"),
+        *("exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh"),
+    }
+)
+_COSTLY_FLOPS = 10
+"""Vector operations that one of them takes: a polynomial and what comes before and after it."""
+
+_PICKING = ("slice", "dynamic_slice", "gather", "split")
+"""Ops that read no more of their operand than they return."""
+
+NAMING = frozenset({"spmdctx_shard", "sharding_constraint", "name", "scan.next", "while.enter", "while.next"})
+"""Ops that only name a tensor anew."""
+
+_APART = frozenset({"scan.enter", "scan.exit", "dynamic_update_slice", "gather", "shard_map"})
+"""Ops priced on their own: they take parts of what they read, write in place, or are whole programs."""
+
+_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "scaled_dot"})
+
+_ALONE, _NO_ARITHMETIC = _APART | NAMING, _PRODUCTS | NAMING
+
+_HIDDEN = 1 / 64
+"""What is left of the price of arithmetic that hides in a fusion, so that splitting it is better than not."""
+
+_NOWHERE = -1
+
+
+def fusion_works(columns: Columns, fused: BoolArray) -> list[Work | None]:
+    """`Op.work` of every op; `fused` says of each slot whether `Op.fused` has its bit set."""
+    homes = np.array(_Homes(columns, fused).found, dtype=np.int64)
+    at_home, numbers = homes >= 0, np.arange(columns.num_ops)
+    mains = np.where(at_home, columns.slot_ops[homes], numbers) if len(homes) else numbers
+    vector = [vector_flops(kind) for kind in columns.kinds]
+    arithmetic = np.zeros(columns.num_ops, dtype=np.int64)
+    np.add.at(arithmetic, mains, np.array(vector, dtype=np.int64)[columns.kind_of])
+    known: dict[int, Work] = {}
+    inside = [known.setdefault(flops, Work((), flops * _HIDDEN)) for flops in vector]
+    found: list[Work | None] = [inside[kind] for kind in columns.kind_of.tolist()]
+    alone = columns.which(_ALONE.__contains__)
+    for op in np.flatnonzero(alone & ~at_home).tolist():
+        found[op] = None
+    rates = _moved(columns, fused, homes, mains) / np.maximum(1, columns.elements[columns.slot_values])
+    _add_works(found, np.flatnonzero(~alone & ~at_home), columns.slot_starts, rates, arithmetic)
+    return found
+
+
+def vector_flops(op: Op | Kind) -> int:
+    """Operations of an op on the vector unit: none of matrix products, nor of ops that only name a tensor."""
+    if op.primitive in _NO_ARITHMETIC:
+        return 0
+    return op.flops * _COSTLY_FLOPS if op.primitive in _COSTLY else op.flops
+
+
+def _moved(columns: Columns, fused: BoolArray, homes: IntArray, mains: IntArray) -> IntArray:
+    """Per slot the bytes of what its fusion moves that is computed there, each tensor once per fusion."""
+    sizes, ops = columns.sizes[columns.slot_values], columns.slot_ops
+    written = np.zeros(columns.num_ops, dtype=np.int64)
+    np.add.at(written, columns.makers, columns.sizes[columns.made])
+    picks = columns.which(_PICKING.__contains__)[ops] & columns.is_operand
+    sizes = np.where(picks, np.minimum(sizes, written[ops]), sizes)
+    places = np.where(homes[ops] >= 0, homes[ops], np.arange(len(ops)))
+    in_memory = np.flatnonzero(~fused)
+    _, first = np.unique(mains[ops[in_memory]] * (columns.num_values + 1) + columns.slot_values[in_memory], return_index=True)
+    moved = np.zeros(len(ops), dtype=np.int64)
+    np.add.at(moved, places[in_memory[first]], sizes[in_memory[first]])
+    return moved
+
+
+def _add_works(found: list[Work | None], mains: IntArray, starts: IntArray, rates: FloatArray, arithmetic: IntArray) -> None:
+    """The works of main ops; equal ones are one object."""
+    known: dict[Work, Work] = {}
+    every = rates.tolist()
+    rows = zip(mains.tolist(), starts[mains].tolist(), starts[mains + 1].tolist(), arithmetic[mains].tolist(), strict=True)
+    for op, start, stop, flops in rows:
+        work = Work(tuple(every[start:stop]), float(flops))
+        found[op] = known.setdefault(work, work)
+
+
+class _Homes:
+    """In which slot of which main op an op is computed; nowhere for main ops and those that are priced on their own."""
+
+    def __init__(self, columns: Columns, fused: BoolArray) -> None:
+        self.found = [_NOWHERE] * columns.num_ops
+        self._columns = columns
+        self._operands, self._results = columns.operands, columns.results
+        self._elements, self._repeats = columns.elements.tolist(), columns.repeats.tolist()
+        self._maker, self._starts, self._main = columns.maker_of.tolist(), columns.slot_starts.tolist(), columns.slot_ops.tolist()
+        chained = columns.which(CHAINED.__contains__)
+        # Of one result, which is not in memory.
+        inside = (np.bincount(columns.makers, minlength=columns.num_ops) == 1) & fused[columns.slot_starts[1:] - 1]
+        self._chained, self._inside = chained.tobytes(), inside.tobytes()
+        self._origins: dict[tuple[int, int], tuple[int, int]] = {}
+        self._after_main_ops(self._ops_after(chained, inside))
+        self._before_main_ops(np.flatnonzero(chained & inside & ~columns.which(_APART.__contains__)))
+
+    def _after_main_ops(self, ops: IntArray) -> None:
+        """Chains that begin with a main op, and reductions of what they end in."""
+        found, repeats, main = self.found, self._repeats, self._main
+        ahead: dict[int, int] = {}
+        for op in ops.tolist():
+            if self._chained[op]:
+                for value in self._operands[op]:
+                    if value in ahead and repeats[main[ahead[value]]] == repeats[op]:
+                        found[op] = ahead[value]
+                if found[op] == _NOWHERE:
+                    continue
+            elif self._columns.primitive(op).startswith("reduce_"):
+                found[op] = self._joined(op)
+            if self._inside[op]:
+                ahead[self._results[op][0]] = found[op] if found[op] != _NOWHERE else self._starts[op] + len(self._operands[op])
+
+    def _ops_after(self, chained: BoolArray, inside: BoolArray) -> IntArray:
+        """The ops that may be computed after a main op, or be one that others are computed after."""
+        columns = self._columns
+        behind = np.zeros(columns.num_values + 1, dtype=bool)
+        behind[columns.made[inside[columns.makers]]] = True
+        follows = np.bincount(columns.readers[behind[columns.read]], minlength=columns.num_ops) > 0
+        others = (inside | columns.which(lambda primitive: primitive.startswith("reduce_"))) & ~columns.which(_APART.__contains__)
+        return np.flatnonzero(np.where(chained, follows, others))
+
+    def _before_main_ops(self, ops: IntArray) -> None:
+        """Chains that lead to a main op, to the first of several."""
+        columns, found, repeats, main = self._columns, self.found, self._repeats, self._main
+        first, alone = self._first_reads().tolist(), bytearray(columns.which(_ALONE.__contains__))
+        for op in ops[::-1].tolist():
+            slot = first[self._results[op][0]]
+            if found[op] != _NOWHERE or slot == _NOWHERE:
+                continue
+            reader = main[slot]
+            home = found[reader]
+            if home == _NOWHERE:
+                if alone[reader]:
+                    continue
+                home = slot
+            if repeats[main[home]] == repeats[op]:
+                found[op] = home
+
+    def _first_reads(self) -> IntArray:
+        """Per value the slot of the first op that reads it, the last one where it reads it several times."""
+        columns = self._columns
+        slots = np.flatnonzero(columns.is_operand)
+        first = np.full(columns.num_values + 1, _NOWHERE)
+        first[columns.read[::-1]] = slots[::-1]
+        own = columns.slot_ops[first[columns.read]] == columns.readers
+        first[columns.read[own]] = slots[own]
+        return first
+
+    def _joined(self, op: int) -> int:
+        """The fusion that makes the one tensor which a reduction reads, if the reduction needs nothing that comes later."""
+        source, last = self._origin(op, max((self._elements[value] for value in self._operands[op]), default=0))
+        maker = self._maker[source] if source >= 0 else -1
+        if maker < 0 or not self._chained[maker] or self._columns.primitive(maker) in _ALONE:
+            return _NOWHERE
+        home = self.found[maker] if self.found[maker] != _NOWHERE else self._starts[maker] + len(self._operands[maker])
+        main, scopes = self._main[home], self._columns.scopes
+        fits = last < main and self._repeats[main] == self._repeats[op] and scopes[main] == scopes[op]
+        return home if fits else _NOWHERE
+
+    def _origin(self, op: int, elements: int) -> tuple[int, int]:
+        """The one tensor in memory of that many elements that an op's chain starts from, -1 where there is none, and the last op
+        that makes anything else of what it needs; a number past all ops where there are several such tensors.
+        """
+        left = [(op, elements)]
+        while left:
+            key = left[-1]
+            inner = [one for one in self._chains_before(*key) if one not in self._origins]
+            left += inner
+            if not inner:
+                self._origins[key] = self._joined_origins(*key)
+                left.pop()
+        return self._origins[op, elements]
+
+    def _chains_before(self, op: int, elements: int) -> list[tuple[int, int]]:
+        """The ops of an op's chain that make what it reads, with how many elements a tensor may have at least."""
+        return [(self._maker[value], min(elements, self._elements[value])) for value in self._operands[op] if self._is_chain(value)]
+
+    def _is_chain(self, value: int) -> bool:
+        number = self._maker[value]
+        return number >= 0 and bool(self._inside[number] and self._chained[number])
+
+    def _joined_origins(self, op: int, elements: int) -> tuple[int, int]:
+        """The origin of an op, where those of the chains before it are known."""
+        source, last = -1, -1
+        for value in self._operands[op]:
+            number = self._maker[value]
+            if self._is_chain(value):
+                one, late = self._origins[number, min(elements, self._elements[value])]
+            else:
+                one, late = (value, -1) if self._elements[value] >= elements else (-1, number)
+            if one >= 0 and source >= 0 and one != source:
+                late = len(self.found)
+            source, last = max(source, one), max(last, late)
+        return source, last

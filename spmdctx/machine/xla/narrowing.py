@@ -1,0 +1,152 @@
+"""Which float32 values are kept in the matrix unit's own precision (XLA on TPU, seen in compiled programs of libtpu 0.0.42).
+
+A product whose result only other products read, be it behind a chain of element-wise ops that leads to nowhere else, is written in
+the type in which they take it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spmdctx.ir.analysis.incidence import ends
+from spmdctx.ir.analysis.kinds import of_primitives, ops_of
+from spmdctx.ir.graph import LITERAL, Graph, Op, Value, item_bytes
+from spmdctx.ir.primitives import BROUGHT_IN, LOOKED_UP, MATRIX_PRODUCTS, REARRANGED
+from spmdctx.machine.topology import Topology
+from spmdctx.rules.elementwise import ELEMENTWISE
+
+_LONGEST = 60
+"""Values of a chain that are looked at."""
+
+
+def narrow_values(graph: Graph, held: bytearray) -> bytearray:
+    """Per value 1 where it is kept narrow; `held` says which exist in memory."""
+    found = bytearray(len(graph.values) + 1)
+    if not any(value.dtype == "float32" and held[value.id] for value in graph.values):
+        return found
+    chains = _Chains(graph, held)
+    products = of_primitives(graph, MATRIX_PRODUCTS)
+    every, may_take = ends(graph), products.copy()
+    may_take[every.ops[~every.is_result & (np.frombuffer(held, dtype=np.uint8)[every.values] == 0)]] = True
+    # What is made of products on the way into other ops.
+    passed, makes = bytearray(len(graph.values) + 1), products.tolist()
+    for index in np.flatnonzero(may_take).tolist():
+        op, of_product = graph.ops[index], makes[index]
+        for value in op.operands:
+            if passed[value]:
+                of_product = True
+        if not of_product:
+            continue
+        for value in op.results:
+            if not held[value]:
+                passed[value] = 1
+            else:
+                found[value] = graph.values[value].dtype == "float32" and chains.lead_to_products(value)
+    return found
+
+
+def kept_share(value: Value, narrow: bytearray, topology: Topology) -> float:
+    """The part of its own bytes that a value takes in memory; `narrow` says which are kept narrow where the compiler does so."""
+    return NARROW_BYTES / item_bytes(value.dtype) if narrow[value.id] and topology.narrows_matrix_operands else 1.0
+
+
+class _Chains:
+    """Where values go through element-wise ops that do not exist in memory."""
+
+    def __init__(self, graph: Graph, held: bytearray) -> None:
+        self._narrow, self._readers = narrow_readers(graph), graph.readers
+        self._kept = frozenset((*graph.inputs, *graph.outputs))
+        exists = np.frombuffer(held, dtype=np.uint8) == 1
+        exists[list(self._kept)] = True
+        # Per op whether a chain ends in front of it.
+        self._ends: list[bool] = (~of_primitives(graph, ELEMENTWISE) | exists[ends(graph).first_results]).tolist()
+
+    def lead_to_products(self, value: int) -> bool:
+        """Whether products alone read the value, or the one value that all chains from it end in."""
+        if value in self._kept:
+            return False
+        seen, left, last = {value}, [value], set()
+        while left:
+            now = left.pop()
+            for op in self._readers[now]:
+                if self._ends[op.id]:
+                    last.add(now)
+                elif op.results[0] not in seen:
+                    seen.add(op.results[0])
+                    left.append(op.results[0])
+            if len(seen) > _LONGEST:
+                return False
+        return len(last) == 1 and self._is_for_products(last.pop())
+
+    def _is_for_products(self, value: int) -> bool:
+        return bool(self._readers[value]) and all(self._narrow[op.id] for op in self._readers[value])
+
+
+NARROW_BYTES = item_bytes("bfloat16")
+
+
+def sharers(graph: Graph) -> bytearray:
+    """Per op, 1 for matrix products, and for transposes and the like of which only such ops read the result.
+
+    Those of one computation that read one value share the copies that are made of it.
+    """
+    known: bytearray | None = graph.facts.get(sharers)
+    if known is None:
+        known = graph.facts[sharers] = _sharers(graph)
+    return known
+
+
+def sharing_ops(graph: Graph) -> list[Op]:
+    """The ops that are `sharers`."""
+    return [graph.ops[index] for index in np.flatnonzero(np.frombuffer(sharers(graph), dtype=np.uint8)).tolist()]
+
+
+def _sharers(graph: Graph) -> bytearray:
+    found = bytearray(of_primitives(graph, MATRIX_PRODUCTS).tobytes())
+    rearranging = of_primitives(graph, REARRANGED)
+    if not rearranging.any():
+        return found
+    every = ends(graph)
+    takes = ~every.is_result
+    # What some other op reads, or the step returns.
+    elsewhere = np.zeros(len(graph.values) + 1, dtype=np.uint8)
+    elsewhere[list(graph.outputs)] = 1
+    elsewhere[every.values[takes][~(np.frombuffer(found, dtype=np.uint8).astype(bool) | rearranging)[every.ops[takes]]]] = 1
+    for index in np.flatnonzero(rearranging)[::-1].tolist():
+        op = graph.ops[index]
+        if elsewhere[op.results[0]]:
+            elsewhere[op.operands[0]] = 1
+        else:
+            found[index] = 1
+    return found
+
+
+def narrow_readers(graph: Graph) -> bytearray:
+    """Per op, 1 for matrix products, and for changes of layout, ways into loops and look-ups of which only such ops read the result."""
+    known: bytearray | None = graph.facts.get(narrow_readers)
+    if known is None:
+        known = graph.facts[narrow_readers] = _narrow_readers(graph)
+    return known
+
+
+def _narrow_readers(graph: Graph) -> bytearray:
+    every = ends(graph)
+    takes = ~every.is_result
+    ops, read = every.ops[takes], every.values[takes]
+    products, passing = of_primitives(graph, MATRIX_PRODUCTS), of_primitives(graph, BROUGHT_IN | {LOOKED_UP})
+    reads = np.bincount(read - LITERAL, minlength=len(graph.values) - LITERAL)
+    for op in ops_of(graph, (LOOKED_UP,)):
+        passing[op.id] = reads[op.operands[0] - LITERAL] == 1
+    # Other ops take what they read as it is; those that pass it on do as their readers do.
+    wide = np.zeros(len(graph.values) + 1, dtype=np.uint8)
+    wide[list(graph.outputs)] = 1
+    wide[read[~(products | passing)[ops]]] = 1
+    found, is_wide = bytearray(products.tobytes()), bytearray(wide.tobytes())
+    for index in np.flatnonzero(passing)[::-1].tolist():
+        op = graph.ops[index]
+        if not is_wide[op.results[0]]:
+            found[index] = 1
+        else:
+            for value in op.operands:
+                is_wide[value] = 1
+    return found

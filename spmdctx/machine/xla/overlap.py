@@ -1,0 +1,124 @@
+"""Which communication can hide behind matrix products: gathers of weights, and reductions of gradients.
+
+A weight value comes from parameters alone through no matrix product, so it can be gathered before its product's turn comes. A
+terminal value reaches no matrix product, so its reduction can run while the products of earlier layers' gradients do, and can be
+combined with others. `Topology.gather_overlap` and `.reduction_overlap` say how much of such a collective's time hides at most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from spmdctx.ir.analysis.kinds import of_primitives, ops_of
+from spmdctx.ir.graph import LITERAL, Graph, Op, Role
+from spmdctx.ir.primitives import _ADDITIONS, LOW, WIDENED
+from spmdctx.machine.topology import Topology, without_latency
+
+MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "shard_map"})
+"""Ops long enough to hide communication behind them."""
+
+_NO_WEIGHTS = frozenset({Role.BATCH, Role.KEY, Role.ARGUMENT, Role.INTERMEDIATE})
+
+_CARRIED = ("scan.next", "while.next")
+
+_CONSTANT = 2
+
+
+class Sides(NamedTuple):
+    """Per value of a graph, 1 where it is a weight value (`weights`), and where it is terminal (`terminal`)."""
+
+    weights: bytearray
+    terminal: bytearray
+
+    def reduction_machine(self, value: int, topology: Topology) -> Topology:
+        """The machine by which a reduction of the value's partial results is priced."""
+        return reduction_machine(bool(self.terminal[value]), topology)
+
+    def widening(self, op: Op, value: int, dtype: str, topology: Topology) -> int:
+        """How many times its own bytes a partial result of the op has when it is reduced."""
+        return widening(op, dtype, bool(self.terminal[value]), topology)
+
+    def gather_share(self, value: int, topology: Topology) -> float:
+        """Largest share of a reshard of the value that can hide."""
+        return topology.gather_overlap if self.weights[value] else 0.0
+
+    def reduction_share(self, value: int, topology: Topology) -> float:
+        """Largest share of a reduction of the value's partial results that can hide."""
+        return topology.reduction_overlap if self.terminal[value] else 0.0
+
+
+def reduction_machine(is_terminal: bool, topology: Topology) -> Topology:
+    """Reductions of terminal values are combined where the compiler does so: they pay no latency of their own."""
+    return without_latency(topology) if is_terminal and topology.combines_reductions else topology
+
+
+def widening(op: Op, dtype: str, is_terminal: bool, topology: Topology) -> int:
+    """2 where a low-precision gradient is reduced in float32, else 1; a sum of unreduced terms is what they are."""
+    wide = topology.widens_gradients and is_terminal and dtype in LOW and op.rule.combiner == "add"
+    return 2 if wide and (op.primitive in WIDENED or op.primitive in _ADDITIONS) else 1
+
+
+def sides(graph: Graph) -> Sides:
+    """Classifies all values of a graph. Depends on no sharding."""
+    known: Sides | None = graph.facts.get(sides)
+    if known is None:
+        loops = _loops(graph)
+        known = graph.facts[sides] = Sides(_weights(graph, loops), _terminal(graph, loops))
+    return known
+
+
+def terminal_values(graph: Graph, stops: frozenset[int]) -> bytearray:
+    """Values from which no matrix product can be reached, on ways that end at `stops`."""
+    return _terminal(graph, _loops(graph), stops)
+
+
+def _loops(graph: Graph) -> list[tuple[int, int]]:
+    carries = {op.results[0] for op in ops_of(graph, _CARRIED)}
+    # What a loop hands on may be the step's own next state; only the loop goes round within a step.
+    given = set(graph.inputs)
+    return [pair for pair in graph.ties if pair[1] in carries and pair[0] not in given]
+
+
+def _weights(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
+    """Values that depend on some parameter, on nothing of the batch, and on no matrix product."""
+    # Of each value: 0 where it depends on the batch or a product, 1 on parameters, 2 on nothing.
+    found = bytearray([_CONSTANT]) * (len(graph.values) + 1)
+    for value in graph.inputs:
+        found[value] = 0 if graph.values[value].role in _NO_WEIGHTS else 1
+    products = of_primitives(graph, MATRIX_PRODUCTS).tolist()
+    carried: dict[int, int] = {}
+    while True:
+        for index, _, operands, results, _, _, _, _, _, _ in graph.ops:
+            kind = 0 if products[index] else carried.get(results[0], _CONSTANT) if carried and results else _CONSTANT
+            for value in operands:
+                if found[value] < kind:
+                    kind = found[value]
+            for value in results:
+                found[value] = kind
+        # What one turn of a loop hands on, the next one starts from.
+        more = {before: found[after] for before, after in loops if found[after] < found[before]}
+        if not more:
+            return bytearray(kind == 1 for kind in found)
+        carried |= more
+
+
+def _terminal(graph: Graph, loops: list[tuple[int, int]], stops: frozenset[int] = frozenset()) -> bytearray:
+    """Values from which no matrix product can be reached."""
+    products = of_primitives(graph, MATRIX_PRODUCTS).tolist()
+    leads = bytearray(len(graph.values) + 1)
+    while True:
+        for index, _, operands, results, _, _, _, _, _, _ in reversed(graph.ops):
+            onward = products[index]
+            for value in results:
+                if leads[value] and value not in stops:
+                    onward = True
+            if onward:
+                for value in operands:
+                    leads[value] = 1
+        leads[LITERAL] = 0
+        # What one turn of a loop hands on, the next one reads.
+        more = [after for before, after in loops if leads[before] and not leads[after]]
+        if not more:
+            return bytearray(not flag for flag in leads)
+        for value in more:
+            leads[value] = 1

@@ -1,0 +1,205 @@
+"""What XLA makes of a bill's collectives after partitioning, so that the bill says what really runs.
+
+Sums of partial results are reduced once; a sum of which every device keeps only its slice, be it to move that on to another
+sharding, is reduce-scattered; and what only a matrix unit reads is communicated in the unit's own precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from spmdctx.ir.graph import Graph, Op, item_bytes
+from spmdctx.ir.mesh import LogicalMesh, axes_of
+from spmdctx.ir.primitives import _PASSED, BROUGHT_IN, LOOKED_UP, MATRIX_PRODUCTS
+from spmdctx.ir.projection import Splits
+from spmdctx.ir.rule import FactorKind
+from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
+from spmdctx.machine.reshard import reshard_steps
+from spmdctx.machine.topology import Topology
+
+_FARTHEST = 100
+"""Element-wise ops that a slice is followed through; chains between two matrix products are shorter."""
+
+
+class Readers:
+    """Who reads each value of a graph, and in which sharding."""
+
+    def __init__(self, graph: Graph, assignment: Assignment) -> None:
+        self.graph, self.splits = graph, Splits(assignment)
+        self._of = graph.readers
+        self._are_products: dict[tuple[int, TensorSharding | None], bool] = {}
+        self.outputs = frozenset(graph.outputs)
+
+    def of(self, value: int) -> tuple[Op, ...]:
+        """The ops that read a value, one that reads it twice twice."""
+        return self._of[value]
+
+    def taken(self, op: Op, position: int) -> TensorSharding:
+        """The sharding in which an op takes an operand."""
+        return self.splits.taken(op).operands[position]
+
+    def _takes(self, op: Op, value: int, sharding: TensorSharding) -> bool:
+        for operand, taken in zip(op.operands, self.splits.taken(op).operands, strict=True):
+            if operand == value and taken == sharding:
+                return True
+        return False
+
+    def are_matrix_products(self, value: int, sharding: TensorSharding | None = None) -> bool:
+        """Whether only matrix products read a float32 value, if need be in another layout.
+
+        With a sharding, only readers that take the value in it count.
+        """
+        key = (value, sharding)
+        known = self._are_products.get(key)
+        if known is None:
+            known = self._are_products[key] = self._find_products(value, sharding)
+        return known
+
+    def _find_products(self, value: int, sharding: TensorSharding | None) -> bool:
+        if self.graph.values[value].dtype != "float32" or (value in self.outputs and sharding is None):
+            return False
+        found = False
+        for op in self._of[value]:
+            if sharding is not None and not self._takes(op, value, sharding):
+                continue
+            found = True
+            passes = op.primitive in BROUGHT_IN or (op.primitive == LOOKED_UP and len(self._of[value]) == 1)
+            if op.primitive not in MATRIX_PRODUCTS and not (passes and self.are_matrix_products(op.results[0])):
+                return False
+        return found
+
+
+class Cut(NamedTuple):
+    """Of the all_reduce at `place`, which makes `value` in the sharding `whole`, only the slice `kept` is kept; it adds `axes`."""
+
+    place: int
+    axes: AxisNames
+    value: int
+    whole: TensorSharding
+    kept: TensorSharding
+
+
+class Sums:
+    """The all_reduces of a bill by their place in it: which are joined to others, and which end as reduce_scatters.
+
+    Args:
+        readers: of the traced step.
+        assignment: its shardings.
+        mesh: the mesh.
+        topology: the machine; it says whether slices move up through element-wise ops.
+    """
+
+    def __init__(self, readers: Readers, assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> None:
+        self._readers, self._assignment, self._mesh, self._topology = readers, assignment, mesh, topology
+        self._places: dict[int, int] = {}
+        self._cut: dict[int, Cut] = {}
+        self._kept_memo: dict[int, TensorSharding | None] = {}
+        self.joined: set[int] = set()
+        self.added: set[int] = set()
+
+    def reduced(self, value: int, place: int, natural: TensorSharding) -> None:
+        """The all_reduce at `place` makes `value`, in the sharding `natural` and with nothing else before it."""
+        self._made(value, place, natural)
+
+    def _made(self, value: int, place: int, natural: TensorSharding) -> None:
+        stored = self._assignment.values[value]
+        if natural == stored:
+            self._places[value] = place
+        else:
+            kept = self._sliced(value, natural, stored)
+            if kept is not None:
+                self._cut[place] = Cut(place, self._extension(natural, kept), value, natural, kept)
+
+    def is_read_once(self, value: int) -> bool:
+        """Whether one op reads the value, and the step does not return it."""
+        return len(self._readers.of(value)) == 1 and value not in self._readers.outputs
+
+    def terms(self, op: Op) -> tuple[int, int] | None:
+        """The places of the two all_reduces whose results an op adds, if no other op reads them."""
+        first, second = op.operands
+        if first == second or first not in self._places or second not in self._places:
+            return None
+        if not self.is_read_once(first) or not self.is_read_once(second):
+            return None
+        return self._places[first], self._places[second]
+
+    def join(self, op: Op, first: int, second: int) -> None:
+        """The all_reduce at `first` now reduces the op's sum, and the one at `second` is gone."""
+        self.joined.add(second)
+        self.added.add(first)
+        for value in op.operands:
+            del self._places[value]
+        self._made(op.results[0], first, self._readers.splits.taken(op).results[0])
+
+    def slices(self) -> Iterator[Cut]:
+        """The all_reduces of whose result only a slice is kept."""
+        yield from self._cut.values()
+        for value, place in self._places.items():
+            kept, whole = self._kept(value), self._assignment.values[value]
+            if kept is not None:
+                yield Cut(place, self._extension(whole, kept), value, whole, kept)
+
+    def _kept(self, value: int, passed: int = 0) -> TensorSharding | None:
+        """The one sharding in which all readers take the value, None where they differ or take it as it is.
+
+        `passed` counts the ops that the slice has moved up through so far.
+        """
+        if value not in self._kept_memo:
+            far = passed > _FARTHEST or value in self._readers.outputs
+            self._kept_memo[value] = None if far else self._agreed(value, passed)
+        return self._kept_memo[value]
+
+    def _agreed(self, value: int, passed: int) -> TensorSharding | None:
+        agreed: TensorSharding | None = None
+        for op in self._readers.of(value):
+            for position, operand in enumerate(op.operands):
+                if operand == value:
+                    taken = self._taken(op, position, passed)
+                    if taken is None or (agreed is not None and taken != agreed):
+                        return None
+                    agreed = taken
+        return agreed
+
+    def _taken(self, op: Op, position: int, passed: int) -> TensorSharding | None:
+        stored = self._assignment.values
+        wanted = self._readers.taken(op, position)
+        value = op.operands[position]
+        if wanted != stored[value]:
+            return self._sliced(value, stored[value], wanted)
+        if not self._lets_pass(op, position):
+            return None
+        result = op.results[0]
+        natural = self._readers.splits.taken(op).results[0]
+        return self._sliced(result, natural, stored[result]) if natural != stored[result] else self._kept(result, passed + 1)
+
+    def _sliced(self, value: int, source: TensorSharding, target: TensorSharding) -> TensorSharding | None:
+        """The slice that the way from one sharding to another begins with, if it does."""
+        known = self._readers.graph.values[value]
+        steps = reshard_steps(known.shape, item_bytes(known.dtype), source, target, self._mesh, self._topology.uses_all_to_all)
+        return steps[0].sharding if steps and steps[0].kind == "slice" else None
+
+    def _lets_pass(self, op: Op, position: int) -> bool:
+        """Whether a slice of the op's result is the op on slices of its operands, and the compiler computes it so."""
+        if op.primitive in _PASSED:
+            return True
+        rule = op.rule
+        return (
+            self._topology.sinks_slices
+            and len(op.results) == 1
+            and "." not in op.primitive
+            and op.primitive != "optimization_barrier"
+            and all(kind is FactorKind.PASS_THROUGH for kind in rule.kinds)
+            and rule.operands[position] == rule.results[0]
+            and all(own in ((), whole) for dims in rule.operands for own, whole in zip(dims, rule.results[0], strict=False))
+        )
+
+    def _extension(self, stored: TensorSharding, kept: TensorSharding) -> AxisNames:
+        """The axes by which `kept` splits one dimension further than `stored`; none where it differs otherwise."""
+        sizes = self._mesh.sizes
+        pairs = [[tuple(name for name in dim if sizes[name] > 1) for dim in dims] for dims in zip(stored, kept, strict=True)]
+        changed = [(own, new) for own, new in pairs if own != new]
+        if len(changed) != 1 or changed[0][1][: len(changed[0][0])] != changed[0][0]:
+            return ()
+        extra = changed[0][1][len(changed[0][0]) :]
+        return () if set(extra) & set(axes_of(stored)) else extra

@@ -1,0 +1,95 @@
+"""What the partitioner would do with a value for the sake of one of its readers, at the cost of the others.
+
+XLA makes equal equations one before it splits anything, and hands what one reader asks for on to the others that have no constraint
+between them and the value (Shardy, jax 0.10.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.primitives import MARKER
+from spmdctx.ir.projection import project
+from spmdctx.ir.sharding import Assignment
+from spmdctx.rules.elementwise import ELEMENTWISE
+
+IDENTITIES = frozenset({"sharding_constraint", "reshard", MARKER})
+
+_REPEATED = ELEMENTWISE | {"iota", "broadcast_in_dim", "slice"}
+"""What the partitioner writes once more for each reader, where it is made of no input."""
+
+
+_MAYBE_ITS_OPERAND = frozenset({"copy", "name", "integer_pow"})
+"""Ops that may be no more than another name of their operand; a power is, if it is the first, as in Adam's first moment."""
+
+
+def moved_values(ops: Iterable[Op], assignment: Assignment) -> frozenset[int]:
+    """The values that some op takes in another sharding than they are stored in, or passes on in another."""
+    found = set()
+    for op in ops:
+        axes = assignment.ops[op.id].axes
+        for value, dims in zip(op.operands, op.rule.operands, strict=True):
+            if value != LITERAL and project(dims, axes) != assignment.values[value]:
+                found.add(value)
+        first = op.operands[0] if op.primitive in IDENTITIES else LITERAL
+        if first != LITERAL and assignment.values[op.results[0]] != assignment.values[first]:
+            found.add(first)
+    return frozenset(found)
+
+
+def equal_values(graph: Graph, scopes: Sequence[int], assignment: Assignment, moved: Collection[int]) -> frozenset[int]:
+    """Values that become one in the compiler, of which one is stored otherwise than another, or `moved`.
+
+    All of them are constrained, or the readers of one would be given the sharding of the other, and move it back.
+    """
+    # What a value is to its readers: the first that is equal to it and stored alike.
+    first = [*range(len(graph.values)), LITERAL]
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for op in graph.ops:
+        if len(op.results) != 1 or all(value == LITERAL for value in op.operands):
+            continue
+        (made,) = op.results
+        value = graph.values[made]
+        if op.primitive in _MAYBE_ITS_OPERAND:
+            alike.setdefault(("its operand", op.operands[0]), [op.operands[0]]).append(made)
+        key = (scopes[op.id], op.primitive, *map(first.__getitem__, op.operands), value.shape, value.dtype, assignment.ops[op.id].axes)
+        known = alike.setdefault(key, [])
+        known.append(made)
+        first[made] = next(one for one in known if assignment.values[one] == assignment.values[made])
+    found: set[int] = set()
+    for group in alike.values():
+        if len(group) > 1 and (len({assignment.values[one] for one in group}) > 1 or any(one in moved for one in group)):
+            found.update(group)
+    return frozenset(found)
+
+
+def free_values(graph: Graph, loose: Collection[int], moved: Collection[int]) -> frozenset[int]:
+    """Those of the `loose` values, which depend on no input, that each reader is given as it asks for them.
+
+    A constraint would make one tensor of it, that readers who want other splits had to move.
+    """
+    if not loose:
+        return frozenset()
+    found: set[int] = {LITERAL}
+    for op in graph.ops:
+        if op.primitive in _REPEATED and found.issuperset(op.operands):
+            found.update(value for value in op.results if value in loose and value not in moved)
+    return frozenset(found - {LITERAL})
+
+
+def turned_products(graph: Graph, assignment: Assignment) -> frozenset[int]:
+    """Matrix products that only a transposition reads, and in the sharding in which they are stored.
+
+    They are constrained after it, or the compiler would make them before it, reduced or not, and copy a gradient or all that is added
+    to it from one layout to another.
+    """
+    found = set()
+    for op in graph.ops:
+        after = graph.readers[op.results[0]] if op.primitive == "dot_general" and op.results[0] not in graph.outputs else []
+        if len(after) == 1 and after[0].primitive == "transpose" and after[0].rule.operands != after[0].rule.results:
+            rule, axes = after[0].rule, assignment.ops[after[0].id].axes
+            taken, made = project(rule.operands[0], axes), project(rule.results[0], axes)
+            if taken == assignment.values[op.results[0]] and made == assignment.values[after[0].results[0]]:
+                found.add(op.results[0])
+    return frozenset(found)

@@ -1,0 +1,70 @@
+"""Which slices of a tensor are computed once more, from slices of what it is made of.
+
+A tensor that element-wise ops compute only on the way into other ops is priced as if each reader computed it for itself
+(`machine.xla.fusion`). A constraint on it would make it exist: XLA (libtpu 0.0.42) then writes all of it for whoever wants a slice,
+converted values in their wider type. So its readers' slices are made from slices of its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from spmdctx.ir.graph import LITERAL, Op
+from spmdctx.ir.projection import project
+from spmdctx.ir.sharding import Assignment, TensorSharding
+from spmdctx.rules.elementwise import ELEMENTWISE
+
+
+def is_recomputed(op: Op) -> bool:
+    """Whether an op is element-wise and its one result only exists on the way into other ops."""
+    return len(op.results) == 1 and op.primitive in ELEMENTWISE and bool(op.fused >> len(op.operands) & 1)
+
+
+def refines(source: TensorSharding, target: TensorSharding) -> bool:
+    """Whether every device's block under `target` is a part of its block under `source`."""
+    return all(new[: len(own)] == own for own, new in zip(source, target, strict=True))
+
+
+def operand_shardings(op: Op, target: TensorSharding) -> tuple[TensorSharding, ...] | None:
+    """What an element-wise op reads to make its result in the sharding `target`; None where a dimension is made of several."""
+    axes: list[tuple[str, ...]] = [()] * len(op.rule.sizes)
+    for own, factors in zip(target, op.rule.results[0], strict=True):
+        if own and len(factors) != 1:
+            return None
+        for factor in factors:
+            axes[factor] = own
+    return tuple(project(dims, tuple(axes)) for dims in op.rule.operands)
+
+
+def slices(op: Op, target: TensorSharding, stored: Sequence[TensorSharding]) -> tuple[TensorSharding, ...] | None:
+    """What an op reads to make its result in the sharding `target`; None where that is not a part of what is `stored` of an operand."""
+    needed = operand_shardings(op, target)
+    if needed is None:
+        return None
+    pairs = zip(op.operands, needed, strict=True)
+    return needed if all(value == LITERAL or refines(stored[value], sharding) for value, sharding in pairs) else None
+
+
+def sliced_values(ops: Sequence[Op], assignment: Assignment, routed: Iterable[tuple[int, TensorSharding]] = ()) -> frozenset[int]:
+    """The values that slices of others are computed from and that are themselves taken as they are stored, and then sliced.
+
+    `routed` are values that some op takes in a sharding which is not the one that it needs, but on the way to that.
+    """
+    stored, made = assignment.values, {op.results[0]: op for op in ops if is_recomputed(op)}
+    wanted = [(value, target) for value, target in routed if value in made and target != stored[value]]
+    for op in ops:
+        for value, dims in zip(op.operands, op.rule.operands, strict=True):
+            if value in made and project(dims, assignment.ops[op.id].axes) != stored[value]:
+                wanted.append((value, project(dims, assignment.ops[op.id].axes)))
+    found, seen = set(), set(wanted)
+    while wanted:
+        value, target = wanted.pop()
+        taken = slices(made[value], target, stored) if value in made and refines(stored[value], target) else None
+        if taken is None:
+            found.add(value)
+            continue
+        pairs = zip(made[value].operands, taken, strict=True)
+        new = [pair for pair in pairs if pair[0] != LITERAL and pair[1] != stored[pair[0]] and pair not in seen]
+        seen.update(new)
+        wanted += new
+    return frozenset(found)

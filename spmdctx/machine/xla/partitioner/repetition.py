@@ -1,0 +1,55 @@
+"""Which operands are repeated along dimensions of size 1 for readers that split those dimensions differently.
+
+XLA repeats an operand once for all equations that want the same shape, splits the result as one of them does, and then gathers it
+for the others: a tensor that never was on the way between devices. So such operands are repeated by equations of their own, whole
+along the dimensions that are repeated, and each reader slices what it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.projection import project
+from spmdctx.ir.sharding import Assignment, TensorSharding
+from spmdctx.machine.xla.partitioner.recompute import is_recomputed
+from spmdctx.rules.elementwise import ELEMENTWISE
+
+
+def repeated_values(graph: Graph, assignment: Assignment, moved: Container[int]) -> frozenset[int]:
+    """The values that element-wise ops repeat in several shardings; `moved` holds those that some reader takes otherwise than stored."""
+    sliced = _sliced(graph.ops, moved)
+    found: set[int] = set()
+    seen: dict[tuple[int, tuple[int, ...]], list[tuple[str, ...]]] = {}
+    for op in graph.ops:
+        if op.primitive not in ELEMENTWISE or len(op.results) != 1:
+            continue
+        shape, made = graph.values[op.results[0]].shape, project(op.rule.results[0], assignment.ops[op.id].axes)
+        for value in op.operands:
+            if value == LITERAL or not is_repeated(graph.values[value].shape, shape):
+                continue
+            own = [axes for axes, size, full in zip(made, graph.values[value].shape, shape, strict=True) if size != full]
+            if op.id in sliced or seen.setdefault((value, shape), own) != own:
+                found.add(value)
+    return frozenset(found)
+
+
+def is_repeated(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether an operand of this shape is repeated to `full` by an element-wise equation; scalars are another matter."""
+    return len(shape) == len(full) and tuple(shape) != tuple(full)
+
+
+def _sliced(ops: Sequence[Op], moved: Container[int]) -> frozenset[int]:
+    """The ops of which slices may be computed once more."""
+    found: set[int] = set()
+    wanted: set[int] = set()
+    for op in reversed(ops):
+        if is_recomputed(op) and (op.results[0] in moved or op.results[0] in wanted):
+            found.add(op.id)
+            wanted.update(op.operands)
+    return frozenset(found)
+
+
+def whole(made: TensorSharding, shape: Sequence[int], full: Sequence[int]) -> TensorSharding:
+    """A result's sharding without the splits of dimensions along which an operand is repeated."""
+    return tuple(own if size == count else () for own, size, count in zip(made, shape, full, strict=True))

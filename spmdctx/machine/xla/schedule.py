@@ -1,0 +1,169 @@
+"""When the ops of a step run, which is not quite the order in which they were traced.
+
+The compiler updates state as soon as its gradient is there, which frees the gradient, and puts products that only make gradients off,
+so that they run while others wait for their operands to be moved. Both were found in compiled programs (libtpu 0.0.42); how far
+products are put off was chosen on them, and depends on more there than the program. None is put off past a loop.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmdctx.ir.analysis.incidence import ends, executions
+from spmdctx.ir.analysis.kinds import of_primitives, op_kinds, ops_of
+from spmdctx.ir.arrays import BoolArray
+from spmdctx.ir.graph import LITERAL, Graph
+from spmdctx.machine.xla.fusion import CHAINED
+from spmdctx.machine.xla.overlap import MATRIX_PRODUCTS, sides
+
+_MOST_PASSED = 6
+_LEAST_PASSED = 2
+_PART_PASSED = 9
+"""A product that only makes a gradient is put off behind so many of the step's other products at most, and a ninth of them; behind two
+where that is less, and they are four."""
+
+_ENTERING = ("scan.enter", "while.enter")
+_BOUNDARIES = ("scan.", "while.")
+
+
+def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
+    """Per op the place at which it runs, counted in traced ops; several may have one place.
+
+    Args:
+        graph: the step.
+        waits: whether values are moved between devices at all.
+    """
+    runs = list(range(len(graph.ops)))
+    products = of_primitives(graph, MATRIX_PRODUCTS)
+    if not products.any():
+        return tuple(runs)
+    terminal = _terminal_ops(graph)
+    others = _Others(graph, terminal, products)
+    chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and any(value != LITERAL for value in op.operands)).tolist()
+    moves = (products & waits).tolist()
+    # When each value is there: inputs and literals from the start.
+    times = np.zeros(len(graph.values) + 1, dtype=np.int64)
+    makers, made = ends(graph).results
+    times[made] = makers
+    made_at = times.tolist()
+    for index in np.flatnonzero(terminal & ~_boundaries(graph) & (executions(graph) <= 1)).tolist():
+        op = graph.ops[index]
+        at = 0
+        for value in op.operands:
+            if made_at[value] > at:
+                at = made_at[value]
+        if chained[index] and others.next_after[at] < index:
+            runs[index] = at
+        elif moves[index]:
+            runs[index] = max(at, others.end_of_wait(index))
+        elif at > index:
+            runs[index] = at
+        if runs[index] != index:
+            for value in op.results:
+                made_at[value] = runs[index]
+    return tuple(runs)
+
+
+def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
+    """Per op the last op of the turn of the innermost loop that it is in; itself outside of loops.
+
+    Args:
+        graph: the step.
+        scopes: per op the computation that it belongs to (`Program.scopes`).
+    """
+    found = list(range(len(graph.ops)))
+    if not _boundaries(graph).any():
+        return tuple(found)
+    open_turns: list[int] = []
+    before: tuple[str, int] | None = None
+    for op in reversed(graph.ops):
+        kind = "enter" if op.primitive in _ENTERING else "leave" if op.primitive.startswith(_BOUNDARIES) else ""
+        now = (kind, scopes[op.id])
+        if kind == "leave":
+            if now == before:
+                open_turns.pop()
+            open_turns.append(op.id - 1)
+        elif kind == "enter":
+            if now != before and open_turns:
+                open_turns.pop()
+        elif open_turns:
+            found[op.id] = open_turns[-1]
+        before = now
+    return tuple(found)
+
+
+def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int, ...]:
+    """Per op when it first runs: a fused one when the first op does that it is fused into.
+
+    Args:
+        graph: the step.
+        held: per value whether it exists in memory.
+        runs: of `order`.
+    """
+    first, never = list(runs), len(graph.ops)
+    read = [never] * (len(graph.values) + 1)
+    for index, primitive, operands, results, _, _, _, _, _, _ in reversed(graph.ops):
+        time = first[index]
+        if results and "." not in primitive:
+            own, time = time, never
+            for value in results:
+                when = own if held[value] else read[value]
+                if when < time:
+                    time = when
+            if time == never:
+                time = own
+            elif time != own:
+                first[index] = time
+        for value in operands:
+            if read[value] > time:
+                read[value] = time
+    return tuple(first)
+
+
+def needed_products(graph: Graph) -> tuple[int, ...]:
+    """The matrix products that other products need."""
+    terminal = sides(graph).terminal
+    return tuple([op.id for op in ops_of(graph, MATRIX_PRODUCTS) if not all(map(terminal.__getitem__, op.results))])
+
+
+class _Others:
+    """The ops of a step that matrix products need: what they find in memory is what counts.
+
+    `next_after` says of each op which of them is the first one traced after it; the number of all ops where none is.
+    """
+
+    def __init__(self, graph: Graph, terminal: BoolArray, products: BoolArray) -> None:
+        places, count = np.flatnonzero(~terminal), len(graph.ops)
+        self._last = int(places[-1]) if len(places) else count - 1
+        self._products: list[int] = np.flatnonzero(products & ~terminal).tolist()
+        self._loops = [op.id for op in ops_of(graph, _ENTERING)]
+        fewest = min(_LEAST_PASSED, len(self._products) // 2)
+        self._passed = min(_MOST_PASSED, max(fewest, len(self._products) // _PART_PASSED))
+        self.next_after: list[int] = np.append(places, count)[np.searchsorted(places, np.arange(count), side="right")].tolist()
+
+    def end_of_wait(self, place: int) -> int:
+        """Where a product at a place runs that is none of them."""
+        if not self._passed:
+            return place
+        behind = bisect_right(self._products, place) + self._passed - 1
+        found = self._products[behind] if behind < len(self._products) else self._last
+        loop = bisect_right(self._loops, place)
+        return max(place, min(found, self._loops[loop] - 1) if loop < len(self._loops) else found)
+
+
+def _terminal_ops(graph: Graph) -> BoolArray:
+    """Per op, whether it has results, none of which a matrix product needs."""
+    makers, made = ends(graph).results
+    needed = np.frombuffer(sides(graph).terminal, dtype=np.uint8)[made] == 0
+    found, leads = np.zeros(len(graph.ops), dtype=bool), np.zeros(len(graph.ops), dtype=bool)
+    found[makers] = True
+    leads[makers[needed]] = True
+    return found & ~leads
+
+
+def _boundaries(graph: Graph) -> BoolArray:
+    """Per op whether it is where a loop begins, hands on or ends."""
+    return op_kinds(graph).flags(lambda op: op.primitive.startswith(_BOUNDARIES))

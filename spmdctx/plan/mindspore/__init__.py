@@ -1,0 +1,1 @@
+"""MindSpore's strategy files: written from plans, and read as pins."""

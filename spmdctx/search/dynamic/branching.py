@@ -1,0 +1,119 @@
+"""The cheapest choice of states that a test of the whole plan accepts, where the solver's problem only knows a part of the test.
+
+The cheapest choice is tested. If it fails, the choices that are left are divided by the first node that differs from it, each part is
+solved, and the cheapest of all parts is next. Exact where the parts are solved exactly, and the number of solutions is bounded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
+from spmdctx.search.problem.network import Node
+from spmdctx.search.problem.tables import Choices, Tables
+from spmdctx.search.solver.problem.problem import Infeasible, Problem, Solution
+from spmdctx.search.solver.unlimited.energy import EQUAL
+
+T = TypeVar("T")
+WORK = 2_000_000
+SHORT_WORK = WORK // 4
+"""Times a state is looked at beside a node, in all parts together; and as many where any plan will do."""
+
+
+class Best(NamedTuple, Generic[T]):
+    """What was accepted, None where nothing was; and what nothing that would be goes below, infinite where nothing is left.
+
+    Where it `is_cut`, too many solutions were left: what was accepted is the cheapest of those that were seen.
+    """
+
+    found: T | None
+    lower_bound: float
+    is_cut: bool = False
+
+
+def cheapest_accepted(
+    tables: Tables,
+    problem: Problem,
+    first: Solution,
+    solve: Callable[[Problem], Solution | Infeasible],
+    accept: Callable[[Solution], T | None],
+    *,
+    work: int = WORK,
+    tolerance: float = 0.0,
+) -> Best[T]:
+    """Tries choices in the order of their cost.
+
+    Args:
+        tables: what the states mean.
+        problem: what is minimised; its nodes begin with those of the tables.
+        first: its solution.
+        solve: solves it with some states forbidden.
+        accept: what a solution is good for, None where it is not accepted.
+        work: states times nodes of all parts together that are looked at. What is found with less of it is found with more, or
+            something cheaper.
+        tolerance: the gap, relative to the cost, at which to stop.
+    """
+    kinds = [_kinds(node, choices) for node, choices in zip(tables.network.nodes, tables.choices, strict=True)]
+    most = max(1, work // max(1, len(problem.costs) * sum(map(len, problem.costs))))
+    queue: list[tuple[float, int, Solution, Problem]] = [(first.lower_bound, 0, first, problem)]
+    best: T | None = None
+    # No part that was given up without a proof has anything below `left`.
+    solved, cost, left = 0, float("inf"), float("inf")
+    while queue and queue[0][0] < cost:
+        bound, _, solution, part = heapq.heappop(queue)
+        accepted = accept(solution) if solution.cost < cost else None
+        if accepted is not None:
+            best, cost = accepted, solution.cost
+            if cost - bound <= max(tolerance, EQUAL) * abs(cost):
+                break
+        for own in _divided(part, kinds, solution.states):
+            if solved >= most:
+                return Best(_cheapest(queue, cost, accept) or best, min(bound, left, cost), is_cut=True)
+            solved += 1
+            found = solve(own)
+            if isinstance(found, Solution):
+                heapq.heappush(queue, (max(bound, found.lower_bound), solved, found, own))
+            elif not found.is_proven:
+                left = min(left, max(bound, found.lower_bound))
+    return Best(best, min(cost, left), is_cut=best is None and left < float("inf"))
+
+
+def _cheapest(queue: Sequence[tuple[float, int, Solution, Problem]], cost: float, accept: Callable[[Solution], T | None]) -> T | None:
+    """The cheapest solution below a cost that is accepted."""
+    cheaper = sorted((one for one in queue if one[2].cost < cost), key=lambda one: (one[2].cost, one[1]))
+    seen = (accept(one[2]) for one in cheaper)
+    return next((one for one in seen if one is not None), None)
+
+
+def _kinds(node: Node, choices: Choices) -> IntArray | None:
+    """Per state a number, equal for states of which the same plan comes; None where a node is no part of the plan."""
+    if node.sort == "use":
+        return None
+    if choices.states is None:
+        return choices.stored[0]
+    states = choices.states
+    columns = np.stack([states.split, states.unreduced_in, *choices.stored], axis=1)
+    return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def _divided(problem: Problem, kinds: Sequence[IntArray | None], states: Sequence[int]) -> list[Problem]:
+    """The problem without choices of which the same plan comes as of `states`, in parts."""
+    costs, parts = list(problem.costs), []
+    for node, own in enumerate(kinds):
+        if own is None:
+            continue
+        same = own == own[states[node]]
+        others = _without(costs[node], same)
+        if np.isfinite(others).any():
+            parts.append(replace(problem, costs=(*costs[:node], others, *costs[node + 1 :])))
+        costs[node] = _without(costs[node], ~same)
+    return parts
+
+
+def _without(costs: FloatArray, forbidden: BoolArray) -> FloatArray:
+    return np.where(forbidden, np.inf, costs)

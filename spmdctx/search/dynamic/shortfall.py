@@ -1,0 +1,157 @@
+"""The error where no plan fits in memory: what runs out where, and what would be enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spmdctx.cost.bill import Bill
+from spmdctx.cost.memory.lives import step_memory
+from spmdctx.cost.step import Step, bill_of
+from spmdctx.errors import InfeasibleError
+from spmdctx.ir.graph import item_bytes
+from spmdctx.machine.topology import Topology
+from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall, is_small
+from spmdctx.search.dynamic.searcher import Searches, mesh_is_fixed, plan_dynamic
+from spmdctx.search.setup.request import Request
+from spmdctx.wording import bytes_text, counted, exact_bytes_text
+
+_LARGEST = 3
+_MOST_DEVICES = 4096
+_ATTEMPTS = 10
+_MOST_ATTEMPTS = 60
+"""Searches for the least budget: of a program that is not small, and of a small one, whose least is found to the byte."""
+
+_JUMPS = 2
+"""Failures in a row after which the bytes of a small program's smallest plan seen are no longer tried."""
+
+_NEAR = 0.005
+"""Share of the budget that is not worth another search."""
+
+_STAYS = 0.9
+"""More devices are no help where the least that is alive does not get smaller by a tenth."""
+
+
+def infeasible(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> InfeasibleError:
+    """The error for a budget that no plan meets; it searches on more devices for the smallest number that does."""
+    count = _enough_devices(step, request, topology, options)
+    budget = _enough_bytes(step, request, topology, options, found)
+    enough = f"memory_bytes={budget} ({bytes_text(budget)})"
+    least = exact_bytes_text(found.least_bytes)
+    alive = f"at least {least} alive there" if found.is_proven else f"{least} alive there in the smallest plan of this search"
+    devices = counted(request.num_devices, "device")
+    no_plan = f"No plan on {devices} keeps" if found.is_proven else f"No plan was found on {devices} that keeps"
+    return InfeasibleError(
+        f"{no_plan} the step within memory_bytes={options.memory_bytes}.",
+        where=place_of(step, found.time),
+        got=f"{alive}, the largest of them {_largest(step, topology, found.time)}",
+        need=enough if count is None else f"{enough}, or device_num={count}",
+        fix="raise the budget or the number of devices, make the batch smaller, or recompute activations (jax.checkpoint)",
+    )
+
+
+def over_device(step: Step, num_devices: int, topology: Topology, found: Shortfall) -> str:
+    """The note where nobody set a budget, and no plan fits in the memory of the devices."""
+    devices, has = counted(num_devices, "device"), f"fits in the {bytes_text(topology.memory_bytes)} of a {topology.device}"
+    alive = f"{bytes_text(found.least_bytes)} alive at {place_of(step, found.time)}"
+    proven, seen = f"No plan on {devices} {has}: each has at least {alive}.", f"the smallest that was seen has {alive}."
+    said = proven if found.is_proven else f"No plan was found on {devices} that {has}; {seen}"
+    return f"{said} More devices, a smaller batch or recomputed activations (jax.checkpoint) take less."
+
+
+def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int, topology: Topology) -> InfeasibleError:
+    """The error where nothing was searched for memory (one device, propagation), and the plan is over the budget."""
+    time = bill.memory_profile.index(bill.memory_bytes)
+    what, fix = "The step on one device", "set device_num to more devices"
+    if num_devices > 1:
+        what, fix = "The plan of sharding_propagation", "use search_mode='dynamic_programming', which searches within a budget"
+    return InfeasibleError(
+        f"{what} does not keep within memory_bytes={memory_bytes}.",
+        where=place_of(step, time),
+        got=f"{exact_bytes_text(bill.memory_bytes)} alive there, the largest of them {_largest(step, topology, time)}",
+        need=f"memory_bytes={bill.memory_bytes} ({bytes_text(bill.memory_bytes)})",
+        fix=fix,
+    )
+
+
+def place_of(step: Step, time: int) -> str:
+    """An op, its name where it has one, and its line."""
+    origin = step.graph.origins[time]
+    name = f" {origin.name!r}" if origin.name else ""
+    return f"{step.graph.ops[time].primitive}{name} ({origin.source})"
+
+
+def _largest(step: Step, topology: Topology, time: int) -> str:
+    """The largest values alive at an op, by their whole size."""
+    graph = step.graph
+    memory = step_memory(graph, step.scopes, step.donated, fuses_into_products=topology.fuses_into_products)
+    alive = [life.value for life in memory.lives if life.start <= time <= life.end]
+    sizes = {value: item_bytes(graph.values[value].dtype) * _count(graph.values[value].shape) for value in alive}
+    shown = sorted(sizes, key=lambda value: (-sizes[value], value))[:_LARGEST]
+    return ", ".join(f"{_name(step, value)} {graph.values[value].dtype}{list(graph.values[value].shape)}" for value in shown)
+
+
+def _name(step: Step, value: int) -> str:
+    known = step.graph.values[value]
+    if known.path:
+        return f"'{known.path}'"
+    maker = step.graph.producers.get(value)
+    if maker is None:
+        return "a constant"
+    return f"{step.graph.ops[maker].primitive} ({step.graph.origins[maker].source})"
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _enough_bytes(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> int:
+    """The least budget that a plan is found for; of a program that is not small, as near to it as a few short searches get."""
+    is_exact = is_small(step)
+    enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
+    attempt, failures = max(found.enough_bytes, short + 1), 0
+    any_plan = replace(options, wants_any=True)
+    searches = Searches(step, request, topology, any_plan)
+    for _ in range(_MOST_ATTEMPTS if is_exact else _ATTEMPTS):
+        if not short < attempt < enough:
+            attempt = (short + enough) // 2
+        if enough - short <= (1 if is_exact else enough * _NEAR):
+            break
+        result = searches.within(replace(any_plan, memory_bytes=attempt))
+        if isinstance(result, Shortfall):
+            # The smallest plan that was seen is mostly found within its own bytes, or little more.
+            short, failures = attempt, failures + 1
+            attempt = result.enough_bytes
+            if not is_exact:
+                attempt = max(attempt, round(short * (1 + _NEAR * 2**failures)))
+            elif failures > _JUMPS:
+                attempt = short
+        else:
+            # What a plan takes is often the least already; only of a small program is it sure to be found within that.
+            taken, failures = _peak_bytes(step, topology, result), 0
+            enough, attempt = (taken, taken - 1) if is_exact else (attempt, min(taken, (short + attempt) // 2))
+    return enough
+
+
+def _peak_bytes(step: Step, topology: Topology, found: Found) -> int:
+    return bill_of(step, found.assignment, found.setup.mesh, topology).memory_bytes
+
+
+def _enough_devices(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> int | None:
+    """The first doubling of the devices on which the budget is met; None where the user's code fixes the mesh, or none does."""
+    if mesh_is_fixed(request):
+        return None
+    count, least = request.num_devices, float("inf")
+    # Meshes of three axes are many, and little is gained by them.
+    any_plan = replace(options, wants_any=True, max_axes=min(2, options.max_axes or 2))
+    while count < _MOST_DEVICES:
+        count *= 2
+        found = plan_dynamic(step, replace(request, num_devices=count), topology, any_plan)
+        if not isinstance(found, Shortfall):
+            return count
+        if found.least_bytes > least * _STAYS:
+            return None
+        least = found.least_bytes
+    return None

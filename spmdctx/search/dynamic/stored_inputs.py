@@ -1,0 +1,86 @@
+"""What every reader takes as a slice is stored so sliced, where nobody asks for more: whole it costs the same seconds and more memory.
+
+This is about arguments, and about what depends on no input and enters a loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+from spmdctx.ir.graph import LITERAL, Op
+from spmdctx.ir.primitives import OUTSIDE
+from spmdctx.ir.projection import merge, project
+from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorSharding
+from spmdctx.search.problem.space import Space
+from spmdctx.search.setup.marks import PinnedDims
+
+
+def store_as_read(space: Space, assignment: Assignment, pins: Mapping[int, PinnedDims]) -> Assignment:
+    """Splits arguments, and what enters loops for nothing, as far as all of their readers do.
+
+    Left as they are: values that are tied to another one (state), that the step returns, that no op reads, or whose slots are in
+    `pins`.
+    """
+    graph = space.graph
+    entering = {op.results[0]: op for op in graph.ops if op.primitive in OUTSIDE and _is_free(space, op)}
+    free = _alone(space, [*graph.inputs, *entering], pins)
+    agreed: dict[int, TensorSharding] = {}
+    for op in graph.ops:
+        if free.isdisjoint(op.operands):
+            continue
+        for value, dims in zip(op.operands, op.rule.operands, strict=True):
+            if value != LITERAL and value in free:
+                wanted = project(dims, assignment.ops[op.id].axes)
+                agreed[value] = tuple(map(_common, agreed[value], wanted)) if value in agreed else wanted
+    values, ops = list(assignment.values), list(assignment.ops)
+    for value, sharding in agreed.items():
+        if _is_slice(values[value], sharding):
+            values[value] = sharding
+            if value in entering:
+                ops[entering[value].id] = _boundary(space, entering[value], sharding)
+    return replace(assignment, values=tuple(values), ops=tuple(ops))
+
+
+def enter_as_stored(space: Space, assignment: Assignment) -> Assignment:
+    """Lets loops be entered in the split in which they keep what enters, where that is a slice on the way in.
+
+    It may have to be written for that. The same object where nothing changes.
+    """
+    ops = list(assignment.ops)
+    for op in space.graph.ops:
+        if op.primitive in OUTSIDE and op.primitive != "scan.exit" and op.operands[0] != LITERAL:
+            stored, inside = (assignment.values[value] for value in (op.operands[0], op.results[0]))
+            chosen = _boundary(space, op, inside)
+            if project(op.rule.results[0], chosen.axes) == inside and _is_slice(stored, project(op.rule.operands[0], chosen.axes)):
+                ops[op.id] = chosen
+    return assignment if tuple(ops) == assignment.ops else replace(assignment, ops=tuple(ops))
+
+
+def _boundary(space: Space, op: Op, inside: TensorSharding) -> OpSharding:
+    return OpSharding(merge(op.rule, [(op.rule.results[0], inside)], space.splittable(op.rule), space.mesh))
+
+
+def _is_slice(whole: TensorSharding, part: TensorSharding) -> bool:
+    return all(new[: len(old)] == old for old, new in zip(whole, part, strict=True))
+
+
+def _is_free(space: Space, op: Op) -> bool:
+    """Whether a loop's entry takes what depends on no input, and hands it to ops that are part of the search."""
+    slots = space.op_slots[op.id]
+    return op.primitive != "scan.exit" and slots[0] in space.loose_slots and slots[1] not in space.loose_slots
+
+
+def _alone(space: Space, values: Sequence[int], pins: Mapping[int, PinnedDims]) -> set[int]:
+    """Those that are part of the search, tied to nothing, not pinned, and not returned."""
+    counts = Counter(space.slot_of)
+    outputs = frozenset(space.graph.outputs)
+    slots = {value: space.slot_of[value] for value in values if value not in outputs}
+    return {value for value, slot in slots.items() if counts[slot] == 1 and slot not in pins and slot not in space.loose_slots}
+
+
+def _common(first: AxisNames, second: AxisNames) -> AxisNames:
+    """The axes with which both begin."""
+    return tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

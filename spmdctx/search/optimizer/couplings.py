@@ -1,0 +1,84 @@
+"""The parallel optimizer as part of a search: which tensors must be split like their parameter, and further, whatever its split is.
+
+    state(p)      is stored as p is, with all axes that p does not use added to one dimension of it (level 1)
+    gradient(p)   the same, where p has no state that would split it (level 2)
+    p             is stored as something with all other axes added to it; what it keeps is stored alike (level 3)
+    sums(p)       of micro-batches: split like the state where accumulators are, else no further than p is
+
+What does not divide so stays as the parameter is. A search that keeps to these pairs finds the cheapest plan of all that the
+options allow, and its bound is one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from spmdctx.ir.analysis.gradient_order import gradient_order
+from spmdctx.ir.analysis.loop_sums import loop_sums
+from spmdctx.ir.graph import Graph, Role
+from spmdctx.ir.mesh import LogicalMesh, replicated
+from spmdctx.ir.sharding import Assignment, TensorSharding
+from spmdctx.search.optimizer.state import REASON, WEIGHTS_TOO, Split, small_note, splits_of, unfit_note
+from spmdctx.search.setup.request import ALL_REPLICAS, Coupling, OptimizerSharding, Setup
+
+
+def couplings(graph: Graph, num_devices: int, asked: OptimizerSharding, layerwise: frozenset[int]) -> tuple[Coupling, ...]:
+    """The pairs that a search must keep to; none where a part of the replicas shares a copy, for which the mesh is refined later."""
+    if asked.shard_size != ALL_REPLICAS or num_devices == 1:
+        return ()
+    whole = [replicated(len(value.shape)) for value in graph.values]
+    splits, _ = splits_of(graph, whole, LogicalMesh.of({"replicas": num_devices}), asked, layerwise)
+    found = []
+    for one in splits:
+        itself = asked.level >= WEIGHTS_TOO and graph.values[one.parameter].role is Role.PARAMETER
+        for value in one.values:
+            how = "itself" if value == one.parameter else "alike" if itself else "further"
+            found.append(Coupling(one.parameter, value, one.dim, how))
+    sums = _accumulators(graph, splits)
+    for one in splits:
+        for value in sums.get(one.parameter, ()):
+            itself = asked.level >= WEIGHTS_TOO
+            how = ("alike" if itself else "further") if asked.splits_accumulators else "within"
+            if not (itself and how == "within"):
+                found.append(Coupling(one.parameter, value, one.dim, how))
+    return tuple(found)
+
+
+def _accumulators(graph: Graph, splits: Iterable[Split]) -> dict[int, list[int]]:
+    """Per parameter the sums of its gradients over micro-batches, of its own shape."""
+    sums = loop_sums(graph)
+    if not sums:
+        return {}
+    terms = {gradient.path: frozenset(gradient.sums) for gradient in gradient_order(graph)}
+    found: dict[int, list[int]] = {}
+    for one in splits:
+        known = graph.values[one.parameter]
+        own = terms.get(known.path, frozenset())
+        totals = [sum_.total for sum_ in sums if not own.isdisjoint(sum_.terms) and graph.values[sum_.total].shape == known.shape]
+        if totals:
+            found[one.parameter] = totals
+    return found
+
+
+def name_what_is_split(
+    graph: Graph, setup: Setup, assignment: Assignment, num_devices: int, asked: OptimizerSharding, layerwise: frozenset[int]
+) -> None:
+    """Says in the set-up which inputs the parallel optimizer has split, and what it has left whole."""
+    stored, inputs = assignment.values, frozenset(graph.inputs)
+    whole = [replicated(len(value.shape)) for value in graph.values]
+    _, small = splits_of(graph, whole, LogicalMesh.of({"replicas": num_devices}), asked, layerwise)
+    unfit: dict[int, None] = {}
+    for coupling in setup.couplings:
+        if coupling.value not in inputs:
+            continue
+        if _uses_all(stored[coupling.value], setup.mesh):
+            setup.pins[coupling.value] = stored[coupling.value]
+            setup.reasons[coupling.value] = REASON
+        else:
+            unfit[coupling.parameter] = None
+    setup.notes += [*small_note(small, asked.threshold_bytes), *unfit_note([graph.values[value] for value in unfit], asked.shard_size)]
+
+
+def _uses_all(sharding: TensorSharding, mesh: LogicalMesh) -> bool:
+    """Whether a sharding uses the whole mesh."""
+    return mesh.num_slices([name for names in sharding for name in names]) == mesh.num_devices

@@ -1,0 +1,70 @@
+"""Weights that are stored split and gathered by what reads them: after they are made narrow, and one layer of a scan at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
+from spmdctx.ir.mesh import axes_of
+from spmdctx.ir.projection import FactorAxes, project
+from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
+from spmdctx.search.setup.request import Setup
+
+RENAMED = frozenset({"convert_element_type", "spmdctx_shard", "sharding_constraint", "name", "copy"})
+"""Ops whose result has the dimensions of their operand."""
+
+
+def readers_of(graph: Graph) -> dict[int, list[Op]]:
+    """Value id to the ops that read it, in order."""
+    readers: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for value in dict.fromkeys(op.operands):
+            if value != LITERAL:
+                readers.setdefault(value, []).append(op)
+    return readers
+
+
+def is_slice(graph: Graph, op: Op) -> bool:
+    """Whether an op takes one layer of what a scan runs over."""
+    return op.primitive == "scan.enter" and len(graph.values[op.results[0]].shape) < len(graph.values[op.operands[0]].shape)
+
+
+def keep_at_rest(
+    graph: Graph, assignment: Assignment, weights: Mapping[int, TensorSharding], setup: Setup
+) -> tuple[Assignment, frozenset[int]]:
+    """Lets what renames, narrows or slices a split weight pass the split on, so that it is gathered as late as possible.
+
+    Returns:
+        The assignment with those ops and their results split as the weights will be, and the ids of the ops.
+    """
+    values, ops = list(assignment.values), list(assignment.ops)
+    readers, tied = readers_of(graph), {value for pair in graph.ties for value in pair} | set(graph.outputs)
+    waiting = list(weights.items())
+    moved: set[int] = set()
+    while waiting:
+        value, sharding = waiting.pop()
+        for op in readers.get(value, []):
+            result = op.results[0]
+            axes = _passed_on(graph, op, sharding)
+            if axes is None or result in tied or result in setup.pins or op.id in setup.forced:
+                continue
+            moved.add(op.id)
+            ops[op.id] = OpSharding(axes)
+            values[result] = project(op.rule.results[0], axes)
+            waiting.append((result, values[result]))
+    return replace(assignment, ops=tuple(ops), values=tuple(values)), frozenset(moved)
+
+
+def _passed_on(graph: Graph, op: Op, sharding: TensorSharding) -> FactorAxes | None:
+    """The split of an op that hands on all of its operand's; None where it reads more than renames, or widens."""
+    if not is_slice(graph, op) and (op.primitive not in RENAMED or len(op.operands) != 1):
+        return None
+    before, after = (item_bytes(graph.values[value].dtype) for value in (op.operands[0], op.results[0]))
+    axes: list[tuple[str, ...]] = [()] * len(op.rule.sizes)
+    for factors, names in zip(op.rule.operands[0], sharding, strict=True):
+        if factors:
+            axes[factors[0]] = names
+    if after > before or axes_of(project(op.rule.results[0], tuple(axes))) != axes_of(sharding):
+        return None
+    return tuple(axes)

@@ -1,0 +1,113 @@
+"""The update of a step: the ops between the gradients and the next state, planned again around state that is split further.
+
+An op belongs to it where no matrix product can be reached from it and none of its tensors has the batch in it. Only ops that hang
+together with the split state are planned again; all others, and what they read, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from spmdctx.ir.analysis.batch import batch_dims
+from spmdctx.ir.graph import Op, Role
+from spmdctx.ir.sharding import Assignment, TensorSharding
+from spmdctx.machine.xla.overlap import MATRIX_PRODUCTS, terminal_values
+from spmdctx.search.problem.space import NO_SLOT, Space
+from spmdctx.search.propagation import Spreader, free_loose_values, settle
+
+_LOOPED = ("scan.next", "while.next")
+
+
+def plan_update(
+    space: Space,
+    assignment: Assignment,
+    stored: Mapping[int, TensorSharding],
+    gradients: Mapping[int, TensorSharding],
+    kept: frozenset[int],
+    *,
+    splits_accumulators: bool,
+) -> Assignment:
+    """The assignment with other shardings of some inputs, and an update that fits them.
+
+    Args:
+        space: the graph on its mesh.
+        assignment: the plan so far.
+        stored: input values with their new shardings.
+        gradients: parameters whose gradients must be split, and how.
+        kept: ops whose split stands.
+        splits_accumulators: whether what a loop sums up may be split too.
+    """
+    graph, slot_of = space.graph, space.slot_of
+    given = {slot_of[value]: sharding for value, sharding in stored.items()}
+    region = _Region(space, kept, splits_accumulators)
+    free, ops = region.around({*given, *(slot_of[value] for value in gradients)})
+    given |= {slot: sharding for value, sharding in gradients.items() if (slot := region.gradient(slot_of[value])) is not None}
+    free -= given.keys()
+    pins = {value: given.get(slot, assignment.values[value]) for value, slot in enumerate(slot_of) if slot not in free}
+    forced = {op.id: assignment.ops[op.id].axes for op in graph.ops if op.id not in ops}
+    spreader = Spreader(space, pins, forced, {})
+    spreader.dirty &= ops
+    spreader.spread()
+    state = spreader.state
+    settle(space, state, spreader.fixed, forced, sorted({op for slot in free for op in space.neighbours[slot]}))
+    free_loose_values(space, state, spreader.fixed)
+    chosen = list(assignment.ops)
+    for index in sorted(ops):
+        chosen[index] = space.choose(index, state).sharding
+    return replace(assignment, ops=tuple(chosen), values=tuple([space.shardings[state[slot]] for slot in slot_of]))
+
+
+class _Region:
+    """Which ops and slots may be planned again."""
+
+    def __init__(self, space: Space, kept: frozenset[int], splits_accumulators: bool) -> None:
+        self._space = space
+        graph = space.graph
+        leaves = [value for value in graph.inputs if graph.values[value].role is Role.BATCH]
+        self._batch = batch_dims(graph, leaves, space.mesh).found.keys()
+        self._fixed = {space.slot_of[value] for value in graph.inputs}
+        # What the next turn of a loop over whole steps reads is no part of this turn's update.
+        self._stored = frozenset([value for value, slot in enumerate(space.slot_of) if slot in self._fixed])
+        terminal = terminal_values(graph, self._stored)
+        self._fixed |= {slot for value, slot in enumerate(space.slot_of) if not terminal[value] or value in self._batch}
+        self._fixed |= {slot for slot, shape in enumerate(space.shapes) if not shape}
+        if not splits_accumulators:
+            self._fixed |= {space.slot_of[op.results[0]] for op in graph.ops if op.primitive in _LOOPED}
+        self._ops = {op.id for op in graph.ops if op.id not in kept and self._is_update(op, terminal)}
+
+    def _is_update(self, op: Op, terminal: bytearray) -> bool:
+        if op.primitive in MATRIX_PRODUCTS or not all(terminal[value] or value in self._stored for value in op.results):
+            return False
+        return self._batch.isdisjoint((*op.operands, *op.results))
+
+    def gradient(self, parameter: int) -> int | None:
+        """The slot of the first value of a parameter's shape that its update is made of, after it is transposed, if it is."""
+        space = self._space
+        found, _ = self.around({parameter})
+        alike = [slot for slot in found if space.shapes[slot] == space.shapes[parameter] and slot not in space.loose_slots]
+        return min([slot for slot in alike if not self._is_turned(slot)], default=None)
+
+    def _is_turned(self, slot: int) -> bool:
+        """Whether only a transposition reads a slot."""
+        ops = self._space.graph.ops
+        readers = [index for index in self._space.neighbours[slot] if slot in self._space.op_slots[index][: len(ops[index].operands)]]
+        return bool(readers) and all(ops[index].primitive == "transpose" for index in readers)
+
+    def around(self, start: set[int]) -> tuple[set[int], set[int]]:
+        """The free slots and the ops that hang together with some slots."""
+        space = self._space
+        free: set[int] = set()
+        ops: set[int] = set()
+        waiting = sorted(start)
+        while waiting:
+            slot = waiting.pop()
+            for index in space.neighbours[slot]:
+                if index not in self._ops or index in ops:
+                    continue
+                ops.add(index)
+                for other in space.op_slots[index]:
+                    if other != NO_SLOT and other not in self._fixed and other not in free and other not in start:
+                        free.add(other)
+                        waiting.append(other)
+        return free, ops

@@ -1,0 +1,48 @@
+"""Which shardings of two tensors of one shape go together, as tables of a search; see `modes.Coupling`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.ir.domain import domain
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.search.setup.request import Coupling
+
+
+def allowed_pairs(mesh: LogicalMesh, shape: tuple[int, ...], own: IntArray, other: IntArray, coupling: Coupling) -> FloatArray:
+    """0 where a parameter's sharding (rows) goes with that of a tensor of its shape (columns), infinite elsewhere."""
+    if coupling.how == "within":
+        bits = _bits(mesh, shape)
+        fits = (bits[other][None, :] & ~bits[own][:, None]) == 0
+    else:
+        wanted = own if coupling.how == "alike" else _further(mesh, shape, coupling.dim)[own]
+        fits = wanted[:, None] == other[None, :]
+    return np.where(fits, 0.0, np.inf)
+
+
+def allowed_alone(mesh: LogicalMesh, shape: tuple[int, ...], numbers: IntArray, dim: int) -> FloatArray:
+    """0 for the shardings of a tensor that are some sharding with all other axes added, infinite for others."""
+    return np.where(np.isin(numbers, _further(mesh, shape, dim)), 0.0, np.inf)
+
+
+@lru_cache(maxsize=1024)
+def _further(mesh: LogicalMesh, shape: tuple[int, ...], dim: int) -> IntArray:
+    """Per sharding of a shape, the one with all other axes added to a dimension; itself where that does not divide."""
+    known = domain(mesh, shape)
+    found = []
+    for number, sharding in enumerate(known.shardings):
+        used = {name for names in sharding for name in names}
+        rest = tuple(name for name, size in mesh.axes if size > 1 and name not in used)
+        target = known.number((*sharding[:dim], sharding[dim] + rest, *sharding[dim + 1 :]))
+        found.append(number if target < 0 else target)
+    return np.array(found, dtype=np.int64)
+
+
+@lru_cache(maxsize=1024)
+def _bits(mesh: LogicalMesh, shape: tuple[int, ...]) -> IntArray:
+    known = domain(mesh, shape)
+    found: IntArray = np.bitwise_or.reduce(known.codes.bits[known.rows], axis=1, initial=0)
+    return found

@@ -1,0 +1,74 @@
+"""What nodes of a network hand to each other, one row per operand or result of the program, and summed up by the ways it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmdctx.ir.analysis.incidence import executions
+from spmdctx.ir.analysis.kinds import ops_of
+from spmdctx.ir.analysis.repeats import made_repeats, read_repeats
+from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
+from spmdctx.ir.graph import Graph
+
+_BOUNDARIES = ("scan.enter", "scan.exit")
+
+
+class Row(NamedTuple):
+    """`source` hands its result number `result` to operand `position` of `target`, `weight` times; `value` is one that it hands over."""
+
+    source: int
+    result: int
+    target: int
+    position: int
+    narrow: bool
+    weight: float
+    value: int
+
+
+class Handovers(NamedTuple):
+    """The columns of many rows; see `Row`."""
+
+    sources: IntArray
+    results: IntArray
+    targets: IntArray
+    positions: IntArray
+    narrow: BoolArray
+    weights: FloatArray
+    values: IntArray
+
+    def where(self, chosen: IntArray | BoolArray) -> Handovers:
+        """Some of the rows."""
+        ends = self.sources[chosen], self.results[chosen], self.targets[chosen], self.positions[chosen]
+        return Handovers(*ends, self.narrow[chosen], self.weights[chosen], self.values[chosen])
+
+    def before(self, places: Sequence[int], rows: Sequence[Row]) -> Handovers:
+        """With more rows, each before that at its place."""
+        if not rows:
+            return self
+        columns: list[Any] = [np.concatenate([own, added]) for own, added in zip(self, zip(*rows, strict=True), strict=True)]
+        return Handovers(*columns).where(np.argsort(np.concatenate([2 * np.arange(len(self.values)) + 1, 2 * np.array(places)])))
+
+    def summed(self) -> Iterator[Row]:
+        """One row for all that take the same way, with their weights' sum and the first one's value, in the order of the first ones."""
+        if not len(self.values):
+            return
+        _, key = np.unique(self.sources * (int(self.results.max()) + 1) + self.results, return_inverse=True)
+        for column in (self.targets, self.positions, self.narrow.astype(np.int64)):
+            key = key * (int(column.max()) + 1) + column
+        _, first, which = np.unique(key, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        weights: FloatArray = np.bincount(which, weights=self.weights).astype(np.float64)
+        firsts = self.where(first[order])._replace(weights=weights[order])
+        yield from map(Row, *(own.tolist() for own in firsts))
+
+
+def turns(graph: Graph) -> tuple[IntArray, IntArray]:
+    """Per op how often its operands are taken, and how often its results are made."""
+    reading = executions(graph)
+    making = reading.copy()
+    for op in ops_of(graph, _BOUNDARIES):
+        reading[op.id], making[op.id] = read_repeats(graph, op), made_repeats(graph, op)
+    return reading, making

@@ -1,0 +1,144 @@
+"""Folding: ops and slots that play the same part in repeated layers become one class, which is decided once.
+
+Colours are refined a few rounds: an op's new colour says its own and those of its slots, a slot's new colour its own and those of
+the ops around it. After `ROUNDS` rounds two ops have one colour where everything within that distance is alike, so layers in the
+middle share their classes while those near the ends of the program keep their own. What leads to no further matrix product (the
+update of one parameter, say) is no way from layer to layer, so it is refined further, and follows the gradient that it comes from.
+A fold only restricts the choices (all members
+of a class decide alike): the cost of every choice stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.ir.analysis.incidence import ends, executions
+from spmdctx.ir.analysis.numbering import mixed
+from spmdctx.ir.arrays import IntArray, WordArray
+from spmdctx.search.problem.space import Space
+
+ROUNDS = 3
+UPDATE_ROUNDS = 8
+SMALL = 200
+"""Programs of so few ops are not folded: every op decides on its own."""
+
+_Colours = tuple[WordArray, WordArray]
+"""Of ops and of slots."""
+
+
+class _Around(NamedTuple):
+    """Where slots meet ops: the op, the slot and a number of the position."""
+
+    ops: IntArray
+    slots: IntArray
+    places: WordArray
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """The class of each op and slot (-1 for those that cost nothing to place), and the members of each class in order."""
+
+    op_class: list[int]
+    slot_class: list[int]
+    op_members: list[list[int]]
+    slot_members: list[list[int]]
+
+
+def fold(
+    space: Space,
+    op_marks: Sequence[int] | IntArray,
+    slot_marks: Mapping[int, int],
+    terminal: Sequence[int] = (),
+    rounds: int = ROUNDS,
+) -> Fold:
+    """Folds a space.
+
+    Args:
+        space: the graph with its kinds of ops; the mesh plays no part.
+        op_marks: per op a number that members of a class must share, beside their kind.
+        slot_marks: the same for slots; those not named have 0. (Pinned ones, say.)
+        terminal: per value, whether it leads to no matrix product; none where it is empty.
+        rounds: how far around ops of one class must be alike.
+    """
+    around = _around(space)
+    colours = _first_colours(space, op_marks, slot_marks)
+    if len(space.op_slots) <= SMALL:
+        op_colour, slot_colour = (np.arange(len(own)).astype(np.uint64) for own in colours)
+    else:
+        for _ in range(rounds):
+            colours = _refined(colours, around)
+        if terminal:
+            colours = _with_updates(space, colours, around, terminal)
+        op_colour, slot_colour = colours
+    taking_part = sorted(set(around.slots.tolist()))
+    op_class, op_members = _classes(op_colour, _deciding(space))
+    slot_class, slot_members = _classes(slot_colour, taking_part)
+    return Fold(op_class, slot_class, op_members, slot_members)
+
+
+def _refined(colours: _Colours, around: _Around) -> _Colours:
+    """One round: ops by their slots, then slots by their ops."""
+    ops, slots, places = around
+    op_colour, slot_colour = colours
+    seen = np.zeros_like(op_colour)
+    np.add.at(seen, ops, mixed(slot_colour[slots] * np.uint64(3) + places))
+    op_colour = mixed(op_colour * np.uint64(5) + seen)
+    seen = np.zeros_like(slot_colour)
+    np.add.at(seen, slots, mixed(op_colour[ops] * np.uint64(7) + places))
+    return op_colour, mixed(slot_colour * np.uint64(11) + seen)
+
+
+def _with_updates(space: Space, colours: _Colours, around: _Around, terminal: Sequence[int]) -> _Colours:
+    """More rounds for the ops of which no result leads to a matrix product, and for slots that only they touch."""
+    every = ends(space.graph)
+    leads_on = ~np.array([*terminal, 0], dtype=bool)[every.values] & every.is_result
+    inner = (every.num_results > 0) & (np.bincount(every.ops[leads_on], minlength=len(every.num_results)) == 0)
+    inside = np.ones(len(colours[1]), dtype=bool)
+    inside[around.slots[~inner[around.ops]]] = False
+    for _ in range(UPDATE_ROUNDS):
+        op_colour, slot_colour = _refined(colours, around)
+        colours = np.where(inner, op_colour, colours[0]), np.where(inside, slot_colour, colours[1])
+    return colours
+
+
+def _deciding(space: Space) -> list[int]:
+    """The ops that make anything that is not free to place, or nothing at all."""
+    decides = ends(space.graph).num_results == 0
+    decides[space.incidences.ops[space.incidences.is_result]] = True
+    return np.flatnonzero(decides).tolist()
+
+
+def _around(space: Space) -> _Around:
+    """Op, slot and position of every operand and result that is not free to place."""
+    every = space.incidences
+    places = np.where(every.is_result, every.positions + ends(space.graph).num_operands[every.ops], every.positions)
+    return _Around(every.ops, every.slots, mixed(places.astype(np.uint64) + np.uint64(77)))
+
+
+def _first_colours(space: Space, op_marks: Sequence[int] | IntArray, slot_marks: Mapping[int, int]) -> _Colours:
+    graph = space.graph
+    repeats = executions(graph)
+    columns = np.array(space.kind_of, dtype=np.int64), np.unique(repeats, return_inverse=True)[1], np.array(op_marks, dtype=np.int64)
+    op_kinds = np.zeros(len(repeats), dtype=np.int64)
+    for column in columns:
+        op_kinds = op_kinds * (int(column.max(initial=0)) + 1) + column
+    shapes: dict[tuple[object, ...], int] = {}
+    slot_kinds = [shapes.setdefault((value.shape, value.dtype, slot_marks.get(value.id, 0)), len(shapes)) for value in graph.values]
+    return mixed(op_kinds.astype(np.uint64) + np.uint64(1)), mixed(np.array(slot_kinds, dtype=np.uint64) + np.uint64(1 << 32))
+
+
+def _classes(colours: WordArray, members: list[int]) -> tuple[list[int], list[list[int]]]:
+    """Classes numbered by their first member."""
+    _, first, which = np.unique(colours[members], return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    numbers = rank[which]
+    class_of = np.full(len(colours), -1, dtype=np.int64)
+    class_of[members] = numbers
+    order = np.argsort(numbers, kind="stable")
+    ends = np.cumsum(np.bincount(numbers, minlength=len(first)))[:-1]
+    return class_of.tolist(), [own.tolist() for own in np.split(np.array(members, dtype=np.int64)[order], ends)]

@@ -1,0 +1,282 @@
+"""The planning problem as nodes and edges: who hands which value to whom, how often. Knows no mesh and no seconds.
+
+    op node    one class of ops; its results are stored as its state says
+    slot node  one class of slots: where a value is stored, or over which axes it is handed on unreduced
+    use node   one class of values that are read for several matrix products of one computation: they share what is gathered for them
+
+An edge carries a value from the op that makes it to its slot, and from there to those that read it, `weight` times a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.ir.analysis.incidence import Incidences, ends, executions
+from spmdctx.ir.analysis.kinds import op_kinds
+from spmdctx.ir.analysis.loop_sums import AT_ONCE, NOTHING_SUMMED, Later, Summed, later_reductions, loop_sums
+from spmdctx.ir.arrays import BoolArray, IntArray
+from spmdctx.ir.graph import Op, Role
+from spmdctx.ir.primitives import ADDITIONS
+from spmdctx.ir.projection import FactorAxes
+from spmdctx.machine.xla.narrowing import narrow_readers, sharers, sharing_ops
+from spmdctx.machine.xla.overlap import Sides, sides
+from spmdctx.search.problem.edges import Handovers, Row, turns
+from spmdctx.search.problem.fold import ROUNDS, Fold, fold
+from spmdctx.search.problem.space import NO_SLOT, Space
+from spmdctx.search.problem.states import Joins
+
+PLAIN = Joins(False, False)
+_TAKES, _HANDS_ON = 1, 2
+_JOINS = (PLAIN, Joins(True, False), Joins(False, True), Joins(True, True))
+
+
+class Source(NamedTuple):
+    """What hands over a value: a node, and which of its results it is (0 for slot and use nodes)."""
+
+    node: int
+    result: int
+
+
+class Carry(NamedTuple):
+    """An edge: `source` hands a value to operand `position` of `target`; slot and use nodes take at position 0.
+
+    A `narrow` one communicates float32 values as bfloat16.
+    """
+
+    source: Source
+    target: int
+    position: int
+    narrow: bool
+
+
+class Load(NamedTuple):
+    """What an edge carries: how often in a step, and one of the values."""
+
+    weight: float
+    value: int
+
+
+class Node(NamedTuple):
+    """A node: its sort ("op", "slot" or "use"), the op or value that stands for its class, and how often it is executed.
+
+    A slot's `joins` are those of the op that makes it. A `terminal` op's results reach no matrix product (overlap.Sides); `later`
+    says how its partial results are reduced.
+    """
+
+    sort: str
+    member: int
+    weight: int
+    joins: Joins = PLAIN
+    terminal: bool = False
+    later: Later = AT_ONCE
+
+
+@dataclass
+class Network:
+    """Nodes and edges of a folded graph. `carries` maps an edge to its weight and a value that it carries.
+
+    `slot_nodes` maps classes of slots to their nodes; `fixed_slots` are those that no single op decides: arguments, tied and pinned
+    values. `summed` are the sums of loops that wait for their reduction.
+
+    The weight counts executions, each by the share of its time that cannot hide behind compute.
+    """
+
+    space: Space
+    folded: Fold
+    scopes: tuple[int, ...]
+    nodes: list[Node] = field(default_factory=list)
+    carries: dict[Carry, Load] = field(default_factory=dict)
+    slot_nodes: dict[int, int] = field(default_factory=dict)
+    fixed_slots: set[int] = field(default_factory=set)
+    uses: dict[tuple[int, int], int] = field(default_factory=dict)
+    summed: Summed = NOTHING_SUMMED
+
+
+def build_network(
+    space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int, int], forced: Mapping[int, FactorAxes], rounds: int = ROUNDS
+) -> Network:
+    """The network of a space.
+
+    Args:
+        space: the graph; only its slots and kinds matter.
+        scopes: per op the number of the computation that it belongs to.
+        slot_marks: slots that are fixed, with a number for each way in which they are.
+        forced: ops whose split is fixed.
+        rounds: of the fold.
+    """
+    joins = _joins(space, slot_marks)
+    found = sides(space.graph)
+    terminal = _terminal(space, found)
+    sums = loop_sums(space.graph)
+    later = {space.graph.producers[value]: own for value, own in later_reductions(space.graph, sums).items()}
+    kinds = {own: number for number, own in enumerate(dict.fromkeys(later.values()), 1)}
+    op_marks = joins + 4 * terminal
+    op_marks[list(forced)] = 3 + 4 * terminal[list(forced)]
+    for index, own in later.items():
+        op_marks[index] += 8 * kinds[own]
+    folded = fold(space, op_marks, slot_marks, found.terminal, rounds)
+    network = Network(space, folded, scopes, summed=Summed.of(sums))
+    classes, repeats = np.array(folded.op_class, dtype=np.int64), executions(space.graph)
+    weights = np.zeros(len(folded.op_members), dtype=np.int64)
+    np.add.at(weights, classes[classes >= 0], repeats[classes >= 0])
+    for members, weight in zip(folded.op_members, weights.tolist(), strict=True):
+        first = members[0]
+        network.nodes.append(Node("op", first, weight, _JOINS[joins[first]], bool(terminal[first]), later.get(first, AT_ONCE)))
+    for slot_class, standalone in enumerate(_standalone(space, folded, slot_marks)):
+        if standalone:
+            network.fixed_slots.add(slot_class)
+        network.slot_nodes[slot_class] = len(network.nodes)
+        handed = PLAIN if standalone else _joins_of_maker(network, slot_class)
+        network.nodes.append(Node("slot", folded.slot_members[slot_class][0], 1, handed))
+    _add_uses(network)
+    _add_carries(network, found)
+    return network
+
+
+def _standalone(space: Space, folded: Fold, slot_marks: Mapping[int, int]) -> list[bool]:
+    """Per class of slots: whether no single op decides its sharding."""
+    count, slot_of = len(space.graph.values), np.array(space.slot_of, dtype=np.int64)
+    is_given = np.array([value.role is not Role.INTERMEDIATE for value in space.graph.values], dtype=bool)
+    makers = np.bincount(slot_of, minlength=count) + np.bincount(slot_of[is_given], minlength=count)
+    alone = makers > 1
+    made = np.zeros(count, dtype=bool)
+    made[slot_of[list(space.graph.producers)]] = True
+    alone |= ~made
+    alone[list(slot_marks)] = True
+    return [bool(alone[own[0]]) for own in folded.slot_members]
+
+
+def _joins_of_maker(network: Network, slot_class: int) -> Joins:
+    """Whether the values of a class of slots that one op makes may be handed on unreduced."""
+    maker = network.space.graph.producers[network.folded.slot_members[slot_class][0]]
+    node = network.folded.op_class[maker]
+    return network.nodes[node].joins if node >= 0 else PLAIN
+
+
+def _terminal(space: Space, found: Sides) -> IntArray:
+    """Per op 1 where its first result reaches no matrix product."""
+    every = ends(space.graph)
+    terminal = np.frombuffer(found.terminal, dtype=np.uint8).astype(np.int64)
+    return np.where(every.num_results > 0, terminal[every.first_results], 0)
+
+
+def _joins(space: Space, slot_marks: Mapping[int, int]) -> IntArray:
+    """Which additions may take their terms unreduced, and which ops may so hand them on: per op a place in `_JOINS`."""
+    graph, every = space.graph, ends(space.graph)
+    found = np.zeros(len(graph.ops), dtype=np.int64)
+    if not space.topology.merges_partial_sums:
+        return found
+    alone = _read_once(space, slot_marks)
+    is_lone = np.repeat(every.num_results == 1, every.num_operands + every.num_results) & (every.places == every.num_operands[every.ops])
+    results, makers = every.values[is_lone], every.ops[is_lone]
+    sums = np.zeros(len(graph.values), dtype=bool)
+    sums[results] = alone[results] & op_kinds(graph).flags(lambda op: _reduces(space, op))[makers]
+    is_addition = op_kinds(graph).flags(lambda op: op.primitive in ADDITIONS and len(op.results) == 1)
+    for index in np.flatnonzero(is_addition).tolist():
+        (first, second), (value,) = graph.ops[index].operands, graph.ops[index].results
+        if first != second and first >= 0 and second >= 0 and sums[first] and sums[second]:
+            found[index] |= _TAKES
+            found[[graph.producers[first], graph.producers[second]]] |= _HANDS_ON
+            sums[value] = alone[value]
+    return found
+
+
+def _read_once(space: Space, slot_marks: Mapping[int, int]) -> BoolArray:
+    """Per value, whether it is read once, and neither tied to another one, nor marked, nor free to place."""
+    count, slot_of, every = len(space.graph.values), np.array(space.slot_of, dtype=np.int64), space.incidences
+    reads = np.bincount(every.values[~every.is_result], minlength=count)
+    returned = [value for value in space.graph.outputs if value >= 0]
+    reads += np.bincount(np.array(returned, dtype=np.int64), minlength=count)
+    alone = np.bincount(slot_of, minlength=count) == 1
+    alone[list(slot_marks)] = False
+    alone[list(space.loose_slots)] = False
+    found: BoolArray = (reads == 1) & alone[slot_of]
+    return found
+
+
+def _reduces(space: Space, op: Op) -> bool:
+    direct = op.primitive != "gather" or space.topology.sinks_slices
+    return direct and op.rule.combiner == "add" and any(kind.value == "reduction" for kind in op.rule.kinds)
+
+
+def _add_uses(network: Network) -> None:
+    """Use nodes for values that are read for several matrix products of a computation."""
+    space, folded, scopes = network.space, network.folded, network.scopes
+    readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for op in sharing_ops(space.graph):
+        for position, slot in enumerate(space.op_slots[op.id][: len(op.operands)]):
+            if slot != NO_SLOT and slot not in space.loose_slots:
+                readers.setdefault((op.operands[position], scopes[op.id]), []).append((folded.op_class[op.id], position))
+    classes: dict[tuple[object, ...], int] = {}
+    for (value, scope), own in readers.items():
+        if len(own) < 2:
+            continue
+        slot_class = folded.slot_class[space.slot_of[value]]
+        key = (slot_class, *sorted(own))
+        node = classes.get(key)
+        if node is None:
+            node = classes[key] = len(network.nodes)
+            network.nodes.append(Node("use", value, 1))
+        network.uses[value, scope] = node
+
+
+def _add_carries(network: Network, found: Sides) -> None:
+    """An edge for all that is handed over alike, in the order of the ops that first do so."""
+    for source, result, target, position, slim, weight, value in _handovers(network, found).summed():
+        network.carries[Carry(Source(source, result), target, position, slim)] = Load(weight, value)
+
+
+def _handovers(network: Network, found: Sides) -> Handovers:
+    """A row per operand, which its slot hands over, and per result, which its slot takes; and one for all that a use node feeds."""
+    space, folded = network.space, network.folded
+    every = space.incidences
+    at_op = np.array(folded.op_class, dtype=np.int64)[every.ops]
+    slot_nodes = np.array(list(network.slot_nodes.values()), dtype=np.int64)
+    at_slot = slot_nodes[np.array(folded.slot_class, dtype=np.int64)[every.slots]]
+    made = every.is_result
+    reading, making = turns(space.graph)
+    exposed = np.where(np.frombuffer(found.weights, dtype=np.uint8)[:-1] != 0, 1.0 - space.topology.gather_overlap, 1.0)
+    columns = Handovers(
+        np.where(made, at_op, at_slot),
+        np.where(made, every.positions, 0),
+        np.where(made, at_slot, at_op),
+        np.where(made, 0, every.positions),
+        ~made & _is_narrow(space, every),
+        np.where(made, making[every.ops], reading[every.ops]) * exposed[every.values],
+        every.values,
+    )
+    kept = at_op >= 0
+    return _by_uses(network, columns.where(kept), every.where(kept))
+
+
+def _is_narrow(space: Space, every: Incidences) -> BoolArray:
+    """Per incidence, whether a float32 value meets an op that reads it as bfloat16."""
+    if not space.topology.narrows_matrix_operands:
+        return np.zeros(len(every.ops), dtype=bool)
+    is_wide = np.array([value.dtype == "float32" for value in space.graph.values], dtype=bool)
+    found: BoolArray = is_wide[every.values] & (np.frombuffer(narrow_readers(space.graph), dtype=np.uint8) == 1)[every.ops]
+    return found
+
+
+def _by_uses(network: Network, rows: Handovers, every: Incidences) -> Handovers:
+    """Values with a use node go there once, and from there to their readers."""
+    if not network.uses:
+        return rows
+    shares = np.frombuffer(sharers(network.space.graph), dtype=np.uint8).astype(bool)
+    places: list[int] = []
+    feeding: dict[tuple[int, int], Row] = {}
+    for place in np.flatnonzero(shares[every.ops] & ~every.is_result).tolist():
+        key = (int(every.values[place]), network.scopes[every.ops[place]])
+        use = network.uses.get(key)
+        if use is None:
+            continue
+        if key not in feeding:
+            places.append(place)
+            source, result = int(rows.sources[place]), int(rows.results[place])
+            feeding[key] = Row(source, result, use, 0, bool(rows.narrow[place]), float(rows.weights[place]), key[0])
+        rows.sources[place], rows.results[place] = use, 0
+    return rows.before(places, list(feeding.values()))

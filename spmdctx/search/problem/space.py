@@ -1,0 +1,283 @@
+"""The planning problem as the searches see it: slots of tied values, interned shardings, and memoised prices of ops.
+
+A slot is a class of values that must share one sharding. The price of an op, given the shardings of its slots, is
+
+    compute (roofline) + sum of reshards of its operands + reduction of its partial results + reshard of its results
+
+in predicted seconds, minimised over the op's candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.cost.roofline import compute_time_s, passing_values, written_s
+from spmdctx.ir.analysis.incidence import Incidences, ends, incidences
+from spmdctx.ir.analysis.numbering import mixed
+from spmdctx.ir.analysis.repeats import made_repeats, read_repeats
+from spmdctx.ir.graph import LITERAL, Graph, Op, Work, item_bytes
+from spmdctx.ir.mesh import LogicalMesh, local_shape, replicated
+from spmdctx.ir.primitives import MATRIX_PRODUCTS, OUTSIDE
+from spmdctx.ir.projection import FactorAxes, legal, merge, partial_axes, project
+from spmdctx.ir.rule import OpRule
+from spmdctx.ir.sharding import AxisNames, OpSharding, TensorSharding
+from spmdctx.machine.collectives import collective_time_s
+from spmdctx.machine.reshard import reshard_time_s
+from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.reductions import reduction_plan, scattered_by
+from spmdctx.search.setup.limits import AlgoLimits
+
+NO_SLOT = -1
+
+
+class Choice(NamedTuple):
+    """The cheapest way to do one op: axes per factor (also as a sharding) and seconds per execution."""
+
+    axes: FactorAxes
+    time_s: float
+    sharding: OpSharding
+
+
+class Kind(NamedTuple):
+    """What ops of one kind have in common: all that prices depend on, but for the shardings of their slots.
+
+    `rule` is the id of the rule object. `free` says for each operand and result whether it is loose; empty where none is.
+    `fused` and `work` are the ops' own, `passing` says
+    which of its values are only computed on the way.
+    """
+
+    rule: int
+    primitive: str
+    dtype: str
+    free: tuple[bool, ...]
+    fused: int = 0
+    work: Work | None = None
+    passing: tuple[bool, ...] = ()
+
+
+class Space:
+    """A graph on a mesh. Shardings and kinds of ops are numbered, so that memo keys are tuples of small integers.
+
+    A state is a list with the number of each slot's sharding, and `NO_SLOT` at its end, which so answers for literals.
+    """
+
+    def __init__(
+        self, graph: Graph, mesh: LogicalMesh, topology: Topology, loose: frozenset[int], limits: AlgoLimits | None = None
+    ) -> None:
+        self.graph, self.mesh, self.topology = graph, mesh, topology
+        self.limits = limits if limits is not None and limits.restricts else None
+        self.shardings: list[TensorSharding] = []
+        self._numbers: dict[TensorSharding, int] = {}
+        self._splittable: dict[int, tuple[bool, ...]] = {}
+        self._choices: dict[tuple[int, ...], Choice] = {}
+        self.slot_of = _union(len(graph.values), graph.ties)
+        self.loose_slots = frozenset(self.slot_of[value] for value in loose)
+        slot = [*self.slot_of, NO_SLOT].__getitem__
+        self.op_slots = [tuple(map(slot, op[2] + op[3])) for op in graph.ops]
+        self.kinds: list[Kind] = []
+        self.passing = passing_values(self.graph)
+        self.kind_of = self._number_kinds()
+        self.shapes = [value.shape for value in graph.values]
+        self.whole = self._whole()
+
+    def on(self, mesh: LogicalMesh) -> Space:
+        """The same graph on another mesh."""
+        other = copy(self)
+        other.mesh, other.shardings, other._numbers, other._choices = mesh, [], {}, {}
+        other.whole = other._whole()
+        return other
+
+    def _whole(self) -> list[int]:
+        ranks = [len(shape) for shape in self.shapes]
+        numbers = {rank: self.number(replicated(rank)) for rank in dict.fromkeys(ranks)}
+        return [*map(numbers.__getitem__, ranks), NO_SLOT]
+
+    def number(self, sharding: TensorSharding) -> int:
+        """The sharding's number; equal shardings have equal numbers."""
+        known = self._numbers.get(sharding)
+        if known is None:
+            known = self._numbers[sharding] = len(self.shardings)
+            self.shardings.append(sharding)
+        return known
+
+    def splittable(self, rule: OpRule) -> tuple[bool, ...]:
+        """`rule.splittable`, computed once per rule object."""
+        known = self._splittable.get(id(rule))
+        if known is None:
+            known = self._splittable[id(rule)] = rule.splittable
+        return known
+
+    @cached_property
+    def neighbours(self) -> list[list[int]]:
+        """Per slot the ops that read or make its values."""
+        neighbours: list[list[int]] = [[] for _ in self.graph.values]
+        for index, slots in enumerate(self.op_slots):
+            for slot in set(slots):
+                if slot != NO_SLOT:
+                    neighbours[slot].append(index)
+        return neighbours
+
+    @cached_property
+    def incidences(self) -> Incidences:
+        """Where values that are not free to place meet ops."""
+        return incidences(self.graph, self.slot_of, self.loose_slots)
+
+    def _number_kinds(self) -> list[int]:
+        """The number of each op's kind."""
+        graph, every = self.graph, ends(self.graph)
+        # Per operand and result whether it passes, and whether it is loose; literals do neither.
+        flags = np.zeros(len(graph.values) + 1, dtype=np.uint64)
+        flags[:-1] = np.frombuffer(self.passing, dtype=np.uint8)
+        is_loose = np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.loose_slots))
+        flags += np.uint64(2) * is_loose.astype(np.uint64)
+        own = flags[every.values]
+        marked = own != 0
+        spread = mixed(np.array(graph.kinds, dtype=np.uint64) + np.uint64(1))
+        np.add.at(spread, every.ops[marked], mixed(every.places[marked].astype(np.uint64) * np.uint64(4) + own[marked]))
+        _, firsts, which = np.unique(spread, return_index=True, return_inverse=True)
+        numbers: dict[Kind, int] = {}
+        order = np.argsort(firsts)
+        known = np.empty(len(firsts), dtype=np.int64)
+        known[order] = [numbers.setdefault(self._kind(graph.ops[first]), len(numbers)) for first in firsts[order].tolist()]
+        self.kinds = list(numbers)
+        kinds: list[int] = known[which].tolist()
+        return kinds
+
+    def _kind(self, op: Op) -> Kind:
+        slots = self.op_slots[op.id]
+        free = () if self.loose_slots.isdisjoint(slots) else tuple([slot in self.loose_slots for slot in slots])
+        dtype = self.graph.values[op.results[0]].dtype if op.results else ""
+        passing = tuple([bool(self.passing[value]) for value in (*op.operands, *op.results) if value != LITERAL])
+        return Kind(id(op.rule), op.primitive, dtype, free, op.fused, op.work, passing)
+
+    def key(self, index: int, state: list[int]) -> tuple[int, ...]:
+        """What the price of an op depends on: the number of its kind, then those of its slots' shardings."""
+        return (self.kind_of[index], *map(state.__getitem__, self.op_slots[index]))
+
+    def choose(self, index: int, state: list[int]) -> Choice:
+        """The cheapest candidate of an op in a state."""
+        key = self.key(index, state)
+        known = self._choices.get(key)
+        if known is None:
+            shardings = [self.shardings[number] if number != NO_SLOT else () for number in key[1:]]
+            known = self._choices[key] = self._cheapest(self.graph.ops[index], shardings, self.kinds[key[0]].free)
+        return known
+
+    def _cheapest(self, op: Op, shardings: list[TensorSharding], free: tuple[bool, ...]) -> Choice:
+        best: Choice | None = None
+        ways = candidates(op, shardings, self.splittable(op.rule), self.mesh)
+        if self.limits:
+            ways = [axes for axes in ways if self.limits.allows(op, axes, self.mesh, shardings)] or [((),) * len(op.rule.sizes)]
+        for axes in ways:
+            time_s = self._price(op, axes, shardings, free)
+            if best is None or time_s < best.time_s * (1 - 1e-9):
+                best = Choice(axes, time_s, OpSharding(axes))
+        assert best is not None
+        return best
+
+    def _price(self, op: Op, axes: FactorAxes, shardings: list[TensorSharding], free: tuple[bool, ...]) -> float:
+        rule = op.rule
+        time_s = compute_time_s(self.graph, op, axes, self.mesh, self.topology)
+        for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):
+            if value != LITERAL and not (free and free[position]):
+                time_s += (
+                    self.reshard_s(value, shardings[position], project(dims, axes)) * read_repeats(self.graph, op) / max(1, op.repeats)
+                )
+        partial = partial_axes(rule, axes)
+        for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True), len(op.operands)):
+            natural = project(dims, axes)
+            if partial:
+                time_s += self._reduction_time_s(op, value, natural, shardings[position], partial)
+            else:
+                time_s += self.reshard_s(value, natural, shardings[position]) * made_repeats(self.graph, op) / max(1, op.repeats)
+        return time_s
+
+    def reshard_s(self, value: int, source: TensorSharding, target: TensorSharding) -> float:
+        """Seconds to bring a value from one sharding to another."""
+        if source == target:
+            return 0.0
+        size = item_bytes(self.graph.values[value].dtype)
+        seconds = reshard_time_s(self.shapes[value], size, source, target, self.mesh, self.topology)
+        return seconds + written_s(self.graph.values[value], source, self.mesh, self.topology) if self.passing[value] else seconds
+
+    def _reduction_time_s(self, op: Op, value: int, natural: TensorSharding, stored: TensorSharding, partial: AxisNames) -> float:
+        """Seconds to turn an unreduced result into its stored sharding."""
+        plan = reduction_plan(op, natural, stored, partial)
+        payload = self._local_bytes(value, natural)
+        time_s = 0.0
+        if plan.scattered:
+            size = item_bytes(self.graph.values[value].dtype)
+            kind = scattered_by(self.shapes[value], size, partial, natural, plan.after, self.mesh, self.topology)
+            time_s += collective_time_s(kind, payload, plan.scattered, self.mesh, self.topology)
+            payload //= self.mesh.num_slices(plan.scattered)
+        if plan.reduced:
+            time_s += collective_time_s("all_reduce", payload, plan.reduced, self.mesh, self.topology)
+        return time_s + self.reshard_s(value, plan.after, stored)
+
+    def _local_bytes(self, value: int, sharding: TensorSharding) -> int:
+        return self.local_elements(value, sharding) * item_bytes(self.graph.values[value].dtype)
+
+    def local_elements(self, value: int, sharding: TensorSharding) -> int:
+        """Elements of one device's block."""
+        count = 1
+        for size in local_shape(self.shapes[value], sharding, self.mesh):
+            count *= size
+        return count
+
+
+def candidates(op: Op, shardings: list[TensorSharding], splittable: tuple[bool, ...], mesh: LogicalMesh) -> list[FactorAxes]:
+    """Ways to split an op that its tensors' shardings suggest: each tensor once in the lead.
+
+    Where one of them takes all operands as they are (or a slice of them), only such are returned. Else a matrix product is split
+    as far as it can be, since computing it more than once per device is no way to save a collective; of other ops each axis is
+    left out once too, and last everything is kept whole. The boundary of a loop follows the tensor inside, so that what must be
+    resharded is resharded once, outside.
+    """
+    rule = op.rule
+    if op.primitive in OUTSIDE:
+        inside = (rule.operands[0], shardings[0]) if op.primitive == "scan.exit" else (rule.results[0], shardings[-1])
+        return [merge(rule, [inside], splittable, mesh)]
+    tensors = [(dims, sharding) for dims, sharding in zip((*rule.operands, *rule.results), shardings, strict=True) if sharding]
+    found: dict[FactorAxes, None] = {}
+    split = [pair for pair in tensors if any(pair[1])]
+    for leader in split:
+        found[merge(rule, [leader, *(pair for pair in split if pair is not leader)], splittable, mesh)] = None
+    operands = [pair for pair in zip(rule.operands, shardings, strict=False) if any(pair[1])]
+    smooth = [axes for axes in found if all(_extends(project(dims, axes), sharding) for dims, sharding in operands)]
+    if smooth:
+        return smooth
+    if found and op.primitive in MATRIX_PRODUCTS:
+        most = max(mesh.num_slices(name for own in axes for name in own) for axes in found)
+        return [axes for axes in found if mesh.num_slices(name for own in axes for name in own) == most]
+    for axes in list(found):
+        for name in {name: None for own in axes for name in own}:
+            dropped = tuple(own[: own.index(name)] if name in own else own for own in axes)
+            found[legal(rule, dropped, mesh)] = None
+    found[((),) * len(rule.sizes)] = None
+    return list(found)
+
+
+def _extends(wanted: TensorSharding, stored: TensorSharding) -> bool:
+    return all(new[: len(own)] == own for new, own in zip(wanted, stored, strict=True))
+
+
+def _union(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """Representative (smallest member) of each element's class."""
+    parent = list(range(count))
+
+    def find(item: int) -> int:
+        while parent[item] != item:
+            parent[item] = parent[parent[item]]
+            item = parent[item]
+        return item
+
+    for left, right in pairs:
+        a, b = find(left), find(right)
+        if a != b:
+            parent[max(a, b)] = min(a, b)
+    return [find(item) for item in range(count)]

@@ -1,0 +1,318 @@
+"""The states of an op: every legal way to split its factors, and what becomes of its results if they are partial.
+
+A partial result is reduced in place (all_reduce), reduced into a further split dimension (reduce_scatter), or handed on unreduced
+to an addition whose other term is unreduced too, which then reduces the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.cost.roofline import sliced_time_s
+from spmdctx.ir.analysis.loop_sums import AT_ONCE, Later
+from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.ir.domain import AxisCodes, axis_codes, domain
+from spmdctx.ir.graph import LITERAL, Graph, Op, Value, item_bytes
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.projection import FactorAxes
+from spmdctx.ir.rule import DimFactors, FactorKind
+from spmdctx.ir.sharding import AxisNames
+from spmdctx.machine.collectives import LinearPrice, collective_price, collective_time_s
+from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.overlap import reduction_machine, widening
+from spmdctx.machine.xla.reductions import are_scattered, in_order
+
+
+class Split(NamedTuple):
+    """All splits of an op's factors: a row of codes each, and the number of each tensor's sharding in its domain."""
+
+    rows: IntArray
+    operands: tuple[IntArray, ...]
+    results: tuple[IntArray, ...]
+
+
+class States(NamedTuple):
+    """The states of an op. Arrays are per state.
+
+    Attributes:
+        split: the place of the state's split in `Split.rows`.
+        wanted: per operand, the number of the sharding it is taken in.
+        unreduced_in: the axes, as bits, over which the operands are taken unreduced.
+        stored: per result, the number of the sharding it is left in.
+        unreduced_out: the axes over which the results are left unreduced.
+        seconds: one execution: compute and reductions.
+        follows: the operand that is taken as it is stored, -1 where none must be.
+    """
+
+    split: IntArray
+    wanted: tuple[IntArray, ...]
+    unreduced_in: IntArray
+    stored: tuple[IntArray, ...]
+    unreduced_out: IntArray
+    seconds: FloatArray
+    follows: IntArray
+
+
+class Joins(NamedTuple):
+    """Whether an op may take its operands unreduced, and hand its result on unreduced."""
+
+    takes: bool
+    hands_on: bool
+
+
+def split_of_rule(op: Op, shapes: Sequence[tuple[int, ...]], splittable: Sequence[bool], mesh: LogicalMesh) -> Split:
+    """Every legal split of an op whose operands and results have `shapes`."""
+    rule = op.rule
+    return _legal_splits(_Dims(rule.operands, rule.results, rule.sizes), tuple(splittable), tuple(shapes), mesh)
+
+
+def split_of_axes(op: Op, shapes: Sequence[tuple[int, ...]], axes: FactorAxes, mesh: LogicalMesh) -> Split:
+    """The one split that the user's shard_map asks for."""
+    codes = axis_codes(mesh)
+    rows = np.array([[codes.code(own) for own in axes]], dtype=np.int64).reshape(1, len(axes))
+    return _with_numbers(_Dims(op.rule.operands, op.rule.results, op.rule.sizes), rows, shapes, mesh)
+
+
+class _Dims(NamedTuple):
+    """What the splits of a rule depend on, which rules of many primitives share."""
+
+    operands: tuple[tuple[DimFactors, ...], ...]
+    results: tuple[tuple[DimFactors, ...], ...]
+    sizes: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _legal_splits(dims: _Dims, splittable: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...], mesh: LogicalMesh) -> Split:
+    codes = axis_codes(mesh)
+    return _with_numbers(dims, _legal_rows(dims, codes.rows(dims.sizes, splittable), codes), shapes, mesh)
+
+
+def _with_numbers(rule: _Dims, rows: IntArray, shapes: Sequence[tuple[int, ...]], mesh: LogicalMesh) -> Split:
+    codes = axis_codes(mesh)
+    numbers = []
+    fits = np.ones(len(rows), dtype=bool)
+    for dims, shape in zip(rule.operands + rule.results, shapes, strict=True):
+        own = domain(mesh, shape).numbers(_projected(dims, rows, codes))
+        fits &= own >= 0
+        numbers.append(own)
+    kept = [own[fits] for own in numbers]
+    return Split(rows[fits], tuple(kept[: len(rule.operands)]), tuple(kept[len(rule.operands) :]))
+
+
+def _projected(dims: Sequence[tuple[int, ...]], rows: IntArray, codes: AxisCodes) -> IntArray:
+    """The rows of one tensor of the op."""
+    columns = np.zeros((len(rows), len(dims)), dtype=np.int64)
+    for place, factors in enumerate(dims):
+        for factor in factors:
+            columns[:, place] = codes.joined[columns[:, place], rows[:, factor]]
+    return columns
+
+
+def _legal_rows(rule: _Dims, rows: IntArray, codes: AxisCodes) -> IntArray:
+    """Without rows that split a minor factor of a dimension whose major factors are not completely split."""
+    legal = np.ones(len(rows), dtype=bool)
+    for factors in {factors for side in (rule.operands, rule.results) for dims in side for factors in dims if len(factors) > 1}:
+        complete = np.ones(len(rows), dtype=bool)
+        for factor in factors:
+            legal &= complete | (rows[:, factor] == 0)
+            complete &= codes.slices[rows[:, factor]] == rule.sizes[factor]
+    return rows[legal]
+
+
+def states_of(
+    graph: Graph,
+    op: Op,
+    split: Split,
+    joins: Joins,
+    mesh: LogicalMesh,
+    topology: Topology,
+    is_terminal: bool = False,
+    later: Later = AT_ONCE,
+) -> States:
+    """The states of an op for its splits; `is_terminal` where its results reach no matrix product, `later` how they are reduced."""
+    builder = _Builder(graph, op, split, mesh, topology, is_terminal, later)
+    builder.add(joins.hands_on)
+    if joins.takes:
+        builder.add_unreduced(joins.hands_on)
+    return builder.states()
+
+
+class _State(NamedTuple):
+    split: int
+    unreduced_in: int
+    stored: tuple[int, ...]
+    unreduced_out: int
+    seconds: float
+
+
+_Scatters = list[tuple[int, AxisNames, AxisNames]]
+"""What a reduce_scatter of partial results over some axes can scatter: codes with their axes, and the axes left to reduce."""
+
+
+@lru_cache(maxsize=1024)
+def _extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> list[list[list[int]]]:
+    """[code, dim, number]: the sharding after a code's axes join a dimension, minor-most; -1 where there is none."""
+    known, codes = domain(mesh, shape), axis_codes(mesh)
+    found = []
+    for added in range(len(codes)):
+        after = [known.rows.copy() for _ in shape]
+        for dim, rows in enumerate(after):
+            rows[:, dim] = codes.joined[rows[:, dim], added]
+        found.append([known.numbers(rows).tolist() for rows in after])
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _whole_words(mesh: LogicalMesh, shape: tuple[int, ...], num_bytes: int) -> list[list[bool]]:
+    """[dim, number]: whether what is scattered into a sharding along a dimension is so by a reduce_scatter."""
+    slices = axis_codes(mesh).slices[domain(mesh, shape).rows]
+    found: list[list[bool]] = are_scattered(-(-np.array(shape, dtype=np.int64) // slices), num_bytes).T.tolist()
+    return found
+
+
+class _Builder:
+    def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool, later: Later) -> None:
+        self._is_terminal, self._later = is_terminal, later
+        self._exposed = 1.0 - topology.reduction_overlap if is_terminal else 1.0
+        self._reducing = reduction_machine(is_terminal, topology)
+        self._graph, self._op, self._split, self._mesh, self._topology = graph, op, split, mesh, topology
+        self._codes = axis_codes(mesh)
+        self._results = [graph.values[value] for value in op.results]
+        self._slices = [domain(mesh, value.shape).slices.tolist() for value in self._results]
+        self._bytes = [self._whole_bytes(value) for value in self._results]
+        self._summed = [factor for factor, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
+        self._rows: list[list[int]] = split.rows.tolist()
+        self._natural = list(zip(*(own.tolist() for own in split.results), strict=True)) if op.results else [()] * len(self._rows)
+        self._compute_s = self._all_compute_s()
+        self._prices: dict[tuple[str, AxisNames], LinearPrice] = {}
+        self._scatters: dict[AxisNames, _Scatters] = {}
+        self._found: list[_State] = []
+
+    def _whole_bytes(self, value: Value) -> int:
+        """Bytes of a whole result while it is partial."""
+        count = item_bytes(value.dtype) * widening(self._op, value.dtype, self._is_terminal, self._topology)
+        return count * math.prod(value.shape)
+
+    def _all_compute_s(self) -> list[float]:
+        """Seconds that each split computes, which depend on the factors' numbers of slices only."""
+        known: dict[tuple[int, ...], float] = {}
+        found = []
+        for slices in map(tuple, self._codes.slices[self._split.rows].tolist()):
+            seconds = known.get(slices)
+            if seconds is None:
+                seconds = known[slices] = sliced_time_s(self._graph, self._op, slices, self._topology)
+            found.append(seconds)
+        return found
+
+    def add(self, hands_on: bool) -> None:
+        """The states of the splits whose operands are whole or split, but reduced."""
+        axes, summed = self._codes.axes, self._summed
+        for place, (row, natural, compute_s) in enumerate(zip(self._rows, self._natural, self._compute_s, strict=True)):
+            partial = tuple([name for factor in summed for name in axes[row[factor]]])
+            if partial:
+                self._reduce(place, 0, natural, partial, compute_s, hands_on)
+            else:
+                self._found.append(_State(place, 0, natural, 0, compute_s))
+
+    def add_unreduced(self, hands_on: bool) -> None:
+        """The states in which an addition takes both of its terms unreduced over axes that it does not use."""
+        every = [(bits, self._codes.names(bits)) for bits in range(1, 1 << len(self._codes.names(-1)))]
+        taken = np.bitwise_or.reduce(self._codes.bits[self._split.rows], axis=1).tolist()
+        for place, used in enumerate(taken):
+            for bits, names in every:
+                if bits & used == 0:
+                    self._reduce(place, bits, self._natural[place], names, self._compute_s[place], hands_on)
+
+    def _reduce(
+        self, place: int, unreduced_in: int, natural: tuple[int, ...], partial: AxisNames, compute_s: float, hands_on: bool
+    ) -> None:
+        payloads = [self._bytes[position] // self._slices[position][number] for position, number in enumerate(natural)]
+        reduced_s = sum(self._all_reduce_s(position, payload, partial) for position, payload in enumerate(payloads))
+        self._found.append(_State(place, unreduced_in, natural, 0, compute_s + self._exposed * reduced_s))
+        if len(natural) != 1 or self._op.rule.combiner != "add":
+            return
+        if hands_on:
+            bits = sum(1 << self._codes.names(-1).index(name) for name in partial)
+            self._found.append(_State(place, unreduced_in, natural, bits, compute_s))
+        if not self._later.scatters:
+            return
+        known = self._scatters.get(partial)
+        if known is None:
+            known = self._scatters[partial] = self._scatters_over(partial)
+        shape = self._results[0].shape
+        extended = _extended(self._mesh, shape)
+        size = self._bytes[0] // max(1, math.prod(shape))
+        whole_words = _whole_words(self._mesh, shape, size) if self._topology.scatters_strictly else None
+        # How a sum of unreduced terms is spread is theirs to say.
+        order = () if unreduced_in else partial
+        for added, scattered, rest in known:
+            follows = in_order(scattered, order)
+            rest_s = self._collective_s("all_reduce", payloads[0] // self._mesh.num_slices(scattered), rest) if rest else 0.0
+            for dim, own in enumerate(extended[added]):
+                stored = own[natural[0]]
+                if stored >= 0:
+                    kind = "reduce_scatter" if whole_words is None or (follows and whole_words[dim][stored]) else "all_reduce"
+                    seconds = compute_s + self._exposed * (self._collective_s(kind, payloads[0], scattered) + rest_s)
+                    self._found.append(_State(place, unreduced_in, (stored,), 0, seconds))
+
+    def _collective_s(self, kind: str, payload: int, axes: AxisNames) -> float:
+        """Seconds of a collective that reduces."""
+        price = self._prices.get((kind, axes))
+        if price is None:
+            price = self._prices[kind, axes] = collective_price(kind, axes, self._mesh, self._reducing)
+        return price.fixed_s + payload * price.s_per_byte
+
+    def _all_reduce_s(self, position: int, payload: int, partial: AxisNames) -> float:
+        """Seconds to reduce a result in place; of an argmax XLA gathers every device's best value and its index."""
+        if self._op.rule.combiner not in ("argmax", "argmin"):
+            whole = round(payload * self._later.size)
+            return self._collective_s("all_reduce", whole, partial) * self._later.times
+        dtypes = [self._graph.values[value].dtype for value in (self._op.operands[0], self._op.results[position])]
+        candidates = payload // item_bytes(dtypes[1]) * self._mesh.num_slices(partial)
+        gathered = [candidates * item_bytes(dtype) for dtype in dtypes]
+        return sum(collective_time_s("all_gather", num_bytes, partial, self._mesh, self._topology) for num_bytes in gathered)
+
+    def _scatters_over(self, partial: AxisNames) -> _Scatters:
+        """The codes that a reduce_scatter of results that are partial over some axes can leave them split by."""
+        wanted = set(partial)
+        found: _Scatters = []
+        some = self._op.primitive == "dot_general"
+        for added, own in enumerate(self._codes.axes):
+            if own and (set(own) == wanted or (some and set(own) < wanted)):
+                found.append((added, own, tuple([name for name in partial if name not in own])))
+        return found
+
+    def states(self) -> States:
+        """What was added, as arrays."""
+        split = np.array([state.split for state in self._found], dtype=np.int64)
+        stored = np.array([state.stored for state in self._found], dtype=np.int64).reshape(len(split), -1)
+        return States(
+            split,
+            tuple(own[split] for own in self._split.operands),
+            np.array([state.unreduced_in for state in self._found], dtype=np.int64),
+            tuple(stored.T),
+            np.array([state.unreduced_out for state in self._found], dtype=np.int64),
+            np.array([state.seconds for state in self._found]),
+            np.full(len(split), -1, dtype=np.int64),
+        )
+
+
+def following(states: States, positions: Sequence[int]) -> States:
+    """Every state once for each of some operands, which it then follows."""
+    if not positions:
+        return states
+    count, times = len(states.seconds), len(positions)
+    every = np.tile(np.arange(count), times)
+    wanted, stored = (tuple(own[every] for own in side) for side in (states.wanted, states.stored))
+    rest = (states.split[every], wanted, states.unreduced_in[every], stored, states.unreduced_out[every], states.seconds[every])
+    return States(*rest, np.repeat(np.array(positions, dtype=np.int64), count))
+
+
+def shapes_of(graph: Graph, op: Op) -> list[tuple[int, ...]]:
+    """The shapes of an op's operands and results; literals have none."""
+    return [() if value == LITERAL else graph.values[value].shape for value in (*op.operands, *op.results)]

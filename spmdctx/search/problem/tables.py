@@ -1,0 +1,318 @@
+"""The solver's problem for a network on one mesh, and the assignment that its solution means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.errors import UnsupportedError
+from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.ir.domain import axis_codes, domain
+from spmdctx.ir.graph import LITERAL, Op, item_bytes
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.rule import FactorKind
+from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
+from spmdctx.machine.reshard_table import reshard_table
+from spmdctx.machine.xla.narrowing import NARROW_BYTES
+from spmdctx.search.problem.coupled import allowed_alone, allowed_pairs
+from spmdctx.search.problem.network import Carry, Network, Node
+from spmdctx.search.problem.space import Space
+from spmdctx.search.problem.states import Split, States, following, shapes_of, split_of_axes, split_of_rule, states_of
+from spmdctx.search.setup.limits import AlgoLimits, is_elementwise
+from spmdctx.search.setup.marks import PinnedDims
+from spmdctx.search.setup.request import Coupling, Setup
+from spmdctx.search.solver.problem.problem import Edge, Problem
+
+
+class Choices(NamedTuple):
+    """What the states of one node mean. `split` and `states` are those of op nodes; `stored` and `taken` serve all.
+
+    `unreduced` are the axes, as bits, over which a slot that may be handed on unreduced is.
+    """
+
+    stored: tuple[IntArray, ...]
+    taken: tuple[IntArray, ...]
+    seconds: FloatArray
+    split: Split | None = None
+    states: States | None = None
+    unreduced: IntArray | None = None
+
+    @property
+    def given(self) -> IntArray | None:
+        """The axes over which results are handed on unreduced; None where none is."""
+        return self.unreduced if self.states is None else self.states.unreduced_out
+
+    @property
+    def asked(self) -> IntArray | None:
+        """The axes over which operands are taken unreduced; None where none is."""
+        return self.unreduced if self.states is None else self.states.unreduced_in
+
+
+class Tables:
+    """Choices per node and the problem, for one mesh (that of the space)."""
+
+    def __init__(self, network: Network, space: Space, setup: Setup, limits: AlgoLimits) -> None:
+        self.network, self.space, self.forced, self._limits = network, space, setup.forced, limits
+        self._unscattered = setup.unscattered
+        self._couplings = self._coupled_nodes(setup.couplings if type(space.mesh) is LogicalMesh else ())
+        self.pins: dict[int, PinnedDims] = {space.slot_of[value]: dims for value, dims in setup.partial_pins.items()}
+        self.pins.update({space.slot_of[value]: sharding for value, sharding in setup.pins.items()})
+        self._outputs, self._passing = frozenset(space.graph.outputs), space.passing
+        self._memo: dict[tuple[object, ...], Choices] = {}
+        self._edges: dict[tuple[object, ...], FloatArray] = {}
+        self._reshard_s: dict[tuple[object, ...], FloatArray] = {}
+        self.choices = [self._choices(node) for node in network.nodes]
+
+    def problem(self) -> Problem:
+        """The problem, without memory."""
+        costs = [choices.seconds * node.weight for choices, node in zip(self.choices, self.network.nodes, strict=True)]
+        edges = []
+        for carry, (weight, value) in self.network.carries.items():
+            table = self._table(carry, value, weight)
+            if table is None:
+                continue
+            if carry.source.node == carry.target:
+                costs[carry.target] = costs[carry.target] + np.diagonal(table)
+            else:
+                edges.append(Edge(carry.source.node, carry.target, table))
+        for (left, right), coupling in self._couplings.items():
+            shape = self.space.graph.values[coupling.value].shape
+            own, other = (self.choices[node].stored[0] for node in (left, right))
+            if left == right:
+                costs[left] = costs[left] + allowed_alone(self.space.mesh, shape, own, coupling.dim)
+            else:
+                edges.append(Edge(left, right, allowed_pairs(self.space.mesh, shape, own, other, coupling)))
+        return Problem(tuple(costs), tuple(edges))
+
+    def _coupled_nodes(self, couplings: Iterable[Coupling]) -> dict[tuple[int, int], Coupling]:
+        """Pairs of nodes that are coupled; what the search does not place has none."""
+        found = {}
+        for coupling in couplings:
+            slots = [self.space.slot_of[value] for value in (coupling.parameter, coupling.value)]
+            nodes = [self.network.slot_nodes.get(self.network.folded.slot_class[slot], -1) for slot in slots]
+            if min(nodes) >= 0 and (coupling.how == "itself" or nodes[0] != nodes[1]):
+                found[nodes[0], nodes[1]] = coupling
+        return found
+
+    def _choices(self, node: Node) -> Choices:
+        if node.sort == "op":
+            return self._op_choices(node)
+        value = self.space.graph.values[node.member]
+        pin = self.pins.get(self.space.slot_of[node.member]) if node.sort == "slot" else None
+        key = (node.sort, value.shape, pin, node.joins.hands_on)
+        known = self._memo.get(key)
+        if known is None:
+            numbers, bits = self._numbers(value.shape, pin), None
+            if node.joins.hands_on:
+                numbers, bits = self._with_partial(value.shape, numbers)
+            known = self._memo[key] = Choices((numbers,), (numbers,), np.zeros(len(numbers)), unreduced=bits)
+        return known
+
+    def _with_partial(self, shape: tuple[int, ...], numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """The shardings of a slot that may be handed on unreduced, and over which axes it is: none, or some that it is not split along."""
+        codes = axis_codes(self.space.mesh)
+        used = np.bitwise_or.reduce(codes.bits[domain(self.space.mesh, shape).rows[numbers]], axis=1, initial=0)
+        subsets = range(1 << len(codes.names(-1)))
+        kept = [numbers[used & bits == 0] for bits in subsets]
+        return np.concatenate(kept), np.repeat(np.array(subsets, dtype=np.int64), [len(own) for own in kept])
+
+    def _numbers(self, shape: tuple[int, ...], pin: PinnedDims | None) -> IntArray:
+        """The shardings of a slot or use: all of its domain, or those that agree with a pin."""
+        known = domain(self.space.mesh, shape)
+        kept = np.ones(len(known), dtype=bool)
+        for dim, own in enumerate(pin or ()):
+            if own is not None:
+                kept &= known.rows[:, dim] == known.codes.code(own)
+        if not kept.any():
+            raise UnsupportedError(
+                f"The search cannot keep the sharding {pin} of a value of shape {shape}.",
+                need="splits that divide, and on meshes of more than three axes axes in the order of the mesh",
+            )
+        return np.nonzero(kept)[0]
+
+    def _op_choices(self, node: Node) -> Choices:
+        space, op = self.space, self.space.graph.ops[node.member]
+        shapes = shapes_of(space.graph, op)
+        forced = self.forced.get(op.id)
+        # The kind of an op says nothing of its operands' types, on which its bytes depend.
+        dtypes = tuple([space.graph.values[value].dtype for value in op.operands if value != LITERAL])
+        later = node.later if self._unscattered.isdisjoint(op.results) else node.later._replace(scatters=False)
+        key = (space.kind_of[op.id], tuple(shapes), dtypes, op.flops, forced, node.joins, node.terminal, later)
+        known = self._memo.get(key)
+        if known is None:
+            if forced is None:
+                split = self._allowed(op, split_of_rule(op, shapes, space.splittable(op.rule), space.mesh))
+            else:
+                split = split_of_axes(op, shapes, forced, space.mesh)
+            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology, node.terminal, later)
+            if forced is None and self._limits.elementwise_follow:
+                states = following(states, self._leaders(op))
+            known = self._memo[key] = Choices(states.stored, states.wanted, states.seconds, split, states)
+        return known
+
+    def _allowed(self, op: Op, split: Split) -> Split:
+        """Without the splits that the search's parameters forbid."""
+        if not self._limits.restricts:
+            return split
+        codes = axis_codes(self.space.mesh)
+        kept = [place for place, row in enumerate(split.rows.tolist()) if self._limits.allows(op, codes.sharding(row), self.space.mesh)]
+        places = np.array(kept, dtype=np.int64)
+        operands, results = (tuple(own[places] for own in side) for side in (split.operands, split.results))
+        return Split(split.rows[places], operands, results)
+
+    def _leaders(self, op: Op) -> list[int]:
+        """The operands of which an element-wise op must follow one; none where it need not."""
+        if not is_elementwise(op.rule):
+            return []
+        slots, loose = self.space.op_slots[op.id], self.space.loose_slots
+        alike = [place for place, dims in enumerate(op.rule.operands) if dims and dims == op.rule.results[0]]
+        return [] if any(slots[place] in loose for place in alike) else alike
+
+    def _table(self, carry: Carry, value: int, weight: float) -> FloatArray | None:
+        source, target = self.choices[carry.source.node], self.choices[carry.target]
+        stored, taken = source.stored[carry.source.result], target.taken[carry.position]
+        known = self.space.graph.values[value]
+        unreduced = any(bits is not None and bool(bits.any()) for bits in (source.given, target.asked))
+        size = NARROW_BYTES if carry.narrow else item_bytes(known.dtype)
+        follows = target.states is not None and bool((target.states.follows == carry.position).any())
+        is_kept = self.network.summed.keeps(value, is_made=self.network.nodes[carry.source.node].sort == "op")
+        key = (
+            id(stored),
+            id(taken),
+            known.shape,
+            size,
+            weight,
+            unreduced,
+            carry.position if follows else -1,
+            is_kept,
+            self._passing[value],
+        )
+        table = self._edges.get(key)
+        if table is None:
+            # Weighted while it is small; columns before rows, which are then copied whole.
+            table = (self.reshard_s(known.shape, size) * weight).take(taken, axis=1).take(stored, axis=0)
+            if self._passing[value]:
+                table += self._written_s(known.shape, item_bytes(known.dtype), stored, taken) * weight
+            if unreduced:
+                table = self._with_unreduced(table, source, target, stored, taken)
+            if source.split is not None and target.split is None:
+                op = self.space.graph.ops[self.network.nodes[carry.source.node].member]
+                table = self._with_reductions(table, op, source, source.split.results[carry.source.result], known.shape, stored, taken)
+            if is_kept:
+                table = self._without_slices(table, known.shape, stored, taken)
+            if follows and target.states is not None:
+                table = np.where((target.states.follows == carry.position) & (stored[:, None] != taken[None, :]), np.inf, table)
+            self._edges[key] = table
+        return table
+
+    @staticmethod
+    def _with_unreduced(table: FloatArray, source: Choices, target: Choices, stored: IntArray, taken: IntArray) -> FloatArray:
+        """Unreduced values only go where they are taken over the same axes, and as they are."""
+        given = np.zeros(len(stored), dtype=np.int64) if source.given is None else source.given
+        asked = np.zeros(len(taken), dtype=np.int64) if target.asked is None else target.asked
+        misfit = given[:, None] != asked[None, :]
+        misfit |= (given[:, None] != 0) & (stored[:, None] != taken[None, :])
+        return np.where(misfit, np.inf, table)
+
+    def _without_slices(self, table: FloatArray, shape: tuple[int, ...], stored: IntArray, taken: IntArray) -> FloatArray:
+        """What a loop adds up is split by its reduction, in every turn, or not at all."""
+        codes = axis_codes(self.space.mesh)
+        used = np.bitwise_or.reduce(codes.bits[domain(self.space.mesh, shape).rows], axis=1, initial=0)
+        return np.where(used[taken][None, :] & ~used[stored][:, None], np.inf, table)
+
+    def _with_reductions(
+        self, table: FloatArray, op: Op, source: Choices, natural: IntArray, shape: tuple[int, ...], left: IntArray, stored: IntArray
+    ) -> FloatArray:
+        """Partial results are only left where lowering leaves them on the way to where they are stored (`space.reduction_plan`).
+
+        Sums of unreduced terms are scattered by the compiler: only into the split in which they are stored.
+        """
+        assert source.split is not None
+        assert source.states is not None
+        codes, rows = axis_codes(self.space.mesh), domain(self.space.mesh, shape).rows
+        summed = [factor for factor, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
+        own = np.bitwise_or.reduce(codes.bits[source.split.rows[:, summed]], axis=1, initial=0)[source.states.split]
+        before = rows[natural[source.states.split]]
+        after = rows[left]
+        changed = np.nonzero((own != 0) | (before != after).any(axis=1))[0]
+        if not len(changed) or op.rule.combiner != "add":
+            return table
+        own, before, after = own[changed], before[changed], after[changed]
+        fits = np.ones((len(changed), len(stored)), dtype=bool)
+        is_planned, pending = own != 0, np.ones_like(fits)
+        for dim, target in enumerate(rows[stored].T):
+            more = codes.added[before[:, dim]][:, target]
+            scatters = (more != 0) & (more & ~own[:, None] == 0) & ((more == own[:, None]) | (op.primitive == "dot_general"))
+            now = pending & scatters
+            pending &= ~scatters
+            planned = np.where(now, target[None, :], before[:, dim, None]) == after[:, dim, None]
+            sliced = (before[:, dim] == after[:, dim])[:, None] | (target[None, :] == after[:, dim, None])
+            fits &= np.where(is_planned[:, None], planned, sliced)
+        table = table.copy()
+        table[changed] = np.where(fits, table[changed], np.inf)
+        return table
+
+    def reshard_s(self, shape: tuple[int, ...], size: int) -> FloatArray:
+        """Seconds from each sharding of a shape to each, with `size` bytes per element."""
+        key = (shape, size)
+        known = self._reshard_s.get(key)
+        if known is None:
+            table = reshard_table(domain(self.space.mesh, shape), self.space.topology)
+            known = self._reshard_s[key] = table.fixed_s + table.s_per_byte * (size * math.prod(shape))
+        return known
+
+    def _written_s(self, shape: tuple[int, ...], size: int, stored: IntArray, taken: IntArray) -> FloatArray:
+        """`roofline.written_s` where a value that is only computed on the way changes its sharding."""
+        slices = domain(self.space.mesh, shape).slices[stored]
+        seconds = 2 * size * math.prod(shape) / slices / self.space.topology.memory_bytes_per_s
+        return np.where(stored[:, None] != taken[None, :], seconds[:, None], 0.0)
+
+    def assignment(self, states: tuple[int, ...], mode: str) -> Assignment:
+        """What a choice of states means for every op and value; values that are free to place are left whole."""
+        space, folded = self.space, self.network.folded
+        graph, mesh = space.graph, space.mesh
+        # Equal ones are one object, by which they are priced once.
+        same: dict[OpSharding, OpSharding] = {}
+        chosen = [self._op_sharding(node, states[node]) for node in range(len(folded.op_members))]
+        shardings = [same.setdefault(own, own) for own in chosen]
+        ops = []
+        values: list[TensorSharding] = [space.shardings[space.whole[value.id]] for value in graph.values]
+        for slot, dims in self.pins.items():
+            # What no op reads is no part of the search, but is where the user wants it.
+            values[slot] = tuple([own or () for own in dims])
+        for slot_class, node in self.network.slot_nodes.items():
+            member = folded.slot_members[slot_class][0]
+            number = int(self.choices[node].stored[0][states[node]])
+            own = domain(mesh, graph.values[member].shape).shardings[number]
+            for slot in folded.slot_members[slot_class]:
+                values[slot] = own
+        values = [values[slot if folded.slot_class[slot] >= 0 else value] for value, slot in enumerate(space.slot_of)]
+        for op, node in zip(graph.ops, folded.op_class, strict=True):
+            ops.append(shardings[node] if node >= 0 else OpSharding(((),) * len(op.rule.sizes)))
+            if node >= 0 and self.network.nodes[node].joins.takes:
+                (value,) = op.results
+                values[value] = self._stored_sum(value, node, states)
+        return Assignment(tuple(ops), tuple(values), mode)
+
+    def _op_sharding(self, node: int, state: int) -> OpSharding:
+        choices = self.choices[node]
+        assert choices.split is not None
+        assert choices.states is not None
+        row = choices.split.rows[choices.states.split[state]].tolist()
+        return OpSharding(axis_codes(self.space.mesh).sharding(row))
+
+    def _stored_sum(self, value: int, node: int, states: tuple[int, ...]) -> TensorSharding:
+        """Where a result is stored that may be a sum of unreduced ones; it is only sliced by its readers, if they are all."""
+        choices, state, network = self.choices[node], states[node], self.network
+        assert choices.split is not None
+        assert choices.states is not None
+        slot_class = network.folded.slot_class[self.space.slot_of[value]]
+        slot_node = network.slot_nodes[slot_class]
+        number = int(self.choices[slot_node].stored[0][states[slot_node]])
+        as_left = number == int(choices.stored[0][state])
+        if choices.states.unreduced_in[state] and as_left and slot_class not in network.fixed_slots and value not in self._outputs:
+            number = int(choices.split.results[0][choices.states.split[state]])
+        return domain(self.space.mesh, self.space.graph.values[value].shape).shardings[number]

@@ -1,0 +1,72 @@
+"""recursive_programming from request to plan: the search, the memory budget, and the suggested stage count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spmdctx.cost.step import Step, bill_of
+from spmdctx.errors import InfeasibleError
+from spmdctx.ir.sharding import Assignment
+from spmdctx.machine.topology import Topology
+from spmdctx.search.dynamic.results import Shortfall
+from spmdctx.search.dynamic.shortfall import place_of
+from spmdctx.search.recursive.searcher import Recursive, RecursiveOptions
+from spmdctx.search.recursive.stages import suggest_stages
+from spmdctx.search.setup.request import Request, Setup
+
+_ATTEMPTS = 6
+"""Budgets that are tried before an error names what the fastest plan takes."""
+
+
+def plan_recursive(step: Step, request: Request, topology: Topology, options: RecursiveOptions) -> tuple[Setup, Assignment]:
+    """Finds the mesh, where the user gave none, and an assignment on it.
+
+    Args:
+        step: the traced step.
+        request: what the user asked for; more than one device.
+        topology: the machine.
+        options: see there.
+
+    Returns:
+        The set-up on the mesh that was found, and the assignment.
+
+    Raises:
+        StrategyError: pins that do not fit the devices.
+        InfeasibleError: no plan that fits in the budget was found.
+    """
+    found = Recursive(step, topology, options).plan(request)
+    if isinstance(found, Shortfall):
+        raise _infeasible(step, request, topology, options, found)
+    setup = found.setup
+    # The batch lies as the plan has it; nobody asked for anything else.
+    notes = [note for note in setup.notes if request.dataset is not None or not note.startswith("Batch leaf")]
+    if options.max_stages:
+        capacity = options.memory_bytes or topology.memory_bytes
+        peak_bytes = bill_of(step, found.assignment, setup.mesh, topology).memory_bytes
+        stages = suggest_stages(step.graph, found.assignment, setup.mesh, peak_bytes, options.max_stages, capacity)
+        notes.append(f"auto_pipeline suggests {stages} of at most {options.max_stages} pipeline stages.")
+    return replace(setup, notes=notes), found.assignment
+
+
+def _infeasible(step: Step, request: Request, topology: Topology, options: RecursiveOptions, found: Shortfall) -> InfeasibleError:
+    enough = _enough_bytes(step, request, topology, options, found)
+    return InfeasibleError(
+        f"No plan was found that fits in memory_bytes={options.memory_bytes}: the smallest peak is {enough} bytes per device.",
+        where=place_of(step, found.time),
+        got=f"{found.least_bytes} bytes of values alive there, the least that this search found",
+        need=f"memory_bytes >= {enough} for this search",
+        fix="use more devices, a smaller batch, rematerialisation, or search_mode='dynamic_programming'",
+    )
+
+
+def _enough_bytes(step: Step, request: Request, topology: Topology, options: RecursiveOptions, found: Shortfall) -> int:
+    """A budget that this search finds a plan in: the first of those that its failures name, else what its fastest plan takes."""
+    budget = found.enough_bytes
+    for _ in range(_ATTEMPTS):
+        tried = Recursive(step, topology, replace(options, memory_bytes=budget)).plan(request)
+        if not isinstance(tried, Shortfall):
+            return budget
+        budget = max(tried.enough_bytes, budget + 1)
+    fastest = Recursive(step, topology, replace(options, memory_bytes=None)).plan(request)
+    assert not isinstance(fastest, Shortfall), "only a budget can fall short"
+    return bill_of(step, fastest.assignment, fastest.setup.mesh, topology).memory_bytes

@@ -1,0 +1,182 @@
+"""Which splits recursive_programming searches: axes in the order of the mesh, and of the ops that the rounds decided only their cuts.
+
+An element-wise op goes with what it computes: it is split as its result lies, and so is an operand of the same shape that an op made.
+All nodes that so depend on each other are one for the solver, which leaves it a quarter of the nodes.
+
+An argument that lies split costs a trifle less than one that lies whole, so that it lies as it is read where that is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.ir.domain import axis_codes, domain
+from spmdctx.ir.graph import Op, Role
+from spmdctx.ir.projection import FactorAxes
+from spmdctx.search.problem.network import PLAIN, Carry, Network, Node
+from spmdctx.search.problem.space import Space
+from spmdctx.search.problem.states import Split, States
+from spmdctx.search.problem.tables import Choices, Tables
+from spmdctx.search.setup.limits import AlgoLimits, is_elementwise
+from spmdctx.search.setup.request import Setup
+from spmdctx.search.solver.problem.problem import Edge, Problem, Solution
+
+_TRIFLE_S = 1e-15
+
+
+class Joined(NamedTuple):
+    """A problem in which several nodes are one; `groups` says of each node of the network which."""
+
+    problem: Problem
+    groups: tuple[int, ...]
+
+    def apart(self, solution: Solution) -> Solution:
+        """The solution for the nodes of the network."""
+        return solution._replace(states=tuple([solution.states[group] for group in self.groups]))
+
+
+class FewSplits(Tables):
+    """Tables of few splits. `cuts` are by op id the only split of an op, where pins and limits of the search let it have that."""
+
+    def __init__(self, network: Network, space: Space, setup: Setup, limits: AlgoLimits, cuts: Mapping[int, FactorAxes]) -> None:
+        self._cuts = cuts
+        self._few: dict[int, Choices] = {}
+        self._same: dict[tuple[int, int], bool] = {}
+        codes = axis_codes(space.mesh)
+        self._straight = np.array([list(own) == sorted(own, key=space.mesh.names.index) for own in codes.axes])
+        self._cut_rows: dict[int, list[list[int]]] = {}
+        for cut in dict.fromkeys(cuts.values()):
+            self._cut_rows.setdefault(len(cut), []).append([codes.code(axes) for axes in cut])
+        super().__init__(network, space, setup, limits)
+
+    def problem(self) -> Problem:
+        """The restricted problem, without memory."""
+        every = super().problem()
+        return Problem(tuple(self._restricted(every.costs)), every.edges)
+
+    def joined(self) -> Joined:
+        """The problem in which element-wise ops go with what they compute."""
+        groups = self._groups()
+        costs: dict[int, FloatArray] = {}
+        own = self._restricted([choices.seconds * node.weight for choices, node in zip(self.choices, self.network.nodes, strict=True)])
+        for group, seconds in zip(groups, own, strict=True):
+            known = costs.get(group)
+            costs[group] = seconds if known is None else known + seconds
+        edges = []
+        for carry, (weight, value) in self.network.carries.items():
+            left, right = groups[carry.source.node], groups[carry.target]
+            if left == right and self._goes_with(carry):
+                continue
+            table = self._table(carry, value, weight)
+            if table is None:
+                continue
+            if left == right:
+                costs[left] = costs[left] + np.diagonal(table)
+            else:
+                edges.append(Edge(left, right, table))
+        return Joined(Problem(tuple(costs.values()), tuple(edges)), groups)
+
+    def _groups(self) -> tuple[int, ...]:
+        """The group of each node, numbered by their first nodes."""
+        leader = list(range(len(self.network.nodes)))
+
+        def first(node: int) -> int:
+            while leader[node] != node:
+                leader[node] = node = leader[leader[node]]
+            return node
+
+        for carry in self.network.carries:
+            one, other = sorted((first(carry.source.node), first(carry.target)))
+            if one != other and self._goes_with(carry):
+                leader[other] = one
+        numbers: dict[int, int] = {}
+        return tuple([numbers.setdefault(first(node), len(numbers)) for node in range(len(leader))])
+
+    def _goes_with(self, carry: Carry) -> bool:
+        """Whether the ends of an edge are nodes that go together, each state of one with the same of the other."""
+        source, target = carry.source.node, carry.target
+        if not (self._follows[source] and self._follows[target]):
+            return False
+        stored, taken = self.choices[source].stored[carry.source.result], self.choices[target].taken[carry.position]
+        key = (id(stored), id(taken))
+        known = self._same.get(key)
+        if known is None:
+            known = self._same[key] = stored is taken or np.array_equal(stored, taken)
+        return known
+
+    @cached_property
+    def _follows(self) -> list[bool]:
+        """Per node, whether it may go with others: element-wise ops, and what single ops make."""
+        network, ops = self.network, self.space.graph.ops
+        fixed = {network.slot_nodes[own] for own in network.fixed_slots if own in network.slot_nodes}
+        known: dict[int, bool] = {}
+        found = []
+        for number, node in enumerate(network.nodes):
+            if node.sort != "op":
+                found.append(node.sort == "slot" and number not in fixed)
+                continue
+            rule = ops[node.member].rule
+            if id(rule) not in known:
+                known[id(rule)] = is_elementwise(rule)
+            found.append(known[id(rule)] and node.joins == PLAIN and node.member not in self.forced)
+        return found
+
+    def _allowed(self, op: Op, split: Split) -> Split:
+        split = super()._allowed(op, split)
+        straight = self._straight[split.rows].all(axis=1)
+        for cut in self._cut_rows.get(len(op.rule.sizes), ()):
+            straight |= (split.rows == cut).all(axis=1)
+        kept = np.nonzero(straight)[0]
+        if len(kept) in (0, len(split.rows)):
+            return split
+        operands, results = (tuple(own[kept] for own in side) for side in (split.operands, split.results))
+        return Split(split.rows[kept], operands, results)
+
+    def _choices(self, node: Node) -> Choices:
+        every = super()._choices(node)
+        known = self._few.get(id(every))
+        if known is None:
+            known = self._few[id(every)] = self._among(node, every)
+        return known
+
+    def _among(self, node: Node, every: Choices) -> Choices:
+        """The choices whose results lie on axes in the order of the mesh; all where that leaves none."""
+        mesh, graph = self.space.mesh, self.space.graph
+        kept = np.ones(len(every.seconds), dtype=bool)
+        values = graph.ops[node.member].results if node.sort == "op" else (node.member,)
+        for value, numbers in zip(values, every.stored, strict=True):
+            kept &= self._straight[domain(mesh, graph.values[value].shape).rows[numbers]].all(axis=1)
+        if kept.all() or not kept.any():
+            return every
+        stored = tuple(own[kept] for own in every.stored)
+        if every.states is None:
+            unreduced = None if every.unreduced is None else every.unreduced[kept]
+            return Choices(stored, stored, every.seconds[kept], unreduced=unreduced)
+        states = _only(every.states, np.nonzero(kept)[0])
+        return Choices(states.stored, states.wanted, states.seconds, every.split, states)
+
+    def _restricted(self, costs: Iterable[FloatArray]) -> Iterator[FloatArray]:
+        """The costs of the nodes' states, infinite where an op has another cut."""
+        for node, choices, own in zip(self.network.nodes, self.choices, costs, strict=True):
+            if node.sort == "slot" and self.space.graph.values[node.member].role is not Role.INTERMEDIATE:
+                known = domain(self.space.mesh, self.space.graph.values[node.member].shape)
+                own = own + _TRIFLE_S / known.slices[choices.stored[0]]
+            cut = self._cuts.get(node.member) if node.sort == "op" else None
+            if cut is not None and choices.split is not None and choices.states is not None:
+                codes = axis_codes(self.space.mesh)
+                kept = (choices.split.rows[choices.states.split] == np.array([codes.code(axes) for axes in cut])).all(axis=1)
+                # Pins and limits of the search may leave nothing else.
+                own = np.where(kept, own, np.inf) if np.isfinite(own[kept]).any() else own
+            yield own
+
+
+def _only(states: States, places: IntArray) -> States:
+    """Some of the states."""
+    wanted, stored = (tuple(own[places] for own in side) for side in (states.wanted, states.stored))
+    rest = states.unreduced_out[places], states.seconds[places], states.follows[places]
+    return States(states.split[places], wanted, states.unreduced_in[places], stored, *rest)

@@ -1,0 +1,46 @@
+"""The meshes that a search tries: every factorisation of the device count, but one of those that cost the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from spmdctx.ir.collective import COLLECTIVE_KINDS
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.collectives import collective_price
+from spmdctx.machine.topology import Topology
+
+MAX_AXES = 3
+
+
+def candidate_meshes(num_devices: int, topology: Topology, max_axes: int = MAX_AXES) -> list[LogicalMesh]:
+    """Ordered factorisations into at most `max_axes` axes, fewest axes first.
+
+    Two orders of the same sizes on which every collective costs the same are one mesh with other names; the ascending one is kept.
+    """
+    kept: dict[tuple[object, ...], LogicalMesh] = {}
+    for count in range(1, max_axes + 1):
+        for sizes in _factorisations(num_devices, count):
+            mesh = LogicalMesh.of(sizes)
+            kept.setdefault(_prices(mesh, topology), mesh)
+    return list(kept.values())
+
+
+def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Ordered, in ascending lexicographic order, without factors of 1 (but for the number 1 itself)."""
+    if count == 1:
+        if number > 1:
+            yield (number,)
+        return
+    for first in range(2, number // 2 + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first, count - 1):
+                yield (first, *rest)
+
+
+def _prices(mesh: LogicalMesh, topology: Topology) -> tuple[object, ...]:
+    """What all collectives cost over all groups of axes, the axes taken by size."""
+    by_size = sorted(mesh.names, key=lambda name: mesh.sizes[name])
+    groups = [group for count in range(1, len(by_size) + 1) for group in combinations(by_size, count)]
+    sizes = tuple(mesh.sizes[name] for name in by_size)
+    return (sizes, *(collective_price(kind, group, mesh, topology) for group in groups for kind in COLLECTIVE_KINDS))

@@ -1,0 +1,270 @@
+"""What each parallel mode fixes before the search: the mesh, the pins, and the shardings that spread."""
+
+from __future__ import annotations
+
+import math
+
+from spmdctx.errors import StrategyError, UnsupportedError
+from spmdctx.ir.analysis.batch import batch_dims, dividing_axes
+from spmdctx.ir.graph import Graph, Op, Role
+from spmdctx.ir.mesh import LogicalMesh, axes_of, divides, format_sharding, replicated
+from spmdctx.ir.projection import FactorAxes
+from spmdctx.ir.rule import OpRule
+from spmdctx.ir.sharding import AxisNames, TensorSharding
+from spmdctx.search.setup.dataset import dataset_marks
+from spmdctx.search.setup.mark_checks import strategy_text
+from spmdctx.search.setup.marks import PinnedDims, resolve_marks
+from spmdctx.search.setup.request import LAYERWISE, ManualSpecs, Request, Setup
+
+
+def prepare(graph: Graph, request: Request) -> Setup:
+    """Mesh, pins and seeds of a mode.
+
+    Raises:
+        StrategyError: a strategy, batch or constraint that does not fit.
+        UnsupportedError: a shard_map on another mesh than the step's.
+    """
+    if request.parallel_mode == "stand_alone" or request.num_devices == 1:
+        return _stand_alone(request)
+    mesh, marked, notes = _mesh_of(graph, request)
+    unscattered = frozenset(value for one in request.once for value in one.way)
+    setup = Setup(mesh, notes=list(notes), couplings=request.couplings, unscattered=unscattered)
+    _force_manual(graph, request, setup)
+    for value, dims in marked.items():
+        _fix(setup, value, dims)
+    if isinstance(request.dataset, tuple) and marked:
+        for value, entry in zip(batch_leaves(graph), request.dataset, strict=True):
+            setup.reasons[value] = f"dataset_strategy {strategy_text(entry)}"
+    _pin_user_shardings(graph, request, setup)
+    _MODES[request.parallel_mode](graph, request, setup)
+    _reconcile(graph, setup)
+    return setup
+
+
+def batch_parts(graph: Graph, setup: Setup) -> dict[int, TensorSharding]:
+    """Where propagation starts beside the pins: parts of a split batch, micro-batches for example, are split like the batch itself."""
+    split = {value: sharding[0] for value in batch_leaves(graph) if (sharding := setup.pins.get(value) or setup.seeds.get(value))}
+    axes = next((own for own in split.values() if own), ())
+    parts: dict[int, TensorSharding] = {}
+    if axes:
+        for value, dim in batch_dims(graph, split, setup.mesh).parts.items():
+            shape = graph.values[value].shape
+            own = dividing_axes(shape[dim], axes, setup.mesh)
+            if own:
+                parts[value] = (*replicated(dim), own, *replicated(len(shape) - dim - 1))
+    return parts
+
+
+def _reconcile(graph: Graph, setup: Setup) -> None:
+    """State comes out as it goes in, whatever a constraint on its next value says."""
+    for before, after in graph.ties:
+        kept, dropped = setup.pins.get(before), setup.pins.get(after)
+        if kept is not None and dropped is not None and kept != dropped:
+            del setup.pins[after]
+            setup.notes.append(
+                f"'{graph.values[before].path}' goes in as {format_sharding(kept)}, so its next value comes out so too, "
+                f"and not as {format_sharding(dropped)}."
+            )
+
+
+def batch_leaves(graph: Graph) -> list[int]:
+    """Input values that are batch leaves, in flatten order."""
+    return [value for value in graph.inputs if graph.values[value].role is Role.BATCH]
+
+
+def _stand_alone(request: Request) -> Setup:
+    mesh = request.mesh if request.mesh is not None and request.mesh.num_devices == 1 else LogicalMesh.of({"data": 1})
+    setup = Setup(mesh)
+    if request.value_pins and request.parallel_mode == "stand_alone":
+        setup.notes.append("stand_alone: sharding constraints and partitioning metadata in the step have no effect.")
+    if any(spec.mesh_axes != mesh.axes for spec in request.manual):
+        mesh = LogicalMesh(request.manual[0].mesh_axes)
+        if mesh.num_devices != 1:
+            raise UnsupportedError(
+                "The step holds a shard_map over several devices, which one device cannot run.", fix="use hybrid_parallel"
+            )
+        setup.mesh = mesh
+    return setup
+
+
+def _mesh_of(graph: Graph, request: Request) -> tuple[LogicalMesh, dict[int, PinnedDims], tuple[str, ...]]:
+    """The user's mesh, else that of his own constraints or shard_maps, else what the strategies need."""
+    mesh = request.mesh
+    if mesh is None:
+        own = dict.fromkeys([*(spec.mesh_axes for spec in request.manual), *(pin.mesh_axes for pin in request.value_pins if pin.mesh_axes)])
+        fitting = [axes for axes in own if LogicalMesh(axes).num_devices == request.num_devices]
+        mesh = LogicalMesh(fitting[0]) if fitting else None
+    if request.parallel_mode == "data_parallel" or request.parallel_mode == "hybrid_parallel":
+        return mesh or LogicalMesh.of({"data": request.num_devices}), {}, ()
+    marks = (*request.marks, *dataset_marks(graph, batch_leaves(graph), request.dataset, request.num_devices))
+    if not marks and mesh is None:
+        mesh = _mesh_for_batch(graph, request.num_devices)
+    found, pins, notes = resolve_marks(graph, marks, request.num_devices, mesh)
+    return found, dict(pins), tuple(notes)
+
+
+def _mesh_for_batch(graph: Graph, num_devices: int) -> LogicalMesh:
+    """One axis; two where the batch divides over some of the devices only."""
+    sizes = [graph.values[value].shape[0] for value in batch_leaves(graph) if graph.values[value].shape]
+    common = math.gcd(num_devices, *sizes)
+    return LogicalMesh.of((common, num_devices // common) if 1 < common < num_devices else (num_devices,))
+
+
+def _force_manual(graph: Graph, request: Request, setup: Setup) -> None:
+    for specs in request.manual:
+        if specs.mesh_axes != setup.mesh.axes:
+            raise UnsupportedError(
+                "A shard_map in the step runs on another mesh than the step itself.",
+                where=graph.origins[specs.op].source,
+                got=f"shard_map mesh {dict(specs.mesh_axes)}, step mesh {dict(setup.mesh.axes)}",
+                fix="build the shard_map on spmdctx.get_mesh(), or pass its mesh as mesh=",
+            )
+        setup.forced[specs.op] = _axes_from_specs(graph.ops[specs.op].rule, specs)
+
+
+def _axes_from_specs(rule: OpRule, specs: ManualSpecs) -> FactorAxes:
+    axes: list[AxisNames] = [()] * len(rule.sizes)
+    for dims, sharding in zip((*rule.operands, *rule.results), (*specs.operands, *specs.results), strict=True):
+        for factors, names in zip(dims, sharding, strict=True):
+            if factors:
+                axes[factors[0]] = names
+    return tuple(axes)
+
+
+def _pin_user_shardings(graph: Graph, request: Request, setup: Setup) -> None:
+    sizes = setup.mesh.sizes
+    for pin in request.value_pins:
+        named = {name for dim in pin.dims if dim for name in dim}
+        known = graph.values[pin.value]
+        unknown = sorted(name for name in named if name not in sizes or dict(pin.mesh_axes).get(name, sizes[name]) != sizes[name])
+        if unknown and pin.mesh_axes:
+            raise StrategyError(
+                f"{pin.origin} names mesh axes that the step's mesh does not have: {', '.join(unknown)}.",
+                got=f"{dict(pin.mesh_axes)}, the step's mesh is {dict(setup.mesh.axes)}",
+                fix="pass the mesh of the constraint as mesh=, or use axes of spmdctx.get_mesh()",
+            )
+        setup.reasons[pin.value] = pin.origin
+        if unknown:
+            setup.notes.append(f"{pin.origin} of '{known.path}' names {', '.join(unknown)}, which is no mesh axis: ignored.")
+            continue
+        sharding = tuple(dim or () for dim in pin.dims)
+        if not divides(known.shape, sharding, setup.mesh):
+            place = f"of '{known.path}'" if known.path else f"at {graph.origins[graph.producers[pin.value]].source}"
+            setup.notes.append(f"{pin.origin} {format_sharding(sharding)} does not divide shape {known.shape} {place}: ignored.")
+        else:
+            _fix(setup, pin.value, pin.dims)
+
+
+def _fix(setup: Setup, value: int, dims: PinnedDims) -> None:
+    """A pin where every dimension is fixed; else a sharding to start from."""
+    where = setup.seeds if None in dims else setup.pins
+    where[value] = tuple(dim or () for dim in dims)
+    if None in dims and any(dim is not None for dim in dims):
+        setup.partial_pins[value] = dims
+
+
+def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:
+    """Batch leaves split along dimension 0 over all devices, everything else that goes in whole."""
+    for value in graph.inputs:
+        known = graph.values[value]
+        if known.role is Role.BATCH and known.shape:
+            if known.shape[0] % request.num_devices:
+                raise StrategyError(
+                    f"data_parallel splits dimension 0 of the batch over {request.num_devices} devices, but its size {known.shape[0]} "
+                    f"is not divisible by {request.num_devices}.",
+                    where=f"batch leaf '{known.path}'",
+                    got=f"shape {known.shape}",
+                    fix="change the batch size or device_num, or name the batch with batch_argnums",
+                )
+            setup.pins[value] = (setup.mesh.names, *replicated(len(known.shape) - 1))
+            setup.reasons[value] = "data_parallel splits the batch"
+        elif value in request.layerwise:
+            setup.reasons[value] = LAYERWISE
+        else:
+            setup.reasons[value] = "data_parallel keeps it whole"
+            setup.pins.setdefault(value, replicated(len(known.shape)))
+
+
+def _hybrid_parallel(graph: Graph, request: Request, setup: Setup) -> None:
+    """The user's shard_maps decide; a step without any is split like data_parallel."""
+    if all(specs.is_loss for specs in request.manual):
+        _data_parallel(graph, request, setup)
+
+
+def _semi_auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
+    """Outside shard() regions every op that has the batch is split along it over all devices."""
+    leaves = batch_leaves(graph)
+    _split_batch(graph, request, setup, leaves, setup.mesh.names)
+    traced = batch_dims(graph, leaves, setup.mesh).found
+    if request.dataset == "full_batch":
+        traced = {value: dim for value, dim in traced.items() if value not in leaves}
+    # What leaves a region does not decide what happens in it.
+    setup.one_way.update({mark.op: mark.side == "out" for mark in request.marks if mark.side in ("out", "out_grad")})
+    out_marks = {mark.value for mark in request.marks if mark.side == "out"}
+    for op in graph.ops:
+        if op.id in request.region_ops or _is_boundary(op):
+            continue
+        for value in op.results:
+            if value in traced and value not in setup.pins and value not in out_marks:
+                _pin_batch(graph, setup, value, traced[value])
+
+
+def _is_boundary(op: Op) -> bool:
+    return op.primitive.endswith((".enter", ".next", ".exit"))
+
+
+def _pin_batch(graph: Graph, setup: Setup, value: int, dim: int) -> None:
+    shape = graph.values[value].shape
+    axes = dividing_axes(shape[dim], setup.mesh.names, setup.mesh)
+    if axes:
+        setup.pins[value] = (*replicated(dim), axes, *replicated(len(shape) - dim - 1))
+
+
+def _auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
+    """The dataset strategy is a pin where it was set; else the batch takes the axes that no strategy uses."""
+    leaves = batch_leaves(graph)
+    if request.dataset is not None:
+        _split_batch(graph, request, setup, leaves, setup.mesh.names)
+        return
+    used = {name for sharding in (*setup.pins.values(), *setup.seeds.values()) for name in axes_of(sharding)}
+    axes = tuple(name for name in setup.mesh.names if name not in used)
+    for value in leaves:
+        shape = graph.values[value].shape
+        if shape and value not in setup.pins and axes:
+            own = dividing_axes(shape[0], axes, setup.mesh)
+            if own != axes:
+                setup.guesses.append(_indivisible(graph, value, axes, own))
+            setup.seeds[value] = (own, *replicated(len(shape) - 1))
+            setup.reasons[value] = "the batch takes the axes that no strategy uses"
+
+
+def _split_batch(graph: Graph, request: Request, setup: Setup, leaves: list[int], axes: AxisNames) -> None:
+    """Pins the batch leaves as a dataset strategy given by name says; a tuple was resolved with the marks."""
+    if isinstance(request.dataset, tuple):
+        return
+    for value in leaves:
+        shape = graph.values[value].shape
+        if not shape or value in setup.pins:
+            continue
+        setup.reasons[value] = f"dataset_strategy {request.dataset!r}"
+        if request.dataset == "full_batch":
+            setup.pins[value] = replicated(len(shape))
+            continue
+        own = dividing_axes(shape[0], axes, setup.mesh)
+        if own != axes:
+            setup.notes.append(_indivisible(graph, value, axes, own))
+        setup.pins[value] = (own, *replicated(len(shape) - 1))
+
+
+def _indivisible(graph: Graph, value: int, axes: AxisNames, own: AxisNames) -> str:
+    known = graph.values[value]
+    kept = f"split over {'+'.join(own)} only" if own else "every device holds it whole"
+    return f"Batch leaf '{known.path}' of shape {known.shape} does not divide over {'+'.join(axes)}: {kept}."
+
+
+_MODES = {
+    "data_parallel": _data_parallel,
+    "hybrid_parallel": _hybrid_parallel,
+    "semi_auto_parallel": _semi_auto_parallel,
+    "auto_parallel": _auto_parallel,
+}

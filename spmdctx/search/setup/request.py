@@ -1,0 +1,122 @@
+"""What a search is asked: the mode, the mesh, the marks, the pins; and what is fixed once these are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from spmdctx.ir.analysis.loop_sums import LoopSum
+from spmdctx.ir.graph import Mark
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.projection import FactorAxes
+from spmdctx.ir.sharding import AxisNames, TensorSharding
+from spmdctx.search.setup.marks import PinnedDims
+
+MeshAxes = tuple[tuple[str, int], ...]
+
+
+class ValuePin(NamedTuple):
+    """A sharding fixed by the user's code for a mesh with `mesh_axes`; None leaves a dimension free. `origin` says what it is."""
+
+    value: int
+    mesh_axes: MeshAxes
+    dims: PinnedDims
+    origin: str
+
+
+class ManualSpecs(NamedTuple):
+    """The shardings that a shard_map fixes for one op; `is_loss` where it is none of the user's."""
+
+    op: int
+    mesh_axes: MeshAxes
+    operands: tuple[TensorSharding, ...]
+    results: tuple[TensorSharding, ...]
+    is_loss: bool = False
+
+
+ALL_REPLICAS = -1
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSharding:
+    """What the parallel optimizer splits.
+
+    Attributes:
+        level: 1 for optimizer state, 2 for gradients too, 3 for weights too.
+        threshold_bytes: smaller parameters stay whole, and their state.
+        shard_size: how many replicas share one copy; `ALL_REPLICAS` for all.
+        splits_accumulators: whether what loops over micro-batches sum up is split too.
+        layers: values that go into shard_maps whose bodies scan over them, with how many of their leading dimensions count layers.
+    """
+
+    level: int
+    threshold_bytes: int
+    shard_size: int
+    splits_accumulators: bool
+    layers: tuple[tuple[int, int], ...] = ()
+
+
+LAYERWISE = "layerwise_parallel: each device has its own"
+"""Why a parameter is split in data_parallel."""
+
+
+class Coupling(NamedTuple):
+    """A value whose sharding a search must choose by that of a parameter of its shape.
+
+    `how` is "further" (the parameter's, with all other axes added to dimension `dim`), "alike", "within" (no axis that the
+    parameter does not use), or "itself": the value is the parameter, and is stored as any sharding with all other axes added.
+    """
+
+    parameter: int
+    value: int
+    dim: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for, without JAX.
+
+    `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf; `optimizer` None for no parallel optimizer,
+    and `couplings` what it asks of a search. `once` are sums of loops that are reduced when they are complete, and not before.
+    """
+
+    parallel_mode: str
+    num_devices: int
+    mesh: LogicalMesh | None
+    dataset: str | tuple[object, ...] | None
+    marks: tuple[Mark, ...]
+    region_ops: frozenset[int]
+    value_pins: tuple[ValuePin, ...]
+    manual: tuple[ManualSpecs, ...]
+    layerwise: frozenset[int]
+    optimizer: OptimizerSharding | None = None
+    couplings: tuple[Coupling, ...] = ()
+    once: tuple[LoopSum, ...] = ()
+
+
+@dataclass(slots=True)
+class Setup:
+    """Where a search starts from. Keys of `pins`, `seeds` and `reasons` are value ids, of `forced` and `one_way` op ids.
+
+    `partial_pins` are those of the seeds that the user asked for, with None for the dimensions that he left free.
+
+    Partial results that are `unscattered` are reduced in place, if at all where they are made.
+
+    `reasons` says of a pinned or seeded value who asked for it. `parts` are, per axis of the mesh that the program was written
+    for, its axes in this one; empty where the two are the same.
+    """
+
+    mesh: LogicalMesh
+    pins: dict[int, TensorSharding] = field(default_factory=dict)
+    seeds: dict[int, TensorSharding] = field(default_factory=dict)
+    forced: dict[int, FactorAxes] = field(default_factory=dict)
+    one_way: dict[int, bool] = field(default_factory=dict)
+    partial_pins: dict[int, PinnedDims] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    guesses: list[str] = field(default_factory=list)
+    reasons: dict[int, str] = field(default_factory=dict)
+    parts: Mapping[str, AxisNames] = field(default_factory=dict)
+    couplings: tuple[Coupling, ...] = ()
+    unscattered: frozenset[int] = frozenset()

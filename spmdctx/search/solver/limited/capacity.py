@@ -1,0 +1,71 @@
+"""The choice that uses the least memory at its worst time, where some states exclude each other."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spmdctx.ir.arrays import FloatArray
+from spmdctx.search.solver.limited.assignment import Amounts
+from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.reproducible import weight
+from spmdctx.search.solver.unlimited.energy import Search, minimise
+
+STEPS = 40
+
+
+def has_hard_tables(graph: Graph) -> bool:
+    """Whether some pair of states is forbidden."""
+    numbers = {number for links in graph.links for number in links.values()}
+    return any(not np.isfinite(graph.pool.arrays[number]).all() for number in sorted(numbers))
+
+
+def smallest(graph: Graph, amounts: Amounts, search: Search) -> list[int] | None:
+    """Present states whose highest usage is as low as found; None if nothing is finite.
+
+    Prices per row move to the rows that are used most (multiplicative weights); with one row the first step is exact.
+    """
+    bare = without_costs(graph)
+    num_rows = len(amounts.rows.times)
+    prices = np.full(num_rows, 1.0 / num_rows)
+    best: list[int] | None = None
+    lowest = np.inf
+    for step in range(STEPS if num_rows > 1 else 1):
+        found = minimise(_priced(bare, amounts, prices), search)
+        if found is None or search.expired():
+            break
+        usage = amounts.usage(found.states)
+        if usage.max() < lowest:
+            best, lowest = found.states, float(usage.max())
+        if usage.max() <= amounts.rows.most:
+            break
+        share = usage / max(float(usage.max()), 1e-300)
+        prices *= weight((share - 1.0) * 8.0 / np.sqrt(step + 1.0))
+        prices /= prices.sum()
+    return best
+
+
+def without_costs(graph: Graph) -> Graph:
+    """The graph with costs of zero, where they are finite."""
+    bare = graph.copy()
+    bare.base = 0.0
+    pool = graph.pool
+    zeros = {number: pool.intern(np.where(np.isfinite(pool.arrays[number]), 0.0, np.inf)) for number in sorted(set(graph.unary))}
+    bare.unary = [zeros[number] for number in graph.unary]
+    for node in bare.nodes():
+        for other, number in sorted(bare.links[node].items()):
+            if node < other:
+                bare.unlink(node, other)
+                table = pool.arrays[number]
+                if not np.isfinite(table).all():
+                    bare.link(node, other, pool.intern(np.where(np.isfinite(table), 0.0, np.inf)))
+    return bare
+
+
+def _priced(bare: Graph, amounts: Amounts, prices: FloatArray) -> Graph:
+    other = bare.copy()
+    weights = amounts.rows.weights(prices)
+    for node in amounts.live:
+        used = amounts.of[node]
+        if bare.alive[node] and used is not None:
+            other.unary[node] = bare.pool.intern(bare.costs(node) + weights[node] * used)
+    return other

@@ -1,0 +1,289 @@
+"""The least cost that fits the memory: prices for the bound, flips and repair for the states, enumeration where it is small."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+import numpy as np
+
+from spmdctx.ir.arrays import FloatArray
+from spmdctx.search.solver.limited.ascent import Ascent
+from spmdctx.search.solver.limited.assignment import Amounts, Assignment
+from spmdctx.search.solver.limited.capacity import has_hard_tables, smallest
+from spmdctx.search.solver.limited.closing import Enumerated, enumerate_choices, states_at
+from spmdctx.search.solver.limited.forest import descend_forests
+from spmdctx.search.solver.limited.frontier import cheapest_fitting, order_for
+from spmdctx.search.solver.limited.lagrange import Prices, priced
+from spmdctx.search.solver.limited.polish import Polish
+from spmdctx.search.solver.limited.program import integer_optimum, lowest_peak, num_variables
+from spmdctx.search.solver.problem.graph import Graph, is_whole
+from spmdctx.search.solver.problem.memory import Rows
+from spmdctx.search.solver.problem.problem import Infeasible, Known
+from spmdctx.search.solver.unlimited.dual import Bound, Dual
+from spmdctx.search.solver.unlimited.energy import EQUAL, Minimum, Search, is_narrow, minimise, shrink
+
+PRICE_STEPS = 30
+MAX_REPAIRS = 12
+MAX_FREE = 3000
+"""Nodes up to which a wide problem is first solved without memory."""
+ASCENT_SHARE = 0.35
+FOREST_PASSES = 6
+PRUNING_SWEEPS = 15
+SMALLER = 0.6
+MAX_ROUNDS = 1_000_000
+MAX_VARIABLES = 1000
+
+
+def most_variables(effort: int) -> int:
+    """Variables up to which an integer program is tried."""
+    found: int = MAX_VARIABLES * 4**effort
+    return found
+
+
+class Constrained:
+    """One problem whose memory may bind. States are present states of `graph`, which is reduced with regard to memory."""
+
+    def __init__(self, graph: Graph, rows: Rows, search: Search, known: Known | None = None, cutoff: float = np.inf) -> None:
+        self.known = known
+        self.cutoff = cutoff
+        self.graph = graph
+        self.rows = rows
+        self.search = search
+        self.amounts = Amounts(graph, rows)
+        self.best: Minimum | None = None
+        self.bound = -np.inf
+        self.prices: FloatArray = np.zeros(len(rows.times))
+        self.beliefs: Bound | None = None
+        self.active: list[int] = []
+        self._is_whole = is_whole(graph)
+
+    def run(self) -> Minimum | Infeasible:
+        """The best choice that fits with its bound, or what cannot be met."""
+        choices = enumerate_choices(self.graph, self.rows)
+        if choices is not None:
+            return self._enumerated(self.graph, choices)
+        least = self.amounts.usage(self.amounts.least())
+        if self.rows.excess(least) > 0:
+            return self._infeasible(least)
+        if is_narrow(self.graph):
+            self._narrow()
+        else:
+            self._wide()
+        if not self._is_proven():
+            self._close()
+        if not self._is_proven():
+            self._polish()
+        if self.best is None:
+            self._offer_repaired(self.amounts.least())
+        if self.best is None:
+            missing = self._infeasible(least)
+            if self.best is None:
+                return missing._replace(is_proven=False, lower_bound=self.bound)
+        return self.best._replace(bound=self.best.cost if self._gap() <= EQUAL else self.bound)
+
+    def _raise(self, bound: float) -> None:
+        """Takes over a bound if it is higher; where all costs are whole numbers so is the optimum."""
+        if self._is_whole and np.isfinite(bound):
+            bound = float(np.ceil(bound - EQUAL * abs(bound)))
+        self.bound = max(self.bound, bound)
+
+    def _narrow(self) -> None:
+        """Every minimum is exact and cheap: cutting planes for the prices, flips between the choices that they meet."""
+        prices = Prices(self.graph, self.amounts, self.search)
+        free = prices.evaluate(np.zeros(len(self.rows.times)))
+        self._offer_repaired(self.amounts.least())
+        if free is not None:
+            self._offer_repaired(free.states)
+        self._raise(prices.bound)
+        if self._is_proven():
+            return
+        if self.best is not None:
+            prices.add(self.best.states)
+        prices.run(PRICE_STEPS, max(self.search.tolerance, 1e-9))
+        self._raise(prices.bound)
+        self.prices = prices.best
+        self.active = prices.active
+        choices = sorted(prices.choices, key=lambda choice: choice.cost)
+        for choice in choices[:MAX_REPAIRS]:
+            self._offer_repaired(choice.states)
+        for choice in choices[: 2 * MAX_REPAIRS]:
+            if self.best is not None:
+                found = self._assignment(self.best.states)
+                found.flip(choice.states)
+                found.improve(self.search.expired)
+                self._offer(found.states)
+
+    def _wide(self) -> None:
+        """Minima are dear: prices and messages together, forests from the decoded states, then rounds of improvement."""
+        known = self.known
+        if known is None and len(self.graph.nodes()) <= MAX_FREE:
+            free = minimise(self.graph, self.search)
+            known = None if free is None else Known((tuple(free.states),), free.bound)
+        if known is not None:
+            for states in known.choices:
+                self._offer_repaired(states)
+            self._raise(known.lower_bound)
+            if self._is_proven():
+                return
+        ascent = Ascent(self.graph, self.amounts, self.search, ASCENT_SHARE)
+        ascent.start()
+        random = np.random.default_rng(0)
+
+        def offer(states: list[int], worth: bool) -> float:
+            if worth:
+                self._offer_repaired(states)
+                passes = takewhile(lambda _: not self.search.expired(), range(FOREST_PASSES))
+                descend_forests(self.graph, self.amounts, self.rows.weights(ascent.prices), states, passes, random)
+                self._offer_repaired(states)
+            return min(self.cutoff, np.inf if self.best is None else self.best.cost) - self.graph.base
+
+        # A problem that will be closed needs no good prices.
+        steps = PRICE_STEPS if self._is_closable(self.graph) else PRICE_STEPS * 4 ** max(self.search.effort - 1, 0)
+        ascent.run(steps, offer)
+        offer(ascent.dual.decode(), True)
+        self.prices, self.beliefs = ascent.prices, ascent.best
+        self._raise(ascent.bound + self.graph.base)
+        self.active = np.flatnonzero(self.prices).tolist()
+
+    def _polish(self) -> None:
+        """Rounds of improvement: as many as the effort allows, or as the time does."""
+        if self.best is not None:
+            polish = Polish(self.graph, self.amounts, self.rows.weights(self.prices), self.best.states, self.search)
+            polish.run(4**self.search.effort // 4 if self.search.left() is None else MAX_ROUNDS, self.bound)
+            self._offer(polish.best.states)
+
+    def _close(self) -> None:
+        """Without the states that cannot be in a better choice: all choices, or an integer program if it is small enough."""
+        if self.search.expired():
+            return
+        core = self.graph.copy()
+        known = min(self.cutoff, np.inf if self.best is None else self.best.cost)
+        left = self._prune(core, known)
+        self.search.reach("variables", num_variables(core))
+        is_smaller = self._num_states(core) <= SMALLER * self._num_states(self.graph)
+        if left and not (is_smaller or self._is_closable(core) or order_for(core, self.rows)):
+            return
+        if not left or not shrink(core, self.search, self.rows):
+            # Nothing is as cheap as what is known.
+            self.bound = known
+        elif self._is_exhausted(core, known):
+            self.bound = min(known, np.inf if self.best is None else self.best.cost)
+        elif self._is_closable(core):
+            found_states, bound = integer_optimum(core, Amounts(core, self.rows), self.active, known, self.search.left())
+            for states in found_states:
+                self._offer(core.complete(states))
+                self._offer_repaired(core.complete(states))
+            self._raise(min(bound, known, np.inf if self.best is None else self.best.cost))
+        elif is_smaller and is_narrow(core):
+            self._descend(core, known)
+
+    def _is_exhausted(self, core: Graph, known: float) -> bool:
+        """Offers the best of all choices, if they are few enough to look at."""
+        choices = enumerate_choices(core, self.rows)
+        if choices is not None:
+            found = self._enumerated(core, choices)
+            if isinstance(found, Minimum):
+                self._offer(core.complete(found.states))
+            return True
+        best = cheapest_fitting(core, Amounts(core, self.rows), self.prices, known, self.search.expired)
+        if best is not None and best.states is not None:
+            self._offer(core.complete(best.states))
+        return best is not None
+
+    def _descend(self, core: Graph, known: float) -> None:
+        """Solves what pruning left as a problem of its own: what was too wide may be narrow now."""
+        inner = Constrained(core, self.rows, self.search, cutoff=self.cutoff)
+        found = inner.run()
+        if isinstance(found, Infeasible):
+            # Only a search that ended says that nothing is left.
+            self._raise(min(inner.bound, known))
+            return
+        self._offer(core.complete(found.states))
+        self._raise(min(found.bound, known))
+
+    @staticmethod
+    def _num_states(graph: Graph) -> int:
+        return sum(graph.size(node) for node in graph.nodes())
+
+    def _is_closable(self, graph: Graph) -> bool:
+        """Whether the graph's integer program is small enough."""
+        return num_variables(graph) <= most_variables(self.search.effort)
+
+    def _prune(self, core: Graph, known: float) -> bool:
+        """Removes the states whose bound is above the cost of a choice that is known; False if a node has none left."""
+        if np.isinf(known):
+            return True
+        if self.beliefs is None:
+            other = priced(self.graph, self.amounts, self.prices)
+            dual = Dual(other)
+            dual.sweep(PRUNING_SWEEPS, self.search.expired)
+            found, shift = dual.bound(), other.base - float(self.prices.sum()) * self.rows.limit
+        else:
+            found, shift = self.beliefs, self.graph.base
+        self._raise(found.value + shift)
+        most = known - shift + 1e-12 * (abs(known) + abs(shift))
+        kept = {node: np.flatnonzero(beliefs <= most) for node, beliefs in found.beliefs.items()}
+        if any(not len(states) for states in kept.values()):
+            return False
+        core.restrict({node: states for node, states in kept.items() if len(states) < core.size(node)})
+        return True
+
+    def _assignment(self, states: Sequence[int]) -> Assignment:
+        return Assignment(self.graph, self.amounts, states)
+
+    def _offer(self, states: Sequence[int]) -> None:
+        found = self._assignment(states)
+        if found.fits():
+            value = found.cost()
+            if np.isfinite(value) and (self.best is None or value < self.best.cost):
+                self.best = Minimum(list(states), value, -np.inf)
+
+    def _offer_repaired(self, states: Sequence[int]) -> None:
+        found = self._assignment(states)
+        if found.repair(self.search.expired):
+            found.improve(self.search.expired)
+            self._offer(found.states)
+
+    def _gap(self) -> float:
+        """How far the bound is below the best cost, relative to it."""
+        if self.best is None:
+            return np.inf
+        return (self.best.cost - self.bound) / max(abs(self.best.cost), 1e-300)
+
+    def _is_proven(self) -> bool:
+        """Whether the best is near enough, or nothing is below the cutoff."""
+        return self.bound >= self.cutoff or self._gap() <= max(self.search.tolerance, EQUAL)
+
+    def _enumerated(self, graph: Graph, choices: Enumerated) -> Minimum | Infeasible:
+        """The best of all choices, as present states of the graph."""
+        self.search.count("enumerated", len(choices.costs))
+        finite = np.isfinite(choices.costs)
+        usage = np.where(finite, choices.usage, np.inf)
+        costs = np.where((usage <= self.rows.most).all(axis=0), choices.costs, np.inf)
+        index = int(costs.argmin())
+        if np.isfinite(costs[index]):
+            return Minimum(states_at(choices, index, len(graph.unary)), float(costs[index]), float(costs[index]))
+        return infeasible(self.rows, usage.min(axis=1), usage[:, int(usage.max(axis=0).argmin())])
+
+    def _infeasible(self, least: FloatArray) -> Infeasible:
+        """What memory cannot be met; `best` is after all a choice that fits, if looking for the smallest limit finds one."""
+        if not has_hard_tables(self.graph):
+            return infeasible(self.rows, least, least)
+        if self.search.expired():
+            return infeasible(self.rows, least, np.full(len(least), np.inf))
+        found = lowest_peak(self.graph, self.amounts) if self._is_closable(self.graph) else None
+        if found is None:
+            found = smallest(self.graph, self.amounts, self.search)
+        if found is None:
+            return infeasible(self.rows, least, np.full(len(least), np.inf))
+        self._offer_repaired(found)
+        return infeasible(self.rows, least, self.amounts.usage(found))
+
+
+def infeasible(rows: Rows, least: FloatArray, smallest: FloatArray) -> Infeasible:
+    """What cannot be met: the row whose least usage is highest, or where every row can be met alone the highest of the smallest choice."""
+    row = int(least.argmax())
+    if least[row] <= rows.most:
+        row, least = int(smallest.argmax()), smallest
+    return Infeasible(int(rows.times[row]), float(least[row]), float(smallest.max()))

@@ -1,0 +1,185 @@
+"""The problem as an integer program with tight edge rows, for SciPy's HiGHS.
+
+A variable per state and per finite entry of an edge's table; the entries of a row of a table sum to the variable of its state, so
+that the linear relaxation is almost always integral.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array, hstack
+
+from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.search.solver.limited.assignment import Amounts
+from spmdctx.search.solver.limited.closing import fixed_usage
+from spmdctx.search.solver.problem.graph import Graph
+
+NODE_LIMIT = 10_000
+PRECISION = 1e-6
+"""HiGHS calls a choice optimal when it is this near to its bound, in units of the scaled objective."""
+SCALE = 1e4
+ROW_ROUNDS = 8
+ROWS_AT_ONCE = 100
+"""So many rows cost HiGHS less than another round does."""
+
+
+class Program(NamedTuple):
+    """Costs of the variables, and sparse rows that equal `sums`; `starts` is each node's first variable."""
+
+    costs: FloatArray
+    rows: Any
+    sums: FloatArray
+    starts: dict[int, int]
+    num_states: int
+
+
+def num_variables(graph: Graph) -> int:
+    """The number of variables of a graph's program."""
+    pairs = sum(graph.size(node) * graph.size(other) for node in graph.nodes() for other in graph.links[node] if node < other)
+    return pairs + sum(graph.size(node) for node in graph.nodes())
+
+
+def program(graph: Graph, most: float = np.inf) -> Program:
+    """The program without memory, and without the entries of tables that a choice of a cost of at most `most` cannot have."""
+    nodes = graph.nodes()
+    spare = most - graph.base - _least_sum(graph)
+    starts, start = {}, 0
+    for node in nodes:
+        starts[node] = start
+        start += graph.size(node)
+    num_states, num_rows = start, len(nodes)
+    costs = [graph.costs(node) for node in nodes]
+    lines = [np.repeat(np.arange(len(nodes)), [graph.size(node) for node in nodes])]
+    columns, values = [np.arange(num_states)], [np.ones(num_states)]
+    for node in nodes:
+        for other in sorted(graph.links[node]):
+            if node > other:
+                continue
+            table = graph.table(node, other)
+            lefts, rights = np.nonzero(np.isfinite(table) & (table - table.min() <= spare + 1e-9 * abs(spare)))
+            entries = start + np.arange(len(lefts))
+            height, width = table.shape
+            lines += [num_rows + lefts, num_rows + height + rights, num_rows + np.arange(height + width)]
+            columns += [entries, entries, starts[node] + np.arange(height), starts[other] + np.arange(width)]
+            values += [np.ones(2 * len(lefts)), -np.ones(height + width)]
+            costs.append(table[lefts, rights])
+            start += len(lefts)
+            num_rows += height + width
+    index = (np.concatenate(lines), np.concatenate(columns))
+    rows = csr_array((np.concatenate(values), index), shape=(num_rows, start))
+    sums = np.zeros(num_rows)
+    sums[: len(nodes)] = 1.0
+    return Program(np.concatenate(costs), rows, sums, starts, num_states)
+
+
+def _least_sum(graph: Graph) -> float:
+    """The sum of all least costs."""
+    total = 0.0
+    for node in graph.nodes():
+        total += float(graph.costs(node).min())
+        total += sum(float(graph.table(node, other).min()) for other in graph.links[node] if node < other)
+    return total
+
+
+def memory_rows(graph: Graph, amounts: Amounts, chosen: IntArray, starts: dict[int, int], num_variables: int) -> LinearConstraint:
+    """The memory of some rows over the variables, as shares of the limit."""
+    lines, columns, values = [], [], []
+    limit, unit = amounts.rows.limit, amounts.rows.unit
+    for node, start in starts.items():
+        used = amounts.of[node]
+        if used is None:
+            continue
+        for first, last, count in amounts.rows.ranges[node]:
+            low, high = np.searchsorted(chosen, (first, last))
+            for line in range(low, high):
+                lines.append(np.full(len(used), line))
+                columns.append(start + np.arange(len(used)))
+                values.append(count * used)
+    room = limit - fixed_usage(graph, amounts.rows)[chosen]
+    index = (np.concatenate(lines), np.concatenate(columns)) if lines else (np.zeros(0, int), np.zeros(0, int))
+    scaled = np.concatenate(values) if values else np.zeros(0)
+    # Bytes are large; as shares of the limit the rows have HiGHS's precision.
+    return LinearConstraint(csr_array((scaled / unit, index), shape=(len(chosen), num_variables)), -np.inf, room / unit)
+
+
+def integer_optimum(graph: Graph, amounts: Amounts, active: list[int], most: float, seconds: float | None) -> tuple[list[list[int]], float]:
+    """Choices that HiGHS found, the last one the best if it is proven, and a bound (infinite if nothing as cheap as `most` fits).
+
+    Args:
+        graph: The costs; every node that has a row and several states must be left.
+        amounts: The usage of the graph's states.
+        active: Rows to start with where there are many; rows join as choices exceed them.
+        most: A cost that some choice has, or infinite.
+        seconds: HiGHS's time limit, for benchmarks; else its nodes are limited.
+    """
+    model = program(graph, most)
+    scale = SCALE / max(float(np.abs(model.costs).max()), 1e-300)
+    integral = np.zeros(len(model.costs))
+    integral[: model.num_states] = 1
+    options: dict[str, float] = {"mip_rel_gap": 0.0, "node_limit": NODE_LIMIT}
+    if seconds is not None:
+        options["time_limit"] = max(seconds, 0.1)
+    found: list[list[int]] = []
+    chosen, bound = _first_rows(len(amounts.rows.times), active), -np.inf
+    for _ in range(ROW_ROUNDS):
+        rows = [LinearConstraint(model.rows, model.sums, model.sums)]
+        if chosen:
+            rows.append(memory_rows(graph, amounts, np.array(chosen), model.starts, len(model.costs)))
+        answer = milp(model.costs * scale, integrality=integral, bounds=Bounds(0, 1), constraints=rows, options=options)
+        if answer.status == 2:
+            return found, np.inf
+        if answer.mip_dual_bound is not None:
+            bound = max(bound, (float(answer.mip_dual_bound) - PRECISION) / scale + graph.base)
+        if answer.x is None:
+            break
+        states = _states(graph, model, answer.x)
+        found.append(states)
+        fresh = _peaks(amounts.usage(states), amounts.rows.most, chosen)
+        if not fresh:
+            break
+        chosen = sorted({*chosen, *fresh})
+    return found, bound
+
+
+def _first_rows(count: int, active: list[int]) -> list[int]:
+    """All rows, or where they are many the active ones."""
+    return list(range(count)) if count <= ROWS_AT_ONCE else sorted(set(active))
+
+
+def lowest_peak(graph: Graph, amounts: Amounts) -> list[int] | None:
+    """Present states whose highest usage is the least possible, to HiGHS's precision; None if it finds none. Costs do not count."""
+    if not graph.nodes():
+        return [0] * len(graph.unary)
+    model = program(graph)
+    count = len(model.costs)
+    memory = memory_rows(graph, amounts, np.arange(len(amounts.rows.times)), model.starts, count)
+    # One more variable: the excess over the limit, as a share of it.
+    excess = csr_array(-np.ones((len(amounts.rows.times), 1)))
+    rows = [
+        LinearConstraint(hstack([model.rows, csr_array((model.rows.shape[0], 1))], format="csr"), model.sums, model.sums),
+        LinearConstraint(hstack([memory.A, excess], format="csr"), -np.inf, memory.ub),
+    ]
+    integral = np.zeros(count + 1)
+    integral[: model.num_states] = 1
+    bounds = Bounds(np.append(np.zeros(count), -1.0), np.append(np.ones(count), np.inf))
+    options = {"mip_rel_gap": 0.0, "node_limit": NODE_LIMIT}
+    answer = milp(np.append(np.zeros(count), 1.0), integrality=integral, bounds=bounds, constraints=rows, options=options)
+    return None if answer.x is None else _states(graph, model, answer.x)
+
+
+def _states(graph: Graph, model: Program, values: FloatArray) -> list[int]:
+    """The states that the variables choose."""
+    states = [0] * len(graph.unary)
+    for node, start in model.starts.items():
+        states[node] = int(values[start : start + graph.size(node)].argmax())
+    return states
+
+
+def _peaks(usage: FloatArray, most: float, known: list[int]) -> list[int]:
+    """The highest row of every run of rows above the limit, without those known."""
+    above = np.flatnonzero(usage > most)
+    runs = np.split(above, np.flatnonzero(np.diff(above) > 1) + 1)
+    return [row for row in (int(run[usage[run].argmax()]) for run in runs if len(run)) if row not in known]

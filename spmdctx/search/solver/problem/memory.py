@@ -1,0 +1,105 @@
+"""Memory as rows: one for every time at which the set of live nodes is maximal and could exceed the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.search.solver.problem.problem import Memory
+
+ROUNDING = 1e-12
+"""Usage above the limit by less than this share is rounding."""
+
+
+class Rows:
+    """The memory constraints of a problem. The lives of a node are cut into pieces that do not overlap, each with a count of lives.
+
+    Attributes:
+        times: A time of each row, ascending.
+        nodes, firsts, lasts, counts: Of each piece its node, its rows `firsts <= row < lasts`, and how often it counts.
+        limit: The most usage per row.
+        usages: Usage by node and original state.
+        live: Whether a node has any row.
+        priced: The usages of the live nodes, None for the others.
+        ranges: The pieces (first, last, count) of each node.
+    """
+
+    def __init__(self, memory: Memory, possible: Sequence[IntArray]) -> None:
+        """The rows that some choice among the `possible` states of each node violates."""
+        self.limit = float(memory.limit)
+        self.usages = memory.usages
+        lives = np.array([(node, start, end) for node, start, end in memory.lives if start < end], dtype=np.int64).reshape(-1, 3)
+        self.nodes, starts, ends = np.ascontiguousarray(lives.T)
+        self.times = _maximal(starts, ends)
+        self.firsts, self.lasts = self._placed(starts, ends)
+        most = np.array([memory.usages[node][states].max() if len(states) else 0.0 for node, states in enumerate(possible)])
+        self.times = self.times[self._summed(most[self.nodes]) > self.most]
+        self.ranges = _merged(self.nodes, *self._placed(starts, ends), len(possible))
+        flat = [(node, *piece) for node, pieces in enumerate(self.ranges) for piece in pieces]
+        self.nodes, self.firsts, self.lasts, self.counts = np.ascontiguousarray(np.array(flat, dtype=np.int64).reshape(-1, 4).T)
+        self.live = [bool(pieces) for pieces in self.ranges]
+        self.priced = tuple(usage if live else None for usage, live in zip(self.usages, self.live, strict=True))
+
+    @property
+    def unit(self) -> float:
+        """The limit as a unit of usage; 1 where the limit is none."""
+        return self.limit if self.limit > 0 else 1.0
+
+    @property
+    def most(self) -> float:
+        """The limit with its rounding."""
+        return self.limit + ROUNDING * abs(self.limit)
+
+    def _placed(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
+        return np.searchsorted(self.times, starts), np.searchsorted(self.times, ends)
+
+    def _summed(self, amounts: FloatArray) -> FloatArray:
+        """Sums amounts per life into rows."""
+        change = np.bincount(self.firsts, amounts, len(self.times) + 1) - np.bincount(self.lasts, amounts, len(self.times) + 1)
+        summed: FloatArray = np.cumsum(change)[:-1]
+        return summed
+
+    def usage(self, amounts: FloatArray) -> FloatArray:
+        """Usage of each row, given the usage of each node."""
+        return self._summed(amounts[self.nodes] * self.counts)
+
+    def excess(self, usage: FloatArray) -> float:
+        """How far the usage of the rows exceeds the limit, at most 0 if it fits."""
+        return float((usage - self.most).max(initial=-np.inf))
+
+    def weights(self, prices: FloatArray) -> FloatArray:
+        """The price of one unit of usage of each node, given prices per row."""
+        summed = np.concatenate([[0.0], np.cumsum(prices)])
+        weights = np.bincount(self.nodes, (summed[self.lasts] - summed[self.firsts]) * self.counts, len(self.live))
+        return weights.astype(np.float64)
+
+
+def _maximal(starts: IntArray, ends: IntArray) -> IntArray:
+    """The times at which something starts and before the next start something ends."""
+    times = np.unique(starts)
+    bounds = np.searchsorted(times, np.unique(ends) - 1, side="right") - 1
+    # An end after time s and no later than the next start: s is the last start before that end.
+    return times[np.unique(bounds)]
+
+
+def _merged(nodes: IntArray, firsts: IntArray, lasts: IntArray, num_nodes: int) -> list[list[tuple[int, int, int]]]:
+    """The pieces of each node, without the lives that have no row."""
+    lives: list[list[tuple[int, int]]] = [[] for _ in range(num_nodes)]
+    for node, first, last in zip(nodes.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
+        if first < last:
+            lives[node].append((first, last))
+    return [[(*ranges[0], 1)] if len(ranges) == 1 else _pieces(ranges) for ranges in lives]
+
+
+def _pieces(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Ranges cut where one starts or ends, with the number that cover each piece."""
+    cuts = sorted({cut for pair in ranges for cut in pair})
+    pieces = []
+    for first, last in pairwise(cuts):
+        count = sum(start <= first and last <= end for start, end in ranges)
+        if count:
+            pieces.append((first, last, count))
+    return pieces

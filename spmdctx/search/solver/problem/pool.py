@@ -1,0 +1,199 @@
+"""Interned arrays: equal costs get one number, so that repeated structure is computed once."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
+from spmdctx.search.solver.problem.groups import Groups, content_hash, grouped
+from spmdctx.search.solver.problem.join import least
+
+MAX_COMPARED = 1 << 16
+"""Entries up to which results are compared with those known before."""
+_PLAIN = 64
+"""Entries up to which an array is its own key."""
+_WIDE = 1 << 18
+"""Additions from which a minimum is taken by groups."""
+
+
+class Pool:
+    """Arrays by number. Operations on them are memoised by the numbers of their operands.
+
+    `arrays[i]` is the array of number i; none is changed after it is added.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: list[FloatArray] = []
+        self._objects: dict[int, int] = {}
+        self._held: list[FloatArray] = []
+        self._contents: dict[tuple[tuple[int, ...], bytes | int], int] = {}
+        self._groups: dict[int, Groups | None] = {}
+        self._transposed: dict[int, int] = {}
+        self._totals: dict[tuple[int, int], int] = {}
+        self._rows: dict[tuple[int, int], int] = {}
+        self._selected: dict[tuple[int, int, int], int] = {}
+        self._supports: dict[int, BoolArray | None] = {}
+        self._worst: dict[int, FloatArray] = {}
+        self._parts: dict[int, tuple[int, int] | None] = {}
+        self._best: dict[tuple[int, ...], tuple[int, float]] = {}
+        self._choices: dict[bytes, int] = {}
+        self.choices: list[IntArray] = []
+
+    def new(self, array: FloatArray) -> int:
+        """Adds an array without comparing it to the others."""
+        self.arrays.append(array)
+        return len(self.arrays) - 1
+
+    def intern(self, array: FloatArray) -> int:
+        """The number of an array, the same for equal contents."""
+        data = np.ascontiguousarray(array)
+        if data.size <= _PLAIN:
+            return self._known((data.shape, data.tobytes()), data)
+        value = content_hash(data)
+        # Another array may have this hash.
+        while not _same(self.arrays[self._known((data.shape, value), data)], data):
+            value += 1
+        return self._contents[data.shape, value]
+
+    def _known(self, key: tuple[tuple[int, ...], bytes | int], data: FloatArray) -> int:
+        """The number of a key, which is new where nothing has it."""
+        number = self._contents.get(key)
+        if number is None:
+            number = self._contents[key] = self.new(data)
+        return number
+
+    def intern_object(self, array: FloatArray) -> int:
+        """Like `intern`, and looks at the contents of one object only once."""
+        number = self._objects.get(id(array))
+        if number is None:
+            number = self._objects[id(array)] = self.intern(np.asarray(array, dtype=np.float64))
+            # An object that dies could leave its address to another array.
+            self._held.append(array)
+        return number
+
+    def transposed(self, number: int) -> int:
+        """The number of the transposed table."""
+        found = self._transposed.get(number)
+        if found is None:
+            found = self.new(np.ascontiguousarray(self.arrays[number].T))
+            self._transposed[number], self._transposed[found] = found, number
+        return found
+
+    def groups(self, number: int) -> Groups | None:
+        """The equal rows and columns of a table; None where there are few."""
+        if number not in self._groups:
+            other = self._transposed.get(number, -1)
+            if other in self._groups:
+                known = self._groups[other]
+                self._groups[number] = None if known is None else known.transposed()
+            else:
+                self._groups[number] = grouped(self.arrays[number])
+        return self._groups[number]
+
+    def total(self, first: int, second: int) -> int:
+        """The number of the sum of two arrays of one shape."""
+        key = (first, second) if first <= second else (second, first)
+        found = self._totals.get(key)
+        if found is None:
+            found = self._totals[key] = self.new(self.arrays[first] + self.arrays[second])
+        return found
+
+    def row(self, number: int, state: int) -> int:
+        """The number of one row of a table."""
+        found = self._rows.get((number, state))
+        if found is None:
+            found = self._rows[number, state] = self.intern(self.arrays[number][state])
+        return found
+
+    def lowered(self, array: FloatArray) -> tuple[int, float]:
+        """The number of an array less its least entry, and that entry. So results that differ by a constant are one array."""
+        lowest = float(array.min())
+        if not np.isfinite(lowest):
+            return self.new(array), 0.0
+        array = array - lowest
+        return (self.intern(array) if array.size <= MAX_COMPARED else self.new(array)), lowest
+
+    def best(self, unary: int, tables: tuple[int, ...]) -> tuple[int, float]:
+        """The least of `unary[x] + tables[0][x, i] + tables[1][x, j]` over x, for one or two tables, as `lowered`."""
+        key = (unary, *tables)
+        found = self._best.get(key)
+        if found is None:
+            found = self._best[key] = self.lowered(self._least(self.arrays[unary], [self.arrays[table] for table in tables], tables))
+        return found
+
+    def _least(self, costs: FloatArray, arrays: list[FloatArray], tables: tuple[int, ...]) -> FloatArray:
+        """The least for `best`; equal columns of a table are formed once."""
+        groups = [None] * len(tables) if costs.size * prod(array.shape[1] for array in arrays) < _WIDE else [*map(self.groups, tables)]
+        for place, own in enumerate(groups):
+            if own is not None:
+                arrays[place] = arrays[place].take(own.columns.firsts(), axis=1)
+        found = least([((-1,), costs), *(((-1, place), array) for place, array in enumerate(arrays))], len(tables))
+        for place, own in enumerate(groups):
+            if own is not None:
+                found = found.take(own.columns.of, axis=place)
+        return found
+
+    def choice(self, states: IntArray) -> int:
+        """The number of a list of states."""
+        key = states.tobytes()
+        found = self._choices.get(key)
+        if found is None:
+            found = self._choices[key] = len(self.choices)
+            self.choices.append(states)
+        return found
+
+    def selected(self, number: int, left: int, right: int) -> int:
+        """The number of the rows `left` and columns `right` (numbers of choices; -1 keeps all) of a table."""
+        key = (number, left, right)
+        found = self._selected.get(key)
+        if found is None:
+            array = self.arrays[number]
+            if left >= 0:
+                array = array.take(self.choices[left], axis=0)
+            if right >= 0:
+                array = array.take(self.choices[right], axis=1)
+            found = self._selected[key] = self.intern(array)
+        return found
+
+    def support(self, number: int) -> BoolArray | None:
+        """Which rows of a table have a finite entry; None if all have."""
+        if number not in self._supports:
+            finite: BoolArray = np.any(np.isfinite(self.arrays[number]), axis=1)
+            self._supports[number] = None if finite.all() else finite
+        return self._supports[number]
+
+    def worst(self, number: int) -> FloatArray:
+        """`D[a, b]`: the most that row a of a table can cost beyond row b. Rows must have a finite entry."""
+        found = self._worst.get(number)
+        if found is None:
+            table = self.arrays[number]
+            # Where b is forbidden, a is never worse.
+            lower = np.where(np.isinf(table), -np.inf, -table)
+            found = np.empty((len(table), len(table)))
+            for state, row in enumerate(table):
+                found[state] = (row + lower).max(axis=1) if np.isfinite(row).all() else _worst_row(row, lower)
+            self._worst[number] = found
+        return found
+
+    def parts(self, number: int) -> tuple[int, int] | None:
+        """If a table is exactly `rows[i] + columns[j]`: the numbers of both, else None."""
+        if number not in self._parts:
+            table = self.arrays[number]
+            with np.errstate(invalid="ignore"):
+                rows, columns = table[:, 0], table[0] - table[0, 0]
+                split = bool(((rows[:, None] + columns) == table).all())
+            self._parts[number] = (self.intern(rows), self.intern(columns)) if split else None
+        return self._parts[number]
+
+
+def _same(first: FloatArray, second: FloatArray) -> bool:
+    """Whether two arrays of one shape are equal to the last bit."""
+    return first is second or np.array_equal(first.view(np.uint64), second.view(np.uint64))
+
+
+def _worst_row(row: FloatArray, lower: FloatArray) -> FloatArray:
+    """As in `worst` for a row with infinite entries: where both rows are infinite, neither is worse."""
+    worst: FloatArray = np.where(np.isneginf(lower), -np.inf, row + np.where(np.isneginf(lower), 0.0, lower)).max(axis=1)
+    return worst

@@ -1,0 +1,85 @@
+"""What the solver solves, in numbers only: no graph, no mesh, no sharding.
+
+Choose one state `x_v` for every node `v`:
+
+    minimise    sum_v costs[v][x_v]  +  sum_e tables[e][x_left(e), x_right(e)]
+    subject to  for every time t:  sum of usages[v][x_v] over the lives (v, start, end) with start <= t < end   <=  limit
+
+Infinite costs forbid a state or a pair of states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from spmdctx.ir.arrays import FloatArray
+
+
+class Edge(NamedTuple):
+    """A pairwise cost: `table[i, j]` where node `left` is in state i and `right` in state j.
+
+    Edges that cost the same may share one table object; the solver memoises by the object.
+    """
+
+    left: int
+    right: int
+    table: FloatArray
+
+
+class Life(NamedTuple):
+    """Node `node` occupies its usage at all times `start <= t < end`. A node may have several lives, also at one time."""
+
+    node: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Usage per node and state, and when nodes are live."""
+
+    usages: tuple[FloatArray, ...]
+    lives: tuple[Life, ...]
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Costs per node and state, pairwise costs, and the memory if it is limited. Nodes may share one cost array."""
+
+    costs: tuple[FloatArray, ...]
+    edges: tuple[Edge, ...]
+    memory: Memory | None = None
+
+
+class Known(NamedTuple):
+    """Choices of states to start from, which need not fit the memory, and a cost that no choice goes below."""
+
+    choices: tuple[tuple[int, ...], ...]
+    lower_bound: float
+
+
+class Solution(NamedTuple):
+    """A state per node, its cost, and a cost that no feasible choice of states goes below.
+
+    `counts` says what the solver did (states discarded by dominance, nodes eliminated, largest table, ...).
+    """
+
+    states: tuple[int, ...]
+    cost: float
+    lower_bound: float
+    counts: dict[str, int]
+
+
+class Infeasible(NamedTuple):
+    """No choice of states fits: the time that cannot be met, the least usage possible there, and a limit that can be met.
+
+    Where it is not `is_proven`, none was found, and none that fits costs less than `lower_bound`.
+    """
+
+    time: int
+    least_usage: float
+    smallest_limit: float
+    is_proven: bool = True
+    lower_bound: float = float("inf")

@@ -1,0 +1,147 @@
+"""Edges whose messages are sent at once: arrays of indices and tables, one slice per edge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.groups import Groups
+
+SMALL_TABLE = 4096
+"""Tables of at most this many entries are stacked even if they differ."""
+BATCH_WORK = 12_000
+"""Additions that take as long as handling one batch more."""
+
+Link = tuple[int, int]
+"""The node that sends, and the one that receives."""
+
+
+class Batch(NamedTuple):
+    """Edges whose messages are sent at once, from `left` to `right`. Edges are the last axis, which is the longest as a rule.
+
+    `left`, `right` index the flat state arrays, [state, edge]; `into_left`, `into_right` the flat messages; `share` is the weight of the
+    sender; `tables` is [state of left, state of right, edge or 1], or with `groups` those of the one table that all edges share;
+    `is_apart` where no two edges have one receiver. Smaller tables are filled up: by their last row again, which changes no minimum, and
+    by columns for the state and the message past the last, which nobody reads.
+    """
+
+    left: IntArray
+    right: IntArray
+    into_left: IntArray
+    into_right: IntArray
+    share: FloatArray
+    tables: FloatArray
+    groups: Groups | None
+    is_apart: bool
+
+
+class Single(NamedTuple):
+    """A batch of one edge: slices of the flat states and messages, which cost less than lists of indices."""
+
+    left: slice
+    right: slice
+    into_left: slice
+    into_right: slice
+    share: float
+    table: FloatArray
+    groups: Groups | None
+
+
+class Places(NamedTuple):
+    """Where the states of each node, and the messages of each sender to a receiver, begin; and how many there are of both."""
+
+    states: Mapping[int, int]
+    messages: Mapping[Link, int]
+    num_states: int
+    num_messages: int
+
+
+def batches_of(
+    graph: Graph, links: Iterable[Link], level: Mapping[int, int], places: Places, share: Callable[[int], float], *, fills: bool = True
+) -> list[Batch]:
+    """The links in batches, those of nodes of lower levels first.
+
+    Args:
+        graph: the tables.
+        links: who sends to whom.
+        level: by sender; one batch has links of one level.
+        places: see there.
+        share: the weight of a sender.
+        fills: whether tables of different shapes share a batch where that saves time.
+    """
+    alike: dict[int, dict[tuple[int, ...], list[Link]]] = {}
+    for node, other in links:
+        rows, columns = graph.table(node, other).shape
+        same = graph.links[node][other] if rows * columns > SMALL_TABLE else -1
+        alike.setdefault(level[node], {}).setdefault((rows, columns, same), []).append((node, other))
+    found = []
+    for number in sorted(alike):
+        own = alike[number]
+        parts = _joined(own) if fills else [own[key] for key in sorted(own)]
+        found += [_batch(graph, part, places, share) for part in parts]
+    return found
+
+
+def _joined(alike: Mapping[tuple[int, ...], list[Link]]) -> list[list[Link]]:
+    """Links by the shape of their tables, several shapes together where filling up the smaller ones takes less than a batch more."""
+    parts: list[list[Link]] = []
+    shapes: list[tuple[int, int]] = []
+    for rows, columns, same in sorted(alike, key=lambda key: (-key[0] * key[1], key)):
+        links, best, least = alike[rows, columns, same], -1, BATCH_WORK
+        for place, (high, wide) in enumerate(shapes if same < 0 else ()):
+            count = len(parts[place])
+            more = (count + len(links)) * max(high, rows) * max(wide, columns) - count * high * wide - len(links) * rows * columns
+            if more < least:
+                best, least = place, more
+        if best < 0:
+            parts.append(list(links))
+            shapes.append((rows, columns) if same < 0 else (1 << 30, 1 << 30))
+        else:
+            parts[best] += links
+            shapes[best] = max(shapes[best][0], rows), max(shapes[best][1], columns)
+    return parts
+
+
+def _batch(graph: Graph, links: list[Link], places: Places, share: Callable[[int], float]) -> Batch:
+    numbers = [graph.links[node][other] for node, other in links]
+    distinct = dict.fromkeys(numbers)
+    sizes = [graph.pool.arrays[number].shape for number in numbers]
+    heights, widths = (np.array(own, dtype=np.int64) for own in zip(*sizes, strict=True))
+    rows, columns = np.arange(heights.max())[:, None], np.arange(widths.max())[:, None]
+    # The last row again; columns past the last are nobody's.
+    repeated, beyond = np.minimum(rows, heights - 1), columns >= widths
+    starts, messages = places.states, places.messages
+    left = np.array([starts[node] for node, _ in links]) + repeated
+    right = np.where(beyond, places.num_states, np.array([starts[other] for _, other in links]) + columns)
+    into_left = np.array([messages[other, node] for node, other in links]) + repeated
+    into_right = np.where(beyond, places.num_messages, np.array([messages[link] for link in links]) + columns)
+    groups = graph.pool.groups(numbers[0]) if len(distinct) == 1 else None
+    if groups is not None:
+        tables = groups.small[:, :, None]
+    else:
+        shape = len(rows), len(columns)
+        filled = {number: _filled(graph.pool.arrays[number], shape) for number in distinct}
+        tables = np.stack([filled[number] for number in (numbers if len(distinct) > 1 else distinct)], axis=-1)
+    weights = np.array([share(node) for node, _ in links])
+    return Batch(left, right, into_left, into_right, weights, tables, groups, len({other for _, other in links}) == len(links))
+
+
+def _filled(table: FloatArray, shape: tuple[int, int]) -> FloatArray:
+    """A table with its last row and column again and again."""
+    if table.shape == shape:
+        return table
+    rows, columns = (np.minimum(np.arange(size), own - 1) for size, own in zip(shape, table.shape, strict=True))
+    filled: FloatArray = table.take(rows, axis=0).take(columns, axis=1)
+    return filled
+
+
+def narrowed(batch: Batch) -> Batch | Single:
+    """A batch of one edge as such."""
+    if batch.left.shape[1] > 1:
+        return batch
+    places = [slice(int(own[0, 0]), int(own[-1, 0]) + 1) for own in batch[:4]]
+    return Single(places[0], places[1], places[2], places[3], float(batch.share[0]), batch.tables[:, :, 0], batch.groups)

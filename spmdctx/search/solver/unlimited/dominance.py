@@ -1,0 +1,102 @@
+"""States that some other state of the same node is never worse than, and states that fit no neighbour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
+from spmdctx.search.solver.problem.graph import Graph
+
+MAX_WORK = 20_000_000
+"""Most additions for comparing the rows of one table."""
+MAX_PASSES = 6
+
+
+def supported(graph: Graph) -> bool:
+    """Removes the states of infinite cost, alone or with every state of a neighbour; False if a node has none left."""
+    waiting = graph.nodes()
+    while waiting:
+        kept: dict[int, IntArray] = {}
+        for node in waiting:
+            fits = _fits(graph, node)
+            if fits is not None:
+                if not fits.any():
+                    return False
+                kept[node] = np.flatnonzero(fits)
+        graph.restrict(kept)
+        waiting = sorted({other for node in kept for other in graph.links[node]})
+    return True
+
+
+def _fits(graph: Graph, node: int) -> BoolArray | None:
+    """Which states of a node have a finite cost with some state of each neighbour; None if all."""
+    costs = graph.costs(node)
+    fits: BoolArray | None = None
+    if not np.isfinite(costs).all():
+        fits = np.isfinite(costs)
+    for number in graph.links[node].values():
+        support = graph.pool.support(number)
+        if support is not None:
+            fits = support if fits is None else fits & support
+    return None if fits is None or fits.all() else fits
+
+
+def discard(graph: Graph, usages: Sequence[FloatArray | None] | None = None, is_over: Callable[[], bool] = lambda: False) -> int:
+    """Removes dominated states, again as long as that uncovers more; returns their number.
+
+    A state is dominated if another costs no more whatever the neighbours do (Goldstein's criterion), and uses no more where `usages`
+    (by node and original state, None for nodes without) are given. Every state must be supported.
+    Stops early, which is sound, when `is_over`.
+    """
+    memo: dict[tuple[object, ...], IntArray | None] = {}
+    waiting, removed = graph.nodes(), 0
+    for _ in range(MAX_PASSES):
+        kept: dict[int, IntArray] = {}
+        for node in waiting:
+            if graph.size(node) > 1 and not is_over():
+                used = None if usages is None else usages[node]
+                usage = None if used is None else used[graph.origin[node]]
+                states = _undominated(graph, node, usage, memo)
+                if states is not None:
+                    kept[node] = states
+                    removed += graph.size(node) - len(states)
+        graph.restrict(kept)
+        waiting = sorted({other for node in kept for other in (node, *graph.links[node])})
+        if not waiting or is_over():
+            break
+    return removed
+
+
+def _undominated(graph: Graph, node: int, usage: FloatArray | None, memo: dict[tuple[object, ...], IntArray | None]) -> IntArray | None:
+    """The states of a node that no other dominates; None if that is all of them, or if finding out takes too long."""
+    numbers = sorted(graph.links[node].values())
+    key = (graph.unary[node], *numbers, b"" if usage is None else usage.tobytes())
+    if key in memo:
+        return memo[key]
+    pool, costs = graph.pool, graph.costs(node)
+    if any(len(costs) * pool.arrays[number].size > MAX_WORK for number in numbers):
+        memo[key] = None
+        return None
+    excess = costs[:, None] - costs
+    for number in numbers:
+        excess = excess + pool.worst(number)
+    # A forbidden pair can make a row infinite, never minus infinite: every state is supported.
+    better = excess <= 0
+    if usage is not None:
+        better &= usage[:, None] <= usage
+    np.fill_diagonal(better, False)
+    memo[key] = _left(better)
+    return memo[key]
+
+
+def _left(better: BoolArray) -> IntArray | None:
+    """The states left after removing, one by one from the last, each that a state still left is at least as good as."""
+    # Of two states that are equally good the later goes.
+    mutual = better & better.T
+    better &= ~np.tril(mutual)
+    alive = np.ones(len(better), dtype=bool)
+    for state in np.flatnonzero(better.any(axis=0))[::-1]:
+        alive[state] = not (better[:, state] & alive).any()
+    return None if alive.all() else np.flatnonzero(alive)

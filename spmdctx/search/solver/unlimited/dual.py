@@ -1,0 +1,246 @@
+"""A lower bound by sequential reparametrisation (Kolmogorov's TRW-S, 2006), many edges at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.groups import Groups
+from spmdctx.search.solver.unlimited.batches import Batch, Link, Places, Single, batches_of, narrowed
+
+CHUNK = 1 << 20
+MAX_NUMBERED = 1000
+"""Nodes up to which they send in the order of their numbers, which takes the fewest sweeps."""
+
+
+class Bound(NamedTuple):
+    """A cost that nothing goes below, and for every node a cost that nothing with that state goes below."""
+
+    value: float
+    beliefs: dict[int, FloatArray]
+
+
+class Dual:
+    """Messages on the edges of a graph. Any messages give a valid bound; `sweep` improves it.
+
+    All costs must be finite where a state is alone, and every state must have a finite entry with each neighbour.
+    """
+
+    def __init__(self, graph: Graph, before: Dual | None = None, kept: Mapping[int, IntArray] | None = None) -> None:
+        """Messages that say nothing yet; or where its states are those `kept` of the graph of `before`, that one's messages."""
+        self._graph = graph
+        self.nodes = _ordered(graph)
+        self._rank = rank = {node: rank for rank, node in enumerate(self.nodes)}
+        self._edges = [(node, other) for node in self.nodes for other in sorted(graph.links[node]) if rank[node] < rank[other]]
+        self._places = places = _places(graph, self.nodes, self._edges)
+        self._costs: FloatArray = np.concatenate([graph.costs(node) for node in self.nodes]) if self.nodes else np.zeros(0)
+        # The last one is of filled up tables.
+        self._messages: FloatArray = np.zeros(places.num_messages + 1)
+        self._owner: IntArray = np.full(len(self._messages), places.num_states)
+        for (_, receiver), at in places.messages.items():
+            size, first = graph.size(receiver), places.states[receiver]
+            self._owner[at : at + size] = np.arange(first, first + size)
+        turned = [(other, node) for node, other in self._edges]
+        sending: tuple[tuple[list[Link], bool], ...] = ((self._edges, True), (turned, False))
+        self._forward, self._backward = (
+            [narrowed(batch) for batch in batches_of(graph, links, self._levels(ahead), places, self._shared)] for links, ahead in sending
+        )
+        self._all = batches_of(graph, self._edges, dict.fromkeys(self.nodes, 0), places, self._shared, fills=False)
+        self._sizes = [graph.size(node) for node in self.nodes]
+        behind = [sum(rank[other] < rank[node] for other in graph.links[node]) for node in self.nodes]
+        shares = np.array([self._shared(node) for node in self.nodes])
+        self._share = np.repeat(shares, self._sizes)
+        self._own = np.repeat(1.0 - shares * np.array(behind), self._sizes)
+        self._firsts = np.array([places.states[node] for node in self.nodes], dtype=np.int64)
+        if before is not None and kept is not None:
+            self._inherit(before, kept)
+
+    def _inherit(self, before: Dual, kept: Mapping[int, IntArray]) -> None:
+        for edge, at in self._places.messages.items():
+            start = before._places.messages.get(edge)
+            states = kept[edge[1]]
+            if start is not None and len(states) == self._graph.size(edge[1]):
+                self._messages[at : at + len(states)] = before._messages[start + states]
+
+    def _levels(self, forward: bool) -> dict[int, int]:
+        """Nodes of one level send after all of lower levels have sent, and not to each other."""
+        level = dict.fromkeys(self.nodes, 0)
+        for node in self.nodes if forward else reversed(self.nodes):
+            for other in self._graph.links[node]:
+                if (self._rank[node] < self._rank[other]) == forward:
+                    level[other] = max(level[other], level[node] + 1)
+        return level
+
+    def _shared(self, node: int) -> float:
+        """The part of a node's costs that each chain through it has."""
+        ahead = sum(self._rank[other] > self._rank[node] for other in self._graph.links[node])
+        return 1.0 / max(ahead, len(self._graph.links[node]) - ahead, 1)
+
+    def message(self, sender: int, receiver: int) -> FloatArray:
+        """What a node says to a neighbour about each of that one's states."""
+        at = self._places.messages[sender, receiver]
+        return self._messages[at : at + self._graph.size(receiver)]
+
+    def add(self, node: int, costs: FloatArray) -> None:
+        """Adds to the costs of a node's states."""
+        start = self._places.states[node]
+        self._costs[start : start + len(costs)] += costs
+
+    def _totals(self) -> FloatArray:
+        """Costs of the states with all messages that they receive; the last one is nobody's."""
+        totals = np.append(self._costs, 0.0)
+        totals += np.bincount(self._owner, self._messages, len(totals))
+        return totals
+
+    def sweep(self, num_sweeps: int, expired: Callable[[], bool]) -> None:
+        """Sends messages along all edges forward and backward, `num_sweeps` times; the bound does not fall."""
+        for _ in range(num_sweeps):
+            for batches in (self._forward, self._backward):
+                if expired():
+                    return
+                totals = self._totals()
+                for batch in batches:
+                    if isinstance(batch, Single):
+                        self._send_one(batch, totals)
+                    else:
+                        self._send(batch, totals)
+
+    def _send_one(self, edge: Single, totals: FloatArray) -> None:
+        messages = self._messages
+        known = edge.share * totals[edge.left] - messages[edge.into_left]
+        groups = edge.groups
+        if groups is not None:
+            known = np.minimum.reduceat(known.take(groups.rows.order), groups.rows.starts)
+        sent = np.minimum.reduce(edge.table + known[:, None], axis=0)
+        sent -= np.minimum.reduce(sent)
+        if groups is not None:
+            sent = sent.take(groups.columns.of)
+        before = messages[edge.into_right]
+        totals[edge.right] += sent - before
+        before[:] = sent
+
+    def _send(self, batch: Batch, totals: FloatArray) -> None:
+        messages = self._messages
+        known = totals.take(batch.left)
+        known *= batch.share
+        known -= messages.take(batch.into_left)
+        sent = _least(batch.tables, known, batch.groups)
+        # Only differences matter; this keeps the numbers small.
+        sent -= np.minimum.reduce(sent, axis=0)
+        change = sent - messages.take(batch.into_right)
+        if batch.is_apart:
+            totals[batch.right] += change
+        else:
+            np.add.at(totals, batch.right.ravel(), change.ravel())
+        messages[batch.into_right] = sent
+
+    def bound(self) -> Bound:
+        """The bound of the present messages."""
+        if not self.nodes:
+            return Bound(0.0, {})
+        totals = self._totals()[:-1]
+        # After a backward pass a node's costs belong in equal shares to its edges to the nodes before.
+        beliefs = totals * self._own
+        lowest = np.minimum.reduceat(beliefs, self._firsts)
+        value = float(lowest.sum()) - self._rounding(totals)
+        beliefs -= np.repeat(lowest, np.diff(self._firsts, append=len(totals)))
+        for batch in self._all:
+            into_left = self._messages[batch.into_left]
+            into_right = self._messages[batch.into_right] - (totals * self._share)[batch.right]
+            rows = _least_of_rows(batch.tables, into_right, batch.groups) - into_left
+            columns = _least(batch.tables, -into_left, batch.groups) - into_right
+            least = rows.min(axis=0)
+            value += float(least.sum())
+            np.add.at(beliefs, batch.left.ravel(), (rows - least).ravel())
+            np.add.at(beliefs, batch.right.ravel(), (columns - least).ravel())
+        beliefs += value
+        starts = self._places.states
+        return Bound(value, {node: beliefs[start : start + self._graph.size(node)] for node, start in starts.items()})
+
+    def _rounding(self, totals: FloatArray) -> float:
+        """More than the error of the bound's additions."""
+        sizes = np.abs(np.minimum.reduceat(totals, self._firsts)).sum() + np.maximum.reduceat(totals, self._firsts).sum()
+        return float(8 * np.finfo(np.float64).eps * (sizes + np.abs(self._messages[:-1]).sum()))
+
+    def decode(self) -> list[int]:
+        """States chosen one node after the other, by the costs to the nodes before and the messages of the nodes after."""
+        totals = self._totals()
+        for batch in self._forward:
+            if isinstance(batch, Single):
+                known = _rows(batch.table[:, :, None], np.array([totals[batch.left].argmin()]), batch.groups)[:, 0]
+                totals[batch.right] += known - self._messages[batch.into_right]
+                continue
+            chosen = totals[batch.left].argmin(axis=0)
+            known = _rows(batch.tables, chosen, batch.groups)
+            np.add.at(totals, batch.right.ravel(), (known - self._messages[batch.into_right]).ravel())
+        states = [0] * len(self._graph.unary)
+        for start, size, node in zip(self._firsts.tolist(), self._sizes, self.nodes, strict=True):
+            states[node] = int(totals[start : start + size].argmin())
+        return states
+
+
+def _places(graph: Graph, nodes: Sequence[int], edges: Sequence[Link]) -> Places:
+    """States one node after the other, and messages one edge after the other, those back behind those ahead."""
+    states: dict[int, int] = {}
+    num_states = 0
+    for node in nodes:
+        states[node] = num_states
+        num_states += graph.size(node)
+    messages: dict[Link, int] = {}
+    num_messages = 0
+    for node, other in edges:
+        for sender, receiver in ((node, other), (other, node)):
+            messages[sender, receiver] = num_messages
+            num_messages += graph.size(receiver)
+    return Places(states, messages, num_states, num_messages)
+
+
+def _ordered(graph: Graph) -> list[int]:
+    """The order in which nodes send: as they are numbered, or for many nodes by colour, so that most can send at once."""
+    nodes = graph.nodes()
+    if len(nodes) <= MAX_NUMBERED:
+        return nodes
+    colours: dict[int, int] = {}
+    for node in sorted(nodes, key=lambda node: (-len(graph.links[node]), node)):
+        taken = {colours[other] for other in graph.links[node] if other in colours}
+        colour = 0
+        while colour in taken:
+            colour += 1
+        colours[node] = colour
+    return sorted(nodes, key=lambda node: (-colours[node], node))
+
+
+def _rows(tables: FloatArray, chosen: IntArray, groups: Groups | None) -> FloatArray:
+    """One row of each table, [column, edge]."""
+    if groups is not None:
+        chosen = groups.rows.of[chosen]
+    edges = np.arange(len(chosen)) if tables.shape[2] > 1 else 0
+    rows: FloatArray = tables[chosen, :, edges].T
+    return rows if groups is None else rows[groups.columns.of]
+
+
+def _least(tables: FloatArray, added: FloatArray, groups: Groups | None) -> FloatArray:
+    """The least over the rows of each table, [column, edge], after adding to its rows."""
+    if groups is not None:
+        added = np.minimum.reduceat(added.take(groups.rows.order, axis=0), groups.rows.starts, axis=0)
+    step = max(1, CHUNK // (tables.shape[0] * added.shape[1]))
+    if step >= tables.shape[1]:
+        least: FloatArray = np.minimum.reduce(tables + added[:, None, :], axis=0)
+    else:
+        every = range(0, tables.shape[1], step)
+        least = np.concatenate([np.minimum.reduce(tables[:, start : start + step] + added[:, None, :], axis=0) for start in every])
+    return least if groups is None else least.take(groups.columns.of, axis=0)
+
+
+def _least_of_rows(tables: FloatArray, removed: FloatArray, groups: Groups | None) -> FloatArray:
+    """The least over the columns of each table, [row, edge], after subtracting from its columns."""
+    if groups is not None:
+        removed = np.maximum.reduceat(removed.take(groups.columns.order, axis=0), groups.columns.starts, axis=0)
+    step = max(1, CHUNK // (tables.shape[1] * removed.shape[1]))
+    every = range(0, tables.shape[0], step)
+    least: FloatArray = np.concatenate([np.minimum.reduce(tables[start : start + step] - removed, axis=1) for start in every])
+    return least if groups is None else least.take(groups.rows.of, axis=0)

@@ -1,0 +1,357 @@
+"""The least cost without memory: reduce and eliminate; where that is too wide, bound, keep a shell around the bound, and eliminate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdctx.ir.arrays import IntArray
+from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.local import descend
+from spmdctx.search.solver.problem.memory import Rows
+from spmdctx.search.solver.unlimited.dominance import discard, supported
+from spmdctx.search.solver.unlimited.dual import Bound, Dual
+from spmdctx.search.solver.unlimited.eliminate import Memo, eliminate, order
+from spmdctx.search.solver.unlimited.triples import Triples
+
+MAX_TABLE = 1 << 23
+DIRECT_WORK = 60_000_000
+NARROW_WORK = 4 * DIRECT_WORK
+"""Additions up to which elimination is cheaper than a bound."""
+WORK = 1_000_000_000
+EQUAL = 1e-9
+"""A bound this near to the cost, relative to it, is equal up to rounding."""
+THOROUGH = 3
+"""Effort from which states are compared for dominance without memory (with memory from 1 on): on problems of a planner's size that takes
+longer than it saves."""
+SHELL_WORK = 30_000_000
+MAX_SHELLS = 8
+_WORTH = 0.7
+"""Share of its states that a core must lose to be made anew."""
+_NEAR = 8
+"""Times the allowed gap from which on shells are tried."""
+_LOOSE = 4
+"""How much more elimination may take before a shell is made smaller than it takes afterwards."""
+REDUCING_SHARE = 0.1
+"""Share of the time that one reduction may take."""
+SWEEPS = (30, 20, 50, 100)
+MORE_SWEEPS = 200
+"""Sweeps of each further round, where the effort allows all of those."""
+MORE_WORK = 2e8
+"""Additions of all further rounds at effort 0; each effort may take four times as many."""
+WORTH_SWEEPS = 0.02
+"""Share of the gap by which a further round must raise the bound to go on."""
+TRIPLES_WORK = 15_000_000
+MAX_TRIPLES = 10_000_000
+"""Entries that the triples added at one time may have."""
+PASSES = 5
+FIRST_SHARE = 4e-5
+"""States this near to the bound, as a share of the gap, look as good as the best: few, so that few triples are formed at first."""
+WORTH_GAIN = 0.02
+"""Share of the gap by which passes must raise the bound to go on with the same triples."""
+GOOD_GAP = 0.04
+"""Gap at effort 0, relative to the cost, that is not worth triples; each effort is content with a quarter."""
+FORBIDDEN = 4.0
+"""What stands for infinite costs, as a multiple of the best cost."""
+
+
+class Minimum(NamedTuple):
+    """A choice of states, its cost and a valid lower bound, both with the graph's constant."""
+
+    states: list[int]
+    cost: float
+    bound: float
+
+
+@dataclass
+class Search:
+    """What all solves of one problem share.
+
+    `work` limits one elimination, `rounds` the times that a bound is improved; `progress` is the share of the time
+    that is over, `left` the seconds that are left.
+    """
+
+    effort: int = 2
+    work: int = WORK
+    rounds: int = len(SWEEPS)
+    tolerance: float = 0.0
+    cutoff: float = np.inf
+    progress: Callable[[], float] = lambda: 0.0
+    left: Callable[[], float | None] = lambda: None
+    memo: Memo = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def expired(self) -> bool:
+        """Whether the time is over."""
+        return self.progress() >= 1.0
+
+    def count(self, name: str, number: int) -> None:
+        """Adds to a count."""
+        self.counts[name] = self.counts.get(name, 0) + number
+
+    def reach(self, name: str, number: int) -> None:
+        """Raises a count to a number."""
+        self.counts[name] = max(self.counts.get(name, 0), number)
+
+
+def shrink(graph: Graph, search: Search, rows: Rows | None = None) -> bool:
+    """Makes a graph smaller without changing its optimum, with the memory of `rows` if given; False if nothing is finite."""
+    over = search.progress() + REDUCING_SHARE
+    while True:
+        if not supported(graph):
+            return False
+        graph.split()
+        graph.peel(None if rows is None else rows.live)
+        if search.effort < (THOROUGH if rows is None else 1):
+            return True
+        removed = discard(graph, None if rows is None else rows.priced, lambda: search.progress() > over)
+        search.count("dominated", removed)
+        if not removed or search.progress() > over:
+            return True
+
+
+class Minimisation:
+    """The minimisation of one graph, which may be left early and go on with a higher cutoff in `search`. The graph is left as it is."""
+
+    def __init__(self, graph: Graph, search: Search) -> None:
+        self._core, self._search = graph.copy(), search
+        self._is_possible = shrink(self._core, search)
+        self._shells: _Shells | None = None
+
+    def run(self, *, narrow: bool = False) -> Minimum | None:
+        """The states of least cost, or the best found with its bound; None if every choice is infinite.
+
+        Args:
+            narrow: Whether plain elimination comes first for all that `is_narrow`.
+        """
+        if not self._is_possible:
+            return None
+        found = None
+        if self._shells is None:
+            found = _eliminated(self._core, self._search, NARROW_WORK if narrow else DIRECT_WORK)
+        if found is None:
+            self._shells = self._shells or _Shells(self._core, self._search)
+            found = self._shells.run()
+        return None if found is None else found._replace(states=self._core.complete(found.states))
+
+
+def minimise(graph: Graph, search: Search, *, narrow: bool = False) -> Minimum | None:
+    """The states of least cost, or the best found with its bound; None if every choice is infinite. `graph` is left as it is."""
+    return Minimisation(graph, search).run(narrow=narrow)
+
+
+def is_narrow(graph: Graph) -> bool:
+    """Whether plain elimination is cheap."""
+    return order(graph, MAX_TABLE, NARROW_WORK) is not None
+
+
+def _eliminated(graph: Graph, search: Search, work: int) -> Minimum | None:
+    """The optimum by elimination; None if that is too much work."""
+    found = order(graph, MAX_TABLE, work)
+    if found is None:
+        return None
+    search.count("eliminated", len(found.nodes))
+    search.reach("largest_table", found.largest)
+    result = eliminate(graph, found.nodes, search.memo, search.expired)
+    if result is None:
+        return None
+    states, value = result
+    return Minimum(states, value + graph.base, value + graph.base)
+
+
+class _Shells:
+    """Shells around the dual bound of one graph, until the bound is reached or the rounds are spent.
+
+    `best` and `bound` count the graph's constant. `core` loses the states of which the bound says that they are of no use.
+    """
+
+    def __init__(self, core: Graph, search: Search) -> None:
+        self.core = core
+        self.search = search
+        self.best: Minimum | None = None
+        self.bound = -np.inf
+        # What was left out of the core costs at least this much.
+        self._outside = np.inf
+        self._smaller: list[Graph] = []
+        self._dual: Dual | None = Dual(core)
+        self._of_messages: Bound | None = None
+        self._schedule = self._rounds()
+
+    def run(self) -> Minimum | None:
+        """The best states; called again with a higher cutoff, it goes on where it stopped."""
+        while self._goes_on():
+            num_sweeps = next(self._schedule, 0)
+            if not num_sweeps:
+                break
+            if self._dual is not None and self._of_messages is not None:
+                self._dual = self._without_useless(self._dual, self._of_messages)
+            if self._dual is None:
+                break
+            self._of_messages = self._swept(self._dual, num_sweeps)
+        dual, bound = self._dual, self._of_messages
+        if dual is not None and bound is not None and not self._is_done() and not self.search.expired():
+            self._tighten(dual, bound)
+        if not self._is_done():
+            exact = _eliminated(self.core, self.search, self.search.work)
+            if exact is not None:
+                self._offer(exact)
+                self.bound = min(exact.cost, self._outside)
+        if self.best is None:
+            return None
+        return self.best._replace(bound=self.best.cost if self._gap() <= EQUAL * abs(self.best.cost) else self.bound)
+
+    def _goes_on(self) -> bool:
+        """Whether to sweep once more, after a look at the shells of the bound."""
+        bound = self._of_messages
+        if bound is None:
+            return True
+        if self._is_done():
+            if self._gap() > EQUAL * abs(self.best.cost if self.best else 0.0) and self.bound < self.search.cutoff:
+                # Near enough; one look at the shells often finds much better states.
+                self._closed(bound)
+            return False
+        return not ((self._is_near() and self._closed(bound)) or self.search.expired())
+
+    def _swept(self, dual: Dual, num_sweeps: int) -> Bound:
+        dual.sweep(num_sweeps, self.search.expired)
+        self.search.count("sweeps", num_sweeps)
+        bound = dual.bound()
+        self._raise(bound.value + self.core.base)
+        states = dual.decode()
+        value = descend(self.core, states)
+        self._offer(Minimum(states, value + self.core.base, 0.0))
+        return bound
+
+    def _rounds(self) -> Iterator[int]:
+        """How often to sweep before each look at the bound: ever more often, and in the end for as long as the bound rises."""
+        yield from SWEEPS[: self.search.rounds]
+        if self.search.rounds < len(SWEEPS) or self.best is None:
+            return
+        sizes, links = self.core.size, self.core.links
+        work = sum(sizes(node) * sizes(other) for node in self.core.nodes() for other in links[node])
+        before = self.bound
+        for _ in range(int(MORE_WORK * 4.0**self.search.effort / (work * MORE_SWEEPS))):
+            if self._gap() <= GOOD_GAP / 4**self.search.effort * abs(self.best.cost):
+                return
+            yield MORE_SWEEPS
+            if self.bound - before < WORTH_SWEEPS * self._gap():
+                return
+            before = self.bound
+
+    def _tighten(self, dual: Dual, bound: Bound) -> None:
+        """Raises the bound by triples, more of them each time that it hardly rises; the states that cost too much are left out."""
+        if self.best is None:
+            return
+        triples = Triples(self.core, dual, FORBIDDEN * abs(self.best.cost))
+        work, share = TRIPLES_WORK * 4.0**self.search.effort, FIRST_SHARE
+        while work > 0 and self._spare(bound) > GOOD_GAP / 4**self.search.effort * abs(self.best.cost):
+            near = {node: int((beliefs <= bound.value + share * self._spare(bound)).sum()) for node, beliefs in bound.beliefs.items()}
+            triples.cover({node: count for node, count in near.items() if count > 1}, MAX_TRIPLES)
+            share, gain, before = 4 * share, np.inf, bound.value
+            while work > 0 and gain > WORTH_GAIN * self._spare(bound) and not self.search.expired():
+                triples.run(PASSES)
+                work -= PASSES * triples.work
+                self.search.count("passes", PASSES)
+                bound = triples.bound()
+                gain, before = bound.value - before, max(bound.value, before)
+                self._raise(bound.value + self.core.base)
+                most = self._spare(bound) + bound.value
+                self._outside = min(self._outside, most + self.core.base)
+                if self._is_done() or not triples.restrict(most):
+                    self._raise(np.inf)
+                    return
+            if share > 1 or self.search.expired() or self._closed(bound):
+                return
+
+    def _spare(self, bound: Bound) -> float:
+        """How far a bound is below the cost from which on choices are of no use."""
+        most = self.search.cutoff if self.best is None else min(self.search.cutoff, self.best.cost)
+        return most - self.core.base - bound.value
+
+    def _offer(self, found: Minimum) -> None:
+        if np.isfinite(found.cost) and (self.best is None or found.cost < self.best.cost):
+            states = found.states
+            for graph in reversed(self._smaller):
+                states = graph.complete(states)
+            self.best = found._replace(states=states)
+
+    def _raise(self, bound: float) -> None:
+        """Takes over a bound on the core."""
+        self.bound = max(self.bound, min(bound, self._outside))
+
+    def _gap(self) -> float:
+        return np.inf if self.best is None else self.best.cost - self.bound
+
+    def _is_done(self) -> bool:
+        """Whether the best is proven, or nothing is here that the caller does not have; he gets some choice of states all the same."""
+        if self.best is None:
+            return False
+        return self.bound >= self.search.cutoff or self._gap() <= max(self.search.tolerance, EQUAL) * abs(self.best.cost)
+
+    def _is_near(self) -> bool:
+        """Whether shells may well end the search; where a gap is allowed, that is cheaper to reach by more sweeps at first."""
+        tolerance = self.search.tolerance
+        return not tolerance or (self.best is not None and self._gap() <= _NEAR * tolerance * abs(self.best.cost))
+
+    def _without_useless(self, dual: Dual, bound: Bound) -> Dual | None:
+        """The messages on a core without the states that cost too much; None if that leaves nothing."""
+        most = min(self.search.cutoff, np.inf if self.best is None else self.best.cost)
+        kept = self._near(bound, most - self.core.base - bound.value)
+        if sum(map(len, kept.values())) > _WORTH * sum(map(self.core.size, kept)):
+            return dual
+        smaller = self._shell(kept)
+        self._outside = min(self._outside, most)
+        if smaller is None:
+            self._raise(most)
+            return None
+        self.core = smaller
+        self._smaller.append(smaller)
+        return Dual(smaller, dual, kept)
+
+    def _closed(self, bound: Bound) -> bool:
+        """Solves shells of the bound: as wide as the gap if that can be done, else narrower ones for better states and a better bound."""
+        delta = max(1.0, abs(bound.value))
+        if self.best is not None:
+            # What costs more than the caller has already is of no use.
+            delta = min(self._gap(), self.search.cutoff - self.core.base - bound.value)
+        too_wide = np.inf
+        for _ in range(MAX_SHELLS):
+            if self.search.expired():
+                break
+            kept = self._near(bound, delta)
+            narrow = self._may_be_narrow(kept)
+            shell = self._shell(kept) if narrow else None
+            found = None if shell is None else _eliminated(shell, self.search, SHELL_WORK)
+            if found is None and (shell is not None or not narrow):
+                too_wide = delta
+                delta /= 4
+                continue
+            if shell is not None and found is not None:
+                self._offer(found._replace(states=shell.complete(found.states)))
+            # Everything outside the shell costs more than bound + delta.
+            inside = np.inf if found is None else found.cost
+            self._raise(min(inside, self.core.base + bound.value + delta))
+            delta = min(self._gap(), 4 * delta)
+            if self._is_done() or delta >= too_wide:
+                break
+        return self._is_done()
+
+    def _near(self, bound: Bound, delta: float) -> dict[int, IntArray]:
+        """The states whose bound is at most `delta` above the graph's."""
+        most = bound.value + delta + 1e-12 * abs(bound.value)
+        return {node: np.flatnonzero(beliefs <= most) for node, beliefs in bound.beliefs.items()}
+
+    def _may_be_narrow(self, kept: dict[int, IntArray]) -> bool:
+        """Whether elimination among these states is near enough to cheap for a closer look."""
+        return order(self.core, _LOOSE * MAX_TABLE, _LOOSE * SHELL_WORK, {node: len(states) for node, states in kept.items()}) is not None
+
+    def _shell(self, kept: dict[int, IntArray]) -> Graph | None:
+        """The graph with only the states `kept`; None if nothing finite is left."""
+        if any(not len(states) for states in kept.values()):
+            return None
+        shell = self.core.copy()
+        shell.restrict({node: states for node, states in kept.items() if len(states) < self.core.size(node)})
+        return shell if shrink(shell, self.search) else None

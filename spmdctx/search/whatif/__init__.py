@@ -1,0 +1,1 @@
+"""What other plans would cost, and which link, budget or batch would make one of them win."""

@@ -1,0 +1,186 @@
+"""`shard()`: the user's strategies for a function or module, written into the trace as marks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+from flax import linen, nnx
+
+from spmdctx.errors import ContextWarning, StrategyError, UnsupportedError, message
+from spmdctx.ir.layout import Layout
+from spmdctx.shard.batches import on_own_batch
+from spmdctx.shard.call import Spec, Strategies, call_marked
+from spmdctx.shard.modules import shard_linen, shard_nnx
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def shard(
+    fn: F,
+    in_strategy: tuple[Spec, ...] | None,
+    out_strategy: tuple[Spec, ...] | None = None,
+    parameter_plan: Mapping[str, Spec] | None = None,
+    device: str | None = None,
+    level: int = 0,
+    cross_batch: bool = False,
+    fusion: int | None = None,
+) -> F:
+    """Gives a function or a Flax module the strategies that its arguments, results and parameters are split by.
+
+        matmul = shard(jnp.matmul, ((2, 4), (4, 1)))
+        mlp = shard(mlp, ((2, 1),), parameter_plan={"up/kernel": (1, 4), "down/kernel": (4, 1)})
+
+    Dimensions that belong together inside `fn` are split over the same devices. Where the product of all slices is
+    smaller than the number of devices, the calculation is repeated on the rest. Has an effect in steps that run in
+    semi_auto_parallel or auto_parallel, and there only; a direct call in those modes compiles `fn` and runs it split.
+
+    Args:
+        fn: a function, a `flax.nnx` module or a `flax.linen` module. Modules come back as the same type, with the same
+            parameter paths; an nnx module shares its variables with the one that is returned.
+        in_strategy: per flattened array argument of the call, the slices per dimension, a `Layout`, or None (free).
+        out_strategy: the same per flattened array of the result. Partial sums that it splits are reduce-scattered.
+        parameter_plan: strategies by path pattern (`layers/*/kernel`): the module's variables, or the flattened
+            arguments of a function (`params/up/kernel`). The first pattern that matches counts.
+        device: MindSpore's; without effect.
+        level: MindSpore's; without effect.
+        cross_batch: reductions over the batch stay inside of each device's part of it, as `in_strategy` splits dimension 0:
+            no device waits for another's statistics. Floating results without the batch are means over the parts. Of functions.
+        fusion: what the ops of `fn` reduce is reduced together, and apart from others. Gradients of parameters that regions with this
+            number use are one bucket; sums of the forward and of the backward pass are one collective where they do not need each
+            other. On CPU nothing is, and what is gathered nowhere: the plan's notes say so. 0: as the context says.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        StrategyError: out_strategy without in_strategy, slices < 1, or fusion < 0. Strategies that do not fit their tensors are found
+            when the step is planned.
+    """
+    if not callable(fn):
+        raise TypeError(message("shard() takes a function or a module.", got=f"fn of type {type(fn).__name__}"))
+    if out_strategy is not None and in_strategy is None:
+        raise StrategyError("out_strategy is given without in_strategy.", fix="give in_strategy too; None entries leave arguments free")
+    strategies = Strategies(
+        None if in_strategy is None else _checked_specs("in_strategy", in_strategy),
+        None if out_strategy is None else _checked_specs("out_strategy", out_strategy),
+        _checked_plan(parameter_plan),
+        _checked_fusion(fusion),
+    )
+    _check_hints(device, level)
+    fn = _with_own_batch(fn, strategies, cross_batch)
+    if isinstance(fn, nnx.Module):
+        return cast(F, shard_nnx(fn, strategies))
+    if isinstance(fn, linen.Module):
+        return cast(F, shard_linen(fn, strategies))
+    return _shard_function(fn, strategies)
+
+
+def _with_own_batch(fn: F, strategies: Strategies, cross_batch: Any) -> F:
+    """A function whose reductions do not cross the parts of the batch, where that is asked for."""
+    if type(cross_batch) is not bool:
+        raise TypeError(message("cross_batch must be bool.", got=_typed(cross_batch)))
+    if not cross_batch:
+        return fn
+    if isinstance(fn, nnx.Module | linen.Module):
+        raise UnsupportedError(
+            "cross_batch is of functions, and this is a module.",
+            got=type(fn).__name__,
+            fix="shard the function that reduces over the batch",
+        )
+    if strategies.in_strategy is None:
+        raise StrategyError(
+            "cross_batch needs in_strategy, which says how the batch is split.",
+            got="no in_strategy",
+            fix="pass one entry per array",
+        )
+    label = getattr(fn, "__name__", type(fn).__name__)
+    own = on_own_batch(fn, strategies.in_strategy, label)
+    return functools.update_wrapper(own, fn, updated=())  # type: ignore[return-value]  # the wrapper stands for the function
+
+
+def _shard_function(fn: F, strategies: Strategies) -> F:
+    label = getattr(fn, "__name__", type(fn).__name__)
+    names = _argument_names(fn)
+
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        return call_marked(strategies, label, lambda region: fn, args, kwargs, names=names, split=sharded)
+
+    return functools.update_wrapper(sharded, fn, updated=())  # type: ignore[return-value]  # the wrapper stands for the function
+
+
+def _argument_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the positional arguments, as far as the signature tells them."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(item.name for item in parameters if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD))
+
+
+def _typed(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def _checked_specs(name: str, specs: Any) -> tuple[Spec, ...]:
+    if not isinstance(specs, tuple):
+        raise TypeError(message(f"{name} must be a tuple with one entry per tensor.", got=_typed(specs)))
+    if specs and all(type(entry) is int for entry in specs):
+        raise TypeError(message(f"{name} needs one entry per tensor.", got=f"{name} {specs}", fix=f"use ({specs},) for a single tensor"))
+    return tuple(_checked_spec(f"entry {index} of {name}", entry) for index, entry in enumerate(specs))
+
+
+def _checked_spec(where: str, spec: Any) -> Spec:
+    if spec is None:
+        return None
+    if isinstance(spec, Layout):
+        if spec.alias_tensor_map is None:
+            raise StrategyError(f"The Layout in {where} names no tensor dimensions.", fix='call it: layout("axis", "None")')
+        return spec
+    if not isinstance(spec, tuple):
+        raise TypeError(
+            message("A strategy is a tuple of ints, a Layout or None.", where=where, got=f"{spec!r} of type {type(spec).__name__}")
+        )
+    for entry in spec:
+        if type(entry) is not int:
+            raise TypeError(message("A strategy holds ints.", where=where, got=f"{entry!r} of type {type(entry).__name__}"))
+        if entry < 1:
+            raise StrategyError(f"A strategy splits a dimension into {entry} slices.", where=where, got=f"{spec}", need="at least 1 slice")
+    return spec
+
+
+def _checked_plan(plan: Any) -> tuple[tuple[str, Spec], ...]:
+    if plan is None:
+        return ()
+    if not isinstance(plan, Mapping):
+        raise TypeError(message("parameter_plan maps path patterns to strategies.", got=f"{plan!r} of type {type(plan).__name__}"))
+    for pattern in plan:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                message("parameter_plan maps path patterns to strategies.", got=f"a key {pattern!r} of type {type(pattern).__name__}")
+            )
+    return tuple((pattern, _checked_spec(f"parameter_plan[{pattern!r}]", spec)) for pattern, spec in plan.items())
+
+
+def _checked_fusion(fusion: Any) -> int:
+    if fusion is not None and type(fusion) is not int:
+        raise TypeError(message("fusion must be int.", got=_typed(fusion)))
+    if fusion is not None and fusion < 0:
+        raise StrategyError("fusion is the number of a bucket of gradients.", got=str(fusion), need="at least 0; 0 is none")
+    return fusion or 0
+
+
+def _check_hints(device: Any, level: Any) -> None:
+    """MindSpore's hints: checked for their type, and said to be without effect where they ask for something."""
+    hints = (
+        ("device", device, str, None),
+        ("level", level, int, 0),
+    )
+    for name, value, kind, default in hints:
+        if value is default:
+            continue
+        if type(value) is not kind:
+            raise TypeError(message(f"{name} must be {kind.__name__}.", got=_typed(value)))
+        if value != default:
+            warnings.warn(f"shard(): {name}={value!r} has no effect: XLA decides this by itself.", ContextWarning, stacklevel=3)

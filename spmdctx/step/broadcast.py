@@ -1,0 +1,72 @@
+"""parameter_broadcast: before the first step, device 0's values on every device, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from spmdctx.ir.graph import Role
+from spmdctx.step.entry import Entry
+from spmdctx.step.processes import on_all
+from spmdctx.trace.capture.layerwise import is_layerwise
+
+_STATE = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE)
+
+
+def broadcast_state(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a call; parameters, optimizer state and other state that devices hold whole are device 0's on all of them.
+
+    Arrays that are put together from single-device arrays, and those of several processes, may hold other values on each
+    device though JAX takes them for copies. What is split over devices, and layerwise_parallel parameters, stay as they are.
+    """
+    program, patterns = entry.program, entry.environment.settings.layerwise_parallel
+    shared = [
+        index
+        for index, (leaf, target) in enumerate(zip(entry.captured.inputs, program.in_shardings, strict=True))
+        if leaf.role in _STATE and not is_layerwise(leaf, patterns) and target.is_fully_replicated
+    ]
+    if not shared or program.mesh.size == 1:
+        return list(leaves)
+    given = [_on_mesh(leaves[index], program.in_shardings[index]) for index in shared]
+    found = list(leaves)
+    for index, value in zip(shared, from_first_device(given, program.mesh), strict=True):
+        found[index] = value
+    return found
+
+
+def _on_mesh(leaf: Any, target: Any) -> Any:
+    """What is on all devices already stays: each device's own value is still to be compared with none."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(target, leaf.ndim):
+        return leaf
+    if len({device.process_index for device in target.device_set}) > 1:
+        return on_all(leaf, target)
+    return jax.device_put(leaf, target) if isinstance(leaf, jax.Array) else leaf
+
+
+def from_first_device(arrays: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """Arrays that lie whole on each device of a mesh, made those of its first device."""
+
+    def replica(*own: Any) -> tuple[Any, ...]:
+        is_first = jax.lax.axis_index(mesh.axis_names) == 0
+        return tuple(_from_first(value, is_first, mesh.axis_names) for value in own)
+
+    whole = PartitionSpec()
+    mapped = jax.shard_map(replica, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    placed = jax.sharding.NamedSharding(mesh, whole)
+    return list(jax.jit(mapped, in_shardings=placed, out_shardings=placed)(*arrays))
+
+
+def _from_first(value: Any, is_first: Any, axes: tuple[str, ...]) -> Any:
+    dtype = value.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_from_first(jax.random.key_data(value), is_first, axes), impl=jax.random.key_impl(value))
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.lax.complex(*[_from_first(part, is_first, axes) for part in (value.real, value.imag)])
+    # As integers, since -0.0 + 0.0 is 0.0 and a sum may change the bits of a NaN.
+    bits = value.astype(jnp.uint8) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(value, f"uint{dtype.itemsize * 8}")
+    bits = jax.lax.psum(jnp.where(is_first, bits, jnp.zeros_like(bits)), axes)
+    return bits.astype(dtype) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(bits, dtype)

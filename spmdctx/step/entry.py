@@ -1,0 +1,281 @@
+"""One step for one set of shapes and one context: its trace, its plan, its program, and the fast path of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from spmdctx.cost.region_groups import region_groups
+from spmdctx.cost.shared_reads import shared_reads
+from spmdctx.errors import UnsupportedError
+from spmdctx.lowering.compile import CompiledProgram, jit_program
+from spmdctx.lowering.compile_options import compile_options
+from spmdctx.lowering.rewrite.directives import Wishes, wishes_of
+from spmdctx.lowering.scheduler_limit import scheduler_options
+from spmdctx.plan.plan import Plan
+from spmdctx.step.agreement import agree_on_plan, spans_processes
+from spmdctx.step.direct import OtherArgumentsError, direct_call, signature
+from spmdctx.step.out_of_memory import add_advice
+from spmdctx.step.planning.planner import Planned
+from spmdctx.step.planning.saved import planned_with_files
+from spmdctx.step.processes import is_of_one_process, on_all
+from spmdctx.trace.capture.arguments import Call
+from spmdctx.trace.capture.capture import Captured
+from spmdctx.trace.capture.pytrees import PureStructure
+from spmdctx.trace.capture.structure import Read
+from spmdctx.trace.scope.environment import Environment
+from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type
+
+
+def aval_of(leaf: Any) -> Any:
+    """The abstract value of a leaf; jax arrays and tracers know theirs."""
+    try:
+        return leaf.aval
+    except AttributeError:
+        return jax.typeof(leaf)
+
+
+class Entry:
+    """A captured step with its plan; the program is compiled when it is first needed.
+
+    `direct` runs a call of pytrees that is the last one's like. `read` and `run` take every call: they compare the last seen
+    abstract values and shardings first by identity, so that a training loop of nnx objects costs no more than `nnx.jit`.
+    """
+
+    def __init__(self, captured: Captured, environment: Environment, notes: Sequence[str] = ()) -> None:
+        self.captured = captured
+        self.environment = environment
+        self.structure = captured.structure
+        self.signature = signature(captured.in_avals)
+        self.misses = 0
+        self.moved: dict[int, str] = {}
+        self._notes = (*environment.notes, *notes)
+        self._owned = captured.owned
+        sources = {leaf.carried_from for leaf in captured.outputs} - {None}
+        self._carried = {index for index, owned in enumerate(captured.owned) if index in sources and not owned}
+        self._seen_avals: list[Any] = []
+        self._seen_shardings: list[Any] | None = None
+        self._loose: tuple[int, ...] = ()
+
+    @cached_property
+    def planned(self) -> Planned:
+        """The plan with what lowering needs."""
+        captured = replace(self.captured, notes=(*self.captured.notes, *self._notes))
+        return planned_with_files(captured, self.environment.settings)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of this step for these shapes."""
+        return self.planned.plan
+
+    @cached_property
+    def spans_processes(self) -> bool:
+        """Whether the step runs on devices of several processes."""
+        return spans_processes(self.environment.devices[: self.planned.mesh.num_devices])
+
+    @cached_property
+    def agreed(self) -> bool:
+        """Whether several processes run the step; all of them ask before they run anything, and have then agreed on its plan.
+
+        Raises:
+            PlanMismatchError: another process has another program or plan.
+        """
+        if self.spans_processes:
+            agree_on_plan(self.captured.name, self.planned.plan, self.captured.jaxpr)
+        return self.spans_processes
+
+    @property
+    def compiler_options(self) -> dict[str, int | str]:
+        """What the compiler is told for this step alone."""
+        return {**self._scheduler_options, **self._fusion_options}
+
+    @cached_property
+    def _scheduler_options(self) -> dict[str, int | str]:
+        environment = self.environment
+        device_bytes = environment.device_bytes
+        if device_bytes is None:
+            return {}
+        devices = environment.devices[: self.planned.mesh.num_devices]
+        return scheduler_options(devices, self.plan.cost.memory_bytes, device_bytes, environment.settings.memory_bytes)
+
+    @cached_property
+    def _fusion_options(self) -> dict[str, int | str]:
+        planned = self.planned
+        devices = self.environment.devices[: planned.mesh.num_devices]
+        sums = [row for row in planned.plan.collectives if row.kind in ("reduce_scatter", "all_reduce")]
+        largest = max(sums, key=lambda row: (row.kind == "reduce_scatter", row.payload_bytes), default=None)
+        ways = 1 if largest is None else planned.mesh.num_slices(largest.axes)
+        grouped = bool(self._wishes.groups) or any(one.bucket is not None for one in planned.plan.gradients)
+        return compile_options(devices, self.environment.context, ways, grouped)
+
+    @cached_property
+    def _wishes(self) -> Wishes:
+        planned, machine = self.planned, self.environment.settings.topology
+        program, assignment, mesh = planned.program, planned.assignment, planned.mesh
+        routes = shared_reads(program.graph, program.scopes, assignment, mesh, machine)
+        wishes = wishes_of(program, self.environment.context, routes, machine.scratch_bytes)
+        groups = region_groups(program.graph, assignment, mesh, wishes.buckets) if program.region_ops else {}
+        return wishes._replace(groups=groups, early=planned.plan.early or ())
+
+    @cached_property
+    def program(self) -> CompiledProgram:
+        """The jitted flat program.
+
+        Raises:
+            ContextError: fewer devices than the plan is for.
+        """
+        return self._jitted(self.compiler_options)
+
+    @cached_property
+    def _inner(self) -> CompiledProgram:
+        """The program as part of a larger one, whose compiler is told nothing for its sake."""
+        if self._fusion_options:
+            raise UnsupportedError(
+                f"{self.captured.name} needs compiler options, which a step inside of jit, grad or vmap cannot have.",
+                fix="call the step outside, or leave out the options that need them",
+            )
+        return self._jitted({}) if self.compiler_options else self.program
+
+    def _jitted(self, compiler_options: dict[str, int | str]) -> CompiledProgram:
+        planned = self.planned
+        devices = self.environment.devices[: planned.mesh.num_devices]
+        donated = [index for index, leaf in enumerate(self.captured.inputs) if leaf.donated]
+        return jit_program(
+            planned.program,
+            planned.assignment,
+            planned.mesh,
+            devices,
+            donated=donated,
+            compiler_options=compiler_options,
+            wishes=self._wishes,
+            name=self.captured.name,
+        )
+
+    @cached_property
+    def call(self) -> Callable[..., tuple[Any, ...]]:
+        """The jitted flat program, to be run.
+
+        Raises:
+            ContextError: fewer devices than the plan is for, or devices that cannot run.
+        """
+        self.environment.check_running()
+        return self.program.jitted
+
+    @cached_property
+    def direct(self) -> jax.stages.Wrapped | None:
+        """The short way to run a call, None where there is none; see `spmdctx.step.direct`."""
+        if not isinstance(self.structure, PureStructure):
+            return None
+        donated = [leaf.donated for leaf in self.captured.inputs]
+        return direct_call(self.program, self.structure, self.captured.in_avals, donated, self._carried, self.compiler_options)
+
+    def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
+        """The program that a call with these leaves, real or abstract, runs: lowered by JAX, which compiles it once for all."""
+        avals = [self.type_as_called(index, leaf) for index, leaf in enumerate(leaves)]
+        with auto_axes():
+            lowered: jax.stages.Lowered = (
+                self.program.jitted.lower(*avals) if self.direct is None else self.direct.lower(*self.structure.inputs(avals)[0])
+            )
+        return lowered
+
+    @contextmanager
+    def advising(self) -> Iterator[None]:
+        """Adds to XLA's errors of memory what was planned and what to do."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            add_advice(error, self.plan.cost.memory_bytes, self.environment.settings.topology)
+            raise
+
+    def type_as_called(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
+        """A leaf's type as the program sees it in a call; its sharding is None where the program places the leaf itself."""
+        aval, target = self.captured.in_avals[index], self.program.in_shardings[index]
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(leaf, jax.Array) and index not in self._carried:
+            moves = (leaf.committed or self._owned[index]) and not target.is_equivalent_to(leaf.sharding, leaf.ndim)
+            on_mesh = moves or has_mesh_type(leaf)
+        else:
+            on_mesh = index in self._carried or self._owned[index] or sharding is not None
+        on_mesh = on_mesh or self.spans_processes
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=target if on_mesh else None)
+
+    def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The program's flat results for leaves that are where it takes them; nothing of the user's is changed."""
+        self.environment.check_running()
+        self.agreed  # noqa: B018  before anything runs
+        if self.direct is not None:
+            try:
+                return jax.tree.leaves(self.direct(*self.structure.inputs(leaves)[0]))
+            except OtherArgumentsError:  # a copy without its weak type
+                pass
+        outputs: Sequence[Any] = self.call(*leaves)
+        return outputs
+
+    def read(self, call: Call) -> Read | None:
+        """The leaves of a call, None where it is not one of this entry's."""
+        read = self.structure.read(call)
+        if read is None:
+            return None
+        try:
+            avals = [leaf.aval for leaf in read.leaves]
+        except AttributeError:
+            avals = [aval_of(leaf) for leaf in read.leaves]
+        if avals != self._seen_avals:
+            if signature(avals) != self.signature:
+                return None
+            self._seen_avals = avals
+        return read
+
+    def run(self, read: Read) -> Any:
+        """Runs the step on leaves that `read` gave."""
+        leaves = read.leaves
+        try:
+            known = [leaf.sharding for leaf in leaves] == self._seen_shardings
+        except AttributeError:  # leaves of NumPy or Python, or tracers
+            known = [getattr(leaf, "sharding", None) for leaf in leaves] == self._seen_shardings
+        for index in self._loose:
+            known = known and not leaves[index].committed
+        if (not known or self.direct is not None) and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            inner = self._inner.jitted
+            self.environment.check_running()
+            return self.structure.finish(read.handle, inner(*leaves))
+        if not known:
+            leaves = self._placed(read)
+        if self.direct is None:
+            return self.structure.finish(read.handle, self.call(*leaves))
+        return self.direct(*self.structure.inputs(leaves)[0])
+
+    def _placed(self, read: Read) -> list[Any]:
+        """The leaves, those that are committed elsewhere moved to where the plan wants them."""
+        self.environment.check_running()
+        placed, loose, moves, spread = list(read.leaves), [], False, self.agreed
+        for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
+            sharding = getattr(leaf, "sharding", None)
+            if spread and is_of_one_process(leaf):
+                placed[index], moves = on_all(leaf, target), True
+                continue
+            if index in self._carried and not (getattr(leaf, "committed", False) and has_mesh_type(leaf)):
+                # jit would place it too, but then compile again for the next call, whose leaf has the mesh in its type.
+                placed[index], moves = jax.device_put(leaf, target, donate=self.captured.inputs[index].donated), True
+                continue
+            if sharding is None:
+                continue
+            if sharding.is_equivalent_to(target, leaf.ndim):
+                if has_explicit_type(leaf):
+                    placed[index], moves = jax.device_put(leaf, target), True  # the same bytes, of another type
+                continue
+            if not leaf.committed and not self._owned[index]:
+                loose.append(index)  # jit places it itself, on each call
+                continue
+            placed[index], moves = jax.device_put(leaf, target), True
+            self.moved.setdefault(index, f"{self.captured.inputs[index].path} was on {sharding}; it is moved to {target.spec}.")
+        if moves:
+            self.structure.place(read.handle, placed)
+        else:
+            self._seen_shardings, self._loose = [getattr(leaf, "sharding", None) for leaf in placed], tuple(loose)
+        return placed

@@ -1,0 +1,94 @@
+"""The options of a step: what `parallel` and `plan` take beside the context's options, checked when the step is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from spmdctx.context.options import checked
+from spmdctx.context.values import memory_budget
+from spmdctx.errors import ContextError, message
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.presets import topology
+from spmdctx.search.setup.meshes import MAX_AXES
+from spmdctx.trace.scope.settings import StepOptions
+
+_OWN = ("devices", "mesh", "topology", "memory_bytes", "max_mesh_axes", "strict", "layerwise_parallel")
+
+_ARGUMENTS = ("batch_argnums", "batch_argnames", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+
+
+def step_options(options: Mapping[str, Any]) -> StepOptions:
+    """Checks the options of a step; what is no option of steps must be one of the context.
+
+    Raises:
+        ContextError: an unknown name or a bad value.
+        TypeError: a value of a wrong type.
+    """
+    own = {name: value for name, value in options.items() if name in _OWN and value is not None}
+    devices, mesh, notes = _devices_and_mesh(own.get("devices"), own.get("mesh"))
+    return StepOptions(
+        context=checked({name: value for name, value in options.items() if name not in (*_OWN, *_ARGUMENTS)}),
+        devices=devices,
+        mesh=mesh,
+        topology=topology(own["topology"]) if "topology" in own else None,
+        memory_bytes=memory_budget(own.get("memory_bytes")),
+        max_mesh_axes=_max_mesh_axes(own.get("max_mesh_axes")),
+        strict=_boolean("strict", own.get("strict", False)),
+        layerwise_parallel=_patterns(own.get("layerwise_parallel", ())),
+        arguments={name: value for name, value in options.items() if name in _ARGUMENTS},
+        notes=notes,
+    )
+
+
+def _max_mesh_axes(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(message("max_mesh_axes must be an int.", got=repr(value)))
+    if not 1 <= value <= MAX_AXES:
+        raise ContextError("max_mesh_axes is out of range.", got=str(value), need=f"1 to {MAX_AXES}")
+    return value
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(message(f"{name} must be a bool.", got=repr(value)))
+    return value
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Sequence) or not all(isinstance(entry, str) for entry in value):
+        raise TypeError(message("layerwise_parallel must be a list of path patterns.", got=repr(value)))
+    return tuple(value)
+
+
+def _devices_and_mesh(devices: Any, mesh: Any) -> tuple[tuple[Any, ...] | None, LogicalMesh | None, tuple[str, ...]]:
+    if devices is not None and mesh is not None and isinstance(mesh, Mesh):
+        raise ContextError("devices and a Mesh with devices of its own are both given.", fix="leave one of the two out")
+    if devices is not None:
+        devices = tuple(devices.flat) if hasattr(devices, "flat") else tuple(devices)
+        if not devices:
+            raise ContextError("devices is empty.", need="at least one device")
+    if mesh is None:
+        return devices, None, ()
+    notes: tuple[str, ...] = ()
+    if isinstance(mesh, Mesh | AbstractMesh):
+        own = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is not AxisType.Auto)
+        if own:
+            notes = (f"mesh: the axes {', '.join(own)} are treated as Auto, so that the plan can say how they are used.",)
+        if isinstance(mesh, Mesh):
+            devices = tuple(mesh.devices.flat)
+        return devices, LogicalMesh.of({str(name): size for name, size in mesh.shape.items()}), notes
+    if not isinstance(mesh, Mapping) or not all(isinstance(name, str) for name in mesh):
+        raise TypeError(message("mesh must be a Mesh, an AbstractMesh or a mapping from names to sizes.", got=repr(mesh)))
+    for name, size in mesh.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(message(f"mesh axis {name!r} must have an int as its size.", got=repr(size)))
+        if size < 1:
+            raise ContextError(f"mesh axis {name!r} must have at least one device.", got=str(size))
+    return devices, LogicalMesh.of(dict(mesh)), notes

@@ -1,0 +1,212 @@
+"""Puts things where a plan wants them: a state that is made split, and batches of one process or of the whole."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from spmdctx.data.blocks import Piece, assemble
+from spmdctx.data.lazy import is_read_by_blocks, reader
+from spmdctx.data.targets import Leaf, Targets
+from spmdctx.errors import PlanError, PlanMismatchError, StrategyError, message
+from spmdctx.ir.graph import Role
+from spmdctx.ir.mesh import replicated
+from spmdctx.plan.mismatch import differences_text, leaf_differences
+from spmdctx.plan.plan import Plan
+from spmdctx.step.agreement import spans_processes
+from spmdctx.step.entry import Entry
+from spmdctx.step.processes import on_all
+from spmdctx.trace.capture.arguments import NO_STATIC, Call, split_static
+from spmdctx.trace.capture.capture import Captured, Target, capture_call, flattening_of, leaf_paths, target_of
+from spmdctx.trace.capture.structure import Read, shape_of
+from spmdctx.trace.scope.mesh import auto_axes
+from spmdctx.trace.specs import make_mesh, named_sharding
+
+
+def abstract_call(entry: Entry) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that an entry was made for, as shapes and dtypes; nnx objects as states."""
+    avals = [shape_of(aval) for aval in entry.captured.in_avals]
+    args, kwargs = entry.structure.inputs(avals)
+    return tuple(args), dict(kwargs)
+
+
+def arguments_tree(entry: Entry, leaves: Sequence[Any], num_leading: int) -> tuple[Any, ...]:
+    """One tree per dynamic argument of the user's call with `leaves` in it; keyword arguments follow as one dict."""
+    args, kwargs = entry.structure.inputs(list(leaves))
+    return (*args[num_leading:], kwargs) if kwargs else tuple(args[num_leading:])
+
+
+class Init:
+    """An initialiser whose result is the state of a step."""
+
+    def __init__(self, init_fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        target = target_of(init_fn)
+        self._call: Call = ((*target.leading, *args), {})
+        with _no_eager_sharding():
+            self._captured: Captured = capture_call(target, self._call, NO_STATIC)
+        avals = self._captured.jaxpr.out_avals
+        self._abstract = [shape_of(aval) for aval in avals]
+        self._result = self._finish(self._abstract)
+
+    def arguments(self, target: Target, batch: Any, known: Entry | None) -> tuple[Any, ...]:
+        """The abstract arguments of the step: its state as the initialiser makes it, then the batch.
+
+        Raises:
+            PlanError: no batch is given and none is known.
+            TypeError: state and batch do not make up the step's arguments.
+        """
+        states = [(self._result,)]
+        if type(self._result) is tuple:
+            states.append(self._result)
+        if batch is not None:
+            batches = [(batch,), tuple(batch)] if type(batch) in (tuple, list) else [(batch,)]
+            return _fitting(target, [(*state, *rest) for rest in batches for state in states])
+        if known is None:
+            raise PlanError(
+                "init needs a batch to plan for: no call was planned yet.",
+                fix="pass batch=, arrays or jax.ShapeDtypeStruct, or load a saved plan with strategy_ckpt_load_file",
+            )
+        args, _ = abstract_call(known)
+        args = args[len(target.leading) :]
+        if args and type(args[0]) is not tuple:  # then a tuple of states is no first argument
+            states.reverse()
+        return _fitting(target, [(*state, *args[len(state) :]) for state in states if len(state) <= len(args)])
+
+    def run(self, entry: Entry, call: Call) -> Any:
+        """Makes the state, each leaf split as the step takes it; leaves that the step does not take are whole everywhere."""
+        entry.environment.check_running()
+        entry.agreed  # noqa: B018  before anything runs
+        taken = zip(flattening_of(call).leaves, entry.program.in_shardings, strict=True)
+        return self._place({id(leaf.value): sharding for leaf, sharding in taken}, entry.program.mesh)
+
+    def run_as_saved(self, plan: Plan, target: Target, devices: Sequence[Any], where: str) -> Any:
+        """Makes the state as a saved plan splits the step's first arguments.
+
+        Raises:
+            PlanMismatchError: the plan has no leaf of that path, shape and dtype.
+        """
+        saved = {tensor.path: tensor for tensor in plan.inputs}
+        found: list[str] = []
+        for state in [(self._result,), *([self._result] if type(self._result) is tuple else [])]:
+            call, static = split_static(target.static, (*target.leading, *state), {})
+            leaves = flattening_of(call).leaves
+            here = [
+                (path, tuple(leaf.value.shape), str(leaf.value.dtype))
+                for path, leaf in zip(leaf_paths(target, call, static), leaves, strict=True)
+            ]
+            known = [saved[path] for path, _, _ in here if path in saved]
+            found = list(leaf_differences([(leaf.path, leaf.shape, leaf.dtype) for leaf in known], here))
+            if not found:
+                mesh = make_mesh(plan.logical_mesh, devices)
+                pairs = zip(leaves, here, strict=True)
+                return self._place({id(leaf.value): named_sharding(mesh, saved[path].sharding) for leaf, (path, _, _) in pairs}, mesh)
+        raise PlanMismatchError(
+            f"What init makes is not what the saved plan of {target.name} takes.", where=where, got=differences_text(found[:4])
+        )
+
+    def _place(self, targets: Mapping[int, NamedSharding], mesh: Mesh) -> Any:
+        shardings = [targets.get(id(leaf), named_sharding(mesh, replicated(len(leaf.shape)))) for leaf in self._abstract]
+        run = jax.jit(jexc.jaxpr_as_fun(self._captured.jaxpr), out_shardings=shardings)
+        leaves = self._read().leaves
+        with auto_axes():
+            if spans_processes(mesh.devices.flat):
+                leaves = [on_all(leaf, named_sharding(mesh, ())) for leaf in leaves]
+            return self._finish(run(*leaves))
+
+    def _read(self) -> Read:
+        read = self._captured.structure.read(self._call)
+        assert read is not None, "a structure reads the call it was made from"
+        return read
+
+    def _finish(self, leaves: Sequence[Any]) -> Any:
+        with _no_eager_sharding():
+            return self._captured.structure.finish(self._read().handle, leaves)
+
+
+def _fitting(target: Target, candidates: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The first candidate that the step can be called with."""
+    signature = inspect.signature(target.fn)
+    for candidate in candidates:
+        try:
+            signature.bind(*target.leading, *candidate)
+        except TypeError:
+            continue
+        return candidate
+    raise TypeError(
+        message(
+            f"What init makes and the batch do not make up the arguments of {target.name}.",
+            need=f"{target.name}{signature}",
+            fix="let init_fn return the step's first argument, or a tuple of the first ones, and pass the others as batch=",
+        )
+    )
+
+
+def _no_eager_sharding() -> AbstractContextManager[Any]:
+    """nnx would place annotated variables on the mesh that is set; here the plan places them."""
+    scope: AbstractContextManager[Any] = nnx.use_eager_sharding(False)
+    return scope
+
+
+def batch_targets(entry: Entry | None, *, whole: bool) -> Targets:
+    """Where a planned step takes its batch arguments, those with batch leaves, in order.
+
+    Args:
+        entry: the planned step.
+        whole: whether each process has the whole batch.
+
+    Raises:
+        PlanError: nothing is planned.
+    """
+    if entry is None:
+        raise PlanError("The batch cannot be placed: nothing was planned yet.", fix="call step.plan, step.init or the step first")
+    inputs, shardings = entry.captured.inputs, entry.program.in_shardings
+    # NumPy has no type for random keys.
+    dtypes = [np.dtype(object if leaf.dtype.startswith("key<") else leaf.dtype) for leaf in inputs]
+    leaves = [Leaf(leaf.path, own, leaf.shape, dtype) for leaf, own, dtype in zip(inputs, shardings, dtypes, strict=True)]
+    roles, names = entry.structure.inputs([leaf.role for leaf in inputs])
+    places, named = entry.structure.inputs(leaves)
+    pairs = [*zip(roles, places, strict=True), *((names[name], named[name]) for name in names)]
+    arguments = tuple(own for role, own in pairs if Role.BATCH in jax.tree.leaves(role))
+    return Targets(arguments, tuple(jax.tree.leaves(arguments)), whole)
+
+
+def shard_batch(batch: Any, targets: Targets) -> Any:
+    """Places one batch argument of the step, or a tuple of all of them.
+
+    Raises:
+        PlanError: the plan has no such batch.
+        StrategyError: a dimension that does not divide.
+    """
+    found = targets.match(batch)
+    placed = [_place(value, leaf, whole=targets.whole) for value, leaf in zip(found.values, found.leaves, strict=True)]
+    return jax.tree.unflatten(found.structure, placed)
+
+
+def _place(value: Any, leaf: Leaf, *, whole: bool) -> Any:
+    sharding = leaf.sharding
+    try:
+        if is_read_by_blocks(value):
+            sharding.shard_shape(value.shape)
+            return assemble([Piece(value.shape, sharding, reader(value, None))])[0]
+        if jax.process_count() == 1:
+            sharding.shard_shape(np.shape(value))
+            return jax.device_put(value, sharding)
+        if whole:
+            array = np.asarray(value)
+            sharding.shard_shape(array.shape)
+            return assemble([Piece(array.shape, sharding, reader(array, None))])[0]
+        return jax.make_array_from_process_local_data(sharding, np.asarray(value))
+    except StrategyError:
+        raise
+    except ValueError as error:
+        raise StrategyError(
+            f"Batch leaf '{leaf.path}' cannot be split as planned.", got=f"shape {np.shape(value)}", need=str(sharding)
+        ) from error

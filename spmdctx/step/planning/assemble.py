@@ -1,0 +1,104 @@
+"""The plan, put together from what was found and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from spmdctx.cost.bill import Bill, Moved
+from spmdctx.ir.analysis.gradient_order import gradient_order
+from spmdctx.ir.graph import LITERAL, Graph, Role
+from spmdctx.ir.mesh import replicated
+from spmdctx.ir.sharding import Assignment
+from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
+from spmdctx.plan.rows import LateRows
+from spmdctx.search.dynamic.certificate import Certificate, gap_of
+from spmdctx.search.setup.request import LAYERWISE, Setup
+from spmdctx.step.planning.request import _search_mode
+from spmdctx.trace.build.program import Program
+from spmdctx.trace.capture.capture import Captured
+from spmdctx.trace.scope.settings import Settings
+
+_SEARCHED = ("dynamic_programming", "recursive_programming")
+
+
+def _certified(plan: Plan, certificate: Certificate) -> Plan:
+    bound_s, note = certificate.of_price(plan.cost.total_s)
+    notes = (*plan.notes, note) if note else plan.notes
+    return replace(plan, lower_bound_s=bound_s, gap=gap_of(plan.cost.total_s, bound_s), notes=notes)
+
+
+def _gradients(program: Program, setup: Setup) -> Sequence[PlannedGradient]:
+    """The gradients where they have no buckets."""
+    return LateRows(lambda: [PlannedGradient(one.path) for one in gradient_order(program.graph)]) if setup.mesh.num_devices > 1 else ()
+
+
+def _assemble(
+    program: Program,
+    captured: Captured,
+    settings: Settings,
+    setup: Setup,
+    assignment: Assignment,
+    bill: Bill,
+    notes: tuple[str, ...],
+    timing: Timing,
+) -> Plan:
+    graph, context, moves = program.graph, settings.context, tuple(bill.moves)
+    inputs = tuple(
+        PlannedTensor(leaf.path, leaf.role, leaf.shape, leaf.dtype, assignment.values[value], _reason(setup, assignment, value))
+        for leaf, value in zip(captured.inputs, graph.inputs, strict=True)
+    )
+    outputs = tuple(
+        PlannedTensor(
+            leaf.path,
+            Role.INTERMEDIATE if leaf.carried_from is None else captured.inputs[leaf.carried_from].role,
+            leaf.shape,
+            leaf.dtype,
+            assignment.values[value] if value != LITERAL else replicated(len(leaf.shape)),
+        )
+        for leaf, value in zip(captured.outputs, graph.outputs, strict=True)
+    )
+    return Plan(
+        fingerprint=graph.fingerprint,
+        mode=context.parallel_mode,
+        search_mode=_search_mode(settings),
+        options=context.plan_options(),
+        logical_mesh=setup.mesh,
+        topology=settings.topology.device,
+        inputs=inputs,
+        outputs=outputs,
+        op_table=OpTable.of(graph, assignment),
+        memory_limit_bytes=settings.memory_bytes,
+        assignment=assignment,
+        reshards=LateRows(lambda: _reshards(graph, moves)),
+        collectives=tuple(bill.collectives),
+        cost=_cost(bill),
+        notes=notes,
+        timing=timing,
+        memory_profile=bill.memory_profile,
+        early=bill.early,
+    )
+
+
+def _cost(bill: Bill) -> Cost:
+    total_s = bill.compute_s + bill.exposed_communication_s
+    return Cost(bill.compute_s, bill.communication_s, total_s, bill.memory_bytes, bill.hidden_communication_s)
+
+
+def _reason(setup: Setup, assignment: Assignment, value: int) -> str:
+    """Where an input's sharding comes from."""
+    if setup.mesh.num_devices == 1:
+        return "there is one device"
+    known = setup.reasons.get(value)
+    if known is not None and (value in setup.pins or known == LAYERWISE or setup.seeds.get(value) == assignment.values[value]):
+        return known
+    if assignment.mode in _SEARCHED:
+        return "the cheapest that the search found"
+    return "spread from what is pinned" if any(assignment.values[value]) else "nothing pinned reaches it"
+
+
+def _reshards(graph: Graph, moves: Sequence[Moved]) -> Iterator[Reshard]:
+    for move in moves:
+        origin = graph.origins[move.op]
+        name = graph.values[move.value].path or f"value of {origin.name or graph.ops[move.op].primitive}"
+        yield Reshard(name, move.source, move.target, graph.ops[move.op].primitive, origin.source, move.time_s)

@@ -1,0 +1,77 @@
+"""What a plan can say beyond what was decided: it is worked out when it is asked for, from the program that was planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from spmdctx.context.values import memory_budget
+from spmdctx.ir.graph import Role
+from spmdctx.plan.plan import Plan
+from spmdctx.search.whatif.alternatives import PricedAlternatives
+from spmdctx.step.planning.planner import Planned, certify, plan_program
+from spmdctx.trace.capture.capture import Captured
+from spmdctx.trace.scope.settings import Settings
+
+
+def with_insight(planned: Planned, captured: Captured, settings: Settings) -> Planned:
+    """The plan with its alternatives and a way to plan again, where its search has given it none; nothing is computed yet."""
+    plan = planned.plan
+    if plan.replan is None:
+        plan = replace(plan, replan=Replanner(captured, settings))
+    if plan.certifier is None and settings.context.parallel_mode == "auto_parallel" and planned.mesh.num_devices > 1:
+        plan = replace(plan, certifier=partial(certify, plan, captured, settings))
+    if plan.alternatives is None and planned.mesh.num_devices > 1:
+        plan = replace(plan, alternatives=_alternatives(planned, captured, settings))
+    return replace(planned, plan=plan)
+
+
+@dataclass(frozen=True)
+class Replanner:
+    """Plans a captured step again for another budget or number of devices; the plan that comes out can be asked alike."""
+
+    captured: Captured
+    settings: Settings
+
+    def __call__(self, *, memory_bytes: int | None = None, num_devices: int | None = None) -> Plan:
+        """The plan for this budget per device (None for no budget) on so many devices (None for as many as before).
+
+        Raises:
+            ContextError: a budget that is not positive.
+            InfeasibleError: no plan fits.
+            StrategyError: the user's strategies do not fit the number of devices.
+        """
+        old = self.settings
+        count = old.num_devices if num_devices is None else num_devices
+        mesh = old.mesh if count == old.num_devices else None
+        context = old.context.replace(device_num=count) if old.context.is_set("device_num") else old.context
+        settings = replace(old, context=context, num_devices=count, mesh=mesh, memory_bytes=memory_budget(memory_bytes))
+        return with_insight(plan_program(self.captured, settings), self.captured, settings).plan
+
+
+def _alternatives(planned: Planned, captured: Captured, settings: Settings) -> PricedAlternatives:
+    program, graph = planned.program, planned.program.graph
+    return PricedAlternatives(
+        graph=graph,
+        scopes=program.scopes,
+        loose=program.loose,
+        manual=tuple(row for region in program.manual for row in region.collectives),
+        assignment=planned.assignment,
+        mesh=planned.mesh,
+        topology=settings.topology,
+        donated=frozenset(value for value, leaf in zip(graph.inputs, captured.inputs, strict=True) if leaf.donated),
+        pinned=_pinned(planned, captured, settings),
+        forced=frozenset(region.op for region in program.manual),
+        memory_bytes=settings.memory_bytes,
+    )
+
+
+def _pinned(planned: Planned, captured: Captured, settings: Settings) -> frozenset[int]:
+    """Values whose sharding the user or the mode fixed."""
+    program, context = planned.program, settings.context
+    pinned = {mark.value for mark in program.marks if mark.strategy is not None} | {pin.value for pin in program.user_pins}
+    batch_is_free = context.parallel_mode == "auto_parallel" and not context.batch_is_pinned
+    for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True):
+        if leaf.metadata is not None or leaf.layerwise or (leaf.role is Role.BATCH and not batch_is_free):
+            pinned.add(value)
+    return frozenset(pinned)

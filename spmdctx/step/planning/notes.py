@@ -1,0 +1,167 @@
+"""The notes of a plan: everything guessed, padded, replicated or without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from spmdctx.cost.bill import Bill
+from spmdctx.cost.region_groups import ungrouped_note
+from spmdctx.errors import UnsupportedError
+from spmdctx.ir.analysis.gradient_order import Gradient
+from spmdctx.ir.analysis.loop_sums import Holds
+from spmdctx.ir.graph import Role, item_bytes
+from spmdctx.ir.mesh import format_sharding
+from spmdctx.ir.projection import partial_axes
+from spmdctx.ir.sharding import Assignment
+from spmdctx.machine.reshard import reshard_time_s
+from spmdctx.machine.topology import as_asked
+from spmdctx.search.setup.request import Setup
+from spmdctx.step.planning.assemble import _cost
+from spmdctx.trace.build.program import Program
+from spmdctx.trace.capture.capture import Captured
+from spmdctx.trace.capture.layerwise import _matches
+from spmdctx.trace.scope.settings import Settings
+from spmdctx.wording import bytes_text, exact_bytes_text
+
+PEAK_NOTE = "The predicted peak"
+
+_MOST_LISTED = 4
+"""How notes on what a plan takes begin."""
+
+_WORTH_A_WORD = 0.01
+
+_NO_BUCKETS = "Buckets of gradients have no effect: the CPU compiler drops what keeps them apart, and reduces all of them at once."
+
+_NO_GROUPS = "shard(fusion=) groups nothing in the forward and backward pass: the CPU compiler combines what does not wait for others."
+
+
+def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets: Sequence[int | None]) -> str:
+    """Why the gradients' buckets that were asked for are none; empty where they are made."""
+    if any(bucket is not None for bucket in buckets):
+        return _NO_BUCKETS if settings.topology.device == "cpu" else ""
+    local = any(region.is_loss for region in program.manual)
+    if not settings.context.fuses_by_index or local or setup.mesh.num_devices == 1:
+        return ""
+    return "all_reduce_fusion_config has no effect: no gradient is found that the plan reduces; what a shard_map reduces is the user's own."
+
+
+def _group_notes(program: Program, settings: Settings, setup: Setup, bill: Bill, groups: Mapping[int, int]) -> list[str]:
+    """What of `shard(fusion=)` has no effect."""
+    machine = settings.topology
+    notes = ungrouped_note(program.graph, bill, setup.mesh, all_to_all=machine.uses_all_to_all)
+    return [*notes, _NO_GROUPS] if groups and machine.device == "cpu" else notes
+
+
+def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Gradient], buckets: Sequence[int | None], holds: Holds) -> str:
+    """Names the gradients that a loop reduces in each of its turns, where they cannot wait for their bucket."""
+    graph = program.graph
+    apart = []
+    for gradient, bucket in zip(gradients, buckets, strict=True):
+        makers = [graph.ops[graph.producers[value]] for value in gradient.sums if value not in holds.axes]
+        if bucket is not None and any(op.repeats > 1 and partial_axes(op.rule, assignment.ops[op.id].axes) for op in makers):
+            apart.append(f"'{gradient.path}'")
+    if not apart:
+        return ""
+    return f"A loop reduces these gradients in each of its turns, apart from their buckets: {', '.join(apart)}."
+
+
+def _notes(program: Program, captured: Captured, setup: Setup, settings: Settings, assignment: Assignment, bill: Bill) -> tuple[str, ...]:
+    """Everything guessed, padded, replicated or without effect, each said once."""
+    notes = [*captured.notes, *program.graph.notes, *setup.notes]
+    missing: dict[str, str] = {}
+    for op in program.graph.ops:
+        if op.rule.reason and op.primitive not in missing:
+            missing[op.primitive] = (
+                f"{op.primitive} is computed whole on every device: {op.rule.reason} ({program.graph.origins[op.id].source})."
+            )
+    unknown = [name for name in missing if missing[name].find("no rule for primitive") >= 0]
+    if settings.strict and unknown:
+        raise UnsupportedError(
+            f"There is no sharding rule for primitive {unknown[0]!r}, and strict=True allows no replication.",
+            where=missing[unknown[0]].partition("(")[2].rstrip(")."),
+            fix="leave strict out: the op is then computed whole on every device",
+        )
+    if setup.mesh.num_devices > 1:
+        notes += missing.values()
+    for value, wanted in setup.seeds.items():
+        known, stored = program.graph.values[value], assignment.values[value]
+        if known.role is Role.BATCH and stored != wanted:
+            notes.append(
+                f"Batch leaf '{known.path}' is stored {format_sharding(stored)}, not {format_sharding(wanted)}: the ops that read it do so."
+            )
+    notes += memory_notes(settings, bill.memory_bytes)
+    if setup.mesh.num_devices > 1:
+        notes += _batch_notes(program)
+        notes += _all_to_all_notes(program, setup, settings, bill)
+        notes += _repeated_work(program, setup, assignment, bill)
+        notes += _unmatched_patterns(captured, settings)
+        notes += _early_notes(program, captured, bill)
+    return tuple(dict.fromkeys(notes))
+
+
+def _early_notes(program: Program, captured: Captured, bill: Bill) -> list[str]:
+    """The updates of state for which the rest of the step is made to wait."""
+    waited_for = {value for update in bill.early for value in update.results}
+    if not waited_for:
+        return []
+    paths = [leaf.path for leaf, value in zip(captured.outputs, program.graph.outputs, strict=True) if value in waited_for]
+    listed = ", ".join(f"'{path}'" for path in paths[:_MOST_LISTED]) + (", ..." if len(paths) > _MOST_LISTED else "")
+    return [f"The rest of the step waits for the new value of {listed}: what its gradient is made of would be in memory to the end."]
+
+
+def memory_notes(settings: Settings, peak_bytes: int) -> list[str]:
+    """What is over the user's budget, or over what a device has where he gave none."""
+    machine, peak = settings.topology, f"{PEAK_NOTE} of {exact_bytes_text(peak_bytes)} per device is over"
+    if settings.memory_bytes is None:
+        has_room = peak_bytes <= machine.memory_bytes
+        return [] if has_room else [f"{peak} the {bytes_text(machine.memory_bytes)} that a program may use of a {machine.device}."]
+    if peak_bytes <= settings.memory_bytes:
+        return []
+    return [f"{peak} memory_bytes={settings.memory_bytes}; only auto_parallel can meet a budget."]
+
+
+def _batch_notes(program: Program) -> list[str]:
+    """What was found to be the batch, where that may surprise."""
+    leaves = [known for known in map(program.graph.values.__getitem__, program.graph.inputs) if known.role is Role.BATCH and known.shape]
+    if not leaves:
+        return ["No argument is taken as the batch: name it with batch_argnums if there is one."]
+    if len({known.shape[0] for known in leaves}) > 1:
+        sizes = ", ".join(f"'{known.path}' {known.shape[0]}" for known in leaves[:4])
+        return [f"Batch leaves differ in dimension 0 ({sizes}): if some are no batch, name the batch with batch_argnums."]
+    return []
+
+
+def _all_to_all_notes(program: Program, setup: Setup, settings: Settings, bill: Bill) -> list[str]:
+    """What all-to-all would save where the context forbids it, if it is worth a word."""
+    machine = settings.topology
+    if machine.uses_all_to_all:
+        return []
+    allowed = as_asked(machine, True, machine.widens_gradients)
+    saved_s = 0.0
+    for move in bill.moves:
+        if move.time_s:
+            known = program.graph.values[move.value]
+            ends = known.shape, item_bytes(known.dtype), move.source, move.target, setup.mesh
+            saved_s += move.time_s * (1 - reshard_time_s(*ends, allowed) / reshard_time_s(*ends, machine))
+    if saved_s < _WORTH_A_WORD * _cost(bill).total_s:
+        return []
+    return [f"enable_alltoall=True would save about {saved_s * 1e6:.3g} µs of a step: tensors are moved between dimensions by all-gathers."]
+
+
+def _repeated_work(program: Program, setup: Setup, assignment: Assignment, bill: Bill) -> list[str]:
+    """Says when devices do alike what they could share."""
+    if not bill.flops or bill.split_flops / bill.flops >= 0.5:
+        return []
+    graph, mesh = program.graph, setup.mesh
+    whole = [op for op in graph.ops if mesh.num_slices(name for own in assignment.ops[op.id].axes for name in own) < mesh.num_devices]
+    largest = max(whole, key=lambda op: op.flops * op.repeats)
+    ways = bill.split_flops / bill.flops * mesh.num_devices
+    return [
+        f"Devices repeat each other's work: the step's FLOPs are split {ways:.1f} ways on average over {mesh.num_devices} devices; "
+        f"the largest op that is not split over all of them is {largest.primitive} ({graph.origins[largest.id].source})."
+    ]
+
+
+def _unmatched_patterns(captured: Captured, settings: Settings) -> list[str]:
+    unmatched = [one for one in settings.layerwise_parallel if not any(_matches(leaf.path, one) for leaf in captured.inputs)]
+    return [f"layerwise_parallel pattern {pattern!r} matches no argument." for pattern in unmatched]

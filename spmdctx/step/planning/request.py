@@ -1,0 +1,96 @@
+"""What a search is asked for a captured step in its settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spmdctx.context.layers import AutoParallelContext
+from spmdctx.cost.step import Step
+from spmdctx.search.optimizer.asked import optimizer_sharding
+from spmdctx.search.optimizer.couplings import couplings
+from spmdctx.search.optimizer.state import layer_dims
+from spmdctx.search.reduced_once import sums_of_gradients
+from spmdctx.search.select import SearchOptions
+from spmdctx.search.setup.limits import AlgoLimits
+from spmdctx.search.setup.request import ManualSpecs, OptimizerSharding, Request, ValuePin
+from spmdctx.trace.build.program import Program
+from spmdctx.trace.capture.capture import Captured
+from spmdctx.trace.capture.layerwise import is_layerwise
+from spmdctx.trace.scope.settings import Settings
+
+
+def _step(program: Program, captured: Captured) -> Step:
+    donated = frozenset([value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if leaf.donated])
+    return Step(program.graph, program.scopes, program.loose, donated)
+
+
+def _request(program: Program, captured: Captured, settings: Settings) -> Request:
+    context = settings.context
+    pins = [ValuePin(pin.value, pin.mesh_axes, pin.dims, "a sharding constraint") for pin in program.user_pins]
+    for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True):
+        if leaf.metadata is not None:
+            dims = tuple(() if name is None else (name,) if isinstance(name, str) else name for name in leaf.metadata)
+            axes = captured.mesh_axes if {name for dim in dims for name in dim} <= dict(captured.mesh_axes).keys() else ()
+            pins.append(ValuePin(value, axes, dims + ((),) * (len(leaf.shape) - len(dims)), "partitioning metadata"))
+    layerwise = frozenset(
+        value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if is_layerwise(leaf, settings.layerwise_parallel)
+    )
+    optimizer = _optimizer(program, context)
+    searches = optimizer is not None and _search_mode(settings) == "dynamic_programming"
+    coupled = couplings(program.graph, settings.num_devices, optimizer, layerwise) if optimizer is not None and searches else ()
+    return Request(
+        parallel_mode=context.parallel_mode,
+        num_devices=settings.num_devices,
+        mesh=settings.mesh,
+        dataset=_dataset(context),
+        marks=program.marks,
+        region_ops=program.region_ops,
+        value_pins=tuple(pins),
+        manual=tuple(
+            ManualSpecs(region.op, region.mesh_axes, region.operands, region.results, region.is_loss) for region in program.manual
+        ),
+        layerwise=layerwise,
+        optimizer=optimizer,
+        couplings=coupled,
+        once=sums_of_gradients(program.graph, coupled) if context.grad_accumulation_step > 1 and settings.num_devices > 1 else (),
+    )
+
+
+def _optimizer(program: Program, context: AutoParallelContext) -> OptimizerSharding | None:
+    """What the parallel optimizer splits of a step."""
+    asked = optimizer_sharding(context)
+    if asked is None:
+        return None
+    layers: dict[int, int] = {}
+    for region in program.manual:
+        operands = program.graph.ops[region.op].operands if region.op >= 0 else ()
+        layers.update(zip(operands, layer_dims(region.body.graph), strict=False))
+    return replace(asked, layers=tuple((value, count) for value, count in layers.items() if value >= 0 and count))
+
+
+def _dataset(context: AutoParallelContext) -> str | tuple[object, ...] | None:
+    """How the batch is split: None where auto_parallel may choose."""
+    if context.parallel_mode == "auto_parallel" and not context.batch_is_pinned:
+        return None
+    if isinstance(context.dataset_strategy, tuple):
+        return context.dataset_strategy
+    return "full_batch" if context.full_batch else context.dataset_strategy
+
+
+def _search_mode(settings: Settings) -> str:
+    """What searches; empty where the parallel mode leaves nothing to search."""
+    context = settings.context
+    return context.effective_search_mode if context.parallel_mode == "auto_parallel" else ""
+
+
+def _search_options(settings: Settings) -> SearchOptions:
+    context = settings.context
+    return SearchOptions(
+        search_mode=_search_mode(settings),
+        topology=settings.topology,
+        memory_bytes=settings.memory_bytes,
+        max_mesh_axes=settings.max_mesh_axes,
+        limits=AlgoLimits.of(context.algo),
+        mem_coeff=context.mem_coeff,
+        max_stages=context.pipeline_stages if context.auto_pipeline else 0,
+    )

@@ -1,0 +1,291 @@
+"""ParallelStep: a user's step that plans, compiles and runs itself split over devices."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+
+from spmdctx._compat import x64_is_on
+from spmdctx.audit import AuditReport, audit_program
+from spmdctx.checkpoint.layouts import predicted_layouts
+from spmdctx.context.layers import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
+from spmdctx.data.targets import Targets
+from spmdctx.errors import UnsupportedError
+from spmdctx.gradients.capture import capture_step
+from spmdctx.lowering.compile_options import warn_without_option
+from spmdctx.plan.mindspore.file import ParameterLayout
+from spmdctx.plan.plan import Plan
+from spmdctx.step import placement, verify
+from spmdctx.step.broadcast import broadcast_state
+from spmdctx.step.direct import OtherArgumentsError
+from spmdctx.step.entry import Entry
+from spmdctx.step.options import step_options
+from spmdctx.step.planning.saved import loaded_plan
+from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
+from spmdctx.trace.capture.capture import target_of
+from spmdctx.trace.capture.structure import Read
+from spmdctx.trace.marker import tracing_in
+from spmdctx.trace.scope.environment import environment
+from spmdctx.trace.scope.mesh import auto_axes, traced_for
+from spmdctx.trace.scope.settings import StepOptions
+
+_MOST_MISSES = 50
+"""A program that is called with other arguments in turn is looked up by the long way, which fails faster."""
+
+
+class _Last(NamedTuple):
+    """The entry of the last call, and what must not have changed for the next call to use it at once."""
+
+    version: int
+    x64: bool
+    static: Static
+    entry: Entry
+
+
+class _Direct(NamedTuple):
+    """The short way to run the next call, while the context stays the same."""
+
+    version: int
+    run: Callable[..., Any]
+    entry: Entry
+
+
+class ParallelStep:
+    """A step that runs split over devices; made by `spmdctx.parallel`.
+
+    Calling it runs it. It is planned and compiled once per shapes, static arguments and context; `plan`, `lower`, `audit`
+    and `verify` take the arguments of a call, real or abstract (`jax.ShapeDtypeStruct`).
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        fn, below = beneath_layers(fn)
+        options = {**below, **options}
+        self._options: StepOptions = step_options(options)
+        self._target = target_of(fn, **self._options.arguments)  # type: ignore[arg-type]  # the checks of step_options have narrowed it
+        self._given = (fn, dict(options))
+        self._entries: dict[Any, list[Entry]] = {}
+        self._last: _Last | None = None
+        self._direct: _Direct | None = None
+        self._has_run = False
+        self._bound: WeakKeyDictionary[Any, ParallelStep] = WeakKeyDictionary()
+        self._lock = threading.RLock()
+        functools.update_wrapper(self, self._target.fn if self._target.leading else fn, updated=())
+
+    def __repr__(self) -> str:
+        return f"<spmdctx.ParallelStep {self._target.name}>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A step that is a method: bound to its object, with plans of its own per object."""
+        if instance is None:
+            return self
+        fn, options = self._given
+        try:
+            bound = self._bound.get(instance)
+            if bound is None:
+                bound = self._bound[instance] = ParallelStep(MethodType(fn, instance), options)
+        except TypeError:  # an object without weak references or hash
+            return ParallelStep(MethodType(fn, instance), options)
+        return bound
+
+    def with_options(self, **options: Any) -> ParallelStep:
+        """The same function with further options, or other values of the same ones."""
+        fn, given = self._given
+        return ParallelStep(fn, {**given, **options})
+
+    def with_context(self, **options: Any) -> ParallelStep:
+        """The same step with context options that its own ones override; `@auto_parallel_context(...)` above it does this."""
+        fn, given = self._given
+        return ParallelStep(fn, {**options, **given})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; results, and nnx objects that are mutated, are split as the plan says.
+
+        Raises:
+            ContextError: options that contradict each other or the devices.
+            StrategyError: strategies or a batch that do not fit.
+        """
+        direct = self._direct
+        if direct is not None and direct.version == version() and not kwargs:
+            try:
+                return direct.run(*args)
+            except (OtherArgumentsError, ValueError):  # the long way finds out what it is
+                direct.entry.misses += 1
+                self._direct = None
+        call, static = self._split(args, kwargs)
+        with auto_axes():
+            entry, read = self._found(call, static)
+            if not self._has_run and entry.environment.context.parameter_broadcast:
+                read = self._broadcast(entry, read)
+            self._has_run = True
+            with entry.advising():
+                result = entry.run(read)
+        if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
+            self._direct = _Direct(version(), entry.direct, entry)
+        return result
+
+    @property
+    def context(self) -> AutoParallelContext:
+        """The context as this step sees it: its own options over those set."""
+        return current_context().with_checked(self._options.context)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the last call had to move, said once per argument leaf."""
+        return () if self._last is None else tuple(self._last.entry.moved.values())
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """How the step would run: needs no devices, arguments may be abstract."""
+        return self._entry_of(args, kwargs).plan
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The step's program, lowered by JAX; `.compile()` compiles it, once for this, the audit and the calls.
+
+        It takes the step's own positional arguments; of a step with nnx objects or keyword arguments, their flat leaves.
+        """
+        return self._lowered(args, kwargs)[1]
+
+    def in_shardings(self, *args: Any, **kwargs: Any) -> Any:
+        """A NamedSharding per argument leaf, as a tuple of the dynamic arguments; keyword arguments follow as one dict.
+
+        nnx objects appear as states.
+        """
+        entry = self._entry_of(args, kwargs)
+        return placement.arguments_tree(entry, entry.program.in_shardings, len(self._target.leading))
+
+    def out_shardings(self, *args: Any, **kwargs: Any) -> Any:
+        """A NamedSharding per leaf of what the step returns."""
+        entry = self._entry_of(args, kwargs)
+        return entry.structure.outputs(entry.program.out_shardings)
+
+    def infer_predict_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterLayout]:
+        """How a forward step's parameters are split, by their dotted paths: what `load_distributed_checkpoint` loads them by.
+
+        Args:
+            args: the step's arguments, real or abstract.
+            kwargs: the same.
+
+        Raises:
+            ContextError: the step is planned in a mode other than semi_auto_parallel and auto_parallel.
+        """
+        return predicted_layouts(self.plan(*args, **kwargs))
+
+    def audit(self, *args: Any, **kwargs: Any) -> AuditReport:
+        """The compiled program held against the plan: collectives and memory."""
+        entry, lowered = self._lowered(args, kwargs)
+        with entry.advising():
+            return audit_program(entry.plan, lowered.compile())
+
+    def verify(self, *args: Any, **kwargs: Any) -> verify.VerifyReport:
+        """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated."""
+        entry = self._entry_of(args, kwargs)
+        call, _ = self._split(args, kwargs)
+        with entry.advising():
+            return verify.verify_entry(entry, self._read(entry, call).leaves)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
+        """Calls `init_fn(*args)` so that its result is made split, as this step takes it, never whole on one device.
+
+        Args:
+            init_fn: makes the state: a pytree, a TrainState, an nnx object, or a tuple of the step's first arguments.
+            args: arguments of `init_fn`, a PRNG key for example.
+            batch: the step's other arguments, real or abstract; a tuple where they are several. May be left out after a
+                plan or a call, and where strategy_ckpt_load_file names a saved plan.
+
+        Raises:
+            PlanError: no batch is given, and nothing was planned yet.
+            PlanMismatchError: the saved plan is for another state, mesh, machine or context.
+        """
+        made = placement.Init(init_fn, args)
+        known = None if self._last is None else self._last.entry
+        if batch is None and known is None:
+            around = environment(self._options, self.context)
+            saved = loaded_plan(around.settings)
+            if saved is not None:
+                around.check_running()
+                return made.run_as_saved(saved, self._target, around.devices, self.context.strategy_ckpt_load_file)
+        call, static = self._split(made.arguments(self._target, batch, known), {})
+        return made.run(self._entry(call, static, stacklevel=3), call)
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Places a batch as the plan takes it: this process's block of it, or the whole with full_batch.
+
+        Args:
+            batch: one batch argument of the step, or a tuple of all of them. Leaves that are `spmdctx.data.Blocks` are whole ones,
+                of which each process reads only its blocks.
+
+        Raises:
+            PlanError: nothing was planned yet, or the plan has no such batch.
+            StrategyError: a dimension that does not divide.
+        """
+        return placement.shard_batch(batch, self.batch_targets())
+
+    def batch_targets(self) -> Targets:
+        """Where the last plan takes its batch: what `spmdctx.data.shard` reads of a step.
+
+        Raises:
+            PlanError: nothing was planned yet.
+        """
+        return placement.batch_targets(None if self._last is None else self._last.entry, whole=self.context.full_batch)
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Static]:
+        target = self._target
+        return split_static(target.static, (*target.leading, *args) if target.leading else args, kwargs)
+
+    def _found(self, call: Call, static: Static) -> tuple[Entry, Read]:
+        """The entry of a call, the last one where it fits, and the call's leaves."""
+        last = self._last
+        if last is not None and last.version == version() and last.x64 == x64_is_on() and last.static == static:
+            read = last.entry.read(call)
+            if read is not None:
+                return last.entry, read
+        entry = self._entry(call, static, stacklevel=4)
+        return entry, self._read(entry, call)
+
+    @staticmethod
+    def _broadcast(entry: Entry, read: Read) -> Read:
+        """The leaves of the first call, the state that devices share being device 0's; objects take it over."""
+        entry.environment.check_running()
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
+            raise UnsupportedError("parameter_broadcast needs arrays, and this step is called inside of jit, grad or vmap.")
+        leaves = broadcast_state(entry, read.leaves)
+        entry.structure.place(read.handle, leaves)
+        return read._replace(leaves=leaves)
+
+    @staticmethod
+    def _read(entry: Entry, call: Call) -> Read:
+        read = entry.read(call)
+        assert read is not None, "an entry reads the call it was made for"
+        return read
+
+    def _lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, jax.stages.Lowered]:
+        call, static = self._split(args, kwargs)
+        entry = self._entry(call, static, stacklevel=4)
+        return entry, entry.lower(self._read(entry, call).leaves)
+
+    def _entry_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        return self._entry(*self._split(args, kwargs), stacklevel=4)
+
+    def _entry(self, call: Call, static: Static, stacklevel: int) -> Entry:
+        """The entry of a call, found or made; it becomes the last one."""
+        with self._lock, auto_axes():
+            number, x64 = version(), x64_is_on()
+            around = environment(self._options, self.context)
+            # Tracing reads the x64 flag, and the types of the arguments do not show it.
+            entries = self._entries.setdefault((around.settings, around.devices, static, x64), [])
+            entry = next((entry for entry in entries if entry.read(call) is not None), None)
+            if entry is None:
+                notes = warn_ineffective(around.context, stacklevel=stacklevel + 1)
+                notes += warn_without_option(around.backend, around.context, stacklevel=stacklevel + 1)
+                with tracing_in(around.context.parallel_mode), traced_for(around):
+                    captured = capture_step(self._target, call, static, around.settings)
+                entry = Entry(captured, around, notes)
+                entries.append(entry)
+            entry.planned  # noqa: B018  errors of planning belong to this call
+            self._last = _Last(number, x64, static, entry)
+            return entry

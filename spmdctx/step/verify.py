@@ -1,0 +1,185 @@
+"""Numerics of a split step against the same step on one device."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import numpy as np
+
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.step.entry import Entry
+from spmdctx.step.processes import on_all, to_host
+from spmdctx.trace.scope.mesh import auto_axes
+from spmdctx.trace.specs import make_mesh, named_sharding
+
+FLOOR = 1e-3
+"""A result smaller than this is compared as if it were this large."""
+
+_TOLERANCES = {"float64": 1e-5, "complex128": 1e-5, "float32": 1e-4, "complex64": 1e-4}
+_HALF_TOLERANCE = 3e-2
+_BY_NORM = 10
+"""So many times the tolerance is allowed by the norm."""
+
+
+class VerifyRow(NamedTuple):
+    """One result: `difference` is max|a-b| / max(max|b|, 1e-3), b being the one-device result.
+
+    `change` is the norm of a-b over the norm of b; `is_state` marks the next value of an argument.
+    """
+
+    path: str
+    dtype: str
+    difference: float
+    change: float
+    tolerance: float
+    is_state: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is within the tolerance.
+
+        State in less than float64 is judged by its norm: a parameter whose true gradient is zero moves by a whole step of
+        an adaptive optimizer in the direction of the rounding error.
+        """
+        by_norm = self.is_state and self.tolerance > _TOLERANCES["float64"]
+        return self.difference <= self.tolerance or (by_norm and self.change <= _BY_NORM * self.tolerance)
+
+    def __str__(self) -> str:
+        """The difference and what it is held against."""
+        if self.ok and self.difference > self.tolerance:
+            measured = (
+                f"{self.difference:.1e}, by its norm {self.change:.1e} ({self.dtype}, tolerance {_BY_NORM * self.tolerance:.0e} by norm)"
+            )
+        else:
+            measured = f"{self.difference:.1e} ({self.dtype}, tolerance {self.tolerance:.0e})"
+        return f"{'' if self.ok else '! '}{self.path}: {measured}"
+
+
+class VerifyReport(NamedTuple):
+    """What `step.verify` found."""
+
+    rows: tuple[VerifyRow, ...]
+    num_devices: int
+    reference: str = "on one"
+
+    @property
+    def ok(self) -> bool:
+        """Whether every result is within its tolerance."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def worst(self) -> VerifyRow | None:
+        """The result with the largest difference."""
+        return max(self.rows, key=lambda row: row.difference, default=None)
+
+    def __str__(self) -> str:
+        verdict = "same" if self.ok else "NOT the same"
+        lines = [f"{verdict} on {self.num_devices} devices as {self.reference}: {len(self.rows)} results"]
+        shown = sorted(self.rows, key=lambda row: (row.ok, -row.difference))[:10]
+        return "\n".join([*lines, *(f"  {row}" for row in shown)])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def verify_entry(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
+    """Runs an entry's program on all its devices and on the first one, and compares the results.
+
+    A step that holds a shard_map over several devices is compared with itself on all of them, its arguments whole.
+
+    Raises:
+        ContextError: devices that are not there.
+    """
+    program = entry.program
+    is_manual = any(math.prod(size for _, size in region.mesh_axes) > 1 for region in entry.planned.program.manual)
+    with auto_axes():
+        # Copies: the step may have been told to reuse the memory of its arguments.
+        split = entry.execute(_as_called(entry, leaves))
+        whole = _whole_on_all(entry, leaves) if is_manual else _on_one_device(entry, leaves)
+    rows = tuple(
+        _row(leaf.path, leaf.carried_from is not None, ours, reference)
+        for leaf, ours, reference in zip(entry.captured.outputs, split, whole, strict=True)
+    )
+    return VerifyReport(rows, program.mesh.devices.size, *(("with whole arguments",) if is_manual else ()))
+
+
+def _as_called(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
+    if entry.spans_processes:
+        return [on_all(to_host(leaf), target) for leaf, target in zip(leaves, entry.program.in_shardings, strict=True)]
+    return [_copied(leaf, entry.type_as_called(index, leaf).sharding) for index, leaf in enumerate(leaves)]
+
+
+def _on_one_device(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:
+    """The step on one device of this process."""
+    device = next(device for device in entry.program.mesh.devices.flat if device.process_index == jax.process_index())
+    copied = [_copied(leaf, device) for leaf in leaves]
+    with jax.set_mesh(make_mesh(LogicalMesh.of({"device": 1}), [device])):  # whatever mesh the user set
+        whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(_unconstrained(entry.captured.jaxpr)))(*copied)
+    return whole
+
+
+def _whole_on_all(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:
+    everywhere = named_sharding(entry.program.mesh, ())
+    copied = [on_all(to_host(leaf), everywhere) if entry.spans_processes else _copied(leaf, everywhere) for leaf in leaves]
+    whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(entry.captured.jaxpr))(*copied)
+    return whole
+
+
+def _copied(leaf: Any, target: Any) -> Any:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        words = jnp.array(np.array(to_host(jax.random.key_data(leaf))))
+        return jax.device_put(jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf)), target)
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(np.array(to_host(leaf)), target)
+    return leaf if target is None else jax.device_put(leaf, target)
+
+
+def _row(path: str, is_state: bool, ours: Any, reference: Any) -> VerifyRow:
+    dtype = str(reference.dtype)
+    if jnp.issubdtype(reference.dtype, jax.dtypes.prng_key):
+        ours, reference = jax.random.key_data(ours), jax.random.key_data(reference)
+    a, b = to_host(ours), to_host(reference)
+    if not jnp.issubdtype(reference.dtype, jnp.inexact):
+        return VerifyRow(path, dtype, float(np.count_nonzero(a != b)), 0.0, 0.0, False)
+    kind = np.complex128 if jnp.issubdtype(reference.dtype, jnp.complexfloating) else np.float64
+    a, b = a.astype(kind), b.astype(kind)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    distance = np.where(same, 0.0, np.abs(np.where(same, 0, a) - np.where(same, 0, b)))
+    size = np.abs(b[np.isfinite(b)])
+    largest = _finite(distance.max(initial=0.0)) / max(float(size.max(initial=0.0)), FLOOR)
+    norm = _finite(np.linalg.norm(distance.ravel())) / max(float(np.linalg.norm(size.ravel())), FLOOR)
+    return VerifyRow(path, dtype, largest, norm, _TOLERANCES.get(dtype, _HALF_TOLERANCE), is_state)
+
+
+def _finite(value: Any) -> float:
+    return math.inf if math.isnan(value) else float(value)
+
+
+_PROGRAMS = (jexc.Jaxpr, jexc.ClosedJaxpr)
+
+
+def _unconstrained(jaxpr: Any) -> Any:
+    """The program without sharding constraints, so that it runs on one device; bodies of shard_map stay as they are."""
+    is_open = isinstance(jaxpr, jexc.Jaxpr)
+    body = jaxpr if is_open else jaxpr.jaxpr
+    plain = body.replace(eqns=[_without_constraint(eqn) for eqn in body.eqns])
+    return plain if is_open else jexc.ClosedJaxpr(plain, jaxpr.consts)
+
+
+def _without_constraint(eqn: Any) -> Any:
+    if eqn.primitive.name == "sharding_constraint":
+        return eqn.replace(primitive=jexc.primitives.copy_p, params={})
+    params = {}
+    for name, value in eqn.params.items():
+        if isinstance(value, _PROGRAMS):
+            params[name] = _unconstrained(value)
+        elif isinstance(value, tuple) and any(isinstance(entry, _PROGRAMS) for entry in value):
+            entries = [_unconstrained(entry) if isinstance(entry, _PROGRAMS) else entry for entry in value]
+            params[name] = value._make(entries) if hasattr(value, "_make") else tuple(entries)
+    return eqn.replace(params={**eqn.params, **params}) if params else eqn

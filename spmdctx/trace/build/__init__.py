@@ -1,0 +1,1 @@
+"""From a jaxpr to a Program: ops with rules, calls dissolved, loop bodies inlined as regions with boundary ops."""

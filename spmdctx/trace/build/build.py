@@ -1,0 +1,391 @@
+"""jaxpr to Graph: every equation an op with its rule, calls inlined, control-flow bodies entered through boundary ops."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, chain, count, repeat
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import jax.extend.core as jexc
+import numpy as np
+from numpy.typing import ArrayLike
+
+from spmdctx.ir.arrays import BoolArray, IntArray
+from spmdctx.ir.graph import LITERAL, Graph, Mark, Op, Role, Value
+from spmdctx.ir.rule import OpRule
+from spmdctx.machine.xla.columns import Columns, Kind, Tensor
+from spmdctx.machine.xla.fusion import fused_bits, fused_slots, in_memory
+from spmdctx.machine.xla.fusion_work import fusion_works
+from spmdctx.rules import rule_for
+from spmdctx.rules.flops import op_flops
+from spmdctx.trace.build import control_flow as bodies
+from spmdctx.trace.build.common_subexpressions import find_copies, made_one
+from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
+from spmdctx.trace.build.program import LossOperand, ManualRegion, Program, UserPin
+
+Env = dict[Any, int]
+
+_Literal = jexc.Literal
+
+_aval = attrgetter("aval")
+
+_new = tuple.__new__
+"""Makes named tuples of all their fields, in half the time of their own constructors: a step has tens of thousands."""
+
+
+class Argument(NamedTuple):
+    """What the builder must know of one flat argument."""
+
+    path: str
+    role: Role
+
+
+def build(jaxpr: jexc.ClosedJaxpr, arguments: Sequence[Argument], carried: Sequence[tuple[int, int]] = ()) -> Program:
+    """Builds the graph of a flat program.
+
+    Args:
+        jaxpr: the traced step over flat leaves.
+        arguments: one per input of the jaxpr.
+        carried: pairs (output index, input index) of training state that goes in and comes out.
+    """
+    builder = Builder()
+    env: Env = {}
+    for var in jaxpr.jaxpr.constvars:
+        env[var] = builder.add_value(var.aval, Role.CONSTANT, f"const/{len(env)}")
+    inputs = tuple(builder.add_value(var.aval, leaf.role, leaf.path) for var, leaf in zip(jaxpr.jaxpr.invars, arguments, strict=True))
+    env.update(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+    builder.walk(jaxpr.jaxpr, env, 1, "")
+    outputs = tuple(LITERAL if isinstance(var, jexc.Literal) else env[var] for var in jaxpr.jaxpr.outvars)
+    ties = [(inputs[source], outputs[target]) for target, source in carried if outputs[target] != LITERAL]
+    return builder.finish(jaxpr, inputs, outputs, ties)
+
+
+class Builder:
+    """Collects values and ops, in columns, while the jaxpr is walked."""
+
+    def __init__(self) -> None:
+        self.caller: Place | None = None
+        self.scope = 0
+        self.ties: list[tuple[int, int]] = []
+        self.marks: list[Mark] = []
+        self.user_pins: list[UserPin] = []
+        self.manual: list[ManualRegion] = []
+        self.loss_operands: list[LossOperand] = []
+        self.notes: list[str] = []
+        self._num_scopes = 1
+        # Per value, and for those that are not intermediate.
+        self._avals: list[Any] = []
+        self._named: dict[int, tuple[Role, str]] = {}
+        self._tensors: dict[int, Tensor] = {}
+        # Per op.
+        self._kind_of: list[int] = []
+        self._operands: list[tuple[int, ...]] = []
+        self._results: list[tuple[int, ...]] = []
+        self._equations: list[Any] = []
+        self._infos: list[Any] = []
+        self._frame_of: list[int] = []
+        # What many ops share: rules with their cost in FLOPs, and what is around them.
+        self._kinds: list[Kind] = []
+        self._texts: list[str] = []
+        self._alike: set[int] = set()
+        self._quick: dict[Any, int] = {}
+        self._known: dict[Any, int] = {}
+        self._frames: list[Frame] = []
+        self._known_frames: dict[Any, int] = {}
+
+    @property
+    def num_ops(self) -> int:
+        """Added so far."""
+        return len(self._kind_of)
+
+    def add_value(self, aval: Any, role: Role = Role.INTERMEDIATE, path: str = "") -> int:
+        """A new value with the shape and dtype of `aval`; tokens and other things without a shape count as scalars."""
+        index = len(self._avals)
+        self._avals.append(aval)
+        if role is not Role.INTERMEDIATE or path:
+            self._named[index] = role, path
+        return index
+
+    def add_like(self, value: int) -> int:
+        """A new value with the shape, dtype and role of another."""
+        return self.add_value(self._avals[value], self._named.get(value, (Role.INTERMEDIATE,))[0])
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        """Of a value."""
+        return self._tensor(self._avals[value]).shape
+
+    def _tensor(self, aval: Any) -> Tensor:
+        # JAX shares abstract values between variables, and the jaxpr keeps them alive: identity spares hashing and text.
+        known = self._tensors.get(id(aval))
+        if known is None:
+            known = self._tensors[id(aval)] = Tensor(getattr(aval, "shape", ()), str(getattr(aval, "dtype", None)))
+        return known
+
+    def program_of(self, body: Any) -> Program:
+        """The program of a body that runs on one device by itself."""
+        jaxpr, consts = bodies.open_jaxpr(body)
+        return build(jexc.ClosedJaxpr(jaxpr, consts), [Argument("", Role.ARGUMENT) for _ in jaxpr.invars])
+
+    def walk(self, jaxpr: Any, env: Env, repeats: int, prefix: str) -> None:
+        """Adds the ops of `jaxpr`, whose inputs `env` already knows; `prefix` is the name scope of the enclosing calls."""
+        run: list[Any] = []
+        for eqn in jaxpr.eqns:
+            handler = bodies.HANDLERS.get(eqn.primitive.name)
+            if handler is None:
+                run.append(eqn)
+                continue
+            self._add_equations(run, env, repeats, prefix)
+            run = []
+            outer, self.caller = self.caller, Place(eqn.source_info, self.caller)
+            handler(self, eqn, env, repeats, prefix)
+            self.caller = outer
+        self._add_equations(run, env, repeats, prefix)
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """The ops added inside belong to a computation of their own, with which the caller's shares no reshard."""
+        outer, self.scope = self.scope, self._num_scopes
+        self._num_scopes += 1
+        yield
+        self.scope = outer
+
+    def read(self, env: Env, atoms: Sequence[Any]) -> tuple[int, ...]:
+        """Value ids of an equation's operands."""
+        return tuple([LITERAL if isinstance(atom, _Literal) else env[atom] for atom in atoms])
+
+    def _add_equations(self, eqns: list[Any], env: Env, repeats: int, prefix: str) -> None:
+        """Ops for some equations in a row, column by column."""
+        made = [eqn.outvars for eqn in eqns]
+        variables = list(chain.from_iterable(made))
+        first = len(self._avals)
+        env.update(zip(variables, count(first)))
+        self._avals += map(_aval, variables)
+        sizes = list(map(len, made))
+        starts = accumulate(sizes, initial=first)
+        self._results += [(start,) if size == 1 else tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
+        self._operands += [tuple([LITERAL if isinstance(atom, _Literal) else env[atom] for atom in eqn.invars]) for eqn in eqns]
+        self._kind_of += map(self._kind, eqns)
+        self._equations += eqns
+        self._infos += [eqn.source_info for eqn in eqns]
+        self._frame_of += [self._frame(repeats, prefix)] * len(eqns)
+
+    def add_op(
+        self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rule: OpRule, repeats: int, info: Any, prefix: str
+    ) -> int:
+        """An op that is no equation (a boundary), or one whose rule the caller knows; returns its id."""
+        key = (primitive, rule)
+        kind = self._known.get(key)
+        if kind is None:
+            kind = self._learn(key, Kind(primitive, rule, 0), f"{primitive} {rule}")
+        self._kind_of.append(kind)
+        self._operands.append(operands)
+        self._results.append(results)
+        self._equations.append(None)
+        self._infos.append(info)
+        self._frame_of.append(self._frame(repeats, prefix))
+        return len(self._kind_of) - 1
+
+    def _frame(self, repeats: int, prefix: str) -> int:
+        key = (id(self.caller), prefix, self.scope, repeats)
+        number = self._known_frames.setdefault(key, len(self._frames))
+        if number == len(self._frames):
+            self._frames.append(Frame(self.caller, prefix, self.scope, repeats))
+        return number
+
+    def _kind(self, eqn: Any) -> int:
+        # JAX shares abstract values between variables: their identities are hashed faster than shapes. Types of results follow.
+        key = (eqn.primitive, *map(id, map(_aval, eqn.invars)), *eqn.params.values())
+        try:
+            kind = self._quick.get(key)
+        except TypeError:
+            return self._kind_by_shapes(eqn)
+        if kind is None:
+            kind = self._quick[key] = self._kind_by_shapes(eqn)
+        return kind
+
+    def _kind_by_shapes(self, eqn: Any) -> int:
+        name = eqn.primitive.name
+        operands = tuple([self._tensor(var.aval).shape for var in eqn.invars])
+        results = tuple([self._tensor(var.aval).shape for var in eqn.outvars])
+        params = tuple(eqn.params.values())
+        key: tuple[Any, ...] = (name, operands, results, params)
+        is_exact = True
+        try:
+            kind = self._known.get(key)
+        except TypeError:
+            key, is_exact = (name, operands, results, repr(params)), False
+            kind = self._known.get(key)
+        if kind is None:
+            rule = rule_for(name, operands, results, eqn.params)
+            text = f"{name} {operands} {results} {_stable_text(eqn.params)}"
+            kind = self._learn(key, Kind(name, rule, op_flops(name, rule, operands, results)), text)
+            if not is_exact:
+                self._alike.add(kind)
+        return kind
+
+    def _learn(self, key: Any, kind: Kind, text: str) -> int:
+        number = self._known[key] = len(self._kinds)
+        self._kinds.append(kind)
+        self._texts.append(text)
+        return number
+
+    def finish(
+        self, jaxpr: jexc.ClosedJaxpr, inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]
+    ) -> Program:
+        """Drops dead ops, makes equal ones one, renumbers the rest, and freezes everything."""
+        trail, alive = self._trail(), self._alive(outputs)
+        columns = self._columns(alive)
+        held, loose = in_memory(columns, (*inputs, *outputs)), _loose_values(columns)
+        same = made_one(find_copies(columns, self._comparable(alive)), columns, held, loose)
+        twins = {alive[copy]: alive[first] for copy, first in same.ops.items()}
+        if twins:
+            self._operands = [tuple([same.values.get(value, value) for value in own]) for own in self._operands]
+            outputs = tuple([same.values.get(value, value) for value in outputs])
+            ties = [(before, same.values.get(after, after)) for before, after in ties]
+            alive = self._alive(outputs)
+            columns = self._columns(alive)
+            held, loose = in_memory(columns, (*inputs, *outputs)), _loose_values(columns)
+        sites = self._sites(alive, twins)
+        origins = LazyOrigins(self._infos, self._frames, self._frame_of).select(alive)
+        graph = Graph(
+            values=self._values(),
+            ops=_ops(columns, held),
+            inputs=inputs,
+            outputs=outputs,
+            ties=(*self.ties, *ties),
+            origins=origins,
+            fingerprint=self._fingerprint([trail, *twins.items()], inputs, outputs, ties),
+            notes=tuple(dict.fromkeys(self.notes)),
+        )
+        return Program(
+            graph=graph,
+            jaxpr=jaxpr,
+            op_of_site=tuple(sites),
+            scopes=tuple(columns.scopes.tolist()),
+            marks=tuple(mark._replace(op=sites[mark.op]) for mark in self.marks if sites[mark.op] >= 0),
+            user_pins=tuple(self.user_pins),
+            manual=tuple(region._replace(op=sites[region.op]) for region in self.manual if sites[region.op] >= 0),
+            loose=loose,
+            region_ops=origins.inside_regions() if self.marks else frozenset(),
+            loss_operands=tuple(one._replace(value=same.values.get(one.value, one.value)) for one in self.loss_operands),
+        )
+
+    def _sites(self, alive: Sequence[int], twins: Mapping[int, int]) -> list[int]:
+        """Per op as walked its number, that of its twin where it has one, -1 where it is dead."""
+        numbers = np.full(self.num_ops, -1, dtype=np.int64)
+        numbers[alive] = np.arange(len(alive))
+        numbers[list(twins)] = numbers[list(twins.values())]
+        sites: list[int] = numbers.tolist()
+        return sites
+
+    def _columns(self, alive: Sequence[int]) -> Columns:
+        """Some of the ops, numbered anew, and all values."""
+        kind_of, frames = np.array(self._kind_of, dtype=np.int64)[alive], np.array(self._frame_of, dtype=np.int64)[alive]
+        around = np.array([(frame.repeats, frame.scope) for frame in self._frames], dtype=np.int64).reshape(-1, 2)[frames]
+        operands, results = (list(map(column.__getitem__, alive)) for column in (self._operands, self._results))
+        tensors, tensor_of = self._tensors_of_values()
+        return Columns(self._kinds, kind_of, (around[:, 0], around[:, 1]), operands, results, tensors, tensor_of)
+
+    def _comparable(self, alive: Sequence[int]) -> list[Any]:
+        """Equations of some of the ops, None for boundaries and for those whose parameters are only written alike."""
+        kinds, alike = self._kind_of, self._alike
+        return [self._equations[index] if kinds[index] not in alike else None for index in alive]
+
+    def _tensors_of_values(self) -> tuple[list[Tensor], list[int]]:
+        """What the values may be, and which of that each is."""
+        known = {key: self._tensor(aval) for key, aval in dict(zip(map(id, self._avals), self._avals, strict=True)).items()}
+        places = dict(zip(known, count(), strict=False))
+        return list(known.values()), list(map(places.__getitem__, map(id, self._avals)))
+
+    def _values(self) -> tuple[Value, ...]:
+        size = len(self._avals)
+        shapes, dtypes = (
+            list(map({key: tensor[side] for key, tensor in self._tensors.items()}.__getitem__, map(id, self._avals))) for side in (0, 1)
+        )
+        roles, paths = [Role.INTERMEDIATE] * size, [""] * size
+        for index, (role, path) in self._named.items():
+            roles[index], paths[index] = role, path
+        return tuple(map(_new, repeat(Value), zip(range(size), shapes, dtypes, roles, paths, strict=True)))
+
+    def _alive(self, outputs: tuple[int, ...]) -> list[int]:
+        """The ops that some output or effect needs; a carry is needed with what the loop makes of it."""
+        operands, results = self._operands, self._results
+        needed = set(outputs)
+        while True:
+            alive = []
+            for op in range(self.num_ops - 1, -1, -1):
+                if not results[op] or not needed.isdisjoint(results[op]):
+                    needed.update(operands[op])
+                    alive.append(op)
+            size = len(needed)
+            needed.update(*[tie for tie in self.ties if not needed.isdisjoint(tie)])
+            if len(needed) == size:
+                return alive[::-1]
+
+    def _trail(self) -> IntArray:
+        """Per op its kind, its scope, how often it runs, and its operands."""
+        sizes = np.fromiter(map(len, self._operands), dtype=np.int64, count=self.num_ops) + 3
+        starts, total = np.cumsum(sizes) - sizes, int(sizes.sum())
+        around = np.array([(frame.scope, frame.repeats) for frame in self._frames], dtype=np.int64).reshape(-1, 2)[self._frame_of]
+        trail, is_operand = np.empty(total, dtype=np.int64), np.ones(total, dtype=bool)
+        columns: tuple[ArrayLike, ...] = (self._kind_of, around[:, 0], around[:, 1])
+        for place, column in enumerate(columns):
+            trail[starts + place] = column
+            is_operand[starts + place] = False
+        trail[is_operand] = np.fromiter(chain.from_iterable(self._operands), dtype=np.int64, count=total - 3 * len(sizes))
+        return trail
+
+    def _fingerprint(
+        self, trail: Sequence[ArrayLike], inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]
+    ) -> str:
+        """Hash of the program: kinds of equations with their parameters, who reads what how often, and the arguments."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update("\n".join(self._texts).encode())
+        for part in (*trail, [*outputs, *(value for tie in ties for value in tie)]):
+            digest.update(np.array(part, dtype=np.int64).tobytes())
+        regions: dict[int, int] = {}
+        for mark in self.marks:
+            number = regions.setdefault(mark.region, len(regions))
+            digest.update(f"{mark.op} {number} {mark.side} {mark.position} {mark.strategy}".encode())
+        for pin in self.user_pins:
+            digest.update(repr(pin).encode())
+        for region in self.manual:
+            digest.update(region.body.graph.fingerprint.encode())
+            written = [(row.kind, row.axes, row.payload_bytes, row.repeats) for row in region.collectives]
+            digest.update(repr((region.mesh_axes, region.operands, region.results, written)).encode())
+        for index in inputs:
+            (shape, dtype), (role, path) = self._tensor(self._avals[index]), self._named.get(index, (Role.INTERMEDIATE, ""))
+            digest.update(f"{path} {shape} {dtype} {role}".encode())
+        return digest.hexdigest()
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def _stable_text(params: dict[str, Any]) -> str:
+    """Parameters as text without memory addresses, so that every process writes the same."""
+    return _ADDRESS.sub("", repr(sorted((name, str(value)) for name, value in params.items())))
+
+
+def _ops(columns: Columns, held: BoolArray) -> tuple[Op, ...]:
+    """The ops; `held` says of each value whether it exists in memory."""
+    fused = fused_slots(columns, held)
+    primitives, rules, flops = ([kind[place] for kind in map(columns.kinds.__getitem__, columns.kind_of.tolist())] for place in range(3))
+    sides = columns.operands, columns.results
+    rest = repeat(None), fused_bits(columns, fused), fusion_works(columns, fused)
+    fields = zip(range(columns.num_ops), primitives, *sides, rules, flops, columns.repeats.tolist(), *rest, strict=False)
+    return tuple(map(_new, repeat(Op), fields))
+
+
+def _loose_values(columns: Columns) -> frozenset[int]:
+    """Values computed from literals alone: no input, no constant array, no random key."""
+    loose = {LITERAL}
+    never = columns.which(bodies.NEVER_LOOSE.__contains__).tolist()
+    for operands, results, depends in zip(columns.operands, columns.results, never, strict=True):
+        if not depends and loose.issuperset(operands):
+            loose.update(results)
+    return frozenset(loose - {LITERAL})

@@ -1,0 +1,79 @@
+"""Which ops compute what an earlier op of the same body has computed, and are made one with it.
+
+XLA makes equal equations one, and a plan that counted them twice would plan collectives that never run. What stays apart:
+
+- bodies: what a remat computes again is computed again;
+- equations with effects, and barriers;
+- what element-wise ops only compute on the way into other ops (`machine.xla.fusion`), and what depends on no input: it is computed for each
+  reader anyway, and each may want it split in its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core as jexc
+import numpy as np
+
+from spmdctx.ir.arrays import BoolArray
+from spmdctx.ir.graph import LITERAL
+from spmdctx.machine.xla.columns import Columns
+from spmdctx.machine.xla.fusion import CHAINED
+
+_APART = frozenset({"optimization_barrier", "rng_uniform", "pure_callback"})
+"""Equations that are executed as often as they are written."""
+
+
+class Copies(NamedTuple):
+    """Values and ops that are others once more, by the first of them."""
+
+    values: dict[int, int]
+    ops: dict[int, int]
+
+
+def find_copies(columns: Columns, equations: Sequence[Any]) -> Copies:
+    """All ops that compute what an earlier one has computed.
+
+    Args:
+        columns: of the step.
+        equations: those of the ops, None for an op that equals none; ops of one kind have equal parameters.
+    """
+    known: dict[Any, int] = {}
+    copies = Copies({}, {})
+    first = [*range(columns.num_values), LITERAL]
+    bodies = (columns.kind_of * (int(columns.scopes.max(initial=0)) + 1) + columns.scopes).tolist()
+    for op, (body, operands, eqn) in enumerate(zip(bodies, columns.operands, equations, strict=True)):
+        if eqn is None:
+            continue
+        key = (body, *map(first.__getitem__, operands))
+        twin = known.setdefault(key, op)
+        if twin != op and LITERAL in operands:
+            literals = _literals(eqn)
+            if literals != _literals(equations[twin]):
+                twin = known.setdefault((key, literals), op)
+        if twin != op and not eqn.effects and eqn.primitive.name not in _APART:
+            for value, same in zip(columns.results[op], columns.results[twin], strict=True):
+                first[value] = copies.values[value] = same
+            copies.ops[op] = twin
+    return copies
+
+
+def _literals(eqn: Any) -> tuple[Any, ...]:
+    literals = [np.asarray(atom.val) for atom in eqn.invars if isinstance(atom, jexc.Literal)]
+    return tuple([(literal.dtype, literal.tobytes()) for literal in literals])
+
+
+def made_one(copies: Copies, columns: Columns, held: BoolArray, loose: Container[int]) -> Copies:
+    """Those copies that are the op which they are copies of; `held` says of each value whether it exists in memory."""
+    values: dict[int, int] = {}
+    twins: dict[int, int] = {}
+    chained = columns.which(CHAINED.__contains__)
+    for copy, number in copies.ops.items():
+        pairs = list(zip(columns.results[copy], columns.results[number], strict=True))
+        if all(first in loose for _, first in pairs):
+            continue
+        if not chained[number] or all(held[value] and held[first] for value, first in pairs):
+            values.update(pairs)
+            twins[copy] = number
+    return Copies(values, twins)

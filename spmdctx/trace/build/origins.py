@@ -1,0 +1,98 @@
+"""Where ops come from: name scope and source line, read from JAX's source info only when somebody asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
+
+from jax.extend import source_info_util
+
+from spmdctx.ir.graph import Origin
+from spmdctx.wording import file_text
+
+_REGION = re.compile(r"\bshard\d+:")
+
+
+class Place(NamedTuple):
+    """JAX's source info of an equation, and the place of the call or loop around it."""
+
+    info: Any
+    caller: Place | None
+
+
+class Frame(NamedTuple):
+    """What is around ops: the call or loop, the name scope of the enclosing calls, the computation, and how often it runs."""
+
+    caller: Place | None
+    prefix: str
+    scope: int
+    repeats: int
+
+
+class LazyOrigins(Sequence[Origin]):
+    """Origins of ops: JAX's source info of each, and the number of its frame."""
+
+    def __init__(self, infos: Sequence[Any], frames: Sequence[Frame], frame_of: Sequence[int]) -> None:
+        self._infos = infos
+        self._frames = frames
+        self._frame_of = frame_of
+        # Unrolled layers come from the same lines, and ops of one scope share its name stack.
+        self._lines: dict[Any, str] = {}
+        self._names: dict[tuple[str, int], str] = {}
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    @overload
+    def __getitem__(self, index: int) -> Origin: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Origin]: ...
+    def __getitem__(self, index: int | slice) -> Origin | Sequence[Origin]:
+        if isinstance(index, slice):
+            return [self[item] for item in range(*index.indices(len(self)))]
+        return Origin(self._name(index), self._source(Place(self._infos[index], self._frames[self._frame_of[index]].caller)))
+
+    def _name(self, index: int) -> str:
+        prefix, stack = self._frames[self._frame_of[index]].prefix, self._infos[index].name_stack
+        name = self._names.get((prefix, id(stack)))
+        if name is None:
+            name = "/".join(part for part in (prefix, str(stack)) if part)
+            # Region numbers depend on what was traced before in this process.
+            name = self._names[prefix, id(stack)] = _REGION.sub("shard:", name)
+        return name
+
+    def _source(self, place: Place) -> str:
+        """The source line; the caller's for what JAX's own jitted functions do, which has none."""
+        line = self._lines.get(place.info.traceback)
+        if line is None:
+            line = self._lines[place.info.traceback] = source_line(place.info)
+        return line if line or place.caller is None else self._source(place.caller)
+
+    def inside_regions(self) -> frozenset[int]:
+        """Indices of the ops that were traced inside a `shard()` region, their backward ops included."""
+        # Ops traced in one scope share its name stack, so that few have to be written out.
+        stacks = [info.name_stack for info in self._infos]
+        keys = list(zip(self._frame_of, map(id, stacks), strict=True))
+        known = {
+            (frame, name): _REGION.search(f"{self._frames[frame].prefix}/{stack}") is not None
+            for (frame, name), stack in dict(zip(keys, stacks, strict=True)).items()
+        }
+        return frozenset([index for index, key in enumerate(keys) if known[key]])
+
+    def select(self, indices: Sequence[int]) -> LazyOrigins:
+        """The origins of some of the ops, in the given order."""
+        return LazyOrigins([self._infos[index] for index in indices], self._frames, [self._frame_of[index] for index in indices])
+
+
+def source_line(info: Any) -> str:
+    """`model.py:41 (forward)`: the file's name without its folder, so that plans do not depend on where code lies.
+
+    A notebook's cell is `cell:41`.
+    """
+    text = source_info_util.summarize(info)
+    place, _, function = text.partition(" ")
+    file, _, rest = place.partition(":")
+    line = rest.split(":")[0]
+    short = f"{file_text(file)}:{line}" if line else file_text(file)
+    return f"{short} {function}".strip()

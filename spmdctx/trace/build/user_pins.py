@@ -1,0 +1,47 @@
+"""Shardings that the user's own code fixes, read into mesh axis names per dimension."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spmdctx.ir.sharding import AxisNames
+from spmdctx.rules.builder import identity
+from spmdctx.trace.build.program import UserPin
+
+if TYPE_CHECKING:
+    from spmdctx.trace.build.build import Builder
+
+CONSTRAINT = "sharding_constraint"
+
+
+def spec_dims(spec: Any, rank: int) -> tuple[AxisNames | None, ...]:
+    """Axes per dimension of a PartitionSpec; None where the dimension is unconstrained."""
+    dims: list[AxisNames | None] = []
+    for entry in spec:
+        if entry is None:
+            dims.append(())
+        elif isinstance(entry, str):
+            dims.append((entry,))
+        elif isinstance(entry, tuple):
+            dims.append(tuple(entry))
+        else:
+            dims.append(None)
+    return tuple(dims + [()] * (rank - len(dims)))
+
+
+def has_explicit_spec(sharding: Any) -> bool:
+    """Whether `sharding` names mesh axes (a NamedSharding), as against being unspecified or a single device's."""
+    return hasattr(sharding, "spec") and hasattr(sharding, "mesh")
+
+
+def pin(builder: Builder, value: int, sharding: Any, repeats: int, info: Any, prefix: str, *, always: bool = False) -> int:
+    """An identity op whose result has the user's sharding; `value` itself where there is none (unless `always`)."""
+    explicit = has_explicit_spec(sharding)
+    if not explicit and not always:
+        return value
+    shape, result = builder.shape(value), builder.add_like(value)
+    builder.add_op(CONSTRAINT, (value,), (result,), identity(shape), repeats, info, prefix)
+    if explicit:
+        axes = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())
+        builder.user_pins.append(UserPin(result, axes, spec_dims(sharding.spec, len(shape))))
+    return result

@@ -1,0 +1,176 @@
+"""What each argument leaf is to the step: parameter, optimizer state, other state, key, batch, or a plain argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.core import FrozenDict, meta
+from flax.training.train_state import TrainState
+
+from spmdctx.ir.graph import Role
+from spmdctx.trace.capture.arguments import Selection
+from spmdctx.trace.capture.carry import Span, children
+from spmdctx.trace.capture.structure import Leaf, key_text
+
+_PARAMETER_NAMES = ("params", "param", "parameters", "weights", "kernel")
+_OPTIMIZER_NAMES = (
+    *("opt_state", "opt_states", "opt", "optimizer", "optim", "optimizer_state", "momentum", "momenta", "velocity", "mu", "nu", "trace"),
+)
+_STATE_NAMES = ("batch_stats", "stats", "step", "steps", "count", "ema", "cache", "carry", "hidden", "model_state")
+_ROLE_OF_NAME = {
+    **dict.fromkeys(_PARAMETER_NAMES, Role.PARAMETER),
+    **dict.fromkeys(_OPTIMIZER_NAMES, Role.OPTIMIZER),
+    **dict.fromkeys(_STATE_NAMES, Role.STATE),
+}
+_LINEN_KINDS = (TrainState, FrozenDict, meta.AxisMetadata)
+_KEY_WORDS = ("key", "rng", "seed")
+
+
+class Argument:
+    """One dynamic argument of the call, with its run of flat leaves."""
+
+    def __init__(self, name: str, argument: int | str, span: Span, leaves: Sequence[Leaf], avals: Sequence[Any]) -> None:
+        self.name = name
+        self.argument = argument
+        self.span = span
+        self.leaves = leaves
+        self.avals = avals
+
+    @property
+    def is_object(self) -> bool:
+        """Whether nnx or linen knows what its leaves are."""
+        return any(leaf.owned for leaf in self.leaves) or _has_linen_node(self.span.tree)
+
+    @property
+    def is_key(self) -> bool:
+        """Whether all leaves are PRNG keys."""
+        return bool(self.avals) and all(is_key(aval, self.name) for aval in self.avals)
+
+
+def is_key(aval: Any, name: str) -> bool:
+    """Whether a leaf is a PRNG key: typed, a raw pair (or four) of uint32 words, or an array of those that is named so."""
+    if _is_of(aval.dtype, jax.dtypes.prng_key):
+        return True
+    if aval.dtype != jnp.uint32 or not aval.shape or aval.shape[-1] not in (2, 4):
+        return False
+    return len(aval.shape) == 1 or any(word in name.lower() for word in _KEY_WORDS)
+
+
+@lru_cache(maxsize=256)
+def _is_of(dtype: Any, family: Any) -> bool:
+    """`jnp.issubdtype`, worked out once per type."""
+    return bool(jnp.issubdtype(dtype, family))
+
+
+def roles_of(arguments: Sequence[Argument], carried: frozenset[int], batch: Selection | None) -> list[Role]:
+    """One role per flat input, of all `arguments` in order.
+
+    The batch is what `batch` selects; without it, every argument that is no nnx or linen object, no PRNG key, and not
+    carried; where nothing is carried and there is no such object, all of those but the first argument.
+    """
+    is_state = [argument.is_object or not carried.isdisjoint(range(argument.span.start, argument.span.stop)) for argument in arguments]
+    first_is_state = not any(is_state)
+    parameters: Any = None
+    roles: list[Role] = []
+    for index, (argument, state) in enumerate(zip(arguments, is_state, strict=True)):
+        if batch is not None:
+            is_batch = batch.holds(argument.argument)
+        else:
+            is_batch = not state and not argument.is_key and not (first_is_state and index == 0)
+        if is_batch:
+            roles += [_batch_role(argument, leaf, aval) for leaf, aval in zip(argument.leaves, argument.avals, strict=True)]
+            continue
+        follows = parameters is not None and argument.span.tree == parameters
+        own = _state_roles(argument, Role.OPTIMIZER if follows else Role.PARAMETER)
+        roles += own
+        if parameters is None and Role.PARAMETER in own:
+            parameters = argument.span.tree
+    return roles
+
+
+def guesses(arguments: Sequence[Argument], roles: Sequence[Role], carried: frozenset[int], batch: Selection | None) -> tuple[str, ...]:
+    """What was guessed about the arguments and cannot be seen from their structure, for the plan's notes."""
+    notes = [
+        f"{argument.name}: {leaf_text(aval)} is taken as a raw PRNG key."
+        for argument in arguments
+        for aval, role in zip(argument.avals, roles[argument.span.start : argument.span.stop], strict=True)
+        if role is Role.KEY and str(aval.dtype) == "uint32" and aval.shape
+    ]
+    own = [argument for argument in arguments if argument.leaves]
+    taken = [argument.name for argument in own if Role.BATCH in roles[argument.span.start : argument.span.stop]]
+    if batch is None and not carried and taken and not any(argument.is_object for argument in own):
+        notes.append(
+            f"{', '.join(taken)}: taken as the batch, and {own[0].name} not, as no argument comes back as a result; "
+            "batch_argnums= says it otherwise."
+        )
+    return tuple(notes)
+
+
+def leaf_text(aval: Any) -> str:
+    """`uint32[2]`."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _batch_role(argument: Argument, leaf: Leaf, aval: Any) -> Role:
+    if leaf.role is not None:
+        return leaf.role
+    if is_key(aval, _leaf_name(argument, leaf)):
+        return Role.KEY
+    return Role.BATCH if aval.shape else Role.ARGUMENT
+
+
+def _leaf_name(argument: Argument, leaf: Leaf) -> str:
+    return key_text(leaf.keys[-1]) if len(leaf.keys) > 2 else argument.name
+
+
+def _state_roles(argument: Argument, default: Role) -> list[Role]:
+    from_optax = _optax_leaves(argument.span)
+    roles = []
+    for offset, (leaf, aval) in enumerate(zip(argument.leaves, argument.avals, strict=True)):
+        if leaf.role is not None:
+            roles.append(leaf.role)
+        elif argument.span.start + offset in from_optax:
+            roles.append(Role.OPTIMIZER)
+        else:
+            roles.append(_named_role(argument, leaf, aval, default))
+    return roles
+
+
+def _named_role(argument: Argument, leaf: Leaf, aval: Any, default: Role) -> Role:
+    if is_key(aval, _leaf_name(argument, leaf)):
+        return Role.KEY
+    for word in chain([argument.name], map(key_text, leaf.keys[2:])):
+        known = _ROLE_OF_NAME.get(word.lower())
+        if known is not None:
+            return known
+    if not _is_of(aval.dtype, jnp.inexact) or not aval.shape:
+        return Role.STATE
+    return default
+
+
+def _optax_leaves(span: Span) -> frozenset[int]:
+    """Flat leaves that lie in a state of optax."""
+    kind = span.tree.node_data()
+    if kind is None:
+        return frozenset()
+    if kind[0].__module__.startswith("optax"):
+        return frozenset(range(span.start, span.stop))
+    return frozenset().union(*[_optax_leaves(child) for child in children(span)]) if _has_inner_nodes(span.tree) else frozenset()
+
+
+def _has_linen_node(tree: Any) -> bool:
+    """Whether a TrainState, a FrozenDict or a metadata box lies in a structure."""
+    kind = tree.node_data()
+    if kind is None or issubclass(kind[0], _LINEN_KINDS):
+        return kind is not None
+    return _has_inner_nodes(tree) and any(_has_linen_node(child) for child in tree.children())
+
+
+def _has_inner_nodes(tree: Any) -> bool:
+    """Whether a node has more below it than leaves."""
+    return bool(tree.num_nodes > tree.num_leaves + 1)

@@ -1,0 +1,122 @@
+"""How calls flatten and results are rebuilt: the common types of `pure` (pytrees) and `objects` (nnx)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from spmdctx.ir.graph import Role
+from spmdctx.trace.capture.arguments import Call
+from spmdctx.trace.capture.partitioning import PartitionNames
+
+Keys = tuple[Any, ...]
+
+
+class Leaf(NamedTuple):
+    """One flat leaf as capture sees it.
+
+    `keys` is its path inside the dynamic call: (0, position, ...) or (1, keyword, ...). `role` and `names` are set where
+    Flax says them. `owned` marks a leaf of an nnx object, which the step mutates in place; of those, `is_statistic` marks batch
+    statistics, and `layerwise` variables of which each device has a piece of its own.
+    """
+
+    keys: Keys
+    value: Any
+    role: Role | None = None
+    names: PartitionNames | None = None
+    owned: bool = False
+    is_statistic: bool = False
+    layerwise: bool = False
+
+
+class Read(NamedTuple):
+    """The leaves of one call, and what writing its results back needs."""
+
+    leaves: list[Any]
+    handle: Any
+
+
+class Result(NamedTuple):
+    """One flat result of a traced call; `source` is the input whose next value it is, where that is known."""
+
+    keys: Keys
+    value: Any
+    source: int | None = None
+
+
+class Structure(Protocol):
+    """How the arguments of one kind of call flatten, and how its results are rebuilt."""
+
+    def read(self, call: Call) -> Read | None:
+        """The leaves of a call; None where it has another structure."""
+
+    def place(self, handle: Any, leaves: Sequence[Any]) -> None:
+        """Keeps moved leaves in the objects they came from, so that the next call need not move them again."""
+
+    def finish(self, handle: Any, outputs: Sequence[Any]) -> Any:
+        """What the user's function returns, from flat results; nnx objects are mutated on the way."""
+
+    def inputs(self, leaves: Sequence[Any]) -> Any:
+        """The dynamic call with `leaves` in it: (args, kwargs), objects as states."""
+
+    def outputs(self, leaves: Sequence[Any]) -> Any:
+        """The result tree with `leaves` in it, objects as states."""
+
+
+class Flattening(Protocol):
+    """One call that is flattened for its trace.
+
+    After `run`, the first `num_state` results belong to objects, and the others have the structure `result_tree`.
+    """
+
+    leaves: list[Leaf]
+    num_state: int
+    result_tree: Any
+
+    def argument(self, argument: int | str) -> Any:
+        """The plain leaves of one dynamic argument as a tree."""
+
+    def run(self, fn: Callable[[Call], Any], leaves: Sequence[Any]) -> list[Result]:
+        """Calls `fn` on the call with traced leaves in it."""
+
+    def filled(self, leaves: Sequence[Any]) -> Call:
+        """The call with these leaves in it; objects take them over and stay the caller's own."""
+
+    def kept(self, unchanged: Sequence[bool]) -> list[int]:
+        """Which results the flat program must give, where some are their inputs, unchanged."""
+
+    def structure(self, kept: Sequence[int]) -> Structure:
+        """The structure of this call, for a flat program that gives the `kept` results."""
+
+
+def shape_of(aval: Any) -> Any:
+    """An abstract value as an argument: shape, dtype and weak type, no sharding."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def path_text(keys: Sequence[Any]) -> str:
+    """`layers/3/w`: the keys of a path, joined."""
+    return "/".join([key_text(key) for key in keys])
+
+
+def key_text(key: Any) -> str:
+    """One key of a path, without brackets and quotes."""
+    inner = _INNER.get(type(key))
+    return str(inner(key) if inner else key)
+
+
+_INNER: dict[type, Callable[[Any], Any]] = {
+    DictKey: attrgetter("key"),
+    FlattenedIndexKey: attrgetter("key"),
+    SequenceKey: attrgetter("idx"),
+    GetAttrKey: attrgetter("name"),
+}
+
+
+def argument_of(keys: Keys) -> int | str:
+    """The dynamic argument that a leaf belongs to: its index, or its keyword."""
+    return keys[1].idx if isinstance(keys[1], SequenceKey) else str(keys[1].key)

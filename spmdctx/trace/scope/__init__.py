@@ -1,0 +1,1 @@
+"""What holds while a step is traced, planned and run: its settings, its mesh and its environment."""

@@ -1,0 +1,45 @@
+"""Everything but the step that a plan depends on, and the options of the decorator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdctx.context.layers import AutoParallelContext
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.topology import Topology
+from spmdctx.trace.capture.arguments import Names, Positions
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything but the step that a plan depends on.
+
+    `memory_bytes` is the budget per device, None for no budget; `max_mesh_axes` limits the meshes that a search tries.
+    """
+
+    context: AutoParallelContext
+    num_devices: int
+    mesh: LogicalMesh | None
+    topology: Topology
+    memory_bytes: int | None = None
+    strict: bool = False
+    layerwise_parallel: tuple[str, ...] = ()
+    max_mesh_axes: int | None = None
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of one step in normal form; `context` holds the context options that the step sets for itself."""
+
+    context: Mapping[str, Any] = field(default_factory=dict)
+    devices: tuple[Any, ...] | None = None
+    mesh: LogicalMesh | None = None
+    topology: Topology | None = None
+    memory_bytes: int | None = None
+    max_mesh_axes: int | None = None
+    strict: bool = False
+    layerwise_parallel: tuple[str, ...] = ()
+    arguments: Mapping[str, Positions | Names] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

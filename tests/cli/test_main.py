@@ -1,0 +1,214 @@
+"""The command line: what it writes, what it returns, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.table import Table
+
+from spmdctx import CheckpointManager
+from spmdctx.cli.main import main
+from spmdctx.cli.output import Output
+from spmdctx.machine.presets import PRESETS
+from spmdctx.models import WordTokenizer, read_text, read_tokenizer
+from spmdctx.plan import Plan
+
+SMALL = ["--layers", "1", "--seq", "12", "--batch-size", "8"]
+COMMANDS = ("train", "generate", "plan", "explain", "audit", "diff", "verify", "strategies", "calibrate")
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Plans of the small model on 8 and on 4 devices."""
+    folder = tmp_path_factory.mktemp("plans")
+    files = [str(folder / f"{count}.json") for count in (8, 4)]
+    for file, count in zip(files, ("8", "4"), strict=True):
+        assert main(["plan", *SMALL, "--device-num", count, "--save", file]) == 0
+    return files[0], files[1]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_training_writes_state_plan_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = _run(capsys, "train", *SMALL, "--steps", "3", "--out", str(tmp_path))
+    assert code == 0
+    assert data["audit"]["ok"]
+    assert data["verify"]["ok"]
+    mesh = data["plan"]["mesh"]
+    assert math.prod(mesh.values()) == 8
+    assert len(data["losses"]) == 3
+    assert data["losses"][-1] < data["losses"][0]
+    assert Plan.load(tmp_path / "plan.json").mesh == mesh
+    assert "<html" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert WordTokenizer.train(read_text(), 768).words == read_tokenizer(tmp_path / "tokenizer.json").words
+    with CheckpointManager(tmp_path / "state") as checkpoints:
+        found = checkpoints.restore({"model": {"head": {"kernel": np.zeros((192, 768), np.float32)}}}, partial=True)
+    assert found.step == 3
+    assert found.plan.mesh == mesh
+    assert found.state["model"]["head"]["kernel"].any()
+
+
+def test_a_training_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = ["train", *SMALL, "--device-num", "2", "--parallel-mode", "semi_auto_parallel", "--steps"]
+    code, whole = _run(capsys, *training, "5", "--out", str(tmp_path / "whole"))
+    assert code == 0
+    stopped = ["--save-every", "2", "--out", str(tmp_path / "stopped")]
+    code, first = _run(capsys, *training, "3", *stopped)
+    assert code == 0
+    (tmp_path / "stopped" / "state" / "3").rename(tmp_path / "gone")  # as if it had been stopped before
+    code, rest = _run(capsys, *training, "5", *stopped)
+    assert code == 0
+    assert first["losses"] == whole["losses"][:3]
+    assert rest["losses"] == whole["losses"][2:]
+    code, again = _run(capsys, *training, "5", *stopped)
+    assert (code, again["losses"]) == (0, [])
+
+
+def test_training_reads_a_text_and_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, config = tmp_path / "text.txt", tmp_path / "config.yaml"
+    text.write_text("to be or not to be, that is the question. " * 50, encoding="utf-8")
+    config.write_text("parallel: {parallel_mode: 1}\nparallel_config: {data_parallel: 2, model_parallel: 4}\n", encoding="utf-8")
+    files = ["--text", str(text), "--config", str(config), "--out", str(tmp_path / "out")]
+    code, data = _run(capsys, "train", *SMALL, "--steps", "1", *files, "--model-parallel", "2")
+    assert code == 0
+    assert data["plan"]["mode"] == "semi_auto_parallel"
+    assert data["plan"]["mesh"] == {"data": 4, "model": 2}
+
+
+def test_a_model_is_planned_for_machines_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = _run(
+        capsys, "plan", "--model", "llama2-7b", "--layers", "1", "--batch-size", "64", "--device-num", "64", "--topology", "tpu-v5p"
+    )
+    assert code == 0
+    assert math.prod(data["mesh"].values()) == 64
+    assert data["gap"] < 0.01
+    assert data["topology"] == "tpu-v5p"
+    assert data["collectives"]
+
+
+def test_a_large_model_is_planned_into_the_memory_of_its_devices_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its activations are recomputed, and the budget that nobody set is met on whatever mesh it can be."""
+    machine = ["--device-num", "8", "--topology", "tpu-v5p"]
+    _, data = _run(capsys, "plan", "--model", "llama2-7b", *machine)
+    assert data["cost"]["memory_bytes"] <= PRESETS["tpu-v5p"].memory_bytes
+    assert data["gap"] < 0.01
+    _, whole = _run(capsys, "plan", "--model", "llama2-7b", "--no-remat", *machine)
+    assert whole["cost"]["memory_bytes"] > PRESETS["tpu-v5p"].memory_bytes
+    assert [note for note in whole["notes"] if note.startswith("No plan on 8 devices fits in the 95.7 GiB of a tpu-v5p: each has at least")]
+
+
+@pytest.mark.parametrize(("devices", "sequences"), [(6, 24), (16, 32), (64, 64)])
+def test_a_batch_divides_over_the_devices_by_default(devices: int, sequences: int, capsys: pytest.CaptureFixture[str]) -> None:
+    _, plan = _run(capsys, "plan", "--layers", "1", "--seq", "12", "--device-num", str(devices), "--topology", "tpu-v5p")
+    assert {row["shape"][0] for row in plan["inputs"] if row["path"].startswith("batch/")} == {sequences}
+
+
+def test_a_plan_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--parallel-mode", "data_parallel"]) == 0
+    shown = capsys.readouterr().out
+    assert "Plan" in shown
+    assert "all_reduce" in shown
+
+
+def test_other_tables_are_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(as_json=False).show(Table("all_reduce", title="measured"))
+    assert "all_reduce" in capsys.readouterr().out
+
+
+def test_equal_plans_have_no_difference(plans: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = _run(capsys, "diff", plans[0], plans[0])
+    assert (code, data["same"]) == (0, True)
+
+
+def test_plans_that_differ_are_told_apart(plans: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = _run(capsys, "diff", *plans)
+    assert (code, data["same"]) == (1, False)
+    assert any(change["name"] == "mesh" for change in data["settings"])
+
+
+@pytest.mark.parametrize(("pattern", "code"), [("attention/query", 0), ("no/such/thing", 1)])
+def test_a_saved_plan_is_explained(pattern: str, code: int, plans: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    returned, data = _run(capsys, "explain", plans[0], pattern)
+    assert returned == code
+    assert bool(data["tensors"]) == (code == 0)
+
+
+def test_a_program_of_the_users_own_is_audited_and_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_program.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def step(w, x):\n"
+        "    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)\n"
+        "    return w - 0.1 * grad, loss\n"
+        "def program():\n"
+        "    return step, (jnp.ones((16, 4)), jnp.ones((8, 16)))\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    options = ["--program", "own_program:program", "--parallel-mode", "data_parallel"]
+    code, data = _run(capsys, "audit", *options)
+    assert (code, data["ok"]) == (0, True)
+    assert [row["kind"] for row in data["rows"]] == ["all_reduce"]
+    code, data = _run(capsys, "verify", *options)
+    assert (code, data["ok"], data["num_devices"]) == (0, True, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "--model", "gpt-9"], "There is no model 'gpt-9'"),
+        (["plan", "--config", "missing.yaml"], "missing.yaml"),
+        (["plan", "--program", "no_such_module:program"], "cannot be loaded"),
+        (["plan", "--strategies", "pins", "--model-parallel", "3"], "--model-parallel does not divide"),
+        (["plan", *SMALL, "--batch-size", "5", "--parallel-mode", "data_parallel"], "divis"),
+        (["audit", *SMALL, "--target", "abacus:8"], "There is no target 'abacus:8'"),
+        (["train", *SMALL, "--text", "missing.txt"], "missing.txt"),
+        (["explain", "missing.json", "x"], "missing.json"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_usage_is_named_and_returns_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("text", ["", "fly", "plan --device-num 0", "plan --layers 0", "plan --parallel-mode manual"])
+def test_unreadable_arguments_stop_with_2(text: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(text.split())
+    assert stopped.value.code == 2
+
+
+def test_a_check_that_fails_returns_1(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "noisy_program.py").write_text(
+        "import itertools, jax, numpy as np\n"
+        "noise = itertools.count()\n"
+        "def step(w, x):\n"
+        "    return w + jax.pure_callback(lambda: np.float32(next(noise)), jax.ShapeDtypeStruct((), np.float32)), x.sum()\n"
+        "def program():\n"
+        "    return step, (np.ones(4, np.float32), np.ones((8, 16), np.float32))\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    code, data = _run(capsys, "verify", "--program", "noisy_program", "--parallel-mode", "data_parallel")
+    assert (code, data["ok"]) == (1, False)
+    assert np.isfinite(data["rows"][0]["difference"])

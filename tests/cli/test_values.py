@@ -1,0 +1,29 @@
+"""Values of the command line are taken, or refused in words."""
+
+import argparse
+
+import pytest
+
+from spmdctx.cli.values import positive, positive_number
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", 1), ("4096", 4096)])
+def test_a_count_is_taken(text, value):
+    assert positive(text) == value
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "16GiB", "2.5", ""])
+def test_what_is_no_count_is_refused_in_words(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a whole number of at least 1"):
+        positive(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("16", 16.0), ("0.5", 0.5), ("1e3", 1000.0)])
+def test_an_amount_is_taken(text, value):
+    assert positive_number(text) == value
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "nan", "inf", "16GiB", ""])
+def test_what_is_no_amount_is_refused_in_words(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a number above 0"):
+        positive_number(text)

@@ -1,0 +1,111 @@
+"""Seconds of one op on one device: the matrix unit, the vector unit and the memory."""
+
+import dataclasses
+
+import pytest
+from jax.lax import ConvDimensionNumbers
+
+from spmdctx.cost.roofline import compute_time_s
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.presets import PRESETS
+from spmdctx.rules import rule_for
+from spmdctx.rules.builder import identity
+from spmdctx.rules.flops import op_flops
+from tests.search.graphs import GraphMaker
+
+MESH = LogicalMesh.of({"data": 4, "model": 2})
+V5E = PRESETS["tpu-v5e"]
+FAST = dataclasses.replace(V5E, memory_bytes_per_s=1e18)
+"""The same with a memory that is never waited for."""
+
+CHANNELS_LAST = ConvDimensionNumbers((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
+PRODUCT = {"dimension_numbers": (((1,), (0,)), ((), ()))}
+
+
+def product(rows, inner, columns, dtype="bfloat16"):
+    """A matrix product, and its factors by what they are."""
+    shapes = (rows, inner), (inner, columns)
+    make = GraphMaker()
+    rule = rule_for("dot_general", shapes, ((rows, columns),), PRODUCT)
+    make.op("dot_general", rule, *(make.input(*shape, dtype=dtype) for shape in shapes), shape=(rows, columns), dtype=dtype)
+    graph = make.graph()
+    op = graph.ops[0]._replace(flops=op_flops("dot_general", rule, shapes, ((rows, columns),)))
+    return graph, op, {"i": rule.operands[0][0][0], "k": rule.operands[0][1][0], "j": rule.operands[1][1][0]}
+
+
+def time_s(made, machine=FAST, **axes):
+    graph, op, factors = made
+    own = [()] * 3
+    for name, names in axes.items():
+        own[factors[name]] = names
+    return compute_time_s(graph, op, tuple(own), MESH, machine)
+
+
+def unary(primitive, fused=0, flops=1024 * 1024):
+    make = GraphMaker()
+    make.op(primitive, identity((1024, 1024)), make.input(1024, 1024), shape=(1024, 1024))
+    graph = make.graph()
+    return graph, graph.ops[0]._replace(flops=flops, fused=fused)
+
+
+def test_a_large_product_runs_at_the_peak_and_splits_evenly():
+    made = product(4096, 4096, 4096)
+    assert time_s(made) == pytest.approx(2 * 4096**3 / V5E.peak_flops_per_s)
+    assert time_s(made, i=("data",), j=("model",)) == pytest.approx(time_s(made) / 8)
+
+
+def test_a_narrow_slice_is_padded_to_the_matrix_unit():
+    # 128 columns over 8 devices leave 16 of 128 lanes.
+    made = product(2**18, 4096, 128)
+    assert time_s(made, j=("data", "model")) == pytest.approx(time_s(made))
+    assert time_s(made, i=("data", "model")) == pytest.approx(time_s(made) / 8)
+
+
+def test_a_product_of_small_operands_waits_for_the_memory():
+    made = product(8, 4096, 4096)
+    assert time_s(made, V5E) == pytest.approx(2 * (2 * 8 * 4096 + 4096**2) / V5E.memory_bytes_per_s)
+
+
+def test_the_longer_free_dimension_streams_and_is_not_padded():
+    assert time_s(product(136, 4096, 4096)) == pytest.approx(time_s(product(128, 4096, 4096)) * 256 / 128, rel=1e-6)
+    assert time_s(product(2**16 + 8, 4096, 4096)) == pytest.approx(time_s(product(2**16, 4096, 4096)) * (1 + 2**-13))
+
+
+@pytest.mark.parametrize(("preset", "ratio"), [("tpu-v5e", 1.0), ("h100", 989 / 494), ("a100", 312 / 156)])
+def test_float32_products_run_at_the_default_precision_of_the_machine(preset, ratio):
+    sizes = (8192,) * 3
+    assert time_s(product(*sizes, dtype="float32"), PRESETS[preset]) == pytest.approx(ratio * time_s(product(*sizes), PRESETS[preset]))
+
+
+def test_a_convolution_of_few_channels_contracts_over_its_window():
+    shapes, out = ((64, 224, 224, 3), (16, 16, 3, 1024)), (64, 14, 14, 1024)
+    params = {"dimension_numbers": CHANNELS_LAST, "feature_group_count": 1, "batch_group_count": 1}
+    rule = rule_for("conv_general_dilated", shapes, (out,), params)
+    make = GraphMaker()
+    make.op("conv_general_dilated", rule, *(make.input(*shape, dtype="bfloat16") for shape in shapes), shape=out, dtype="bfloat16")
+    graph = make.graph()
+    flops = op_flops("conv_general_dilated", rule, shapes, (out,))
+    found = compute_time_s(graph, graph.ops[0]._replace(flops=flops), ((),) * len(rule.sizes), MESH, FAST)
+    assert found == pytest.approx(flops / V5E.peak_flops_per_s, rel=0.01)
+
+
+def test_what_is_fused_is_neither_read_nor_written():
+    axes, size = ((), ()), 1024 * 1024 * 4
+    times = [compute_time_s(*unary("neg", fused), axes, MESH, V5E) * V5E.memory_bytes_per_s for fused in (0, 1, 2)]
+    assert times == pytest.approx([2 * size, size, size])
+
+
+def test_what_is_wholly_fused_still_takes_its_arithmetic():
+    axes = ((), ())
+    plain, costly = (compute_time_s(*unary(name, 3), axes, MESH, V5E) for name in ("neg", "tanh"))
+    assert 0 < plain < costly
+    assert compute_time_s(*unary("tanh", 3), (("data",), ()), MESH, V5E) == pytest.approx(costly / 4)
+
+
+def test_new_names_of_a_tensor_take_no_time():
+    assert compute_time_s(*unary("sharding_constraint"), ((), ()), MESH, V5E) == 0.0
+
+
+def test_a_machine_without_a_vector_rate_computes_at_its_peak():
+    own = dataclasses.replace(PRESETS["cpu"], vector_flops_per_s=0.0, float32_flops_per_s=0.0)
+    assert own.vector_flops_per_s == own.float32_flops_per_s == own.peak_flops_per_s

@@ -1,0 +1,143 @@
+"""Values that the compiler would give to one reader as another asks for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import spmdctx
+from spmdctx.audit import audit_text
+from spmdctx.ir.sharding import Assignment
+from spmdctx.machine.xla.partitioner.equal_values import equal_values, free_values, moved_values
+from tests.audit.compile_only import need_tpu
+from tests.road import ops, spread, trace
+
+X, W = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((64, 64))
+D, M = ("data",), ("model",)
+
+
+def widened_twice(x):
+    # Under two names, as a norm and its gradient do it: the graph keeps both, the compiler makes them one.
+    first, second = x.astype(jnp.float32), jax.jit(lambda x: x.astype(jnp.float32))(x)
+    return first * 2.0, second * 3.0
+
+
+def placed(program, shardings):
+    """The assignment of propagation, but for the shardings of some values."""
+    found = spread(program, {0: (D, ())})
+    values = tuple([shardings.get(value, own) for value, own in enumerate(found.values)])
+    return Assignment(found.ops, values, found.mode)
+
+
+def equal(function, stored=None, *, moved=()):
+    """How many of the two results of the conversions are named; the second is stored as `stored` says."""
+    program = trace(function, X)
+    first, second = (op.results[0] for op in ops(program, "convert_element_type"))
+    assignment = placed(program, {} if stored is None else {second: stored})
+    found = equal_values(program.graph, program.scopes, assignment, {second} if moved else ())
+    assert found <= {first, second}
+    return len(found)
+
+
+def test_equal_values_are_named_if_one_is_stored_otherwise():
+    assert equal(widened_twice, ((), M)) == 2
+
+
+def test_equal_values_are_named_if_a_reader_takes_one_otherwise():
+    assert equal(widened_twice, moved=True) == 2
+
+
+def test_equal_values_that_all_take_alike_are_not_named():
+    assert equal(widened_twice) == 0
+
+
+def test_values_of_other_types_are_not_equal():
+    assert equal(lambda x: (x.astype(jnp.float32) * 2.0, x.astype(jnp.float16) * 3.0), ((), M)) == 0
+
+
+@pytest.mark.parametrize(("stored", "named"), [((D, ()), True), (((), M), False)], ids=["stored alike", "stored otherwise"])
+def test_what_is_made_of_equal_values_is_equal_where_those_are_stored_alike(stored, named):
+    def function(x):
+        first, second = x.astype(jnp.float32), jax.jit(lambda x: x.astype(jnp.float32))(x)
+        return jnp.exp(first) * 2.0, jnp.exp(second) * 3.0
+
+    program = trace(function, X)
+    (_, second), tops = ops(program, "convert_element_type"), [op.results[0] for op in ops(program, "exp")]
+    assignment = placed(program, {second.results[0]: stored, tops[1]: ((), M)})
+    found = equal_values(program.graph, program.scopes, assignment, ())
+    assert found.issuperset(tops) == named
+
+
+def masked(x, w):
+    mask = jnp.where(jnp.arange(64)[None, :] > jnp.arange(64)[:, None], 0.0, 1.0)
+    return jnp.where(mask > 0, w, 0.0) @ x
+
+
+def free(function, *arguments):
+    program = trace(function, *arguments)
+    moved = moved_values(program.graph.ops, spread(program, {}))
+    found = free_values(program.graph, program.loose, moved)
+    return {op.primitive for op in program.graph.ops if found.intersection(op.results)}
+
+
+def test_masks_are_free():
+    assert free(masked, W, W) >= {"iota", "gt"}
+
+
+def test_what_is_made_of_inputs_is_not_free():
+    assert "dot_general" not in free(masked, W, W)
+
+
+def test_what_is_made_of_a_product_of_nothing_is_not_free():
+    def function(w):
+        table = jnp.exp(jnp.ones((64, 64)) @ jnp.ones((64, 64)))
+        return w + table
+
+    assert "exp" not in free(function, W)
+
+
+def masked_twice(at, first, second):
+    def attend(scores):
+        return jax.nn.softmax(jnp.where(jnp.arange(256)[:, None] >= jnp.arange(256), scores, -1e9))
+
+    return attend(at(first, None, "data")), attend(at(second, None, "model"))
+
+
+def normed(at, x):
+    x = at(x, None, None, "model")
+    wide, again = x.astype(jnp.float32), jax.jit(lambda x: x.astype(jnp.float32))(x)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return at(at(again, None, None, "data") * jax.lax.rsqrt(mean), None, None, "data"), at(wide * 2.0, None, None, "model")
+
+
+def adam(at, x, weight):
+    # So many rows that the gradient is kept apart from the update.
+    first, second = at(weight, None, "model"), at(weight, "model")
+    slope = jax.grad(lambda weight: jnp.sum(jnp.tanh(at(x, None, "model") @ weight)))(first)
+    first, second = 0.9 * first + 0.1 * jax.lax.integer_pow(slope, 1), 0.9 * second + 0.1 * jax.lax.integer_pow(slope, 2)
+    return at(first, None, "model"), at(second, "model")
+
+
+STEPS = {
+    masked_twice: [(8, 16, 256, 256), (8, 16, 256, 256)],
+    normed: [(32, 256, 2048)],
+    adam: [(2**19, 1024), (1024, 1024)],
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_equal_values_are_split_as_each_reader_asks_and_nothing_else_is_moved(step):
+    mesh = Mesh(np.array(need_tpu()).reshape(4, 2), ("data", "model"))
+
+    def at(x, *spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    dtype = jnp.float32 if step is adam else jnp.bfloat16
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in STEPS[step]]
+    run = spmdctx.parallel(
+        lambda *x: step(at, *x), mesh=mesh, topology="tpu-v5e", parallel_mode="auto_parallel", search_mode="sharding_propagation"
+    )
+    report = audit_text(run.plan(*arguments), run.lower(*arguments).compile().as_text())
+    assert (report.unplanned_bytes, report.found_bytes) == (0, report.planned_bytes)

@@ -1,0 +1,385 @@
+"""dynamic_programming against the truth: the cheapest of all assignments of random graphs."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from spmdctx.cost.evaluate import evaluate
+from spmdctx.cost.price import price
+from spmdctx.cost.step import Step, bill_of
+from spmdctx.errors import UnsupportedError
+from spmdctx.ir.mesh import AnyOrder
+from spmdctx.search.dynamic import results
+from spmdctx.search.dynamic import searcher as dynamic
+from spmdctx.search.dynamic.effort import PROVEN, THOROUGH
+from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Shortfall
+from spmdctx.search.dynamic.searcher import Searcher, plan_dynamic
+from spmdctx.search.setup.limits import AlgoLimits
+from spmdctx.search.setup.meshes import candidate_meshes
+from spmdctx.search.setup.request import Request, Setup
+from tests.oracles import exhaustive_tables
+from tests.oracles.exhaustive import Conditions, exhaustive
+from tests.search.random_graphs import fused, random_machine, random_mesh, random_pins, random_step
+
+TOGETHER = 10
+"""Graphs of one test."""
+
+LIMITS = (
+    AlgoLimits(fully_use_devices=True),
+    AlgoLimits(elementwise_follow=True),
+    AlgoLimits(slice_multiple=16),
+    AlgoLimits(fully_use_devices=True, elementwise_follow=True),
+)
+
+
+def _step(made):
+    return Step(made.graph, made.scopes, made.loose, frozenset())
+
+
+def _search(made, mesh, machine, setup=None, limits=None, memory_bytes=None):
+    options = DynamicOptions(memory_bytes=memory_bytes, limits=limits or AlgoLimits())
+    return Searcher(_step(made), machine, options).search(setup or Setup(mesh))
+
+
+def _check(made, mesh, machine, setup=None, limits=None):
+    """Both searches find the same seconds, which are those of the plan by `evaluate` and by the bill."""
+    found = _search(made, mesh, machine, setup, limits)
+    pins = {**setup.pins, **setup.partial_pins} if setup else {}
+    conditions = Conditions(pins=pins, limits=limits or AlgoLimits())
+    truth = exhaustive(made.graph, made.scopes, made.loose, mesh, machine, conditions)
+    assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9)
+    assert found.lower_bound_s <= truth.cost_s * (1 + 1e-9)
+    pinned = frozenset(pins)
+    assert evaluate(made.graph, made.scopes, made.loose, found.assignment, mesh, machine, pinned).total_s == pytest.approx(
+        found.cost_s, rel=1e-9
+    )
+    return found
+
+
+@pytest.mark.parametrize("first", range(0, 200, TOGETHER))
+def test_the_plan_is_the_cheapest_of_all(first):
+    for seed in range(first, first + TOGETHER):
+        made, mesh, machine = random_step(seed), random_mesh(seed), random_machine(seed)
+        found = _check(made, mesh, machine)
+        bill = price(made.graph, made.scopes, made.loose, (), found.assignment, mesh, machine)
+        assert bill.compute_s + bill.exposed_communication_s <= found.cost_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("seed", "num_ops"), [(3068, 4), (20156, 6), (20315, 6), (20441, 6), (21422, 6), (22913, 6)])
+def test_seconds_that_were_once_counted_otherwise_by_one_of_three_are_equal(seed, num_ops):
+    # A sum that is moved on the way to the next one; an operand that a product takes in two shardings; copies that products share
+    # which all take alike.
+    made, mesh, machine = random_step(seed, num_ops), random_mesh(seed), random_machine(seed)
+    made = fused(made) if seed % 2 else made
+    found = _check(made, mesh, machine)
+    bill = price(made.graph, made.scopes, made.loose, (), found.assignment, mesh, machine)
+    assert bill.compute_s + bill.exposed_communication_s <= found.cost_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("first", range(1000, 1080, TOGETHER))
+def test_the_plan_is_the_cheapest_that_keeps_the_pins(first):
+    for seed in range(first, first + TOGETHER):
+        made, mesh = random_step(seed), random_mesh(seed)
+        setup = random_pins(made, mesh, seed)
+        found = _check(made, mesh, random_machine(seed), setup)
+        assert all(found.assignment.values[value] == own for value, own in setup.pins.items())
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=["all_devices", "follow", "aligned", "all_devices_and_follow"])
+@pytest.mark.parametrize("first", range(2000, 2020, TOGETHER))
+def test_the_plan_is_the_cheapest_that_the_parameters_allow(first, limits):
+    for seed in range(first, first + TOGETHER):
+        made, mesh = random_step(seed), random_mesh(seed)
+        found = _check(made, mesh, random_machine(seed), None, limits)
+        for op in made.graph.ops:
+            if not made.loose.issuperset(op.results) or not op.results:
+                stored = [() if value < 0 else found.assignment.values[value] for value in op.operands]
+                axes = found.assignment.ops[op.id].axes
+                follows = made.loose.isdisjoint(op.operands)
+                assert limits.allows(op, axes, mesh, stored if follows else None)
+
+
+@pytest.mark.parametrize("first", range(3000, 3120, 3 * TOGETHER))
+def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
+    monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 600)
+    compared = 0
+    for seed in range(first, first + 3 * TOGETHER):
+        made, mesh, machine = random_step(seed, 4), random_mesh(seed), random_machine(seed)
+        if made.loose:
+            continue
+        free = _search(made, mesh, machine)
+        peak = price(made.graph, made.scopes, made.loose, (), free.assignment, mesh, machine).memory_bytes
+        budget = int(peak * random.Random(seed).choice((0.95, 0.9, 0.7)))
+        found = _search(made, mesh, machine, memory_bytes=budget)
+        try:
+            truth = exhaustive(made.graph, made.scopes, made.loose, mesh, machine, Conditions(memory_bytes=budget, count_copies=True))
+        except UnsupportedError:
+            continue  # too many plans cost less and do not fit
+        compared += 1
+        if truth is None:
+            assert isinstance(found, Shortfall), seed
+            continue
+        assert not isinstance(found, Shortfall), seed
+        assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9), seed
+        assert found.lower_bound_s <= truth.cost_s * (1 + 1e-9), seed
+    assert compared >= 2
+
+
+def test_no_limit_is_tried_of_which_the_solver_has_said_that_it_is_too_low(monkeypatch):
+    tried, limited = [], Searcher._limited
+
+    def recorded(self, problem, spare, *rest):
+        found = limited(self, problem, spare, *rest)
+        tried.append((problem.memory.limit, found.enough_bytes - spare if isinstance(found, Shortfall) else 0))
+        return found
+
+    monkeypatch.setattr(Searcher, "_limited", recorded)
+    monkeypatch.setattr(Searcher, "_pace", lambda self: PROVEN._replace(branches=False, proves=False))
+    times = 0
+    for seed in range(3000, 3000 + 6 * TOGETHER):
+        made, mesh, machine = random_step(seed, 8), random_mesh(seed), random_machine(seed)
+        tried.clear()
+        peak = _peak(made, mesh, machine, _search(made, mesh, machine).assignment)
+        _search(made, mesh, machine, memory_bytes=int(peak * 0.8))
+        for place, (_, enough) in enumerate(tried):
+            # What is enough is whole bytes.
+            assert all(limit > enough - 1 for limit, _ in tried[place + 1 :]), seed
+            times += bool(enough) and place + 1 < len(tried)
+    assert times
+
+
+def _peak(made, mesh, machine, assignment):
+    return price(made.graph, made.scopes, made.loose, (), assignment, mesh, machine).memory_bytes
+
+
+def _step_on(seed):
+    """A step of four ops, in every other case as the compiler fuses it, and a machine for it."""
+    made = random_step(seed, 4)
+    return fused(made) if seed % 2 else made, random_mesh(seed), random_machine(seed)
+
+
+def _check_budget(made, mesh, machine, budget):
+    """Whether there is a plan in the budget that is known to be the cheapest, or none; None where that would take too long to know."""
+    try:
+        truth = exhaustive(made.graph, made.scopes, made.loose, mesh, machine, Conditions(memory_bytes=budget, count_copies=True))
+    except UnsupportedError:
+        return None  # too many plans cost less and do not fit
+    found = _search(made, mesh, machine, memory_bytes=budget)
+    assert isinstance(found, Shortfall) == (truth is None), (budget, truth)
+    if truth is None:
+        return False
+    assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9), budget
+    assert found.lower_bound_s <= truth.cost_s * (1 + 1e-9), budget
+    assert _peak(made, mesh, machine, found.assignment) <= budget
+    return True
+
+
+@pytest.mark.parametrize("first", range(5000, 5120, TOGETHER))
+def test_the_plan_is_the_cheapest_in_any_budget_between_the_least_and_what_the_fastest_plan_takes(first, monkeypatch):
+    _check_budgets(range(first, first + TOGETHER), 0.0, monkeypatch)
+
+
+@pytest.mark.parametrize("share", [0.4, 1.5, 9.0])
+def test_what_may_be_on_the_chip_is_left_out_of_the_budget_as_in_the_bill(share, monkeypatch):
+    _check_budgets(range(5200, 5200 + TOGETHER), share, monkeypatch)
+
+
+def _check_budgets(seeds, on_chip, monkeypatch):
+    """Budgets of steps on machines whose chips hold so large a share of what the fastest plan takes."""
+    monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 300)
+    outcomes = []
+    for seed in seeds:
+        made, mesh, machine = _step_on(seed)
+        if on_chip:
+            peak = _peak(made, mesh, machine, _search(made, mesh, machine).assignment)
+            machine = replace(machine, scratch_bytes=round(on_chip * peak))
+        if made.loose:
+            continue
+        peak = _peak(made, mesh, machine, _search(made, mesh, machine).assignment)
+        least = _search(made, mesh, machine, memory_bytes=1).least_bytes
+        if least < peak - 1:
+            middle = (least + peak) // 2
+            outcomes += [
+                _check_budget(made, mesh, machine, random.Random(seed).randrange(middle, peak)),
+                _check_budget(made, mesh, machine, peak - 1),
+            ]
+    assert outcomes.count(True) >= 2
+
+
+@pytest.mark.parametrize(
+    ("seed", "budget"),
+    [
+        (3098, 99920),
+        (5010, 3113),
+        (5088, 29752),
+        (5160, 24319),
+        (5257, 11643),
+        (5292, 10560),
+        (30183, 6032),
+        (30265, 265749),
+        (50034, 35807),
+    ],
+)
+def test_nothing_is_counted_that_a_plan_does_not_hold(seed, budget, monkeypatch):
+    # Narrow copies, partial results, slices of what others gather, partial results of fused ops, a value that an op takes twice,
+    # sums of partial results before they are scattered; one of which the proof takes more than the
+    # usual effort; and one where too many that do not fit come first.
+    monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 4000)
+    made = random_step(seed, 4)
+    assert _check_budget(fused(made) if seed % 2 and seed > 5000 else made, random_mesh(seed), random_machine(seed), budget)
+
+
+def _request(num_devices):
+    return Request("auto_parallel", num_devices, None, None, (), frozenset(), (), (), frozenset())
+
+
+@pytest.mark.parametrize("seed", range(4000, 4012))
+def test_the_best_mesh_is_the_best_of_all_meshes(seed):
+    made, machine = random_step(seed), random_machine(seed)
+    found = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
+    truths = [exhaustive(made.graph, made.scopes, made.loose, mesh, machine) for mesh in (random_mesh(3), random_mesh(6))]
+    assert [mesh.shape for mesh in (random_mesh(3), random_mesh(6))] == [(4,), (2, 2)]
+    assert found.cost_s == pytest.approx(min(truth.cost_s for truth in truths), rel=1e-6)
+    assert found.lower_bound_s <= min(truth.cost_s for truth in truths) * (1 + 1e-9)
+
+
+def test_a_budget_is_tried_on_the_most_promising_mesh_first_and_only_where_it_may_pay(monkeypatch):
+    looked, in_budget = [], Searcher._in_budget
+
+    def recorded(self, tables, problem, fastest, known_s):
+        looked.append(self._bounds[fastest.setup.mesh])
+        return in_budget(self, tables, problem, fastest, known_s)
+
+    monkeypatch.setattr(Searcher, "_in_budget", recorded)
+    spared = 0
+    for seed in range(4300, 4300 + TOGETHER):
+        looked.clear()
+        made, machine = random_step(seed), random_machine(seed)
+        step, request = _step(made), _request(4)
+        free = plan_dynamic(step, request, machine, DynamicOptions())
+        peak = bill_of(step, free.assignment, free.setup.mesh, machine).memory_bytes
+        plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=peak - 1))
+        assert looked == sorted(looked)
+        assert looked[0] == pytest.approx(free.cost_s)
+        spared += len(looked) < len(candidate_meshes(4, machine))
+    assert spared
+
+
+def test_more_effort_for_a_plan_far_from_its_bound_finds_nothing_dearer(monkeypatch):
+    efforts, run = [], dynamic.solve
+
+    def recorded(problem, **how):
+        efforts.append(how.get("effort"))
+        return run(problem, **how)
+
+    monkeypatch.setattr(dynamic, "solve", recorded)
+    monkeypatch.setattr(results, "SMALL_PROGRAM", 0)
+    for seed in range(4600, 4600 + 2 * TOGETHER):
+        made, machine = random_step(seed, 8), random_machine(seed)
+        free = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
+        asked = DynamicOptions(memory_bytes=int(_peak(made, free.setup.mesh, machine, free.assignment) * 0.7))
+        costs = []
+        for insists in (float("inf"), -1.0):
+            monkeypatch.setattr(dynamic, "THOROUGH", THOROUGH._replace(insists=insists))
+            efforts.clear()
+            found = plan_dynamic(_step(made), _request(4), machine, asked)
+            costs.append(float("inf") if isinstance(found, Shortfall) else found.cost_s)
+            assert insists < 0 or THOROUGH.effort + 1 not in efforts
+            assert isinstance(found, Shortfall) or found.lower_bound_s <= found.cost_s * (1 + 1e-9), seed
+        assert costs[1] <= costs[0] * (1 + 1e-9), seed
+
+
+def _truths_within(made, machine, budget):
+    """The cheapest within a budget on each mesh of 4 devices that has one; None where that would take too long to know."""
+    conditions = Conditions(memory_bytes=budget, count_copies=True)
+    try:
+        found = [exhaustive(made.graph, made.scopes, made.loose, mesh, machine, conditions) for mesh in candidate_meshes(4, machine)]
+    except UnsupportedError:
+        return None  # too many plans cost less and do not fit
+    return [truth.cost_s for truth in found if truth is not None]
+
+
+@pytest.mark.parametrize("small", [0, 100])
+@pytest.mark.parametrize("first", range(4400, 4520, 3 * TOGETHER))
+def test_a_budget_that_nobody_set_is_met_where_a_short_search_finds_how(first, small, monkeypatch):
+    monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 600)
+    monkeypatch.setattr(results, "SMALL_PROGRAM", small)
+    met = 0
+    for seed in range(first, first + 3 * TOGETHER):
+        made, machine = random_step(seed, 4), random_machine(seed)
+        if made.loose:
+            continue
+        free = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
+        budget = int(_peak(made, free.setup.mesh, machine, free.assignment) * random.Random(seed).choice((0.9, 0.7, 0.5)))
+        truths = _truths_within(made, machine, budget)
+        if truths is None:
+            continue
+        found = plan_dynamic(_step(made), _request(4), machine, DynamicOptions(memory_bytes=budget, is_soft=True))
+        if isinstance(found, Shortfall):
+            assert not (found.is_proven and truths), seed
+            continue
+        met += 1
+        assert _peak(made, found.setup.mesh, machine, found.assignment) <= budget, seed
+        assert found.lower_bound_s * (1 - 1e-9) <= min(truths) <= found.cost_s * (1 + 1e-9), seed
+    assert met
+
+
+@pytest.mark.parametrize(("seed", "share"), [(4506, 0.5), (4543, 0.5), (4555, 0.7), (4589, 0.7), (4597, 0.7), (4598, 0.7), (4608, 0.7)])
+def test_a_budget_that_nobody_set_is_looked_for_on_every_mesh(seed, share, monkeypatch):
+    """On the mesh of the fastest plan none keeps to it, or none that is as cheap as one on another mesh."""
+    monkeypatch.setattr(results, "SMALL_PROGRAM", 0)
+    monkeypatch.setattr(dynamic, "_LARGE_PROGRAM", 0)
+    made, machine = random_step(seed, 6), random_machine(seed)
+    free = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
+    budget = int(_peak(made, free.setup.mesh, machine, free.assignment) * share)
+    asked = DynamicOptions(memory_bytes=budget, is_soft=True)
+    alone = plan_dynamic(_step(made), replace(_request(4), mesh=free.setup.mesh), machine, asked)
+    found = plan_dynamic(_step(made), _request(4), machine, asked)
+    assert isinstance(alone, Shortfall) or found.cost_s < alone.cost_s
+    assert _peak(made, found.setup.mesh, machine, found.assignment) <= budget
+
+
+@pytest.mark.parametrize("seed", [3006, 3010, 3022, 3029])
+def test_a_mesh_is_left_once_its_plans_within_a_budget_cost_more_than_what_is_known(seed):
+    made, mesh, machine = random_step(seed, 4), random_mesh(seed), random_machine(seed)
+    free = _search(made, mesh, machine)
+    searcher = Searcher(_step(made), machine, DynamicOptions(memory_bytes=int(_peak(made, mesh, machine, free.assignment) * 0.9)))
+    within = searcher.search(Setup(mesh))
+    known_s = (free.cost_s + within.lower_bound_s) / 2
+    beaten = searcher.search(Setup(mesh), known_s)
+    assert isinstance(beaten, Beaten)
+    assert free.cost_s < known_s <= beaten.lower_bound_s <= within.lower_bound_s <= within.cost_s
+
+
+def _on_meshes_of_three(seed):
+    """Both the cheapest on each order of a mesh of three axes, and on all of them at once."""
+    made, machine = random_step(seed), random_machine(seed)
+    orders = [mesh for mesh in candidate_meshes(16, machine) if len(mesh.axes) == 3]
+    found = [_search(made, mesh, machine) for mesh in orders]
+    at_once = _search(made, AnyOrder.of_meshes(orders), machine) if orders else None
+    return orders, found, at_once
+
+
+@pytest.mark.parametrize("first", range(4100, 4130, TOGETHER))
+def test_what_is_cheapest_on_any_order_of_a_mesh_is_a_bound_for_each(first):
+    several = 0
+    for seed in range(first, first + TOGETHER):
+        orders, found, at_once = _on_meshes_of_three(seed)
+        several += len(orders) > 1
+        for own in found:
+            assert at_once.lower_bound_s <= own.cost_s * (1 + 1e-9)
+        if len(orders) == 1:
+            assert at_once.cost_s == pytest.approx(found[0].cost_s, rel=1e-9)
+    assert several >= TOGETHER // 2
+
+
+@pytest.mark.parametrize(("small", "share"), [(0, 1e-3), (100, 1e-9)])
+@pytest.mark.parametrize("seed", range(4200, 4206))
+def test_meshes_of_three_axes_are_searched_as_far_as_they_are_worth(seed, small, share, monkeypatch):
+    monkeypatch.setattr(results, "SMALL_PROGRAM", small)
+    made, machine = random_step(seed), random_machine(seed)
+    found = plan_dynamic(_step(made), _request(16), machine, DynamicOptions(max_axes=3))
+    truth = min(_search(made, mesh, machine).cost_s for mesh in candidate_meshes(16, machine))
+    assert truth * (1 - 1e-9) <= found.cost_s <= truth * (1 + 2 * share)
+    assert truth * (1 - 2 * share) <= found.lower_bound_s <= truth * (1 + 1e-9)

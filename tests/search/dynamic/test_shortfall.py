@@ -1,0 +1,111 @@
+"""The budget that an error names works, and none below it is found to."""
+
+import re
+import statistics
+
+import pytest
+
+from spmdctx.cost.price import price
+from spmdctx.cost.step import Step, bill_of
+from spmdctx.search.dynamic import results, shortfall
+from spmdctx.search.dynamic import searcher as dynamic
+from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
+from spmdctx.search.dynamic.searcher import plan_dynamic
+from spmdctx.search.setup.request import Request
+from spmdctx.search.solver.problem.problem import Infeasible
+from tests.oracles.exhaustive import Conditions, exhaustive
+from tests.search.random_graphs import fused, random_machine, random_mesh, random_step
+
+
+def _request(num_devices, mesh=None):
+    return Request("auto_parallel", num_devices, mesh, None, (), frozenset(), (), (), frozenset())
+
+
+def _problem(seed):
+    """A small step, a request on one mesh, and a machine."""
+    made, mesh = random_step(seed, 4), random_mesh(seed)
+    made = fused(made) if seed % 2 else made
+    return made, Step(made.graph, made.scopes, made.loose, frozenset()), _request(mesh.num_devices, mesh), random_machine(seed)
+
+
+@pytest.mark.parametrize("seed", [6003, 6004, 6005, 6012, 6013, 6015])
+def test_the_budget_that_is_named_works_and_with_one_byte_less_no_plan_is_found(seed):
+    made, step, request, machine = _problem(seed)
+    options = DynamicOptions(memory_bytes=1)
+    error = shortfall.infeasible(step, request, machine, options, plan_dynamic(step, request, machine, options))
+    budget = int(re.search(r"need: +memory_bytes=(\d+)", str(error)).group(1))
+    enough = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=budget))
+    peak = price(made.graph, made.scopes, made.loose, (), enough.assignment, request.mesh, machine).memory_bytes
+    assert peak == budget
+    assert isinstance(plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=budget - 1)), Shortfall)
+
+
+def test_where_the_solver_knows_of_nothing_that_is_enough_the_fastest_plan_is(monkeypatch):
+    _, step, request, machine = _problem(6004)
+    free = plan_dynamic(step, request, machine, DynamicOptions())
+    peak = bill_of(step, free.assignment, request.mesh, machine).memory_bytes
+    missing = Infeasible(0, float("inf"), float("inf"), is_proven=False, lower_bound=free.cost_s)
+    monkeypatch.setattr(dynamic, "solve", lambda *args, **how: missing)
+    found = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=peak - 1))
+    assert (found.least_bytes, found.enough_bytes, found.is_proven) == (peak, peak, False)
+    assert found.lower_bound_s == pytest.approx(free.cost_s)
+
+
+def _tight(seed, share):
+    """A step on 2 devices, and a budget of a share of what its fastest plan takes."""
+    made, machine = random_step(seed, 6), random_machine(seed)
+    step = Step(made.graph, made.scopes, made.loose, frozenset())
+    free = plan_dynamic(step, _request(2), machine, DynamicOptions())
+    peak = price(made.graph, made.scopes, made.loose, (), free.assignment, free.setup.mesh, machine).memory_bytes
+    return step, machine, DynamicOptions(memory_bytes=int(peak * share))
+
+
+@pytest.mark.parametrize(("small", "seeds"), [(0, range(6200, 6212)), (100, (6200, 6204, 6205))])
+def test_the_number_of_devices_that_is_named_is_the_first_doubling_on_which_a_plan_is_found(small, seeds, monkeypatch):
+    monkeypatch.setattr(results, "SMALL_PROGRAM", small)
+    axes = set()
+    for seed in seeds:
+        step, machine, options = _tight(seed, 0.3)
+        count = shortfall._enough_devices(step, _request(2), machine, options)
+        if count is None:
+            continue
+        enough = plan_dynamic(step, _request(count), machine, options)
+        assert not isinstance(enough, Shortfall), seed
+        axes.add(len(enough.setup.mesh.axes))
+        if small and count > 4:
+            assert isinstance(plan_dynamic(step, _request(count // 2), machine, options), Shortfall), seed
+    assert max(axes) > 1
+
+
+def test_the_budget_that_is_named_for_a_larger_program_works_and_is_mostly_near_the_least(monkeypatch):
+    monkeypatch.setattr(results, "SMALL_PROGRAM", 0)
+    excess = []
+    for seed in range(6200, 6212):
+        step, machine, options = _tight(seed, 0.3)
+        found = plan_dynamic(step, _request(2), machine, options)
+        if isinstance(found, Shortfall):
+            budget = shortfall._enough_bytes(step, _request(2), machine, options, found)
+            assert not isinstance(plan_dynamic(step, _request(2), machine, DynamicOptions(memory_bytes=budget)), Shortfall), seed
+            excess.append(budget / found.least_bytes - 1)
+    assert statistics.median(excess) < 0.05
+
+
+@pytest.mark.parametrize("seed", [6101, 6102, 6103, 6105])
+def test_no_plan_at_all_fits_in_less_than_what_is_said_to_be_alive_at_least(seed):
+    made, step, request, machine = _problem(seed)
+    found = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=1))
+    assert found.is_proven
+    conditions = Conditions(memory_bytes=found.least_bytes - 1, count_copies=True)
+    assert exhaustive(made.graph, made.scopes, made.loose, request.mesh, machine, conditions) is None
+
+
+def test_what_is_not_proven_is_not_said(monkeypatch):
+    monkeypatch.setattr(shortfall, "_enough_bytes", lambda *_: 1)
+    _, step, request, machine = _problem(6101)
+    options = DynamicOptions(memory_bytes=1)
+    found = plan_dynamic(step, request, machine, options)
+    assert "No plan on" in (proven := str(shortfall.infeasible(step, request, machine, options, found)))
+    assert "at least" in proven
+    other = str(shortfall.infeasible(step, request, machine, options, found._replace(is_proven=False)))
+    assert "No plan was found on" in other
+    assert "at least" not in other

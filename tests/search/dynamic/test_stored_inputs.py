@@ -1,0 +1,77 @@
+"""Arguments that are only read in slices go in sliced."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmdctx
+from spmdctx.cost.price import price
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import Assignment, OpSharding
+from spmdctx.machine.presets import topology
+from spmdctx.search.dynamic import searcher as dynamic
+from spmdctx.search.dynamic.stored_inputs import store_as_read
+from spmdctx.search.problem.space import Space
+from tests.search.random_graphs import StepMaker
+
+MESH = LogicalMesh.of((2, 2))
+X, Y = MESH.names
+
+
+def _step(splits, stored):
+    """An argument that element-wise ops read, each split so, and its assignment."""
+    make = StepMaker()
+    argument = make.input(8, 4)
+    for _ in splits:
+        make.same("neg", argument)
+    step = make.finish()
+    ops = tuple(OpSharding(split) for split in splits)
+    values = [((), ())] * len(step.graph.values)
+    for op, split in zip(step.graph.ops, splits, strict=True):
+        values[op.results[0]] = split
+    values[step.graph.inputs[0]] = stored
+    return step, Assignment(ops, tuple(values), "test")
+
+
+@pytest.mark.parametrize(
+    ("splits", "stored", "expected"),
+    [
+        ([((X,), ()), ((X,), ())], ((), ()), ((X,), ())),
+        ([((X, Y), ()), ((X,), (Y,))], ((), ()), ((X,), ())),
+        ([((X, Y), ()), ((X,), ())], ((X,), ()), ((X,), ())),
+        ([((X,), ()), ((), (Y,))], ((), ()), ((), ())),
+        ([((X,), ()), ((X,), ())], ((), (Y,)), ((), (Y,))),
+    ],
+    ids=["all alike", "common part", "no less than now", "nothing in common", "moved for all"],
+)
+def test_an_argument_is_split_as_far_as_all_of_its_readers_split_it(splits, stored, expected):
+    step, assignment = _step(splits, stored)
+    space = Space(step.graph, MESH, topology("h100"), step.loose)
+    found = store_as_read(space, assignment, {})
+    argument = step.graph.inputs[0]
+    assert found.values[argument] == expected
+    bills = [price(step.graph, step.scopes, step.loose, (), one, MESH, topology("h100")) for one in (assignment, found)]
+    assert bills[1].communication_s == bills[0].communication_s
+    assert bills[1].memory_bytes <= bills[0].memory_bytes
+    assert store_as_read(space, assignment, {space.slot_of[argument]: (None, None)}) == assignment
+
+
+def test_what_enters_a_loop_for_nothing_is_split_as_the_loop_reads_it(monkeypatch):
+    def step(weights, x):
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((256, 256), bool)), (64, 256, 256))
+
+        def layer(x, weight):
+            scores = jnp.where(mask, jnp.einsum("bqd,bkd->bqk", x, x @ weight), -1e9)
+            return jax.nn.softmax(scores) @ x, None
+
+        return jax.lax.scan(layer, x, weights)[0].sum()
+
+    weights, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 64, 64), (64, 256, 64)))
+    options = {"parallel_mode": "auto_parallel", "mesh": {"data": 8}, "device_num": 8, "topology": "h100", "batch_argnums": 1}
+    found = spmdctx.plan(step, weights, x, **options)
+    assert found.inputs[1].sharding[0] == ("data",)
+    monkeypatch.setattr(dynamic, "store_as_read", lambda space, assignment, pins: assignment)
+    whole = spmdctx.plan(step, weights, x, **options)
+    assert found.cost.total_s == whole.cost.total_s
+    # Seven eighths of the mask's 4 MiB and of the batch's.
+    assert whole.cost.memory_bytes - found.cost.memory_bytes > 6 * 2**20

@@ -1,0 +1,104 @@
+"""Folding: repeated layers share their classes, and what a folded plan costs is what it costs op by op."""
+
+import pytest
+
+from spmdctx.cost.evaluate import evaluate
+from spmdctx.cost.step import Step
+from spmdctx.ir.graph import Role
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.presets import topology
+from spmdctx.search.dynamic.results import DynamicOptions
+from spmdctx.search.dynamic.searcher import Searcher
+from spmdctx.search.problem import fold as folding
+from spmdctx.search.problem.fold import fold
+from spmdctx.search.problem.space import Space
+from spmdctx.search.setup.request import Setup
+from tests.search.random_graphs import StepMaker, random_machine
+
+MESH = LogicalMesh.of((2, 2))
+PER_LAYER = 4
+
+
+def _layers(count, width=64):
+    """x + tanh(x up) down, so many times."""
+    make = StepMaker()
+    x = make.input(32, width, role=Role.BATCH)
+    for _ in range(count):
+        up, down = make.input(width, 4 * width, role=Role.PARAMETER), make.input(4 * width, width, role=Role.PARAMETER)
+        x = make.same("add", x, make.dot(make.same("tanh", make.dot(x, up)), down))
+    return make.finish(x)
+
+
+def _shared_rules(step):
+    """As a trace does it: equal ops have one rule object, by which kinds are told apart."""
+    rules = {}
+    ops = tuple(op._replace(rule=rules.setdefault((op.primitive, str(op.rule)), op.rule)) for op in step.graph.ops)
+    return step.graph.__class__(
+        step.graph.values, ops, step.graph.inputs, step.graph.outputs, step.graph.ties, step.graph.origins, step.graph.fingerprint
+    )
+
+
+def _fold(graph, op_marks=None, slot_marks=None, **rounds):
+    space = Space(graph, MESH, topology("h100"), frozenset())
+    return fold(space, op_marks or [0] * len(graph.ops), slot_marks or {}, **rounds)
+
+
+def test_a_small_program_is_not_folded():
+    graph = _shared_rules(_layers(10))
+    folded = _fold(graph)
+    assert all(len(members) == 1 for members in (*folded.op_members, *folded.slot_members))
+
+
+def test_layers_in_the_middle_share_their_classes():
+    count = 60
+    graph = _shared_rules(_layers(count))
+    folded = _fold(graph)
+    middle = folded.op_class[30 * PER_LAYER : 31 * PER_LAYER]
+    assert middle == folded.op_class[31 * PER_LAYER : 32 * PER_LAYER]
+    assert len(set(middle)) == PER_LAYER
+    assert folded.op_class[:PER_LAYER] != middle
+    assert folded.op_class[-PER_LAYER:] != middle
+    assert len(folded.op_members) < 20 * PER_LAYER
+
+
+def test_fewer_rounds_look_less_far_and_make_fewer_classes():
+    graph = _shared_rules(_layers(60))
+    near, far = _fold(graph, rounds=1), _fold(graph)
+    assert len(near.op_members) < len(far.op_members)
+    # What is alike far around is alike nearby.
+    assert all(len({near.op_class[member] for member in members}) == 1 for members in far.op_members)
+    # The layers are still told from their own parts.
+    assert len(set(near.op_class[30 * PER_LAYER : 31 * PER_LAYER])) == PER_LAYER
+
+
+def test_every_member_knows_its_class():
+    graph = _shared_rules(_layers(60))
+    folded = _fold(graph)
+    for class_of, members in ((folded.op_class, folded.op_members), (folded.slot_class, folded.slot_members)):
+        assert all(class_of[member] == number for number, own in enumerate(members) for member in own)
+        assert sum(map(len, members)) == sum(number >= 0 for number in class_of)
+
+
+def test_a_mark_keeps_an_op_or_a_slot_apart():
+    graph = _shared_rules(_layers(60))
+    middle = 30 * PER_LAYER
+    marks = [int(index == middle) for index in range(len(graph.ops))]
+    assert _fold(graph, op_marks=marks).op_members[_fold(graph, op_marks=marks).op_class[middle]] == [middle]
+    value = graph.ops[middle].results[0]
+    folded = _fold(graph, slot_marks={value: 1})
+    assert folded.slot_members[folded.slot_class[value]] == [value]
+
+
+def test_a_fold_only_restricts(monkeypatch):
+    """The folded plan's cost is exact, and no less than that of the plan in which every op decides for itself."""
+    graph, machine = _shared_rules(_layers(12)), random_machine(3)
+    step = Step(graph, (0,) * len(graph.ops), frozenset(), frozenset())
+    costs = {}
+    for small in (folding.SMALL, 0):
+        monkeypatch.setattr(folding, "SMALL", small)
+        found = Searcher(step, machine, DynamicOptions()).search(Setup(MESH))
+        seconds = evaluate(graph, step.scopes, frozenset(), found.assignment, MESH, machine)
+        assert seconds.total_s == pytest.approx(found.cost_s, rel=1e-9)
+        assert seconds.reshard_s + seconds.reduction_s > 0
+        costs[small] = found
+    assert costs[0].cost_s >= costs[200].cost_s * (1 - 1e-9)

@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+
+from spmdctx.search.solver.problem.graph import Graph, cost_of
+from spmdctx.search.solver.problem.pool import Pool
+from spmdctx.search.solver.problem.problem import Edge, Problem
+from spmdctx.search.solver.unlimited import dual as dual_module
+from spmdctx.search.solver.unlimited.dominance import discard, supported
+from spmdctx.search.solver.unlimited.dual import Dual
+from spmdctx.search.solver.unlimited.energy import Search, minimise
+from tests.search.solver.problems import assert_beliefs_below_the_truth, random_problem, truth
+
+
+def grid(side, num_states, seed):
+    """A grid with random tables, too wide for small tables."""
+    random = np.random.default_rng(seed)
+    nodes = [(row, column) for row in range(side) for column in range(side)]
+    costs = tuple(random.integers(0, 30, num_states).astype(float) for _ in nodes)
+    edges = []
+    for row, column in nodes:
+        for other in ((row + 1, column), (row, column + 1)):
+            if max(other) < side:
+                table = random.integers(0, 30, (num_states, num_states)).astype(float)
+                edges.append(Edge(row * side + column, other[0] * side + other[1], table))
+    return Problem(costs, tuple(edges))
+
+
+@pytest.mark.parametrize("by_colour", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_bounds_and_beliefs_never_exceed_the_truth(seed, by_colour, monkeypatch):
+    monkeypatch.setattr(dual_module, "MAX_NUMBERED", 0 if by_colour else 1000)
+    problem = random_problem(seed, with_memory=False)
+    graph = Graph.of(problem.costs, problem.edges, Pool())
+    true = truth(problem)
+    if not supported(graph) or np.isinf(true.cost):
+        return
+    dual = Dual(graph)
+    last = -np.inf
+    for _ in range(3):
+        dual.sweep(2, lambda: False)
+        bound = dual.bound()
+        assert last - 1e-6 <= bound.value <= true.cost + 1e-9
+        last = bound.value
+        assert_beliefs_below_the_truth(graph, bound)
+
+
+def test_a_tree_has_no_gap():
+    random = np.random.default_rng(0)
+    edges = tuple(Edge(int(random.integers(node)), node, random.random((3, 3))) for node in range(1, 20))
+    graph = Graph.of(tuple(random.random(3) for _ in range(20)), edges, Pool())
+    dual = Dual(graph)
+    dual.sweep(30, lambda: False)
+    states = dual.decode()
+    assert dual.bound().value == pytest.approx(cost_of([graph.costs(node) for node in range(20)], edges, states), abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_dominated_states_do_not_change_the_optimum(seed):
+    problem = random_problem(seed, with_memory=False)
+    graph = Graph.of(problem.costs, problem.edges, Pool())
+    true = truth(problem)
+    if supported(graph):
+        before = sum(graph.size(node) for node in graph.nodes())
+        assert discard(graph) == before - sum(graph.size(node) for node in graph.nodes())
+        found = minimise(graph, Search())
+        assert (np.inf if found is None else found.cost) == pytest.approx(true.cost)
+    else:
+        assert np.isinf(true.cost)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shells_prove_what_elimination_finds(seed, monkeypatch):
+    problem = grid(5, 6, seed)
+    graph = Graph.of(problem.costs, problem.edges, Pool())
+    exact = minimise(graph, Search())
+    monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.DIRECT_WORK", 100)
+    search = Search()
+    found = minimise(graph, search)
+    assert search.counts["sweeps"] > 0
+    assert found.cost == found.bound == pytest.approx(exact.cost)
+    assert cost_of(problem.costs, problem.edges, found.states) == pytest.approx(exact.cost)
+
+
+def test_the_bound_is_honest_when_work_is_short(monkeypatch):
+    problem = grid(6, 6, 7)
+    graph = Graph.of(problem.costs, problem.edges, Pool())
+    exact = minimise(graph, Search())
+    for name in ("DIRECT_WORK", "SHELL_WORK"):
+        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 100)
+    found = minimise(graph, Search(work=100, rounds=1))
+    assert found.bound <= exact.cost <= found.cost
