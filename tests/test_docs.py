@@ -17,7 +17,8 @@ PACKAGE = ROOT / "spmdctx"
 README = ROOT / "README.md"
 MAP = ROOT / "docs" / "architecture.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", RESULTS]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PACKAGES = sorted(path.parent.relative_to(PACKAGE).as_posix() for path in MODULES if path.name == "__init__.py" and path.parent != PACKAGE)
 FOLDERS = ("spmdctx", "tests", "benchmarks", "docs", "notebooks")
@@ -30,6 +31,7 @@ _BARE_PATH = re.compile(rf"(?<![\w/.`-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w)")
 _DOTTED = re.compile(rf"`((?:{_ROOMS})(?:\.\w+)+)[`(=]")
 _LINK = re.compile(r"\]\(([^)#]+)[^)]*\)|<img src=\"([^\"]+)\"")
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FIGURE = re.compile(r"\d+(?:\.\d+)? (?:%|ms|GiB)")
 _DECIMAL = re.compile(r"\d+\.\d+")
 
 
@@ -120,3 +122,9 @@ def test_every_link_within_the_repository_leads_to_a_file(path):
     targets = [one or other for one, other in _LINK.findall(path.read_text())]
     local = [target for target in targets if "://" not in target]
     assert [target for target in local if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if page.parent == README.parent or page.parent == MAP.parent], ids=name_of)
+def test_every_figure_of_a_page_stands_among_the_claims(path):
+    claims = RESULTS.read_text().partition("# History")[0]
+    assert [figure for figure in _FIGURE.findall(_FENCED.sub("", path.read_text())) if figure not in claims] == []
