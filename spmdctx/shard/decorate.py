@@ -19,7 +19,7 @@ from spmdctx.shard.modules import shard_linen, shard_nnx
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def shard(
+def shard(  # noqa: PLR0913  # MindSpore's arguments
     fn: F,
     in_strategy: tuple[Spec, ...] | None,
     out_strategy: tuple[Spec, ...] | None = None,
