@@ -1,6 +1,7 @@
 """What the compiler made of a plan: collectives and memory of the compiled program, held against the plan."""
 
 from spmdctx.audit.collectives import CompiledCollective, parse_collectives
-from spmdctx.audit.report import AuditReport, AuditRow, MemoryUse, audit_program, audit_text
+from spmdctx.audit.data import AuditRow, MemoryUse
+from spmdctx.audit.report import AuditReport, audit_program, audit_text
 
 __all__ = ["AuditReport", "AuditRow", "CompiledCollective", "MemoryUse", "audit_program", "audit_text", "parse_collectives"]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
 from spmdctx.audit.collectives import CompiledCollective
+from spmdctx.audit.data import AuditData, AuditRow, MemoryUse
 from spmdctx.audit.match import AS_PLANNED
 from spmdctx.ir.collective import Collective
-
-if TYPE_CHECKING:
-    from spmdctx.audit.report import AuditReport, AuditRow, MemoryUse
 
 _STYLE = (
     "<style>.spmdctx-audit table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
@@ -21,7 +18,7 @@ _STYLE = (
 _HEADER = ("collective", "axes", "planned", "bytes", "found", "compiled", "unplanned", "bytes", "realised")
 
 
-def report_text(report: AuditReport) -> str:
+def report_text(report: AuditData) -> str:
     """The verdict, the table, and every difference."""
     lines = [_verdict(report), *_text_table([_HEADER, *map(_cells, report.rows)] if report.rows else [])]
     lines += [f"  unplanned: {text}" for text in _unplanned_lines(report.unplanned)]
@@ -31,7 +28,7 @@ def report_text(report: AuditReport) -> str:
     return "\n".join(lines)
 
 
-def report_html(report: AuditReport) -> str:
+def report_html(report: AuditData) -> str:
     """The same as a self-contained piece of a page."""
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in report.rows)
     head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEADER)
@@ -43,7 +40,7 @@ def report_html(report: AuditReport) -> str:
     return f'<div class="spmdctx-audit {mark}">{_STYLE}{verdict}{table}{lists}{memory}{_html_list("Notes", list(report.notes))}</div>'
 
 
-def _verdict(report: AuditReport) -> str:
+def _verdict(report: AuditData) -> str:
     word = "agrees with" if report.ok else "differs from"
     return (
         f"The compiled program {word} the plan: {report.found_share:.1%} of {_bytes_text(report.planned_bytes)} planned was found; "

@@ -15,9 +15,10 @@ from spmdctx.checkpoint.tree import StateTree, stored_form
 from spmdctx.errors import CheckpointError, ContextError, UnsupportedError, message
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.plan.data import PlannedTensor
 from spmdctx.plan.file import read_strategy
 from spmdctx.plan.mindspore.file import MindSporeStrategy, ParameterLayout, mindspore_name, tensor_layout
-from spmdctx.plan.plan import Plan, PlannedTensor
+from spmdctx.plan.plan import Plan
 
 Layouts = Mapping[str, ParameterLayout]
 """Layout of each tensor by its name, the parts of its path joined by dots."""
@@ -82,7 +83,7 @@ def layouts_of(strategy: Strategy) -> dict[str, ParameterLayout]:
 
 def _read(path: str | os.PathLike[str]) -> Plan | MindSporeStrategy:
     try:
-        return read_strategy(path)
+        return read_strategy(path, Plan)
     except FileNotFoundError as error:
         raise CheckpointError("There is no such strategy file.", where=os.fspath(path)) from error
     except OSError as error:

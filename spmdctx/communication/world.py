@@ -22,7 +22,7 @@ _PLATFORMS = {"gloo": "cpu", "nccl": "gpu", "tpu": "tpu"}
 _ASCEND = ("hccl", "mccl", "lccl")
 
 
-def init(
+def init(  # noqa: PLR0913  # what a job may say of itself
     backend: str | None = None,
     *,
     address: str | None = None,

@@ -289,15 +289,7 @@ OPTIONS: tuple[Option, ...] = (
         "Number of pipeline stages the devices are divided into.",
         built=False,
     ),
-    Option(
-        "auto_pipeline",
-        "bool",
-        values.boolean,
-        False,
-        "",
-        _AUTO,
-        "The search suggests a stage count between 1 and pipeline_stages.",
-    ),
+    Option("auto_pipeline", "bool", values.boolean, False, "", _AUTO, "The search suggests a stage count between 1 and pipeline_stages."),
     Option(
         "grad_accumulation_step",
         "int",
@@ -345,13 +337,7 @@ ALGO_OPTIONS: tuple[Option, ...] = (
         quiet=False,
     ),
     Option(
-        "elementwise_op_strategy_follow",
-        "bool",
-        values.boolean,
-        False,
-        "",
-        _AUTO,
-        "Element-wise ops take the sharding of their operands.",
+        "elementwise_op_strategy_follow", "bool", values.boolean, False, "", _AUTO, "Element-wise ops take the sharding of their operands."
     ),
     Option(
         "tensor_slice_align_enable",

@@ -11,7 +11,7 @@ from spmdctx.ir.graph import Op, Origin, Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.plan import OpTable, Plan, PlannedTensor, Timing
-from spmdctx.plan.plan import PlannedGradient
+from spmdctx.plan.data import PlannedGradient
 from spmdctx.plan.rows import LateRows
 from tests.plan import DOT, small_graph, small_plan
 

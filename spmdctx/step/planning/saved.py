@@ -12,11 +12,12 @@ import jax
 from spmdctx.errors import PlanMismatchError
 from spmdctx.ir.mesh import format_sharding
 from spmdctx.ir.sharding import TensorSharding
+from spmdctx.plan.data import Cost, PlannedTensor, Timing
 from spmdctx.plan.file import read_strategy, write_plan
 from spmdctx.plan.mindspore.file import MindSporeStrategy
 from spmdctx.plan.mindspore.pins import FilePins, Parameter, file_pins
 from spmdctx.plan.mismatch import Wanted, check_plan
-from spmdctx.plan.plan import Cost, Plan, PlannedTensor, Timing
+from spmdctx.plan.plan import Plan
 from spmdctx.step.planning.insight import with_insight
 from spmdctx.step.planning.notes import PEAK_NOTE, memory_notes
 from spmdctx.step.planning.planner import Planned, plan_program, priced_here
@@ -60,7 +61,7 @@ def loaded_plan(settings: Settings) -> Plan | None:
     load = context.strategy_ckpt_load_file
     if not load or context.parallel_mode not in MODES:
         return None
-    found = read_strategy(load)
+    found = read_strategy(load, Plan)
     if not isinstance(found, Plan):
         return None
     check_plan(found, replace(_wanted(settings), memory_bytes=None), None, load)
@@ -68,7 +69,7 @@ def loaded_plan(settings: Settings) -> Plan | None:
 
 
 def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
-    found = read_strategy(load)
+    found = read_strategy(load, Plan)
     if isinstance(found, MindSporeStrategy):
         return _pinned(captured, settings, found, Path(load).name)
     start = time.perf_counter()

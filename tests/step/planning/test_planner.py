@@ -19,9 +19,9 @@ from spmdctx.lowering.compile import jit_program
 from spmdctx.plan.plan import Plan
 from spmdctx.shard.decorate import shard
 from spmdctx.step.planning.planner import plan_program
-from spmdctx.trace.capture.capture import capture
 from spmdctx.trace.scope.settings import Settings
 from tests.road import CPU, MESH
+from tests.trace.capture import capture
 
 X = jnp.ones((32, 64))
 PARAMETERS = {"up": jnp.ones((64, 128)) / 64, "down": jnp.ones((128, 64)) / 128}
