@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from spmdctx.ir.primitives import CONTRACTIONS
 from spmdctx.ir.rule import OpRule
 from spmdctx.rules.builder import Shape
 
 _Shapes = tuple[Shape, ...]
 
-_CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "scaled_dot"})
 _FREE = frozenset(
     {
         *("bitcast_convert_type", "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice"),
@@ -47,7 +47,7 @@ def op_flops(primitive: str, rule: OpRule, operands: _Shapes, results: _Shapes) 
     """Operations of the whole op on one device; a multiply-add counts as two, and moving data as none."""
     if primitive in _FREE:
         return 0
-    if primitive in _CONTRACTIONS:
+    if primitive in CONTRACTIONS:
         return _contraction_flops(rule)
     if primitive == "conv_general_dilated":
         return _convolution_flops(rule, operands, results)

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from spmdctx.cost.memory.lives import StepMemory
 from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.primitives import HEAVY
 from spmdctx.machine.xla.late_products import GradientProduct
-from spmdctx.machine.xla.overlap import MATRIX_PRODUCTS, sides
+from spmdctx.machine.xla.overlap import sides
 
 _LEAST_SAVED = 1 / 6
 """The part of the peak that has to be saved: what waits can hide no communication, which took 0.8 % of the time in the mean (v5e)."""
@@ -94,7 +95,7 @@ def _gate(graph: Graph, scopes: Sequence[int], memory: StepMemory, product: Grad
             continue
         seen.add(value)
         for op in readers[value]:
-            if op.primitive not in MATRIX_PRODUCTS:
+            if op.primitive not in HEAVY:
                 left += [result for result in op.results if not memory.held[result]]
             elif op.id > ready and not terminal[op.results[0]] and not scopes[op.id] and memory.turns[op.id] == op.id:
                 found.append(op)

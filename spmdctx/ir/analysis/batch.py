@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from spmdctx.ir.graph import Graph, Op
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.primitives import Boundary
 from spmdctx.ir.rule import FactorKind
 from spmdctx.ir.sharding import AxisNames
 
@@ -33,7 +34,7 @@ def batch_dims(graph: Graph, leaves: Iterable[int], mesh: LogicalMesh) -> BatchD
     for left, right in graph.ties:
         tied.setdefault(left, []).append(right)
         tied.setdefault(right, []).append(left)
-    looped = {op.operands[0] for op in graph.ops if op.primitive == "scan.enter" and op.rule.blocked}
+    looped = {op.operands[0] for op in graph.ops if op.boundary is Boundary.ENTER and op.rule.blocked}
     memo: dict[tuple[int, ...], tuple[int | None, ...]] = {}
     # Ops are in execution order, so that only what a tie carries back must be followed once more.
     again = True

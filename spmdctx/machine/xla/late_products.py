@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from spmdctx.ir.analysis.kinds import op_kinds, ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.machine.xla.fusion import CHAINED
-from spmdctx.machine.xla.overlap import MATRIX_PRODUCTS, sides
+from spmdctx.machine.xla.overlap import sides
 
 _LONGEST = 100
 """Values of an update that are looked at."""
@@ -41,9 +42,9 @@ def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tu
         turns: of `memory_order.turn_ends`.
     """
     terminal = sides(graph).terminal
-    chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and "." not in op.primitive).tolist()
+    chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and op.boundary is None).tolist()
     found = []
-    for op in ops_of(graph, MATRIX_PRODUCTS - {"shard_map"}):
+    for op in ops_of(graph, MATRIX_PRODUCTS):
         if op.repeats > 1 or turns[op.id] != op.id:
             continue
         if len(op.results) == 1 and terminal[op.results[0]] and (made := _becomes(graph, op.results[0], chained)):

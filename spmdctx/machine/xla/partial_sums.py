@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from spmdctx.ir.graph import Graph, Op, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, axes_of
-from spmdctx.ir.primitives import _PASSED, BROUGHT_IN, LOOKED_UP, MATRIX_PRODUCTS
+from spmdctx.ir.primitives import ANNOTATIONS, BROUGHT_IN, LOOKED_UP, MATRIX_PRODUCTS
 from spmdctx.ir.projection import Splits
 from spmdctx.ir.rule import FactorKind
 from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
@@ -181,13 +181,13 @@ class Sums:
 
     def _lets_pass(self, op: Op, position: int) -> bool:
         """Whether a slice of the op's result is the op on slices of its operands, and the compiler computes it so."""
-        if op.primitive in _PASSED:
+        if op.primitive in ANNOTATIONS:
             return True
         rule = op.rule
         return (
             self._topology.sinks_slices
             and len(op.results) == 1
-            and "." not in op.primitive
+            and op.boundary is None
             and op.primitive != "optimization_barrier"
             and all(kind is FactorKind.PASS_THROUGH for kind in rule.kinds)
             and rule.operands[position] == rule.results[0]

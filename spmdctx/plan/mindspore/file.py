@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from spmdctx.errors import PlanFormatError, UnsupportedError
 from spmdctx.ir.graph import LITERAL, Op, Role
 from spmdctx.ir.mesh import LogicalMesh, format_sharding
+from spmdctx.ir.primitives import Boundary
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.plan.plan import OpTable, Plan, PlannedTensor
@@ -184,7 +185,7 @@ def _first_readers(table: OpTable) -> dict[int, tuple[int, int]]:
             own = same.get(value, LITERAL)
             if own == LITERAL or own in found:
                 continue
-            if op.primitive in CASTS or op.primitive.endswith((".enter", ".next")):
+            if op.primitive in CASTS or op.boundary in (Boundary.ENTER, Boundary.NEXT):
                 same[op.results[0]] = own
             elif any(op.rule.operands[position]):
                 found[own] = (index, position)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
 from spmdctx.ir.mesh import axes_of
+from spmdctx.ir.primitives import SCAN_ENTER
 from spmdctx.ir.projection import FactorAxes, project
 from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
 from spmdctx.search.setup.request import Setup
@@ -27,7 +28,7 @@ def readers_of(graph: Graph) -> dict[int, list[Op]]:
 
 def is_slice(graph: Graph, op: Op) -> bool:
     """Whether an op takes one layer of what a scan runs over."""
-    return op.primitive == "scan.enter" and len(graph.values[op.results[0]].shape) < len(graph.values[op.operands[0]].shape)
+    return op.primitive == SCAN_ENTER and len(graph.values[op.results[0]].shape) < len(graph.values[op.operands[0]].shape)
 
 
 def keep_at_rest(

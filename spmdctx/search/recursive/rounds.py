@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.ir.primitives import MATRIX_PRODUCTS
+from spmdctx.ir.primitives import MATRIX_PRODUCTS, OUTSIDE
 from spmdctx.ir.projection import FactorAxes, legal, merge, project
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.search.problem.space import NO_SLOT, Space
@@ -26,7 +26,6 @@ _CONVOLUTION = "conv_general_dilated"
 _RENAMES = frozenset(
     {"convert_element_type", "copy", "copy_p", "optimization_barrier", "reduce_precision", "sharding_constraint", "spmdctx_shard"}
 )
-_BOUNDARIES = frozenset({"scan.enter", "scan.exit", "while.enter"})
 
 
 Inputs = tuple[int, int]
@@ -278,7 +277,7 @@ class Roots:
         return self._known[value]
 
     def _renames(self, op: Op) -> bool:
-        if op.primitive in _BOUNDARIES:
+        if op.primitive in OUTSIDE:
             return op.operands[0] != LITERAL
         known = self._simple.get(id(op.rule))
         if known is None:

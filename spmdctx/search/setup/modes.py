@@ -210,7 +210,7 @@ def _semi_auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
 
 
 def _is_boundary(op: Op) -> bool:
-    return op.primitive.endswith((".enter", ".next", ".exit"))
+    return op.boundary is not None
 
 
 def _pin_batch(graph: Graph, setup: Setup, value: int, dim: int) -> None:
