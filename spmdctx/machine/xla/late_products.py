@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from spmdctx.ir.analysis.chains import Walk, ends_below
 from spmdctx.ir.analysis.kinds import op_kinds, ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.machine.xla.fusion import CHAINED
 from spmdctx.machine.xla.overlap import sides
-
-_LONGEST = 100
-"""Values of an update that are looked at."""
 
 
 class GradientProduct(NamedTuple):
@@ -55,16 +53,9 @@ def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tu
 
 def _becomes(graph: Graph, gradient: int, chained: Sequence[bool]) -> tuple[int, ...]:
     """The values that chains of element-wise ops make of a gradient; none where something else reads one."""
-    seen, left = {gradient: None}, [gradient]
-    while left:
-        for reader in graph.readers[left.pop()]:
-            if not chained[reader.id] or len(seen) > _LONGEST:
-                return ()
-            for value in reader.results:
-                if value not in seen:
-                    seen[value] = None
-                    left.append(value)
-    return tuple(seen)
+    walk = Walk([gradient])
+    is_read = next(ends_below(graph, walk, chained), None) is not None
+    return () if is_read or walk.is_cut else tuple(walk.met)
 
 
 def _read_inside(graph: Graph, op: Op, held: bytearray) -> tuple[int, ...]:
