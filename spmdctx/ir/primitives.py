@@ -73,6 +73,15 @@ REARRANGED = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy"
 LAYOUT = ANNOTATIONS | REARRANGED
 """Ops that change no element: other names, shapes and layouts."""
 
+CASTS = frozenset({"convert_element_type", "reduce_precision", "copy"})
+"""Ops whose result is their operand in another precision, or as a copy."""
+
+RENAMES = CASTS | ANNOTATIONS
+"""Ops whose result has the dimensions of their operand, and each of its elements as far as the type can hold it."""
+
+VIEWS = RENAMES | REARRANGED | {"broadcast_in_dim"}
+"""Ops that only prepare an array for its use: a model may cast all of its parameters before it computes with the first."""
+
 BROUGHT_IN = LAYOUT | {SCAN_ENTER}
 """Ops that the compiler moves a conversion to lower precision in front of: out of loops too."""
 
@@ -82,6 +91,9 @@ LOOKED_UP = "gather"
 PICKING = frozenset({"slice", "dynamic_slice", "gather", "split"})
 """Ops that read no more of their operand than they return."""
 
+CUTTING = frozenset({"slice", "split", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad"})
+"""Ops that take a part of a tensor, or put tensors together; each element of the result comes from its own of an operand."""
+
 # Sums and what commutes with them.
 
 ADDITIONS = frozenset({"add", "add_any"})
@@ -90,14 +102,14 @@ ADDITIONS = frozenset({"add", "add_any"})
 SCALED = frozenset({"mul", "div"})
 """Ops that are linear in one operand where the other is a number."""
 
-LINEAR = REARRANGED | {"convert_element_type", "broadcast_in_dim", "neg", "name"}
-"""Ops that commute with sums: the op of a sum is the sum of the op of its terms."""
+LINEAR = LAYOUT | {"convert_element_type", "broadcast_in_dim", "neg"}
+"""Ops that commute with sums; `reduce_precision` does not, as it is there to round the sum."""
 
 TERMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot_general"})
 """Ops whose partial results lowering can write down, each device its own."""
 
 WIDENED = TERMS - {"ragged_dot_general"}
-"""Ops that lowering can make add up in float32 what is of low precision; a ragged product keeps the type of its result."""
+"""Ops that lowering can make add up in float32 what is of low precision; it asks no ragged product for another type."""
 
 # Products.
 

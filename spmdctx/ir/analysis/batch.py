@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from spmdctx.ir.graph import Graph, Op
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.ir.primitives import Boundary
+from spmdctx.ir.primitives import CUTTING, Boundary
 from spmdctx.ir.rule import FactorKind
 from spmdctx.ir.sharding import AxisNames
 
-CUTTING = frozenset({"slice", "split", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "rev"})
+_NEEDS_WHOLE = CUTTING | {"rev"}
 """Ops that need the whole of a dimension that they cut, of whose results that dimension can be split anew."""
 
 
@@ -62,7 +62,7 @@ def batch_dims(graph: Graph, leaves: Iterable[int], mesh: LogicalMesh) -> BatchD
 
 def _part(op: Op, positions: tuple[int, ...], dims: tuple[int | None, ...], looped: Set[int], mesh: LogicalMesh) -> int | None:
     """The dimension of the results that a part of the batch has, None where the op hands the whole batch on, or nothing of it."""
-    if op.primitive in CUTTING:
+    if op.primitive in _NEEDS_WHOLE:
         return next(position for position in positions if position >= 0) if set(dims) == {None} else None
     if op.primitive != "reshape" or dims == (None,):
         return None

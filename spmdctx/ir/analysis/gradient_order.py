@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role
-from spmdctx.ir.primitives import ADDITIONS, BROUGHT_IN, LAYOUT, SCAN_EXIT, Boundary
+from spmdctx.ir.primitives import ADDITIONS, CUTTING, LAYOUT, SCAN_ENTER, SCAN_EXIT, VIEWS, Boundary
 from spmdctx.ir.rule import FactorKind
 
-_UNUSED = BROUGHT_IN | {"convert_element_type"}
+_UNUSED = VIEWS | {SCAN_ENTER}
 """Ops that are no use of a parameter yet."""
 
 _REDUCED_BEHIND = LAYOUT | ADDITIONS | {"convert_element_type"}
 """Ops that the compiler may move a reduction behind."""
 
-_CUTS = frozenset({SCAN_EXIT, "pad", "concatenate", "slice", "split", "dynamic_slice", "dynamic_update_slice"})
+_KEEPING = CUTTING | {SCAN_EXIT}
 """Ops that put elements together or take some."""
 
 
@@ -101,7 +101,7 @@ def _sums(graph: Graph, results: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _keeps(graph: Graph, op: Op, operand: int, result: int) -> bool:
     """Whether every element of the result comes from its own of the operand, or from zeros around it; a loop stacks such elements."""
-    if op.primitive in _CUTS:
+    if op.primitive in _KEEPING:
         return True
     shapes = graph.values[operand].shape, graph.values[result].shape
     return math.prod(shapes[0]) == math.prod(shapes[1]) and all(kind is FactorKind.PASS_THROUGH for kind in op.rule.kinds)
