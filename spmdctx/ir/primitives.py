@@ -67,7 +67,7 @@ IDENTITIES = frozenset({MARKER, "sharding_constraint", "reshard"})
 ANNOTATIONS = IDENTITIES | {"name"}
 """Ops that are nothing in the compiled program."""
 
-REARRANGED = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy"})
+REARRANGED = frozenset({"reshape", "squeeze", "transpose", "copy"})
 """Ops that at most put the elements of their operand in another order."""
 
 LAYOUT = ANNOTATIONS | REARRANGED
