@@ -64,8 +64,8 @@ OUTSIDE = ENTERING | {SCAN_EXIT}
 IDENTITIES = frozenset({MARKER, "sharding_constraint", "reshard"})
 """Ops that hand on their operand as it is, and say how it is split."""
 
-ANNOTATIONS = IDENTITIES | {"name"}
-"""Ops that are nothing in the compiled program."""
+ANNOTATIONS = IDENTITIES | {"name", "copy"}
+"""Ops that are nothing in the compiled program: JAX lowers a copy to what it copies."""
 
 REARRANGED = frozenset({"reshape", "squeeze", "transpose", "copy"})
 """Ops that at most put the elements of their operand in another order."""

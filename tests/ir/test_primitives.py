@@ -1,13 +1,17 @@
 """Each class of primitives has members of its own, which exist, and what one model says of an op holds for all of them."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from spmdctx.cost.roofline import sliced_time_s
 from spmdctx.gradients.marker import loss_p
 from spmdctx.ir import primitives
 from spmdctx.ir.primitives import BOUNDARY_OF, COND_EXIT, CONTRACTIONS, HEAVY, LOSS, MARKER, MATRIX_PRODUCTS, Boundary
 from spmdctx.ir.rule import FactorKind, OpRule
+from spmdctx.machine.presets import PRESETS
 from spmdctx.machine.xla.narrowing import narrow_readers
 from spmdctx.machine.xla.overlap import sides
 from spmdctx.machine.xla.schedule import needed_products
@@ -87,3 +91,19 @@ def test_a_rounding_that_the_user_asked_for_does_not_commute_with_sums():
 
 def test_the_markers_are_the_primitives_of_that_name():
     assert (shard_p.name, loss_p.name) == (MARKER, LOSS)
+
+
+@pytest.mark.parametrize("annotate", [jnp.copy, lambda one: checkpoint_name(one, "here")])
+def test_copies_and_names_are_nothing_in_the_program_that_the_compiler_gets(annotate):
+    def text(between):
+        return jax.jit(lambda x: jnp.sin(between(jnp.cos(x)))).lower(jnp.ones(8)).as_text()
+
+    assert text(annotate) == text(lambda one: one)
+    graph = trace(annotate, jnp.ones(8)).graph
+    assert [op.primitive in primitives.ANNOTATIONS for op in graph.ops] == [True]
+
+
+def test_a_copy_takes_no_time():
+    program = trace(lambda x: jnp.sort(jnp.copy(jnp.sort(x))), jnp.ones(8))
+    (copied,) = [op for op in program.graph.ops if op.primitive == "copy"]
+    assert sliced_time_s(program.graph, copied, [1], PRESETS["tpu-v5e"]) == 0.0

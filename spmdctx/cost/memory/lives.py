@@ -27,7 +27,6 @@ from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
 from spmdctx.machine.xla.narrowing import narrow_values
 from spmdctx.machine.xla.schedule import first_runs, needed_products, order, turn_ends
 
-_MARKS = ANNOTATIONS | {"copy"}
 _IN_PLACE = ("scatter", "dynamic_update_slice")
 
 
@@ -385,7 +384,7 @@ def _hold_operands(graph: Graph, held: bytearray) -> None:
         for value in op.operands:
             while value != LITERAL and not held[value]:
                 maker = graph.ops[graph.producers[value]]
-                if maker.primitive not in _MARKS:
+                if maker.primitive not in ANNOTATIONS:
                     held[value] = 1
                 else:
                     value = maker.operands[0]
@@ -394,7 +393,7 @@ def _hold_operands(graph: Graph, held: bytearray) -> None:
 def _settled(graph: Graph, held: bytearray) -> bytearray:
     """Per value whether it exists in memory, or is written there by the op that makes it, under a mark or transposed."""
     found = bytearray(held)
-    for op in reversed(ops_of(graph, ("transpose", *_MARKS))):
+    for op in reversed(ops_of(graph, ("transpose", *ANNOTATIONS))):
         if found[op.results[0]]:
             value = op.operands[0]
             if value != LITERAL and len(graph.readers[value]) == 1:
