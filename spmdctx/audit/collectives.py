@@ -25,8 +25,8 @@ KINDS = {
 }
 """Our kind of each of HLO's collectives."""
 
-_CALLS = {"fusion": "calls", "call": "to_apply", "async-start": "calls", "custom-call": "called_computations"}
-_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+_CALLED_BY = {"fusion": "calls", "call": "to_apply", "async-start": "calls", "custom-call": "called_computations"}
+_BRANCH_BODIES = ("branch_computations", "true_computation", "false_computation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,10 @@ class _Walk:
         if opcode == "while":
             yield from self.visit_loop(place, fused)
         elif opcode == "conditional":
-            for name in (name for key in _BRANCHES for name in instruction.callees(key)):
+            for name in (name for key in _BRANCH_BODIES for name in instruction.callees(key)):
                 yield from (_noted(one, "in a branch") for one in self.visit(Scope(self.module.computations[name]), set()))
-        elif opcode in _CALLS:
-            for name in instruction.callees(_CALLS[opcode]):
+        elif opcode in _CALLED_BY:
+            for name in instruction.callees(_CALLED_BY[opcode]):
                 called = Scope(self.module.computations[name], scope, instruction)
                 source = self.module.source(instruction)
                 for one in self.visit(called, fused if opcode == "fusion" else set()):

@@ -26,7 +26,7 @@ Layouts = Mapping[str, ParameterLayout]
 Strategy = str | os.PathLike[str] | Plan | Layouts
 """What says how tensors are split: a strategy file of MindSpore in JSON, a plan or its file, or layouts by name."""
 
-_STATE = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE, Role.KEY)
+_SAVED_ROLES = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE, Role.KEY)
 
 
 class Slicing(NamedTuple):
@@ -90,7 +90,7 @@ def _read(path: str | os.PathLike[str]) -> Plan | MindSporeStrategy:
         raise CheckpointError("A strategy file cannot be read.", where=os.fspath(path), got=error.strerror or str(error)) from error
 
 
-def plan_layouts(plan: Plan, roles: Iterable[Role] = _STATE) -> dict[str, ParameterLayout]:
+def plan_layouts(plan: Plan, roles: Iterable[Role] = _SAVED_ROLES) -> dict[str, ParameterLayout]:
     """The layouts of a plan's arguments of these roles, by their dotted paths."""
     kept = set(roles)
     return {mindspore_name(tensor.path): tensor_layout(tensor, plan.logical_mesh) for tensor in plan.inputs if tensor.role in kept}

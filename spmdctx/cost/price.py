@@ -30,7 +30,7 @@ from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, format_sharding, local_shape
-from spmdctx.ir.primitives import ADDITIONS
+from spmdctx.ir.primitives import ADDITIONS, IDENTITIES
 from spmdctx.ir.projection import local_bytes
 from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
 from spmdctx.machine.collectives import collective_time_s
@@ -305,7 +305,7 @@ class _Biller:
         for place, step in enumerate(steps):
             key = (scope, self._same[value], current, step.sharding)
             if step.kind == "slice":
-                if gathered is not None and (is_result or op.primitive in _MARKS):
+                if gathered is not None and (is_result or op.primitive in IDENTITIES):
                     self.copies.slice_of(gathered, value if is_result else op.results[0])
             elif not (step.sharding == self.assignment.values[value] and self.copies.is_held(value)):
                 size = self._stored_bytes(value, step.sharding, narrow)
@@ -385,8 +385,6 @@ class _Biller:
 
 _RESULT = "result"
 
-_MARKS = frozenset({"spmdctx_shard", "sharding_constraint"})
-
 
 def _sum_in_order(figures: FloatArray) -> float:
     """The sum from first to last, which is that of no other order."""
@@ -396,7 +394,7 @@ def _sum_in_order(figures: FloatArray) -> float:
 def _aliases(graph: Graph) -> list[int]:
     """Value id to the value that it is another name of: marks and constraints change nothing but the sharding."""
     same = list(range(len(graph.values)))
-    for op in ops_of(graph, _MARKS):
+    for op in ops_of(graph, IDENTITIES):
         if op.operands[0] != LITERAL:
             same[op.results[0]] = same[op.operands[0]]
     return same

@@ -20,6 +20,7 @@ from spmdctx.errors import message
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.graph import item_bytes
 from spmdctx.ir.mesh import divides
+from spmdctx.ir.primitives import CASTS
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import OpSharding, TensorSharding
 from spmdctx.machine.presets import PRESETS
@@ -30,7 +31,6 @@ from spmdctx.plan.groups import group_tensors
 from spmdctx.search.whatif.alternatives import rounded_s, slices
 from spmdctx.wording import bytes_text, place_text, seconds_text
 
-CASTS = ("convert_element_type", "reduce_precision", "copy")
 MAX_PRICED = 4
 """Groups of tensors or kinds of ops whose alternatives are priced as whole steps, which takes a moment each."""
 

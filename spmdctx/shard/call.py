@@ -12,10 +12,11 @@ import jax
 from flax import nnx
 
 from spmdctx.context.layers import current_context
+from spmdctx.context.options import PLANNED_MODES
 from spmdctx.errors import ContextWarning, StrategyError
 from spmdctx.ir.graph import fusion_scope
 from spmdctx.ir.layout import Layout
-from spmdctx.shard.eager import SPLITTING_MODES, run_split, runs_eagerly
+from spmdctx.shard.eager import run_split, runs_eagerly
 from spmdctx.trace.marker import mark, new_region, traced_mode
 
 Spec = tuple[int, ...] | Layout | None
@@ -92,7 +93,7 @@ def call_marked(
         eager: what runs when the call is eager; None: nothing, the call stays as it is.
     """
     mode = traced_mode() or current_context().parallel_mode
-    if mode not in SPLITTING_MODES:
+    if mode not in PLANNED_MODES:
         warnings.warn(f"shard() of {label} has no effect in parallel_mode {mode!r}.", ContextWarning, stacklevel=3)
     elif eager is not None and runs_eagerly(eager.owner, args, kwargs):
         return run_split(eager.split, args if eager.owner is None else (eager.owner, *args), kwargs)

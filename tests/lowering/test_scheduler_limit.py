@@ -71,7 +71,7 @@ def test_a_step_for_tpu_devices_gives_the_limit_of_its_own_plan(monkeypatch):
 
 
 def test_a_step_for_devices_of_unknown_memory_gives_none(monkeypatch):
-    monkeypatch.setattr("spmdctx.machine.devices._KINDS", ())
+    monkeypatch.setattr("spmdctx.machine.devices._PRESET_OF_WORD", ())
     assert entry_options(monkeypatch, devices=need_tpu()) == {}
 
 

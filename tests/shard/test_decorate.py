@@ -10,8 +10,9 @@ from jax.extend import source_info_util
 import spmdctx.context.layers as context
 from spmdctx.errors import ContextWarning, StrategyError
 from spmdctx.ir.layout import Layout
+from spmdctx.ir.primitives import MARKER
 from spmdctx.shard.decorate import shard
-from spmdctx.trace.marker import MARKER, mark, tracing_in
+from spmdctx.trace.marker import mark, tracing_in
 
 X = jnp.arange(32.0).reshape(4, 8)
 W = jnp.arange(32.0).reshape(8, 4) / 32

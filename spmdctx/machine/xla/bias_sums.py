@@ -8,25 +8,27 @@ takes a slice of what becomes of the sum is none: for it the sum is written. The
 
 from __future__ import annotations
 
-from spmdctx.ir.analysis.kinds import ops_of
+from collections.abc import Sequence
+
+from spmdctx.ir.analysis.chains import Walk, ends_below
+from spmdctx.ir.analysis.kinds import of_primitives, ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.primitives import ADDITIONS
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.xla.overlap import sides
 from spmdctx.machine.xla.partitioner.recompute import refines
 from spmdctx.rules.elementwise import ELEMENTWISE
 
-_LONGEST = 60
-"""Values of a chain that are looked at."""
-
 
 def written_once(graph: Graph, assignment: Assignment) -> frozenset[int]:
     """The sums behind which a barrier stands."""
-    biased = {op.results[0] for op in ops_of(graph, ("add", "add_any")) if _is_biased(graph, assignment, op)}
+    biased = {op.results[0] for op in ops_of(graph, ADDITIONS) if _is_biased(graph, assignment, op)}
     if not biased:
         return frozenset()
     summed = _made_of_sums(graph, assignment, biased)
-    return frozenset(value for value in biased if _is_kept_twice(graph, assignment, value, summed))
+    elementwise = of_primitives(graph, ELEMENTWISE).tolist()
+    return frozenset(value for value in biased if _is_kept_twice(graph, assignment, Walk([value]), elementwise, summed))
 
 
 def _is_biased(graph: Graph, assignment: Assignment, op: Op) -> bool:
@@ -53,19 +55,13 @@ def _made_of_sums(graph: Graph, assignment: Assignment, biased: set[int]) -> set
     return found
 
 
-def _is_kept_twice(graph: Graph, assignment: Assignment, value: int, summed: set[int]) -> bool:
-    terminal = sides(graph).terminal
-    seen, left, is_sliced, is_added_up = {value}, [value], False, False
-    while left and len(seen) <= _LONGEST:
-        now = left.pop()
-        for op in graph.readers[now]:
-            if op.primitive in ELEMENTWISE and op.results[0] not in seen:
-                seen.add(op.results[0])
-                left.append(op.results[0])
-            elif op.primitive == "reduce_sum":
-                is_added_up |= now in summed
-            elif op.primitive == "dot_general" and terminal[op.results[0]]:
-                is_sliced |= _takes_slice(assignment, op, now)
+def _is_kept_twice(graph: Graph, assignment: Assignment, walk: Walk, elementwise: Sequence[bool], summed: set[int]) -> bool:
+    terminal, is_sliced, is_added_up = sides(graph).terminal, False, False
+    for value, op in ends_below(graph, walk, elementwise):
+        if op.primitive == "reduce_sum":
+            is_added_up |= value in summed
+        elif op.primitive == "dot_general" and terminal[op.results[0]]:
+            is_sliced |= _takes_slice(assignment, op, value)
     return is_sliced and is_added_up
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.ir.graph import LITERAL
+from spmdctx.ir.primitives import BOUNDARY_OF, CARRYING, ENTERING, SCAN_EXIT
 from spmdctx.machine.xla.columns import Columns
 from spmdctx.rules.elementwise import ELEMENTWISE
 
@@ -22,18 +23,15 @@ CHAINED = frozenset(
         *ELEMENTWISE,
         *("broadcast_in_dim", "broadcast_to", "iota", "empty", "empty2", "reshape", "transpose", "squeeze", "expand_dims", "rev", "slice"),
         *("dynamic_slice", "pad", "concatenate", "split", "bitcast_convert_type", "spmdctx_shard", "sharding_constraint", "name"),
-        *("scan.enter", "scan.next", "while.enter", "while.next", "device_put", "random_wrap", "random_unwrap"),
+        *(*ENTERING, *CARRYING, "device_put", "random_wrap", "random_unwrap"),
     }
 )
 """Ops that the compiler fuses with others."""
 
 
-_LOOP_READS = frozenset({"scan.enter", "while.enter"})
-"""Ops that find in memory what is computed before them: the start of a loop."""
-
 _SPREAD = frozenset({"broadcast_in_dim", "convert_element_type"})
 
-_READS_CHAINS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce", "arg", "scan.exit", "dynamic_update_slice")
+_READS_CHAINS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce", "arg", SCAN_EXIT, "dynamic_update_slice")
 """Beginnings of the names of ops that are not fused with each other, but take chains as operands."""
 
 _WIDEST = 52
@@ -172,7 +170,8 @@ class _Readers:
         self.last[read] = readers
         self.needed = np.zeros(size, dtype=bool)
         self.needed[columns.read[~self.takes_chains[columns.readers]]] = True
-        starts = columns.which(_LOOP_READS.__contains__)
+        # A loop finds in memory what is computed before it.
+        starts = columns.which(ENTERING.__contains__)
         if starts.any():
             entering = columns.read[starts[columns.readers]]
             self.needed[entering[~_simple(columns, kept)[entering]]] = True
@@ -180,7 +179,7 @@ class _Readers:
     def passes_on(self) -> BoolArray:
         """Per value whether its one reader is a chained op on as many elements, fused into the op that makes the value."""
         columns, last = self._columns, self.last
-        fits = self.chained & columns.which(lambda primitive: "." not in primitive)
+        fits = self.chained & columns.which(lambda primitive: primitive not in BOUNDARY_OF)
         made = np.full(columns.num_ops, -1)
         made[columns.makers[::-1]] = columns.made[::-1]  # of several results the first
         made = made[last]

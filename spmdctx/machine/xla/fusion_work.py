@@ -12,6 +12,7 @@ import numpy as np
 
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir.graph import Op, Work
+from spmdctx.ir.primitives import ANNOTATIONS, CARRYING, MATRIX_PRODUCTS, PICKING, SCAN_ENTER, SCAN_EXIT, WHILE_ENTER
 from spmdctx.machine.xla.columns import Columns, Kind
 from spmdctx.machine.xla.fusion import CHAINED
 
@@ -24,18 +25,13 @@ _COSTLY = frozenset(
 _COSTLY_FLOPS = 10
 """Vector operations that one of them takes: a polynomial and what comes before and after it."""
 
-_PICKING = ("slice", "dynamic_slice", "gather", "split")
-"""Ops that read no more of their operand than they return."""
-
-NAMING = frozenset({"spmdctx_shard", "sharding_constraint", "name", "scan.next", "while.enter", "while.next"})
+NAMING = ANNOTATIONS | CARRYING | {WHILE_ENTER}
 """Ops that only name a tensor anew."""
 
-_APART = frozenset({"scan.enter", "scan.exit", "dynamic_update_slice", "gather", "shard_map"})
+_APART = frozenset({SCAN_ENTER, SCAN_EXIT, "dynamic_update_slice", "gather", "shard_map"})
 """Ops priced on their own: they take parts of what they read, write in place, or are whole programs."""
 
-_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "scaled_dot"})
-
-_ALONE, _NO_ARITHMETIC = _APART | NAMING, _PRODUCTS | NAMING
+_ALONE, _NO_ARITHMETIC = _APART | NAMING, MATRIX_PRODUCTS | NAMING
 
 _HIDDEN = 1 / 64
 """What is left of the price of arithmetic that hides in a fusion, so that splitting it is better than not."""
@@ -74,7 +70,7 @@ def _moved(columns: Columns, fused: BoolArray, homes: IntArray, mains: IntArray)
     sizes, ops = columns.sizes[columns.slot_values], columns.slot_ops
     written = np.zeros(columns.num_ops, dtype=np.int64)
     np.add.at(written, columns.makers, columns.sizes[columns.made])
-    picks = columns.which(_PICKING.__contains__)[ops] & columns.is_operand
+    picks = columns.which(PICKING.__contains__)[ops] & columns.is_operand
     sizes = np.where(picks, np.minimum(sizes, written[ops]), sizes)
     places = np.where(homes[ops] >= 0, homes[ops], np.arange(len(ops)))
     in_memory = np.flatnonzero(~fused)

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from spmdctx.ir.analysis.chains import Walk, ends_below
 from spmdctx.ir.analysis.kinds import op_kinds, ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.machine.xla.fusion import CHAINED
-from spmdctx.machine.xla.overlap import MATRIX_PRODUCTS, sides
-
-_LONGEST = 100
-"""Values of an update that are looked at."""
+from spmdctx.machine.xla.overlap import sides
 
 
 class GradientProduct(NamedTuple):
@@ -41,9 +40,9 @@ def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tu
         turns: of `memory_order.turn_ends`.
     """
     terminal = sides(graph).terminal
-    chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and "." not in op.primitive).tolist()
+    chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and op.boundary is None).tolist()
     found = []
-    for op in ops_of(graph, MATRIX_PRODUCTS - {"shard_map"}):
+    for op in ops_of(graph, MATRIX_PRODUCTS):
         if op.repeats > 1 or turns[op.id] != op.id:
             continue
         if len(op.results) == 1 and terminal[op.results[0]] and (made := _becomes(graph, op.results[0], chained)):
@@ -54,16 +53,9 @@ def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tu
 
 def _becomes(graph: Graph, gradient: int, chained: Sequence[bool]) -> tuple[int, ...]:
     """The values that chains of element-wise ops make of a gradient; none where something else reads one."""
-    seen, left = {gradient: None}, [gradient]
-    while left:
-        for reader in graph.readers[left.pop()]:
-            if not chained[reader.id] or len(seen) > _LONGEST:
-                return ()
-            for value in reader.results:
-                if value not in seen:
-                    seen[value] = None
-                    left.append(value)
-    return tuple(seen)
+    walk = Walk([gradient])
+    is_read = next(ends_below(graph, walk, chained), None) is not None
+    return () if is_read or walk.is_cut else tuple(walk.met)
 
 
 def _read_inside(graph: Graph, op: Op, held: bytearray) -> tuple[int, ...]:

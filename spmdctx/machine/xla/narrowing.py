@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from spmdctx.ir.analysis.chains import Walk, ends_below
 from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import of_primitives, ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Op, Value, item_bytes
 from spmdctx.ir.primitives import BROUGHT_IN, LOOKED_UP, MATRIX_PRODUCTS, REARRANGED
 from spmdctx.machine.topology import Topology
 from spmdctx.rules.elementwise import ELEMENTWISE
-
-_LONGEST = 60
-"""Values of a chain that are looked at."""
 
 
 def narrow_values(graph: Graph, held: bytearray) -> bytearray:
@@ -58,25 +56,17 @@ class _Chains:
         self._kept = frozenset((*graph.inputs, *graph.outputs))
         exists = np.frombuffer(held, dtype=np.uint8) == 1
         exists[list(self._kept)] = True
-        # Per op whether a chain ends in front of it.
-        self._ends: list[bool] = (~of_primitives(graph, ELEMENTWISE) | exists[ends(graph).first_results]).tolist()
+        self._graph = graph
+        # Per op whether a chain goes on behind it.
+        self._passes: list[bool] = (of_primitives(graph, ELEMENTWISE) & ~exists[ends(graph).first_results]).tolist()
 
     def lead_to_products(self, value: int) -> bool:
         """Whether products alone read the value, or the one value that all chains from it end in."""
         if value in self._kept:
             return False
-        seen, left, last = {value}, [value], set()
-        while left:
-            now = left.pop()
-            for op in self._readers[now]:
-                if self._ends[op.id]:
-                    last.add(now)
-                elif op.results[0] not in seen:
-                    seen.add(op.results[0])
-                    left.append(op.results[0])
-            if len(seen) > _LONGEST:
-                return False
-        return len(last) == 1 and self._is_for_products(last.pop())
+        walk = Walk([value])
+        last = {end for end, _ in ends_below(self._graph, walk, self._passes)}
+        return not walk.is_cut and len(last) == 1 and self._is_for_products(last.pop())
 
     def _is_for_products(self, value: int) -> bool:
         return bool(self._readers[value]) and all(self._narrow[op.id] for op in self._readers[value])

@@ -10,16 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from spmdctx.ir.analysis.kinds import of_primitives, ops_of
-from spmdctx.ir.graph import LITERAL, Graph, Op, Role
-from spmdctx.ir.primitives import _ADDITIONS, LOW, WIDENED
+from spmdctx.ir.graph import LITERAL, LOW, Graph, Op, Role
+from spmdctx.ir.primitives import ADDITIONS, CARRYING, HEAVY, WIDENED
 from spmdctx.machine.topology import Topology, without_latency
 
-MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "shard_map"})
-"""Ops long enough to hide communication behind them."""
-
 _NO_WEIGHTS = frozenset({Role.BATCH, Role.KEY, Role.ARGUMENT, Role.INTERMEDIATE})
-
-_CARRIED = ("scan.next", "while.next")
 
 _CONSTANT = 2
 
@@ -55,7 +50,7 @@ def reduction_machine(is_terminal: bool, topology: Topology) -> Topology:
 def widening(op: Op, dtype: str, is_terminal: bool, topology: Topology) -> int:
     """2 where a low-precision gradient is reduced in float32, else 1; a sum of unreduced terms is what they are."""
     wide = topology.widens_gradients and is_terminal and dtype in LOW and op.rule.combiner == "add"
-    return 2 if wide and (op.primitive in WIDENED or op.primitive in _ADDITIONS) else 1
+    return 2 if wide and (op.primitive in WIDENED or op.primitive in ADDITIONS) else 1
 
 
 def sides(graph: Graph) -> Sides:
@@ -73,7 +68,7 @@ def terminal_values(graph: Graph, stops: frozenset[int]) -> bytearray:
 
 
 def _loops(graph: Graph) -> list[tuple[int, int]]:
-    carries = {op.results[0] for op in ops_of(graph, _CARRIED)}
+    carries = {op.results[0] for op in ops_of(graph, CARRYING)}
     # What a loop hands on may be the step's own next state; only the loop goes round within a step.
     given = set(graph.inputs)
     return [pair for pair in graph.ties if pair[1] in carries and pair[0] not in given]
@@ -85,7 +80,7 @@ def _weights(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
     found = bytearray([_CONSTANT]) * (len(graph.values) + 1)
     for value in graph.inputs:
         found[value] = 0 if graph.values[value].role in _NO_WEIGHTS else 1
-    products = of_primitives(graph, MATRIX_PRODUCTS).tolist()
+    products = of_primitives(graph, HEAVY).tolist()
     carried: dict[int, int] = {}
     while True:
         for index, _, operands, results, _, _, _, _, _, _ in graph.ops:
@@ -104,7 +99,7 @@ def _weights(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
 
 def _terminal(graph: Graph, loops: list[tuple[int, int]], stops: frozenset[int] = frozenset()) -> bytearray:
     """Values from which no matrix product can be reached."""
-    products = of_primitives(graph, MATRIX_PRODUCTS).tolist()
+    products = of_primitives(graph, HEAVY).tolist()
     leads = bytearray(len(graph.values) + 1)
     while True:
         for index, _, operands, results, _, _, _, _, _, _ in reversed(graph.ops):

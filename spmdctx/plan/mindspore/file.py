@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 from spmdctx.errors import PlanFormatError, UnsupportedError
 from spmdctx.ir.graph import LITERAL, Op, Role
 from spmdctx.ir.mesh import LogicalMesh, format_sharding
+from spmdctx.ir.primitives import RENAMES, Boundary
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.plan.data import OpTable, PlanData, PlannedTensor
 
 STRATEGIES, LAYOUTS = "parallel_strategy_item", "parallel_layout_item"
 WHOLE = -1
-CASTS = ("convert_element_type", "reduce_precision", "copy", "sharding_constraint", "spmdctx_shard")
 
 _OP_TYPES = {"gather": "Gather", "conv_general_dilated": "Conv2D", "sub": "Sub", "add_any": "Add"}
 
@@ -184,7 +184,7 @@ def _first_readers(table: OpTable) -> dict[int, tuple[int, int]]:
             own = same.get(value, LITERAL)
             if own == LITERAL or own in found:
                 continue
-            if op.primitive in CASTS or op.primitive.endswith((".enter", ".next")):
+            if op.primitive in RENAMES or op.boundary in (Boundary.ENTER, Boundary.NEXT):
                 same[op.results[0]] = own
             elif any(op.rule.operands[position]):
                 found[own] = (index, position)

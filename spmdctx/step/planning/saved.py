@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from spmdctx.context.options import PLANNED_MODES
 from spmdctx.errors import PlanMismatchError
 from spmdctx.ir.mesh import format_sharding
 from spmdctx.ir.sharding import TensorSharding
@@ -29,7 +30,6 @@ from spmdctx.wording import exact_bytes_text, seconds_text
 TIME_NOTE = "The predicted time of a step"
 """How notes on what a step takes begin."""
 
-MODES = ("semi_auto_parallel", "auto_parallel")
 REASON = "the strategy file"
 
 
@@ -44,7 +44,7 @@ def planned_with_files(captured: Captured, settings: Settings) -> Planned:
         OSError: a file that is not there or cannot be written.
     """
     context = settings.context
-    if context.parallel_mode not in MODES:
+    if context.parallel_mode not in PLANNED_MODES:
         return with_insight(plan_program(captured, settings), captured, settings)
     load, save = context.strategy_ckpt_load_file, context.strategy_ckpt_save_file
     made = _loaded(captured, settings, load) if load else with_insight(plan_program(captured, settings), captured, settings)
@@ -59,7 +59,7 @@ def loaded_plan(settings: Settings) -> Plan | None:
     """The plan in strategy_ckpt_load_file, checked as far as it can be without the step; None where there is no such plan."""
     context = settings.context
     load = context.strategy_ckpt_load_file
-    if not load or context.parallel_mode not in MODES:
+    if not load or context.parallel_mode not in PLANNED_MODES:
         return None
     found = read_strategy(load, Plan)
     if not isinstance(found, Plan):

@@ -14,7 +14,7 @@ from typing import Any
 
 from spmdctx._compat import scan_counts
 from spmdctx.ir.graph import Mark, Role
-from spmdctx.ir.primitives import LOSS, MARKER
+from spmdctx.ir.primitives import BOUNDARY_OF, COND_EXIT, LOSS, MARKER, SCAN_ENTER, SCAN_EXIT, SCAN_NEXT, WHILE_ENTER, WHILE_NEXT
 from spmdctx.ir.rule import OpRule
 from spmdctx.rules.builder import RuleBuilder, identity
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands
@@ -36,7 +36,7 @@ KEPT = frozenset(
 INLINED = frozenset(CALLS) - KEPT
 """Calls that lowering dissolves into their caller."""
 
-NEVER_LOOSE = frozenset({"scan.enter", "scan.next", "scan.exit", "while.enter", "while.next", "cond.exit", "random_seed"})
+NEVER_LOOSE = frozenset(BOUNDARY_OF) | {"random_seed"}
 
 
 def open_jaxpr(body: Any) -> tuple[Any, Sequence[Any]]:
@@ -118,7 +118,7 @@ def _scan(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     for index, (var, atom) in enumerate(zip(jaxpr.invars, eqn.invars, strict=True)):
         scanned = index >= num_consts + num_carry
         rule = _stacked(_shape(atom), entering=True) if scanned else identity(_shape(var))
-        inner[var] = _boundary(builder, "scan.enter", builder.read(env, [atom]), var, rule, eqn, around)
+        inner[var] = _boundary(builder, SCAN_ENTER, builder.read(env, [atom]), var, rule, eqn, around)
     inside = _inside(around, eqn, int(params["length"]))
     each_turn = around._replace(repeats=inside.repeats)
     with builder.body():
@@ -127,10 +127,10 @@ def _scan(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     carries = jaxpr.invars[num_consts : num_consts + num_carry]
     for index, (value, var) in enumerate(zip(results, eqn.outvars, strict=True)):
         if index < num_carry:
-            env[var] = _boundary(builder, "scan.next", [value], var, identity(_shape(var)), eqn, each_turn)
+            env[var] = _boundary(builder, SCAN_NEXT, [value], var, identity(_shape(var)), eqn, each_turn)
             builder.ties.append((inner[carries[index]], env[var]))
         else:
-            env[var] = _boundary(builder, "scan.exit", [value], var, _stacked(_shape(var), entering=False), eqn, around)
+            env[var] = _boundary(builder, SCAN_EXIT, [value], var, _stacked(_shape(var), entering=False), eqn, around)
 
 
 def _while(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
@@ -143,11 +143,11 @@ def _while(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     in_cond: Env = {}
     in_body: Env = {}
     for var, atom in zip(cond.invars, cond_consts, strict=False):
-        in_cond[var] = _boundary(builder, "while.enter", builder.read(env, [atom]), var, identity(_shape(var)), eqn, around)
+        in_cond[var] = _boundary(builder, WHILE_ENTER, builder.read(env, [atom]), var, identity(_shape(var)), eqn, around)
     for var, atom in zip(body.invars, body_consts, strict=False):
-        in_body[var] = _boundary(builder, "while.enter", builder.read(env, [atom]), var, identity(_shape(var)), eqn, around)
+        in_body[var] = _boundary(builder, WHILE_ENTER, builder.read(env, [atom]), var, identity(_shape(var)), eqn, around)
     for var, cond_var, atom in zip(body.invars[num_body:], cond.invars[num_cond:], carried, strict=True):
-        in_body[var] = _boundary(builder, "while.enter", builder.read(env, [atom]), var, identity(_shape(var)), eqn, around)
+        in_body[var] = _boundary(builder, WHILE_ENTER, builder.read(env, [atom]), var, identity(_shape(var)), eqn, around)
         in_cond[cond_var] = in_body[var]
     inside = _inside(around, eqn, _trip_count(builder, eqn, cond, body, carried))
     each_turn = around._replace(repeats=inside.repeats)
@@ -157,7 +157,7 @@ def _while(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     results = _results(builder, body, in_body)
     (goes_on,) = builder.read(in_cond, cond.outvars)
     for var, start, value in zip(eqn.outvars, body.invars[num_body:], results, strict=True):
-        env[var] = _boundary(builder, "while.next", [value, goes_on], var, _decided(_shape(var), 1, cond.outvars[0]), eqn, each_turn)
+        env[var] = _boundary(builder, WHILE_NEXT, [value, goes_on], var, _decided(_shape(var), 1, cond.outvars[0]), eqn, each_turn)
         builder.ties.append((in_body[start], env[var]))
 
 
@@ -194,7 +194,7 @@ def _cond(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     for index, var in enumerate(eqn.outvars):
         operands = [results[index] for results in per_branch]
         rule = _decided(_shape(var), len(operands), eqn.invars[0])
-        env[var] = _boundary(builder, "cond.exit", [*operands, *predicate], var, rule, eqn, around)
+        env[var] = _boundary(builder, COND_EXIT, [*operands, *predicate], var, rule, eqn, around)
 
 
 def _constraint(builder: Builder, eqn: Any, env: Env, around: Around) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from spmdctx.ir.graph import LITERAL, Graph, Op
-from spmdctx.ir.primitives import MARKER
+from spmdctx.ir.primitives import IDENTITIES
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import Assignment
 from spmdctx.rules.elementwise import ELEMENTWISE
-
-IDENTITIES = frozenset({"sharding_constraint", "reshard", MARKER})
 
 _REPEATED = ELEMENTWISE | {"iota", "broadcast_in_dim", "slice"}
 """What the partitioner writes once more for each reader, where it is made of no input."""
