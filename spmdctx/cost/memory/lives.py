@@ -114,7 +114,7 @@ def profile(
         sizes: one device's bytes of each value of the graph.
         num_ops: of the graph.
         copies: what lives beside the values.
-        scratch_bytes: `Topology.scratch_bytes`: as much of the small and short-lived is on the chip.
+        scratch_bytes: `Compiler.scratch_bytes`: as much of the small and short-lived is on the chip.
     """
     table = np.array([(start, end, sizes[value]) for value, start, end in found] + [tuple(copy) for copy in copies], dtype=np.int64)
     if not table.size:

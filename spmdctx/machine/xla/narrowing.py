@@ -47,7 +47,7 @@ def narrow_values(graph: Graph, held: bytearray) -> bytearray:
 
 def kept_share(value: Value, narrow: bytearray, topology: Topology) -> float:
     """The part of its own bytes that a value takes in memory; `narrow` says which are kept narrow where the compiler does so."""
-    return NARROW_BYTES / item_bytes(value.dtype) if narrow[value.id] and topology.narrows_matrix_operands else 1.0
+    return NARROW_BYTES / item_bytes(value.dtype) if narrow[value.id] and topology.compiler.narrows_matrix_operands else 1.0
 
 
 class _Chains:

@@ -2,7 +2,7 @@
 
 A weight value comes from parameters alone through no matrix product, so it can be gathered before its product's turn comes. A
 terminal value reaches no matrix product, so its reduction can run while the products of earlier layers' gradients do, and can be
-combined with others. `Topology.gather_overlap` and `.reduction_overlap` say how much of such a collective's time hides at most.
+combined with others. `Compiler.gather_overlap` and `.reduction_overlap` say how much of such a collective's time hides at most.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class Sides(NamedTuple):
 
     def gather_share(self, value: int, topology: Topology) -> float:
         """Largest share of a reshard of the value that can hide."""
-        return topology.gather_overlap if self.weights[value] else 0.0
+        return topology.compiler.gather_overlap if self.weights[value] else 0.0
 
     def reduction_share(self, value: int, topology: Topology) -> float:
         """Largest share of a reduction of the value's partial results that can hide."""
-        return topology.reduction_overlap if self.terminal[value] else 0.0
+        return topology.compiler.reduction_overlap if self.terminal[value] else 0.0
 
 
 def reduction_machine(is_terminal: bool, topology: Topology) -> Topology:
     """Reductions of terminal values are combined where the compiler does so: they pay no latency of their own."""
-    return without_latency(topology) if is_terminal and topology.combines_reductions else topology
+    return without_latency(topology) if is_terminal and topology.compiler.combines_reductions else topology
 
 
 def widening(op: Op, dtype: str, is_terminal: bool, topology: Topology) -> int:
     """2 where a low-precision gradient is reduced in float32, else 1; a sum of unreduced terms is what they are."""
-    wide = topology.widens_gradients and is_terminal and dtype in LOW and op.rule.combiner == "add"
+    wide = topology.preferences.widens_gradients and is_terminal and dtype in LOW and op.rule.combiner == "add"
     return 2 if wide and (op.primitive in WIDENED or op.primitive in _ADDITIONS) else 1
 
 

@@ -176,7 +176,9 @@ class Sums:
     def _sliced(self, value: int, source: TensorSharding, target: TensorSharding) -> TensorSharding | None:
         """The slice that the way from one sharding to another begins with, if it does."""
         known = self._readers.graph.values[value]
-        steps = reshard_steps(known.shape, item_bytes(known.dtype), source, target, self._mesh, self._topology.uses_all_to_all)
+        steps = reshard_steps(
+            known.shape, item_bytes(known.dtype), source, target, self._mesh, self._topology.preferences.allows_all_to_all
+        )
         return steps[0].sharding if steps and steps[0].kind == "slice" else None
 
     def _lets_pass(self, op: Op, position: int) -> bool:
@@ -185,7 +187,7 @@ class Sums:
             return True
         rule = op.rule
         return (
-            self._topology.sinks_slices
+            self._topology.compiler.sinks_slices
             and len(op.results) == 1
             and "." not in op.primitive
             and op.primitive != "optimization_barrier"

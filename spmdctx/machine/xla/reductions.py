@@ -71,7 +71,7 @@ def scattered_by(
         mesh: the mesh.
         topology: the machine.
     """
-    if not topology.scatters_strictly:
+    if not topology.compiler.scatters_strictly:
         return "reduce_scatter"
     dim, extra = next((dim, new[len(own) :]) for dim, (own, new) in enumerate(zip(natural, after, strict=True)) if own != new)
     fits = in_order(extra, partial) and is_scattered(local_shape(shape, after, mesh), dim, num_bytes)

@@ -50,7 +50,7 @@ def with_memory(
 
 def on_chip(topology: Topology) -> OnChip:
     """What the chip may hold in place of the memory."""
-    return OnChip.of(topology.scratch_bytes)
+    return OnChip.of(topology.compiler.scratch_bytes)
 
 
 def op_at(memory: StepMemory, time: int) -> int:
@@ -171,7 +171,7 @@ class _Builder:
                 continue
             node = network.slot_nodes[slot_class]
             usage = self._usages[node]
-            if usage is None or (memory.narrow[value] and space.topology.narrows_matrix_operands):
+            if usage is None or (memory.narrow[value] and space.topology.compiler.narrows_matrix_operands):
                 size = self._bytes(value, self._tables.choices[node].stored[0]) * kept_share(
                     space.graph.values[value], memory.narrow, space.topology
                 )
@@ -305,7 +305,7 @@ class _Builder:
         known, topology = self._space.graph.values[value], self._space.topology
         is_result = self._network.nodes[carry.target].sort == "slot"
         # A result on its way is narrow if all of its readers are.
-        narrow = carry.narrow or (is_result and topology.narrows_matrix_operands and known.dtype == "float32")
+        narrow = carry.narrow or (is_result and topology.compiler.narrows_matrix_operands and known.dtype == "float32")
         return self._bytes(value, None) * (NARROW_BYTES / item_bytes(known.dtype) if narrow else 1.0)
 
     def _made_node(self, carry: Carry, value: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.region_groups import ungrouped_note
@@ -48,7 +49,7 @@ def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets
 def _group_notes(program: Program, settings: Settings, setup: Setup, bill: Bill, groups: Mapping[int, int]) -> list[str]:
     """What of `shard(fusion=)` has no effect."""
     machine = settings.topology
-    notes = ungrouped_note(program.graph, bill, setup.mesh, all_to_all=machine.uses_all_to_all)
+    notes = ungrouped_note(program.graph, bill, setup.mesh, all_to_all=machine.preferences.allows_all_to_all)
     return [*notes, _NO_GROUPS] if groups and machine.device == "cpu" else notes
 
 
@@ -134,9 +135,9 @@ def _batch_notes(program: Program) -> list[str]:
 def _all_to_all_notes(program: Program, setup: Setup, settings: Settings, bill: Bill) -> list[str]:
     """What all-to-all would save where the context forbids it, if it is worth a word."""
     machine = settings.topology
-    if machine.uses_all_to_all:
+    if machine.preferences.allows_all_to_all:
         return []
-    allowed = as_asked(machine, True, machine.widens_gradients)
+    allowed = as_asked(machine, replace(machine.preferences, allows_all_to_all=True))
     saved_s = 0.0
     for move in bill.moves:
         if move.time_s:
