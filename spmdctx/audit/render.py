@@ -6,8 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from spmdctx.audit.collectives import CompiledCollective
-from spmdctx.audit.match import AS_PLANNED
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import AS_PLANNED, Collective
 
 if TYPE_CHECKING:
     from spmdctx.audit.report import AuditReport, AuditRow, MemoryUse

@@ -18,7 +18,7 @@ from spmdctx.ir.projection import local_bytes
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.topology import Topology
-from spmdctx.machine.xla.overlap import reduction_machine
+from spmdctx.machine.xla.collectives.combining import reduction_machine
 
 
 class Body(NamedTuple):

@@ -35,13 +35,14 @@ TPU = Compiler(
 GPU = Compiler(version="CUDA plugin 0.10.2")
 """XLA on GPU."""
 
-CPU = Compiler(version="jaxlib 0.10.2", merges_partial_sums=False, combines_reductions=False)
+CPU = Compiler(version="jaxlib 0.10.2", merges_partial_sums=False, combines_reductions=False, keeps_barriers=False)
 """XLA on CPU."""
 
 
 def _fields(compiler: Compiler) -> dict[str, Any]:
     """Returns the fields of a topology that say how its compiler behaves."""
     found = dataclasses.asdict(compiler)
+    del found["keeps_barriers"]  # known by the device's name
     return {"compiler_version": found.pop("version"), **found}
 
 

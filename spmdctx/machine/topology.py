@@ -43,6 +43,7 @@ class Compiler:
         gather_overlap: Largest share of a weight gather's time that it hides behind matrix products.
         reduction_overlap: The same of a gradient reduction.
         combines_reductions: Makes one collective of many reductions of gradients, so that none pays a latency of its own.
+        keeps_barriers: Keeps optimization barriers until it has combined collectives. No field of a topology: the CPU compiler does not.
     """
 
     version: str = "user"
@@ -57,9 +58,10 @@ class Compiler:
     gather_overlap: float = 0.0
     reduction_overlap: float = 0.0
     combines_reductions: bool = True
+    keeps_barriers: bool = True
 
 
-_BEHAVIOR = tuple(field.name for field in dataclasses.fields(Compiler) if field.name != "version")
+_BEHAVIOR = tuple(field.name for field in dataclasses.fields(Compiler) if field.name not in ("version", "keeps_barriers"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,8 @@ class Topology:
     @cached_property
     def compiler(self) -> Compiler:
         """The compiler of this machine."""
-        return Compiler(vars(self)["compiler_version"], *[getattr(self, name) for name in _BEHAVIOR])
+        behavior = {name: getattr(self, name) for name in _BEHAVIOR}
+        return Compiler(vars(self)["compiler_version"], **behavior, keeps_barriers=self.device != "cpu")
 
     @property
     def preferences(self) -> Preferences:

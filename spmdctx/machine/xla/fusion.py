@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from spmdctx.ir.analysis.columns import Columns
 from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.ir.graph import LITERAL
-from spmdctx.machine.xla.columns import Columns
 from spmdctx.rules.elementwise import ELEMENTWISE
 
 CHAINED = frozenset(

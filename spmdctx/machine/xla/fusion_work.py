@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from spmdctx.ir.analysis.columns import Columns, Kind
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir.graph import Op, Work
-from spmdctx.machine.xla.columns import Columns, Kind
 from spmdctx.machine.xla.fusion import CHAINED
 
 _COSTLY = frozenset(

@@ -18,6 +18,9 @@ from spmdctx.machine.xla.overlap import MATRIX_PRODUCTS, sides
 _LONGEST = 100
 """Values of an update that are looked at."""
 
+LARGEST_UPDATE = 128 * 2**20
+"""Bytes that an update makes at most, if its product is to be fused with it: TPU's fast memory holds them."""
+
 
 class GradientProduct(NamedTuple):
     """A product that makes nothing but a gradient.

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from spmdctx.ir.analysis.kinds import of_primitives, ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role
 from spmdctx.ir.primitives import _ADDITIONS, LOW, WIDENED
-from spmdctx.machine.topology import Topology, without_latency
+from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.collectives.combining import reduction_machine
 
 MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "shard_map"})
 """Ops long enough to hide communication behind them."""
@@ -45,11 +46,6 @@ class Sides(NamedTuple):
     def reduction_share(self, value: int, topology: Topology) -> float:
         """Largest share of a reduction of the value's partial results that can hide."""
         return topology.compiler.reduction_overlap if self.terminal[value] else 0.0
-
-
-def reduction_machine(is_terminal: bool, topology: Topology) -> Topology:
-    """Reductions of terminal values are combined where the compiler does so: they pay no latency of their own."""
-    return without_latency(topology) if is_terminal and topology.compiler.combines_reductions else topology
 
 
 def widening(op: Op, dtype: str, is_terminal: bool, topology: Topology) -> int:

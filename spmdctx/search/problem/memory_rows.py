@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.cost.memory.lives import OnChip, Peak, StepMemory, is_short
+from spmdctx.cost.memory.lives import Peak, StepMemory
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir.domain import domain
 from spmdctx.ir.graph import item_bytes
 from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
 from spmdctx.machine.xla.narrowing import NARROW_BYTES, kept_share
 from spmdctx.search.problem.network import Carry, Network, Source
 from spmdctx.search.problem.tables import Tables

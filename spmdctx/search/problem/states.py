@@ -24,7 +24,8 @@ from spmdctx.ir.rule import DimFactors, FactorKind
 from spmdctx.ir.sharding import AxisNames
 from spmdctx.machine.collectives import LinearPrice, collective_price, collective_time_s
 from spmdctx.machine.topology import Topology
-from spmdctx.machine.xla.overlap import reduction_machine, widening
+from spmdctx.machine.xla.collectives.combining import reduction_machine
+from spmdctx.machine.xla.overlap import widening
 from spmdctx.machine.xla.reductions import are_scattered, in_order
 
 

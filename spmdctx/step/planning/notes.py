@@ -39,7 +39,7 @@ _NO_GROUPS = "shard(fusion=) groups nothing in the forward and backward pass: th
 def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets: Sequence[int | None]) -> str:
     """Why the gradients' buckets that were asked for are none; empty where they are made."""
     if any(bucket is not None for bucket in buckets):
-        return _NO_BUCKETS if settings.topology.device == "cpu" else ""
+        return "" if settings.topology.compiler.keeps_barriers else _NO_BUCKETS
     local = any(region.is_loss for region in program.manual)
     if not settings.context.fuses_by_index or local or setup.mesh.num_devices == 1:
         return ""
@@ -50,7 +50,7 @@ def _group_notes(program: Program, settings: Settings, setup: Setup, bill: Bill,
     """What of `shard(fusion=)` has no effect."""
     machine = settings.topology
     notes = ungrouped_note(program.graph, bill, setup.mesh, all_to_all=machine.preferences.allows_all_to_all)
-    return [*notes, _NO_GROUPS] if groups and machine.device == "cpu" else notes
+    return [*notes, _NO_GROUPS] if groups and not machine.compiler.keeps_barriers else notes
 
 
 def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Gradient], buckets: Sequence[int | None], holds: Holds) -> str:
