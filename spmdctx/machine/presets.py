@@ -13,13 +13,19 @@ from spmdctx.machine.topology import _SUFFIXES, Compiler, Interconnect, Topology
 MIB, GIB = 2**20, 2**30
 
 _V5E_GATHER_OVERLAP = 0.45
-"""In scheduled programs for v5e:2x4 (libtpu 0.0.42), 39 % of the time of weight gathers under ZeRO-3 hides beside matrix products in the
-sum of eight models (7 to 64 %), and 14 to 59 % in searched plans; no reduction runs asynchronously. In those for v5p:2x2x2 and
-v6e:2x4 nothing does (benchmarks/RESULTS.md)."""
+"""Between what hides of weight gathers under ZeRO-3 and in searched plans; see `machine.xla.overlap`. On v5p and v6e nothing does.
+
+Measured on: scheduled programs of eight models for v5e:2x4 (libtpu 0.0.42).
+Checked by: benchmarks/speedup_table.py
+"""
 
 _GPU_SHARE = 0.75
 """The part of a GPU's memory that JAX takes for its arrays, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Of a TPU the compiler
-has the 16, 95 and 32 GB of the data sheets but for what it keeps: 15.75, 95.74 and 31.25 GiB (libtpu 0.0.42, v5e, v5p, v6e)."""
+has the 16, 95 and 32 GB of the data sheets but for what it keeps: 15.75, 95.74 and 31.25 GiB.
+
+Measured on: v5e, v5p and v6e (libtpu 0.0.42).
+Checked by: tests/step/test_out_of_memory.py
+"""
 
 TPU = Compiler(
     version="libtpu 0.0.42",

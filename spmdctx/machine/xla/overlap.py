@@ -1,8 +1,15 @@
-"""Which communication can hide behind matrix products: gathers of weights, and reductions of gradients.
+"""XLA hides gathers of weights behind matrix products on some chips.
 
-A weight value comes from parameters alone through no matrix product, so it can be gathered before its product's turn comes. A
-terminal value reaches no matrix product, so its reduction can run while the products of earlier layers' gradients do, and can be
-combined with others. `Compiler.gather_overlap` and `.reduction_overlap` say how much of such a collective's time hides at most.
+What XLA does: a weight value comes from parameters alone through no matrix product, so it can be gathered before its product's turn
+    comes. A terminal value reaches no matrix product, so its reduction could run while the products of earlier layers' gradients do;
+    XLA hides gathers on one chip, and no reductions. In what type low-precision gradients are reduced is the user's choice.
+Seen in: libtpu 0.0.42, scheduled programs: on v5e:2x4 39 % of the time of weight gathers under ZeRO-3 hides in the sum of eight models
+    (7 to 64 %), in searched plans 14 to 59 %; no reduction is asynchronous. On v5p:2x2x2 and v6e:2x4 nothing is. GPU and CPU: not
+    measured.
+Switch: `Compiler.gather_overlap`, `Compiler.reduction_overlap`: the largest share of the time that hides.
+Priced by: cost.price, cost.evaluate, search.problem.states, search.problem.network
+Written or prevented by: nothing
+Checked by: tests/machine/xla/test_overlap.py, tests/machine/test_topology.py, benchmarks/speedup_table.py
 """
 
 from __future__ import annotations

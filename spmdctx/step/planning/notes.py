@@ -16,6 +16,7 @@ from spmdctx.ir.projection import partial_axes
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.machine.topology import as_asked
+from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS, NO_GROUPS
 from spmdctx.search.setup.request import Setup
 from spmdctx.step.planning.assemble import _cost
 from spmdctx.trace.build.program import Program
@@ -31,15 +32,11 @@ _MOST_LISTED = 4
 
 _WORTH_A_WORD = 0.01
 
-_NO_BUCKETS = "Buckets of gradients have no effect: the CPU compiler drops what keeps them apart, and reduces all of them at once."
-
-_NO_GROUPS = "shard(fusion=) groups nothing in the forward and backward pass: the CPU compiler combines what does not wait for others."
-
 
 def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets: Sequence[int | None]) -> str:
     """Why the gradients' buckets that were asked for are none; empty where they are made."""
     if any(bucket is not None for bucket in buckets):
-        return "" if settings.topology.compiler.keeps_barriers else _NO_BUCKETS
+        return "" if settings.topology.compiler.keeps_barriers else NO_BUCKETS
     local = any(region.is_loss for region in program.manual)
     if not settings.context.fuses_by_index or local or setup.mesh.num_devices == 1:
         return ""
@@ -50,7 +47,7 @@ def _group_notes(program: Program, settings: Settings, setup: Setup, bill: Bill,
     """What of `shard(fusion=)` has no effect."""
     machine = settings.topology
     notes = ungrouped_note(program.graph, bill, setup.mesh, all_to_all=machine.preferences.allows_all_to_all)
-    return [*notes, _NO_GROUPS] if groups and not machine.compiler.keeps_barriers else notes
+    return [*notes, NO_GROUPS] if groups and not machine.compiler.keeps_barriers else notes
 
 
 def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Gradient], buckets: Sequence[int | None], holds: Holds) -> str:

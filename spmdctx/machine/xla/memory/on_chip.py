@@ -1,4 +1,14 @@
-"""XLA on TPU keeps small, short-lived tensors in the chip's own memory, not in HBM."""
+"""XLA on TPU keeps small, short-lived tensors in the chip's own memory.
+
+What XLA does: what is small and read soon stays on the chip and takes no HBM. The rest of the chip's memory holds what is brought there
+    ahead of its use.
+Seen in: libtpu 0.0.42, v5e:2x4: with it 31 plans come to a median of 0.98 of the compiled memory, and those of a 0.1 to 0.4 GiB Llama step
+    to 0.93 to 1.09 (benchmarks/RESULTS.md). v5p and v6e: not measured. GPU and CPU have no such memory.
+Switch: `Compiler.scratch_bytes`
+Priced by: cost.memory.lives, search.problem.memory_rows
+Written or prevented by: nothing
+Checked by: tests/cost/memory/test_lives.py, tests/search/problem/test_memory_rows.py, benchmarks/memory_fidelity.py
+"""
 
 from __future__ import annotations
 
@@ -7,10 +17,18 @@ from typing import NamedTuple
 from spmdctx.ir.arrays import BoolArray, IntArray
 
 _SCRATCH_PARTS = 3
-"""What values fill of the chip's memory, and the largest one of that."""
+"""Values fill one part of so many of the chip's memory, and the largest one such a part of that.
+
+Measured on: compiled programs of 70 plans for v5e:2x4.
+Checked by: benchmarks/fidelity_plans.py
+"""
 
 _SHORT = 200
-"""Ops that a value on the chip lives for at most."""
+"""Ops that a value on the chip lives for at most.
+
+Measured on: compiled programs of 70 plans for v5e:2x4.
+Checked by: benchmarks/fidelity_plans.py
+"""
 
 
 class OnChip(NamedTuple):
