@@ -43,7 +43,8 @@ class Compiler:
         gather_overlap: Largest share of a weight gather's time that it hides behind matrix products.
         reduction_overlap: The same of a gradient reduction.
         combines_reductions: Makes one collective of many reductions of gradients, so that none pays a latency of its own.
-        keeps_barriers: Keeps optimization barriers until it has combined collectives. No field of a topology: the CPU compiler does not.
+        keeps_barriers: Keeps optimization barriers until it has combined collectives. A topology has no such field: its device's
+            name tells it.
     """
 
     version: str = "user"
@@ -98,22 +99,22 @@ class Topology:
         interconnect: How the fast domain is wired.
         torus_dims: Directions of the torus; 1 for a switch.
         ring_side: A direction of the torus closes into a ring where the slice's side is a multiple of this.
-        merges_partial_sums: This and the six below: see `Compiler`. XLA does so on TPU and GPU, not on CPU.
-        scatters_over_all: XLA on GPU and CPU.
-        scatters_strictly: XLA on TPU.
-        sinks_slices: XLA on TPU.
-        narrows_matrix_operands: XLA on TPU.
-        fuses_into_products: XLA on TPU; on GPU and CPU what a product reads is in memory.
-        runs_barriers_in_order: XLA on TPU; of GPU and CPU it is not known.
+        merges_partial_sums: See `Compiler`, as for the six below. XLA does so on TPU and GPU, not on CPU.
+        scatters_over_all: XLA does so on GPU and CPU.
+        scatters_strictly: XLA does so on TPU.
+        sinks_slices: XLA does so on TPU.
+        narrows_matrix_operands: XLA does so on TPU.
+        fuses_into_products: XLA does so on TPU; on GPU and CPU what a product reads is in memory.
+        runs_barriers_in_order: XLA does so on TPU; of GPU and CPU it is not known.
         vector_flops_per_s: Arithmetic outside of matrix products; `peak_flops_per_s` where it is 0.
         float32_flops_per_s: Matrix products of float32 at JAX's default precision; `peak_flops_per_s` where it is 0.
         matrix_tile: Side of the matrix unit: dimensions of a product are padded to multiples of it.
-        scratch_bytes: This and the three below: see `Compiler`. They differ between chips.
+        scratch_bytes: See `Compiler`, as for the three below. It differs between chips.
         gather_overlap: A share, from 0 to 1.
         reduction_overlap: A share, from 0 to 1.
-        combines_reductions: XLA on TPU and GPU.
+        combines_reductions: XLA does so on TPU and GPU.
         source: Where the figures were published.
-        compiler_version: What the compiler's behavior was measured with.
+        compiler_version: The compiler and the version that its behavior was measured with.
     """
 
     device: str

@@ -1,7 +1,8 @@
 """Which updates of state run right behind the product that makes their gradient, and not at the end of the step.
 
-The compiler would run such a product last (`memory_late`), and what it reads stays in memory until then: the logits' gradient through the
-whole backward pass. Where that makes the peak of a step, the rest of the step is made to wait for the update (`lowering.rewrite.waits`).
+XLA would run such a product last (`machine.xla.late_products`), and what it reads stays in memory until then: the logits' gradient
+through the whole backward pass. Where that makes the peak of a step, the rest of the step waits for the update
+(`lowering.rewrite.waits`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class EarlyUpdate(NamedTuple):
 class Late(NamedTuple):
     """The products that run last in a plan, what is `alive` at each op then, and with others (`alive_with`), and what they keep alive.
 
-    `fuses` says of an op whether the update is computed in the product: apart from it (`kept_apart`) little was saved.
+    `fuses` says of an op whether the update is computed in the product: apart from it (`update_fusion.kept_apart`) little was saved.
     """
 
     products: Mapping[int, GradientProduct]

@@ -7,7 +7,7 @@ With the values `v` that are materialised, each alive from op `start(v)` to op `
 Lives depend on the program alone, bytes on the assignment alone. Arguments and what the step closes over live throughout; a
 donated argument lends its memory to the state it becomes. A loop keeps what it reads and what it stacks up as long as it runs,
 and carries its state in place. An element-wise op writes over an operand that nothing reads later. Ops run in the order of
-`memory_order`; a time is the place of an op in the traced step.
+`machine.xla.schedule`; a time is the place of an op in the traced step.
 """
 
 from __future__ import annotations

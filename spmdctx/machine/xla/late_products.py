@@ -53,7 +53,7 @@ def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tu
     Args:
         graph: the step.
         held: per value whether it exists in memory.
-        turns: of `memory_order.turn_ends`.
+        turns: of `schedule.turn_ends`.
     """
     terminal = sides(graph).terminal
     chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and "." not in op.primitive).tolist()
