@@ -6,8 +6,7 @@ from html import escape
 
 from spmdctx.audit.collectives import CompiledCollective
 from spmdctx.audit.data import AuditData, AuditRow, MemoryUse
-from spmdctx.audit.match import AS_PLANNED
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import AS_PLANNED, Collective
 
 _STYLE = (
     "<style>.spmdctx-audit table{border-collapse:collapse;font-variant-numeric:tabular-nums}"

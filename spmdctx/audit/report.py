@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +11,7 @@ from spmdctx.audit.data import AuditData, AuditRow, MemoryUse
 from spmdctx.audit.groups import in_mesh_order
 from spmdctx.audit.match import Comparison, compare
 from spmdctx.audit.render import report_html, report_text
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import Collective, Way
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import AxisNames
 
@@ -55,15 +55,15 @@ class AuditReport(AuditData):
         return report_html(self)
 
 
-def audit_program(plan: AuditedPlan, compiled: jax.stages.Compiled) -> AuditReport:
-    """Holds a compiled program against the plan it was lowered from."""
-    return audit_text(plan, compiled.as_text() or "", _read_memory(compiled, plan.cost.memory_bytes))
+def audit_program(plan: AuditedPlan, compiled: jax.stages.Compiled, ways: Sequence[Way]) -> AuditReport:
+    """Holds a compiled program against the plan it was lowered from; `ways` are those in which XLA may write its collectives."""
+    return audit_text(plan, compiled.as_text() or "", ways, _read_memory(compiled, plan.cost.memory_bytes))
 
 
-def audit_text(plan: AuditedPlan, hlo_text: str, memory: MemoryUse | None = None) -> AuditReport:
+def audit_text(plan: AuditedPlan, hlo_text: str, ways: Sequence[Way], memory: MemoryUse | None = None) -> AuditReport:
     """The same from the program's text alone."""
     compiled = parse_collectives(hlo_text, plan.logical_mesh)
-    found = compare(plan.collectives, compiled, plan.logical_mesh)
+    found = compare(plan.collectives, compiled, plan.logical_mesh, ways)
     rows = _rows(plan.collectives, found, plan.logical_mesh)
     unknown = sum("unknown length" in one.note for one in compiled)
     notes = (f"{unknown} collectives run in loops whose length depends on data; one iteration is counted.",) if unknown else ()

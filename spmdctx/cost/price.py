@@ -62,7 +62,7 @@ def price(
     gradients in which bucket they are reduced, `holds` what loops add up and leave unreduced until it is complete.
     """
     scopes = tuple(scopes)
-    memory = step_memory(graph, scopes, donated, waits=mesh.num_devices > 1, fuses_into_products=topology.fuses_into_products)
+    memory = step_memory(graph, scopes, donated, waits=mesh.num_devices > 1, fuses_into_products=topology.compiler.fuses_into_products)
     biller = _Biller(graph, loose, assignment, mesh, topology, memory)
     biller.buckets, biller.holds = buckets, holds
     biller.routes = shared_reads(graph, scopes, assignment, mesh, topology)
@@ -116,7 +116,7 @@ class _Biller:
         self._same = _aliases(graph)
         self._stored_as = numbered([*map(id, assignment.values)])
         self._readers = Readers(graph, assignment)
-        self._sums = Sums(self._readers, assignment, mesh, topology) if topology.merges_partial_sums else None
+        self._sums = Sums(self._readers, assignment, mesh, topology) if topology.compiler.merges_partial_sums else None
 
     def add_all(self, scopes: Sequence[int]) -> None:
         """Adds what all ops cost."""
@@ -142,7 +142,7 @@ class _Biller:
             value = op.operands[value_position]
             if value not in self.loose:
                 source = self.assignment.values[value]
-                narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value, target)
+                narrow = self.topology.compiler.narrows_matrix_operands and self._readers.are_matrix_products(value, target)
                 self._move(
                     op, scope, value, source, target, f"operand {value_position} of {op.primitive}", narrow, read_repeats(self.graph, op)
                 )
@@ -234,14 +234,14 @@ class _Biller:
                 if plan.reduced:
                     self._collect("all_reduce", plan.reduced, payload, op, cause, *hides)
                     # Rows outside of the table are masked after the reduction of a gather.
-                    direct = op.primitive != "gather" or self.topology.sinks_slices
+                    direct = op.primitive != "gather" or self.topology.compiler.sinks_slices
                     if self._sums and direct and not plan.scattered:
                         self._sums.reduced(value, len(self.bill.collectives) - 1, plan.after)
                 natural = plan.after
             if natural != stored and value not in self.loose:
                 if natural != unreduced:
                     self.copies.pass_on(op, value, self._stored_bytes(value, natural))
-                narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value)
+                narrow = self.topology.compiler.narrows_matrix_operands and self._readers.are_matrix_products(value)
                 self._move(op, scope, value, natural, stored, f"{_RESULT} of {op.primitive}", narrow, made_repeats(self.graph, op))
 
     def _keep_unreduced(self, op: Op, value: int, natural: TensorSharding, *, in_place: bool, scattered: bool) -> None:
@@ -251,7 +251,7 @@ class _Biller:
         """
         is_gradient = bool(self._sides.terminal[value])
         widening = self._sides.widening(op, value, self.graph.values[value].dtype, self.topology)
-        combined = is_gradient and self.topology.combines_reductions
+        combined = is_gradient and self.topology.compiler.combines_reductions
         size = self._stored_bytes(value, natural)
         self.copies.keep(op, value, size * (widening - in_place), to_the_end=combined, put_off=is_gradient and scattered)
         self.reduced.add(op.id)
@@ -279,7 +279,7 @@ class _Biller:
         time_s, current = 0.0, source
         share = self._sides.gather_share(value, self.topology)
         size = item_bytes("bfloat16" if narrow else known.dtype)
-        all_to_all = self.topology.uses_all_to_all
+        all_to_all = self.topology.preferences.allows_all_to_all
         direct = reshard_steps(known.shape, size, source, target, self.mesh, all_to_all)
         steps, via = direct, self.routes.get((scope, value)) if self._sharers[op.id] and not role.startswith(_RESULT) else None
         if via is not None:
@@ -314,7 +314,7 @@ class _Biller:
                 elif place < last:
                     self.copies.pass_through(op, key, size)
                 else:
-                    self.copies.make(op, value, key, size, gathered=step.kind == "all_gather" and self.topology.gather_overlap > 0)
+                    self.copies.make(op, value, key, size, gathered=step.kind == "all_gather" and self.topology.compiler.gather_overlap > 0)
                 gathered = key if step.kind == "all_gather" else None
             current = step.sharding
 
@@ -339,7 +339,7 @@ class _Biller:
 
     def count_memory(self, scopes: Sequence[int]) -> None:
         """What is alive at each op, and which updates the step waits for, when every op is known."""
-        graph, memory, scratch_bytes = self.graph, self._memory, self.topology.scratch_bytes
+        graph, memory, scratch_bytes = self.graph, self._memory, self.topology.compiler.scratch_bytes
         sizes, moved = self.sizes(), {row.value for row in self.bill.moves}
 
         def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
@@ -350,14 +350,14 @@ class _Biller:
 
         products = self.copies.late(moved, self.reduced, sizes)
         late = Late(products, alive_with(products), alive_with, partial(self.copies.waiting, sizes), fuses)
-        waits = self.topology.runs_barriers_in_order
+        waits = self.topology.compiler.runs_barriers_in_order
         self.bill.early, alive = early_updates(graph, scopes, memory, late) if waits else ((), late.alive)
         self.bill.memory_profile, self.bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
 
     def sizes(self) -> list[int]:
         """Bytes that each value takes in memory."""
         stored, narrow = self.assignment.values, bytes(len(self.graph.values))
-        if self.topology.narrows_matrix_operands:
+        if self.topology.compiler.narrows_matrix_operands:
             narrow = bytes(self.copies.narrow[:-1])
         alike = Numbering(value_kinds(self.graph).numbers)
         alike.refine(self._stored_as)
@@ -368,7 +368,7 @@ class _Biller:
 
     def _is_narrow(self, value: int) -> bool:
         """Whether a value is kept in the type of matrix operands: what is reduced is another one."""
-        return bool(self.topology.narrows_matrix_operands and self.copies.narrow[value])
+        return bool(self.topology.compiler.narrows_matrix_operands and self.copies.narrow[value])
 
     def _stored_bytes(self, value: int, sharding: TensorSharding, narrow: bool = False) -> int:
         known = self.graph.values[value]

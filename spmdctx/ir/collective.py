@@ -1,8 +1,9 @@
-"""One collective of a plan."""
+"""One collective of a plan, and one way to write it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from spmdctx.ir.sharding import AxisNames
 
@@ -27,3 +28,17 @@ class Collective:
     repeats: int
     cause: str
     source: str = ""
+
+
+class Way(NamedTuple):
+    """One way to write a planned kind: the compiled kind, its payload over the planned one's, and its dtype if that tells."""
+
+    planned: str
+    compiled: str
+    ratio: float
+    dtypes: tuple[str, ...]
+    name: str
+
+
+AS_PLANNED = "as planned"
+"""The name of the way in which nothing differs."""

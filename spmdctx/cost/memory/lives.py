@@ -7,7 +7,7 @@ With the values `v` that are materialised, each alive from op `start(v)` to op `
 Lives depend on the program alone, bytes on the assignment alone. Arguments and what the step closes over live throughout; a
 donated argument lends its memory to the state it becomes. A loop keeps what it reads and what it stacks up as long as it runs,
 and carries its state in place. An element-wise op writes over an operand that nothing reads later. Ops run in the order of
-`memory_order`; a time is the place of an op in the traced step.
+`machine.xla.schedule`; a time is the place of an op in the traced step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import numpy as np
 
 from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import inside, op_kinds, ops_of, value_kinds
-from spmdctx.ir.arrays import BoolArray, IntArray
+from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role, item_bytes
 from spmdctx.ir.primitives import ANNOTATIONS, CARRYING, ENTERING, HEAVY, LEAVING
 from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
+from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
 from spmdctx.machine.xla.narrowing import narrow_values
 from spmdctx.machine.xla.schedule import first_runs, needed_products, order, turn_ends
 
@@ -110,7 +111,7 @@ def profile(
         sizes: one device's bytes of each value of the graph.
         num_ops: of the graph.
         copies: what lives beside the values.
-        scratch_bytes: `Topology.scratch_bytes`: as much of the small and short-lived is on the chip.
+        scratch_bytes: `Compiler.scratch_bytes`: as much of the small and short-lived is on the chip.
     """
     table = np.array([(start, end, sizes[value]) for value, start, end in found] + [tuple(copy) for copy in copies], dtype=np.int64)
     if not table.size:
@@ -121,30 +122,6 @@ def profile(
         fits = is_short(table[:, 0], table[:, 1], num_ops) & (table[:, 2] <= chip.largest_bytes)
         alive -= np.minimum(_alive(table[fits], num_ops), chip.total_bytes)
     return alive
-
-
-class OnChip(NamedTuple):
-    """Of what lives shortly, `total_bytes` are on the chip and not in memory, if no piece is larger than `largest_bytes`."""
-
-    total_bytes: int
-    largest_bytes: int
-
-    @classmethod
-    def of(cls, scratch_bytes: int) -> OnChip:
-        """What fits on a chip with so much memory of its own."""
-        total = scratch_bytes // _SCRATCH_PARTS
-        return cls(total, total // _SCRATCH_PARTS)
-
-
-def is_short(starts: IntArray, ends: IntArray, num_ops: int) -> BoolArray:
-    """Which lives, from the op `starts` to the op `ends`, are so short that what they hold may be on the chip."""
-    return (ends - starts <= _SHORT) & ((starts > 0) | (ends < num_ops - 1))
-
-
-_SCRATCH_PARTS = 3
-_SHORT = 200
-"""Values are kept on the chip that live for so many ops at most, in a third of its memory, and fill a third of that; the rest holds
-what is brought there ahead of its use. All three were chosen on compiled programs."""
 
 
 def _alive(table: IntArray, num_ops: int) -> IntArray:

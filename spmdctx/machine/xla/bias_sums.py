@@ -1,9 +1,15 @@
-"""Which sums of a product and a bias would be in memory twice.
+"""XLA keeps some sums of a product and a bias in memory twice.
 
-Where a product is reduced between devices and a bias added, XLA computes the addition again inside of some readers and reads the product
-there: the sum over the batch of the bias's gradient is such a one, where it is taken of another reduced product. A gradient's product that
-takes a slice of what becomes of the sum is none: for it the sum is written. Then both are in memory to the end of the backward pass (libtpu
-0.0.42: 7.1 GB where 5.2 do). Behind a barrier the sum takes the product's place.
+What XLA does: where a product is reduced between devices and a bias is added, it computes the addition again inside of some readers,
+    which read the product. The sum over the batch in the bias's gradient is such a reader, if it is taken of another reduced product.
+    A gradient's product that takes a slice of what becomes of the sum is none: for it the sum is written. Then the product and the
+    sum are both in memory to the end of the backward pass.
+Seen in: libtpu 0.0.42, v5e:2x4: one of 120 plans, a perceptron of 7.1 GB where 5.2 GB do (7066 and 5209 MiB), in the same time. GPU and
+    CPU: not measured.
+Switch: `Compiler.scratch_bytes`, which is 0 where no gradient is kept apart from what follows it.
+Priced by: nothing; the price counts the sum alone.
+Written or prevented by: lowering.rewrite.rewriter, which puts a barrier behind the sum; it takes the product's place.
+Checked by: tests/machine/xla/test_bias_sums.py, benchmarks/fidelity_plans.py
 """
 
 from __future__ import annotations

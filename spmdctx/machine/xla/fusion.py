@@ -1,9 +1,16 @@
-"""Which values of a step exist in memory, and which the compiler only computes on the way into other ops.
+"""XLA computes many values only on the way into other ops, and never stores them.
 
-XLA fuses chains of element-wise ops into the matrix products and reductions that read them, computing them again for each
-reader, and into the one that makes their operand. What is left in memory are arguments, results, what is computed by an op
-that is no such chain (with the chain behind it, where that is its only reader), what such an op must find in memory, and what
-several ops read that is made of many tensors of its size, or with a scatter.
+What XLA does: it fuses chains of element-wise ops into the matrix products and reductions that read them, where it computes them again
+    for each reader, and into the op that makes their operand. In memory are arguments, results, what an op computes that is no such
+    chain (with the chain behind it, if that is its only reader), and what such an op must find in memory. A value that several ops read
+    is kept if it is made of many tensors of its size, or with a scatter.
+Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: 70 plans whose peaks are within 15 % of those compiled; U-Nets of 128, 256 and 512 images in
+    data parallelism, 1.02, 1.13 and 1.05 times those compiled (benchmarks/RESULTS.md). 8 x H100, CUDA plugin 0.10.2: 43 of 56 plans
+    within 15 %.
+Switch: `Compiler.fuses_into_products`: on GPU and CPU a product finds in memory what it reads.
+Priced by: trace.build.build, which marks what is fused; cost.roofline, cost.memory.lives
+Written or prevented by: machine.xla.partitioner.recompute, machine.xla.partitioner.needed_constraints: a constraint makes a value exist.
+Checked by: tests/machine/xla/test_fusion.py, tests/cost/memory/test_lives.py, benchmarks/fidelity_plans.py
 """
 
 from __future__ import annotations
@@ -12,10 +19,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from spmdctx.ir.analysis.columns import Columns
 from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.ir.graph import LITERAL
 from spmdctx.ir.primitives import BOUNDARY_OF, CARRYING, ENTERING, SCAN_EXIT
-from spmdctx.machine.xla.columns import Columns
 from spmdctx.rules.elementwise import ELEMENTWISE
 
 CHAINED = frozenset(
@@ -38,7 +45,11 @@ _WIDEST = 52
 """Slots of an op up to which a number of floating point holds a bit for each."""
 
 _MOST_SOURCES = 3
-"""Tensors of a value's own size that it may be computed from, where several ops read it, before it is kept instead."""
+"""Tensors of a value's own size that it may be computed from, where several ops read it, before it is kept instead.
+
+Measured on: 70 plans for v5e:2x4, and U-Nets of 128 to 512 images.
+Checked by: benchmarks/fidelity_plans.py
+"""
 
 
 def in_memory(columns: Columns, kept: Iterable[int]) -> BoolArray:

@@ -14,10 +14,10 @@ import jax.extend.core as jexc
 import numpy as np
 from numpy.typing import ArrayLike
 
+from spmdctx.ir.analysis.columns import Columns, Kind, Tensor
 from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.ir.graph import LITERAL, Graph, Mark, Op, Role, Value
 from spmdctx.ir.rule import OpRule
-from spmdctx.machine.xla.columns import Columns, Kind, Tensor
 from spmdctx.machine.xla.fusion import fused_bits, fused_slots, in_memory
 from spmdctx.machine.xla.fusion_work import fusion_works
 from spmdctx.rules import rule_for
@@ -284,8 +284,7 @@ class GraphBuilder:
         kind_of, frames = np.array(self._kind_of, dtype=np.int64)[alive], np.array(self._frame_of, dtype=np.int64)[alive]
         around = np.array([(frame.repeats, frame.scope) for frame in self._frames], dtype=np.int64).reshape(-1, 2)[frames]
         operands, results = (list(map(column.__getitem__, alive)) for column in (self._operands, self._results))
-        tensors, tensor_of = self._tensors_of_values()
-        return Columns(self._kinds, kind_of, (around[:, 0], around[:, 1]), operands, results, tensors, tensor_of)
+        return Columns(self._kinds, kind_of, (around[:, 0], around[:, 1]), operands, results, self._tensors_of_values())
 
     def _comparable(self, alive: Sequence[int]) -> list[Any]:
         """Equations of some of the ops, None for boundaries and for those whose parameters are only written alike."""

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 import numpy as np
 
+from spmdctx.ir.analysis.columns import Columns
 from spmdctx.ir.arrays import BoolArray
 from spmdctx.ir.graph import LITERAL
-from spmdctx.machine.xla.columns import Columns
 from spmdctx.machine.xla.fusion import CHAINED
 
 _NEVER_MERGED = frozenset({"optimization_barrier", "rng_uniform", "pure_callback"})
