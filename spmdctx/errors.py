@@ -1,4 +1,4 @@
-"""The exception tree and the one layout of every message.
+"""The exception tree, the one layout of every message, and sentences that are values.
 
     Exception
     ├── SpmdctxError
@@ -18,14 +18,69 @@ Values of a wrong type raise the built-in `TypeError`, laid out by `message` too
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from enum import Enum
+from functools import lru_cache
+from string import Formatter
+from typing import Self
 
-def message(summary: str, *, where: str = "", got: str = "", need: str = "", fix: str = "") -> str:
+
+class Sentence(str):
+    """A sentence for people that is a value for the program: a form, and what fills the form's gaps.
+
+    It prints, compares and is saved as the string. Programs read `form` and `gaps`, and never the words.
+
+    Attributes:
+        form: a member of an enum whose values are format strings with named gaps.
+        gaps: the text in each gap.
+    """
+
+    form: Enum
+    gaps: Mapping[str, str]
+
+    def __new__(cls, form: Enum, **gaps: object) -> Self:
+        """Fills the gaps of a form."""
+        texts = {name: str(gap) for name, gap in gaps.items()}
+        self = super().__new__(cls, form.value.format(**texts))
+        self.form, self.gaps = form, texts
+        return self
+
+    def __getnewargs_ex__(self) -> tuple[tuple[Enum], dict[str, str]]:
+        """Pickles the form and the gaps."""
+        return (self.form,), dict(self.gaps)
+
+
+def read_gaps(text: str, form: Enum, patterns: Mapping[str, str]) -> dict[str, str] | None:
+    """Returns the text in each gap of a sentence that a file keeps as a string, or None if the sentence has another form.
+
+    Args:
+        text: the sentence.
+        form: the form, whose value is a format string.
+        patterns: a regular expression for each gap that is not just any text.
+    """
+    found = _pattern(form.value, tuple(sorted(patterns.items()))).fullmatch(text)
+    return None if found is None else found.groupdict()
+
+
+@lru_cache
+def _pattern(form: str, patterns: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+    known = dict(patterns)
+    parts = [(words, gap and f"(?P<{gap}>{known.get(gap, '.*?')})") for words, gap, _, _ in Formatter().parse(form)]
+    return re.compile("".join(re.escape(words) + (gap or "") for words, gap in parts))
+
+
+class Message(str):
+    """The text of an error as `message` lays it out."""
+
+
+def message(summary: str, *, where: str = "", got: str = "", need: str = "", fix: str = "") -> Message:
     """Lays out one error: a sentence, then the known ones of where, got, need and fix, a line each."""
     rows = [summary]
     for label, text in (("where", where), ("got", got), ("need", need), ("fix", fix)):
         if text:
             rows.append(f"  {label + ':':<6} {text}")
-    return "\n".join(rows)
+    return Message("\n".join(rows))
 
 
 class SpmdctxError(Exception):

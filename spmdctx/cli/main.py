@@ -19,7 +19,7 @@ from spmdctx.cli.output import Output, audit_data, diff_data, explain_data, plan
 from spmdctx.cli.program import add_program_arguments, add_target_argument, choose, started, target_options
 from spmdctx.cli.strategies import add_strategies_arguments, strategies
 from spmdctx.cli.train import add_train_arguments, train
-from spmdctx.errors import SpmdctxError
+from spmdctx.errors import Message, SpmdctxError
 from spmdctx.plan.plan import Plan
 
 _EPILOG = "Exit code: 0, 1 where the check failed, 2 where the command was used wrongly."
@@ -130,8 +130,8 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace, Output
 
 
 def _is_laid_out(error: TypeError) -> bool:
-    """Whether the package raised it about what the user gave: those have labelled lines."""
-    return "\n  " in str(error)
+    """Returns whether the package raised the error about what the user gave."""
+    return bool(error.args) and isinstance(error.args[0], Message)
 
 
 def _print_error(error: Exception) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import step_memory
 from spmdctx.cost.price import price
-from spmdctx.ir.collective import LOSS_REDUCTION
+from spmdctx.ir.collective import CauseForm
 from spmdctx.ir.graph import Graph, Op, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, axes_of, replicated
 from spmdctx.ir.projection import local_bytes
@@ -81,7 +81,7 @@ def _combine_reductions(bill: Bill, mesh: LogicalMesh, topology: Topology) -> No
     """The reductions at the end of a loss are combined where the compiler does so, as those of other gradients are."""
     machine = reduction_machine(True, topology)
     for place, row in enumerate(bill.collectives):
-        if row.cause == LOSS_REDUCTION:
+        if row.cause.form is CauseForm.LOSS:
             bill.collectives[place] = replace(row, time_s=collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, machine))
 
 

@@ -27,7 +27,7 @@ from spmdctx.ir.analysis.loop_sums import NO_HOLDS, Holds, reduced_dtype
 from spmdctx.ir.analysis.numbering import Numbering, numbered
 from spmdctx.ir.analysis.repeats import made_repeats, read_repeats
 from spmdctx.ir.arrays import FloatArray, IntArray
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import Cause, Collective
 from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, format_sharding, local_shape
 from spmdctx.ir.primitives import ADDITIONS, IDENTITIES
@@ -143,9 +143,7 @@ class _Biller:
             if value not in self.loose:
                 source = self.assignment.values[value]
                 narrow = self.topology.compiler.narrows_matrix_operands and self._readers.are_matrix_products(value, target)
-                self._move(
-                    op, scope, value, source, target, f"operand {value_position} of {op.primitive}", narrow, read_repeats(self.graph, op)
-                )
+                self._move(op, scope, value, source, target, value_position, narrow, read_repeats(self.graph, op))
         if self._sums and op.primitive in ADDITIONS and not need.operands and not need.partial:
             self._join_terms(self._sums, op)
         if need.partial or need.results:
@@ -163,8 +161,8 @@ class _Biller:
         widened = {term for term, maker in makers if self._sides.widening(maker, term, graph.values[term].dtype, self.topology) > 1}
         sizes = [item_bytes(dtype) for dtype in (graph.values[value].dtype, reduced_dtype(graph, value, terms, widened))]
         payload = self._bytes(value, stored) // sizes[0] * sizes[1]
-        bucket = next((f"bucket {self.buckets[term]} of gradients: " for term in terms if term in self.buckets), "")
-        cause = f"{bucket}partial result of {makers[0][1].primitive}, added up by a loop"
+        bucket = next((self.buckets[term] for term in terms if term in self.buckets), None)
+        cause = Cause.sum(makers[0][1].primitive, bucket, in_loop=True)
         hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)
         self._collect("all_reduce", axes, payload, op, cause, *hides, repeats=repeats)
         if self._sums:
@@ -219,8 +217,7 @@ class _Biller:
                 held = self.holds.axes.get(value, ())
                 plan = reduction_plan(op, natural, stored, tuple([name for name in need.partial if name not in held]))
                 payload = self._bytes(value, natural) * self._sides.widening(op, value, self.graph.values[value].dtype, self.topology)
-                bucket = f"bucket {self.buckets[value]} of gradients: " if value in self.buckets else ""
-                cause = f"{bucket}partial result of {op.primitive}"
+                cause = Cause.sum(op.primitive, self.buckets.get(value))
                 hides = self._sides.reduction_share(value, self.topology), self._sides.reduction_machine(value, self.topology)
                 in_place = (
                     self.copies.is_made_in_place(value) and natural == plan.after and natural == stored and not self._is_narrow(value)
@@ -242,7 +239,7 @@ class _Biller:
                 if natural != unreduced:
                     self.copies.pass_on(op, value, self._stored_bytes(value, natural))
                 narrow = self.topology.compiler.narrows_matrix_operands and self._readers.are_matrix_products(value)
-                self._move(op, scope, value, natural, stored, f"{_RESULT} of {op.primitive}", narrow, made_repeats(self.graph, op))
+                self._move(op, scope, value, natural, stored, None, narrow, made_repeats(self.graph, op))
 
     def _keep_unreduced(self, op: Op, value: int, natural: TensorSharding, *, in_place: bool, scattered: bool) -> None:
         """A partial result is in memory until it is reduced: a gradient that a loop makes until the end of the turn, with others.
@@ -264,7 +261,7 @@ class _Biller:
         for dtype in (self.graph.values[op.operands[0]].dtype, self.graph.values[value].dtype):
             payload = self._bytes(value, natural) // item_bytes(self.graph.values[value].dtype) * item_bytes(dtype) * slices
             share = self._sides.reduction_share(value, self.topology)
-            self._collect("all_gather", partial, payload, op, f"partial result of {op.primitive}", share)
+            self._collect("all_gather", partial, payload, op, Cause.sum(op.primitive), share)
 
     def _scattered_by(self, value: int, payload: int, partial: AxisNames, whole: TensorSharding, kept: TensorSharding) -> str:
         """The kind of collective that the compiler makes of a reduce_scatter of `payload` bytes."""
@@ -273,15 +270,24 @@ class _Biller:
         return scattered_by(shape, size, partial, whole, kept, self.mesh, self.topology)
 
     def _move(
-        self, op: Op, scope: int, value: int, source: TensorSharding, target: TensorSharding, role: str, narrow: bool, repeats: int
+        self,
+        op: Op,
+        scope: int,
+        value: int,
+        source: TensorSharding,
+        target: TensorSharding,
+        position: int | None,
+        narrow: bool,
+        repeats: int,
     ) -> None:
+        """Adds the collectives that bring a value to an op, as its operand at `position`, or from it (None)."""
         known = self.graph.values[value]
         time_s, current = 0.0, source
         share = self._sides.gather_share(value, self.topology)
         size = item_bytes("bfloat16" if narrow else known.dtype)
         all_to_all = self.topology.preferences.allows_all_to_all
         direct = reshard_steps(known.shape, size, source, target, self.mesh, all_to_all)
-        steps, via = direct, self.routes.get((scope, value)) if self._sharers[op.id] and not role.startswith(_RESULT) else None
+        steps, via = direct, self.routes.get((scope, value)) if self._sharers[op.id] and position is not None else None
         if via is not None:
             first = reshard_steps(known.shape, size, source, via, self.mesh, all_to_all)
             steps = (*first, *reshard_steps(known.shape, size, via, target, self.mesh, all_to_all))
@@ -290,11 +296,11 @@ class _Biller:
         for step in steps:
             key = (scope, self._same[value], current, step.sharding)
             if step.kind != "slice" and key not in self._done:
-                cause = f"{role}: {known.path or 'value'} {format_sharding(current)} -> {format_sharding(step.sharding)}"
+                cause = Cause.move(position, op.primitive, known.path, format_sharding(current), format_sharding(step.sharding))
                 time_s += self._collect(step.kind, step.axes, step.payload_bytes, op, cause, share, repeats=repeats)
             self._done.add(key)
             current = step.sharding
-        self._copy(op, scope, value, source, direct, narrow, is_result=role.startswith(_RESULT))
+        self._copy(op, scope, value, source, direct, narrow, is_result=position is None)
         self.bill.moves.append(Moved(value, source, target, op.id, time_s))
 
     def _copy(
@@ -324,7 +330,7 @@ class _Biller:
         axes: AxisNames,
         payload: int,
         op: Op,
-        cause: str,
+        cause: Cause,
         share: float = 0.0,
         machine: Topology | None = None,
         repeats: int = 0,
@@ -381,9 +387,6 @@ class _Biller:
 
     def _bytes(self, value: int, sharding: TensorSharding) -> int:
         return local_bytes(self.graph.values[value], sharding, self.mesh)
-
-
-_RESULT = "result"
 
 
 def _sum_in_order(figures: FloatArray) -> float:

@@ -1,16 +1,79 @@
-"""One collective of a plan, and one way to write it."""
+"""One collective of a plan, why it runs, and one way to write it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
+from spmdctx.errors import Sentence, read_gaps
 from spmdctx.ir.sharding import AxisNames
 
-LOSS_REDUCTION = "joined by value_and_grad"
-"""The cause of collectives that join what devices computed by losses of their own."""
-
 COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
+
+
+class CauseForm(Enum):
+    """The reasons for which collectives run, each as its sentence.
+
+    Plan files keep the sentence: a form that is worded anew no longer reads the causes of older files.
+    """
+
+    OPERAND = "operand {position} of {primitive}: {path} {source} -> {target}"
+    RESULT = "result of {primitive}: {path} {source} -> {target}"
+    SUM = "partial result of {primitive}"
+    LOOP_SUM = "partial result of {primitive}, added up by a loop"
+    BUCKET = "bucket {bucket} of gradients: partial result of {primitive}"
+    LOOP_BUCKET = "bucket {bucket} of gradients: partial result of {primitive}, added up by a loop"
+    LOSS = "joined by value_and_grad"
+    WRITTEN = "{primitive} written in shard_map"
+    OTHER = "{text}"
+
+
+MOVES = frozenset({CauseForm.OPERAND, CauseForm.RESULT})
+"""Causes of collectives that change the sharding of a value, which the gap `path` names."""
+
+SUMS = frozenset({CauseForm.SUM, CauseForm.LOOP_SUM})
+"""Causes of collectives that each reduce what one op or loop leaves partial."""
+
+_SHARDING = r"\[[^\]]*\]"
+
+_PATTERNS = {"position": r"\d+", "bucket": r"\d+", "primitive": r"\S+", "path": ".*", "source": _SHARDING, "target": _SHARDING}
+
+
+class Cause(Sentence):
+    """Why a collective runs."""
+
+    form: CauseForm
+
+    @classmethod
+    def read(cls, text: str) -> Cause:
+        """Returns the cause whose sentence a plan file holds; any other text is a cause of the form `OTHER`."""
+        for form in CauseForm:
+            gaps = read_gaps(text, form, _PATTERNS)
+            if gaps is not None:
+                return cls(form, **gaps)
+        return cls(CauseForm.OTHER, text=text)
+
+    @classmethod
+    def move(cls, position: int | None, primitive: str, path: str, source: str, target: str) -> Cause:
+        """Returns the cause of a change of sharding, for an operand of an op or for its result (`position` None)."""
+        ends = {"primitive": primitive, "path": path or "value", "source": source, "target": target}
+        return cls(CauseForm.RESULT, **ends) if position is None else cls(CauseForm.OPERAND, position=position, **ends)
+
+    @classmethod
+    def sum(cls, primitive: str, bucket: int | None = None, *, in_loop: bool = False) -> Cause:
+        """Returns the cause of a reduction of what an op leaves partial, with the bucket if it is part of a gradient."""
+        if bucket is None:
+            return cls(CauseForm.LOOP_SUM if in_loop else CauseForm.SUM, primitive=primitive)
+        return cls(CauseForm.LOOP_BUCKET if in_loop else CauseForm.BUCKET, bucket=bucket, primitive=primitive)
+
+    def along(self, path: str) -> Cause:
+        """Returns the same cause for a value of another path."""
+        return type(self)(self.form, **{**self.gaps, "path": path})
+
+
+LOSS_REDUCTION = Cause(CauseForm.LOSS)
+"""The cause of collectives that join what devices computed by losses of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +89,7 @@ class Collective:
     payload_bytes: int
     time_s: float
     repeats: int
-    cause: str
+    cause: Cause
     source: str = ""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from spmdctx.errors import PlanFormatError
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import Cause, Collective
 from spmdctx.ir.graph import Op, Origin, Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.rule import FactorKind, OpRule
@@ -228,6 +228,7 @@ def _decode(body: dict[str, Any], kind: type[AnyPlan]) -> AnyPlan:
 
     table = _decode_ops(body["ops"])
     values = tuple(shardings[number] for number in body["values"])
+    causes = {number: Cause.read(texts[number]) for number in {row[5] for row in body["collectives"]}}
     return kind(
         fingerprint=body["fingerprint"],
         mode=body["mode"],
@@ -243,7 +244,7 @@ def _decode(body: dict[str, Any], kind: type[AnyPlan]) -> AnyPlan:
             for value, source, target, op, place, time_s in body["reshards"]
         ),
         collectives=tuple(
-            Collective(kind, tuple(axes), payload, time_s, repeats, texts[cause], texts[source])
+            Collective(kind, tuple(axes), payload, time_s, repeats, causes[cause], texts[source])
             for kind, axes, payload, time_s, repeats, cause, source in body["collectives"]
         ),
         gradients=tuple(PlannedGradient(path, bucket) for path, bucket in body.get("gradients", ())),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import MOVES, Cause, Collective
 from spmdctx.ir.graph import Role
 from spmdctx.ir.sharding import AxisNames
 from spmdctx.plan.data import PlannedTensor
@@ -87,8 +87,8 @@ def by_kind(collectives: Iterable[Collective]) -> tuple[CommunicationGroup, ...]
 
 def by_cause(collectives: Iterable[Collective]) -> tuple[CommunicationGroup, ...]:
     """One row per kind, axes, cause and source line, the most expensive first; layers count as one cause."""
-    groups = _gather(collectives, lambda row: (row.kind, frozenset(row.axes), _masked_path(row.cause), row.source))
-    return _ranked(_joined(rows, _masked_path(rows[0].cause), rows[0].source) for rows in groups.values())
+    groups = _gather(collectives, lambda row: (row.kind, frozenset(row.axes), _of_layers(row.cause), row.source))
+    return _ranked(_joined(rows, _of_layers(rows[0].cause), rows[0].source) for rows in groups.values())
 
 
 def _gather(rows: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, list[T]]:
@@ -114,9 +114,9 @@ def _joined(rows: Sequence[Collective], cause: str, source: str) -> Communicatio
     )
 
 
-def _masked_path(cause: str) -> str:
-    """Numbers that are whole path segments, such as layers, become `*`."""
-    return re.sub(r"(?<=/)\d+(?=/)", "*", cause)
+def _of_layers(cause: Cause) -> Cause:
+    """Returns the cause with `*` for the numbers that are whole segments of its path, such as layers."""
+    return cause.along(re.sub(r"(?<=/)\d+(?=/)", "*", cause.gaps["path"])) if cause.form in MOVES else cause
 
 
 def _pattern(paths: Sequence[str], complete: bool) -> str:

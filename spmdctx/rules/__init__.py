@@ -18,7 +18,7 @@ from spmdctx.rules import (
     shape,
 )
 from spmdctx.rules.builder import RuleBuilder, Shape, identity, replicate
-from spmdctx.rules.registry import RULES, RuleFn, rule, rule_for
+from spmdctx.rules.registry import RULES, RuleFn, has_rule, rule, rule_for
 
 __all__ = [
     "RULES",
@@ -31,6 +31,7 @@ __all__ = [
     "control_flow",
     "convolution",
     "elementwise",
+    "has_rule",
     "identity",
     "indexing",
     "kernels",

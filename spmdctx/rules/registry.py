@@ -27,6 +27,11 @@ def rule(*primitives: str) -> Callable[[RuleFn], RuleFn]:
     return register
 
 
+def has_rule(primitive: str) -> bool:
+    """Returns whether a rule is registered for a primitive."""
+    return primitive in RULES
+
+
 def rule_for(primitive: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
     """The rule of one equation; a primitive that has none is kept whole, and the rule's `reason` says so."""
     function = RULES.get(primitive)

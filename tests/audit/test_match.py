@@ -11,7 +11,7 @@ from spmdctx.audit.match import (
     STACKED,
     compare,
 )
-from spmdctx.ir.collective import AS_PLANNED, Collective
+from spmdctx.ir.collective import AS_PLANNED, Cause, Collective
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.xla.collectives.ways import NARROWED, SLICED, WAYS, WIDENED
 
@@ -19,7 +19,7 @@ MESH = LogicalMesh.of({"data": 2, "model": 4, "pipe": 1})
 
 
 def plan(kind, axes, payload, repeats=1, source="net.py:1"):
-    return Collective(kind, tuple(axes.split()), payload, 0.0, repeats, "partial dot", source)
+    return Collective(kind, tuple(axes.split()), payload, 0.0, repeats, Cause.sum("dot_general"), source)
 
 
 def real(kind, axes, payload, repeats=1, dtype="float32", summands=1, source="net.py:1"):

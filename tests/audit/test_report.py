@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdctx.audit import audit_program, audit_text
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import Cause, Collective
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.xla.collectives.ways import WAYS
 from tests.audit import programs
@@ -28,7 +28,7 @@ class StandInPlan:
 
 
 def planned(kind, axes, payload, repeats=1):
-    return Collective(kind, tuple(axes.split()), payload, 1e-6, repeats, "partial gradient", "programs.py:1")
+    return Collective(kind, tuple(axes.split()), payload, 1e-6, repeats, Cause.sum("dot_general"), "programs.py:1")
 
 
 GRADIENTS = (planned("all_reduce", "data", 131072), planned("all_reduce", "data", 131072), planned("all_reduce", "data", 4))
@@ -55,7 +55,7 @@ def test_what_is_missing_or_unplanned_is_listed_with_its_line(data_parallel):
     text = str(report)
     assert "differs from" in text
     assert f"unplanned: all_reduce over data, 1 x 128.0 KiB float32, from {report.unplanned[1].source}" in text
-    assert "missing:   all_gather over data, 1 x 256.0 KiB, for partial gradient at programs.py:1" in text
+    assert "missing:   all_gather over data, 1 x 256.0 KiB, for partial result of dot_general at programs.py:1" in text
 
 
 @pytest.mark.parametrize(("extra", "ok"), [(14000, False), (13000, True)])
@@ -129,7 +129,7 @@ class Tags(HTMLParser):
 
 
 def test_the_page_is_well_formed_and_escaped(data_parallel):
-    hostile = Collective("all_gather", ("data",), 1 << 20, 0.0, 1, "<script>", "a&b.py:1")
+    hostile = Collective("all_gather", ("data",), 1 << 20, 0.0, 1, Cause.read("<script>"), "a&b.py:1")
     page = audit_text(StandInPlan(DATA, (*GRADIENTS[:1], hostile)), data_parallel, WAYS)._repr_html_()
     tags = Tags()
     tags.feed(page)

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from spmdctx.cost.price import price
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import Cause, CauseForm, Collective
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.collectives import collective_time_s
@@ -140,7 +140,7 @@ def test_equal_ops_on_other_dtypes_move_other_numbers_of_bytes():
 
 def test_collectives_that_the_user_wrote_are_on_the_bill_with_a_price():
     graph, axes = one_dot()
-    written = Collective("all_reduce", M, 4096, 0.0, 3, "psum written in shard_map", "model.py:7")
+    written = Collective("all_reduce", M, 4096, 0.0, 3, Cause(CauseForm.WRITTEN, primitive="psum"), "model.py:7")
     found = bill(graph, [axes()], [WHOLE] * 3, manual=[written])
     assert found.collectives == [
         Collective("all_reduce", M, 4096, collective_time_s("all_reduce", 4096, M, MESH, CPU), 3, written.cause, "model.py:7")
@@ -174,7 +174,7 @@ def test_a_gathered_copy_is_in_memory_from_its_first_reader_to_its_last():
     second = make.op("dot_general", square, first, first, shape=(64, 64))
     third = make.op("dot_general", square, second, start, shape=(64, 64))
     found = bill(make.graph(third), [((),) * 3] * 3, [(D, ()), WHOLE, WHOLE, WHOLE, WHOLE])
-    assert [(row.kind, row.cause.partition(":")[0]) for row in found.collectives] == [("all_gather", "operand 0 of dot_general")]
+    assert [(row.kind, row.cause.form, row.cause.gaps["position"]) for row in found.collectives] == [("all_gather", CauseForm.OPERAND, "0")]
     # The arguments' blocks, the gathered copy of one, and two results.
     assert found.memory_bytes == 64 * 64 * 4 * (1 + 4 + 4 + 4 + 4) // 4
 

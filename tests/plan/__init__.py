@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import Cause, Collective
 from spmdctx.ir.graph import Graph, Op, Origin, Role, Value
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.rule import FactorKind, OpRule
@@ -65,10 +65,10 @@ def small_plan(**changes) -> Plan:
         PlannedTensor(f"result/layers/{index}/w", Role.PARAMETER, (32, 32), "float32", split) for index, _ in enumerate(graph.outputs)
     )
     gathers = [
-        Collective("all_gather", ("data",), 4096, 2e-5, 1, f"operand 1 of dot_general: {path} [data, -] -> [-, -]", ORIGINS[0].source)
+        Collective("all_gather", ("data",), 4096, 2e-5, 1, Cause.move(1, "dot_general", path, "[data, -]", "[-, -]"), ORIGINS[0].source)
         for path in PATHS[:2]
     ]
-    scatters = [Collective("reduce_scatter", ("data",), 4096, 3e-5, 1, "partial result of dot_general", ORIGINS[0].source)] * 2
+    scatters = [Collective("reduce_scatter", ("data",), 4096, 3e-5, 1, Cause.sum("dot_general"), ORIGINS[0].source)] * 2
     plan = Plan(
         fingerprint=graph.fingerprint,
         mode="auto_parallel",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import Cause, Collective
 from spmdctx.ir.graph import Role
 from spmdctx.plan import PlannedTensor
 from spmdctx.plan.groups import by_cause, by_kind, group_tensors
@@ -53,10 +53,14 @@ def collective(kind, time_s, cause, repeats=1):
     return Collective(kind, ("data",), 100, time_s, repeats, cause, "model.py:3")
 
 
+def gathered(path):
+    return Cause.move(0, "dot", path, "[data, -]", "[-, -]")
+
+
 ROWS = [
-    collective("all_gather", 1.0, "operand 0 of dot: layers/0/w"),
-    collective("all_reduce", 1.5, "partial result of dot", repeats=4),
-    collective("all_gather", 1.0, "operand 0 of dot: layers/12/w", repeats=2),
+    collective("all_gather", 1.0, gathered("layers/0/w")),
+    collective("all_reduce", 1.5, Cause.sum("dot"), repeats=4),
+    collective("all_gather", 1.0, gathered("layers/12/w"), repeats=2),
 ]
 
 
@@ -68,4 +72,4 @@ def test_collectives_of_one_kind_are_added_with_their_repeats():
 
 
 def test_layers_are_one_cause():
-    assert [(row.cause, row.count) for row in by_cause(ROWS)] == [("partial result of dot", 4), ("operand 0 of dot: layers/*/w", 3)]
+    assert [(row.cause, row.count) for row in by_cause(ROWS)] == [(Cause.sum("dot"), 4), (gathered("layers/*/w"), 3)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import MOVES, SUMS, Collective
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.show.charts import area_chart
 from spmdctx.wording import TIMES, bytes_text, seconds_text, share_text
@@ -43,11 +43,11 @@ def time_parts(plan: PlanData) -> list[Part]:
 def _cause(row: Collective, roles: dict[str, str]) -> str:
     """What a collective is for, in a few words, and over which axes."""
     over = f" over {'+'.join(row.axes)}"
-    if row.cause.startswith("partial result"):
+    if row.cause.form in SUMS:
         return row.cause + over
-    if not row.cause.startswith(("operand", "result")):
+    if row.cause.form not in MOVES:
         return OWN
-    path = row.cause.partition(": ")[2].split(" ")[0]
+    path = row.cause.gaps["path"]
     return (f"moving {roles[path]} leaves" if path in roles else ACTIVATIONS) + over
 
 

@@ -38,14 +38,12 @@ def plan_recursive(step: Step, request: Request, topology: Topology, options: Re
     if isinstance(found, Shortfall):
         raise _infeasible(step, request, topology, options, found)
     setup = found.setup
-    # The batch lies as the plan has it; nobody asked for anything else.
-    notes = [note for note in setup.notes if request.dataset is not None or not note.startswith("Batch leaf")]
     if options.max_stages:
         capacity = options.memory_bytes or topology.memory_bytes
         peak_bytes = bill_of(step, found.assignment, setup.mesh, topology).memory_bytes
         stages = suggest_stages(step.graph, found.assignment, setup.mesh, peak_bytes, options.max_stages, capacity)
-        notes.append(f"auto_pipeline suggests {stages} of at most {options.max_stages} pipeline stages.")
-    return replace(setup, notes=notes), found.assignment
+        setup.notes.append(f"auto_pipeline suggests {stages} of at most {options.max_stages} pipeline stages.")
+    return setup, found.assignment
 
 
 def _infeasible(step: Step, request: Request, topology: Topology, options: RecursiveOptions, found: Shortfall) -> InfeasibleError:

@@ -180,6 +180,7 @@ def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:
             setup.reasons[value] = "data_parallel splits the batch"
         elif value in request.layerwise:
             setup.reasons[value] = LAYERWISE
+            setup.layerwise.add(value)
         else:
             setup.reasons[value] = "data_parallel keeps it whole"
             setup.pins.setdefault(value, replicated(len(known.shape)))

@@ -104,8 +104,9 @@ class Setup:
 
     Partial results that are `unscattered` are reduced in place, if at all where they are made.
 
-    `reasons` says of a pinned or seeded value who asked for it. `parts` are, per axis of the mesh that the program was written
-    for, its axes in this one; empty where the two are the same.
+    `reasons` says of a pinned or seeded value who asked for it; `layerwise` are values for which it holds however they are split.
+
+    `parts` are, per axis of the mesh that the program was written for, its axes in this one; empty where the two are the same.
     """
 
     mesh: LogicalMesh
@@ -117,6 +118,7 @@ class Setup:
     notes: list[str] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
     reasons: dict[int, str] = field(default_factory=dict)
+    layerwise: set[int] = field(default_factory=set)
     parts: Mapping[str, AxisNames] = field(default_factory=dict)
     couplings: tuple[Coupling, ...] = ()
     unscattered: frozenset[int] = frozenset()

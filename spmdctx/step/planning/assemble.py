@@ -14,7 +14,7 @@ from spmdctx.plan.data import Cost, OpTable, PlannedGradient, PlannedTensor, Res
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.rows import LateRows
 from spmdctx.search.dynamic.certificate import Certificate, gap_of
-from spmdctx.search.setup.request import LAYERWISE, Setup
+from spmdctx.search.setup.request import Setup
 from spmdctx.step.planning.request import _search_mode
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
@@ -91,7 +91,7 @@ def _reason(setup: Setup, assignment: Assignment, value: int) -> str:
     if setup.mesh.num_devices == 1:
         return "there is one device"
     known = setup.reasons.get(value)
-    if known is not None and (value in setup.pins or known == LAYERWISE or setup.seeds.get(value) == assignment.values[value]):
+    if known is not None and (value in setup.pins or value in setup.layerwise or setup.seeds.get(value) == assignment.values[value]):
         return known
     if assignment.mode in _SEARCHED:
         return "the cheapest that the search found"

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.region_groups import ungrouped_note
-from spmdctx.errors import UnsupportedError
+from spmdctx.errors import Sentence, UnsupportedError, read_gaps
 from spmdctx.ir.analysis.gradient_order import Gradient
 from spmdctx.ir.analysis.loop_sums import Holds
-from spmdctx.ir.graph import Role, item_bytes
+from spmdctx.ir.graph import Op, Role, item_bytes
 from spmdctx.ir.mesh import format_sharding
 from spmdctx.ir.projection import partial_axes
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.machine.topology import as_asked
 from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS, NO_GROUPS
+from spmdctx.rules import has_rule
 from spmdctx.search.setup.request import Setup
 from spmdctx.step.planning.assemble import _cost
 from spmdctx.trace.build.program import Program
@@ -25,10 +27,22 @@ from spmdctx.trace.capture.layerwise import _matches
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import bytes_text, exact_bytes_text
 
-PEAK_NOTE = "The predicted peak"
+
+class PeakForm(Enum):
+    """What a plan says of its predicted peak. Plan files keep the sentence: one that is worded anew stays in older files."""
+
+    OVER_DEVICE = "The predicted peak of {peak} per device is over the {capacity} that a program may use of a {device}."
+    OVER_BUDGET = "The predicted peak of {peak} per device is over memory_bytes={budget}; only auto_parallel can meet a budget."
+    OTHER_THAN_SAVED = "The predicted peak is {peak} per device, and not {saved} as in the strategy file: {why}."
+
+
+class PeakNote(Sentence):
+    """A note on the predicted peak of a plan, which holds for one machine and one set of donated arguments."""
+
+    form: PeakForm
+
 
 _MOST_LISTED = 4
-"""How notes on what a plan takes begin."""
 
 _WORTH_A_WORD = 0.01
 
@@ -66,21 +80,17 @@ def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Grad
 def _notes(program: Program, captured: Captured, setup: Setup, settings: Settings, assignment: Assignment, bill: Bill) -> tuple[str, ...]:
     """Everything guessed, padded, replicated or without effect, each said once."""
     notes = [*captured.notes, *program.graph.notes, *setup.notes]
-    missing: dict[str, str] = {}
-    for op in program.graph.ops:
-        if op.rule.reason and op.primitive not in missing:
-            missing[op.primitive] = (
-                f"{op.primitive} is computed whole on every device: {op.rule.reason} ({program.graph.origins[op.id].source})."
-            )
-    unknown = [name for name in missing if missing[name].find("no rule for primitive") >= 0]
-    if settings.strict and unknown:
+    whole = _whole_ops(program)
+    unknown = next((op for op in whole if not has_rule(op.primitive)), None)
+    if settings.strict and unknown is not None:
         raise UnsupportedError(
-            f"There is no sharding rule for primitive {unknown[0]!r}, and strict=True allows no replication.",
-            where=missing[unknown[0]].partition("(")[2].rstrip(")."),
+            f"There is no sharding rule for primitive {unknown.primitive!r}, and strict=True allows no replication.",
+            where=program.graph.origins[unknown.id].source,
             fix="leave strict out: the op is then computed whole on every device",
         )
     if setup.mesh.num_devices > 1:
-        notes += missing.values()
+        origins = program.graph.origins
+        notes += [f"{op.primitive} is computed whole on every device: {op.rule.reason} ({origins[op.id].source})." for op in whole]
     for value, wanted in setup.seeds.items():
         known, stored = program.graph.values[value], assignment.values[value]
         if known.role is Role.BATCH and stored != wanted:
@@ -97,6 +107,15 @@ def _notes(program: Program, captured: Captured, setup: Setup, settings: Setting
     return tuple(dict.fromkeys(notes))
 
 
+def _whole_ops(program: Program) -> list[Op]:
+    """Returns the first op of each primitive that every device computes whole for a reason that its rule gives."""
+    first: dict[str, Op] = {}
+    for op in program.graph.ops:
+        if op.rule.reason:
+            first.setdefault(op.primitive, op)
+    return list(first.values())
+
+
 def _early_notes(program: Program, captured: Captured, bill: Bill) -> list[str]:
     """The updates of state for which the rest of the step is made to wait."""
     waited_for = {value for update in bill.early for value in update.results}
@@ -108,14 +127,19 @@ def _early_notes(program: Program, captured: Captured, bill: Bill) -> list[str]:
 
 
 def memory_notes(settings: Settings, peak_bytes: int) -> list[str]:
-    """What is over the user's budget, or over what a device has where he gave none."""
-    machine, peak = settings.topology, f"{PEAK_NOTE} of {exact_bytes_text(peak_bytes)} per device is over"
+    """Returns a note if the peak is over the user's budget, or without one over the memory of a device."""
+    machine, peak = settings.topology, exact_bytes_text(peak_bytes)
     if settings.memory_bytes is None:
-        has_room = peak_bytes <= machine.memory_bytes
-        return [] if has_room else [f"{peak} the {bytes_text(machine.memory_bytes)} that a program may use of a {machine.device}."]
-    if peak_bytes <= settings.memory_bytes:
-        return []
-    return [f"{peak} memory_bytes={settings.memory_bytes}; only auto_parallel can meet a budget."]
+        capacity = bytes_text(machine.memory_bytes)
+        over = PeakNote(PeakForm.OVER_DEVICE, peak=peak, capacity=capacity, device=machine.device)
+        return [over] if peak_bytes > machine.memory_bytes else []
+    over = PeakNote(PeakForm.OVER_BUDGET, peak=peak, budget=settings.memory_bytes)
+    return [over] if peak_bytes > settings.memory_bytes else []
+
+
+def without_peak_notes(notes: Iterable[str]) -> list[str]:
+    """Returns the notes of a saved plan that are not on its predicted peak."""
+    return [note for note in notes if all(read_gaps(note, form, {}) is None for form in PeakForm)]
 
 
 def _batch_notes(program: Program) -> list[str]:

@@ -20,15 +20,12 @@ from spmdctx.plan.mindspore.pins import FilePins, Parameter, file_pins
 from spmdctx.plan.mismatch import Wanted, check_plan
 from spmdctx.plan.plan import Plan
 from spmdctx.step.planning.insight import with_insight
-from spmdctx.step.planning.notes import PEAK_NOTE, memory_notes
+from spmdctx.step.planning.notes import PeakForm, PeakNote, memory_notes, without_peak_notes
 from spmdctx.step.planning.planner import Planned, plan_program, priced_here
 from spmdctx.trace.build.build import Argument, build
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import exact_bytes_text, seconds_text
-
-TIME_NOTE = "The predicted time of a step"
-"""How notes on what a step takes begin."""
 
 REASON = "the strategy file"
 
@@ -91,14 +88,14 @@ def _with_price(plan: Plan, here: Plan, settings: Settings) -> Plan:
         return replace(plan, memory_profile=here.memory_profile, early=here.early)
     notes, peak_bytes = list(plan.notes), here.cost.memory_bytes
     if plan.cost.memory_bytes != peak_bytes:
-        notes = [note for note in notes if not note.startswith(PEAK_NOTE)] + memory_notes(settings, peak_bytes)
+        notes = without_peak_notes(notes) + memory_notes(settings, peak_bytes)
         known = exact_bytes_text(plan.cost.memory_bytes)
         why = "other arguments are donated here, or the topology has other figures"
-        notes.append(f"{PEAK_NOTE} is {exact_bytes_text(peak_bytes)} per device, and not {known} as in the strategy file: {why}.")
+        notes.append(PeakNote(PeakForm.OTHER_THAN_SAVED, peak=exact_bytes_text(peak_bytes), saved=known, why=why))
     if _seconds(plan.cost) == _seconds(here.cost):
         return replace(plan, cost=here.cost, memory_profile=here.memory_profile, early=here.early, notes=tuple(notes))
     times = [seconds_text(cost.total_s) for cost in (here.cost, plan.cost)]
-    notes.append(f"{TIME_NOTE} is {times[0]}, and not {times[1]} as in the strategy file: the topology has other figures.")
+    notes.append(f"The predicted time of a step is {times[0]}, and not {times[1]} as in the strategy file: the topology has other figures.")
     return replace(here, lower_bound_s=None, gap=None, notes=tuple(notes))
 
 

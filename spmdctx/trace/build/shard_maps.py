@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from spmdctx.ir.collective import LOSS_REDUCTION, Collective
+from spmdctx.ir.collective import LOSS_REDUCTION, Cause, CauseForm, Collective
 from spmdctx.ir.graph import item_bytes
 from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import AxisNames
@@ -46,7 +46,7 @@ def region_of(eqn: Any, op: int, program: Program, repeats: int) -> ManualRegion
     mesh = eqn.params["mesh"]
     body = eqn.params["jaxpr"]
     is_loss = LOSS_SCOPE in str(eqn.source_info.name_stack)
-    cause = LOSS_REDUCTION if is_loss else ""
+    cause = LOSS_REDUCTION if is_loss else None
     return ManualRegion(
         op=op,
         mesh_axes=tuple((str(name), int(size)) for name, size in mesh.shape.items()),
@@ -65,12 +65,12 @@ def _specs(specs: Any, atoms: Any) -> tuple[tuple[AxisNames, ...], ...]:
     )
 
 
-def _collectives(jaxpr: Any, repeats: int, cause: str) -> Iterator[Collective]:
+def _collectives(jaxpr: Any, repeats: int, cause: Cause | None) -> Iterator[Collective]:
     """The collectives written in a manual body, loops multiplied."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _KIND_OF_PRIMITIVE:
-            yield from _written(eqn, _KIND_OF_PRIMITIVE[name], repeats, cause or f"{name} written in shard_map")
+            yield from _written(eqn, _KIND_OF_PRIMITIVE[name], repeats, cause or Cause(CauseForm.WRITTEN, primitive=name))
         inside = repeats * int(eqn.params["length"]) if name == "scan" else repeats
         for param in eqn.params.values():
             for body in param if isinstance(param, (tuple, list)) else (param,):
@@ -78,7 +78,7 @@ def _collectives(jaxpr: Any, repeats: int, cause: str) -> Iterator[Collective]:
                     yield from _collectives(getattr(body, "jaxpr", body), inside, cause)
 
 
-def _written(eqn: Any, kind: str, repeats: int, cause: str) -> Iterator[Collective]:
+def _written(eqn: Any, kind: str, repeats: int, cause: Cause) -> Iterator[Collective]:
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
     names = tuple(str(axis) for axis in (axes if isinstance(axes, (tuple, list)) else (axes,)))
     for operand, result in zip(eqn.invars, eqn.outvars, strict=False):

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from spmdctx.ir.collective import Collective
+from spmdctx.ir.collective import Cause, CauseForm, Collective
+from spmdctx.plan.file import parse_plan, plan_json
 from spmdctx.plan.show.charts import HEIGHT, WIDTH, Mark, area_chart, scatter_chart, thinned
 from spmdctx.plan.show.page_charts import memory_chart, time_bands, time_parts
 from tests.plan import small_plan
@@ -65,10 +66,22 @@ def test_where_no_profile_is_known_there_is_no_chart(profile):
     assert memory_chart(small_plan(memory_profile=profile)) == ""
 
 
+def test_reworded_causes_make_the_same_parts(monkeypatch):
+    before = [part[1:] for part in time_parts(small_plan())]
+    for form in CauseForm:
+        monkeypatch.setattr(form, "_value_", f"another wording: {form.value}")
+    assert [part[1:] for part in time_parts(small_plan())] == before
+
+
+def test_a_plan_file_keeps_what_the_parts_are_told_apart_by():
+    plan = small_plan()
+    assert time_parts(parse_plan(plan_json(plan), "text")) == time_parts(plan)
+
+
 def test_time_is_told_apart_by_cause_and_axes():
     extra = (
-        Collective("all_to_all", ("data",), 64, 1e-6, 2, "operand 0 of dot_general: value [data, -] -> [-, data]"),
-        Collective("all_reduce", ("data",), 64, 5e-6, 1, "psum in shard_map"),
+        Collective("all_to_all", ("data",), 64, 1e-6, 2, Cause.move(0, "dot_general", "", "[data, -]", "[-, data]")),
+        Collective("all_reduce", ("data",), 64, 5e-6, 1, Cause(CauseForm.WRITTEN, primitive="psum")),
     )
     plan = small_plan(collectives=(*small_plan().collectives, *extra))
     parts = time_parts(plan)

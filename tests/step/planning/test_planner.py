@@ -17,6 +17,8 @@ from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.lowering.compile import jit_program
 from spmdctx.plan.plan import Plan
+from spmdctx.rules import registry, replicate
+from spmdctx.search.setup import modes
 from spmdctx.shard.decorate import shard
 from spmdctx.step.planning.planner import plan_program
 from spmdctx.trace.scope.settings import Settings
@@ -170,6 +172,18 @@ def test_strict_refuses_a_primitive_without_a_rule():
     with pytest.raises(UnsupportedError, match="unheard_of") as error:
         plan(lambda w, x: UNKNOWN.bind(x @ w), PARAMETERS["up"], X, strict=True)
     assert "test_planner.py" in str(error.value)
+
+
+def test_strict_refuses_a_primitive_without_a_rule_whatever_the_reason_is_called(monkeypatch):
+    monkeypatch.setattr(registry, "replicate", lambda operands, results, _: replicate(operands, results, "(reworded)"))
+    with pytest.raises(UnsupportedError, match=r"where: +\S*test_planner\.py:\d+ \(.*\)\n"):
+        plan(lambda w, x: UNKNOWN.bind(x @ w), PARAMETERS["up"], X, strict=True)
+
+
+def test_a_parameter_of_each_devices_own_keeps_its_reason_in_other_words(monkeypatch):
+    monkeypatch.setattr(modes, "LAYERWISE", "reworded")
+    found = plan(step, PARAMETERS, X, parallel_mode="hybrid_parallel", layerwise=("*/up",))
+    assert {leaf.path: leaf.reason for leaf in found.plan.inputs}["parameters/up"] == "reworded"
 
 
 def test_strict_accepts_what_can_only_be_done_whole_for_a_reason():

@@ -17,6 +17,7 @@ from spmdctx.errors import ContextWarning, PlanError, PlanFormatError, PlanMisma
 from spmdctx.machine.presets import PRESETS
 from spmdctx.step.planning import planner
 from spmdctx.step.planning import saved as strategy_files
+from spmdctx.step.planning.notes import PeakForm
 
 SGD = optax.sgd(0.1, momentum=0.9)
 AUTO = {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}
@@ -96,6 +97,20 @@ def test_a_loaded_plan_says_of_this_machine_and_not_of_the_saved_one_what_is_too
     back = spmdctx.plan(step_fn, *state_of(), batch_of(), topology=machine, **{**load, "strategy_ckpt_load_file": str(again)})
     assert not [note for note in back.notes if "that a program may use" in note]
     assert back.cost == spmdctx.Plan.load(file).cost
+
+
+def test_reworded_notes_on_the_peak_are_replaced_too(file, tmp_path, no_search, monkeypatch):
+    for form in PeakForm:
+        monkeypatch.setattr(form, "_value_", form.value.replace("The predicted peak", "In other words, the peak"))
+    machine = PRESETS["cpu"]
+    load = {"strategy_ckpt_load_file": str(file), **AUTO}
+    again = str(tmp_path / "again.json")
+    small = spmdctx.plan(step_fn, *state_of(), batch_of(), topology=replace(machine, scratch_bytes=1 << 20, memory_bytes=1), **load)
+    small.save(again)
+    assert len([note for note in small.notes if "In other words" in note]) == 2
+    back = spmdctx.plan(step_fn, *state_of(), batch_of(), topology=machine, **{**load, "strategy_ckpt_load_file": again})
+    (note,) = [note for note in back.notes if "In other words" in note]
+    assert "as in the strategy file" in note
 
 
 def test_a_loaded_plan_has_the_time_of_this_machine_and_no_proof_of_another_one(file, no_search):
