@@ -45,7 +45,7 @@ def agree_on_plan(name: str, plan: Plan, jaxpr: jexc.ClosedJaxpr, store: KeyValu
 
     Raises:
         PlanMismatchError: the program or the plan differs from that of process 0; the message names the first difference.
-        CommunicationError: Process 0 plans no step within the timeout.
+        CommunicationError: process 0 plans no step within the timeout.
     """
     store, number = store or key_value_store(), next(_numbers)
     key, text, constants = f"spmdctx/plan/{number}", plan_json(plan), _constants_digest(jaxpr)
