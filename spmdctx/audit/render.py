@@ -1,4 +1,4 @@
-"""The audit as text and as a page."""
+"""Renders the audit as text and as a page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEADER = ("collective", "axes", "planned", "bytes", "found", "compiled", "unpla
 
 
 def report_text(report: AuditReport) -> str:
-    """The verdict, the table, and every difference."""
+    """Renders the verdict, the table, and every difference as text."""
     lines = [_verdict(report), *_text_table([_HEADER, *map(_cells, report.rows)] if report.rows else [])]
     lines += [f"  unplanned: {text}" for text in _unplanned_lines(report.unplanned)]
     lines += [f"  missing:   {text}" for text in _missing_lines(report.missing)]
@@ -32,7 +32,7 @@ def report_text(report: AuditReport) -> str:
 
 
 def report_html(report: AuditReport) -> str:
-    """The same as a self-contained piece of a page."""
+    """Renders the same as a self-contained piece of a page."""
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in report.rows)
     head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEADER)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if report.rows else ""

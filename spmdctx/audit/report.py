@@ -1,4 +1,4 @@
-"""The audit: a compiled program's collectives and memory against its plan, as text, as a page, as JSON."""
+"""The audit report: compares a compiled program's collectives and memory with its plan, as text, page or JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Costs(Protocol):
 
 
 class AuditedPlan(Protocol):
-    """What the audit reads of a plan."""
+    """The parts of a plan that the audit reads."""
 
     @property
     def logical_mesh(self) -> LogicalMesh:
@@ -80,10 +80,10 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """Planned against compiled.
+    """The comparison of a compiled program with its plan.
 
-    `ok` means: at least 95 % of the planned bytes were found, each within 10 %, and at most 5 % of the compiled bytes are
-    unplanned. `missing` and `unplanned` list what differs, with source lines.
+    `ok` means that at least 95 % of the planned bytes were found, each within 10 %, and at most 5 % of the compiled bytes are
+    unplanned. `missing` and `unplanned` list the differences with source lines.
     """
 
     rows: tuple[AuditRow, ...]
@@ -99,7 +99,7 @@ class AuditReport:
 
     @property
     def found_bytes(self) -> int:
-        """Of these, the bytes found in the compiled program."""
+        """The planned bytes that were found in the compiled program."""
         return sum(row.found_bytes for row in self.rows)
 
     @property
@@ -124,11 +124,11 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the compiled program is what the plan says, within the limits above."""
+        """True if the compiled program agrees with the plan within the limits above."""
         return self.found_share >= MIN_FOUND_SHARE and self.unplanned_share <= MAX_UNPLANNED_SHARE
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Returns plain data for JSON."""
         return {
             "ok": self.ok,
             "planned_bytes": self.planned_bytes,
@@ -143,7 +143,7 @@ class AuditReport:
         }
 
     def to_json(self) -> str:
-        """`to_dict` as JSON text."""
+        """Returns `to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ def audit_program(plan: AuditedPlan, compiled: jax.stages.Compiled) -> AuditRepo
 
 
 def audit_text(plan: AuditedPlan, hlo_text: str, memory: MemoryUse | None = None) -> AuditReport:
-    """The same from the program's text alone."""
+    """Audits a program from its text alone."""
     compiled = parse_collectives(hlo_text, plan.logical_mesh)
     found = compare(plan.collectives, compiled, plan.logical_mesh)
     rows = _rows(plan.collectives, found, plan.logical_mesh)
