@@ -1,4 +1,4 @@
-"""Eager calls of something sharded: compiled and run split, as MindSpore's functional sharding does."""
+"""Eager calls of sharded functions and modules: compiles and runs them split, as MindSpore's functional sharding does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_STEPS = 512
 
 
 def runs_eagerly(*trees: Any) -> bool:
-    """Whether nothing in `trees` is traced, no step is being traced, and the context's mode splits by strategies."""
+    """Returns whether nothing in `trees` is traced, no step is being traced, and the context's mode splits by strategies."""
     if traced_mode() is not None or current_context().parallel_mode not in SPLITTING_MODES:
         return False
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
