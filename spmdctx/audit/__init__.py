@@ -1,4 +1,4 @@
-"""What the compiler made of a plan: collectives and memory of the compiled program, held against the plan."""
+"""The audit: compares the collectives and the memory of a compiled program with its plan."""
 
 from spmdctx.audit.collectives import CompiledCollective, parse_collectives
 from spmdctx.audit.data import AuditRow, MemoryUse

@@ -1,4 +1,4 @@
-"""The collectives that a compiled program executes: kind, mesh axes, bytes, times in a step, and the source line behind each."""
+"""Reads the collectives that a compiled program executes: kind, mesh axes, bytes, repeats in a step, and source line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {
     "collective-permute": "collective_permute",
     "collective-broadcast": "collective_broadcast",
 }
-"""Our kind of each of HLO's collectives."""
+"""Maps HLO's collectives to our kinds."""
 
 _CALLED_BY = {"fusion": "calls", "call": "to_apply", "async-start": "calls", "custom-call": "called_computations"}
 _BRANCH_BODIES = ("branch_computations", "true_computation", "false_computation")
@@ -34,9 +34,9 @@ class CompiledCollective:
     """One tensor moved by a compiled collective.
 
     `payload_bytes` is per device and execution, as in `ir.collective.Collective`: the operand, for an all_gather the result.
-    `repeats` counts executions in a step. `note` says what is unusual: a part of an axis, a loop of unknown length.
-    `summands` counts the terms that the program adds up to make the operand: reductions of each of them, joined by the
-    compiler into one of the sum, show here.
+    `repeats` counts executions in a step. `note` says what is unusual: a part of an axis, a loop of unknown length. `summands`
+    counts the terms that the program adds up to make the operand. It shows where the compiler joined the reductions of several
+    terms into one reduction of their sum.
     """
 
     kind: str
@@ -56,15 +56,15 @@ class CompiledCollective:
 
 
 def parse_collectives(hlo_text: str, mesh: LogicalMesh) -> tuple[CompiledCollective, ...]:
-    """The collectives of a compiled program, in printed order.
+    """Returns the collectives of a compiled program, in printed order.
 
-    Each tensor of a combined collective is an entry of its own. A started and awaited collective counts once, as do the
-    copies that TPU's async collective fusions hold of one all-gather. Bodies of loops count once per iteration, each
-    branch of a conditional once. Collectives among groups of one device move nothing and are left out.
+    Each tensor of a combined collective is an entry of its own. A started and awaited collective counts once, as do the copies
+    of one all-gather in TPU's async collective fusions. Bodies of loops count once per iteration, and each branch of a
+    conditional once. Collectives among groups of one device move nothing and are left out.
 
     Args:
         hlo_text: What `compiled.as_text()` returns, from the CPU, TPU or GPU compiler.
-        mesh: The mesh that the program was compiled for; device i of the program is device i of the mesh, row-major.
+        mesh: The mesh for which the program was compiled; device i of the program is device i of the mesh, row-major.
     """
     return tuple(_Walk(read_module(hlo_text), mesh).run())
 
@@ -80,7 +80,7 @@ class _Walk:
         yield from self.visit(Scope(self.module.computations[self.module.entry]), set())
 
     def visit(self, scope: Scope, fused: set[tuple[str, ...]]) -> Iterator[CompiledCollective]:
-        """Collectives of one execution. `fused` are the async ones already seen in fusions of the same caller."""
+        """Yields the collectives of one execution. `fused` are the async ones already seen in fusions of the same caller."""
         computation = scope.computation
         if computation.name in self.silent:
             return
@@ -137,10 +137,10 @@ class _Walk:
                 yield CompiledCollective(kind, span.axes, payload, leaf.dtype, 1, source, place.instruction.name, span.note, summands)
 
     def tensors(self, kind: str, place: Place) -> Iterator[tuple[Place, Leaf]]:
-        """The tensors that a collective moves, and what made them.
+        """Yields the tensors that a collective moves, and the ops that made them.
 
-        The pieces of an all_to_all written over a tuple are one tensor. A concatenation that the compiler made to reduce
-        several tensors at once is taken apart again.
+        The pieces of an all_to_all over a tuple are one tensor. A concatenation that the compiler made to reduce several
+        tensors at once is split again.
         """
         made = list(operands(place))
         if kind == "all_to_all" and made:
@@ -160,7 +160,7 @@ class _Walk:
 
 
 def _is_repeated(instruction: Instruction, fused: set[tuple[str, ...]]) -> bool:
-    """Whether this is a further copy, in a fusion that runs beside it, of a collective already counted."""
+    """Returns whether this is another copy, in a concurrent fusion, of a collective that was already counted."""
     if "async_collective_fusion_config" not in instruction.attributes:
         return False
     channel = re.search(r"channel_id=(\d+)", instruction.attributes)

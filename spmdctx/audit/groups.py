@@ -1,4 +1,4 @@
-"""Which mesh axes a compiled collective runs over: replica groups and source-target pairs, as devices, as axes."""
+"""Finds the mesh axes of a compiled collective from its replica groups or source-target pairs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 def read_span(attributes: str, mesh: LogicalMesh) -> Span:
-    """The span of a collective with these attributes; groups of one have no axes."""
+    """Returns the span of a collective with these attributes; groups of one device have no axes."""
     pairs = _PAIRS.search(attributes)
     if pairs is not None:
         return _span_of_pairs(_ints(pairs.group(1) or ""), mesh)
@@ -47,7 +47,7 @@ def read_span(attributes: str, mesh: LogicalMesh) -> Span:
 
 
 def read_groups(attributes: str, num_devices: int) -> IntArray:
-    """Device groups, a row each, from any of the three syntaxes; no groups, or an empty list, means all devices."""
+    """Returns device groups, one row each, from any of the three syntaxes; no groups, or an empty list, means all devices."""
     found = _GROUPS.search(attributes)
     text = found.group(1) if found else "{}"
     if text.startswith("mesh"):
@@ -58,13 +58,16 @@ def read_groups(attributes: str, num_devices: int) -> IntArray:
     if text == "{}":
         return np.arange(num_devices).reshape(1, -1)
     rows = [_ints(row) for row in re.findall(r"\{([\d,]*)\}", text[1:-1])]
-    # Devices that a group of the user's leaves out stand alone, and send nothing.
+    # Devices that the user's group leaves out stand alone and send nothing.
     together = rows if len({len(row) for row in rows}) == 1 else [row for row in rows if len(row) > 1]
     return np.array(together, dtype=np.int64)
 
 
 def _mesh_groups(text: str) -> IntArray:
-    """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`: groups along the named axes, or parts `'b':(2)2` of them."""
+    """Reads groups along the named axes of a mesh, or along parts `'b':(2)2` of them.
+
+    The syntax is `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`.
+    """
     found = _MESH.match(text)
     if found is None:
         raise ValueError(f"Replica groups of an unknown form: {text}")
@@ -85,7 +88,7 @@ def _mesh_groups(text: str) -> IntArray:
 
 
 def _iota(text: str) -> IntArray:
-    """`[2,4]T(1,0)`: the numbers from 0 in that shape, transposed, flattened."""
+    """Reads `[2,4]T(1,0)`: the numbers from 0 in that shape, transposed and flattened."""
     found = _IOTA.match(text)
     if found is None:
         raise ValueError(f"A device list of an unknown form: {text}")
@@ -111,6 +114,6 @@ def _ints(text: str) -> list[int]:
 
 
 def in_mesh_order(axes: Iterable[str], mesh: LogicalMesh) -> AxisNames:
-    """The axes that really split something, in the order of the mesh."""
+    """Returns the axes of more than one device, in the order of the mesh."""
     wanted = set(axes)
     return tuple(name for name, size in mesh.axes if name in wanted and size > 1)

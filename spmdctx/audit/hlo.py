@@ -55,7 +55,7 @@ class Leaf(NamedTuple):
 
 
 def read_leaves(text: str) -> tuple[Leaf, ...]:
-    """The arrays of an HLO shape, tuples flattened; tokens and other opaque parts hold none."""
+    """Returns the arrays of an HLO shape with tuples flattened; tokens and other opaque parts hold none."""
     found = _SHAPE.findall(text)
     return tuple(Leaf(_dtype(name), tuple(int(size) for size in dims.split(",") if size)) for name, dims in found if name != "token")
 
@@ -118,7 +118,7 @@ class Module:
     locations: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
     def source(self, instruction: Instruction) -> str:
-        """`file.py:line` of the innermost frame outside installed packages, or "" where the compiler kept none."""
+        """Returns `file.py:line` of the innermost frame outside installed packages, or "" if the compiler kept none."""
         found = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
         if found is None:
             plain = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
@@ -192,7 +192,7 @@ def read_instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, at: int) -> int:
-    """Index of the parenthesis that closes the one at `at`."""
+    """Returns the index of the parenthesis that closes the one at `at`."""
     depth = 0
     for index in range(at, len(text)):
         if text[index] == "(":

@@ -1,4 +1,4 @@
-"""How often the body of a compiled while loop runs: the compiler's own count, or read from the loop's condition."""
+"""Finds how often the body of a compiled while loop runs: from the compiler's count, or from the loop's condition."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _iterations(start: int, bound: int, step: int, direction: str) -> int | None
 
 
 def _read_test(condition: Computation, root: Instruction, module: Module) -> tuple[int, int, str] | None:
-    """`counter < bound`: index of the counter in the loop's state, the bound, and the direction."""
+    """Reads `counter < bound`; returns the counter's index in the loop's state, the bound, and the direction."""
     inner, arguments = condition, {}
     if root.opcode == "fusion":
         called = module.computations.get("".join(root.callees("calls")[:1]))
@@ -58,7 +58,7 @@ def _read_test(condition: Computation, root: Instruction, module: Module) -> tup
 
 
 def _counter_or_constant(inner: Computation, outer: Computation, name: str, arguments: dict[str, str]) -> tuple[bool, int] | None:
-    """(True, index) for an element of the loop's state, (False, number) for a constant."""
+    """Returns (True, index) for an element of the loop's state, or (False, number) for a constant."""
     found = _follow(inner, name)
     if found is not None and found.opcode == "parameter" and found.name in arguments:
         found = _follow(outer, arguments[found.name])
@@ -71,7 +71,7 @@ def _counter_or_constant(inner: Computation, outer: Computation, name: str, argu
 
 
 def _initial(caller: Computation, loop: Instruction, index: int) -> int | None:
-    """Start of the counter. One that the compiler computes elsewhere starts at 0, as loops over a known range do."""
+    """Returns the start of the counter; 0 if the compiler computes it elsewhere, as in loops over a known range."""
     state = caller.instructions.get(loop.operands[0]) if loop.operands else None
     if state is None or state.opcode != "tuple" or index >= len(state.operands):
         return 0
@@ -81,7 +81,7 @@ def _initial(caller: Computation, loop: Instruction, index: int) -> int | None:
 
 
 def _step(body: Computation, index: int) -> int | None:
-    """What one iteration adds to the counter; 1 where the addition sits inside a fusion."""
+    """Returns how much one iteration adds to the counter, or 1 if the addition is inside a fusion."""
     root = body.root
     if root is None or root.opcode != "tuple" or index >= len(root.operands):
         return 1
@@ -96,7 +96,7 @@ def _step(body: Computation, index: int) -> int | None:
 
 
 def _follow(computation: Computation, name: str) -> Instruction | None:
-    """The instruction behind copies."""
+    """Returns the instruction behind copies."""
     found = computation.instructions.get(name)
     while found is not None and found.opcode in _SAME_NUMBER and found.operands:
         found = computation.instructions.get(found.operands[0])

@@ -129,12 +129,12 @@ def _match_way(ledger: _Ledger, way: Way) -> None:
 
 
 def _distance(planned: Collective, compiled: CompiledCollective, wanted: int) -> tuple[int, bool, bool]:
-    """The nearest payload first; then the same loop, then the same source line."""
+    """Returns the sort key of candidates: the nearest payload first, then the same loop, then the same source line."""
     return abs(compiled.payload_bytes - wanted), planned.repeats != compiled.repeats, _line(planned) != _line(compiled)
 
 
 def _match_per_axis(ledger: _Ledger, mesh: LogicalMesh) -> None:
-    """One planned collective over several axes, compiled as one over some axes and one over the rest."""
+    """Matches one planned collective over several axes with a compiled one over some axes and one over the rest."""
     for planned in ledger.planned:
         for whole, part in _pairs_within(planned, ledger, mesh) if len(planned.axes) > 1 else ():
             count = min(planned.left, whole.left, part.left)
@@ -155,7 +155,7 @@ def _pairs_within(planned: _Planned, ledger: _Ledger, mesh: LogicalMesh) -> Iter
 
 
 def _match_at_once(ledger: _Ledger, mesh: LogicalMesh) -> None:
-    """Two planned collectives over different axes, compiled as one over both."""
+    """Matches two planned collectives over different axes with a compiled one over both."""
     for compiled in ledger.compiled:
         item = compiled.item
         own = [one for one in ledger.planned if one.left and one.item.kind == item.kind and set(one.axes) < set(item.axes)]
@@ -170,12 +170,12 @@ def _match_at_once(ledger: _Ledger, mesh: LogicalMesh) -> None:
 
 
 def _second_payload(kind: str, payload: int, num_slices: int) -> int:
-    """Payload of the smaller step when a collective is done over one axis after the other."""
+    """Returns the payload of the smaller step of a collective that runs over one axis after the other."""
     return payload // num_slices if kind in ("all_gather", "reduce_scatter") else payload
 
 
 def _match_stacked(ledger: _Ledger) -> None:
-    """Planned once per iteration, compiled once for the stacked results of all iterations."""
+    """Matches a collective planned once per iteration with one compiled for the stacked results of all iterations."""
     for planned in ledger.planned:
         for one in ledger.compiled if planned.left > 1 else ():
             same = one.left and (one.item.kind, one.item.axes) == (planned.item.kind, planned.axes)
@@ -187,7 +187,7 @@ def _match_stacked(ledger: _Ledger) -> None:
 
 
 def _match_hoisted(ledger: _Ledger) -> None:
-    """Planned once per iteration, compiled once: a sum over the iterations is reduced after the loop."""
+    """Matches a collective planned once per iteration with one compiled after the loop, which reduces the sum of all iterations."""
     groups: dict[tuple[str, AxisNames, int], list[_Planned]] = {}
     for one in ledger.planned:
         groups.setdefault((one.item.kind, one.axes, one.item.payload_bytes), []).append(one)
@@ -200,7 +200,7 @@ def _match_hoisted(ledger: _Ledger) -> None:
 
 
 def _match_hoisted_slices(ledger: _Ledger) -> None:
-    """Planned once per iteration, compiled once: of a sum over the iterations every device keeps its slice."""
+    """Matches reductions planned once per iteration with one compiled after the loop, of which every device keeps a slice."""
     for planned in ledger.planned:
         if planned.item.kind == "all_reduce" and planned.left == planned.item.repeats > 1:
             own = (one for one in ledger.compiled if one.left and one.item.kind == "reduce_scatter" and one.item.axes == planned.axes)
@@ -220,7 +220,7 @@ def _match_joined(ledger: _Ledger, ways: Sequence[Way]) -> None:
 
 
 def _match_halves(ledger: _Ledger) -> None:
-    """A planned collective of complex numbers, compiled as one of their real parts and one of their imaginary parts, as on TPU."""
+    """Matches a planned collective of complex numbers with one of their real and one of their imaginary parts, as on TPU."""
     for planned in ledger.planned:
         half = planned.item.payload_bytes // 2
         own = [one for one in ledger.compiled if planned.left and one.left and one.item.axes == planned.axes]
@@ -232,12 +232,12 @@ def _match_halves(ledger: _Ledger) -> None:
 
 
 def _line(one: Collective | CompiledCollective) -> str:
-    """The source line without the function, which not all compilers keep."""
+    """Returns the source line without the function, which not all compilers keep."""
     return one.source.partition(" (")[0]
 
 
 def _writes(compiled: CompiledCollective, kind: str, payload: int) -> bool:
-    """Whether a compiled collective is one of the kind, or a sum to be sliced, of just the payload."""
+    """Returns whether a compiled collective is of this kind, or a sum to be sliced, with exactly this payload."""
     kinds = ("reduce_scatter", "all_reduce") if kind == "reduce_scatter" else (kind,)
     return compiled.kind in kinds and compiled.payload_bytes == payload and compiled.dtype.startswith("float")
 

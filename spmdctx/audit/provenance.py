@@ -1,4 +1,4 @@
-"""Where an operand of a compiled program comes from: back through copies and fusions to the op that made it."""
+"""Traces operands of a compiled program back through copies and fusions to the ops that made them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Place(NamedTuple):
 
 
 def operands(place: Place) -> Iterator[Place]:
-    """The instructions that the one at `place` reads."""
+    """Yields the instructions that the one at `place` reads."""
     for name in place.instruction.operands:
         yield Place(place.scope.computation.instructions[name], place.scope)
 
 
 def trail(place: Place, module: Module) -> Iterator[Place]:
-    """`place`, then what its value was copied from, step by step; the last is the op that made the value."""
+    """Yields `place`, then each instruction from which its value was copied; the last is the op that made the value."""
     for _ in range(_MAX_STEPS):
         yield place
         before = _before(place, module)
@@ -47,7 +47,7 @@ def trail(place: Place, module: Module) -> Iterator[Place]:
 
 
 def terms(place: Place, module: Module) -> int:
-    """How many values are added up to make the one at `place`."""
+    """Counts the values that are added up to make the one at `place`."""
     pending = [place]
     count = 0
     while pending and count < _MAX_TERMS:
@@ -60,13 +60,13 @@ def terms(place: Place, module: Module) -> int:
 
 
 def parts(place: Place, module: Module) -> list[Place]:
-    """The tensors that are concatenated to make the one at `place`, or itself."""
+    """Returns the tensors that are concatenated to make the one at `place`, or that one alone."""
     *_, maker = trail(place, module)
     return list(operands(maker)) if maker.instruction.opcode == "concatenate" else [place]
 
 
 def source(place: Place, module: Module) -> str:
-    """Source line of the nearest op on the trail that has one, or ""."""
+    """Returns the source line of the nearest op on the trail that has one, or ""."""
     return next((found for found in (module.source(one.instruction) for one in trail(place, module)) if found), "")
 
 
@@ -86,7 +86,7 @@ def _before(place: Place, module: Module) -> Place | None:
 
 
 def _element(place: Place, module: Module) -> Place | None:
-    """What a get-tuple-element picks, where its tuple is made in sight."""
+    """Returns the element that a get-tuple-element picks, or None if the op that makes its tuple cannot be found."""
     index = re.search(r"index=(\d+)", place.instruction.attributes)
     whole = next(operands(place), None)
     if whole is not None and whole.instruction.opcode == "fusion":

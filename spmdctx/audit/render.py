@@ -1,4 +1,4 @@
-"""The audit as text and as a page."""
+"""Renders the audit as text and as a page."""
 
 from __future__ import annotations
 

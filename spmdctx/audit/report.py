@@ -1,4 +1,4 @@
-"""The audit: a compiled program's collectives and memory against its plan, as text, as a page, as JSON."""
+"""The audit report: compares a compiled program's collectives and memory with its plan, as text, page or JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Costs(Protocol):
 
 
 class AuditedPlan(Protocol):
-    """What the audit reads of a plan."""
+    """The parts of a plan that the audit reads."""
 
     @property
     def logical_mesh(self) -> LogicalMesh:
@@ -44,8 +44,8 @@ class AuditedPlan(Protocol):
 class AuditReport(AuditData):
     """Planned against compiled.
 
-    `ok` means: at least 95 % of the planned bytes were found, each within 10 %, and at most 5 % of the compiled bytes are
-    unplanned. `missing` and `unplanned` list what differs, with source lines.
+    `ok` means that at least 95 % of the planned bytes were found, each within 10 %, and at most 5 % of the compiled bytes are
+    unplanned. `missing` and `unplanned` list the differences with source lines.
     """
 
     def __str__(self) -> str:

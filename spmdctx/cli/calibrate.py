@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments."""
+    """Adds the command's own arguments."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the topology as .json or .yaml, to be given as --topology")
     parser.add_argument(
         "--device-num", type=positive, default=8, metavar="N", help="virtual CPU devices where there is no accelerator (default 8)"

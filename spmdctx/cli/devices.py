@@ -1,4 +1,4 @@
-"""The devices that a command runs on: those of the job where a launcher started it, else of this process."""
+"""The devices on which a command runs: those of the job if a launcher started it, else those of this process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ _XLA_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def expected_devices() -> int:
-    """How many CPU devices there will be, where nothing else says how many: those that JAX_NUM_CPU_DEVICES or XLA_FLAGS ask for, on
-    each process of the job; without them one per process of a job, and eight on a process alone.
+    """Returns how many CPU devices there will be if nothing else says how many.
+
+    JAX_NUM_CPU_DEVICES or XLA_FLAGS give the number for each process of the job. Without them each process of a job has one
+    device, and a single process has eight.
 
     Raises:
-        ContextError: the environment describes half a job.
+        ContextError: the environment describes only part of a job.
     """
     cluster, own = detect(os.environ), _asked_devices()
     if cluster is None:
@@ -46,7 +48,7 @@ def start_devices(num_devices: int) -> None:
 
 
 def _asked_devices() -> int | None:
-    """CPU devices of this process as the environment says."""
+    """Returns the number of CPU devices of this process that the environment asks for."""
     found = _XLA_COUNT.search(os.environ.get("XLA_FLAGS", ""))
     count = int(found[1]) if found else int(jax.config.values["jax_num_cpu_devices"])
     return count if count > 0 else None

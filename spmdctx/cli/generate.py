@@ -1,4 +1,4 @@
-"""`spmdctx generate`: text from a checkpoint, by a decoder that is planned for other devices than it was trained on."""
+"""`spmdctx generate`: generates text from a checkpoint with a decoder planned for other devices than it was trained on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spmdctx.errors import CheckpointError, ContextError
 from spmdctx.models import Decoder, DecoderConfig, Generator, Lora, Tokenizer, WordTokenizer, read_tokenizer
 
 MODEL, TOKENIZER, STATE = "model.json", "tokenizer.json", "state"
-"""What `spmdctx train` writes into its folder beside the plan: sizes, words and checkpoints."""
+"""Files that `spmdctx train` writes into its folder besides the plan: sizes, words and checkpoints."""
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `generate`."""
+    """Adds the arguments of `generate`."""
     parser.add_argument("checkpoint", type=Path, help="what train wrote, a CheckpointManager's folder, or a folder of files per rank")
     text = parser.add_argument_group("text")
     text.add_argument("--prompt", action="append", metavar="TEXT", help="what the text begins with; several make a batch")
@@ -78,7 +78,7 @@ def save_model(folder: Path, config: DecoderConfig, tokenizer: WordTokenizer) ->
 
 
 def _model(choice: Choice, folder: Path) -> DecoderConfig:
-    """The sizes beside the checkpoint, else those of the arguments."""
+    """Returns the sizes stored with the checkpoint, else those of the arguments."""
     path = folder / MODEL
     if not path.is_file():
         return replace(choice.decoder(), max_seq=choice.seq)
@@ -114,7 +114,7 @@ def _stop(tokenizer: Tokenizer, text: str) -> int:
 
 
 def _until(tokens: np.ndarray, stop: int | None) -> np.ndarray:
-    """The tokens before the first one that ends the text."""
+    """Returns the tokens before the first one that ends the text."""
     return tokens if stop is None else tokens[: np.argmax(np.append(tokens, stop) == stop)]
 
 
@@ -126,7 +126,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _checkpoint_folder(folder: Path) -> Path:
-    """Where the checkpoints lie in what train wrote, else the folder itself."""
+    """Returns the folder of checkpoints inside one that `train` wrote, else the folder itself."""
     state = folder / STATE if (folder / STATE).is_dir() else folder
     if not state.is_dir():
         raise CheckpointError("There is no such checkpoint.", where=str(state))
@@ -134,7 +134,7 @@ def _checkpoint_folder(folder: Path) -> Path:
 
 
 def _loaded(generator: Generator, arguments: argparse.Namespace) -> tuple[Decoder, str]:
-    """The decoder with its parameters, and what was read, in words."""
+    """Returns the decoder with its parameters, and a text that says what was read."""
     network, folder = generator.network(), arguments.checkpoint
     if (folder / "rank_0").is_dir():
         reads = load_distributed_checkpoint({"model": network}, folder, generator.layouts, arguments.train_strategy).reads

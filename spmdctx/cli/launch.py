@@ -1,4 +1,4 @@
-"""`spmdctx launch`: a script as several processes on this machine."""
+"""`spmdctx launch`: runs a script as several processes on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spmdctx.communication.launch import Job, run_job
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `launch`."""
+    """Adds the arguments of `launch`."""
     parser.add_argument("-n", "--num-processes", type=positive, required=True, metavar="N", help="processes to start")
     parser.add_argument("--devices-per-process", type=positive, default=1, metavar="N", help="CPU devices or GPUs of each (default: 1)")
     parser.add_argument("--timeout", type=positive_number, metavar="SECONDS", help="hard limit, after which everything is killed")
@@ -21,7 +21,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launch(arguments: argparse.Namespace, output: Output) -> int:
-    """Runs a script as several processes; the exit code is that of the first one that failed, 124 where it took too long."""
+    """Runs a script as several processes; returns the exit code of the first one that failed, or 124 after a timeout."""
     script = ["-m", arguments.script] if arguments.module else [arguments.script]
     job = Job([*script, *arguments.arguments], arguments.num_processes, arguments.devices_per_process, arguments.timeout)
     outcome = run_job(job, sys.stderr if output.as_json else None)

@@ -38,13 +38,13 @@ class Ready(NamedTuple):
 
 
 def row_config(library: Library, row: Row) -> DecoderConfig:
-    """The decoder of a row."""
+    """Returns the decoder of a row."""
     config = replace(preset(row.model), **library.program)
     return config if row.layers is None else replace(config, num_layers=row.layers)
 
 
 def hand_texts(library: Library, row: Row) -> Iterator[tuple[Path, str]]:
-    """Path and text of the row's hand strategies and of all its contexts."""
+    """Yields path and text of the row's hand strategies and of all its contexts."""
     for data, model in row.hand:
         split = Split("megatron", data, model)
         yield row.hand_file(data, model), strategy_text(row.model, row_config(library, row), split, row.source)
@@ -55,7 +55,7 @@ def hand_texts(library: Library, row: Row) -> Iterator[tuple[Path, str]]:
 
 
 def searched_context(library: Library, row: Row, search_mode: str = "") -> str:
-    """The context of the row's search as text."""
+    """Returns the context of the row's search as text."""
     options = {"parallel_mode": 2, "search_mode": search_mode or library.search_mode, "device_num": row.device_num}
     return context_text(options, {}, library.max_device_memory)
 
@@ -73,15 +73,15 @@ def searched_plan(library: Library, row: Row, search_mode: str = "") -> Plan:
 
 
 def searched_text(library: Library, row: Row, search_mode: str = "") -> tuple[Path, str]:
-    """Path and text of the row's searched plan."""
+    """Returns path and text of the row's searched plan."""
     return row.searched_file, plan_json(searched_plan(library, row, search_mode))
 
 
 def ready_strategy(name: str, arguments: argparse.Namespace, device_num: int) -> Ready:
-    """The strategy that `--strategy` names: "hand", "searched", or a file of either kind.
+    """Returns the strategy that `--strategy` names: "hand", "searched", or a file of either kind.
 
     Raises:
-        PlanError: the library has none, or several, for these arguments; or the file holds none.
+        PlanError: the library has no strategy, or several, for these arguments; or the file holds none.
         OSError: the file cannot be read.
     """
     if name not in ("hand", "searched"):
@@ -112,7 +112,7 @@ def _from_file(path: Path) -> Ready:
 
 
 def _degrees(row: Row, model_parallel: int | None) -> tuple[int, int]:
-    """The row's hand strategy with that many slices of the weights; the first where none are asked for."""
+    """Returns the row's hand strategy with that many slices of the weights, or the first if no number is given."""
     for data, model in row.hand:
         if model_parallel in (None, model):
             return data, model

@@ -1,4 +1,4 @@
-"""Measures the devices that are there: matrix products, memory, and every collective, as a Topology to plan with."""
+"""Measures the available devices as a Topology to plan with: matrix products, memory, and every collective."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spmdctx.machine.topology import Topology
 
 AXIS = "devices"
 _LEAST_S = 2e-3
-"""Shorter runs are repeated until they take so long."""
+"""The least duration of a measurement; shorter runs are repeated."""
 
 
 class MeasuredCollective(NamedTuple):
@@ -35,7 +35,7 @@ class MeasuredCollective(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """What was measured. `topology` holds it, and what cannot be measured from the preset of the devices' kind."""
+    """The measurements. `topology` holds them, with the figures that cannot be measured taken from the devices' preset."""
 
     topology: Topology
     collectives: tuple[MeasuredCollective, ...]
@@ -91,7 +91,7 @@ class _Timer:
         for _ in range(self.repeats):
             start = time.perf_counter()
             for _ in range(count):
-                # Blocked call by call: CPU devices that run ahead of each other can wait for each other for ever.
+                # Each call is awaited: CPU devices that run ahead of each other can deadlock.
                 jax.block_until_ready(run())
             spent = time.perf_counter() - start
             best = min(best, spent / count)
@@ -114,7 +114,7 @@ def _memory_bytes_per_s(device: Any, megabytes: int, timer: _Timer) -> float:
 
 
 def _vector_flops_per_s(device: Any, megabytes: int, timer: _Timer) -> float:
-    """A chain of multiply-adds long enough to outweigh the memory."""
+    """Measures a chain of multiply-adds that is long enough to outweigh memory traffic."""
     length = 256
     values = jax.device_put(jnp.full((megabytes * 2**12,), 0.5, jnp.float32), device)
 
@@ -139,7 +139,7 @@ _BODY_OF_KIND: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def _collectives(devices: Sequence[Any], megabytes: int, timer: _Timer) -> Iterator[MeasuredCollective]:
-    """Each collective at a small and at a large payload: the line through both."""
+    """Measures each collective at a small and at a large payload, and yields the line through both."""
     mesh = Mesh(np.array(devices, dtype=object), (AXIS,), axis_types=(AxisType.Auto,))
     count = len(devices)
     for kind, body in _BODY_OF_KIND.items():
@@ -157,7 +157,7 @@ def _collectives(devices: Sequence[Any], megabytes: int, timer: _Timer) -> Itera
 
 
 def _with_wires(measured: Topology, rows: Sequence[MeasuredCollective], num_devices: int) -> Topology:
-    """Link bandwidth and latency that come nearest to what was measured: the medians over the collectives."""
+    """Sets the link bandwidth and latency nearest to the measurements: the medians over the collectives."""
     if not rows:
         return measured
     mesh = LogicalMesh.of({AXIS: num_devices})

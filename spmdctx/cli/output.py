@@ -1,4 +1,4 @@
-"""Where the command line writes: tables and progress for people, or one JSON object for programs."""
+"""The output of the command line: tables and progress for people, or one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmdctx.plan.show.explanation import Explanation
 from spmdctx.step.verify import VerifyReport
 
 WIDTH = 120
-"""Columns of what is written to a file or a pipe."""
+"""Columns of output to a file or a pipe."""
 
 
 class Output:
@@ -34,31 +34,31 @@ class Output:
             self.console.width = WIDTH
 
     def be_quiet(self) -> None:
-        """From now on nothing is written: another process of the job writes it."""
+        """Stops all output, since another process of the job writes it."""
         self.is_quiet = self.console.quiet = True
 
     def title(self, text: str) -> None:
-        """A heading."""
+        """Prints a heading."""
         self.console.rule(f"[bold]{escape(text)}", align="left", style="dim")
 
     def show(self, thing: Any) -> None:
-        """A renderable or a report; JSON takes their place."""
+        """Prints a renderable or a report, unless the output is JSON."""
         if not self.as_json:
             renderable = hasattr(thing, "__rich__") or hasattr(thing, "__rich_console__")
             self.console.print(thing if renderable else escape(str(thing)))
 
     def say(self, text: str) -> None:
-        """One line about what happens."""
+        """Prints one line about what happens."""
         self.console.print(escape(text))
 
     def finish(self, data: dict[str, Any]) -> None:
-        """The whole result as JSON, if it was asked for."""
+        """Prints the whole result as JSON if the user asked for JSON."""
         if self.as_json and not self.is_quiet:
             json.dump(data, sys.stdout, indent=2, default=str)
             sys.stdout.write("\n")
 
     def waiting(self, text: str) -> Any:
-        """A context with a spinner, for one long piece of work."""
+        """Returns a context that shows a spinner during one long piece of work."""
         return self.console.status(escape(text))
 
     def steps(self, count: int, run: Callable[[int], float]) -> Iterator[float]:
@@ -73,7 +73,7 @@ class Output:
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """A plan as plain data: what its table says."""
+    """Returns a plan as plain data, with what its table says."""
     return {
         "mesh": plan.mesh,
         "mode": plan.mode,
@@ -95,23 +95,23 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 def audit_data(report: AuditReport) -> dict[str, Any]:
-    """An audit as plain data."""
+    """Returns an audit as plain data."""
     return report.to_dict()
 
 
 def verify_data(report: VerifyReport) -> dict[str, Any]:
-    """A numerics check as plain data."""
+    """Returns a numerics check as plain data."""
     return {"ok": report.ok, "num_devices": report.num_devices, "rows": [{**row._asdict(), "ok": row.ok} for row in report.rows]}
 
 
 def diff_data(diff: PlanDiff) -> dict[str, Any]:
-    """A comparison as plain data."""
+    """Returns a comparison as plain data."""
     changes = {name: [vars_of(change) for change in getattr(diff, name)] for name in ("settings", "costs", "tensors", "communication")}
     return {"same": diff.same, **changes, "num_ops": diff.num_ops, "notes_added": diff.notes_added, "notes_removed": diff.notes_removed}
 
 
 def explain_data(explanation: Explanation) -> dict[str, Any]:
-    """An explanation as plain data."""
+    """Returns an explanation as plain data."""
     tensors = [
         {
             "paths": one.paths,

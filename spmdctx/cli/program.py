@@ -1,4 +1,4 @@
-"""What a command is about: the program, the devices, the context options and the strategies, read from its arguments."""
+"""The subject of a command, read from its arguments: the program, the devices, the context options and the strategies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _REMAT_HELP = "recompute activations in the backward pass (default: of models wi
 
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that choose the program and how it is planned."""
+    """Adds the arguments that choose the program and how it is planned."""
     program = parser.add_argument_group("program")
     program.add_argument("--model", default="tiny", help=f"decoder to train: {', '.join(PRESETS)} (default: %(default)s)")
     program.add_argument("--program", metavar="MODULE:FUNCTION", help="your own: FUNCTION() returns (step, arguments)")
@@ -82,7 +82,7 @@ _STRATEGY_HELP = (
 
 
 def add_target_argument(parser: argparse.ArgumentParser) -> None:
-    """The argument that chooses what to compile for."""
+    """Adds the argument that chooses the machine to compile for."""
     parser.add_argument("--target", default="cpu", help="cpu, or a compile-only machine: tpu-v5e:2x4, tpu-v5p:2x2x2, tpu-v6e:2x4, h100:8")
 
 
@@ -104,15 +104,15 @@ class Choice:
     step_options: Mapping[str, Any]
 
     def context(self) -> Any:
-        """The context layer to plan and run in."""
+        """Returns the context layer in which to plan and run."""
         return auto_parallel_context(**self.options)
 
     def parallel(self, fn: Callable[..., Any], **options: Any) -> ParallelStep:
-        """`fn` as a step with this command's options."""
+        """Returns `fn` as a step with this command's options."""
         return fn if isinstance(fn, ParallelStep) else parallel(fn, **{**self.step_options, **options})
 
     def decoder(self) -> DecoderConfig:
-        """The decoder's sizes."""
+        """Returns the decoder's sizes."""
         config, own = preset(self.arguments.model), self.arguments
         changes = {"num_layers": own.layers, "dtype": own.dtype, "scan_layers": own.scan_layers, "remat": own.remat}
         config = replace(config, **{name: value for name, value in changes.items() if value is not None})
@@ -124,11 +124,11 @@ class Choice:
         return int(self.arguments.seq or self.decoder().max_seq)
 
     def batch(self) -> Batch:
-        """Shapes of the decoder's batch."""
+        """Returns the shapes of the decoder's batch."""
         return abstract_batch(self.arguments.batch_size, self.seq)
 
     def program(self, *, concrete: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The step and its arguments; for the decoder, shapes alone unless they must be `concrete`."""
+        """Returns the step and its arguments; the decoder's are shapes unless they must be `concrete`."""
         if self.arguments.program:
             return _load(self.arguments.program)
         if not concrete:
@@ -139,7 +139,7 @@ class Choice:
 
 
 def started(arguments: argparse.Namespace, output: Output) -> Choice:
-    """What `choose` reads, for a command that runs: its devices are started, and of a job process 0 alone writes the output."""
+    """Returns what `choose` reads, and starts the devices for a command that runs; in a job only process 0 writes the output."""
     choice = choose(arguments)
     start_devices(choice.num_devices)
     if jax.process_index():
@@ -151,12 +151,12 @@ def choose(arguments: argparse.Namespace, all_devices: int | None = None) -> Cho
     """Reads the arguments and the configuration file; the arguments win.
 
     Args:
-        arguments: of the command.
-        all_devices: how many are there; by default those that are expected of CPUs.
+        arguments: the arguments of the command.
+        all_devices: the number of available devices; by default the expected number of CPU devices.
 
     Raises:
-        ContextError: a bad option, or a configuration that is none.
-        PlanError: --strategy names none.
+        ContextError: an option is bad, or the configuration file holds no configuration.
+        PlanError: --strategy names no strategy.
         OSError: the configuration or the strategy cannot be read.
     """
     given = options_from_arguments(arguments)
@@ -177,7 +177,7 @@ def choose(arguments: argparse.Namespace, all_devices: int | None = None) -> Cho
 
 
 def _with_defaults(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> argparse.Namespace:
-    """The arguments, those that are not given from `defaults`."""
+    """Returns the arguments, with `defaults` for those that are not given."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     return argparse.Namespace(**{**vars(arguments), **defaults, **given})
 
@@ -198,7 +198,7 @@ def _split(arguments: argparse.Namespace, config: ContextConfig, options: Mappin
 
 
 def _default_split(options: Mapping[str, Any]) -> SplitKind:
-    """Propagation needs pins to start from; a search needs none."""
+    """Returns the default strategies: propagation needs pins to start from, and a search does not."""
     if options["parallel_mode"] == "semi_auto_parallel":
         return "megatron"
     modes = (options.get("search_mode"), options.get("auto_parallel_search_mode"), options.get("sharding_propagation"))
@@ -207,11 +207,11 @@ def _default_split(options: Mapping[str, Any]) -> SplitKind:
 
 
 def target_options(target: str) -> dict[str, Any]:
-    """Devices to compile for, and their topology, as options of a step.
+    """Returns the devices to compile for, and their topology, as options of a step.
 
     Raises:
-        ContextError: no such target.
-        UnsupportedError: the compiler for it is not installed.
+        ContextError: the target is unknown.
+        UnsupportedError: the target's compiler is not installed.
     """
     if target == "cpu":
         return {}

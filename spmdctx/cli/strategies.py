@@ -1,4 +1,4 @@
-"""`spmdctx strategies`: makes the files of the library of strategies, or checks that they are what would be made."""
+"""`spmdctx strategies`: makes the files of the library of strategies, or checks that they are up to date."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class FileState(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the file is as it would be made."""
+        """True if the file is as the library would make it."""
         return self.state in ("written", "same")
 
 
 def add_strategies_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `strategies`."""
+    """Adds the arguments of `strategies`."""
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a file is not what would be made")
     parser.add_argument("--model", metavar="NAME", help="only this model's files")
     parser.add_argument("--device-num", type=positive, metavar="N", help="only those for this many devices")
@@ -105,7 +105,7 @@ def _settle(folder: Path, path: Path, text: str, check: bool) -> FileState:
 
 
 def _compare_plans(target: Path, path: Path, text: str) -> FileState:
-    """A plan whose ops moved to other source lines is still the same plan."""
+    """Compares a plan file with a new plan; ops that moved to other source lines make no difference."""
     scratch = target.with_name(f".{target.name}.made")
     try:
         scratch.write_text(text, encoding="utf-8")
@@ -122,7 +122,7 @@ def _decides_alike(diff: PlanDiff) -> bool:
 
 
 def _unknown(library: Library) -> Iterator[FileState]:
-    """Files that no row makes."""
+    """Yields the files that no row makes."""
     known = {Path(ROWS_FILE)}
     for row in library.rows:
         known |= {row.searched_file, row.searched_context_file}

@@ -1,4 +1,4 @@
-"""`spmdctx train`: a language model on real text, from plan to audit, with everything it found written down."""
+"""`spmdctx train`: trains a language model on real text, from plan to audit, and writes down all results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spmdctx.step.step import ParallelStep
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `train`."""
+    """Adds the arguments of `train`."""
     add_program_arguments(parser)
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=40, metavar="N", help="training steps (default: %(default)s)")
@@ -71,7 +71,7 @@ def train(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _checkpoints(arguments: argparse.Namespace) -> CheckpointManager:
-    """Where the state goes: without `--save-every` once, in the place of what was there."""
+    """Returns the manager for the state's checkpoints; without `--save-every` it replaces an old checkpoint once."""
     if arguments.save_every is None and jax.process_index() == 0 and (arguments.out / STATE).exists():
         shutil.rmtree(arguments.out / STATE)
     wait_for_all("spmdctx train")

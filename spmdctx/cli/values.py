@@ -1,4 +1,4 @@
-"""Kinds of values that the command line takes."""
+"""Types of values that the command line takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1.
+    """Parses a whole number of at least 1.
 
     Raises:
         argparse.ArgumentTypeError: any other text.
@@ -22,7 +22,7 @@ def positive(text: str) -> int:
 
 
 def positive_number(text: str) -> float:
-    """A finite number above 0.
+    """Parses a finite number above 0.
 
     Raises:
         argparse.ArgumentTypeError: any other text.

@@ -1,4 +1,4 @@
-"""Communication between processes and devices, after MindSpore's `mindspore.communication`; a rank is a device."""
+"""Communication between processes and devices, modeled on `mindspore.communication`; a rank is a device."""
 
 from spmdctx.communication.current import is_initialized
 from spmdctx.communication.groups import WORLD, create_group, destroy_group

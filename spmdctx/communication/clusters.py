@@ -1,4 +1,4 @@
-"""Who this process is in its job: read from the environment that a launcher, Slurm, Open MPI or Kubernetes has set."""
+"""Finds this process's place in its job from the environment that a launcher, Slurm, Open MPI or Kubernetes has set."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ADDRESS, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICES = (
     "SPMDCTX_PROCESS_ID",
     "SPMDCTX_LOCAL_DEVICE_IDS",
 )
-"""What `spmdctx launch` sets, or the user by hand; `SPMDCTX_ADDRESS` alone overrides the address that is found in any other way."""
+"""Set by `spmdctx launch`, or by the user. `SPMDCTX_ADDRESS` alone overrides an address found in any other way."""
 
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
-"""Ports above those that Linux gives to outgoing connections (32768 to 60999), so that the one chosen is most likely free."""
+"""Ports above those that Linux gives to outgoing connections (32768 to 60999), so that the chosen one is most likely free."""
 _KUBERNETES_PORT = 55527
 
 
@@ -38,13 +38,14 @@ class Cluster(NamedTuple):
 
 
 def detect(environ: Mapping[str, str]) -> Cluster | None:
-    """The job that the environment describes, None where it describes none.
+    """Returns the job that the environment describes, or None.
 
-    `spmdctx launch` and its variables set by hand come first, then what users and Kubeflow's trainer set for JAX, Open MPI, Slurm
-    (inside of a step only, since a batch script is no process of the job), Kubeflow's JAXJob and JobSet.
+    Variables of `spmdctx launch` come first, also if set by hand. Then follow those that users and Kubeflow's trainer set for
+    JAX, then Open MPI, Slurm, Kubeflow's JAXJob and JobSet. Slurm counts only inside a step, since a batch script is not a
+    process of the job.
 
     Raises:
-        ContextError: a part of the description is missing or is no number.
+        ContextError: a part of the description is missing or is not a number.
     """
     for find in _FINDERS:
         found = find(environ)
@@ -73,7 +74,7 @@ def _stated_for_jax(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _stated(environ: Mapping[str, str], source: str, address: str, count: str, number: str) -> Cluster | None:
-    """A job whose address, number of processes and process have a variable each; the count says that there is one."""
+    """Returns a job whose address, number of processes and own number have a variable each, or None without a count."""
     if count not in environ:
         if number in environ:
             raise ContextError(f"{number} is set, but {count} is not.", fix="set all three, or none")
@@ -119,7 +120,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _jax_job(environ: Mapping[str, str]) -> Cluster | None:
-    """Kubeflow's training operator."""
+    """Returns a job of Kubeflow's training operator, or None."""
     if "COORDINATOR_ADDRESS" not in environ or "NUM_PROCESSES" not in environ or "PROCESS_ID" not in environ:
         return None
     address = f"{environ['COORDINATOR_ADDRESS']}:{environ.get('COORDINATOR_PORT', str(_KUBERNETES_PORT))}"
@@ -127,7 +128,7 @@ def _jax_job(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _job_set(environ: Mapping[str, str]) -> Cluster | None:
-    """A JobSet whose pods get their names by the downward API: the first pod of the first job is process 0."""
+    """Returns a JobSet whose pods get their names by the downward API, or None; process 0 is the first pod of the first job."""
     if "JOBSET_NAME" not in environ:
         return None
     needed = ("REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX", "NUM_PROCESSES")
@@ -147,7 +148,7 @@ _FINDERS: tuple[Callable[[Mapping[str, str]], Cluster | None], ...] = (_launched
 
 
 def first_host(hosts: str) -> str:
-    """The first of Slurm's list of hosts, such as `node[007-009,12],other`."""
+    """Returns the first of Slurm's list of hosts, such as `node[007-009,12],other`."""
     found = re.match(r"([^,\[]+)(?:\[(\w+))?([^,\[\]]*)", hosts)
     if found is None:
         raise ContextError("Slurm's list of hosts cannot be read.", got=f"SLURM_STEP_NODELIST={hosts}")
@@ -159,7 +160,10 @@ def first_host(hosts: str) -> str:
 
 
 def _own_gpu(environ: Mapping[str, str], local_rank: str, per_machine: str) -> tuple[int, ...] | None:
-    """One GPU per process, by its number on the machine, where several share it and the launcher has not dealt them out."""
+    """Returns this process's GPU by its number on the machine if several processes share the machine.
+
+    Returns None if the launcher has already assigned the GPUs.
+    """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     number = _of(environ, local_rank)
     alone = re.match(r"1(?!\d)", per_machine) is not None
@@ -167,7 +171,7 @@ def _own_gpu(environ: Mapping[str, str], local_rank: str, per_machine: str) -> t
 
 
 def _port(number: int) -> int:
-    """A port that all processes of a job find alike, and most likely no other job."""
+    """Returns a port that all processes of a job derive alike, and most likely no other job uses."""
     return _FIRST_PORT + number % _NUM_PORTS
 
 

@@ -1,4 +1,4 @@
-"""The world that this process has entered by `init`, until it leaves it by `release`."""
+"""The world that this process enters by `init` and leaves by `release`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spmdctx.errors import CommunicationError
 
 
 class World(NamedTuple):
-    """What `init` found: the job, the machine of each process, and who watches over them."""
+    """The result of `init`: the job, the machine of each process, and the watch over them."""
 
     cluster: Cluster | None
     hosts: tuple[str, ...]
@@ -34,12 +34,12 @@ def enter(world: World | None) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `release` not since."""
+    """Returns whether `init` was called, and `release` not since."""
     return _world is not None
 
 
 def entered(what: str) -> World:
-    """The world; `what` is the name of the function that needs it.
+    """Returns the world; `what` is the name of the function that needs it.
 
     Raises:
         CommunicationError: before `init`.

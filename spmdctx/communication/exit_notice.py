@@ -1,4 +1,4 @@
-"""What `sys.exit` says: of an exit that nobody catches, others are told before Python's own clean-up, which would wait for them."""
+"""Notice of `sys.exit`: tells other processes of an uncaught exit before Python's own clean-up, which would wait for them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class ExitHook:
         atexit.register(self.remove)
 
     def remove(self) -> None:
-        """Puts `sys.exit` back; what was raised before tells nothing any more."""
+        """Restores `sys.exit`; exits raised before no longer tell anything."""
         self._told = None
         if sys.exit is self._own:
             sys.exit = self._previous
 
     def ended(self, status: object) -> None:
-        """Nobody caught an exit with this status."""
+        """Tells the others of an exit with this status that nobody caught."""
         if self._told is not None and status not in (None, 0):
             self._told(status if isinstance(status, int) else 1)
 
@@ -36,14 +36,14 @@ class ExitHook:
         raise self._made(status)
 
     def _made(self, status: object) -> SystemExit:
-        # Not in the frame that raises it: the two would hold each other.
+        # Made outside the frame that raises it, since the two would hold each other.
         error = _Exit(status)
         error.hook = self
         return error
 
 
 class _Exit(SystemExit):
-    """An exit that is given up by the interpreter itself, with no frame left, where nobody caught it."""
+    """An exit that notices when nobody caught it: the interpreter itself then drops it, with no frame left."""
 
     hook: ExitHook | None = None
 

@@ -1,4 +1,4 @@
-"""Groups of ranks: the world, and those that the user makes; a rank is a device."""
+"""Groups of ranks: the world, and the groups that the user makes; a rank is a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spmdctx.errors import CommunicationError, message
 WORLD = "world"
 """The group of all devices."""
 WORLD_NAMES = (WORLD, "nccl_world_group", "hccl_world_group", "mccl_world_group")
-"""Its names in MindSpore, by backend."""
+"""The names of the world in MindSpore, by backend."""
 
 Ranks = tuple[tuple[int, ...], ...]
 
@@ -20,16 +20,17 @@ _groups: dict[str, Ranks] = {}
 def create_group(group: str, rank_ids: Sequence[int] | Sequence[Sequence[int]]) -> None:
     """Makes a group that collectives in `spmdctx.ops` and the functions here know by its name.
 
-    One program runs on every device, so every process makes the same groups. Where each device belongs to another list of
-    ranks under the same name, as when each process of MindSpore's names its own, give all the lists.
+    One program runs on every device, so every process makes the same groups. In MindSpore each process may name its own list of
+    ranks under the same name. To do this here, give all the lists.
 
     Args:
-        group: its name.
-        rank_ids: the ranks, in the order that results are joined in; or several such lists of one length with no rank in two.
+        group: the name of the group.
+        rank_ids: the ranks, in the order in which results are joined. Several lists of equal length are allowed if no rank is in
+            two of them.
 
     Raises:
-        CommunicationError: before `init`, a name in use, or ranks that are none, repeated, negative or beyond the devices.
-        TypeError: a name that is no string, or ranks that are no ints.
+        CommunicationError: `init` was not called, the name is in use, or ranks are missing, repeated, negative or beyond the devices.
+        TypeError: the name is not a string, or a rank is not an int.
     """
     size = len(entered("create_group").devices)
     _check_name(group)
@@ -42,7 +43,7 @@ def destroy_group(group: str) -> None:
     """Forgets a group; steps that were traced with it keep its ranks.
 
     Raises:
-        CommunicationError: before `init`, for an unknown group, or for that of all devices.
+        CommunicationError: `init` was not called, or the group is unknown or is that of all devices.
     """
     entered("destroy_group")
     _check_name(group)
@@ -59,10 +60,10 @@ def forget_groups() -> None:
 
 
 def ranks_of(group: str, size: int) -> Ranks:
-    """The lists of ranks of a group in a world of `size` devices.
+    """Returns the lists of ranks of a group in a world of `size` devices.
 
     Raises:
-        CommunicationError: there is no such group, or it has ranks that the world has not.
+        CommunicationError: there is no such group, or it has ranks beyond the world.
     """
     _check_name(group)
     if group in WORLD_NAMES:
@@ -73,7 +74,7 @@ def ranks_of(group: str, size: int) -> Ranks:
 
 
 def own_ranks(group: str, rank: int, size: int) -> tuple[int, ...]:
-    """The list of a group that holds `rank`; the first one where none does."""
+    """Returns the list of a group that holds `rank`, or the first one if none does."""
     found = ranks_of(group, size)
     return next((ranks for ranks in found if rank in ranks), found[0])
 

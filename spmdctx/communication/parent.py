@@ -1,4 +1,4 @@
-"""A process of `spmdctx launch` does not outlive it, even where it is killed."""
+"""Makes a process of `spmdctx launch` end with its launcher, even if that is killed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where the processes of a job meet before JAX connects them: who does not come is named, where JAX would abort without a word.
+"""The meeting of a job's processes before JAX connects them, which names missing processes; JAX would abort without a word.
 
-Process 0 listens at the job's address, the others say their numbers there and wait for its word. Then the port is JAX's.
+Process 0 listens at the job's address. The others send it their numbers and wait for its answer. Then JAX takes over the port.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _GO = b"go\n"
 _KEPT_BYTES = 64
 _RETRY_S = 0.1
 _HELLO_S = 5.0
-"""How long one that has connected may take to say who it is."""
+"""Seconds in which a process that has connected must send its number."""
 
 
 def meet(cluster: Cluster, timeout_s: float) -> None:
-    """Waits until all processes are there.
+    """Waits until all processes have connected.
 
     Raises:
-        CommunicationError: some do not come in time, two have the same number, they were told different numbers of processes, or the
-            port of process 0 is in use.
+        CommunicationError: some do not connect in time, two have the same number, they were told different numbers of processes, or
+            the port of process 0 is in use.
     """
     if cluster.num_processes < 2 and cluster.process_id == 0:
         _listener(cluster).close()
@@ -36,7 +36,7 @@ def meet(cluster: Cluster, timeout_s: float) -> None:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that listens on a port of this machine, 0 for any, by IPv6 and IPv4 where it has both."""
+    """Opens a socket that listens on a port of this machine (0 for any), by both IPv6 and IPv4 if possible."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -88,7 +88,7 @@ def _callers(server: socket.socket, deadline: float) -> Iterator[socket.socket]:
 
 
 def _hello(link: socket.socket, cluster: Cluster, known: dict[int, socket.socket]) -> int | None:
-    """The number of a process that has come; None for a stranger."""
+    """Returns the number of a process that has connected, or None if it does not belong to the job."""
     try:
         words = link.recv(_KEPT_BYTES).split()
     except OSError:

@@ -1,7 +1,7 @@
 """The watch: every process keeps a connection to process 0, so that all hear at once when one is killed or fails.
 
-The system closes the connections of a process that dies, whatever it dies of, and gives up those to a machine that does not
-answer: nothing has to be waited for, and a process that is only slow is never taken for dead.
+The operating system closes the connections of a process that dies, whatever the cause. It also gives up connections to a
+machine that does not answer. So no timeout is needed, and a process that is only slow is never taken for dead.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from spmdctx.communication.rendezvous import listen
 from spmdctx.errors import message
 
 PEER_LOST = 76
-"""Exit code of a process that ends because another one did: the protocol error of BSD's sysexits."""
+"""Exit code of a process that ends because another process did: the protocol error of BSD's sysexits."""
 
 _ADDRESS = "spmdctx/watch"
 _CONNECT_S = 10.0
 _VERDICT_S = 1.0
-"""How long a failing process waits to hear that another one failed first."""
+"""Seconds that a failing process waits to hear that another one failed first."""
 _TELLING_S = 0.5
 _SILENCE_S = 10
-"""After how long the system gives up a connection to a machine that does not answer."""
+"""Seconds after which the system gives up a connection to a machine that does not answer."""
 _KEPT = 300
-"""Characters of another process's error that are told."""
+"""Characters of a process's error that the others are told."""
 
 
 class Watch:
@@ -83,7 +83,10 @@ class Watch:
         _end_with(f"error: {text}\n", PEER_LOST)
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """The last of an exception that nobody caught: a lost process is named in its place where that is what it came from."""
+        """Handles an exception that nobody caught.
+
+        It waits first, so that the process can name a lost process instead if that caused the exception.
+        """
         if not isinstance(error, KeyboardInterrupt):
             time.sleep(_VERDICT_S)
         if not self._ending.acquire(blocking=False):
@@ -105,7 +108,7 @@ class Watch:
 
 
 def start_watch(cluster: Cluster, timeout_s: float) -> Watch | None:
-    """Connects this process to the watch; None, with a warning, where it cannot be reached."""
+    """Connects this process to the watch; returns None, with a warning, if it cannot be reached."""
     store, process = key_value_store(), jax.process_index()
     host = cluster.address.rpartition(":")[0].strip("[]")
     if process == 0:
@@ -193,7 +196,7 @@ class _Hub:
                 _send(link, {"gone": process, "why": why})
 
     def _close(self) -> None:
-        """In a forked child: connections that it kept open would hide that this process is gone."""
+        """Closes the connections in a forked child, which would otherwise hide that this process is gone."""
         self._server.close()
         for link in self._buffers:
             link.close()

@@ -1,4 +1,4 @@
-"""The world of a job: its processes, its devices as ranks, and how it is started and left."""
+"""The world of a job: starts and leaves it, and tells its processes and its devices as ranks."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def init(  # noqa: PLR0913  # what a job may say of itself
     heartbeat_timeout_s: float = 30,
     watch: bool = True,
 ) -> None:
-    """Starts communication between the processes of a job; to be called before anything that uses a device.
+    """Starts communication between the processes of a job; call it before anything that uses a device.
 
-    The job is read from what `spmdctx launch`, Open MPI's mpirun, Slurm's srun, Kubeflow or a JobSet have set, or from the
-    arguments. Where there is none, the world is this process with its devices. A second call changes nothing.
+    The job is read from the arguments, or from the environment that `spmdctx launch`, Open MPI's mpirun, Slurm's srun, Kubeflow
+    or a JobSet have set. Without a job the world is this process with its devices. A second call changes nothing.
 
-    With `watch`, a process that is killed or fails ends all others at once with an error that names it. What the watch cannot
-    see, a machine that freezes, JAX finds out after `heartbeat_timeout_s`. SIGTERM ends a process, as JAX's preemption service
-    is not started; who wants it calls `jax.distributed.initialize` before.
+    With `watch`, a process that is killed or fails ends all others at once with an error that names it. The watch cannot see a
+    machine that freezes; JAX detects it after `heartbeat_timeout_s`. SIGTERM ends a process, since JAX's preemption service is
+    not started. To use that service, call `jax.distributed.initialize` first.
 
     Args:
         backend: "nccl" for GPUs, "gloo" for CPUs, "tpu"; None takes what JAX finds.
         address: "host:port" of process 0, where it accepts connections.
-        num_processes: in the job.
-        process_id: of this process, from 0.
+        num_processes: the number of processes in the job.
+        process_id: the number of this process, from 0.
         local_device_ids: the GPUs of this process among those of its machine.
-        timeout_s: how long to wait for all processes to come.
-        heartbeat_timeout_s: after how much silence JAX takes a process for dead.
+        timeout_s: how long to wait for all processes to connect.
+        heartbeat_timeout_s: the silence after which JAX takes a process for dead.
         watch: whether processes watch each other.
 
     Raises:
-        UnsupportedError: a backend of Ascend.
-        ContextError: an unknown backend, or an environment that cannot be read.
-        CommunicationError: the processes do not come together, or have no devices of the backend.
+        UnsupportedError: the backend is one of Ascend.
+        ContextError: the backend is unknown, or the environment cannot be read.
+        CommunicationError: the processes do not connect, or have no devices of the backend.
     """
     platform = _platform(backend)
     if is_initialized():
@@ -72,12 +72,12 @@ def init(  # noqa: PLR0913  # what a job may say of itself
 
 
 def release() -> None:
-    """Leaves the world: groups are forgotten, and `init` has to be called again.
+    """Leaves the world and forgets its groups; `init` has to be called again.
 
-    Processes of a job wait for each other here, and cannot come back.
+    Processes of a job wait for each other here and cannot come back.
 
     Raises:
-        CommunicationError: before `init`.
+        CommunicationError: `init` was not called.
     """
     world = entered("release")
     forget_groups()
@@ -89,27 +89,27 @@ def release() -> None:
 
 
 def get_rank(group: str = WORLD) -> int:
-    """The rank of this process's first device in a group.
+    """Returns the rank of this process's first device in a group.
 
     Raises:
-        CommunicationError: before `init`, for an unknown group, or where the group has none of this process's devices.
+        CommunicationError: `init` was not called, the group is unknown, or it has none of this process's devices.
     """
     ranks, mine = _own(group, "get_rank")
     return ranks.index(min(mine))
 
 
 def get_group_size(group: str = WORLD) -> int:
-    """The number of devices in a group.
+    """Returns the number of devices in a group.
 
     Raises:
-        CommunicationError: before `init`, or for an unknown group.
+        CommunicationError: `init` was not called, or the group is unknown.
     """
     size = len(entered("get_group_size").devices)
     return len(own_ranks(group, _ranks_here()[0], size))
 
 
 def get_local_rank(group: str = WORLD) -> int:
-    """The rank of this process's first device among the group's devices of its machine.
+    """Returns the rank of this process's first device among the group's devices on its machine.
 
     Raises:
         CommunicationError: as `get_rank`.
@@ -120,7 +120,7 @@ def get_local_rank(group: str = WORLD) -> int:
 
 
 def get_local_rank_size(group: str = WORLD) -> int:
-    """How many devices of the group this machine has.
+    """Returns how many devices of the group this machine has.
 
     Raises:
         CommunicationError: as `get_rank`.
@@ -131,11 +131,11 @@ def get_local_rank_size(group: str = WORLD) -> int:
 
 
 def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
-    """The rank in the world of a rank in a group.
+    """Returns the rank in the world of a rank in a group.
 
     Raises:
-        CommunicationError: before `init`, for an unknown group, or a rank that it has not.
-        TypeError: a rank that is no int.
+        CommunicationError: `init` was not called, the group is unknown, or it does not have the rank.
+        TypeError: the rank is not an int.
     """
     entered("get_world_rank_from_group_rank")
     _check_rank("group_rank_id", group_rank_id)
@@ -146,11 +146,11 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
 
 
 def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
-    """The rank in a group of a rank in the world.
+    """Returns the rank in a group of a rank in the world.
 
     Raises:
-        CommunicationError: before `init`, for an unknown group, or a rank that is not in it.
-        TypeError: a rank that is no int.
+        CommunicationError: `init` was not called, the group is unknown, or the rank is not in it.
+        TypeError: the rank is not an int.
     """
     entered("get_group_rank_from_world_rank")
     _check_rank("world_rank_id", world_rank_id)
@@ -177,7 +177,7 @@ def _platform(backend: str | None) -> str | None:
 
 
 def _cluster(address: str | None, count: int | None, number: int | None, devices: Sequence[int] | None) -> Cluster | None:
-    """The job as the arguments say it, and the environment where they are silent."""
+    """Returns the job that the arguments describe, completed from the environment."""
     if address is not None and count is not None and number is not None:
         return Cluster("the arguments of init", address, count, number, None if devices is None else tuple(devices))
     found = detect(os.environ)
@@ -237,7 +237,7 @@ def _check_platform(backend: str | None, platform: str | None) -> None:
 
 
 def _hosts(timeout_s: float) -> tuple[str, ...]:
-    """The machine of each process."""
+    """Returns the machine of each process."""
     if jax.process_count() == 1:
         return (socket.gethostname(),)
     store = key_value_store()
@@ -257,7 +257,7 @@ def _ranks_of_host() -> frozenset[int]:
 
 
 def _own(group: str, what: str) -> tuple[tuple[int, ...], frozenset[int]]:
-    """The ranks of a group, and this process's devices among them."""
+    """Returns the ranks of a group, and this process's devices among them."""
     size = len(entered(what).devices)
     mine = _ranks_here()
     for rank in mine:

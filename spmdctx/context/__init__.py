@@ -1,1 +1,1 @@
-"""The context: the table of options, their values and layers, what is checked, files and generated docs."""
+"""The context: the table of options, their values, layers and checks, configuration files and generated docs."""

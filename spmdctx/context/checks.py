@@ -1,4 +1,4 @@
-"""What is found when a step is planned or called: options that contradict each other or the devices, and those without effect."""
+"""Checks when a step is planned or called: options that contradict each other or the devices, or that have no effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FULL_BATCH_REFUSED = ("data_parallel", "hybrid_parallel")
 
 
 def device_count(context: AutoParallelContext, available: int) -> int:
-    """How many devices a step spans: device_num where the user set it, else all that are there."""
+    """Returns how many devices a step spans: device_num if the user set it, else all available ones."""
     return context.device_num if context.is_set("device_num") else available
 
 
@@ -111,9 +111,9 @@ def _check_batch(context: AutoParallelContext, total: int) -> None:
 
 
 def ineffective(context: AutoParallelContext) -> tuple[tuple[str, str], ...]:
-    """Options the user set that have no effect: (name, sentence) in table order.
+    """Returns the options set by the user that have no effect, as (name, sentence) in table order.
 
-    Values that ask for nothing, such as a switch that is off, are left out.
+    Values that request nothing, such as a switch that is off, are left out.
     """
     rows = [(option, context.value(option), context.is_set(option.name)) for option in OPTIONS]
     rows += [(option, getattr(context.algo, option.name), option.name in context.algo.explicit) for option in ALGO_OPTIONS]

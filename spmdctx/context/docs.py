@@ -1,4 +1,4 @@
-"""The option table as documentation and as command-line options."""
+"""Renders the option table as documentation and as command-line options."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ This page is made from the option table in `spmdctx/context/options.py`:
 
 
 def options_table(options: tuple[Option, ...] = OPTIONS) -> str:
-    """The table as Markdown, one row per option."""
+    """Renders the table as Markdown, with one row for each option."""
     rows = [_HEADER, ("---",) * len(_HEADER), *map(_row, options)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def options_page() -> str:
-    """The whole of `docs/options.md`."""
+    """Renders the whole of `docs/options.md`."""
     return _PAGE.format(options=options_table(), algo=options_table(ALGO_OPTIONS), modes=", ".join(PARALLEL_MODES))
 
 
@@ -62,7 +62,7 @@ def _modes(modes: tuple[str, ...]) -> str:
 
 
 def cli_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Flag and `add_argument` keywords of each option that acts; options that are not given leave no trace."""
+    """Yields the flag and `add_argument` keywords of each option that acts; options that are not given leave no trace."""
     for option in OPTIONS:
         if not option.modes:
             continue
@@ -83,7 +83,7 @@ def add_context_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The context options that were given on the command line."""
+    """Returns the context options that were given on the command line."""
     given = vars(arguments)
     return {option.name: given[option.name] for option in OPTIONS if option.name in given}
 

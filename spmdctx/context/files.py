@@ -1,4 +1,4 @@
-"""Configuration files: MindFormers' YAML (use_parallel, parallel, parallel_config, context) or plain options, as context options."""
+"""Configuration files: reads context options from MindFormers' YAML (use_parallel, parallel, parallel_config, context) or plain ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """What a configuration says.
+    """The content of a configuration.
 
     Attributes:
         options: Context options, as `set_auto_parallel_context` takes them.
@@ -98,7 +98,7 @@ def _read_yaml(path: str) -> Mapping[str, Any]:
 
 
 def _with_tuples(name: str, value: Any) -> Any:
-    """YAML has no tuples, so a dataset_strategy is written as lists there, and its Layouts as mappings."""
+    """Converts a dataset_strategy from lists and mappings, since YAML has neither tuples nor Layouts."""
     return dataset_strategy_from_lists(value) if name == "dataset_strategy" else value
 
 
@@ -138,7 +138,7 @@ def _from_mindformers(content: Mapping[str, Any]) -> ContextConfig:
 
 
 def _parallel_part(section: dict[str, Any]) -> dict[str, Any]:
-    """The `parallel` section as options."""
+    """Returns the `parallel` section as options."""
     for name in [name for name in section if name in LATER_OPTIONS]:
         _left_out(f"parallel.{name}", "it belongs to MindSpore versions after 2.0", section.pop(name))
     options = {name: _with_tuples(name, value) for name, value in section.items()}
@@ -152,7 +152,7 @@ def _parallel_part(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mode_name(mode: Any) -> Any:
-    """MindFormers' number or spelling of a mode as the option's value; others are left for the option's own check."""
+    """Converts MindFormers' number or spelling of a mode; other values are left to the option's own check."""
     if is_int(mode):
         if not 0 <= mode < len(_MODE_NUMBERS):
             known = ", ".join(f"{number} ({name})" for number, name in enumerate(_MODE_NUMBERS))
@@ -162,7 +162,7 @@ def _mode_name(mode: Any) -> Any:
 
 
 def _model_part(section: dict[str, Any]) -> dict[str, Any]:
-    """The known keys of `parallel_config`, counts checked."""
+    """Returns the known keys of `parallel_config` with checked counts."""
     for name in [name for name in section if name not in _MODEL_KEYS]:
         _left_out(f"parallel_config.{name}", nearest(name, _MODEL_KEYS) or "no such key is known", section.pop(name))
     for name in _COUNT_KEYS:
@@ -179,7 +179,7 @@ def _left_out(name: str, reason: str, value: Any) -> None:
 
 
 def _memory_bytes(value: Any) -> int | None:
-    """MindFormers' "58GB" in bytes."""
+    """Converts MindFormers' "58GB" to bytes."""
     if value is None:
         return None
     if not isinstance(value, str):

@@ -1,8 +1,8 @@
-"""The auto-parallel context: MindSpore's set, get and reset, layers for `with` and decorators, and the frozen value steps read.
+"""The auto-parallel context: MindSpore's set, get and reset, and layers for `with` and decorators.
 
-There is one process-wide layer, which new threads see, and a stack of further layers per thread (or async task), pushed
-by `auto_parallel_context`. Each setter changes the innermost layer only. A layer holds a frozen AutoParallelContext, so
-that a step reads one consistent state however many threads set options.
+There is one process-wide layer, which new threads see. Each thread (or async task) also has a stack of layers, pushed by
+`auto_parallel_context`. Setters change only the innermost layer. A layer holds a frozen AutoParallelContext, so that a step
+reads one consistent state however many threads set options.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _versions = count()
 
 @cache
 def _version_of(context: AutoParallelContext) -> int:
-    """One number per distinct context, so that a layer that is entered again costs a step no new look-up."""
+    """Returns one number for each distinct context, so that entering a layer again costs a step no new look-up."""
     return next(_versions)
 
 
@@ -77,12 +77,12 @@ _inner: ContextVar[_Layer | None] = ContextVar("spmdctx_context", default=None)
 
 
 def current_context() -> AutoParallelContext:
-    """The context that holds here: of the innermost layer of this thread, else the process-wide one."""
+    """Returns the current context: that of this thread's innermost layer, else the process-wide one."""
     return (_inner.get() or _base).context
 
 
 def version() -> int:
-    """A number that two equal contexts share and two different ones do not; the cheapest test for a change."""
+    """Returns a number that equal contexts share and different ones do not; the cheapest test for a change."""
     return (_inner.get() or _base).version
 
 
@@ -113,10 +113,10 @@ def set_auto_parallel_context(**options: Any) -> None:
 
 
 def get_auto_parallel_context(attr_key: str) -> Any:
-    """The value of one option: the one that was set, or the documented default.
+    """Returns the value of one option: the one that was set, or the documented default.
 
     Raises:
-        ContextError: an unknown name.
+        ContextError: the name is unknown.
     """
     option = find(attr_key, "Get")
     return plain(current_context().value(option))
@@ -163,10 +163,10 @@ def set_algo_parameters(**parameters: Any) -> None:
 
 
 def get_algo_parameters(attr_key: str) -> Any:
-    """The value of one parameter of the search.
+    """Returns the value of one parameter of the search.
 
     Raises:
-        ContextError: an unknown name.
+        ContextError: the name is unknown.
     """
     return getattr(current_context().algo, find(attr_key, "Get", ALGO_BY_NAME).name)
 
@@ -177,7 +177,7 @@ def reset_algo_parameters() -> None:
 
 
 class ContextLayer:
-    """What `auto_parallel_context` returns: a layer for a `with` block, or a decorator; can be used again and nested."""
+    """A layer of the context for a `with` block or as a decorator, which can be reused and nested."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
@@ -194,7 +194,10 @@ class ContextLayer:
         _inner.set(layer.outer if layer is not None else None)
 
     def __call__(self, function: F) -> F:
-        """The function, called inside the layer; a parallel step stays one, with the options below its own."""
+        """Wraps a function so that it runs inside the layer.
+
+        A parallel step stays one, and its own options override those of the layer.
+        """
         if hasattr(function, "with_context"):
             return cast(F, function.with_context(**self._options))
         if inspect.isclass(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -221,13 +224,13 @@ class ContextLayer:
 
 
 _decorated: WeakKeyDictionary[Callable[..., Any], tuple[Callable[..., Any], dict[str, Any]]] = WeakKeyDictionary()
-"""Functions that ContextLayer made: what they call, and their options."""
+"""Functions that ContextLayer wrapped, with the function that each calls and its options."""
 
 
 def beneath_layers(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A function without the `auto_parallel_context` decorators on it, and their options, of which the inner ones win.
+    """Returns a function without its `auto_parallel_context` decorators, and their options; inner ones win.
 
-    A step plans and compiles outside of its function, where these layers would not be seen.
+    A step plans and compiles outside of its function, where it would not see these layers.
     """
     options: dict[str, Any] = {}
     try:
@@ -240,21 +243,21 @@ def beneath_layers(function: Callable[..., Any]) -> tuple[Callable[..., Any], di
 
 
 def auto_parallel_context(**options: Any) -> ContextLayer:
-    """A layer of the context, for a `with` block or as a decorator; the old state comes back on exit.
+    """Makes a layer of the context, for a `with` block or as a decorator; leaving it restores the old state.
 
-    Inside, `set_auto_parallel_context` and `reset_auto_parallel_context` change this layer only. Other threads do not
+    Inside, `set_auto_parallel_context` and `reset_auto_parallel_context` change only this layer. Other threads do not
     see it. The options are checked at once, not on entry.
 
     Raises:
-        ContextError: an unknown name or a bad value.
-        TypeError: a value of a wrong type.
-        UnsupportedError: an option that JAX has no counterpart of.
+        ContextError: a name is unknown or a value is bad.
+        TypeError: a value has the wrong type.
+        UnsupportedError: JAX has no counterpart of an option.
     """
     return ContextLayer(options)
 
 
 def _signature(returns: object) -> inspect.Signature:
-    """Keyword-only options with their defaults, so that notebooks and editors complete them."""
+    """Makes a signature of keyword-only options with their defaults, so that notebooks and editors complete them."""
     keywords = [inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=plain(option.default)) for option in OPTIONS]
     return inspect.Signature(keywords, return_annotation=returns)
 

@@ -1,6 +1,6 @@
 """The option table: name, kind, default, allowed values, modes and meaning of every context option.
 
-Checks, `get`, the documentation, the command line and the warnings are all driven by it.
+It drives the checks, `get`, the documentation, the command line and the warnings.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LATER_OPTIONS = (
     "dump_local_norm_path",
     "dump_device_local_norm",
 )
-"""Options of MindSpore versions after 2.0, known by name so that the error can say so."""
+"""Options of MindSpore versions after 2.0, listed so that the error can say so."""
 
 _AUTO_FUSION = FusionEntry("auto", None)
 
@@ -358,16 +358,16 @@ ALGO_BY_NAME: dict[str, Option] = {option.name: option for option in ALGO_OPTION
 
 
 def find(key: Any, verb: str, table: Mapping[str, Option] = BY_NAME, also: Iterable[str] = ()) -> Option:
-    """The option of that name.
+    """Returns the option of that name.
 
     Args:
-        key: What the user wrote.
+        key: The name that the user wrote.
         verb: "Set" or "Get", for the message.
-        table: The options to look in.
-        also: Other names to suggest from.
+        table: The options to search.
+        also: Other names that the message may suggest.
 
     Raises:
-        TypeError: `key` is no string.
+        TypeError: `key` is not a string.
         ContextError: there is no such option; the message names the nearest one.
     """
     if not isinstance(key, str):
@@ -384,6 +384,6 @@ def find(key: Any, verb: str, table: Mapping[str, Option] = BY_NAME, also: Itera
 
 
 def checked(options: Mapping[str, Any], table: Mapping[str, Option] = BY_NAME, also: Iterable[str] = ()) -> dict[str, Any]:
-    """All values in normal form; raises on the first bad name or value, so that a caller changes all or nothing."""
+    """Returns all values in normal form; raises on the first bad name or value, so that a caller changes all or nothing."""
     found = [(find(name, "Set", table, also), value) for name, value in options.items()]
     return {option.name: option.check(option.name, value) for option, value in found}

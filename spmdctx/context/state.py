@@ -1,4 +1,4 @@
-"""The state of the context: one frozen, hashable value that a step reads."""
+"""The state of the context: a frozen, hashable value that a step reads."""
 
 from __future__ import annotations
 
@@ -90,40 +90,43 @@ class AutoParallelContext:
 
     @property
     def fuses_by_index(self) -> bool:
-        """Whether gradients are reduced in buckets by index."""
+        """True if gradients are reduced in buckets by index."""
         return self.index_fusion and self.comm_fusion.openstate and self.parallel_mode != "stand_alone"
 
     @property
     def batch_is_pinned(self) -> bool:
-        """Whether the user said how the batch is split; in auto_parallel it is free otherwise."""
+        """True if the user said how the batch is split; otherwise it is free in auto_parallel."""
         return not self.explicit.isdisjoint(("dataset_strategy", "full_batch"))
 
     @property
     def allows_all_to_all(self) -> bool:
-        """Whether a plan may hold all-to-alls: where the user says so, and where he says nothing and leaves the plan to the search."""
+        """True if a plan may hold all-to-alls.
+
+        That is the case if the user enables them, or says nothing and leaves the plan to the search.
+        """
         is_free = self.parallel_mode in ("stand_alone", "auto_parallel") and not self.is_set("enable_alltoall")
         return self.enable_alltoall or is_free
 
     def is_set(self, name: str) -> bool:
-        """Whether the user set the option, by either name where it has two."""
+        """Returns whether the user set the option, by either of its names."""
         return name in self.explicit
 
     def value(self, option: Option) -> Any:
-        """The option's value in normal form."""
+        """Returns the option's value in normal form."""
         return getattr(self, option.name)
 
     def replace(self, **options: Any) -> AutoParallelContext:
-        """This context with options set on top, checked.
+        """Returns this context with further options, which are checked.
 
         Raises:
-            ContextError: an unknown name or a bad value.
-            TypeError: a value of a wrong type.
-            UnsupportedError: an option that JAX has no counterpart of.
+            ContextError: a name is unknown or a value is bad.
+            TypeError: a value has the wrong type.
+            UnsupportedError: JAX has no counterpart of an option.
         """
         return self.with_checked(checked(options))
 
     def plan_options(self) -> tuple[tuple[str, Any], ...]:
-        """Options that differ from their defaults, in table order, as `get` gives them; none of paths and ranks."""
+        """Returns the options that differ from their defaults, in table order, as `get` returns them; leaves out paths and ranks."""
         rows = [(option, self.value(option)) for option in OPTIONS if option.in_plan and not option.same_as]
         found = [(option.name, plain(value)) for option, value in rows if value != option.default or self._acts_unlike_unset(option.name)]
         algo = [(name, getattr(self.algo, name)) for name in ALGO_BY_NAME if name in self.algo.explicit]
@@ -133,7 +136,7 @@ class AutoParallelContext:
         return name == "enable_alltoall" and self.is_set(name) and self.parallel_mode == "auto_parallel"
 
     def with_checked(self, values: Mapping[str, Any]) -> AutoParallelContext:
-        """This context with options set on top whose values are in normal form."""
+        """Returns this context with further options whose values are in normal form."""
         if not values:
             return self
         state = {name: getattr(self, name) for name in _FIELDS}
@@ -143,7 +146,7 @@ class AutoParallelContext:
         return AutoParallelContext(**{**state, "explicit": self.explicit | names})
 
     def with_algo(self, algo: AlgoParameters) -> AutoParallelContext:
-        """This context with other search parameters."""
+        """Returns this context with other search parameters."""
         state = {name: getattr(self, name) for name in _FIELDS}
         return AutoParallelContext(**{**state, "algo": algo})
 

@@ -1,7 +1,7 @@
-"""One option: how its value is checked, and where it is stored.
+"""Options: how a value is checked, and where it is stored.
 
 Most options are a field of AutoParallelContext. Some share one storage: two names for one value, a flag and a string, a
-dictionary and its entries. Their `store` says how.
+dictionary and its entries. Their `store` function does this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from spmdctx.context.values import Check, DatasetStrategy, FusionEntry
 
 State = dict[str, Any]
-"""Field name of AutoParallelContext to its value."""
+"""Maps the field names of AutoParallelContext to their values."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +62,26 @@ class Option:
 
 
 def store_search_mode(state: State, value: str) -> None:
-    """Either name of search_mode."""
+    """Stores search_mode under either of its names."""
     state["search_mode"] = value
 
 
 def store_full_batch(state: State, value: bool) -> None:
-    """The flag; it changes the strategy where that is a string, and leaves tuples alone."""
+    """Stores the flag, and changes the strategy if it is a string; leaves tuples alone."""
     state["full_batch"] = value
     if isinstance(state["dataset_strategy"], str):
         state["dataset_strategy"] = "full_batch" if value else "data_parallel"
 
 
 def store_dataset_strategy(state: State, value: DatasetStrategy) -> None:
-    """The strategy; a string changes the flag too."""
+    """Stores the strategy; a string also changes the flag."""
     state["dataset_strategy"] = value
     if isinstance(value, str):
         state["full_batch"] = value == "full_batch"
 
 
 def store_entries(field: str) -> Callable[[State, dict[str, Any]], None]:
-    """The given entries of a dictionary; the others stay."""
+    """Makes a function that stores the given entries of a dictionary and keeps the others."""
 
     def store(state: State, value: dict[str, Any]) -> None:
         state[field] = state[field]._replace(**value)
@@ -90,7 +90,7 @@ def store_entries(field: str) -> Callable[[State, dict[str, Any]], None]:
 
 
 def store_entry(field: str, entry: str) -> Callable[[State, Any], None]:
-    """One entry of a dictionary that is an option of its own."""
+    """Makes a function that stores one entry of a dictionary, which is an option of its own."""
 
     def store(state: State, value: Any) -> None:
         state[field] = state[field]._replace(**{entry: value})
@@ -105,7 +105,7 @@ def store_fusion_indices(state: State, value: tuple[int, ...]) -> None:
 
 
 def store_comm_fusion(state: State, value: dict[str, Any]) -> None:
-    """The given kinds; what it says of all-reduces replaces all_reduce_fusion_config as the choice that holds."""
+    """Stores the given kinds; an entry for all-reduces takes precedence over an earlier all_reduce_fusion_config."""
     state["comm_fusion"] = state["comm_fusion"]._replace(**value)
     entry: FusionEntry | None = value.get("allreduce")
     if entry is not None:

@@ -1,4 +1,4 @@
-"""Values of context options: the checks, the normal (frozen, hashable) forms, and what `get` returns for them."""
+"""Values of context options: checks, normal (frozen, hashable) forms, and the forms that `get` returns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ DatasetStrategy = str | tuple[tuple[int, ...] | Layout, ...]
 
 
 def plain(value: Any) -> Any:
-    """The value as `get` returns it: dictionaries and lists where the normal form has named tuples and tuples."""
+    """Returns the value as `get` does, with dictionaries and lists in place of named tuples and tuples."""
     if isinstance(value, tuple):
         if hasattr(value, "_asdict"):
             return {name: plain(part) for name, part in value._asdict().items()}
@@ -65,43 +65,43 @@ def plain(value: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A `fix` line that names the known word nearest to a wrong one; empty where none is near."""
+    """Returns a `fix` line that names the known word nearest to a wrong one, or an empty string if none is near."""
     by_lower = {name.lower(): name for name in known}
     found = get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.6)
     return f"did you mean {by_lower[found[0]]!r}?" if found else ""
 
 
 def wrong_type(name: str, value: Any, need: str) -> TypeError:
-    """The error for a value of a wrong type."""
+    """Makes the error for a value of a wrong type."""
     return TypeError(message(f"{name} does not take values of type {type(value).__name__}.", got=repr(value), need=need))
 
 
 def bad_value(name: str, value: Any, need: str, fix: str = "") -> ContextError:
-    """The error for a value of the right type that is not allowed."""
+    """Makes the error for a value of the right type that is not allowed."""
     return ContextError(f"{name} does not accept {value!r}.", need=need, fix=fix)
 
 
 def is_int(value: Any) -> bool:
-    """Whether the value is an integer and no bool."""
+    """Returns whether the value is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def boolean(name: str, value: Any) -> bool:
-    """True or False; 0, 1 and None are refused."""
+    """Accepts True or False; refuses 0, 1 and None."""
     if not isinstance(value, bool):
         raise wrong_type(name, value, "True or False")
     return value
 
 
 def text(name: str, value: Any) -> str:
-    """Any string."""
+    """Accepts any string."""
     if not isinstance(value, str):
         raise wrong_type(name, value, "a string")
     return value
 
 
 def integer(low: int, high: int | None = None, unit: str = "") -> Check:
-    """An int in [low, high]."""
+    """Makes a check that accepts an int in [low, high]."""
     need = (f"an int >= {low}" if high is None else f"an int in [{low}, {high}]") + (unit and f" ({unit})")
 
     def check(name: str, value: Any) -> int:
@@ -115,7 +115,7 @@ def integer(low: int, high: int | None = None, unit: str = "") -> Check:
 
 
 def positive_number(high: float = math.inf) -> Check:
-    """A float or int in (0, high], kept as float."""
+    """Makes a check that accepts a float or int in (0, high] and keeps it as a float."""
     need = "a finite number > 0" if high == math.inf else f"a number in (0, {high:g}]"
 
     def check(name: str, value: Any) -> float:
@@ -129,7 +129,7 @@ def positive_number(high: float = math.inf) -> Check:
 
 
 def memory_budget(value: Any) -> int | None:
-    """`memory_bytes`, a positive number of bytes or None for no budget."""
+    """Checks `memory_bytes`, a positive number of bytes or None for no budget."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -140,7 +140,7 @@ def memory_budget(value: Any) -> int | None:
 
 
 def choice(names: tuple[str, ...]) -> Check:
-    """One of the names, exactly as they are written."""
+    """Makes a check that accepts one of the names exactly as written."""
     need = "one of " + ", ".join(map(repr, names))
 
     def check(name: str, value: Any) -> str:
@@ -154,7 +154,7 @@ def choice(names: tuple[str, ...]) -> Check:
 
 
 def refused_unless(default: Any, check: Check, reason: str) -> Check:
-    """The default is accepted; every other legal value is an UnsupportedError that gives the reason."""
+    """Makes a check that accepts the default; every other legal value raises an UnsupportedError that gives the reason."""
 
     def guarded(name: str, value: Any) -> Any:
         if check(name, value) != default:
@@ -165,7 +165,7 @@ def refused_unless(default: Any, check: Check, reason: str) -> Check:
 
 
 def weight_shard_size(name: str, value: Any) -> int:
-    """A group size > 0, or -1 for the whole group of replicas."""
+    """Accepts a group size > 0, or -1 for the whole group of replicas."""
     need = "an int > 0, or -1 for all replicas"
     if not is_int(value):
         raise wrong_type(name, value, need)
@@ -175,7 +175,7 @@ def weight_shard_size(name: str, value: Any) -> int:
 
 
 def dataset_strategy(name: str, value: Any) -> DatasetStrategy:
-    """A string, or per batch input a tuple of slices or a Layout of its dimensions."""
+    """Accepts a string, or for each batch input a tuple of slices or a Layout of its dimensions."""
     need = "'data_parallel', 'full_batch', or a tuple of one tuple of ints >= 1, or one Layout, per batch input, such as ((8, 1), (8,))"
     if isinstance(value, str):
         if value not in DATASET_STRATEGIES:
@@ -199,7 +199,7 @@ def dataset_strategy(name: str, value: Any) -> DatasetStrategy:
 
 
 def dataset_strategy_from_lists(value: Any) -> Any:
-    """A dataset_strategy as JSON and YAML hold it: lists for tuples, mappings for Layouts; other values are left to the check."""
+    """Converts a dataset_strategy from JSON or YAML: lists to tuples, mappings to Layouts; leaves other values to the check."""
     if not isinstance(value, list | tuple):
         return value
     found = [
@@ -209,7 +209,7 @@ def dataset_strategy_from_lists(value: Any) -> Any:
 
 
 def fusion_indices(name: str, value: Any) -> tuple[int, ...]:
-    """Ascending gradient indices, as a list."""
+    """Accepts a list of ascending gradient indices."""
     need = "a non-empty list of ascending ints >= 0, such as [20, 35]"
     if not isinstance(value, list):
         raise wrong_type(name, value, need)
@@ -224,7 +224,7 @@ def fusion_indices(name: str, value: Any) -> tuple[int, ...]:
 
 
 def entries(name: str, value: Any, known: Mapping[str, Check]) -> dict[str, Any]:
-    """A dictionary whose keys are all known and whose values pass the key's check."""
+    """Accepts a dictionary whose keys are all known and whose values pass the check of their key."""
     if not isinstance(value, dict):
         raise wrong_type(name, value, "a dict with keys among " + ", ".join(map(repr, known)))
     for key in value:
@@ -234,7 +234,7 @@ def entries(name: str, value: Any, known: Mapping[str, Check]) -> dict[str, Any]
 
 
 def fusion_entry(modes: tuple[str, ...]) -> Check:
-    """{"mode": ..., "config": ...} of one kind of collective."""
+    """Makes a check that accepts {"mode": ..., "config": ...} for one kind of collective."""
 
     def check(name: str, value: Any) -> FusionEntry:
         parts = entries(name, value, {"mode": choice(modes), "config": lambda _, config: config})
@@ -267,15 +267,15 @@ _STRATEGY_FILE_CHECKS: dict[str, Check] = {"load_file": text, "save_file": text,
 
 
 def comm_fusion(name: str, value: Any) -> dict[str, Any]:
-    """The given entries of comm_fusion, checked; the others keep their values."""
+    """Checks the given entries of comm_fusion; the others keep their values."""
     return entries(name, value, _FUSION_CHECKS)
 
 
 def parallel_optimizer_config(name: str, value: Any) -> dict[str, Any]:
-    """The given entries of parallel_optimizer_config, checked."""
+    """Checks the given entries of parallel_optimizer_config."""
     return entries(name, value, _OPTIMIZER_CHECKS)
 
 
 def strategy_ckpt_config(name: str, value: Any) -> dict[str, Any]:
-    """The given entries of strategy_ckpt_config, checked."""
+    """Checks the given entries of strategy_ckpt_config."""
     return entries(name, value, _STRATEGY_FILE_CHECKS)

@@ -1,4 +1,4 @@
-"""The two traces of a step with gradient options: the first sees what each loss reads, the second differentiates it as asked."""
+"""Traces a step with gradient options twice: first to see what each loss reads, then to differentiate it as the options ask."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _without_calls(captured: Captured, options: GradientOptions) -> list[str]:
 
 @contextmanager
 def _said_before() -> Iterator[None]:
-    """While a step is traced for the second time: what it warns of was said when it was traced first."""
+    """Silences the warnings of the second trace, which the first has already given."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ContextWarning)
         yield
@@ -115,7 +115,7 @@ class _First:
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those of bodies too."""
+    """Yields all equations, including those of bodies."""
     for eqn in jaxpr.eqns:
         yield eqn
         for param in eqn.params.values():
@@ -154,7 +154,7 @@ class _Second:
         return call.finish([_cast(value, aval.dtype) for value, aval in zip(results, traced.jaxpr.out_avals, strict=True)])
 
     def _gradients(self, rows: Sequence[Row]) -> list[LossGradient]:
-        """The reduced gradients, in the order of their first use, with the buckets of those that are reduced whole."""
+        """Returns the reduced gradients in the order of their first use, with the buckets of those that are reduced whole."""
         buckets = {index: number for number, bucket in enumerate(buckets_of(range(len(rows)), self._options)) for index in bucket}
         has_buckets = self._options.buckets is not None
         return [
@@ -162,7 +162,7 @@ class _Second:
         ]
 
     def _notes(self, paths: Sequence[str]) -> list[str]:
-        """What is done to the gradients at `paths`, which are in the order of their first use."""
+        """Returns notes on how the gradients at `paths`, in the order of their first use, are reduced."""
         options, notes = self._options, []
         if options.buckets is not None:
             buckets = [", ".join(f"{index} {paths[index]}" for index in bucket) for bucket in buckets_of(range(len(paths)), options)]
@@ -179,7 +179,7 @@ class _Second:
         return notes
 
     def _alike(self, seen: SeenCall, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A loss that every device computes alike, or that is split by the user."""
+        """Runs a loss that is the same on every device, or that the user split."""
         options = self._options
         result = plainly(lambda: loss.call(args, kwargs))
         if seen.is_manual:

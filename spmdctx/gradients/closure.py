@@ -1,4 +1,4 @@
-"""What a function closes over: the traced arrays in it, and the same function with others in their place."""
+"""Closures: finds the traced arrays that a function closes over, and rebinds the function to others."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Closure:
         self._find(fn, "")
 
     def rebind(self, values: Sequence[Any]) -> Callable[..., Any]:
-        """The function with `values` in the place of its own."""
+        """Returns the function with `values` in place of its own."""
         copied: Callable[..., Any] = _Copier(self._holds, self._known, values).copy(self._fn)
         return copied
 
     def _find(self, item: Any, path: str) -> bool:
-        """Whether traced arrays lie in `item`; a function that reaches itself counts once."""
+        """Collects the traced arrays in `item` and returns whether there are any; a function that reaches itself counts once."""
         if isinstance(item, jax.core.Tracer):
             if id(item) not in self._known:
                 self._known[id(item)] = len(self.values)
@@ -51,7 +51,7 @@ class Closure:
 
 
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:
-    """What an item holds, with names; nothing where it cannot be looked into."""
+    """Yields the contents of an item with names; nothing if the item cannot be inspected."""
     if is_object(item):
         return
     if isinstance(item, FunctionType):
@@ -104,7 +104,7 @@ class _Copier:
             words = {name: self.copy(value) for name, value in item.keywords.items()}
             return functools.partial(self.copy(item.func), *map(self.copy, item.args), **words)
         if is_jitted(item):
-            # The arrays of another trace would be constants of the cached one; its own trace takes them as they are.
+            # Arrays of another trace would become constants of the cached trace; its own trace takes them as they are.
             return self.copy(inspect.unwrap(item))
         tree: Any
         leaves, tree = jax.tree.flatten(item, is_leaf=is_object)

@@ -1,4 +1,4 @@
-"""Which results of a jaxpr depend on which of its inputs."""
+"""Finds the results of a jaxpr that depend on some of its inputs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from spmdctx.ir.sharding import AxisNames
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands
 
 _JOINING = frozenset({"psum", "pmax", "pmin", "all_gather"})
-"""Collectives that give all devices the same."""
+"""Collectives whose result is the same on all devices."""
 
 
 def dependents(jaxpr: Any, inputs: Sequence[bool], joined: AxisNames = ()) -> list[bool]:
-    """Per result of `jaxpr` whether it depends on one of the inputs marked True; constants depend on nothing.
+    """Returns for each result of `jaxpr` whether it depends on an input marked True; constants depend on nothing.
 
-    What a device's number goes into does, and what collectives join over all of the axes `joined` does not.
+    Values computed from a device's number count as dependent. Values that collectives join over all axes `joined` do not.
     """
     body = getattr(jaxpr, "jaxpr", jaxpr)
     reached = {var for var, mark in zip(body.invars, inputs, strict=True) if mark}
@@ -55,7 +55,7 @@ def _axes(params: Any) -> set[str]:
 
 
 def _scan(eqn: Any, marks: list[bool], joined: AxisNames) -> list[bool]:
-    """Followed around the loop until nothing changes."""
+    """Follows the marks around the loop until nothing changes."""
     num_consts, num_carry = scan_counts(eqn.params)
     while True:
         found = dependents(eqn.params["jaxpr"], marks, joined)
@@ -66,9 +66,10 @@ def _scan(eqn: Any, marks: list[bool], joined: AxisNames) -> list[bool]:
 
 
 def first_uses(jaxpr: Any) -> list[int]:
-    """Per input the number of the equation that reads it first, calls looked into; the number of all equations where none does.
+    """Returns for each input the number of the first equation that reads it, counting equations inside calls.
 
-    The forward pass comes first in the program of a gradient, so this is the order of the forward pass.
+    An input that no equation reads gets the number of all equations. The forward pass comes first in the program of a gradient,
+    so this is the order of the forward pass.
     """
     body = getattr(jaxpr, "jaxpr", jaxpr)
     counter = _Counter()

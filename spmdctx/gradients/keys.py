@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def fold(key: Any, number: Any) -> Any:
-    """A key, or an array of keys, typed or raw, made another one for each number."""
+    """Derives another key for each number from a key, or an array of keys, typed or raw."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     folded = jax.random.fold_in
     for _ in range(key.ndim if typed else key.ndim - 1):

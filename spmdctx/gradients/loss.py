@@ -1,4 +1,4 @@
-"""A loss to be differentiated as the user asked, and one call of it taken apart into flat arrays."""
+"""A loss with the transformation that the user asked for, and one call of it as flat arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Loss(NamedTuple):
     options: dict[str, Any]
 
     def transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """JAX's or nnx's transformation of the function, by the arguments."""
+        """Returns JAX's or nnx's transformation of the function, depending on the arguments."""
         module: Any = nnx if not self._is_of_jax or has_objects((args, kwargs)) else jax
         found: Callable[..., Any] = getattr(module, self.name)(self.fn, argnums=self.argnums, has_aux=self.has_aux, **self.options)
         return found
@@ -41,18 +41,18 @@ class Loss(NamedTuple):
         return all(isinstance(entry, int) for entry in entries)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The plain result."""
+        """Returns the result of the plain transformation."""
         return self.transformed(args, kwargs)(*args, **kwargs)
 
     def parts(self, result: Any) -> dict[str, Any]:
-        """A result by what it holds: gradients, and where asked for value and aux."""
+        """Splits a result into gradients, and value and aux if the call returns them."""
         if self.name == "grad":
             return {"gradients": result[0], "aux": result[1]} if self.has_aux else {"gradients": result}
         value, gradients = result
         return {"gradients": gradients, "value": value[0], "aux": value[1]} if self.has_aux else {"gradients": gradients, "value": value}
 
     def whole(self, parts: dict[str, Any]) -> Any:
-        """The result that has these parts."""
+        """Builds the result that has these parts."""
         gradients = parts["gradients"]
         if self.name == "grad":
             return (gradients, parts["aux"]) if self.has_aux else gradients
@@ -73,7 +73,7 @@ class Made(NamedTuple):
 
     @property
     def path(self) -> str:
-        """What messages call it."""
+        """The path of the result in messages."""
         return path_text(self.keys)
 
 
@@ -111,7 +111,7 @@ class LossCall:
         return "/".join([head, *map(key_text, keys[2:])])
 
     def trace(self, avals: Sequence[Any], axes: Sequence[tuple[str, int]] = ()) -> Traced:
-        """The program of the differentiated loss where its traced leaves have these types."""
+        """Traces the differentiated loss for traced leaves of these types."""
         try:
             return self._trace(avals, axes)
         except NotPure:
@@ -156,7 +156,7 @@ class LossCall:
         return loss.parts(loss.call(tuple(args), kwargs))
 
     def finish(self, outputs: Sequence[Any]) -> Any:
-        """What the user's call gives back, from the results of the traced program; nnx objects are mutated."""
+        """Builds the result of the user's call from the results of the traced program, and mutates nnx objects."""
         given = iter(outputs)
         leaves = [next(given) if value is _TRACED else value for value in self._fixed]
         structure = self._flattening.structure(self._kept)
@@ -165,7 +165,7 @@ class LossCall:
         return self._loss.whole(structure.finish(read.handle, leaves))
 
     def primal(self, gradient: Made) -> int | None:
-        """The leaf that a gradient belongs to, None where it is not traced."""
+        """Returns the leaf to which a gradient belongs, or None if that leaf is not traced."""
         keys, entry = gradient.keys[1:], self._loss.argnums
         if isinstance(entry, tuple | list):
             entry, keys = entry[keys[0].idx], keys[1:]
@@ -175,7 +175,7 @@ class LossCall:
         return next(found, None)
 
     def is_stateful_key(self, index: int) -> bool:
-        """Whether a leaf is the key of an nnx stream, whose count says how often it was used."""
+        """Returns whether a leaf is the key of an nnx stream, whose count tells how often it was used."""
         leaf = self.leaves[index]
         return leaf.owned and leaf.role is Role.KEY
 
@@ -185,12 +185,12 @@ _CLOSED_OVER = -1
 
 
 def _position(keys: Keys) -> int:
-    """Which positional argument of the user's call a leaf lies in; -1 for what the loss closes over and for keywords."""
+    """Returns the positional argument of the user's call that holds a leaf; -1 for closed-over leaves and keywords."""
     return keys[1].idx - 1 if isinstance(keys[1], SequenceKey) else _CLOSED_OVER
 
 
 def _names(keys: Keys) -> list[str]:
-    """A path without the last step into a variable."""
+    """Returns the names of a path without the last step into a variable."""
     names = [key_text(key) for key in keys]
     return names[:-1] if names[-1:] == ["value"] else names
 

@@ -1,4 +1,4 @@
-"""The marker primitive of losses: an identity that says which values of a traced step enter which call of `value_and_grad`."""
+"""The marker primitive of losses: an identity that tells which values of a traced step enter which call of `value_and_grad`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.interpreters import ad, batching, mlir
 from spmdctx.ir.primitives import LOSS
 
 loss_p = Primitive(LOSS)
-"""`loss_p.bind(x, call=, leaf=, mapped=)` is x; `mapped` is the dimension of x that a vmap around the call takes away."""
+"""The marker: `loss_p.bind(x, call=, leaf=, mapped=)` is x; `mapped` is the dimension of x that a vmap around the call removes."""
 
 
 def mark(x: Any, call: int, leaf: int) -> Any:

@@ -1,4 +1,4 @@
-"""Micro-batches: a scan over them that accumulates gradients, averages losses, and carries state as a loop would."""
+"""Micro-batches: a scan that accumulates gradients, averages losses, and carries state as a loop would."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SUMMED = (Fate.REDUCED, Fate.AVERAGED, Fate.OWN)
 def run_micro_batches(
     call: LossCall, traced: Traced, operands: Sequence[Operand], rows: Sequence[Row], leaves: Sequence[Any], options: GradientOptions
 ) -> list[Any]:
-    """The results of a traced loss over all micro-batches; gradients come in the type that they were accumulated in.
+    """Runs a traced loss over all micro-batches; gradients come in the type in which they were accumulated.
 
     Micro-batch j of k holds the elements j, j+k, j+2k, ... of every batch dimension, so that no element leaves its device.
     """
@@ -77,7 +77,7 @@ class _Loop:
         return dim
 
     def _scatter_dim(self, index: int) -> int | None:
-        """The dimension along which a sum is held in pieces."""
+        """Returns the dimension along which a sum is held in pieces, or None if it is whole."""
         return self._rows[index].scatter_dim if self._options.splits_accumulators else None
 
     def _sum_shape(self, index: int) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class _Loop:
         dim = self._scatter_dim(index)
         if dim is None:
             return value
-        # Else XLA would sum up whole gradients, to scatter their sum once.
+        # Otherwise XLA would add up whole gradients and scatter their sum once.
         return jax.lax.optimization_barrier(scatter_gradient(value, self._avals[index].dtype, dim, self._options))
 
     def _sum_type(self, index: int) -> Any:
@@ -96,23 +96,23 @@ class _Loop:
         return jnp.float32 if is_low_precision(dtype) else dtype
 
     def _unstacked(self, index: int, stack: Any) -> Any:
-        """Per micro-batch results as one: joined along the batch, else the last."""
+        """Joins the results of all micro-batches along the batch, or takes the last if they have no batch dimension."""
         dim = self._rows[index].dim
         return stack[-1] if dim is None else _joined(stack, dim)
 
 
 def _parted(x: Any, dim: int, count: int) -> Any:
-    """Micro-batches along a new leading dimension."""
+    """Splits an array into micro-batches along a new leading dimension."""
     size = x.shape[dim] // count
     return jnp.moveaxis(x.reshape((*x.shape[:dim], size, count, *x.shape[dim + 1 :])), dim + 1, 0)
 
 
 def _joined(stack: Any, dim: int) -> Any:
-    """The inverse of `_parted`."""
+    """Joins micro-batches; the inverse of `_parted`."""
     apart = jnp.moveaxis(stack, 0, dim + 1)
     return apart.reshape((*apart.shape[:dim], apart.shape[dim] * apart.shape[dim + 1], *apart.shape[dim + 2 :]))
 
 
 def _of_type(value: Any, like: Any) -> Any:
-    """A next value in the type of the one before, whose type a loop must keep."""
+    """Casts a next value to the type of the previous one, which a loop must keep."""
     return value if value.dtype == like.dtype else value.astype(like.dtype)

@@ -1,4 +1,4 @@
-"""What is split in each call of `value_and_grad`: found from the graph of a first trace, in which the calls are marked."""
+"""Finds what each call of `value_and_grad` splits, from the graph of a first trace in which the calls are marked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Operand(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether replicas hold different values of it."""
+        """True if replicas hold different values of the leaf."""
         return any(self.sharding)
 
 
@@ -53,11 +53,11 @@ class SeenCall:
 
     @property
     def has_batch(self) -> bool:
-        """Whether anything of the batch enters it."""
+        """True if any part of the batch enters the call."""
         return any(operand.batch_dim is not None for operand in self.operands.values())
 
     def operand(self, index: int) -> Operand:
-        """How a leaf enters."""
+        """Returns how a leaf enters the call."""
         return self.operands.get(index) or Operand(replicated(len(self.avals[index].shape)))
 
 
@@ -112,7 +112,10 @@ def find_operands(captured: Captured, calls: Sequence[SeenCall], options: Gradie
 
 
 def _one_step(graph: Graph) -> Graph:
-    """The graph of one call: the gradient of a layer that is split does not split the parameters of the next call."""
+    """Removes the ties of state from a graph.
+
+    The gradient of a split layer then does not split the parameters of the next step.
+    """
     carried = set(graph.inputs)
     return replace(graph, ties=tuple(tie for tie in graph.ties if carried.isdisjoint(tie)))
 
@@ -122,7 +125,7 @@ def _along(dim: int, rank: int, mesh: LogicalMesh) -> TensorSharding:
 
 
 def _metadata(captured: Captured, index: int, mesh: LogicalMesh) -> TensorSharding | None:
-    """The sharding of a leaf's own partitioning metadata, None where it has none on this mesh."""
+    """Returns the sharding in a leaf's partitioning metadata, or None if it has none on this mesh."""
     names = captured.inputs[index].metadata
     if names is None:
         return None
@@ -132,7 +135,7 @@ def _metadata(captured: Captured, index: int, mesh: LogicalMesh) -> TensorShardi
 
 
 def _dim(entering: LossOperand, dim: int | None, call: SeenCall) -> int | None:
-    """A dimension of the marked value as the loss sees it."""
+    """Returns the number of a marked value's dimension as the loss sees it."""
     for mapped in reversed(entering.mapped):
         if dim is None:
             return None
@@ -147,7 +150,7 @@ def _dim(entering: LossOperand, dim: int | None, call: SeenCall) -> int | None:
 
 
 def _keys(program: Program) -> frozenset[int]:
-    """Values that hold raw PRNG keys: words made from keys alone."""
+    """Returns the values that hold raw PRNG keys: words made from keys alone."""
     values = program.graph.values
     found = {value for value in program.graph.inputs if values[value].role is Role.KEY}
     for op in program.graph.ops:
@@ -197,5 +200,5 @@ def _indivisible(path: str, dim: int, size: int, pieces: int, micro: int) -> str
 
 
 def operands_of(call: SeenCall) -> list[Operand]:
-    """One per leaf."""
+    """Returns the operand of each leaf."""
     return [call.operand(index) for index in range(len(call.paths))]

@@ -1,4 +1,4 @@
-"""What the context asks of gradients, as one step resolves it."""
+"""The gradient options of the context, resolved for one step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOCAL_MODES = ("data_parallel", "hybrid_parallel")
 
 
 class GradientOptions(NamedTuple):
-    """What `spmdctx.value_and_grad` does in one step.
+    """How `spmdctx.value_and_grad` behaves in one step.
 
-    `mesh` is that of the replicas, of one device where the loss is global; `buckets` are the ends of all index buckets but the
-    last, None where XLA's combiner decides; `optimizer` is what the parallel optimizer splits, None where it is off.
+    `mesh` holds the replicas; it has one device if the loss is global. `buckets` are the ends of all index buckets except the
+    last, or None if XLA's combiner decides. `optimizer` tells what the parallel optimizer splits, and is None if it is off.
     """
 
     mesh: LogicalMesh
@@ -29,18 +29,18 @@ class GradientOptions(NamedTuple):
 
     @property
     def scatters(self) -> bool:
-        """Whether gradients of parameters that the parallel optimizer splits leave the loss in pieces."""
+        """True if gradients of parameters that the parallel optimizer splits leave the loss in pieces."""
         asked = self.optimizer
         return self.is_local and asked is not None and asked.shard_size == ALL_REPLICAS
 
     @property
     def splits_accumulators(self) -> bool:
-        """Whether those are accumulated in pieces, and so reduced once per micro-batch."""
+        """True if those gradients are accumulated in pieces, and so reduced once for each micro-batch."""
         return self.scatters and self.optimizer is not None and self.optimizer.splits_accumulators and self.micro_batches > 1
 
     @property
     def accumulates_whole(self) -> bool:
-        """Whether they are not although the parallel optimizer asks for it."""
+        """True if gradients are accumulated whole although the parallel optimizer asks for pieces."""
         asked = self.optimizer
         return self.is_local and asked is not None and asked.splits_accumulators and self.micro_batches > 1 and not self.scatters
 
@@ -51,17 +51,17 @@ class GradientOptions(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether each device has a loss of its own."""
+        """True if each device has a loss of its own."""
         return self.mesh.num_devices > 1
 
     @property
     def acts(self) -> bool:
-        """Whether anything differs from JAX's own transformation."""
+        """True if anything differs from JAX's own transformation."""
         return self.is_local or self.micro_batches > 1
 
 
 def gradient_options(context: AutoParallelContext, num_devices: int, mesh: LogicalMesh | None) -> GradientOptions:
-    """The options of a step that runs on so many devices, on `mesh` where one was given."""
+    """Resolves the options of a step that runs on so many devices, on `mesh` if one was given."""
     replicas = num_devices if context.parallel_mode in LOCAL_MODES else 1
     return GradientOptions(
         mesh=mesh if mesh is not None and replicas > 1 else LogicalMesh.of({"data": replicas}),

@@ -1,4 +1,4 @@
-"""Gradients of all replicas to one: summed or averaged, in which type, and in which buckets."""
+"""Reduces gradients over replicas: sums or averages them, in the right type and in buckets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmdctx.gradients.options import GradientOptions
 
 
 def is_low_precision(dtype: Any) -> bool:
-    """Whether a floating type has fewer bits than float32."""
+    """Returns whether a floating type has fewer bits than float32."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
@@ -24,11 +24,11 @@ def reduce_gradients(
     """Sums gradients over the replicas, or averages them.
 
     Args:
-        gradients: of this replica; accumulated ones may be of a higher precision than the parameter's.
-        dtypes: what they are given back in.
-        scatter_dims: the dimension along which this replica gets its piece of a sum only, None where it gets all of it.
+        gradients: this replica's gradients; accumulated ones may have a higher precision than the parameter.
+        dtypes: the types of the results.
+        scatter_dims: the dimension along which this replica gets only its piece of a sum, None if it gets the whole sum.
         order: the gradients, by number, in the order in which the forward pass first uses their parameters.
-        options: of the gradients.
+        options: the gradient options.
     """
     received: dict[int, Any] = {}
     for index, dim in enumerate(scatter_dims):
@@ -45,7 +45,7 @@ def reduce_gradients(
 
 
 def scatter_gradient(gradient: Any, dtype: Any, dim: int, options: GradientOptions) -> Any:
-    """This replica's piece, along `dim`, of the sum of a gradient over the replicas."""
+    """Returns this replica's piece, along `dim`, of the sum of a gradient over the replicas."""
     return jax.lax.psum_scatter(_sent(gradient, dtype, options), options.mesh.names, scatter_dimension=dim, tiled=True)
 
 
@@ -54,12 +54,12 @@ def _sent(gradient: Any, dtype: Any, options: GradientOptions) -> Any:
         return gradient
     if not options.float32:
         return gradient.astype(dtype)
-    # Between two casts the TPU compiler would reduce what is cast instead.
+    # The TPU compiler would move a reduction between two casts to before the first.
     return gradient if gradient.dtype == jnp.float32 else jax.lax.optimization_barrier(gradient.astype(jnp.float32))
 
 
 def buckets_of(order: Sequence[int], options: GradientOptions) -> list[tuple[int, ...]]:
-    """The gradients of each all-reduce; one bucket where XLA combines as it likes."""
+    """Returns the gradients of each all-reduce; all are in one bucket if XLA's combiner decides."""
     ends = () if options.buckets is None else options.buckets
     starts = [0, *ends]
     parts = [tuple(order[start:stop]) for start, stop in zip(starts, [*ends, len(order)], strict=True)]
@@ -67,10 +67,10 @@ def buckets_of(order: Sequence[int], options: GradientOptions) -> list[tuple[int
 
 
 def groups_of(count: int, number: int) -> list[list[int]]:
-    """All devices as one group, in an order that no other bucket has: XLA combines all-reduces of equal groups only.
+    """Returns all devices as one group, in an order that no other bucket has: XLA combines only all-reduces of equal groups.
 
     Raises:
-        UnsupportedError: more buckets than the devices have orders.
+        UnsupportedError: there are more buckets than orders of the devices.
     """
     if number >= math.factorial(count):
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""A loss of each device's own: the shard_map in which it is differentiated and its results are joined."""
+"""Local losses: the shard_map in which each device differentiates its own loss, and in which results are joined."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_on_replicas(
     options: GradientOptions,
     mesh: Any,
 ) -> list[Any]:
-    """The results of a call, each device differentiating the loss of its own shard; `order` is that of `gradient_order`."""
+    """Runs a call in which each device differentiates the loss of its own shard; `order` comes from `gradient_order`."""
 
     def replica(*leaves: Any) -> list[Any]:
         place = jax.lax.axis_index(options.mesh.names)
@@ -49,7 +49,7 @@ def run_on_replicas(
 
 
 def gradient_order(call: LossCall, traced: Traced, rows: Sequence[Row]) -> list[int]:
-    """The results that are reduced gradients, in the order in which the forward pass first uses their parameters."""
+    """Returns the results that are reduced gradients, in the order in which the forward pass first uses their parameters."""
     uses = first_uses(traced.jaxpr)
     last = max(uses, default=0) + 1
 

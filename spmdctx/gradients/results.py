@@ -1,4 +1,4 @@
-"""What becomes of each result of a loss that replicas, or micro-batches, compute apart."""
+"""Decides how each result of a loss is joined that replicas or micro-batches compute separately."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Fate(Enum):
 
 
 class Row(NamedTuple):
-    """One result: its fate, the dimension that is stacked, its sharding over the replicas.
+    """One result: its fate, the dimension that is stacked, and its sharding over the replicas.
 
-    `carry` is the leaf that takes it in the next micro-batch, None where there is none; `scatter_dim` the dimension along which a
-    gradient is reduced in pieces.
+    `carry` is the leaf that takes it in the next micro-batch, or None. `scatter_dim` is the dimension along which a gradient is
+    reduced in pieces.
     """
 
     path: str
@@ -58,10 +58,10 @@ class _Result(NamedTuple):
 
 
 def rows_of(seen: SeenCall, call: LossCall, traced: Traced, operands: Sequence[Operand], options: GradientOptions) -> list[Row]:
-    """One row per result of the traced loss of one replica and one micro-batch.
+    """Returns a row for each result of the traced loss of one replica and one micro-batch.
 
     Raises:
-        StrategyError: a result that differs between them and cannot be joined, or another structure of results than before.
+        StrategyError: a result differs between them and cannot be joined, or the results have another structure than before.
     """
     made = traced.results
     if [one.path for one in made] != [one.path for one in seen.results]:
@@ -71,7 +71,7 @@ def rows_of(seen: SeenCall, call: LossCall, traced: Traced, operands: Sequence[O
             fix="return arrays in place of lists",
         )
     carries = [_carry(one, call) if options.micro_batches > 1 or one.part == "state" else None for one in made]
-    # Micro-batches differ though devices do not.
+    # Micro-batches differ even if devices do not.
     joined = options.mesh.names if options.is_local and options.micro_batches == 1 else ()
     differs = _differs(traced, operands, carries, joined)
     columns = zip(made, carries, differs, traced.jaxpr.out_avals, seen.out_avals, strict=True)
@@ -79,7 +79,7 @@ def rows_of(seen: SeenCall, call: LossCall, traced: Traced, operands: Sequence[O
 
 
 def _differs(traced: Traced, operands: Sequence[Operand], carries: Sequence[int | None], joined: AxisNames) -> list[bool]:
-    """Which results differ between replicas or micro-batches, followed through what is carried on."""
+    """Returns which results differ between replicas or micro-batches, also through carried values."""
     marks = [operand.is_split or operand.batch_dim is not None or operand.is_key for operand in operands]
     while True:
         found = dependents(traced.jaxpr, marks, joined)
@@ -91,7 +91,10 @@ def _differs(traced: Traced, operands: Sequence[Operand], carries: Sequence[int 
 
 
 def _carry(made: Made, call: LossCall) -> int | None:
-    """The leaf whose next value a result is: a variable's own, or for linen's batch statistics the leaf of the same path."""
+    """Returns the leaf whose next value a result is, or None.
+
+    That is a variable's own leaf, or for linen's batch statistics the leaf of the same path.
+    """
     if made.source is not None:
         return made.source
     tail = _after(made.path, "batch_stats")
@@ -141,7 +144,10 @@ def _axes(options: GradientOptions) -> tuple[str, ...]:
 def _gradient(
     path: str, aval: Any, whole: Any, primal: int | None, operands: Sequence[Operand], options: GradientOptions, none: TensorSharding
 ) -> Row:
-    """Gradients of what every replica has whole are reduced; those of pieces belong to the piece."""
+    """Returns the row of a gradient.
+
+    The gradient of a leaf that every replica holds whole is reduced; the gradient of a piece belongs to the piece.
+    """
     if primal is None:
         dim = _grown(aval.shape, whole.shape, options)
         return (
@@ -157,7 +163,7 @@ def _gradient(
 
 
 def _grown(shape: Sequence[int], whole: Sequence[int], options: GradientOptions) -> int | None:
-    """The one dimension that is larger in the whole by the number of pieces."""
+    """Returns the one dimension that is larger in the whole by the number of pieces, or None."""
     pieces = options.num_replicas * options.micro_batches
     if len(shape) != len(whole):
         return None
@@ -174,7 +180,7 @@ def _micro_shape(call: LossCall, operands: Sequence[Operand], index: int, option
 
 
 def piece_shape(shape: Sequence[int], operand: Operand, options: GradientOptions) -> tuple[int, ...]:
-    """The shape of a leaf in one replica and one micro-batch."""
+    """Returns the shape of a leaf in one replica and one micro-batch."""
     sizes = [size // options.mesh.num_slices(names) for size, names in zip(shape, operand.sharding, strict=True)]
     if operand.batch_dim is not None:
         sizes[operand.batch_dim] //= options.micro_batches

@@ -1,4 +1,4 @@
-"""The trace that calls of `value_and_grad` belong to: what the context asks of them, and who carries them out."""
+"""The trace to which calls of `value_and_grad` belong, and the carrier that runs them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Carrier(Protocol):
     """Carries out the calls of one trace."""
 
     def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call gives back."""
+        """Runs the call and returns its result."""
 
 
 _carrier: ContextVar[Carrier | None] = ContextVar("spmdctx_gradients", default=None)
@@ -29,7 +29,7 @@ _pass_number = jax.make_user_context(0)
 
 @contextmanager
 def carried_by(carrier: Carrier) -> Iterator[None]:
-    """While a step is traced: its calls of `value_and_grad` go to `carrier`."""
+    """Hands calls of `value_and_grad` in the step that is traced inside to `carrier`."""
     token = _carrier.set(carrier)
     try:
         with _pass_number(next(_numbers)):
@@ -39,9 +39,9 @@ def carried_by(carrier: Carrier) -> Iterator[None]:
 
 
 def carrier_of_trace() -> Carrier | None:
-    """Who carries out a call of `value_and_grad`; None where it is that of JAX or nnx.
+    """Returns the carrier of calls of `value_and_grad`, or None if JAX or nnx runs them.
 
-    Inside a shard_map of the user's, and inside another loss, it is.
+    JAX or nnx runs them inside the user's shard_maps and inside another loss.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return None
@@ -49,7 +49,7 @@ def carrier_of_trace() -> Carrier | None:
 
 
 def plainly(fn: Callable[[], Any]) -> Any:
-    """Calls `fn`, in which `value_and_grad` is that of JAX or nnx."""
+    """Calls `fn`, in which `value_and_grad` is JAX's or nnx's own."""
     token = _carrier.set(None)
     try:
         return fn()

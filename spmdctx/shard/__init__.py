@@ -1,1 +1,1 @@
-"""`shard()`: the user's strategies for functions and modules, written into the trace as marks."""
+"""`shard()`: writes the user's strategies for functions and modules into the trace as marks."""

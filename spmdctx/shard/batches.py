@@ -1,4 +1,4 @@
-"""`shard(cross_batch=True)`: reductions over the batch that stay inside of each device's part of it."""
+"""`shard(cross_batch=True)`: reductions over the batch that stay inside each device's part of it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from spmdctx.trace.marker import traced_mode
 
 
 def on_own_batch(fn: Callable[..., Any], in_strategy: tuple[Spec, ...], label: str) -> Callable[..., Any]:
-    """`fn` on each part of the batch by itself, as `in_strategy` splits dimension 0 of its arrays.
+    """Returns a function that runs `fn` on each part of the batch separately, as `in_strategy` splits dimension 0 of its arrays.
 
-    Results with the batch as a dimension are put together again; floating results without it are the means of the parts'.
-    In modes where `shard()` splits nothing, it is `fn`.
+    Results with a batch dimension are joined again. Floating results without one are the means over the parts. In modes where
+    `shard()` splits nothing, the function runs `fn` on the whole batch.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def on_own_batch(fn: Callable[..., Any], in_strategy: tuple[Spec, ...], label: s
 
 
 def _parts(arrays: list[Any], in_strategy: tuple[Spec, ...], label: str) -> list[int]:
-    """Per array, into how many parts its dimension 0 is split."""
+    """Returns for each array into how many parts its dimension 0 is split."""
     if len(in_strategy) != len(arrays):
         raise StrategyError(
             f"in_strategy has {len(in_strategy)} entries, but the call has {len(arrays)} arrays.",
@@ -76,7 +76,7 @@ def _cut(array: Any, count: int) -> Any:
 
 
 def _joined(result: Any, shape: tuple[int, ...], label: str) -> Any:
-    """The parts of a result, stacked along dimension 0, as the result of `shape`."""
+    """Joins the parts of a result, stacked along dimension 0, to the result of `shape`."""
     grown = [dim for dim, (own, full) in enumerate(zip(result.shape[1:], shape, strict=True)) if own != full]
     if grown:
         return jnp.reshape(jnp.moveaxis(result, 0, grown[0]), shape)

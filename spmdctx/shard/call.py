@@ -1,4 +1,4 @@
-"""One call of something sharded: marks its arguments, parameters and results, or runs it split when called eagerly."""
+"""One call of a sharded function or module: marks its arguments, parameters and results, or runs it split if called eagerly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmdctx.shard.eager import run_split, runs_eagerly
 from spmdctx.trace.marker import mark, new_region, traced_mode
 
 Spec = tuple[int, ...] | Layout | None
-"""How one tensor is split: slices per dimension, a layout, or None (free)."""
+"""The strategy of one tensor: the number of slices of each dimension, a layout, or None (free)."""
 
 
 class Strategies(NamedTuple):
@@ -32,7 +32,7 @@ class Strategies(NamedTuple):
     fusion: int = 0
 
     def parameter_spec(self, path: str) -> Spec:
-        """The strategy of the first pattern that matches a parameter's path, None if none does."""
+        """Returns the strategy of the first pattern that matches a parameter's path, or None."""
         return next((spec for pattern, spec in self.parameter_plan if fnmatch.fnmatchcase(path, pattern)), None)
 
 
@@ -58,7 +58,7 @@ class Region(NamedTuple):
 
 
 Body = Callable[[Region], Callable[..., Any]]
-"""What runs inside a region; a module marks its own parameters there."""
+"""Makes the function that runs inside a region; a module marks its own parameters there."""
 
 
 class Eager(NamedTuple):
@@ -123,7 +123,7 @@ def _is_module(x: Any) -> bool:
 def _marked_arguments(
     region: Region, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ...] | None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments with their arrays marked; nnx modules given to a function have their variables marked for the time."""
+    """Yields the arguments with their arrays marked; variables of nnx modules among them are marked until the block ends."""
     leaves, tree = _flatten(args, kwargs, names or ())
     planned: dict[int, Spec] = {}
     modules: dict[str, nnx.Module] = {}
@@ -151,18 +151,18 @@ def _flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str,
 
 
 def _named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """All arguments with their names, in flattening order."""
+    """Returns all arguments with their names, in flattening order."""
     positional = [(names[index] if index < len(names) else str(index), value) for index, value in enumerate(args)]
     return positional + sorted(kwargs.items())
 
 
 def path_part(key: Any) -> str:
-    """One step of a path, as the user writes it: the key, index or attribute name alone."""
+    """Returns one step of a path as the user writes it: the key, index or attribute name alone."""
     return str(jax.tree_util.keystr((key,), simple=True))
 
 
 def _argument_specs(region: Region, leaves: list[_Leaf], planned: Mapping[int, Spec], num_arguments: int) -> dict[int, Spec]:
-    """Strategy of each array leaf that is no parameter; in_strategy may count arrays, leaves or whole arguments."""
+    """Returns the strategy of each array leaf that is not a parameter; in_strategy may count arrays, leaves or whole arguments."""
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
     free = [index for index in arrays if index not in planned]
     given = region.strategies.in_strategy
@@ -209,7 +209,7 @@ def _marked_results(region: Region, result: Any) -> Any:
 
 
 def variables_of(module: nnx.Module, prefix: str) -> dict[str, nnx.Variable[Any]]:
-    """The module's variables by path; `prefix` is the module's own path, empty for none."""
+    """Returns the module's variables by path; `prefix` is the module's own path, or empty."""
     found = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Variable):
@@ -219,7 +219,7 @@ def variables_of(module: nnx.Module, prefix: str) -> dict[str, nnx.Variable[Any]
 
 @contextmanager
 def marked_variables(region: Region, modules: Mapping[str, nnx.Module], first: int) -> Iterator[None]:
-    """The planned variables of `modules` hold marked values inside the block, and their own again after it."""
+    """Puts marked values into the planned variables of `modules` inside the block, and restores their own values after it."""
     swapped: list[tuple[nnx.Variable[Any], Any, Any]] = []
     if not region.strategies.parameter_plan:
         yield

@@ -1,4 +1,4 @@
-"""`shard()`: the user's strategies for a function or module, written into the trace as marks."""
+"""`shard()` itself: checks the user's strategies for a function or module and wraps it."""
 
 from __future__ import annotations
 
@@ -29,34 +29,35 @@ def shard(  # noqa: PLR0913  # MindSpore's arguments
     cross_batch: bool = False,
     fusion: int | None = None,
 ) -> F:
-    """Gives a function or a Flax module the strategies that its arguments, results and parameters are split by.
+    """Gives a function or a Flax module the strategies by which its arguments, results and parameters are split.
 
         matmul = shard(jnp.matmul, ((2, 4), (4, 1)))
         mlp = shard(mlp, ((2, 1),), parameter_plan={"up/kernel": (1, 4), "down/kernel": (4, 1)})
 
-    Dimensions that belong together inside `fn` are split over the same devices. Where the product of all slices is
-    smaller than the number of devices, the calculation is repeated on the rest. Has an effect in steps that run in
-    semi_auto_parallel or auto_parallel, and there only; a direct call in those modes compiles `fn` and runs it split.
+    Dimensions that belong together inside `fn` are split over the same devices. If the product of all slices is smaller than
+    the number of devices, the computation is repeated on the rest. Strategies have an effect only in steps that run in
+    semi_auto_parallel or auto_parallel. A direct call in those modes compiles `fn` and runs it split.
 
     Args:
         fn: a function, a `flax.nnx` module or a `flax.linen` module. Modules come back as the same type, with the same
             parameter paths; an nnx module shares its variables with the one that is returned.
-        in_strategy: per flattened array argument of the call, the slices per dimension, a `Layout`, or None (free).
-        out_strategy: the same per flattened array of the result. Partial sums that it splits are reduce-scattered.
+        in_strategy: for each flattened array argument of the call, the slices of each dimension, a `Layout`, or None (free).
+        out_strategy: the same for each flattened array of the result. Partial sums that it splits are reduce-scattered.
         parameter_plan: strategies by path pattern (`layers/*/kernel`): the module's variables, or the flattened
             arguments of a function (`params/up/kernel`). The first pattern that matches counts.
-        device: MindSpore's; without effect.
-        level: MindSpore's; without effect.
-        cross_batch: reductions over the batch stay inside of each device's part of it, as `in_strategy` splits dimension 0:
-            no device waits for another's statistics. Floating results without the batch are means over the parts. Of functions.
-        fusion: what the ops of `fn` reduce is reduced together, and apart from others. Gradients of parameters that regions with this
-            number use are one bucket; sums of the forward and of the backward pass are one collective where they do not need each
-            other. On CPU nothing is, and what is gathered nowhere: the plan's notes say so. 0: as the context says.
+        device: for compatibility with MindSpore; without effect.
+        level: for compatibility with MindSpore; without effect.
+        cross_batch: for functions. Reductions over the batch stay inside each device's part of it, as `in_strategy` splits
+            dimension 0. No device waits for another's statistics. Floating results without the batch are means over the parts.
+        fusion: the number of a group whose reductions run together, apart from others. Gradients of parameters that regions with
+            this number use form one bucket. Sums of the forward and of the backward pass that do not depend on each other form
+            one collective. On CPU no sums are grouped, and no backend groups gathers; the plan's notes say so. 0 leaves it to
+            the context.
 
     Raises:
         TypeError: an argument has the wrong type.
-        StrategyError: out_strategy without in_strategy, slices < 1, or fusion < 0. Strategies that do not fit their tensors are found
-            when the step is planned.
+        StrategyError: out_strategy is given without in_strategy, slices < 1, or fusion < 0. Planning the step finds strategies that
+            do not fit their tensors.
     """
     if not callable(fn):
         raise TypeError(message("shard() takes a function or a module.", got=f"fn of type {type(fn).__name__}"))
@@ -78,7 +79,7 @@ def shard(  # noqa: PLR0913  # MindSpore's arguments
 
 
 def _with_own_batch(fn: F, strategies: Strategies, cross_batch: Any) -> F:
-    """A function whose reductions do not cross the parts of the batch, where that is asked for."""
+    """Returns a function whose reductions do not cross the parts of the batch if `cross_batch` is set."""
     if type(cross_batch) is not bool:
         raise TypeError(message("cross_batch must be bool.", got=_typed(cross_batch)))
     if not cross_batch:
@@ -111,7 +112,7 @@ def _shard_function(fn: F, strategies: Strategies) -> F:
 
 
 def _argument_names(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the positional arguments, as far as the signature tells them."""
+    """Returns the names of the positional arguments, as far as the signature tells them."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -172,7 +173,7 @@ def _checked_fusion(fusion: Any) -> int:
 
 
 def _check_hints(device: Any, level: Any) -> None:
-    """MindSpore's hints: checked for their type, and said to be without effect where they ask for something."""
+    """Checks the types of MindSpore's hints, and warns that those that ask for something have no effect."""
     hints = (
         ("device", device, str, None),
         ("level", level, int, 0),

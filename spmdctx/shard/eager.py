@@ -1,4 +1,4 @@
-"""Eager calls of something sharded: compiled and run split, as MindSpore's functional sharding does."""
+"""Eager calls of sharded functions and modules: compiles and runs them split, as MindSpore's functional sharding does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded Flax modules: subclasses made at run time whose call is a region, so that type, paths and checkpoints stay."""
+"""Sharded Flax modules: subclasses made at run time whose call is a region, so that types, paths and checkpoints stay valid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdctx.shard.eager import run_split, runs_eagerly
 
 
 def shard_nnx(module: nnx.Module, strategies: Strategies) -> nnx.Module:
-    """An instance of a subclass of the module's type, sharing the module's variables and submodules."""
+    """Makes an instance of a subclass of the module's type, which shares the module's variables and submodules."""
     sharded: nnx.Module = object.__new__(_nnx_subclass(type(module), strategies))
     vars(sharded).update(vars(module))
     return sharded
@@ -43,7 +43,7 @@ def _call_module(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _subclass(base: type, options: dict[str, Any], **methods: Any) -> Any:
-    """A subclass with other methods, which looks like `base`: Flax names submodules after their class."""
+    """Makes a subclass with other methods that looks like `base`, since Flax names submodules after their class."""
     for name, method in methods.items():
         functools.update_wrapper(method, getattr(base, name), updated=())
     body = {**methods, "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
@@ -51,7 +51,7 @@ def _subclass(base: type, options: dict[str, Any], **methods: Any) -> Any:
 
 
 def shard_linen(module: linen.Module, strategies: Strategies) -> linen.Module:
-    """A copy of the module whose type is a subclass; inside a parent's setup or compact method it takes the module's place."""
+    """Makes a copy of the module with a subclass as its type; inside a parent's setup or compact method it replaces the module."""
     alone = module.parent is None and module.scope is None
     sharded: Any = module.clone() if alone else copy.copy(module)
     base: Any = type(module)
@@ -83,7 +83,7 @@ def _apply_module(module: linen.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _marked_collection(region: Region, variables: Any) -> Any:
-    """A collection `{"params": tree}` with the planned leaves marked; boxes of partitioning metadata stay around them."""
+    """Marks the planned leaves of a collection `{"params": tree}`; boxes of partitioning metadata stay around them."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(variables)
     paths = ["/".join(path_part(key) for key in path[1:] if not isinstance(key, jax.tree_util.GetAttrKey)) for path, _ in leaves]
     region.warn_missing(paths)

@@ -1,1 +1,1 @@
-"""A decorated step: captured, planned, compiled, run and verified for each set of shapes and each context."""
+"""Decorated steps: each is captured, planned, compiled, run and verified for every set of shapes and every context."""

@@ -1,4 +1,4 @@
-"""Steps on several processes: that all of them run the same program with the same plan is checked before the first call."""
+"""Checks before the first call that several processes run a step's same program with the same plan."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ from spmdctx.plan.file import parse_plan, plan_json
 from spmdctx.plan.plan import Plan
 
 _TIMEOUT_S = 600.0
-"""How long the other processes may take longer to plan than this one."""
+"""Limit on how much longer the other processes may take to plan than this one."""
 _PIECE = 1 << 19
-"""Characters per message: those of JAX's coordination service may not be larger than 4 MB."""
+"""Characters per message. JAX's coordination service allows at most 4 MB."""
 
 _numbers = itertools.count()
 
 
 def spans_processes(devices: Any) -> bool:
-    """Whether devices belong to several processes."""
+    """Returns whether devices belong to several processes."""
     return jax.process_count() > 1 and len({device.process_index for device in devices}) > 1
 
 
 def agree_on_plan(name: str, plan: Plan, jaxpr: jexc.ClosedJaxpr, store: KeyValueStore | None = None) -> None:
-    """Compares the program and the plan of a step with those of process 0; every process calls this for each of its steps.
+    """Compares the program and the plan of a step with those of process 0.
+
+    Every process calls this for each of its steps.
 
     Args:
-        name: of the step.
-        plan: as this process made it.
-        jaxpr: what the plan is for.
-        store: where processes tell each other.
+        name: the name of the step.
+        plan: the plan that this process made.
+        jaxpr: the program that was planned.
+        store: the store through which processes exchange messages.
 
     Raises:
-        PlanMismatchError: they differ from those of process 0; the first difference is named.
-        CommunicationError: process 0 does not come to plan a step as well.
+        PlanMismatchError: the program or the plan differs from that of process 0; the message names the first difference.
+        CommunicationError: process 0 plans no step within the timeout.
     """
     store, number = store or key_value_store(), next(_numbers)
     key, text, constants = f"spmdctx/plan/{number}", plan_json(plan), _constants_digest(jaxpr)
@@ -90,7 +92,7 @@ def _mismatch(name: str, plan: Plan, theirs: list[str], constants: str, other: P
 
 
 def _differences(theirs: Plan, ours: Plan) -> Iterator[str]:
-    """What differs, as the comparison of plans names it."""
+    """Yields the differences that `Plan.diff` finds, as text."""
     found = theirs.diff(ours)
     for change in (*found.tensors, *found.settings, *found.costs):
         yield f"{change.name}: {change.before or 'nothing'} on process 0, {change.after or 'nothing'} here"
@@ -103,7 +105,7 @@ def _differences(theirs: Plan, ours: Plan) -> Iterator[str]:
 
 
 def _constants_digest(jaxpr: jexc.ClosedJaxpr) -> str:
-    """Hash of the numbers and arrays in a program, which its plan does not tell of."""
+    """Hashes the numbers and arrays in a program, which its plan does not record."""
     digest = hashlib.blake2b(digest_size=8)
     for value in _constants(jaxpr):
         array = np.asarray(value)

@@ -1,4 +1,4 @@
-"""parameter_broadcast: before the first step, device 0's values on every device, bit for bit."""
+"""parameter_broadcast: copies device 0's values to every device before the first step, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _SENT_ROLES = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE)
 
 
 def broadcast_state(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of a call; parameters, optimizer state and other state that devices hold whole are device 0's on all of them.
+    """Returns the leaves of a call, with replicated state replaced by device 0's values.
 
-    Arrays that are put together from single-device arrays, and those of several processes, may hold other values on each
-    device though JAX takes them for copies. What is split over devices, and layerwise_parallel parameters, stay as they are.
+    State is parameters, optimizer state and other state. JAX takes the copies of a replicated array to be equal. They may
+    differ if the array was assembled from single-device arrays, or belongs to several processes. Leaves that are split over
+    devices and layerwise_parallel parameters stay as they are.
     """
     program, patterns = entry.program, entry.environment.settings.layerwise_parallel
     shared = [
@@ -39,7 +40,10 @@ def broadcast_state(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _on_mesh(leaf: Any, target: Any) -> Any:
-    """What is on all devices already stays: each device's own value is still to be compared with none."""
+    """Places a leaf on the mesh.
+
+    An array that is already on all devices stays untouched, so that each device keeps the value that it has.
+    """
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(target, leaf.ndim):
         return leaf
     if len({device.process_index for device in target.device_set}) > 1:
@@ -48,7 +52,7 @@ def _on_mesh(leaf: Any, target: Any) -> Any:
 
 
 def from_first_device(arrays: Sequence[Any], mesh: Mesh) -> list[Any]:
-    """Arrays that lie whole on each device of a mesh, made those of its first device."""
+    """Copies the first device's values of replicated arrays to every device of a mesh."""
 
     def replica(*own: Any) -> tuple[Any, ...]:
         is_first = jax.lax.axis_index(mesh.axis_names) == 0

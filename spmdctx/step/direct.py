@@ -1,7 +1,7 @@
-"""The shortest way to run a step of pytrees: one `jax.jit` over the user's own arguments, which checks them in C++.
+"""The fast path for steps over pytrees: one `jax.jit` over the user's own arguments, which checks them in C++.
 
-`jax.jit` looks at structure, shapes, types and shardings of its arguments anyway. Where they are not those that the step was
-planned for, it traces again, or finds that a sharding does not fit; both end the short way, and the caller takes the long one.
+`jax.jit` inspects the structure, shapes, types and shardings of its arguments anyway. If they are not those that the step was
+planned for, it traces again or finds that a sharding does not fit. Both end the fast path, and the caller takes the slow one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OtherArgumentsError(Exception):
 
 
 def signature(avals: Sequence[Any]) -> Signature:
-    """Shapes, dtypes and weak types: what a compiled program depends on, without shardings."""
+    """Returns the shapes, dtypes and weak types on which a compiled program depends; shardings are left out."""
     return tuple([(tuple(aval.shape), aval.dtype, aval.weak_type) for aval in avals])
 
 
@@ -36,10 +36,10 @@ def direct_call(
     carried: Collection[int],
     compiler_options: Mapping[str, Any],
 ) -> jax.stages.Wrapped | None:
-    """The program as a jitted function of the step's positional arguments; None for a step that takes keywords.
+    """Returns the program as a jitted function of the step's positional arguments, or None if the step takes keywords.
 
     The function raises OtherArgumentsError, or jax's ValueError, for arguments that are not `avals` placed as planned. Leaves that
-    are `carried` from call to call must be on the mesh: else the program would be compiled for this call alone.
+    are `carried` from call to call must be on the mesh. Otherwise the program would be compiled for this call alone.
     """
     positional, keywords = structure.in_tree.children()
     if keywords.num_leaves:

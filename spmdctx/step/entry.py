@@ -1,4 +1,4 @@
-"""One step for one set of shapes and one context: its trace, its plan, its program, and the fast path of its calls."""
+"""A step specialized to one set of shapes and one context: its trace, plan, program, and the fast path of its calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type
 
 
 def aval_of(leaf: Any) -> Any:
-    """The abstract value of a leaf; jax arrays and tracers know theirs."""
+    """Returns the abstract value of a leaf; jax arrays and tracers hold theirs."""
     try:
         return leaf.aval
     except AttributeError:
@@ -43,8 +43,8 @@ def aval_of(leaf: Any) -> Any:
 class Entry:
     """A captured step with its plan; the program is compiled when it is first needed.
 
-    `direct` runs a call of pytrees that is the last one's like. `read` and `run` take every call: they compare the last seen
-    abstract values and shardings first by identity, so that a training loop of nnx objects costs no more than `nnx.jit`.
+    `direct` runs a call of pytrees that has the arguments of the last one. `read` and `run` take every call. They first compare
+    abstract values and shardings with the last ones by identity, so that a loop over nnx objects costs no more than `nnx.jit`.
     """
 
     def __init__(self, captured: Captured, environment: Environment, notes: Sequence[str] = ()) -> None:
@@ -75,12 +75,14 @@ class Entry:
 
     @cached_property
     def spans_processes(self) -> bool:
-        """Whether the step runs on devices of several processes."""
+        """True if the step runs on devices of several processes."""
         return spans_processes(self.environment.devices[: self.planned.mesh.num_devices])
 
     @cached_property
     def agreed(self) -> bool:
-        """Whether several processes run the step; all of them ask before they run anything, and have then agreed on its plan.
+        """True if several processes run the step.
+
+        Reading this makes the processes agree on the plan, so each of them reads it before it runs anything.
 
         Raises:
             PlanMismatchError: another process has another program or plan.
@@ -91,7 +93,7 @@ class Entry:
 
     @property
     def compiler_options(self) -> dict[str, int | str]:
-        """What the compiler is told for this step alone."""
+        """The compiler options of this step alone."""
         return {**self._scheduler_options, **self._fusion_options}
 
     @cached_property
@@ -168,14 +170,17 @@ class Entry:
 
     @cached_property
     def direct(self) -> jax.stages.Wrapped | None:
-        """The short way to run a call, None where there is none; see `spmdctx.step.direct`."""
+        """The fast path for calls, or None if the step has none; see `spmdctx.step.direct`."""
         if not isinstance(self.structure, PureStructure):
             return None
         donated = [leaf.donated for leaf in self.captured.inputs]
         return direct_call(self.program, self.structure, self.captured.in_avals, donated, self._carried, self.compiler_options)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
-        """The program that a call with these leaves, real or abstract, runs: lowered by JAX, which compiles it once for all."""
+        """Lowers the program that a call with these leaves runs; JAX shares the compiled program with such calls.
+
+        The leaves may be abstract.
+        """
         avals = [self.type_as_called(index, leaf) for index, leaf in enumerate(leaves)]
         with auto_axes():
             lowered: jax.stages.Lowered = (
@@ -193,7 +198,7 @@ class Entry:
             raise
 
     def type_as_called(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
-        """A leaf's type as the program sees it in a call; its sharding is None where the program places the leaf itself."""
+        """Returns a leaf's type as the program sees it in a call; the sharding is None if the program places the leaf itself."""
         aval, target = self.captured.in_avals[index], self.program.in_shardings[index]
         sharding = getattr(leaf, "sharding", None)
         if isinstance(leaf, jax.Array) and index not in self._carried:
@@ -205,7 +210,7 @@ class Entry:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=target if on_mesh else None)
 
     def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The program's flat results for leaves that are where it takes them; nothing of the user's is changed."""
+        """Runs the program on leaves that are already placed and returns its flat results; the user's objects stay unchanged."""
         self.environment.check_running()
         self.agreed  # noqa: B018  before anything runs
         if self.direct is not None:
@@ -217,7 +222,7 @@ class Entry:
         return outputs
 
     def read(self, call: Call) -> Read | None:
-        """The leaves of a call, None where it is not one of this entry's."""
+        """Returns the leaves of a call, or None if the call does not fit this entry."""
         read = self.structure.read(call)
         if read is None:
             return None
@@ -251,7 +256,7 @@ class Entry:
         return self.direct(*self.structure.inputs(leaves)[0])
 
     def _placed(self, read: Read) -> list[Any]:
-        """The leaves, those that are committed elsewhere moved to where the plan wants them."""
+        """Moves leaves that are committed elsewhere to where the plan wants them, and returns all leaves."""
         self.environment.check_running()
         placed, loose, moves, spread = list(read.leaves), [], False, self.agreed
         for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):

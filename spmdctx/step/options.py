@@ -1,4 +1,4 @@
-"""The options of a step: what `parallel` and `plan` take beside the context's options, checked when the step is made."""
+"""The options that `parallel` and `plan` take in addition to the context's, checked when the step is made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ARGUMENTS = ("batch_argnums", "batch_argnames", "static_argnums", "static_argna
 
 
 def step_options(options: Mapping[str, Any]) -> StepOptions:
-    """Checks the options of a step; what is no option of steps must be one of the context.
+    """Checks the options of a step; any other name must be an option of the context.
 
     Raises:
         ContextError: an unknown name or a bad value.

@@ -1,4 +1,4 @@
-"""What a user can do when XLA finds that a program does not fit, said beside XLA's own error."""
+"""Advice for the user when XLA finds that a program does not fit in memory, added to XLA's own error."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from spmdctx.machine.topology import Topology
 from spmdctx.wording import bytes_text
 
 _NEXT_SHARE = 0.9
-"""The budget to try next, of the predicted peak or of what the device has: on TPU searched plans' peaks were within 13 % of the
-compiled ones."""
+"""The budget to try next, as a share of the predicted peak or of the device's memory.
+
+On TPU the peaks of searched plans were within 13 % of the compiled ones.
+"""
 
 
 def add_advice(error: jax.errors.JaxRuntimeError, planned_bytes: int, machine: Topology) -> None:
-    """Adds to an error of memory what was planned and what to do; leaves other errors as they are.
+    """Adds the planned peak and advice to an out-of-memory error; leaves other errors as they are.
 
     Args:
-        error: what XLA raised when it compiled or ran a step.
+        error: the error that XLA raised when it compiled or ran a step.
         planned_bytes: the predicted peak per device.
-        machine: what was planned for.
+        machine: the machine for which the step was planned.
     """
     if "RESOURCE_EXHAUSTED" not in str(error):
         return

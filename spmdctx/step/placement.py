@@ -1,4 +1,4 @@
-"""Puts things where a plan wants them: a state that is made split, and batches of one process or of the whole."""
+"""Places data as a plan wants it: state that is initialized already split, and batches of one process or of the whole job."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from spmdctx.trace.specs import make_mesh, named_sharding
 
 
 def abstract_call(entry: Entry) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that an entry was made for, as shapes and dtypes; nnx objects as states."""
+    """Returns the arguments for which an entry was made, as shapes and dtypes; nnx objects appear as states."""
     avals = [shape_of(aval) for aval in entry.captured.in_avals]
     args, kwargs = entry.structure.inputs(avals)
     return tuple(args), dict(kwargs)
 
 
 def arguments_tree(entry: Entry, leaves: Sequence[Any], num_leading: int) -> tuple[Any, ...]:
-    """One tree per dynamic argument of the user's call with `leaves` in it; keyword arguments follow as one dict."""
+    """Returns one tree for each dynamic argument of the user's call with `leaves` in it; keyword arguments follow as one dict."""
     args, kwargs = entry.structure.inputs(list(leaves))
     return (*args[num_leading:], kwargs) if kwargs else tuple(args[num_leading:])
 
@@ -57,7 +57,7 @@ class Init:
         self._result = self._finish(self._abstract)
 
     def arguments(self, target: Target, batch: Any, known: Entry | None) -> tuple[Any, ...]:
-        """The abstract arguments of the step: its state as the initialiser makes it, then the batch.
+        """Returns the abstract arguments of the step: its state as the initialiser makes it, then the batch.
 
         Raises:
             PlanError: no batch is given and none is known.
@@ -81,7 +81,7 @@ class Init:
         return _fitting(target, [(*state, *args[len(state) :]) for state in states if len(state) <= len(args)])
 
     def run(self, entry: Entry, call: Call) -> Any:
-        """Makes the state, each leaf split as the step takes it; leaves that the step does not take are whole everywhere."""
+        """Makes the state, with each leaf split as the step takes it; leaves that the step does not take are replicated."""
         entry.environment.check_running()
         entry.agreed  # noqa: B018  before anything runs
         taken = zip(flattening_of(call).leaves, entry.program.in_shardings, strict=True)
@@ -132,7 +132,7 @@ class Init:
 
 
 def _fitting(target: Target, candidates: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """The first candidate that the step can be called with."""
+    """Returns the first candidate with which the step can be called."""
     signature = inspect.signature(target.fn)
     for candidate in candidates:
         try:
@@ -150,13 +150,13 @@ def _fitting(target: Target, candidates: Sequence[tuple[Any, ...]]) -> tuple[Any
 
 
 def _no_eager_sharding() -> AbstractContextManager[Any]:
-    """nnx would place annotated variables on the mesh that is set; here the plan places them."""
+    """Keeps nnx from placing annotated variables on the current mesh, since the plan places them."""
     scope: AbstractContextManager[Any] = nnx.use_eager_sharding(False)
     return scope
 
 
 def batch_targets(entry: Entry | None, *, whole: bool) -> Targets:
-    """Where a planned step takes its batch arguments, those with batch leaves, in order.
+    """Returns the targets of a planned step's batch arguments in order; these are the arguments with batch leaves.
 
     Args:
         entry: the planned step.
@@ -183,7 +183,7 @@ def shard_batch(batch: Any, targets: Targets) -> Any:
 
     Raises:
         PlanError: the plan has no such batch.
-        StrategyError: a dimension that does not divide.
+        StrategyError: a dimension does not divide.
     """
     found = targets.match(batch)
     placed = [_place(value, leaf, whole=targets.whole) for value, leaf in zip(found.values, found.leaves, strict=True)]

@@ -1,4 +1,4 @@
-"""Leaves of a step on several processes: arrays of one process put on the devices of all, and arrays of all read by one."""
+"""Leaves of a step on several processes: places one process's arrays on all devices, and gathers distributed arrays to one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jax.sharding import Sharding
 
 
 def is_of_one_process(leaf: Any) -> bool:
-    """Whether a leaf is a value of the process's own: a number, a NumPy array, or an array on its devices alone."""
+    """Returns whether a leaf belongs to this process alone: a number, a NumPy array, or an array on its own devices."""
     return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
 def on_all(leaf: Any, target: Sharding) -> Any:
-    """A leaf as an array that is placed as `target`, over devices of several processes.
+    """Places a leaf as `target`, over devices of several processes.
 
-    A leaf of one process is taken as a copy of the whole that every process has; each puts its own blocks on its devices.
+    Every process is taken to hold the same whole value of a leaf of one process. Each process places its own blocks.
     """
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         if not is_of_one_process(leaf):
@@ -34,7 +34,7 @@ def on_all(leaf: Any, target: Sharding) -> Any:
 
 
 def to_host(leaf: Any) -> Any:
-    """A leaf whole, in this process's memory; every process has to ask for it."""
+    """Gathers a whole leaf into this process's memory; every process has to call this."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jnp.array(to_host(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf))
     if is_of_one_process(leaf) or leaf.is_fully_replicated:
@@ -44,7 +44,7 @@ def to_host(leaf: Any) -> Any:
 
 
 def wait_for_all(what: str) -> None:
-    """Waits until every process has come here; `what` names the place."""
+    """Waits until every process has called this; `what` names the place."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
 

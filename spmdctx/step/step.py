@@ -37,7 +37,7 @@ from spmdctx.trace.scope.mesh import auto_axes, traced_for
 from spmdctx.trace.scope.settings import StepOptions
 
 _MOST_MISSES = 50
-"""A program that is called with other arguments in turn is looked up by the long way, which fails faster."""
+"""After so many misses calls skip the fast path: with arguments that keep changing, the slow one fails faster."""
 
 
 class _Last(NamedTuple):
@@ -82,7 +82,7 @@ class ParallelStep:
         return f"<spmdctx.ParallelStep {self._target.name}>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A step that is a method: bound to its object, with plans of its own per object."""
+        """Binds a step that is a method to its object; each object has plans of its own."""
         if instance is None:
             return self
         fn, options = self._given
@@ -95,12 +95,15 @@ class ParallelStep:
         return bound
 
     def with_options(self, **options: Any) -> ParallelStep:
-        """The same function with further options, or other values of the same ones."""
+        """Returns a step of the same function with more options, or with other values of the same ones."""
         fn, given = self._given
         return ParallelStep(fn, {**given, **options})
 
     def with_context(self, **options: Any) -> ParallelStep:
-        """The same step with context options that its own ones override; `@auto_parallel_context(...)` above it does this."""
+        """Returns the same step with context options, which its own options override.
+
+        A decorator `@auto_parallel_context(...)` above the step calls this.
+        """
         fn, given = self._given
         return ParallelStep(fn, {**options, **given})
 
@@ -137,22 +140,23 @@ class ParallelStep:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the last call had to move, said once per argument leaf."""
+        """The leaves that the last call had to move, one sentence for each."""
         return () if self._last is None else tuple(self._last.entry.moved.values())
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """How the step would run: needs no devices, arguments may be abstract."""
+        """Returns the plan by which the step would run; needs no devices, and arguments may be abstract."""
         return self._entry_of(args, kwargs).plan
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The step's program, lowered by JAX; `.compile()` compiles it, once for this, the audit and the calls.
+        """Lowers the step's program with JAX; `.compile()` compiles it once for this, the audit and the calls.
 
-        It takes the step's own positional arguments; of a step with nnx objects or keyword arguments, their flat leaves.
+        The program takes the step's own positional arguments. If the step has nnx objects or keyword arguments, it takes their
+        flat leaves.
         """
         return self._lowered(args, kwargs)[1]
 
     def in_shardings(self, *args: Any, **kwargs: Any) -> Any:
-        """A NamedSharding per argument leaf, as a tuple of the dynamic arguments; keyword arguments follow as one dict.
+        """Returns a NamedSharding for each argument leaf, as a tuple of the dynamic arguments; keywords follow as one dict.
 
         nnx objects appear as states.
         """
@@ -160,12 +164,12 @@ class ParallelStep:
         return placement.arguments_tree(entry, entry.program.in_shardings, len(self._target.leading))
 
     def out_shardings(self, *args: Any, **kwargs: Any) -> Any:
-        """A NamedSharding per leaf of what the step returns."""
+        """Returns a NamedSharding for each leaf of the step's result."""
         entry = self._entry_of(args, kwargs)
         return entry.structure.outputs(entry.program.out_shardings)
 
     def infer_predict_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterLayout]:
-        """How a forward step's parameters are split, by their dotted paths: what `load_distributed_checkpoint` loads them by.
+        """Returns how a forward step's parameters are split, by dotted path, for `load_distributed_checkpoint`.
 
         Args:
             args: the step's arguments, real or abstract.
@@ -177,7 +181,7 @@ class ParallelStep:
         return predicted_layouts(self.plan(*args, **kwargs))
 
     def audit(self, *args: Any, **kwargs: Any) -> AuditReport:
-        """The compiled program held against the plan: collectives and memory."""
+        """Compiles the program and compares its collectives and memory with the plan."""
         entry, lowered = self._lowered(args, kwargs)
         with entry.advising():
             return audit_program(entry.plan, lowered.compile(), WAYS)
@@ -217,17 +221,17 @@ class ParallelStep:
         """Places a batch as the plan takes it: this process's block of it, or the whole with full_batch.
 
         Args:
-            batch: one batch argument of the step, or a tuple of all of them. Leaves that are `spmdctx.data.Blocks` are whole ones,
-                of which each process reads only its blocks.
+            batch: one batch argument of the step, or a tuple of all of them. A leaf that is a `spmdctx.data.Blocks` stands for the
+                whole batch; each process reads only its own blocks of it.
 
         Raises:
             PlanError: nothing was planned yet, or the plan has no such batch.
-            StrategyError: a dimension that does not divide.
+            StrategyError: a dimension does not divide.
         """
         return placement.shard_batch(batch, self.batch_targets())
 
     def batch_targets(self) -> Targets:
-        """Where the last plan takes its batch: what `spmdctx.data.shard` reads of a step.
+        """Returns the targets of the last plan's batch arguments, which `spmdctx.data.shard` reads.
 
         Raises:
             PlanError: nothing was planned yet.
@@ -239,7 +243,7 @@ class ParallelStep:
         return split_static(target.static, (*target.leading, *args) if target.leading else args, kwargs)
 
     def _found(self, call: Call, static: Static) -> tuple[Entry, Read]:
-        """The entry of a call, the last one where it fits, and the call's leaves."""
+        """Returns the entry of a call, preferring the last one, and the call's leaves."""
         last = self._last
         if last is not None and last.version == version() and last.x64 == x64_is_on() and last.static == static:
             read = last.entry.read(call)
@@ -250,7 +254,7 @@ class ParallelStep:
 
     @staticmethod
     def _broadcast(entry: Entry, read: Read) -> Read:
-        """The leaves of the first call, the state that devices share being device 0's; objects take it over."""
+        """Returns the leaves of the first call with device 0's values for replicated state; objects take these values over."""
         entry.environment.check_running()
         if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
             raise UnsupportedError("parameter_broadcast needs arrays, and this step is called inside of jit, grad or vmap.")
@@ -273,7 +277,7 @@ class ParallelStep:
         return self._entry(*self._split(args, kwargs), stacklevel=4)
 
     def _entry(self, call: Call, static: Static, stacklevel: int) -> Entry:
-        """The entry of a call, found or made; it becomes the last one."""
+        """Finds or makes the entry of a call, which becomes the last one."""
         with self._lock, auto_axes():
             number, x64 = version(), x64_is_on()
             around = environment(self._options, self.context)

@@ -1,4 +1,4 @@
-"""Numerics of a split step against the same step on one device."""
+"""Compares the numerical results of a split step with those of the same step on one device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from spmdctx.trace.scope.mesh import auto_axes
 from spmdctx.trace.specs import make_mesh, named_sharding
 
 FLOOR = 1e-3
-"""A result smaller than this is compared as if it were this large."""
+"""Floor for the size of a result in relative differences."""
 
 _TOLERANCES = {"float64": 1e-5, "complex128": 1e-5, "float32": 1e-4, "complex64": 1e-4}
 _HALF_TOLERANCE = 3e-2
 _BY_NORM = 10
-"""So many times the tolerance is allowed by the norm."""
+"""Factor by which the difference by norm may exceed the tolerance."""
 
 
 class VerifyRow(NamedTuple):
@@ -42,16 +42,16 @@ class VerifyRow(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is within the tolerance.
+        """True if the difference is within the tolerance.
 
-        State in less than float64 is judged by its norm: a parameter whose true gradient is zero moves by a whole step of
-        an adaptive optimizer in the direction of the rounding error.
+        State below float64 may pass by its norm instead. If a parameter's true gradient is zero, an adaptive optimizer moves it
+        by a whole step in the direction of the rounding error.
         """
         by_norm = self.is_state and self.tolerance > _TOLERANCES["float64"]
         return self.difference <= self.tolerance or (by_norm and self.change <= _BY_NORM * self.tolerance)
 
     def __str__(self) -> str:
-        """The difference and what it is held against."""
+        """Returns the difference and its tolerance as text."""
         if self.ok and self.difference > self.tolerance:
             measured = (
                 f"{self.difference:.1e}, by its norm {self.change:.1e} ({self.dtype}, tolerance {_BY_NORM * self.tolerance:.0e} by norm)"
@@ -62,7 +62,7 @@ class VerifyRow(NamedTuple):
 
 
 class VerifyReport(NamedTuple):
-    """What `step.verify` found."""
+    """The result of `step.verify`."""
 
     rows: tuple[VerifyRow, ...]
     num_devices: int
@@ -70,7 +70,7 @@ class VerifyReport(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether every result is within its tolerance."""
+        """True if every result is within its tolerance."""
         return all(row.ok for row in self.rows)
 
     @property
@@ -91,10 +91,10 @@ class VerifyReport(NamedTuple):
 def verify_entry(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
     """Runs an entry's program on all its devices and on the first one, and compares the results.
 
-    A step that holds a shard_map over several devices is compared with itself on all of them, its arguments whole.
+    A step with a shard_map over several devices cannot run on one. It is compared with itself on all devices with whole arguments.
 
     Raises:
-        ContextError: devices that are not there.
+        ContextError: a device is missing.
     """
     program = entry.program
     is_manual = any(math.prod(size for _, size in region.mesh_axes) > 1 for region in entry.planned.program.manual)
@@ -116,7 +116,7 @@ def _as_called(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _on_one_device(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:
-    """The step on one device of this process."""
+    """Runs the step on one device of this process."""
     device = next(device for device in entry.program.mesh.devices.flat if device.process_index == jax.process_index())
     copied = [_copied(leaf, device) for leaf in leaves]
     with jax.set_mesh(make_mesh(LogicalMesh.of({"device": 1}), [device])):  # whatever mesh the user set
@@ -165,7 +165,7 @@ _PROGRAMS = (jexc.Jaxpr, jexc.ClosedJaxpr)
 
 
 def _unconstrained(jaxpr: Any) -> Any:
-    """The program without sharding constraints, so that it runs on one device; bodies of shard_map stay as they are."""
+    """Removes the sharding constraints of a program so that it runs on one device; bodies of shard_map stay as they are."""
     is_open = isinstance(jaxpr, jexc.Jaxpr)
     body = jaxpr if is_open else jaxpr.jaxpr
     plain = body.replace(eqns=[_without_constraint(eqn) for eqn in body.eqns])

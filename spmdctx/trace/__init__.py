@@ -1,1 +1,1 @@
-"""From a user's function to a program: the flat jaxpr of a call, and the graph made of it."""
+"""Turns a user's function into a program: the flat jaxpr of a call, and the graph built from it."""

@@ -1,4 +1,4 @@
-"""The cyclic garbage collector, kept out of what makes many objects and no cycles."""
+"""Pauses the cyclic garbage collector for code that makes many objects and no cycles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Flattening and planning make tens of thousands of small objects and no cycles; the collector would double their time."""
+    """Pauses the cyclic garbage collector.
+
+    Flattening and planning make tens of thousands of small objects and no cycles; the collector would double their time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

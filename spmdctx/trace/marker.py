@@ -19,12 +19,12 @@ from spmdctx.ir.primitives import MARKER
 _GRAD = "_grad"
 
 shard_p = Primitive(MARKER)
-"""`shard_p.bind(x, region=, side=, index=, strategy=, label=)` is x."""
+"""The marker: `shard_p.bind(x, region=, side=, index=, strategy=, label=)` is x."""
 
 _regions = itertools.count()
 
 
-# A marker's source line is the user's call of what is sharded, not a line of this package.
+# A marker's source line is where the user calls the sharded function, not a line of this package.
 for _file in ("trace/marker.py", "shard/decorate.py", "shard/call.py", "shard/modules.py"):
     source_info_util.register_exclusion(str(Path(__file__).parents[1] / _file))
 
@@ -33,7 +33,7 @@ _traced_mode: ContextVar[str | None] = ContextVar("spmdctx_traced_mode", default
 
 @contextmanager
 def tracing_in(mode: str) -> Iterator[None]:
-    """While a step is traced in it: the step's own parallel mode, which its options may set apart from the context's."""
+    """Sets the parallel mode of the step that is traced inside; a step's options may differ from the context's."""
     token = _traced_mode.set(mode)
     try:
         yield
@@ -42,12 +42,12 @@ def tracing_in(mode: str) -> Iterator[None]:
 
 
 def traced_mode() -> str | None:
-    """The parallel mode of the step that is being traced, None outside of one."""
+    """Returns the parallel mode of the step that is being traced, or None outside of one."""
     return _traced_mode.get()
 
 
 def new_region() -> int:
-    """A number that no other region of this process has; traces that JAX caches keep theirs."""
+    """Returns a number that no other region of this process has; traces that JAX caches keep theirs."""
     return next(_regions)
 
 

@@ -1,4 +1,4 @@
-"""TensorSharding to JAX: the only place where PartitionSpecs and jax meshes are made."""
+"""Converts TensorShardings to JAX; only this module makes PartitionSpecs and jax meshes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from spmdctx.wording import counted
 
 
 def make_mesh(mesh: LogicalMesh, devices: Sequence[Any]) -> Mesh:
-    """A jax mesh with Auto axes over the first of `devices`, in their order.
+    """Makes a jax mesh with Auto axes over the first of `devices`, in their order.
 
     Raises:
-        ContextError: where there are fewer devices than the mesh has.
+        ContextError: there are fewer devices than the mesh needs.
     """
     if len(devices) < mesh.num_devices:
         raise ContextError(
@@ -30,7 +30,7 @@ def make_mesh(mesh: LogicalMesh, devices: Sequence[Any]) -> Mesh:
 
 
 def partition_spec(sharding: TensorSharding) -> PartitionSpec:
-    """The PartitionSpec of a sharding; whole trailing dimensions are left out."""
+    """Returns the PartitionSpec of a sharding without whole trailing dimensions."""
     dims = [None if not dim else dim[0] if len(dim) == 1 else dim for dim in sharding]
     while dims and dims[-1] is None:
         dims.pop()
@@ -38,5 +38,5 @@ def partition_spec(sharding: TensorSharding) -> PartitionSpec:
 
 
 def named_sharding(mesh: Mesh, sharding: TensorSharding) -> NamedSharding:
-    """The NamedSharding of a sharding on a mesh."""
+    """Returns the NamedSharding of a sharding on a mesh."""
     return NamedSharding(mesh, partition_spec(sharding))

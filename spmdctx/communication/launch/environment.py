@@ -1,4 +1,4 @@
-"""What a process of a job finds in its environment."""
+"""The environment of a job's processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _XLA_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Returns a port of this machine on which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
 def process_environment(environ: Mapping[str, str], port: int, count: int, process: int, devices: int) -> dict[str, str]:
-    """The environment of one process, with `devices` CPU devices or GPUs of its own."""
+    """Returns the environment of one process, with `devices` CPU devices or GPUs of its own."""
     own = {
         "SPMDCTX_ADDRESS": f"127.0.0.1:{port}",
         "SPMDCTX_NUM_PROCESSES": str(count),
@@ -27,5 +27,5 @@ def process_environment(environ: Mapping[str, str], port: int, count: int, proce
         "JAX_NUM_CPU_DEVICES": str(devices),
         "PYTHONUNBUFFERED": "1",
     }
-    # JAX refuses two counts of CPU devices.
+    # JAX refuses to be given two counts of CPU devices.
     return {**environ, **own, "XLA_FLAGS": _XLA_COUNT.sub("", environ.get("XLA_FLAGS", "")).strip()}

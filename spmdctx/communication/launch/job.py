@@ -1,4 +1,4 @@
-"""The processes of a job: started together, ended together."""
+"""The processes of a job, which start and end together."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from spmdctx.communication.launch.environment import free_port, process_environm
 from spmdctx.communication.launch.log_filter import is_noise
 
 TIMED_OUT = 124
-"""Exit code of a job that took too long, as that of coreutils' timeout."""
+"""Exit code of a job that took too long, like that of coreutils' timeout."""
 PEER_LOST = 76
-"""Exit code of a process that ends because another one did."""
+"""Exit code of a process that ends because another process did."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_S = 0.05
 _GRACE_S = 5.0
-"""Seconds that processes get to end by themselves, after a failure and after SIGTERM."""
+"""Seconds in which processes may end by themselves, after a failure and after SIGTERM."""
 
 
 class Job(NamedTuple):
-    """What to run, `count` times: a Python script or module with its arguments.
+    """A Python script or module with its arguments, to be run `count` times.
 
-    `devices` are those of each process; `timeout_s` is a hard limit, None where there is none.
+    `devices` is the number of devices of each process; `timeout_s` is a hard limit, or None.
     """
 
     arguments: Sequence[str]
@@ -161,7 +161,7 @@ class _Processes:
 
     @contextmanager
     def signals_forwarded(self) -> Iterator[None]:
-        """While the job runs: signals to this process go to all of its processes, a second interrupt kills them."""
+        """Forwards signals to all processes of the job inside the block; a second interrupt kills them."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,4 +1,4 @@
-"""Lines of Gloo's own that say nothing: that a process has reached as many others as it expected."""
+"""Filters log lines in which Gloo says only that a process has reached as many others as it expected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ _PIECES = re.compile(r"(?:\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Ex
 
 
 def is_noise(line: str) -> bool:
-    """Whether a line is such a one, or pieces of several that threads have written at once; any other word makes it none."""
+    """Returns whether a line is such a line, or consists of pieces of several that threads wrote at once.
+
+    A line with any other word is kept.
+    """
     text = line.rstrip("\n")
     if text.startswith("[Gloo] Rank") and text.count("[Gloo]") == 1 and text.count("Expected") == 1:
         return _REACHED.fullmatch(text) is not None

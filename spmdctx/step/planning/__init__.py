@@ -1,1 +1,1 @@
-"""From a captured step to its plan: the request, the search, the price, the notes, and plans in files."""
+"""Turns a captured step into its plan: the request, the search, the price, the notes, and plan files."""

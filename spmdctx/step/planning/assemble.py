@@ -1,4 +1,4 @@
-"""The plan, put together from what was found and what it costs."""
+"""Assembles the plan from the assignment that the search found and its bill."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _certified(plan: Plan, certificate: Certificate) -> Plan:
 
 
 def _gradients(program: Program, setup: Setup) -> Sequence[PlannedGradient]:
-    """The gradients where they have no buckets."""
+    """Returns the gradients of a plan without buckets."""
     return LateRows(lambda: [PlannedGradient(one.path) for one in gradient_order(program.graph)]) if setup.mesh.num_devices > 1 else ()
 
 
@@ -87,7 +87,7 @@ def _cost(bill: Bill) -> Cost:
 
 
 def _reason(setup: Setup, assignment: Assignment, value: int) -> str:
-    """Where an input's sharding comes from."""
+    """Returns the reason for an input's sharding."""
     if setup.mesh.num_devices == 1:
         return "there is one device"
     known = setup.reasons.get(value)

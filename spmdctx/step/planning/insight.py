@@ -1,4 +1,4 @@
-"""What a plan can say beyond what was decided: it is worked out when it is asked for, from the program that was planned."""
+"""What a plan can tell beyond its decisions, worked out on request from the program that was planned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdctx.trace.scope.settings import Settings
 
 
 def with_insight(planned: Planned, captured: Captured, settings: Settings) -> Planned:
-    """The plan with its alternatives and a way to plan again, where its search has given it none; nothing is computed yet."""
+    """Adds alternatives, a certifier and a way to plan again if the search gave the plan none; nothing is computed yet."""
     plan = planned.plan
     if plan.replan is None:
         plan = replace(plan, replan=Replanner(captured, settings))
@@ -28,16 +28,16 @@ def with_insight(planned: Planned, captured: Captured, settings: Settings) -> Pl
 
 @dataclass(frozen=True)
 class Replanner:
-    """Plans a captured step again for another budget or number of devices; the plan that comes out can be asked alike."""
+    """Plans a captured step again for another budget or number of devices; the new plan can do the same."""
 
     captured: Captured
     settings: Settings
 
     def __call__(self, *, memory_bytes: int | None = None, num_devices: int | None = None) -> Plan:
-        """The plan for this budget per device (None for no budget) on so many devices (None for as many as before).
+        """Plans for a budget per device (None for no budget) and a number of devices (None for as many as before).
 
         Raises:
-            ContextError: a budget that is not positive.
+            ContextError: the budget is not positive.
             InfeasibleError: no plan fits.
             StrategyError: the user's strategies do not fit the number of devices.
         """
@@ -67,7 +67,7 @@ def _alternatives(planned: Planned, captured: Captured, settings: Settings) -> P
 
 
 def _pinned(planned: Planned, captured: Captured, settings: Settings) -> frozenset[int]:
-    """Values whose sharding the user or the mode fixed."""
+    """Returns the values whose sharding the user or the mode fixed."""
     program, context = planned.program, settings.context
     pinned = {mark.value for mark in program.marks if mark.strategy is not None} | {pin.value for pin in program.user_pins}
     batch_is_free = context.parallel_mode == "auto_parallel" and not context.batch_is_pinned

@@ -1,4 +1,4 @@
-"""The notes of a plan: everything guessed, padded, replicated or without effect."""
+"""The notes of a plan: what was guessed, padded or replicated, and which options have no effect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from spmdctx.wording import bytes_text, exact_bytes_text
 
 
 class PeakForm(Enum):
-    """What a plan says of its predicted peak. Plan files keep the sentence: one that is worded anew stays in older files."""
+    """Sentences about the predicted peak of a plan.
+
+    Plan files keep them, so notes of older files are no longer recognized after a sentence is reworded.
+    """
 
     OVER_DEVICE = "The predicted peak of {peak} per device is over the {capacity} that a program may use of a {device}."
     OVER_BUDGET = "The predicted peak of {peak} per device is over memory_bytes={budget}; only auto_parallel can meet a budget."
@@ -48,7 +51,7 @@ _WORTH_A_WORD = 0.01
 
 
 def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets: Sequence[int | None]) -> str:
-    """Why the gradients' buckets that were asked for are none; empty where they are made."""
+    """Returns why the requested buckets of gradients have no effect, or an empty string if they have one."""
     if any(bucket is not None for bucket in buckets):
         return "" if settings.topology.compiler.keeps_barriers else NO_BUCKETS
     local = any(region.is_loss for region in program.manual)
@@ -58,7 +61,7 @@ def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets
 
 
 def _group_notes(program: Program, settings: Settings, setup: Setup, bill: Bill, groups: Mapping[int, int]) -> list[str]:
-    """What of `shard(fusion=)` has no effect."""
+    """Names the parts of `shard(fusion=)` that have no effect."""
     machine = settings.topology
     notes = ungrouped_note(program.graph, bill, setup.mesh, all_to_all=machine.preferences.allows_all_to_all)
     return [*notes, NO_GROUPS] if groups and not machine.compiler.keeps_barriers else notes
@@ -78,7 +81,11 @@ def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Grad
 
 
 def _notes(program: Program, captured: Captured, setup: Setup, settings: Settings, assignment: Assignment, bill: Bill) -> tuple[str, ...]:
-    """Everything guessed, padded, replicated or without effect, each said once."""
+    """Collects all notes of a plan, each of them once.
+
+    Raises:
+        UnsupportedError: a primitive has no rule and the settings are strict.
+    """
     notes = [*captured.notes, *program.graph.notes, *setup.notes]
     whole = _whole_ops(program)
     unknown = next((op for op in whole if not has_rule(op.primitive)), None)
@@ -117,7 +124,7 @@ def _whole_ops(program: Program) -> list[Op]:
 
 
 def _early_notes(program: Program, captured: Captured, bill: Bill) -> list[str]:
-    """The updates of state for which the rest of the step is made to wait."""
+    """Names the state whose update the rest of the step waits for."""
     waited_for = {value for update in bill.early for value in update.results}
     if not waited_for:
         return []
@@ -143,7 +150,7 @@ def without_peak_notes(notes: Iterable[str]) -> list[str]:
 
 
 def _batch_notes(program: Program) -> list[str]:
-    """What was found to be the batch, where that may surprise."""
+    """Says which arguments were taken as the batch if that may surprise the user."""
     leaves = [known for known in map(program.graph.values.__getitem__, program.graph.inputs) if known.role is Role.BATCH and known.shape]
     if not leaves:
         return ["No argument is taken as the batch: name it with batch_argnums if there is one."]
@@ -154,7 +161,7 @@ def _batch_notes(program: Program) -> list[str]:
 
 
 def _all_to_all_notes(program: Program, setup: Setup, settings: Settings, bill: Bill) -> list[str]:
-    """What all-to-all would save where the context forbids it, if it is worth a word."""
+    """Says how much time all-to-all would save if the context forbids it and the saving is worth a note."""
     machine = settings.topology
     if machine.preferences.allows_all_to_all:
         return []
@@ -171,7 +178,7 @@ def _all_to_all_notes(program: Program, setup: Setup, settings: Settings, bill: 
 
 
 def _repeated_work(program: Program, setup: Setup, assignment: Assignment, bill: Bill) -> list[str]:
-    """Says when devices do alike what they could share."""
+    """Says so if devices repeat work that they could share."""
     if not bill.flops or bill.split_flops / bill.flops >= 0.5:
         return []
     graph, mesh = program.graph, setup.mesh

@@ -1,4 +1,4 @@
-"""The one road: captured step and settings to graph, set-up, search, bill and plan."""
+"""Plans a captured step: builds its graph, prepares and runs the search, prices the assignment and assembles the plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from spmdctx.trace.scope.settings import Settings
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with what lowering needs beside it."""
+    """A plan together with what lowering needs."""
 
     plan: Plan
     program: Program
@@ -90,7 +90,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
 
 
 def priced_here(plan: Plan, program: Program, captured: Captured, settings: Settings) -> Plan:
-    """A plan with its price for a captured step and a machine that may not be those for which it was made."""
+    """Returns a plan priced for a captured step and a machine, which may differ from those for which it was made."""
     parts = prepare(program.graph, _request(program, captured, settings)).parts if program.manual else {}
     step, written = _step(program, captured), _written(program, parts)
     bill = _priced(program, step, settings, plan.assignment, plan.logical_mesh, written).bill
@@ -100,12 +100,12 @@ def priced_here(plan: Plan, program: Program, captured: Captured, settings: Sett
 
 
 def _written(program: Program, parts: Mapping[str, AxisNames]) -> list[Collective]:
-    """The collectives that stand in the program, along axes of the plan's mesh."""
+    """Returns the collectives that the user wrote in the program, over axes of the plan's mesh."""
     return [replace(row, axes=refined_axes(row.axes, parts)) for region in program.manual for row in region.collectives]
 
 
 class _Priced(NamedTuple):
-    """The price of an assignment, and the sums that it reduces apart: gradients in buckets, and what loops hold back."""
+    """The price of an assignment, with the sums that are reduced separately: gradients in buckets, and sums that loops hold."""
 
     gradients: Sequence[Gradient]
     buckets: Sequence[int | None]
@@ -129,7 +129,7 @@ def _priced(
 
 
 def _is_grouped(program: Program, settings: Settings, mesh: LogicalMesh) -> bool:
-    """Whether anybody asked for gradients to be reduced in buckets."""
+    """Returns whether the user asked for gradients to be reduced in buckets."""
     return mesh.num_devices > 1 and (settings.context.fuses_by_index or bool(program.region_ops))
 
 
@@ -142,14 +142,14 @@ def _bill(
     by_sum: Mapping[int, int],
     holds: Holds,
 ) -> Bill:
-    """The price of the plan; that which a search has asked for already, where there is nothing to add."""
+    """Prices the plan; reuses the bill that a search already asked for if there is nothing to add."""
     if not (written or by_sum or holds.axes or holds.totals):
         return bill_of(step, assignment, mesh, topology)
     return price(step.graph, step.scopes, step.loose, written, assignment, mesh, topology, step.donated, by_sum, holds)
 
 
 def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
-    """A plan of auto_parallel with what dynamic programming proves of it."""
+    """Adds to a plan of auto_parallel the lower bound that dynamic programming proves."""
     with no_garbage_collection():
         program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
         options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo), max_axes=settings.max_mesh_axes)
@@ -161,7 +161,7 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
 
 
 def _bodies(program: Program) -> list[Body]:
-    """What runs inside shard_maps."""
+    """Returns the bodies of the program's shard_maps."""
     return [
         Body(region.op, region.repeats, region.body.graph, region.body.scopes, region.body.loose)
         for region in program.manual

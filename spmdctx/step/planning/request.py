@@ -1,4 +1,4 @@
-"""What a search is asked for a captured step in its settings."""
+"""Turns a captured step and its settings into the request and the options of a search."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _request(program: Program, captured: Captured, settings: Settings) -> Reques
 
 
 def _optimizer(program: Program, context: AutoParallelContext) -> OptimizerSharding | None:
-    """What the parallel optimizer splits of a step."""
+    """Returns what the parallel optimizer splits in a step, or None if the context does not enable it."""
     asked = optimizer_sharding(context)
     if asked is None:
         return None
@@ -69,7 +69,7 @@ def _optimizer(program: Program, context: AutoParallelContext) -> OptimizerShard
 
 
 def _dataset(context: AutoParallelContext) -> str | tuple[object, ...] | None:
-    """How the batch is split: None where auto_parallel may choose."""
+    """Returns how the batch is split, or None if auto_parallel may choose."""
     if context.parallel_mode == "auto_parallel" and not context.batch_is_pinned:
         return None
     if isinstance(context.dataset_strategy, tuple):
@@ -78,7 +78,7 @@ def _dataset(context: AutoParallelContext) -> str | tuple[object, ...] | None:
 
 
 def _search_mode(settings: Settings) -> str:
-    """What searches; empty where the parallel mode leaves nothing to search."""
+    """Returns the search mode, or an empty string if the parallel mode leaves nothing to search."""
     context = settings.context
     return context.effective_search_mode if context.parallel_mode == "auto_parallel" else ""
 

@@ -1,4 +1,4 @@
-"""The options strategy_ckpt_save_file and strategy_ckpt_load_file: plans written when they are made, and used instead of a search."""
+"""The options strategy_ckpt_save_file and strategy_ckpt_load_file: writes new plans, and uses saved ones instead of a search."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def planned_with_files(captured: Captured, settings: Settings) -> Planned:
 
 
 def loaded_plan(settings: Settings) -> Plan | None:
-    """The plan in strategy_ckpt_load_file, checked as far as it can be without the step; None where there is no such plan."""
+    """Returns the plan in strategy_ckpt_load_file, or None if there is none; checks what can be checked without the step."""
     context = settings.context
     load = context.strategy_ckpt_load_file
     if not load or context.parallel_mode not in PLANNED_MODES:
@@ -80,9 +80,9 @@ def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
 
 
 def _with_price(plan: Plan, here: Plan, settings: Settings) -> Plan:
-    """The plan with its price `here`, which a file cannot know: it depends on what is donated, and on the machine's figures.
+    """Returns the plan with its price `here`, which depends on donated arguments and on the machine's figures.
 
-    What a search proved of another machine is no proof.
+    A lower bound that was proved for another machine is dropped.
     """
     if plan.cost == here.cost:
         return replace(plan, memory_profile=here.memory_profile, early=here.early)

@@ -1,1 +1,1 @@
-"""From a jaxpr to a Program: ops with rules, calls dissolved, loop bodies inlined as regions with boundary ops."""
+"""Turns a jaxpr into a Program: ops with rules, calls inlined, and loop bodies as regions between boundary ops."""

@@ -1,4 +1,4 @@
-"""jaxpr to Graph: every equation an op with its rule, calls inlined, control-flow bodies entered through boundary ops."""
+"""Builds a Graph from a jaxpr: each equation becomes an op with its rule, and boundary ops lead into control-flow bodies."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _Literal = jexc.Literal
 _aval = attrgetter("aval")
 
 _new = tuple.__new__
-"""Makes named tuples of all their fields, in half the time of their own constructors: a step has tens of thousands."""
+"""Makes named tuples from all their fields, in half the time of their own constructors. A step has tens of thousands."""
 
 
 class Argument(NamedTuple):
-    """What the builder must know of one flat argument."""
+    """A flat argument as the builder needs it."""
 
     path: str
     role: Role
@@ -76,18 +76,18 @@ class GraphBuilder:
         self.loss_operands: list[LossOperand] = []
         self.notes: list[str] = []
         self._num_scopes = 1
-        # Per value, and for those that are not intermediate.
+        # For each value, and for those that are not intermediate.
         self._avals: list[Any] = []
         self._named: dict[int, tuple[Role, str]] = {}
         self._tensors: dict[int, Tensor] = {}
-        # Per op.
+        # For each op.
         self._kind_of: list[int] = []
         self._operands: list[tuple[int, ...]] = []
         self._results: list[tuple[int, ...]] = []
         self._equations: list[Any] = []
         self._infos: list[Any] = []
         self._frame_of: list[int] = []
-        # What many ops share: rules with their cost in FLOPs, and what is around them.
+        # Shared by many ops: rules with their cost in FLOPs, and frames.
         self._kinds: list[Kind] = []
         self._texts: list[str] = []
         self._alike: set[int] = set()
@@ -102,7 +102,7 @@ class GraphBuilder:
         return len(self._kind_of)
 
     def add_value(self, aval: Any, role: Role = Role.INTERMEDIATE, path: str = "") -> int:
-        """A new value with the shape and dtype of `aval`; tokens and other things without a shape count as scalars."""
+        """Adds a value with the shape and dtype of `aval`; tokens and others without a shape count as scalars."""
         index = len(self._avals)
         self._avals.append(aval)
         if role is not Role.INTERMEDIATE or path:
@@ -110,11 +110,11 @@ class GraphBuilder:
         return index
 
     def add_like(self, value: int) -> int:
-        """A new value with the shape, dtype and role of another."""
+        """Adds a value with the shape, dtype and role of another."""
         return self.add_value(self._avals[value], self._named.get(value, (Role.INTERMEDIATE,))[0])
 
     def shape(self, value: int) -> tuple[int, ...]:
-        """Of a value."""
+        """Returns the shape of a value."""
         return self._tensor(self._avals[value]).shape
 
     def _tensor(self, aval: Any) -> Tensor:
@@ -125,7 +125,7 @@ class GraphBuilder:
         return known
 
     def program_of(self, body: Any) -> Program:
-        """The program of a body that runs on one device by itself."""
+        """Builds the program of a body that runs on one device by itself."""
         jaxpr, consts = bodies.open_jaxpr(body)
         return build(jexc.ClosedJaxpr(jaxpr, consts), [Argument("", Role.ARGUMENT) for _ in jaxpr.invars])
 
@@ -146,14 +146,14 @@ class GraphBuilder:
 
     @contextmanager
     def body(self) -> Iterator[None]:
-        """The ops added inside belong to a computation of their own, with which the caller's shares no reshard."""
+        """Puts the ops added inside into a computation of their own, which shares no reshard with the caller's."""
         outer, self.scope = self.scope, self._num_scopes
         self._num_scopes += 1
         yield
         self.scope = outer
 
     def read(self, env: Env, atoms: Sequence[Any]) -> tuple[int, ...]:
-        """Value ids of an equation's operands."""
+        """Returns the value ids of an equation's operands."""
         return tuple([LITERAL if isinstance(atom, _Literal) else env[atom] for atom in atoms])
 
     def _add_equations(self, eqns: list[Any], env: Env, around: Around) -> None:
@@ -272,7 +272,7 @@ class GraphBuilder:
         )
 
     def _sites(self, alive: Sequence[int], twins: Mapping[int, int]) -> list[int]:
-        """Per op as walked its number, that of its twin where it has one, -1 where it is dead."""
+        """Returns the number of each op in walking order: its own or its twin's, and -1 if the op is dead."""
         numbers = np.full(self.num_ops, -1, dtype=np.int64)
         numbers[alive] = np.arange(len(alive))
         numbers[list(twins)] = numbers[list(twins.values())]
@@ -280,7 +280,7 @@ class GraphBuilder:
         return sites
 
     def _columns(self, alive: Sequence[int]) -> Columns:
-        """Some of the ops, numbered anew, and all values."""
+        """Returns columns with some of the ops, renumbered, and all values."""
         kind_of, frames = np.array(self._kind_of, dtype=np.int64)[alive], np.array(self._frame_of, dtype=np.int64)[alive]
         around = np.array([(frame.repeats, frame.scope) for frame in self._frames], dtype=np.int64).reshape(-1, 2)[frames]
         operands, results = (list(map(column.__getitem__, alive)) for column in (self._operands, self._results))
@@ -292,7 +292,7 @@ class GraphBuilder:
         return [self._equations[index] if kinds[index] not in alike else None for index in alive]
 
     def _tensors_of_values(self) -> tuple[list[Tensor], list[int]]:
-        """What the values may be, and which of that each is."""
+        """Returns the distinct tensors, and for each value the index of its own."""
         known = {key: self._tensor(aval) for key, aval in dict(zip(map(id, self._avals), self._avals, strict=True)).items()}
         places = dict(zip(known, count(), strict=False))
         return list(known.values()), list(map(places.__getitem__, map(id, self._avals)))
@@ -308,7 +308,7 @@ class GraphBuilder:
         return tuple(map(_new, repeat(Value), zip(range(size), shapes, dtypes, roles, paths, strict=True)))
 
     def _alive(self, outputs: tuple[int, ...]) -> list[int]:
-        """The ops that some output or effect needs; a carry is needed with what the loop makes of it."""
+        """Returns the ops that some output or effect needs; a carry is needed along with its next value."""
         operands, results = self._operands, self._results
         needed = set(outputs)
         while True:
@@ -323,7 +323,7 @@ class GraphBuilder:
                 return alive[::-1]
 
     def _trail(self) -> IntArray:
-        """Per op its kind, its scope, how often it runs, and its operands."""
+        """Returns for each op its kind, its scope, how often it runs, and its operands, in one flat array."""
         sizes = np.fromiter(map(len, self._operands), dtype=np.int64, count=self.num_ops) + 3
         starts, total = np.cumsum(sizes) - sizes, int(sizes.sum())
         around = np.array([(frame.scope, frame.repeats) for frame in self._frames], dtype=np.int64).reshape(-1, 2)[self._frame_of]
@@ -338,7 +338,7 @@ class GraphBuilder:
     def _fingerprint(
         self, trail: Sequence[ArrayLike], inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]
     ) -> str:
-        """Hash of the program: kinds of equations with their parameters, who reads what how often, and the arguments."""
+        """Hashes the program: kinds of equations with their parameters, which op reads which value how often, and arguments."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update("\n".join(self._texts).encode())
         for part in (*trail, [*outputs, *(value for tie in ties for value in tie)]):
@@ -363,12 +363,12 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def _stable_text(params: dict[str, Any]) -> str:
-    """Parameters as text without memory addresses, so that every process writes the same."""
+    """Returns parameters as text without memory addresses, so that every process writes the same."""
     return _ADDRESS.sub("", repr(sorted((name, str(value)) for name, value in params.items())))
 
 
 def _ops(columns: Columns, held: BoolArray) -> tuple[Op, ...]:
-    """The ops; `held` says of each value whether it exists in memory."""
+    """Makes the ops; `held` tells for each value whether it exists in memory."""
     fused = fused_slots(columns, held)
     primitives, rules, flops = ([kind[place] for kind in map(columns.kinds.__getitem__, columns.kind_of.tolist())] for place in range(3))
     sides = columns.operands, columns.results
@@ -378,7 +378,7 @@ def _ops(columns: Columns, held: BoolArray) -> tuple[Op, ...]:
 
 
 def _loose_values(columns: Columns) -> frozenset[int]:
-    """Values computed from literals alone: no input, no constant array, no random key."""
+    """Returns the values computed from literals alone, without an input, constant array or random key."""
     loose = {LITERAL}
     never = columns.which(bodies.NEVER_LOOSE.__contains__).tolist()
     for operands, results, depends in zip(columns.operands, columns.results, never, strict=True):

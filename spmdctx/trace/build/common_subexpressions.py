@@ -1,11 +1,11 @@
-"""Which ops compute what an earlier op of the same body has computed, and are made one with it.
+"""Finds ops that compute what an earlier op of the same body has computed, and merges them.
 
-XLA makes equal equations one, and a plan that counted them twice would plan collectives that never run. What stays apart:
+XLA merges equal equations, and a plan that counted them twice would plan collectives that never run. These stay separate:
 
-- bodies: what a remat computes again is computed again;
+- bodies: a remat computes its values again;
 - equations with effects, and barriers;
-- what element-wise ops only compute on the way into other ops (`machine.xla.fusion`), and what depends on no input: it is computed for each
-  reader anyway, and each may want it split in its own way.
+- values that element-wise ops only compute on the way into other ops (`machine.xla.fusion`), and values that depend on no input.
+  XLA computes them for each reader anyway, and each reader may want them split in its own way.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Copies(NamedTuple):
 
 
 def find_copies(columns: Columns, equations: Sequence[Any]) -> Copies:
-    """All ops that compute what an earlier one has computed.
+    """Finds all ops that compute what an earlier one has computed.
 
     Args:
-        columns: of the step.
-        equations: those of the ops, None for an op that equals none; ops of one kind have equal parameters.
+        columns: the columns of the step.
+        equations: the equation of each op, or None for an op that equals no other; ops of one kind have equal parameters.
     """
     known: dict[Any, int] = {}
     copies = Copies({}, {})
@@ -65,7 +65,7 @@ def _literals(eqn: Any) -> tuple[Any, ...]:
 
 
 def made_one(copies: Copies, columns: Columns, held: BoolArray, loose: Container[int]) -> Copies:
-    """Those copies that are the op which they are copies of; `held` says of each value whether it exists in memory."""
+    """Returns the copies that XLA merges with their originals; `held` tells for each value whether it exists in memory."""
     values: dict[int, int] = {}
     twins: dict[int, int] = {}
     chained = columns.which(CHAINED.__contains__)

@@ -1,7 +1,7 @@
-"""Calls and control flow: what the walk does at each equation that holds a jaxpr.
+"""Calls and control flow: how the walk treats each equation that holds a jaxpr.
 
 Calls are inlined. A loop body is entered through `scan.enter`, closed by `scan.next` (whose result is tied to the carry) and
-left through `scan.exit`; `while` and `cond` have the same kinds of boundary. `lowering.rewrite.rewriter` meets the boundaries in
+left through `scan.exit`. `while` and `cond` have the same kinds of boundary. `lowering.rewrite.rewriter` meets the boundaries in
 the same order, so both must change together.
 """
 
@@ -31,16 +31,16 @@ KEPT = frozenset(
         *("linear_call", "xla_metadata_call", "compute_on"),
     }
 )
-"""Calls that lowering keeps as calls, since their kind says how to differentiate, batch, recompute or compile them."""
+"""Calls that lowering keeps, since their kind decides how they are differentiated, batched, recomputed or compiled."""
 
 INLINED = frozenset(CALLS) - KEPT
-"""Calls that lowering dissolves into their caller."""
+"""Calls that lowering inlines into their caller."""
 
 NEVER_LOOSE = frozenset(BOUNDARY_OF) | {"random_seed"}
 
 
 def open_jaxpr(body: Any) -> tuple[Any, Sequence[Any]]:
-    """A body's open jaxpr and its constants, whether the equation holds it open or closed."""
+    """Returns a body's open jaxpr and its constants, whether the equation holds it open or closed."""
     return (body.jaxpr, body.consts) if hasattr(body, "consts") else (body, ())
 
 
@@ -51,7 +51,7 @@ def _inside(around: Around, eqn: Any, runs: int = 1) -> Around:
 
 
 def _bind(builder: Builder, body: Any, arguments: Sequence[Any], env: Env) -> tuple[Any, Env]:
-    """The body's jaxpr and an environment in which its inputs are the caller's values."""
+    """Returns the body's jaxpr and an environment in which its inputs are the caller's values."""
     jaxpr, consts = open_jaxpr(body)
     inner: Env = {}
     for var, _ in zip(jaxpr.constvars, consts, strict=False):
@@ -63,7 +63,7 @@ def _bind(builder: Builder, body: Any, arguments: Sequence[Any], env: Env) -> tu
 
 
 def _results(builder: Builder, jaxpr: Any, inner: Env) -> list[int]:
-    """Value ids of a body's results; a literal result becomes a value of its own."""
+    """Returns the value ids of a body's results; a literal result becomes a value of its own."""
     ids = builder.read(inner, jaxpr.outvars)
     return [value if value >= 0 else builder.add_value(var.aval) for value, var in zip(ids, jaxpr.outvars, strict=True)]
 
@@ -96,7 +96,10 @@ def _shape(var: Any) -> tuple[int, ...]:
 
 
 def _decided(shape: tuple[int, ...], num_operands: int, predicate: Any) -> OpRule:
-    """The identity of tensors that a predicate, the last operand, chooses among; vmap gives a loop's predicate leading dimensions."""
+    """Returns the rule of tensors among which a predicate, the last operand, chooses.
+
+    vmap gives a loop's predicate leading dimensions.
+    """
     rule = identity(shape, num_operands=num_operands)
     return replace(rule, operands=(*rule.operands, rule.results[0][: len(_shape(predicate))]))
 
@@ -162,7 +165,10 @@ def _while(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
 
 
 def _trip_count(builder: Builder, eqn: Any, cond: Any, body: Any, carried: Sequence[Any]) -> int:
-    """Trip count of a counting loop (`i < literal`, `i + literal`, literal start); 1 and a note where it cannot be known."""
+    """Returns the trip count of a counting loop (`i < literal`, `i + literal`, literal start).
+
+    Returns 1 and adds a note if the count cannot be known.
+    """
     carries = list(cond.invars[len(cond.invars) - len(carried) :])
     if len(cond.eqns) == 1 and cond.eqns[0].primitive.name == "lt" and cond.eqns[0].invars[0] in carries:
         counter, limit = cond.eqns[0].invars
@@ -175,7 +181,7 @@ def _trip_count(builder: Builder, eqn: Any, cond: Any, body: Any, carried: Seque
 
 
 def _step(body: Any, before: Any, after: Any) -> int:
-    """What a loop body adds to its counter in each iteration; 0 where that is no positive literal."""
+    """Returns how much a loop body adds to its counter in each iteration, or 0 if that is not a positive literal."""
     for eqn in body.eqns:
         if eqn.primitive.name == "add" and after is eqn.outvars[0]:
             steps = [atom.val for atom in eqn.invars if hasattr(atom, "val")]

@@ -1,4 +1,4 @@
-"""Where ops come from: name scope and source line, read from JAX's source info only when somebody asks."""
+"""Origins of ops: name scope and source line, read from JAX's source info only on demand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What is around ops: the call or loop, the name scope of the enclosing calls, the computation, and how often it runs."""
+    """The surroundings of ops: the call or loop, the name scope of the enclosing calls, the computation, and how often it runs."""
 
     caller: Place | None
     prefix: str
@@ -63,7 +63,7 @@ class LazyOrigins(Sequence[Origin]):
         return name
 
     def _source(self, place: Place) -> str:
-        """The source line; the caller's for what JAX's own jitted functions do, which has none."""
+        """Returns the source line; ops of JAX's own jitted functions have none and get the caller's."""
         line = self._lines.get(place.info.traceback)
         if line is None:
             line = self._lines[place.info.traceback] = source_line(place.info)
@@ -81,14 +81,14 @@ class LazyOrigins(Sequence[Origin]):
         return frozenset([index for index, key in enumerate(keys) if known[key]])
 
     def select(self, indices: Sequence[int]) -> LazyOrigins:
-        """The origins of some of the ops, in the given order."""
+        """Returns the origins of some of the ops, in the given order."""
         return LazyOrigins([self._infos[index] for index in indices], self._frames, [self._frame_of[index] for index in indices])
 
 
 def source_line(info: Any) -> str:
-    """`model.py:41 (forward)`: the file's name without its folder, so that plans do not depend on where code lies.
+    """Returns a source line such as `model.py:41 (forward)`.
 
-    A notebook's cell is `cell:41`.
+    The file's name comes without its folder, so that plans do not depend on where code lies. A notebook's cell is `cell:41`.
     """
     text = source_info_util.summarize(info)
     place, _, function = text.partition(" ")

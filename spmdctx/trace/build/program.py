@@ -1,4 +1,4 @@
-"""A traced step with its graph: what planning reads and what lowering replays."""
+"""A traced step with its graph, which planning reads and lowering replays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's shard_map: an op whose shardings are its specs, with the collectives written inside it."""
+"""The user's shard_maps: each is an op whose shardings are its specs, with the collectives written inside it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOSS_SCOPE = "spmdctx_loss"
 
 
 def rule_of(eqn: Any) -> OpRule:
-    """Every dimension is a factor of its own, so each operand and result can take the axes of its spec."""
+    """Makes a rule in which every dimension is a separate factor, so that operands and results can take the axes of their specs."""
     builder = RuleBuilder()
     operands = [builder.factors(getattr(var.aval, "shape", ())) for var in eqn.invars]
     results = [builder.factors(getattr(var.aval, "shape", ())) for var in eqn.outvars]
@@ -42,7 +42,7 @@ def rule_of(eqn: Any) -> OpRule:
 
 
 def region_of(eqn: Any, op: int, program: Program, repeats: int) -> ManualRegion:
-    """Specs and collectives of a shard_map equation, whose body is `program`."""
+    """Reads the specs and collectives of a shard_map equation, whose body is `program`."""
     mesh = eqn.params["mesh"]
     body = eqn.params["jaxpr"]
     is_loss = LOSS_SCOPE in str(eqn.source_info.name_stack)
@@ -66,7 +66,7 @@ def _specs(specs: Any, atoms: Any) -> tuple[tuple[AxisNames, ...], ...]:
 
 
 def _collectives(jaxpr: Any, repeats: int, cause: Cause | None) -> Iterator[Collective]:
-    """The collectives written in a manual body, loops multiplied."""
+    """Yields the collectives written in a manual body, with the repeats of loops multiplied."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _KIND_OF_PRIMITIVE:

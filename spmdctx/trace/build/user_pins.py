@@ -1,4 +1,4 @@
-"""Shardings that the user's own code fixes, read into mesh axis names per dimension."""
+"""Shardings that the user's own code fixes, as mesh axis names for each dimension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONSTRAINT = "sharding_constraint"
 
 
 def spec_dims(spec: Any, rank: int) -> tuple[AxisNames | None, ...]:
-    """Axes per dimension of a PartitionSpec; None where the dimension is unconstrained."""
+    """Returns the axes of each dimension of a PartitionSpec, with None for an unconstrained dimension."""
     dims: list[AxisNames | None] = []
     for entry in spec:
         if entry is None:
@@ -28,7 +28,7 @@ def spec_dims(spec: Any, rank: int) -> tuple[AxisNames | None, ...]:
 
 
 def has_explicit_spec(sharding: Any) -> bool:
-    """Whether `sharding` names mesh axes (a NamedSharding), as against being unspecified or a single device's."""
+    """Returns whether `sharding` names mesh axes (a NamedSharding), instead of being unspecified or a single device's."""
     return hasattr(sharding, "spec") and hasattr(sharding, "mesh")
 
 

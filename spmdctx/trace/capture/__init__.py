@@ -1,1 +1,1 @@
-"""From a function and its arguments to a flat jaxpr: leaves with paths and roles, state carried from input to output."""
+"""Captures a function and its arguments as a flat jaxpr: leaves with paths and roles, state carried from input to output."""

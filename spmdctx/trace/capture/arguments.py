@@ -1,4 +1,4 @@
-"""How a function is called: which arguments are static, donated or batch, by position or by name, and what each is called."""
+"""The arguments of a call: which are static, donated or batch, by position or by name, and the name of each."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Selection:
         return bool(self.positions or self.names)
 
     def holds(self, argument: int | str) -> bool:
-        """Whether the argument at a position, or of a keyword, is chosen."""
+        """Returns whether the argument at a position, or of a keyword, is chosen."""
         return argument in self.positions or argument in self.names
 
     def shifted(self, count: int) -> Selection:
-        """The same arguments where `count` others come before them."""
+        """Returns the same selection for a call with `count` further arguments in front."""
         return Selection(frozenset(position + count for position in self.positions), self.names)
 
 
@@ -45,7 +45,7 @@ class Parameters:
     keywords: tuple[str, ...] | None = None
 
     def name(self, argument: int | str) -> str:
-        """What paths call the argument at a position, or of a keyword."""
+        """Returns the name in paths of the argument at a position, or of a keyword."""
         if isinstance(argument, str):
             return argument
         if argument < len(self.names):
@@ -53,11 +53,11 @@ class Parameters:
         return f"{self.rest or 'args'}/{argument - len(self.names)}"
 
     def select(self, what: str, positions: Positions, names: Names) -> Selection:
-        """The arguments that `what`_argnums and `what`_argnames choose.
+        """Returns the arguments that `what`_argnums and `what`_argnames choose.
 
         Raises:
-            ContextError: a position or name that the function does not have.
-            TypeError: a position that is no int, or a name that is no str.
+            ContextError: the function does not have a position or name.
+            TypeError: a position is not an int, or a name is not a str.
         """
         numbers = _as_tuple(f"{what}_argnums", positions, int)
         words = _as_tuple(f"{what}_argnames", names, str)
@@ -84,7 +84,7 @@ def _as_tuple(option: str, value: Any, kind: type) -> tuple[Any, ...]:
 
 
 def parameters_of(fn: Callable[..., Any]) -> Parameters:
-    """Names of the positional parameters; none are known where a function has no signature (a builtin)."""
+    """Returns the names of the positional parameters; a function without a signature (a builtin) has none."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -104,14 +104,14 @@ class Static:
     keyword: tuple[tuple[str, Hashable], ...] = ()
 
     def join(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """The call the user wrote, from its dynamic arguments."""
+        """Returns the call that the user wrote, from its dynamic arguments."""
         whole = list(args)
         for position, value in self.positional:
             whole.insert(position, value)
         return tuple(whole), {**kwargs, **dict(self.keyword)}
 
     def position(self, index: int) -> int:
-        """Position in the user's call of the dynamic argument at `index`."""
+        """Returns the position in the user's call of the dynamic argument at `index`."""
         for position, _ in self.positional:
             if position <= index:
                 index += 1
@@ -122,10 +122,10 @@ NO_STATIC = Static()
 
 
 def split_static(static: Selection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Static]:
-    """Parts a call into its dynamic arguments and its static ones.
+    """Splits a call into its dynamic arguments and its static ones.
 
     Raises:
-        TypeError: a static argument that is not hashable.
+        TypeError: a static argument is not hashable.
     """
     if not static:
         return (args, kwargs), NO_STATIC

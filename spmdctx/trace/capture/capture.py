@@ -1,4 +1,4 @@
-"""The user's function and arguments to one pure, flat program: leaves with their roles, a jaxpr, and the way back."""
+"""Captures the user's function and arguments as a pure, flat program: leaves with roles, a jaxpr, and the way back."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class LossGradient(NamedTuple):
 class Captured:
     """A traced step over flat leaves.
 
-    `jaxpr` takes one variable per entry of `inputs` and gives one per entry of `outputs`; closed-over arrays are its
-    consts. `structure` is what the step needs to flatten arguments and to rebuild results. `owned` marks the inputs that
-    belong to nnx objects. `mesh_axes` is the mesh that was set while the step was traced, empty where there was none.
-    `gradients` are those of losses of each device's own, in the order of their first use.
+    `jaxpr` takes one variable for each entry of `inputs` and gives one for each entry of `outputs`; closed-over arrays are its
+    consts. `structure` flattens arguments and rebuilds results. `owned` marks the inputs that belong to nnx objects. `mesh_axes`
+    is the mesh that was set while the step was traced, empty if none was. `gradients` belong to losses that each device computes
+    by itself, in the order of their first use.
     """
 
     name: str
@@ -148,7 +148,7 @@ def target_of(
 
 
 def _unbound(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function and the nnx objects it is bound to, which are state and no constants."""
+    """Returns a function and the nnx objects to which it is bound, which are state and not constants."""
     if inspect.ismethod(fn) and has_objects(fn.__self__):
         return fn.__func__, (fn.__self__,)
     if isinstance(fn, functools.partial) and fn.args and not fn.keywords and has_objects(fn.args):
@@ -211,7 +211,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
 
 @functools.lru_cache(maxsize=256)
 def dtype_text(dtype: Any) -> str:
-    """The name of a type, which NumPy works out anew each time."""
+    """Returns the name of a type, which NumPy would work out anew each time."""
     return str(dtype)
 
 
@@ -222,7 +222,7 @@ class _Traced(NamedTuple):
 
 
 def _trace(target: Target, static: Static, flattening: Flattening, avals: list[Any], donated: list[bool]) -> _Traced:
-    """The flat program; results that only hand an nnx variable through are left out, unless its memory is donated."""
+    """Traces the flat program; leaves out results that only pass an nnx variable through, unless its memory is donated."""
     results: list[Result] = []
     kept: list[int] = []
 
@@ -259,11 +259,11 @@ def _named(text: str, paths: Sequence[str], target: Target) -> str:
 
 
 def abstract(value: Any, path: str) -> Any:
-    """The abstract value of a leaf, weak type kept.
+    """Returns the abstract value of a leaf with its weak type.
 
     Raises:
-        TypeError: it is no array, number or key.
-        UnsupportedError: it is a mutable array reference.
+        TypeError: the leaf is not an array, number or key.
+        UnsupportedError: the leaf is a mutable array reference.
     """
     try:
         aval = jax.typeof(value)
@@ -283,13 +283,13 @@ def abstract(value: Any, path: str) -> Any:
 
 
 def _argument(static: Static, keys: Keys) -> int | str:
-    """The argument of the user's call that a leaf belongs to: its position, or its keyword."""
+    """Returns the argument of the user's call to which a leaf belongs: its position, or its keyword."""
     argument = argument_of(keys)
     return argument if isinstance(argument, str) else static.position(argument)
 
 
 def leaf_paths(target: Target, call: Call, static: Static) -> list[str]:
-    """What plans call the leaves of a call, which may have the step's first arguments only."""
+    """Returns the paths that plans give the leaves of a call, which may have the step's first arguments only."""
     return [_path(target, static, leaf.keys) for leaf in flattening_of(call).leaves]
 
 
@@ -298,7 +298,7 @@ def _path(target: Target, static: Static, keys: Keys) -> str:
 
 
 def _roles(target: Target, static: Static, flattening: Flattening, traced: _Traced) -> tuple[list[Role], list[int | None], tuple[str, ...]]:
-    """A role per input, per output the input whose next value it is, and what of that is a guess."""
+    """Returns the role of each input, for each output the input whose next value it is, and notes on what was guessed."""
     arguments = list(_arguments(target, static, flattening, traced.jaxpr.in_avals))
     sources = [result.source for result in traced.results]
     first = sum(index < flattening.num_state for index in traced.kept)
@@ -317,7 +317,7 @@ def _roles(target: Target, static: Static, flattening: Flattening, traced: _Trac
 
 
 def _arguments(target: Target, static: Static, flattening: Flattening, avals: Sequence[Any]) -> Iterator[Argument]:
-    """The dynamic arguments; leaves of one argument that do not lie side by side count as several of one name."""
+    """Yields the dynamic arguments; leaves of one argument that are not adjacent count as several arguments of one name."""
     start = 0
     for place, group in itertools.groupby(flattening.leaves, key=lambda leaf: (_argument(static, leaf.keys), leaf.owned)):
         leaves = list(group)

@@ -1,4 +1,4 @@
-"""Finds the arguments that a step gives back as their next value: training state, by structure, shapes and data flow."""
+"""Finds training state: arguments whose next value a step returns, by structure, shapes and data flow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 def children(span: Span) -> list[Span]:
-    """The direct subtrees."""
+    """Returns the direct subtrees."""
     spans = []
     start = span.start
     for child in span.tree.children():
@@ -33,17 +33,17 @@ def children(span: Span) -> list[Span]:
 
 
 def carried_leaves(arguments: Sequence[Span], in_avals: Avals, result: Span, out_avals: Avals, jaxpr: jexc.Jaxpr) -> dict[int, int]:
-    """Input leaf to the output leaf that is its next value.
+    """Maps each carried input leaf to the output leaf that is its next value.
 
-    An argument is carried where the result holds a subtree of the same structure, shapes and dtypes. A bare array, or a
-    tuple of them, says too little by its structure: it also needs a path of element-wise ops to that output, and
-    arguments before it that are all carried.
+    An argument is carried if the result holds a subtree of the same structure, shapes and dtypes. The structure of a bare array,
+    or of a tuple of them, says too little. Such an argument also needs a path of element-wise ops to that output, and all
+    arguments before it must be carried.
 
     Args:
         arguments: the dynamic arguments as spans of the inputs, in order, without those that cannot be carried.
-        in_avals: of the flat inputs.
+        in_avals: the abstract values of the flat inputs.
         result: the results as a span of the outputs.
-        out_avals: of the flat results.
+        out_avals: the abstract values of the flat results.
         jaxpr: the flat program.
     """
     found: dict[int, int] = {}
@@ -87,7 +87,7 @@ def _signature(aval: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def _subtrees(span: Span, num_leaves: int) -> Iterator[Span]:
-    """All subtrees of `num_leaves` leaves, outer ones and earlier ones first."""
+    """Yields all subtrees of `num_leaves` leaves, outer ones and earlier ones first."""
     if span.tree.num_leaves < num_leaves:
         return
     if span.tree.num_leaves == num_leaves:
@@ -97,13 +97,13 @@ def _subtrees(span: Span, num_leaves: int) -> Iterator[Span]:
 
 
 def _is_bare(tree: Any) -> bool:
-    """Whether a structure has no names: a leaf, or tuples and lists of leaves."""
+    """Returns whether a structure has no names: a leaf, or tuples and lists of leaves."""
     kind = tree.node_data()
     return kind is None or (kind[0] in (tuple, list, type(None)) and all(_is_bare(child) for child in tree.children()))
 
 
 def _is_update(jaxpr: jexc.Jaxpr, index: int, output: int) -> bool:
-    """Whether the output comes from the input through ops that keep its elements where they are."""
+    """Returns whether the output comes from the input through ops that keep elements in their places."""
     target = jaxpr.outvars[output]
     return target is jaxpr.invars[index] or target in _reach(jaxpr, {jaxpr.invars[index]})
 

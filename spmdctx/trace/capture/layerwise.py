@@ -1,4 +1,4 @@
-"""Arguments of which each device holds a piece of its own."""
+"""Arguments of which each device holds its own piece."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spmdctx.trace.capture.capture import InputLeaf
 
 
 def is_layerwise(leaf: InputLeaf, patterns: Sequence[str]) -> bool:
-    """Whether each device has a piece of its own of an argument, by its own metadata or a path pattern."""
+    """Returns whether each device holds its own piece of an argument, by the argument's metadata or a path pattern."""
     return leaf.layerwise or any(_matches(leaf.path, pattern) for pattern in patterns)
 
 

@@ -1,4 +1,4 @@
-"""nnx modules, optimizers and other objects as arguments: split into leaves, merged inside the trace, mutated in place."""
+"""nnx modules, optimizers and other objects as arguments: split into leaves, merged while tracing, and mutated in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ graph = nnx.graph
 
 
 def is_object(x: Any) -> bool:
-    """Whether `x` is an nnx object with an identity: a Module, an Optimizer, Rngs, a Variable of its own."""
+    """Returns whether `x` is an nnx object with an identity: a Module, an Optimizer, Rngs, a standalone Variable."""
     return isinstance(x, nnx.Variable) or bool(graph.is_graph_node(x))
 
 
@@ -29,7 +29,7 @@ def _stops(x: Any) -> bool:
 
 
 def has_objects(tree: Any) -> bool:
-    """Whether nnx objects lie in `tree`."""
+    """Returns whether `tree` contains nnx objects."""
     return any(is_object(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_stops))
 
 
@@ -46,7 +46,7 @@ class _Form(NamedTuple):
 
 
 def _take_apart(tree: Any) -> tuple[_Form, tuple[Any, ...], list[Any]]:
-    """The form of a tree, its objects, and all other leaves."""
+    """Splits a tree into its form, its objects, and all other leaves."""
     nodes, outer = jax.tree.flatten(tree, is_leaf=_stops)
     places = tuple([is_object(node) for node in nodes])
     rest, rest_tree = jax.tree.flatten([node for node, place in zip(nodes, places, strict=True) if not place])
@@ -73,7 +73,7 @@ class _Regrown:
     values: Any
 
     def build(self, outputs: Sequence[Any], numbers: Any = None) -> tuple[Any, ...]:
-        """The returned objects; the caller's own, where `numbers` gives them, are mutated to their state after the step."""
+        """Builds the returned objects; the caller's own, which `numbers` gives, are mutated to their state after the step."""
         known = None if numbers is None else graph.IndexMap.from_refmap(numbers)
         values = self.values.unflatten(outputs[: self.values.num_leaves])
         _, returned = graph.unflatten(self.graphdef, values, outer_index_outer_ref=known)
@@ -97,7 +97,7 @@ class ObjectStructure:
     num_state: int
 
     def read(self, call: Call) -> Read | None:
-        """The leaves of a call; None where it has another structure."""
+        """Returns the leaves of a call, or None if it has another structure."""
         form, objects, rest = _take_apart(call)
         if form != self.form:
             return None
@@ -118,7 +118,7 @@ class ObjectStructure:
                 variable.set_raw_value(value)
 
     def finish(self, handle: Any, outputs: Sequence[Any]) -> Any:
-        """What the user's function returns; the objects of the call are mutated."""
+        """Builds the result of the user's function, and mutates the objects of the call."""
         _, numbers = handle
         returned: tuple[Any, ...] = ()
         if self.regrown is not None:
@@ -130,13 +130,13 @@ class ObjectStructure:
         return self.result.build(returned, outputs[self.num_state :])
 
     def inputs(self, leaves: Sequence[Any]) -> Any:
-        """The dynamic call with `leaves` in it, a state in the place of each object."""
+        """Returns the dynamic call with `leaves` in it and a state in place of each object."""
         values = self.values.unflatten(leaves[: self.values.num_leaves])
         objects, _ = graph.unflatten(self.graphdef, values)
         return self.form.build([_state(item) for item in objects], leaves[self.values.num_leaves :])
 
     def outputs(self, leaves: Sequence[Any]) -> Any:
-        """The result tree with `leaves` in it, a state in the place of each object that is returned."""
+        """Returns the result tree with `leaves` in it and a state in place of each returned object."""
         returned = () if self.regrown is None else self.regrown.build(leaves)
         return self.result.build([_state(item) for item in returned], leaves[self.num_state :])
 
@@ -177,7 +177,7 @@ class ObjectFlattening:
         self.result_tree: Any = None
 
     def argument(self, argument: int | str) -> Any:
-        """The plain leaves of one dynamic argument."""
+        """Returns the plain leaves of one dynamic argument."""
         value = self._call[1][argument] if isinstance(argument, str) else self._call[0][argument]
         form, _, rest = _take_apart(value)
         return value if not any(form.places) else rest
@@ -201,10 +201,10 @@ class ObjectFlattening:
         return state + [Result(keys, value) for keys, value in zip(_places(result)[1], rest, strict=True)]
 
     def filled(self, leaves: Sequence[Any]) -> Call:
-        """The call with these leaves in it; its objects are the caller's own, which take the values over.
+        """Returns the call with these leaves in it; its objects are the caller's own, which take the values over.
 
         Raises:
-            UnsupportedError: an object holds an array in an attribute that is no variable, which cannot take another value.
+            UnsupportedError: an object holds an array in an attribute that is not a variable, and so cannot take another value.
         """
         values = self._values.unflatten(leaves[: self._num_owned])
         _, state = graph.flatten((self._objects, ()), with_paths=True, graph=True)
@@ -221,7 +221,7 @@ class ObjectFlattening:
         return call
 
     def kept(self, unchanged: Sequence[bool]) -> list[int]:
-        """All but the variables that the step leaves as they are."""
+        """Returns all results except the variables that the step leaves unchanged."""
         everything = list(range(len(unchanged)))
         if not self._is_same:
             return everything
@@ -233,7 +233,7 @@ class ObjectFlattening:
         return [index for index in everything if index not in dropped]
 
     def structure(self, kept: Sequence[int]) -> ObjectStructure:
-        """The structure of this call, for a flat program that gives the `kept` results."""
+        """Returns the structure of this call for a flat program that gives the `kept` results."""
         position = {index: place for place, index in enumerate(kept)}
         updates: tuple[_Update, ...] = ()
         regrown: _Regrown | None = None
@@ -250,7 +250,7 @@ class ObjectFlattening:
 
 
 def _places(tree: Any) -> tuple[list[Keys], list[Keys]]:
-    """Paths of the objects of a tree, and of all its other leaves."""
+    """Returns the paths of the objects of a tree, and of all its other leaves."""
     objects: list[Keys] = []
     rest: list[Keys] = []
     for keys, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_stops)[0]:

@@ -1,4 +1,4 @@
-"""Flax's partitioning metadata as names per dimension: linen's boxes and the metadata of nnx variables."""
+"""Flax's partitioning metadata as names for each dimension: linen's boxes and the metadata of nnx variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flax import linen, nnx
 from flax.core import meta
 
 PartitionNames = tuple[str | tuple[str, ...] | None, ...]
-"""Axis names per dimension, as Flax metadata gives them; None where a dimension is whole."""
+"""Axis names for each dimension, as Flax metadata gives them; None for a whole dimension."""
 
 
 def spec_names(spec: Any, rank: int) -> PartitionNames | None:
@@ -24,7 +24,7 @@ def spec_names(spec: Any, rank: int) -> PartitionNames | None:
 
 
 def boxed_names(tree: Any) -> dict[int, PartitionNames]:
-    """Flat index to names, for the leaves that lie in linen's metadata boxes."""
+    """Maps the flat index of each leaf in a linen metadata box to its names."""
     found: dict[int, PartitionNames] = {}
     index = 0
     for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, meta.AxisMetadata)):

@@ -1,4 +1,4 @@
-"""Pytrees as arguments: leaves by JAX's own flattening."""
+"""Pytrees as arguments, flattened by JAX."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class PureStructure:
     out_tree: Any
 
     def read(self, call: Call) -> Read | None:
-        """The leaves of a call; None where it has another structure."""
+        """Returns the leaves of a call, or None if it has another structure."""
         leaves, tree = jax.tree.flatten(call)
         return Read(leaves, None) if tree == self.in_tree else None
 
     def place(self, handle: Any, leaves: Sequence[Any]) -> None:
-        """Nothing: a pytree is the caller's, and stays as it is."""
+        """Does nothing: a pytree belongs to the caller and stays unchanged."""
 
     def finish(self, handle: Any, outputs: Sequence[Any]) -> Any:
-        """What the user's function returns."""
+        """Builds the result of the user's function."""
         return self.out_tree.unflatten(outputs)
 
     def inputs(self, leaves: Sequence[Any]) -> Any:
-        """The dynamic call with `leaves` in it."""
+        """Returns the dynamic call with `leaves` in it."""
         return self.in_tree.unflatten(leaves)
 
     def outputs(self, leaves: Sequence[Any]) -> Any:
-        """The result tree with `leaves` in it."""
+        """Returns the result tree with `leaves` in it."""
         return self.out_tree.unflatten(leaves)
 
 
@@ -59,7 +59,7 @@ class PureFlattening:
         self.result_tree: Any = None
 
     def argument(self, argument: int | str) -> Any:
-        """One dynamic argument."""
+        """Returns one dynamic argument."""
         return self._call[1][argument] if isinstance(argument, str) else self._call[0][argument]
 
     def run(self, fn: Callable[[Call], Any], leaves: Sequence[Any]) -> list[Result]:
@@ -75,14 +75,14 @@ class PureFlattening:
         return [Result(keys, value) for keys, value in entries]
 
     def filled(self, leaves: Sequence[Any]) -> Call:
-        """The call with these leaves in it."""
+        """Returns the call with these leaves in it."""
         call: Call = self._in_tree.unflatten(leaves)
         return call
 
     def kept(self, unchanged: Sequence[bool]) -> list[int]:
-        """All: the caller gets every result."""
+        """Returns all results, since the caller gets every one."""
         return list(range(len(unchanged)))
 
     def structure(self, kept: Sequence[int]) -> PureStructure:
-        """The structure of this call."""
+        """Returns the structure of this call."""
         return PureStructure(self._in_tree, self.result_tree)

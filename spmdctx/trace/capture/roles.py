@@ -1,4 +1,4 @@
-"""What each argument leaf is to the step: parameter, optimizer state, other state, key, batch, or a plain argument."""
+"""Roles of argument leaves in a step: parameter, optimizer state, other state, key, batch, or plain argument."""
 
 from __future__ import annotations
 
@@ -43,17 +43,20 @@ class Argument:
 
     @property
     def is_object(self) -> bool:
-        """Whether nnx or linen knows what its leaves are."""
+        """True if nnx or linen tells the roles of the argument's leaves."""
         return any(leaf.owned for leaf in self.leaves) or _has_linen_node(self.span.tree)
 
     @property
     def is_key(self) -> bool:
-        """Whether all leaves are PRNG keys."""
+        """True if all leaves are PRNG keys."""
         return bool(self.avals) and all(is_key(aval, self.name) for aval in self.avals)
 
 
 def is_key(aval: Any, name: str) -> bool:
-    """Whether a leaf is a PRNG key: typed, a raw pair (or four) of uint32 words, or an array of those that is named so."""
+    """Returns whether a leaf is a PRNG key.
+
+    A key is typed, a raw pair (or four) of uint32 words, or an array of such words whose name says so.
+    """
     if _is_of(aval.dtype, jax.dtypes.prng_key):
         return True
     if aval.dtype != jnp.uint32 or not aval.shape or aval.shape[-1] not in (2, 4):
@@ -63,15 +66,15 @@ def is_key(aval: Any, name: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _is_of(dtype: Any, family: Any) -> bool:
-    """`jnp.issubdtype`, worked out once per type."""
+    """Returns `jnp.issubdtype`, computed once for each type."""
     return bool(jnp.issubdtype(dtype, family))
 
 
 def roles_of(arguments: Sequence[Argument], carried: frozenset[int], batch: Selection | None) -> list[Role]:
-    """One role per flat input, of all `arguments` in order.
+    """Returns the role of each flat input of all `arguments`, in order.
 
-    The batch is what `batch` selects; without it, every argument that is no nnx or linen object, no PRNG key, and not
-    carried; where nothing is carried and there is no such object, all of those but the first argument.
+    `batch` selects the batch. Without it, the batch is every argument that is not an nnx or linen object, not a PRNG key, and not
+    carried. If nothing is carried and there is no such object, the first argument is not part of it.
     """
     is_state = [argument.is_object or not carried.isdisjoint(range(argument.span.start, argument.span.stop)) for argument in arguments]
     first_is_state = not any(is_state)
@@ -94,7 +97,7 @@ def roles_of(arguments: Sequence[Argument], carried: frozenset[int], batch: Sele
 
 
 def guesses(arguments: Sequence[Argument], roles: Sequence[Role], carried: frozenset[int], batch: Selection | None) -> tuple[str, ...]:
-    """What was guessed about the arguments and cannot be seen from their structure, for the plan's notes."""
+    """Returns notes on guesses about the arguments that their structure does not show."""
     notes = [
         f"{argument.name}: {leaf_text(aval)} is taken as a raw PRNG key."
         for argument in arguments
@@ -112,7 +115,7 @@ def guesses(arguments: Sequence[Argument], roles: Sequence[Role], carried: froze
 
 
 def leaf_text(aval: Any) -> str:
-    """`uint32[2]`."""
+    """Returns a text such as `uint32[2]`."""
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
@@ -154,7 +157,7 @@ def _named_role(argument: Argument, leaf: Leaf, aval: Any, default: Role) -> Rol
 
 
 def _optax_leaves(span: Span) -> frozenset[int]:
-    """Flat leaves that lie in a state of optax."""
+    """Returns the flat leaves that lie in a state of optax."""
     kind = span.tree.node_data()
     if kind is None:
         return frozenset()
@@ -164,7 +167,7 @@ def _optax_leaves(span: Span) -> frozenset[int]:
 
 
 def _has_linen_node(tree: Any) -> bool:
-    """Whether a TrainState, a FrozenDict or a metadata box lies in a structure."""
+    """Returns whether a structure contains a TrainState, a FrozenDict or a metadata box."""
     kind = tree.node_data()
     if kind is None or issubclass(kind[0], _LINEN_KINDS):
         return kind is not None
@@ -172,5 +175,5 @@ def _has_linen_node(tree: Any) -> bool:
 
 
 def _has_inner_nodes(tree: Any) -> bool:
-    """Whether a node has more below it than leaves."""
+    """Returns whether a node has more than leaves below it."""
     return bool(tree.num_nodes > tree.num_leaves + 1)

@@ -1,4 +1,4 @@
-"""How calls flatten and results are rebuilt: the common types of `pure` (pytrees) and `objects` (nnx)."""
+"""Interfaces for flattening calls and rebuilding results, implemented by `pytrees` and `objects` (nnx)."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class Structure(Protocol):
     """How the arguments of one kind of call flatten, and how its results are rebuilt."""
 
     def read(self, call: Call) -> Read | None:
-        """The leaves of a call; None where it has another structure."""
+        """Returns the leaves of a call, or None if it has another structure."""
 
     def place(self, handle: Any, leaves: Sequence[Any]) -> None:
         """Keeps moved leaves in the objects they came from, so that the next call need not move them again."""
 
     def finish(self, handle: Any, outputs: Sequence[Any]) -> Any:
-        """What the user's function returns, from flat results; nnx objects are mutated on the way."""
+        """Builds the result of the user's function from flat results, and mutates nnx objects."""
 
     def inputs(self, leaves: Sequence[Any]) -> Any:
-        """The dynamic call with `leaves` in it: (args, kwargs), objects as states."""
+        """Returns the dynamic call (args, kwargs) with `leaves` in it and objects as states."""
 
     def outputs(self, leaves: Sequence[Any]) -> Any:
-        """The result tree with `leaves` in it, objects as states."""
+        """Returns the result tree with `leaves` in it and objects as states."""
 
 
 class Flattening(Protocol):
@@ -78,33 +78,33 @@ class Flattening(Protocol):
     result_tree: Any
 
     def argument(self, argument: int | str) -> Any:
-        """The plain leaves of one dynamic argument as a tree."""
+        """Returns the plain leaves of one dynamic argument as a tree."""
 
     def run(self, fn: Callable[[Call], Any], leaves: Sequence[Any]) -> list[Result]:
         """Calls `fn` on the call with traced leaves in it."""
 
     def filled(self, leaves: Sequence[Any]) -> Call:
-        """The call with these leaves in it; objects take them over and stay the caller's own."""
+        """Returns the call with these leaves in it; objects take them over and stay the caller's own."""
 
     def kept(self, unchanged: Sequence[bool]) -> list[int]:
-        """Which results the flat program must give, where some are their inputs, unchanged."""
+        """Returns the results that the flat program must give; some others are just their inputs, unchanged."""
 
     def structure(self, kept: Sequence[int]) -> Structure:
-        """The structure of this call, for a flat program that gives the `kept` results."""
+        """Returns the structure of this call for a flat program that gives the `kept` results."""
 
 
 def shape_of(aval: Any) -> Any:
-    """An abstract value as an argument: shape, dtype and weak type, no sharding."""
+    """Returns an abstract value as an argument, with shape, dtype and weak type but no sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def path_text(keys: Sequence[Any]) -> str:
-    """`layers/3/w`: the keys of a path, joined."""
+    """Joins the keys of a path, as in `layers/3/w`."""
     return "/".join([key_text(key) for key in keys])
 
 
 def key_text(key: Any) -> str:
-    """One key of a path, without brackets and quotes."""
+    """Returns one key of a path without brackets and quotes."""
     inner = _INNER.get(type(key))
     return str(inner(key) if inner else key)
 
@@ -118,5 +118,5 @@ _INNER: dict[type, Callable[[Any], Any]] = {
 
 
 def argument_of(keys: Keys) -> int | str:
-    """The dynamic argument that a leaf belongs to: its index, or its keyword."""
+    """Returns the dynamic argument to which a leaf belongs: its index, or its keyword."""
     return keys[1].idx if isinstance(keys[1], SequenceKey) else str(keys[1].key)

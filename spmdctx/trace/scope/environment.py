@@ -1,4 +1,4 @@
-"""The settings, devices and notes with which a step is planned and run."""
+"""The environment of a step: the settings, devices and notes with which it is planned and run."""
 
 from __future__ import annotations
 

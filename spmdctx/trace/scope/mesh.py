@@ -1,4 +1,4 @@
-"""The mesh that the user's own code sees while a step is traced: `get_mesh()`."""
+"""`get_mesh()`: the mesh that the user's own code sees while a step is traced."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ _environment: ContextVar[Environment | None] = ContextVar("spmdctx_environment",
 
 @contextmanager
 def traced_for(environment: Environment) -> Iterator[None]:
-    """While a step is traced: what `get_mesh` answers from, and the step's own mesh for constraints that are bare PartitionSpecs."""
+    """Sets the environment of the step that is traced inside.
+
+    `get_mesh` answers from it, and constraints that are bare PartitionSpecs use the step's own mesh.
+    """
     token = _environment.set(environment)
     mesh = environment.given_mesh
     try:
         if mesh is None or not jax.sharding.get_abstract_mesh().empty:
             yield
         else:
-            # Of the devices that get_mesh() has: shard_map compares their kinds.
+            # The kind of the devices of get_mesh(), which shard_map compares.
             with jax.sharding.use_abstract_mesh(_jax_mesh(mesh, environment.devices).abstract_mesh):
                 yield
     finally:
@@ -36,13 +39,13 @@ def traced_for(environment: Environment) -> Iterator[None]:
 
 
 def get_mesh() -> Mesh | AbstractMesh:
-    """The mesh of the step that is being traced: for shard_map, and for constraints with a NamedSharding.
+    """Returns the mesh of the step that is being traced, for shard_map and for constraints with a NamedSharding.
 
-    It is the one given as `mesh=`, else that of a Layout over all devices in dataset_strategy, else, in data_parallel and
-    hybrid_parallel, one axis, "data". Where there are fewer devices than the plan is for, the mesh is abstract.
+    It is the mesh given as `mesh=`, else the mesh of a Layout over all devices in dataset_strategy. Otherwise, in data_parallel
+    and hybrid_parallel, it has one axis, "data". The mesh is abstract if there are fewer devices than the plan needs.
 
     Raises:
-        ContextError: outside of a step, or in a mode that finds its mesh after the trace.
+        ContextError: no step is being traced, or its mode finds the mesh after the trace.
     """
     environment = _environment.get()
     if environment is None:
@@ -61,7 +64,7 @@ def get_mesh() -> Mesh | AbstractMesh:
 
 
 def _mesh_of_layouts(environment: Environment) -> LogicalMesh | None:
-    """The axes of the first Layout in dataset_strategy that has all devices: a step that uses them gets this mesh."""
+    """Returns the mesh of the first Layout in dataset_strategy that covers all devices, or None; the step gets this mesh."""
     strategy = environment.context.dataset_strategy
     layouts = [entry for entry in strategy if isinstance(entry, Layout)] if isinstance(strategy, tuple) else []
     meshes = [LogicalMesh(tuple(zip(layout.alias_name, layout.device_matrix, strict=True))) for layout in layouts]
@@ -69,23 +72,23 @@ def _mesh_of_layouts(environment: Environment) -> LogicalMesh | None:
 
 
 def has_explicit_axes() -> bool:
-    """Whether the mesh that the user set has Explicit axes, which put shardings into the types of what is traced."""
+    """Returns whether the mesh that the user set has Explicit axes, which put shardings into the types of traced values."""
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def has_explicit_type(array: jax.Array) -> bool:
-    """Whether an array's type holds a sharding over Explicit axes."""
+    """Returns whether an array's type holds a sharding over Explicit axes."""
     return AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types
 
 
 def has_mesh_type(array: Any) -> bool:
-    """Whether an array's type names the mesh that it is placed on; a program is compiled again for one that does not."""
+    """Returns whether an array's type names its mesh; JAX compiles a program again for one whose type does not."""
     return not jax.typeof(array).sharding.mesh.empty
 
 
 @contextmanager
 def auto_axes() -> Iterator[None]:
-    """The mesh that the user set with its Explicit axes made Auto, so that the plan says how they are used."""
+    """Turns the Explicit axes of the mesh that the user set into Auto axes, so that the plan decides how they are used."""
     mesh = jax.sharding.get_abstract_mesh()
     if not has_explicit_axes():
         yield

@@ -1,4 +1,4 @@
-"""Everything but the step that a plan depends on, and the options of the decorator."""
+"""Everything that a plan depends on besides the step, and the options of the decorator."""
 
 from __future__ import annotations
 
