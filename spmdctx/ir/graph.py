@@ -37,7 +37,7 @@ _ITEM_BYTES = {
 }
 
 LOW = frozenset({"bfloat16", "float16"})
-"""Types of low precision, in which XLA may add up less exactly than in float32."""
+"""Types of low precision, whose sums are less exact than those of float32."""
 
 
 @cache
@@ -106,7 +106,7 @@ class Op(NamedTuple):
 
     @property
     def boundary(self) -> Boundary | None:
-        """The boundary of a loop or of branches that the op is, None for an equation."""
+        """The boundary that the op stands for, None for an equation."""
         return BOUNDARY_OF.get(self.primitive)
 
 

@@ -1,6 +1,6 @@
-"""Walks along chains of ops: from values to all that is made of them, or that they are made of, through ops of some kind.
+"""Walks along chains of ops: from a value to those computed from it, or to those it is computed from.
 
-Every walk ends after `LONGEST` values, so that no plan waits for a chain that does not end; the caller decides what that means.
+A walk that meets more than `LONGEST` values is cut, so that its time is bounded. The caller decides what a cut walk means.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from spmdctx.ir.graph import Graph, Op
 
 LONGEST = 512
-"""Values that a walk meets at most: more than any chain has that XLA fuses, of which an optimizer's update makes the longest."""
+"""The most values that a walk meets. The longest chains that XLA fuses, updates of optimizers, have some hundred."""
 
 
 class Walk:
-    """The values that a walk meets, each once: iterating gives one after the other, while `reach` adds what each leads to.
+    """Meets each value once: iterating yields one after the other, and `reach` adds those that the last one leads to.
 
     Attributes:
         met: the values so far, in the order in which they were reached.
@@ -31,7 +31,7 @@ class Walk:
             yield self._left.pop()
 
     def reach(self, values: Iterable[int]) -> None:
-        """Lets the walk go on to some values, unless it has met them."""
+        """Adds values to the walk, but for those that it has met."""
         for value in values:
             if value in self.met:
                 continue
@@ -43,7 +43,7 @@ class Walk:
 
 
 def ends_below(graph: Graph, walk: Walk, passes: Sequence[bool]) -> Iterator[tuple[int, Op]]:
-    """Walks down through the ops of which `passes` holds, and yields each other op that reads a value on the way, with that value.
+    """Walks down through the ops that `passes` names, and yields the other readers of each value, with the value.
 
     Args:
         graph: the step.

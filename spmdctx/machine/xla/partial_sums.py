@@ -147,7 +147,7 @@ class Sums:
                 yield Cut(place, self._extension(whole, kept), value, whole, kept)
 
     def _kept(self, start: int) -> TensorSharding | None:
-        """The one slice that is left of the value in all of its readers, None where they differ or one takes it as it is."""
+        """Returns the one slice that all readers keep of a value, None where they differ or one takes it as it is."""
         agreed: TensorSharding | None = None
         walk = Walk([start])
         for value in walk:
@@ -164,21 +164,21 @@ class Sums:
         return None if walk.is_cut else agreed
 
     def _readings(self, value: int) -> Iterator[tuple[Op, int]]:
-        """The ops that read a value, with the places at which they do."""
+        """Yields the ops that read a value, each with the place of the operand."""
         for op in self._readers.of(value):
             for position, operand in enumerate(op.operands):
                 if operand == value:
                     yield op, position
 
     def _hands_on(self, op: Op, position: int) -> bool:
-        """Whether the readers of an op's result decide which slice is left of what the op takes."""
+        """Returns whether the readers of an op's result decide which slice it keeps of an operand."""
         stored = self._assignment.values
         if self._readers.taken(op, position) != stored[op.operands[position]] or not self._lets_pass(op, position):
             return False
         return self._readers.splits.taken(op).results[0] == stored[op.results[0]]
 
     def _taken(self, op: Op, position: int) -> TensorSharding | None:
-        """The slice that an op cuts of what it takes, or of what it makes of that."""
+        """Returns the slice that an op keeps of an operand, or of the result that it computes from it."""
         stored = self._assignment.values
         value, wanted = op.operands[position], self._readers.taken(op, position)
         if wanted != stored[value]:

@@ -117,7 +117,7 @@ class Neighbourhood:
         return found
 
     def _goes_with(self, other: int, start: int) -> bool:
-        """Whether a slot is free and has the shape and the sharding of a forced one."""
+        """Returns whether a slot is free and has the shape and the sharding of a forced one."""
         space = self.space
         if other == NO_SLOT or other in self.fixed:
             return False
