@@ -214,7 +214,7 @@ def _wishes(
             wanted = memo[key] = _wanted(space, state, index, _ways(space, state, index)) if known is None else known
         for position, number in wanted:
             slot = space.op_slots[index][position]
-            if slot not in fixed and slot not in space.loose_slots:
+            if slot not in fixed and slot not in space.free_slots:
                 wishes.setdefault(slot, {})[number] = None
     return {slot: list(options) for slot, options in wishes.items()}
 
@@ -261,13 +261,13 @@ def _try_options(space: Space, state: list[int], slot: int, options: list[int], 
 
 def free_loose_values(space: Space, state: list[int], fixed: set[int]) -> None:
     """Values that depend on no input take the sharding on which all their readers agree, dimension by dimension."""
-    if not space.loose_slots:
+    if not space.free_slots:
         return
     touching = [index for index, kind in enumerate(space.kind_of) if space.kinds[kind].free]
     for index in reversed(touching):
         for value in space.graph.ops[index].results:
             slot = space.slot_of[value]
-            if slot in space.loose_slots and slot not in fixed:
+            if slot in space.free_slots and slot not in fixed:
                 state[slot] = space.number(_agreed(space, state, slot, index))
 
 

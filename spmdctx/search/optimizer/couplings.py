@@ -18,7 +18,7 @@ from spmdctx.ir.analysis.loop_sums import loop_sums
 from spmdctx.ir.graph import Graph, Role
 from spmdctx.ir.mesh import LogicalMesh, replicated
 from spmdctx.ir.sharding import Assignment, TensorSharding
-from spmdctx.search.optimizer.state import REASON, WEIGHTS_TOO, Split, small_note, splits_of, unfit_note
+from spmdctx.search.optimizer.state import REASON, WEIGHTS_TOO, StateSplit, small_note, splits_of, unfit_note
 from spmdctx.search.setup.request import ALL_REPLICAS, Coupling, OptimizerSharding, Setup
 
 
@@ -44,7 +44,7 @@ def couplings(graph: Graph, num_devices: int, asked: OptimizerSharding, layerwis
     return tuple(found)
 
 
-def _accumulators(graph: Graph, splits: Iterable[Split]) -> dict[int, list[int]]:
+def _accumulators(graph: Graph, splits: Iterable[StateSplit]) -> dict[int, list[int]]:
     """Per parameter the sums of its gradients over micro-batches, of its own shape."""
     sums = loop_sums(graph)
     if not sums:

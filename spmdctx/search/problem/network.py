@@ -24,7 +24,7 @@ from spmdctx.ir.primitives import ADDITIONS
 from spmdctx.ir.projection import FactorAxes
 from spmdctx.machine.xla.narrowing import narrow_readers, sharers, sharing_ops
 from spmdctx.machine.xla.overlap import Sides, sides
-from spmdctx.search.problem.edges import Handovers, Row, turns
+from spmdctx.search.problem.edges import EdgeRow, EdgeRows, edge_repeats
 from spmdctx.search.problem.fold import ROUNDS, Fold, fold
 from spmdctx.search.problem.space import NO_SLOT, Space
 from spmdctx.search.problem.states import Joins
@@ -193,7 +193,7 @@ def _read_once(space: Space, slot_marks: Mapping[int, int]) -> BoolArray:
     reads += np.bincount(np.array(returned, dtype=np.int64), minlength=count)
     alone = np.bincount(slot_of, minlength=count) == 1
     alone[list(slot_marks)] = False
-    alone[list(space.loose_slots)] = False
+    alone[list(space.free_slots)] = False
     found: BoolArray = (reads == 1) & alone[slot_of]
     return found
 
@@ -209,7 +209,7 @@ def _add_uses(network: Network) -> None:
     readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for op in sharing_ops(space.graph):
         for position, slot in enumerate(space.op_slots[op.id][: len(op.operands)]):
-            if slot != NO_SLOT and slot not in space.loose_slots:
+            if slot != NO_SLOT and slot not in space.free_slots:
                 readers.setdefault((op.operands[position], scopes[op.id]), []).append((folded.op_class[op.id], position))
     classes: dict[tuple[object, ...], int] = {}
     for (value, scope), own in readers.items():
@@ -226,11 +226,11 @@ def _add_uses(network: Network) -> None:
 
 def _add_carries(network: Network, found: Sides) -> None:
     """An edge for all that is handed over alike, in the order of the ops that first do so."""
-    for source, result, target, position, slim, weight, value in _handovers(network, found).summed():
+    for source, result, target, position, slim, weight, value in _edge_rows(network, found).summed():
         network.carries[Carry(Source(source, result), target, position, slim)] = Load(weight, value)
 
 
-def _handovers(network: Network, found: Sides) -> Handovers:
+def _edge_rows(network: Network, found: Sides) -> EdgeRows:
     """A row per operand, which its slot hands over, and per result, which its slot takes; and one for all that a use node feeds."""
     space, folded = network.space, network.folded
     every = space.incidences
@@ -238,9 +238,9 @@ def _handovers(network: Network, found: Sides) -> Handovers:
     slot_nodes = np.array(list(network.slot_nodes.values()), dtype=np.int64)
     at_slot = slot_nodes[np.array(folded.slot_class, dtype=np.int64)[every.slots]]
     made = every.is_result
-    reading, making = turns(space.graph)
+    reading, making = edge_repeats(space.graph)
     exposed = np.where(np.frombuffer(found.weights, dtype=np.uint8)[:-1] != 0, 1.0 - space.topology.gather_overlap, 1.0)
-    columns = Handovers(
+    columns = EdgeRows(
         np.where(made, at_op, at_slot),
         np.where(made, every.positions, 0),
         np.where(made, at_slot, at_op),
@@ -262,13 +262,13 @@ def _is_narrow(space: Space, every: Incidences) -> BoolArray:
     return found
 
 
-def _by_uses(network: Network, rows: Handovers, every: Incidences) -> Handovers:
+def _by_uses(network: Network, rows: EdgeRows, every: Incidences) -> EdgeRows:
     """Values with a use node go there once, and from there to their readers."""
     if not network.uses:
         return rows
     shares = np.frombuffer(sharers(network.space.graph), dtype=np.uint8).astype(bool)
     places: list[int] = []
-    feeding: dict[tuple[int, int], Row] = {}
+    feeding: dict[tuple[int, int], EdgeRow] = {}
     for place in np.flatnonzero(shares[every.ops] & ~every.is_result).tolist():
         key = (int(every.values[place]), network.scopes[every.ops[place]])
         use = network.uses.get(key)
@@ -277,6 +277,6 @@ def _by_uses(network: Network, rows: Handovers, every: Incidences) -> Handovers:
         if key not in feeding:
             places.append(place)
             source, result = int(rows.sources[place]), int(rows.results[place])
-            feeding[key] = Row(source, result, use, 0, bool(rows.narrow[place]), float(rows.weights[place]), key[0])
+            feeding[key] = EdgeRow(source, result, use, 0, bool(rows.narrow[place]), float(rows.weights[place]), key[0])
         rows.sources[place], rows.results[place] = use, 0
     return rows.before(places, list(feeding.values()))

@@ -28,7 +28,7 @@ from spmdctx.machine.xla.overlap import reduction_machine, widening
 from spmdctx.machine.xla.reductions import are_scattered, in_order
 
 
-class Split(NamedTuple):
+class OpSplits(NamedTuple):
     """All splits of an op's factors: a row of codes each, and the number of each tensor's sharding in its domain."""
 
     rows: IntArray
@@ -40,7 +40,7 @@ class States(NamedTuple):
     """The states of an op. Arrays are per state.
 
     Attributes:
-        split: the place of the state's split in `Split.rows`.
+        split: the place of the state's split in `OpSplits.rows`.
         wanted: per operand, the number of the sharding it is taken in.
         unreduced_in: the axes, as bits, over which the operands are taken unreduced.
         stored: per result, the number of the sharding it is left in.
@@ -65,13 +65,25 @@ class Joins(NamedTuple):
     hands_on: bool
 
 
-def split_of_rule(op: Op, shapes: Sequence[tuple[int, ...]], splittable: Sequence[bool], mesh: LogicalMesh) -> Split:
+class ResultUse(NamedTuple):
+    """What becomes of an op's results.
+
+    Attributes:
+        is_terminal: whether they reach no matrix product.
+        later: how partial sums are reduced.
+    """
+
+    is_terminal: bool = False
+    later: Later = AT_ONCE
+
+
+def split_of_rule(op: Op, shapes: Sequence[tuple[int, ...]], splittable: Sequence[bool], mesh: LogicalMesh) -> OpSplits:
     """Every legal split of an op whose operands and results have `shapes`."""
     rule = op.rule
     return _legal_splits(_Dims(rule.operands, rule.results, rule.sizes), tuple(splittable), tuple(shapes), mesh)
 
 
-def split_of_axes(op: Op, shapes: Sequence[tuple[int, ...]], axes: FactorAxes, mesh: LogicalMesh) -> Split:
+def split_of_axes(op: Op, shapes: Sequence[tuple[int, ...]], axes: FactorAxes, mesh: LogicalMesh) -> OpSplits:
     """The one split that the user's shard_map asks for."""
     codes = axis_codes(mesh)
     rows = np.array([[codes.code(own) for own in axes]], dtype=np.int64).reshape(1, len(axes))
@@ -87,12 +99,12 @@ class _Dims(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _legal_splits(dims: _Dims, splittable: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...], mesh: LogicalMesh) -> Split:
+def _legal_splits(dims: _Dims, splittable: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...], mesh: LogicalMesh) -> OpSplits:
     codes = axis_codes(mesh)
     return _with_numbers(dims, _legal_rows(dims, codes.rows(dims.sizes, splittable), codes), shapes, mesh)
 
 
-def _with_numbers(rule: _Dims, rows: IntArray, shapes: Sequence[tuple[int, ...]], mesh: LogicalMesh) -> Split:
+def _with_numbers(rule: _Dims, rows: IntArray, shapes: Sequence[tuple[int, ...]], mesh: LogicalMesh) -> OpSplits:
     codes = axis_codes(mesh)
     numbers = []
     fits = np.ones(len(rows), dtype=bool)
@@ -101,7 +113,7 @@ def _with_numbers(rule: _Dims, rows: IntArray, shapes: Sequence[tuple[int, ...]]
         fits &= own >= 0
         numbers.append(own)
     kept = [own[fits] for own in numbers]
-    return Split(rows[fits], tuple(kept[: len(rule.operands)]), tuple(kept[len(rule.operands) :]))
+    return OpSplits(rows[fits], tuple(kept[: len(rule.operands)]), tuple(kept[len(rule.operands) :]))
 
 
 def _projected(dims: Sequence[tuple[int, ...]], rows: IntArray, codes: AxisCodes) -> IntArray:
@@ -127,15 +139,14 @@ def _legal_rows(rule: _Dims, rows: IntArray, codes: AxisCodes) -> IntArray:
 def states_of(
     graph: Graph,
     op: Op,
-    split: Split,
+    split: OpSplits,
     joins: Joins,
     mesh: LogicalMesh,
     topology: Topology,
-    is_terminal: bool = False,
-    later: Later = AT_ONCE,
+    use: ResultUse | None = None,
 ) -> States:
-    """The states of an op for its splits; `is_terminal` where its results reach no matrix product, `later` how they are reduced."""
-    builder = _Builder(graph, op, split, mesh, topology, is_terminal, later)
+    """Lists the states of an op for its splits."""
+    builder = _StateBuilder(graph, op, split, mesh, topology, use or ResultUse())
     builder.add(joins.hands_on)
     if joins.takes:
         builder.add_unreduced(joins.hands_on)
@@ -175,11 +186,11 @@ def _whole_words(mesh: LogicalMesh, shape: tuple[int, ...], num_bytes: int) -> l
     return found
 
 
-class _Builder:
-    def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool, later: Later) -> None:
-        self._is_terminal, self._later = is_terminal, later
-        self._exposed = 1.0 - topology.reduction_overlap if is_terminal else 1.0
-        self._reducing = reduction_machine(is_terminal, topology)
+class _StateBuilder:
+    def __init__(self, graph: Graph, op: Op, split: OpSplits, mesh: LogicalMesh, topology: Topology, use: ResultUse) -> None:
+        self._is_terminal, self._later = use
+        self._exposed = 1.0 - topology.reduction_overlap if use.is_terminal else 1.0
+        self._reducing = reduction_machine(use.is_terminal, topology)
         self._graph, self._op, self._split, self._mesh, self._topology = graph, op, split, mesh, topology
         self._codes = axis_codes(mesh)
         self._results = [graph.values[value] for value in op.results]

@@ -155,10 +155,11 @@ class _Rounds:
         local = [size // mesh.num_slices(own) for size, own in zip(rule.sizes, taken, strict=True)]
         used = {name for own in taken for name in own}
         log: list[Round] = []
-        for name, parts in mesh.axes:
+        for axis in mesh.axes:
+            name, parts = axis
             if name in used:
                 continue
-            options = self._options(op, roles, axes, local, name, parts, decided)
+            options = self._options(op, roles, axes, local, axis, decided)
             if not whole and any(not one.forbidden and one.cut != NO_CUT for one in options):
                 options = tuple([one for one in options if one.cut != NO_CUT])
             chosen = min((one for one in options if not one.forbidden), key=lambda one: one.total)
@@ -175,10 +176,10 @@ class _Rounds:
         roles: Roles,
         axes: list[list[str]],
         local: list[int],
-        name: str,
-        parts: int,
+        axis: tuple[str, int],
         decided: list[tuple[tuple[tuple[int, ...], ...], TensorSharding]],
     ) -> tuple[Option, ...]:
+        name, parts = axis
         sizes = [_product(local, tensor) for tensor in roles.tensors]
         options = []
         for cut, cost in op_costs(roles, sizes, local, parts, self.mem_coeff).items():

@@ -55,7 +55,7 @@ def check_single_op(links: Links, members: Sequence[Mark], op: Op, num_devices: 
     Raises:
         StrategyError: two operands disagree, or the device matrix does not divide the devices.
     """
-    chosen: dict[int, _Split] = {}
+    chosen: dict[int, _FactorSplit] = {}
     for item in _splits(op, members):
         known = chosen.setdefault(item.factor, item)
         if known.slices != item.slices:
@@ -69,7 +69,7 @@ def check_single_op(links: Links, members: Sequence[Mark], op: Op, num_devices: 
         raise _error(links, members, first, fault, _fitting_op(op, members, num_devices))
 
 
-class _Split(NamedTuple):
+class _FactorSplit(NamedTuple):
     """What a strategy says of one factor of an op."""
 
     factor: int
@@ -78,7 +78,7 @@ class _Split(NamedTuple):
     dim: int
 
 
-def _splits(op: Op, members: Sequence[Mark]) -> list[_Split]:
+def _splits(op: Op, members: Sequence[Mark]) -> list[_FactorSplit]:
     """What the strategies of the op's operands say of its factors, operand by operand."""
     by_value = {mark.value: mark for mark in members if mark.side == "in"}
     found = []
@@ -87,7 +87,7 @@ def _splits(op: Op, members: Sequence[Mark]) -> list[_Split]:
             continue
         for dim, (factors, slices) in enumerate(zip(dims, _slices(by_value[value]), strict=False)):
             if factors and slices != FREE:
-                found.append(_Split(factors[0], slices, by_value[value], dim))
+                found.append(_FactorSplit(factors[0], slices, by_value[value], dim))
     return found
 
 

@@ -47,7 +47,7 @@ Force = Callable[[Mapping[int, TensorSharding], Mapping[int, FactorAxes]], Assig
 _T = TypeVar("_T")
 
 
-class _Row(NamedTuple):
+class _TimedCollective(NamedTuple):
     """A collective, its seconds, and the share of them that hides."""
 
     kind: str
@@ -235,7 +235,7 @@ class PricedAlternatives:
         rows = _difference(its, mine)
         compute_s = its.compute_s - mine.compute_s
 
-        def later_s(row: _Row, machine: Topology) -> float:
+        def later_s(row: _TimedCollective, machine: Topology) -> float:
             prices = [collective_price(row.kind, row.axes, self.mesh, one) for one in (self.topology, machine)]
             return row.time_s + row.payload_bytes * (prices[1].s_per_byte - prices[0].s_per_byte)
 
@@ -319,12 +319,12 @@ def _total_s(bill: Bill) -> float:
     return bill.compute_s + bill.exposed_communication_s
 
 
-def _difference(its: Bill, mine: Bill) -> list[tuple[_Row, int]]:
+def _difference(its: Bill, mine: Bill) -> list[tuple[_TimedCollective, int]]:
     """Executions per row that only one bill has, negative where it is `mine`."""
-    counts: Counter[_Row] = Counter()
+    counts: Counter[_TimedCollective] = Counter()
     for bill, sign in ((its, 1), (mine, -1)):
         for row, share in zip(bill.collectives, bill.shares, strict=True):
-            counts[_Row(row.kind, row.axes, row.payload_bytes, row.time_s, share)] += sign * row.repeats
+            counts[_TimedCollective(row.kind, row.axes, row.payload_bytes, row.time_s, share)] += sign * row.repeats
     return [(key, count) for key, count in counts.items() if count]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.ir.arrays import IntArray
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.local import descend
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.unlimited.dominance import discard, supported
@@ -67,8 +67,8 @@ class Minimum(NamedTuple):
 
 
 @dataclass
-class Search:
-    """What all solves of one problem share.
+class SolverRun:
+    """The limits, memo and counts that all solves of one problem share.
 
     `work` limits one elimination, `rounds` the times that a bound is improved; `progress` is the share of the time
     that is over, `left` the seconds that are left.
@@ -97,7 +97,7 @@ class Search:
         self.counts[name] = max(self.counts.get(name, 0), number)
 
 
-def shrink(graph: Graph, search: Search, rows: Rows | None = None) -> bool:
+def shrink(graph: CostGraph, search: SolverRun, rows: Rows | None = None) -> bool:
     """Makes a graph smaller without changing its optimum, with the memory of `rows` if given; False if nothing is finite."""
     over = search.progress() + REDUCING_SHARE
     while True:
@@ -116,7 +116,7 @@ def shrink(graph: Graph, search: Search, rows: Rows | None = None) -> bool:
 class Minimisation:
     """The minimisation of one graph, which may be left early and go on with a higher cutoff in `search`. The graph is left as it is."""
 
-    def __init__(self, graph: Graph, search: Search) -> None:
+    def __init__(self, graph: CostGraph, search: SolverRun) -> None:
         self._core, self._search = graph.copy(), search
         self._is_possible = shrink(self._core, search)
         self._shells: _Shells | None = None
@@ -138,17 +138,17 @@ class Minimisation:
         return None if found is None else found._replace(states=self._core.complete(found.states))
 
 
-def minimise(graph: Graph, search: Search, *, narrow: bool = False) -> Minimum | None:
+def minimise(graph: CostGraph, search: SolverRun, *, narrow: bool = False) -> Minimum | None:
     """The states of least cost, or the best found with its bound; None if every choice is infinite. `graph` is left as it is."""
     return Minimisation(graph, search).run(narrow=narrow)
 
 
-def is_narrow(graph: Graph) -> bool:
+def is_narrow(graph: CostGraph) -> bool:
     """Whether plain elimination is cheap."""
     return order(graph, MAX_TABLE, NARROW_WORK) is not None
 
 
-def _eliminated(graph: Graph, search: Search, work: int) -> Minimum | None:
+def _eliminated(graph: CostGraph, search: SolverRun, work: int) -> Minimum | None:
     """The optimum by elimination; None if that is too much work."""
     found = order(graph, MAX_TABLE, work)
     if found is None:
@@ -168,14 +168,14 @@ class _Shells:
     `best` and `bound` count the graph's constant. `core` loses the states of which the bound says that they are of no use.
     """
 
-    def __init__(self, core: Graph, search: Search) -> None:
+    def __init__(self, core: CostGraph, search: SolverRun) -> None:
         self.core = core
         self.search = search
         self.best: Minimum | None = None
         self.bound = -np.inf
         # What was left out of the core costs at least this much.
         self._outside = np.inf
-        self._smaller: list[Graph] = []
+        self._smaller: list[CostGraph] = []
         self._dual: Dual | None = Dual(core)
         self._of_messages: Bound | None = None
         self._schedule = self._rounds()
@@ -348,7 +348,7 @@ class _Shells:
         """Whether elimination among these states is near enough to cheap for a closer look."""
         return order(self.core, _LOOSE * MAX_TABLE, _LOOSE * SHELL_WORK, {node: len(states) for node, states in kept.items()}) is not None
 
-    def _shell(self, kept: dict[int, IntArray]) -> Graph | None:
+    def _shell(self, kept: dict[int, IntArray]) -> CostGraph | None:
         """The graph with only the states `kept`; None if nothing finite is left."""
         if any(not len(states) for states in kept.values()):
             return None

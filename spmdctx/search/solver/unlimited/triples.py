@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.unlimited.dual import Bound, Dual
 
 MAX_WIDTH = 6
@@ -46,7 +46,7 @@ class Triples:
     A table is [state of the earlier node, state of the later node], in the order of the dual's nodes.
     """
 
-    def __init__(self, graph: Graph, dual: Dual, forbidden: float) -> None:
+    def __init__(self, graph: CostGraph, dual: Dual, forbidden: float) -> None:
         """Starts from the messages of a dual of the graph, without triples; `forbidden`, more than any gap, stands for infinite costs."""
         self._nodes = dual.nodes
         self._rank = {node: place for place, node in enumerate(self._nodes)}
