@@ -171,7 +171,7 @@ class Spreader:
 
 
 def keeps_dimensions(rule: OpRule) -> bool:
-    """Whether an op only passes dimensions through: all its tensors of full rank have the same factors."""
+    """Returns whether an op only passes dimensions through: all its tensors of full rank have the same factors."""
     sides = {dims for dims in (*rule.operands, *rule.results) if dims}
     return all(kind is FactorKind.PASS_THROUGH for kind in rule.kinds) and len(sides) <= 1
 
@@ -231,7 +231,7 @@ def _wanted(space: Space, state: list[int], index: int, ways: list[FactorAxes]) 
 
 
 def _ways(space: Space, state: list[int], index: int) -> list[FactorAxes]:
-    """How an op would be done: as it is cheapest now, and where that reshards a result, as the result's sharding asks for."""
+    """Returns the ways to do an op: the cheapest one, and where that reshards a result, the one that the result's sharding asks for."""
     op, slots = space.graph.ops[index], space.op_slots[index]
     own = space.choose(index, state).axes
     results = [(dims, space.shardings[state[slot]]) for slot, dims in zip(slots[len(op.operands) :], op.rule.results, strict=True)]

@@ -32,7 +32,7 @@ _IN_TURNS = "Gradients are reduced in every micro-batch, not once per step"
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search. `search_mode` is empty where the parallel mode leaves nothing to search; `max_stages` 0 suggests no pipeline."""
+    """The options of a search. `search_mode` is empty where the mode leaves nothing to search; `max_stages` 0 suggests no pipeline."""
 
     search_mode: str
     topology: Topology
@@ -44,7 +44,7 @@ class SearchOptions:
 
 
 class Chosen(NamedTuple):
-    """What a search found, and what it proved, if anything."""
+    """The result of a search, and its certificate where it proved something."""
 
     setup: Setup
     assignment: Assignment
@@ -71,7 +71,7 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
 
 
 def _reduced_once(step: Step, request: Request, options: SearchOptions, chosen: Chosen) -> Chosen:
-    """What a search found, with gradients of micro-batches that wait for their sum; those that cannot are named."""
+    """Lets gradients of micro-batches wait for their sum; a note names those that cannot."""
     setup, before, certificate = chosen
     if not request.once or setup.mesh.num_devices == 1 or not setup.unscattered:
         return chosen

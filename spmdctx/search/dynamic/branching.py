@@ -26,9 +26,9 @@ SHORT_WORK = WORK // 4
 
 
 class Accepted(NamedTuple, Generic[T]):
-    """What was accepted, None where nothing was; and what nothing that would be goes below, infinite where nothing is left.
+    """The accepted solution, or None, and a lower bound on all solutions that would be accepted (infinite if there are none).
 
-    Where it `is_cut`, too many solutions were left: what was accepted is the cheapest of those that were seen.
+    Where it `is_cut`, too many solutions were left: the accepted one is the cheapest of those that were seen.
     """
 
     found: T | None
@@ -91,7 +91,7 @@ def _cheapest(queue: Sequence[tuple[float, int, Solution, Problem]], cost: float
 
 
 def _kinds(node: Node, choices: Choices) -> IntArray | None:
-    """Per state a number, equal for states of which the same plan comes; None where a node is no part of the plan."""
+    """Numbers the states of a node by the plans that they lead to; returns None where the node is no part of the plan."""
     if node.sort == "use":
         return None
     if choices.states is None:

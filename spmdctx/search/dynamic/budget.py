@@ -108,12 +108,12 @@ class _Limits:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing is taken from the budget."""
+        """Returns whether nothing is taken from the budget."""
         return self.limit == self.full
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether too little is left to try."""
+        """Returns whether too little is left to try."""
         return self.high - self.low <= self.spacing
 
     def raise_to(self, low: float) -> None:
@@ -182,7 +182,7 @@ class _Run:
         return self._with_plan(found) if fits else self._without_plan(limited, solution, peak)
 
     def _solver(self, limited: Problem) -> Callable[[Problem], Solution | Infeasible]:
-        """The solver, which starts where earlier searches ended, if any."""
+        """Returns the solver, which starts where earlier searches ended."""
         starts = self._mesh.starts + self._last
         known = Known(tuple(completed(limited, states) for states in starts), self._bound_s) if starts else None
         return partial(solve, tolerance=self._tolerance, cutoff=self._known_s, effort=self._level, known=known)
@@ -243,7 +243,7 @@ class _Run:
         return self._out_of_limits() if limits.is_exhausted else None
 
     def _branched(self, limited: Problem, first: Solution) -> Accepted[Found]:
-        """The cheapest assignment whose peak is in the budget, among those whose counted peak is."""
+        """Finds the cheapest assignment whose peak is in the budget, among those whose counted peak is."""
         mesh, formulation = self._mesh, self._formulation
 
         def accept(solution: Solution) -> Found | None:
@@ -260,7 +260,7 @@ class _Run:
 
 
 def _better(earlier: Found | Shortfall | Beaten | None, later: Found | Shortfall | Beaten, known_s: float) -> Found | Shortfall | Beaten:
-    """The better result of two attempts; both bounds hold."""
+    """Returns the better result of two attempts, both of whose bounds hold."""
     if not isinstance(earlier, Found) or (isinstance(later, Found) and later.cost_s <= earlier.cost_s):
         return later
     bound_s = max(earlier.lower_bound_s, later.lower_bound_s)
@@ -274,5 +274,5 @@ def _standing(result: Found | Shortfall | Beaten, known_s: float, *, has_run_out
 
 
 def _short_of(nearest: Peak, fastest: Found, bound_s: float) -> Shortfall:
-    """No plan was found; the nearest had this peak."""
+    """Returns the shortfall where no plan was found, and the nearest had this peak."""
     return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest, lower_bound_s=bound_s)

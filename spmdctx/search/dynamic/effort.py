@@ -56,7 +56,7 @@ QUICK = SOFT._replace(rounds=4, tolerance=0.005)
 
 
 class Standing(NamedTuple):
-    """How the search of one mesh stands between two attempts.
+    """The state of the search of one mesh between two attempts.
 
     Attributes:
         known_s: cost of the cheapest plan of the other meshes, infinite where there is none.
@@ -113,7 +113,7 @@ class Attempt(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How the meshes are searched within a budget.
+    """The way in which meshes are searched within a budget.
 
     Attributes:
         attempts: those made on each mesh, in this order.

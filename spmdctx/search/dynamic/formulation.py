@@ -130,6 +130,6 @@ class Formulation(Generic[TablesT]):
 
 
 def _numbered(pins: Mapping[int, object]) -> dict[int, int]:
-    """Equal pins by equal numbers from 1 on."""
+    """Numbers pins from 1 on, equal ones equally."""
     numbers: dict[object, int] = {}
     return {slot: numbers.setdefault(sharding, len(numbers) + 1) for slot, sharding in pins.items()}

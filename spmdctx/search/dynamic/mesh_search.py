@@ -90,6 +90,6 @@ class MeshSearch:
         return tables, tables.problem()
 
     def _cutoff(self, mesh: LogicalMesh, known_s: float) -> float:
-        """The cost below which a plan on a mesh is worth the whole search."""
+        """Returns the cost below which a plan on a mesh is worth the whole search."""
         is_worth_less = len(mesh.axes) >= MAX_AXES and not self._is_small
         return known_s * (1 - (_WORTH_THREE if is_worth_less else EQUAL))

@@ -24,7 +24,7 @@ LARGE_PROGRAM = 5000
 
 @dataclass(frozen=True, slots=True)
 class DynamicOptions:
-    """What the search is asked for.
+    """The options of the search.
 
     Attributes:
         memory_bytes: budget per device, None for none.
@@ -47,7 +47,7 @@ class DynamicOptions:
     schedule: effort.Schedule | None = None
 
     def is_small(self, step: Step) -> bool:
-        """Whether a program has at most `small_program` ops."""
+        """Returns whether a program has at most `small_program` ops."""
         return len(step.graph.ops) <= self.small_program
 
     def meshes(self, step: Step, num_devices: int, topology: Topology) -> list[LogicalMesh]:

@@ -78,7 +78,7 @@ class Searcher(Search):
         return self._meshes.within(Budget(formulation, self._options, formulation.peak_of(found)), found, known_s)
 
     def _setups(self, request: Request) -> list[Setup]:
-        """A set-up for every mesh that may be tried."""
+        """Prepares a set-up for every mesh that may be tried."""
         graph = self._step.graph
         if mesh_is_fixed(request):
             return [prepare(graph, request)]
@@ -106,7 +106,7 @@ class Budgets:
         return self._cheapest(Budget(formulation, options, formulation.peak_of(self._fastest)))
 
     def _promising_first(self, setups: list[Setup]) -> list[Setup]:
-        """The set-ups by what a first, short search finds on their meshes."""
+        """Sorts the set-ups by the costs that a first, short search finds on their meshes."""
         if len(setups) <= 2:
             return setups
         # A first search on three axes takes as long as all of the others, and says less.
@@ -116,7 +116,7 @@ class Budgets:
         return few + [setup for setup in setups if len(setup.mesh.axes) >= MAX_AXES]
 
     def _fastest_of_all(self) -> Found:
-        """The cheapest assignment on any of the meshes, whatever memory it takes."""
+        """Finds the cheapest assignment on any of the meshes, whatever memory it takes."""
         best: Found | None = None
         for setup in self._setups:
             if setup.mesh in self._bounds:
@@ -143,7 +143,7 @@ class Budgets:
         return Beaten(bound)
 
     def _cheapest(self, budget: Budget) -> Found | Shortfall:
-        """The cheapest assignment on any of the meshes whose peak is in the budget, which that of the fastest one is not."""
+        """Finds the cheapest assignment on any of the meshes whose peak is in the budget; that of the fastest one is not."""
         schedule, fastest, bounds = budget.schedule, self._fastest, dict(self._bounds)
         best: Found | None = None
         least: Shortfall | None = None

@@ -45,7 +45,7 @@ def couplings(graph: Graph, num_devices: int, asked: OptimizerSharding, layerwis
 
 
 def _accumulators(graph: Graph, splits: Iterable[StateSplit]) -> dict[int, list[int]]:
-    """Per parameter the sums of its gradients over micro-batches, of its own shape."""
+    """Finds for each parameter the sums of its gradients over micro-batches, which have its shape."""
     sums = loop_sums(graph)
     if not sums:
         return {}
@@ -80,5 +80,5 @@ def name_what_is_split(
 
 
 def _uses_all(sharding: TensorSharding, mesh: LogicalMesh) -> bool:
-    """Whether a sharding uses the whole mesh."""
+    """Returns whether a sharding uses the whole mesh."""
     return mesh.num_slices([name for names in sharding for name in names]) == mesh.num_devices

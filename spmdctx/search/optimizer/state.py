@@ -156,7 +156,7 @@ def _common(first: str, second: str) -> int:
 
 
 def layer_dims(graph: Graph) -> list[int]:
-    """How many leading dimensions of each input count layers of scans."""
+    """Counts the leading dimensions of each input that count layers of scans."""
     readers = readers_of(graph)
     return [_dim(graph, readers, value, {}) for value in graph.inputs]
 
@@ -174,7 +174,7 @@ def _dim(graph: Graph, readers: Mapping[int, list[Op]], value: int, known: Mappi
 
 
 def _inner_parts(splits: Iterable[StateSplit], mesh: LogicalMesh, size: int) -> dict[str, int]:
-    """Per axis that has to be cut for groups of `size` neighbouring replicas, its minor part; the first parameter decides."""
+    """Returns the minor part of each axis that groups of `size` neighbouring replicas cut; the first parameter decides."""
     inner: dict[str, int] = {}
     for one in splits:
         rest = size

@@ -59,7 +59,7 @@ def plan_update(
 
 
 class _UpdateRegion:
-    """Which ops and slots may be planned again."""
+    """The ops and slots that may be planned again."""
 
     def __init__(self, space: Space, kept: frozenset[int], splits_accumulators: bool) -> None:
         self._space = space
@@ -89,7 +89,7 @@ class _UpdateRegion:
         return min([slot for slot in alike if not self._is_turned(slot)], default=None)
 
     def _is_turned(self, slot: int) -> bool:
-        """Whether only a transposition reads a slot."""
+        """Returns whether only a transposition reads a slot."""
         ops = self._space.graph.ops
         readers = [index for index in self._space.neighbours[slot] if slot in self._space.op_slots[index][: len(ops[index].operands)]]
         return bool(readers) and all(ops[index].primitive == "transpose" for index in readers)

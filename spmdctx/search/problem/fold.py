@@ -31,7 +31,7 @@ _Colours = tuple[WordArray, WordArray]
 
 
 class _Around(NamedTuple):
-    """Where slots meet ops: the op, the slot and a number of the position."""
+    """The places where slots meet ops: the op, the slot and a number of the position."""
 
     ops: IntArray
     slots: IntArray

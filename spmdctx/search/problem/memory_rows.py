@@ -49,7 +49,7 @@ def with_memory(
 
 
 def on_chip(topology: Topology) -> OnChip:
-    """What the chip may hold in place of the memory."""
+    """Returns the bytes that the chip may hold in place of the memory."""
     return OnChip.of(topology.scratch_bytes)
 
 
@@ -68,7 +68,7 @@ def completed(problem: Problem, states: Sequence[int]) -> tuple[int, ...]:
 
 
 def passing_at(network: Network, memory: StepMemory, time: int) -> list[Passing]:
-    """All that may be alive at an op for it alone."""
+    """Lists all that may be alive at an op for that op alone."""
     ops, nodes = network.space.graph.ops, network.nodes
     # A set of numbers is only asked what it holds.
     classes = {network.folded.op_class[op.id] for op in ops if memory.runs[op.id] <= time <= memory.times[op.id] + 1}
@@ -141,7 +141,7 @@ class _RowBuilder:
         self._memo: dict[tuple[object, ...], FloatArray] = {}
 
     def problem(self, limit: float) -> Problem:
-        """What was gathered."""
+        """Builds the problem from all that was added."""
         nothing = [np.zeros(len(costs)) if usage is None else usage for costs, usage in zip(self._costs, self._usages, strict=True)]
         return Problem(tuple(self._costs), tuple(self._edges), Memory(tuple(nothing), tuple(self._lives), limit))
 
@@ -159,7 +159,7 @@ class _RowBuilder:
         self._lives += [Life(node, start + num_ops, end + num_ops) for node, start, end in table[stays].tolist()]
 
     def add_values(self, memory: StepMemory) -> None:
-        """Every value that exists in memory, where it is stored."""
+        """Adds every value that exists in memory, where it is stored."""
         network, space = self._network, self._space
         for value, start, end in memory.lives:
             slot = space.slot_of[value]
@@ -200,7 +200,7 @@ class _RowBuilder:
         return auxiliary
 
     def add_copies(self, memory: StepMemory) -> None:
-        """What uses gather, from the first product that takes it so to the last; of products that may be last, nobody knows when."""
+        """Adds the copies that uses gather, from the first to the last product that takes them; products that may run last are left out."""
         network = self._network
         readers: dict[tuple[int, int], list[_Reader]] = {}
         moves = _may_be_elsewhere(memory)
@@ -232,7 +232,7 @@ class _RowBuilder:
         return self._excused(key, node, self._tables.choices[node].taken[0], size, ways)
 
     def add_own_copies(self, memory: StepMemory, passing: Collection[Passing]) -> None:
-        """What ops make for themselves alone while they run: operands as they take them, and results before they are stored."""
+        """Adds the copies that ops make for themselves while they run: operands as they take them, results before they are stored."""
         folded, nodes, ops = self._network.folded, self._network.nodes, self._space.graph.ops
         seen: dict[tuple[int, int], int] = {}
         moves = _may_be_elsewhere(memory)
@@ -292,7 +292,7 @@ class _RowBuilder:
         return [position for position in range(carry.position) if operands[position] == operands[carry.position]]
 
     def _is_slice(self, source: Source, value: int) -> BoolArray:
-        """Per state of what stores a value and sharding: whether no bytes move. [state, sharding]"""
+        """Returns whether no bytes move from each state of a value's store to each sharding: [state, sharding]."""
         stored, shape = self._tables.choices[source.node].stored[source.result], self._space.graph.values[value].shape
         key = ("slice", id(stored), shape)
         known = self._slices.get(key)
@@ -350,7 +350,7 @@ class _RowBuilder:
         return copy
 
     def _made(self, node: int, result: int) -> tuple[IntArray, IntArray]:
-        """Per state of an op: the sharding of a partial result before its reduction (-1 of others), and after it."""
+        """Returns for each state of an op the sharding of a partial result before its reduction (-1 for others), and after it."""
         choices = self._tables.choices[node]
         assert choices.split is not None
         assert choices.states is not None

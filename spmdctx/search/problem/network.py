@@ -35,7 +35,7 @@ _JOINS = (PLAIN, Joins(True, False), Joins(False, True), Joins(True, True))
 
 
 class Source(NamedTuple):
-    """What hands over a value: a node, and which of its results it is (0 for slot and use nodes)."""
+    """The origin of a value: a node, and the number of its result (0 for slot and use nodes)."""
 
     node: int
     result: int
@@ -54,7 +54,7 @@ class Carry(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What an edge carries: how often in a step, and one of the values."""
+    """The load of an edge: how often it is taken in a step, and one of its values."""
 
     weight: float
     value: int
@@ -138,7 +138,7 @@ def build_network(
 
 
 def _standalone(space: Space, folded: Fold, slot_marks: Mapping[int, int]) -> list[bool]:
-    """Per class of slots: whether no single op decides its sharding."""
+    """Returns for each class of slots whether no single op decides its sharding."""
     count, slot_of = len(space.graph.values), np.array(space.slot_of, dtype=np.int64)
     is_given = np.array([value.role is not Role.INTERMEDIATE for value in space.graph.values], dtype=bool)
     makers = np.bincount(slot_of, minlength=count) + np.bincount(slot_of[is_given], minlength=count)
@@ -151,21 +151,21 @@ def _standalone(space: Space, folded: Fold, slot_marks: Mapping[int, int]) -> li
 
 
 def _joins_of_maker(network: Network, slot_class: int) -> Joins:
-    """Whether the values of a class of slots that one op makes may be handed on unreduced."""
+    """Returns whether the values of a class of slots that one op makes may be handed on unreduced."""
     maker = network.space.graph.producers[network.folded.slot_members[slot_class][0]]
     node = network.folded.op_class[maker]
     return network.nodes[node].joins if node >= 0 else PLAIN
 
 
 def _terminal(space: Space, found: Sides) -> IntArray:
-    """Per op 1 where its first result reaches no matrix product."""
+    """Returns for each op 1 where its first result reaches no matrix product, else 0."""
     every = ends(space.graph)
     terminal = np.frombuffer(found.terminal, dtype=np.uint8).astype(np.int64)
     return np.where(every.num_results > 0, terminal[every.first_results], 0)
 
 
 def _joins(space: Space, slot_marks: Mapping[int, int]) -> IntArray:
-    """Which additions may take their terms unreduced, and which ops may so hand them on: per op a place in `_JOINS`."""
+    """Finds the additions that may take terms unreduced and the ops that may hand them on: for each op a place in `_JOINS`."""
     graph, every = space.graph, ends(space.graph)
     found = np.zeros(len(graph.ops), dtype=np.int64)
     if not space.topology.merges_partial_sums:
@@ -186,7 +186,7 @@ def _joins(space: Space, slot_marks: Mapping[int, int]) -> IntArray:
 
 
 def _read_once(space: Space, slot_marks: Mapping[int, int]) -> BoolArray:
-    """Per value, whether it is read once, and neither tied to another one, nor marked, nor free to place."""
+    """Returns for each value whether it is read once, and neither tied to another one, nor marked, nor free to place."""
     count, slot_of, every = len(space.graph.values), np.array(space.slot_of, dtype=np.int64), space.incidences
     reads = np.bincount(every.values[~every.is_result], minlength=count)
     returned = [value for value in space.graph.outputs if value >= 0]
@@ -254,7 +254,7 @@ def _edge_rows(network: Network, found: Sides) -> EdgeRows:
 
 
 def _is_narrow(space: Space, every: Incidences) -> BoolArray:
-    """Per incidence, whether a float32 value meets an op that reads it as bfloat16."""
+    """Returns for each incidence whether an op reads a float32 value as bfloat16."""
     if not space.topology.narrows_matrix_operands:
         return np.zeros(len(every.ops), dtype=bool)
     is_wide = np.array([value.dtype == "float32" for value in space.graph.values], dtype=bool)

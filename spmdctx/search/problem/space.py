@@ -44,7 +44,7 @@ class OpChoice(NamedTuple):
 
 
 class OpKind(NamedTuple):
-    """What ops of one kind have in common: all that prices depend on, but for the shardings of their slots.
+    """The common properties of the ops of one kind: all that prices depend on, but for the shardings of their slots.
 
     `rule` is the id of the rule object. `free` says for each operand and result whether it is loose; empty where none is.
     `fused` and `work` are the ops' own, `passing` says
@@ -114,7 +114,7 @@ class Space:
 
     @cached_property
     def neighbours(self) -> list[list[int]]:
-        """Per slot the ops that read or make its values."""
+        """The ops that read or make the values of each slot."""
         neighbours: list[list[int]] = [[] for _ in self.graph.values]
         for index, slots in enumerate(self.op_slots):
             for slot in set(slots):
@@ -124,7 +124,7 @@ class Space:
 
     @cached_property
     def incidences(self) -> Incidences:
-        """Where values that are not free to place meet ops."""
+        """The operands and results that are not free to place."""
         return incidences(self.graph, self.slot_of, self.free_slots)
 
     def _number_kinds(self) -> list[int]:
@@ -156,7 +156,7 @@ class Space:
         return OpKind(id(op.rule), op.primitive, dtype, free, op.fused, op.work, passing)
 
     def key(self, index: int, state: list[int]) -> tuple[int, ...]:
-        """What the price of an op depends on: the number of its kind, then those of its slots' shardings."""
+        """Returns the key of an op's price: the number of its kind, then those of its slots' shardings."""
         return (self.kind_of[index], *map(state.__getitem__, self.op_slots[index]))
 
     def choose(self, index: int, state: list[int]) -> OpChoice:

@@ -59,14 +59,14 @@ class States(NamedTuple):
 
 
 class Joins(NamedTuple):
-    """Whether an op may take its operands unreduced, and hand its result on unreduced."""
+    """The permission to take operands unreduced, and to hand the result on unreduced."""
 
     takes: bool
     hands_on: bool
 
 
 class ResultUse(NamedTuple):
-    """What becomes of an op's results.
+    """The use of an op's results.
 
     Attributes:
         is_terminal: whether they reach no matrix product.
@@ -78,7 +78,7 @@ class ResultUse(NamedTuple):
 
 
 def split_of_rule(op: Op, shapes: Sequence[tuple[int, ...]], splittable: Sequence[bool], mesh: LogicalMesh) -> OpSplits:
-    """Every legal split of an op whose operands and results have `shapes`."""
+    """Lists every legal split of an op whose operands and results have `shapes`."""
     rule = op.rule
     return _legal_splits(_Dims(rule.operands, rule.results, rule.sizes), tuple(splittable), tuple(shapes), mesh)
 
@@ -91,7 +91,7 @@ def split_of_axes(op: Op, shapes: Sequence[tuple[int, ...]], axes: FactorAxes, m
 
 
 class _Dims(NamedTuple):
-    """What the splits of a rule depend on, which rules of many primitives share."""
+    """The part of a rule that its splits depend on, which the rules of many primitives share."""
 
     operands: tuple[tuple[DimFactors, ...], ...]
     results: tuple[tuple[DimFactors, ...], ...]
@@ -126,7 +126,7 @@ def _projected(dims: Sequence[tuple[int, ...]], rows: IntArray, codes: AxisCodes
 
 
 def _legal_rows(rule: _Dims, rows: IntArray, codes: AxisCodes) -> IntArray:
-    """Without rows that split a minor factor of a dimension whose major factors are not completely split."""
+    """Drops rows that split a minor factor of a dimension whose major factors are not completely split."""
     legal = np.ones(len(rows), dtype=bool)
     for factors in {factors for side in (rule.operands, rule.results) for dims in side for factors in dims if len(factors) > 1}:
         complete = np.ones(len(rows), dtype=bool)
@@ -299,7 +299,7 @@ class _StateBuilder:
         return found
 
     def states(self) -> States:
-        """What was added, as arrays."""
+        """Returns the states that were added, as arrays."""
         split = np.array([state.split for state in self._found], dtype=np.int64)
         stored = np.array([state.stored for state in self._found], dtype=np.int64).reshape(len(split), -1)
         return States(
@@ -314,7 +314,7 @@ class _StateBuilder:
 
 
 def following(states: States, positions: Sequence[int]) -> States:
-    """Every state once for each of some operands, which it then follows."""
+    """Repeats every state once for each of some operands, which it then follows."""
     if not positions:
         return states
     count, times = len(states.seconds), len(positions)

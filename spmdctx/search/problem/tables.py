@@ -28,7 +28,7 @@ from spmdctx.search.solver.problem.problem import Edge, Problem
 
 
 class Choices(NamedTuple):
-    """What the states of one node mean. `split` and `states` are those of op nodes; `stored` and `taken` serve all.
+    """The meaning of the states of one node. `split` and `states` are those of op nodes; `stored` and `taken` serve all.
 
     `unreduced` are the axes, as bits, over which a slot that may be handed on unreduced is.
     """
@@ -217,7 +217,7 @@ class Tables:
         return np.where(misfit, np.inf, table)
 
     def _without_slices(self, table: FloatArray, shape: tuple[int, ...], stored: IntArray, taken: IntArray) -> FloatArray:
-        """What a loop adds up is split by its reduction, in every turn, or not at all."""
+        """Forbids slices of sums in loops: the reduction splits such a sum in every turn, or nothing does."""
         codes = axis_codes(self.space.mesh)
         used = np.bitwise_or.reduce(codes.bits[domain(self.space.mesh, shape).rows], axis=1, initial=0)
         return np.where(used[taken][None, :] & ~used[stored][:, None], np.inf, table)
@@ -270,7 +270,7 @@ class Tables:
         return np.where(stored[:, None] != taken[None, :], seconds[:, None], 0.0)
 
     def assignment(self, states: tuple[int, ...], mode: str) -> Assignment:
-        """What a choice of states means for every op and value; values that are free to place are left whole."""
+        """Translates a choice of states to shardings of every op and value; values that are free to place are left whole."""
         space, folded = self.space, self.network.folded
         graph, mesh = space.graph, space.mesh
         # Equal ones are one object, by which they are priced once.
@@ -304,7 +304,7 @@ class Tables:
         return OpSharding(axis_codes(self.space.mesh).sharding(row))
 
     def _stored_sum(self, value: int, node: int, states: tuple[int, ...]) -> TensorSharding:
-        """Where a result is stored that may be a sum of unreduced ones; it is only sliced by its readers, if they are all."""
+        """Returns the sharding of a result that may be a sum of unreduced terms; only its readers slice it, if all of them do."""
         choices, state, network = self.choices[node], states[node], self.network
         assert choices.split is not None
         assert choices.states is not None

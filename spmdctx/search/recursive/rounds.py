@@ -43,7 +43,7 @@ class Round(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What the rounds made of one op: axes per factor, and a round per mesh axis that was free."""
+    """The decision of the rounds for one op: axes for each factor, and a round for each mesh axis that was free."""
 
     axes: FactorAxes
     rounds: tuple[Round, ...]
@@ -202,7 +202,7 @@ class _Rounds:
         return -1
 
     def _is_legal(self, op: Op, axes: tuple[AxisNames, ...], factor: int, local: list[int], parts: int) -> bool:
-        """Whether a minor factor of a compound dimension has its major ones split completely, and the slices stay aligned."""
+        """Returns whether a minor factor of a compound dimension has its major ones split completely, and the slices stay aligned."""
         limits = self.space.limits
         for dims in (*op.rule.operands, *op.rule.results):
             for factors in dims:
@@ -256,7 +256,7 @@ _ARGUMENT, _WEIGHT, _OTHER = 0, 1, 2
 
 
 class Roots:
-    """Where operands come from, through ops that only rename, convert, stack or unstack."""
+    """The origins of operands, through ops that only rename, convert, stack or unstack."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -287,7 +287,7 @@ class Roots:
         return known and op.primitive in _RENAMES
 
     def inputs(self, op: Op) -> Inputs:
-        """What the two operands of a main op are."""
+        """Returns the kinds of the two operands of a main op."""
         left, right = (self._kind(value) for value in op.operands[:2])
         return left, right
 

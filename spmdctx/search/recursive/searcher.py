@@ -55,7 +55,7 @@ _FOLD_ROUNDS = 1
 
 @dataclass(frozen=True, slots=True)
 class RecursiveOptions:
-    """What the context says to this search.
+    """The options of this search, which the context gives.
 
     Attributes:
         mem_coeff: price of cutting the rows of a matrix product, against 1 for its other edges.
@@ -125,7 +125,7 @@ class RecursiveSearcher(Search):
         return found
 
     def _setups(self, request: Request) -> list[Setup]:
-        """The meshes to search: that of the rounds only, where the user, their strategies or their mem_coeff decide it."""
+        """Lists the meshes to search: that of the rounds only, where the user, their strategies or their mem_coeff decide it."""
         setup, is_free = _prepare(self._step.graph, request)
         is_decided = not is_free or self._options.binding or mesh_is_fixed(request)
         # What would not be used is worked out for the log only.
@@ -172,7 +172,7 @@ class RecursiveSearcher(Search):
         return decide(small, own, self._options.mem_coeff, folded.followers, folded.inputs)
 
     def _keep(self, folded: Folded, decided: Decided, names: Mapping[str, tuple[str, AxisNames]]) -> None:
-        """The cuts stand; a backward product is cut as its operands are."""
+        """Keeps the cuts; a backward product is cut as its operands are."""
         cuts = {index: decision.axes for index, decision in decided.decisions.items()}
         cuts.update((index, decided.space.choose(index, decided.spreader.state).axes) for index in sorted(folded.followers))
         for index, axes in cuts.items():
@@ -204,6 +204,6 @@ def _uses(decided: Decided, setup: Setup) -> list[tuple[AxisNames, float]]:
 
 
 def _is_exact(decided: Decided, groups: list[AxisNames]) -> bool:
-    """Whether every cut takes whole groups."""
+    """Returns whether every cut takes whole groups."""
     used = {names for decision in decided.decisions.values() for names in decision.axes}
     return all(set(group).isdisjoint(names) or set(group) <= set(names) for names in used for group in groups)

@@ -96,7 +96,7 @@ class FewSplits(Tables):
         return tuple([numbers.setdefault(first(node), len(numbers)) for node in range(len(leader))])
 
     def _goes_with(self, carry: Carry) -> bool:
-        """Whether the ends of an edge are nodes that go together, each state of one with the same of the other."""
+        """Returns whether the ends of an edge are nodes that go together, each state of one with the same of the other."""
         source, target = carry.source.node, carry.target
         if not (self._follows[source] and self._follows[target]):
             return False
@@ -109,7 +109,7 @@ class FewSplits(Tables):
 
     @cached_property
     def _follows(self) -> list[bool]:
-        """Per node, whether it may go with others: element-wise ops, and what single ops make."""
+        """Tells for each node whether it may go with others: element-wise ops, and values that single ops make."""
         network, ops = self.network, self.space.graph.ops
         fixed = {network.slot_nodes[own] for own in network.fixed_slots if own in network.slot_nodes}
         known: dict[int, bool] = {}
@@ -176,7 +176,7 @@ class FewSplits(Tables):
 
 
 def _only(states: States, places: IntArray) -> States:
-    """Some of the states."""
+    """Returns some of the states."""
     wanted, stored = (tuple(own[places] for own in side) for side in (states.wanted, states.stored))
     rest = states.unreduced_out[places], states.seconds[places], states.follows[places]
     return States(states.split[places], wanted, states.unreduced_in[places], stored, *rest)

@@ -70,7 +70,7 @@ def check_single_op(links: Links, members: Sequence[Mark], op: Op, num_devices: 
 
 
 class _FactorSplit(NamedTuple):
-    """What a strategy says of one factor of an op."""
+    """The part of a strategy that splits one factor of an op."""
 
     factor: int
     slices: int
@@ -79,7 +79,7 @@ class _FactorSplit(NamedTuple):
 
 
 def _splits(op: Op, members: Sequence[Mark]) -> list[_FactorSplit]:
-    """What the strategies of the op's operands say of its factors, operand by operand."""
+    """Reads the splits of an op's factors from the strategies of its operands, operand by operand."""
     by_value = {mark.value: mark for mark in members if mark.side == "in"}
     found = []
     for value, dims in zip(op.operands, op.rule.operands, strict=True):

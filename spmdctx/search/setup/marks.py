@@ -29,7 +29,7 @@ Key = tuple[str, int]
 
 
 class Resolved(NamedTuple):
-    """What the marks of a program fix."""
+    """The shardings that the marks of a program fix."""
 
     mesh: LogicalMesh
     pins: dict[int, PinnedDims]

@@ -65,7 +65,7 @@ def solve(
 
 
 def may_be_proven(found: Solution, effort: int) -> bool:
-    """Whether more effort, up to this one, has good prospects of closing the gap that was left within memory, in little time."""
+    """Returns whether more effort, up to this one, has good prospects of closing the gap that was left within memory, in little time."""
     return found.counts.get("variables", 0) <= most_variables(effort) // 2
 
 
@@ -86,7 +86,7 @@ class Sought:
             self._minimisation = Minimisation(self._graph, self._search) if supported(self._graph) else None
 
     def solve(self, cutoff: float = float("inf")) -> Solution | Infeasible:
-        """What `solve` finds with this cutoff; with a higher one than before it goes on where it stopped."""
+        """Finds what `solve` finds with this cutoff; with a higher one than before it goes on where it stopped."""
         self._search.cutoff = cutoff
         with np.errstate(invalid="ignore"):
             found = None if self._minimisation is None else self._minimisation.run()
@@ -98,7 +98,7 @@ def _search(effort: int, tolerance: float, cutoff: float, deadline: float | Call
 
 
 def _solution(problem: Problem, graph: CostGraph, found: Minimum | Infeasible | None, search: SolverRun) -> Solution | Infeasible:
-    """What was found for the graph, for the problem."""
+    """Translates a result for the graph to one for the problem."""
     if found is None:
         return HOPELESS
     if isinstance(found, Infeasible):

@@ -138,12 +138,12 @@ class PricedAlternatives:
         return self._known[key]
 
     def fits(self, alternative: Alternative) -> bool:
-        """Whether the alternative keeps to the budget, where the plan does."""
+        """Returns whether the alternative keeps to the budget, where the plan does."""
         limit = self.memory_bytes
         return limit is None or alternative.bill.memory_bytes <= max(limit, self._bill.memory_bytes)
 
     def flips(self, alternative: Alternative) -> tuple[Flip, ...]:
-        """What would make the alternative the better choice; nothing where it already is.
+        """Lists the changes that would make the alternative the better choice; none where it already is.
 
         Of one that is as fast only a budget and a batch are asked: links tell the two apart by rounding.
         """
@@ -230,7 +230,7 @@ class PricedAlternatives:
             yield Flip("memory_bytes", True, float(self._bill.memory_bytes), self.memory_bytes, alternative.delta_s)
 
     def _bandwidth_flips(self, alternative: Alternative) -> Iterator[Flip]:
-        """Where faster or slower links make up for the difference; compute stays as it is."""
+        """Finds the bandwidths at which links make up for the difference; compute stays as it is."""
         mine, its = self._bill, alternative.bill
         rows = _difference(its, mine)
         compute_s = its.compute_s - mine.compute_s
@@ -268,7 +268,7 @@ class PricedAlternatives:
                 yield Flip("batch", below, float(size * scale), size, delta_s)
 
     def _delta_at(self, scale: Fraction, alternative: Alternative) -> float:
-        """What the alternative costs more than the plan with another batch; 0 where there is no such batch."""
+        """Returns what the alternative costs more than the plan with another batch; 0 where there is no such batch."""
         scaled = self._scaled(scale)
         return 0.0 if scaled is None else rounded_s(_total_s(self._price(alternative.assignment, scaled[0])) - scaled[1], scaled[1])
 
@@ -302,7 +302,7 @@ def varied(rows: Iterable[_T], counts: Callable[[_T], tuple[int, ...]], own: tup
 
 
 def _moved_axes(own: FactorAxes, splittable: Collection[bool], names: Iterable[str]) -> Iterator[FactorAxes]:
-    """Every way in which one axis is elsewhere: on another factor, on none, or on one where it was on none."""
+    """Lists every way in which one axis is elsewhere: on another factor, on none, or on one where it was on none."""
     for name in names:
         without = tuple(tuple(axis for axis in axes if axis != name) for axes in own)
         yield without

@@ -217,7 +217,7 @@ def test_the_budget_that_is_named_is_met():
         return jnp.sum(jnp.tanh(x @ weights["a"]) @ weights["b"])
 
     step = two, {"a": shape(64, 96), "b": shape(96, 32)}, shape(24, 64)
-    with pytest.raises(InfeasibleError, match=r"(?m)where: +\w+ \(test_recursive.py") as caught:
+    with pytest.raises(InfeasibleError, match=r"(?m)where: +\w+ \(test_searcher.py") as caught:
         plan(*step, topology="cpu", memory_bytes=1)
     named = int(re.search(r"memory_bytes >= (\d+)", str(caught.value)).group(1))
     assert plan(*step, topology="cpu", memory_bytes=named).cost.memory_bytes <= named

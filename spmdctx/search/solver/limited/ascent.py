@@ -66,7 +66,7 @@ class Ascent:
         return value
 
     def is_over(self) -> bool:
-        """Whether its share of the time is over."""
+        """Returns whether its share of the time is over."""
         return self.search.progress() >= self.share
 
     def start(self) -> None:

@@ -14,7 +14,7 @@ STEPS = 40
 
 
 def has_hard_tables(graph: CostGraph) -> bool:
-    """Whether some pair of states is forbidden."""
+    """Returns whether some pair of states is forbidden."""
     numbers = {number for links in graph.links for number in links.values()}
     return any(not np.isfinite(graph.pool.arrays[number]).all() for number in sorted(numbers))
 

@@ -24,7 +24,7 @@ class Enumerated(NamedTuple):
 
 
 def enumerate_choices(graph: CostGraph, rows: Rows) -> Enumerated | None:
-    """All choices of states of the nodes that are left; None if they are too many."""
+    """Lists all choices of states of the nodes that are left; returns None if they are too many."""
     nodes = tuple(node for node in graph.nodes() if graph.size(node) > 1)
     shape = tuple(graph.size(node) for node in nodes)
     count = math.prod(shape)

@@ -89,7 +89,7 @@ class Constrained:
         self.bound = max(self.bound, bound)
 
     def _narrow(self) -> None:
-        """Every minimum is exact and cheap: cutting planes for the prices, flips between the choices that they meet."""
+        """Solves a narrow graph, whose minima are exact and cheap: cutting planes for prices, flips between the choices that they meet."""
         prices = Prices(self.graph, self.amounts, self.search)
         free = prices.evaluate(np.zeros(len(self.rows.times)))
         self._offer_repaired(self.amounts.least())
@@ -154,7 +154,7 @@ class Constrained:
             self._offer(polish.best.states)
 
     def _close(self) -> None:
-        """Without the states that cannot be in a better choice: all choices, or an integer program if it is small enough."""
+        """Drops states that are in no better choice; then tries all choices, or an integer program if it is small enough."""
         if self.search.expired():
             return
         core = self.graph.copy()
@@ -207,7 +207,7 @@ class Constrained:
         return sum(graph.size(node) for node in graph.nodes())
 
     def _is_closable(self, graph: CostGraph) -> bool:
-        """Whether the graph's integer program is small enough."""
+        """Returns whether the graph's integer program is small enough."""
         return num_variables(graph) <= most_variables(self.search.effort)
 
     def _prune(self, core: CostGraph, known: float) -> bool:
@@ -246,13 +246,13 @@ class Constrained:
             self._offer(found.states)
 
     def _gap(self) -> float:
-        """How far the bound is below the best cost, relative to it."""
+        """Returns the distance of the bound from the best cost, relative to it."""
         if self.best is None:
             return np.inf
         return (self.best.cost - self.bound) / max(abs(self.best.cost), 1e-300)
 
     def _is_proven(self) -> bool:
-        """Whether the best is near enough, or nothing is below the cutoff."""
+        """Returns whether the best is near enough, or nothing is below the cutoff."""
         return self.bound >= self.cutoff or self._gap() <= max(self.search.tolerance, EQUAL)
 
     def _enumerated(self, graph: CostGraph, choices: Enumerated) -> Minimum | Infeasible:
@@ -267,7 +267,7 @@ class Constrained:
         return infeasible(self.rows, usage.min(axis=1), usage[:, int(usage.max(axis=0).argmin())])
 
     def _infeasible(self, least: FloatArray) -> Infeasible:
-        """What memory cannot be met; `best` is after all a choice that fits, if looking for the smallest limit finds one."""
+        """Names the memory that cannot be met; sets `best` if the search for the smallest limit finds a choice that fits after all."""
         if not has_hard_tables(self.graph):
             return infeasible(self.rows, least, least)
         if self.search.expired():
@@ -282,7 +282,7 @@ class Constrained:
 
 
 def infeasible(rows: Rows, least: FloatArray, smallest: FloatArray) -> Infeasible:
-    """What cannot be met: the row whose least usage is highest, or where every row can be met alone the highest of the smallest choice."""
+    """Names the row that cannot be met: that of the highest least usage, or if each can be met alone the highest of the smallest choice."""
     row = int(least.argmax())
     if least[row] <= rows.most:
         row, least = int(smallest.argmax()), smallest

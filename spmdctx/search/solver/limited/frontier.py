@@ -114,7 +114,7 @@ class _PartialChoices:
         return CheapestFitting(None)
 
     def _nodes_ahead(self, places: list[int]) -> list[set[int]]:
-        """Per step the nodes in the tables of those that come after it."""
+        """Lists for each step the nodes in the tables of those that come after it."""
         found: list[set[int]] = []
         seen: set[int] = set()
         for place in reversed(places):
@@ -222,7 +222,7 @@ def _depth_first(part: Elimination) -> list[int]:
 
 
 def _is_lower(key: IntArray, used: FloatArray) -> BoolArray:
-    """Which entries are lower than all before them with the same key; keys ascend."""
+    """Finds the entries that are lower than all before them with the same key; keys ascend."""
     rank = np.unique(used, return_inverse=True)[1].reshape(-1)
     # Ranks of a key are all below those of the keys before it.
     lowered = rank - key * (len(used) + 1)

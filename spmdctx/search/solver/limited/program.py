@@ -147,7 +147,7 @@ def integer_optimum(
 
 
 def _first_rows(count: int, active: list[int]) -> list[int]:
-    """All rows, or where they are many the active ones."""
+    """Returns all rows, or where they are many the active ones."""
     return list(range(count)) if count <= ROWS_AT_ONCE else sorted(set(active))
 
 

@@ -57,7 +57,7 @@ class Selection:
         return cost(self.graph, self.states) + self.graph.base
 
     def fits(self) -> bool:
-        """Whether every row is within the limit."""
+        """Returns whether every row is within the limit."""
         return self.amounts.rows.excess(self.usage) <= 0
 
     def totals(self, node: int) -> FloatArray:
@@ -68,7 +68,7 @@ class Selection:
         return total
 
     def room(self, node: int) -> float:
-        """How much more a node may use."""
+        """Returns how much more a node may use."""
         most = self.amounts.rows.most
         pieces = self.amounts.rows.ranges[node]
         return min(((most - float(self.usage[first:last].max())) / count for first, last, count in pieces), default=np.inf)
@@ -176,7 +176,7 @@ class Selection:
         return True
 
     def _exchange(self, component: list[int], other: Sequence[int] | dict[int, int]) -> tuple[float, FloatArray]:
-        """What a component saves by taking over the other states, and how the rows' usage changes."""
+        """Returns what a component saves by taking over the other states, and how the rows' usage changes."""
         arrays, inside = self.graph.pool.arrays, set(component)
         gain, change = 0.0, np.zeros(len(self.usage))
         for node in component:

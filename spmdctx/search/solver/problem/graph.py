@@ -202,7 +202,7 @@ class CostGraph:
 
 
 def is_whole(graph: CostGraph) -> bool:
-    """Whether all costs are whole numbers, so small that sums of them are exact."""
+    """Returns whether all costs are whole numbers, so small that sums of them are exact."""
     numbers = {*graph.unary, *(number for links in graph.links for number in links.values())}
     arrays = [graph.pool.arrays[number] for number in sorted(numbers)]
     whole = all(((array == np.floor(array)) | np.isinf(array)).all() for array in arrays)

@@ -52,7 +52,7 @@ class Single(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the states of each node, and the messages of each sender to a receiver, begin; and how many there are of both."""
+    """The first state of each node, the first message of each sender to a receiver, and how many there are of both."""
 
     states: Mapping[int, int]
     messages: Mapping[Link, int]

@@ -31,7 +31,7 @@ def supported(graph: CostGraph) -> bool:
 
 
 def _fits(graph: CostGraph, node: int) -> BoolArray | None:
-    """Which states of a node have a finite cost with some state of each neighbour; None if all."""
+    """Finds the states of a node that have a finite cost with some state of each neighbour; returns None if all have."""
     costs = graph.costs(node)
     fits: BoolArray | None = None
     if not np.isfinite(costs).all():

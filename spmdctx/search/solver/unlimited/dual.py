@@ -81,7 +81,7 @@ class Dual:
         return 1.0 / max(ahead, len(self._graph.links[node]) - ahead, 1)
 
     def message(self, sender: int, receiver: int) -> FloatArray:
-        """What a node says to a neighbour about each of that one's states."""
+        """Returns the message of a node to a neighbour: one number for each state of the neighbour."""
         at = self._places.messages[sender, receiver]
         return self._messages[at : at + self._graph.size(receiver)]
 

@@ -67,7 +67,7 @@ def _product(sizes: Mapping[int, int], nodes: set[int]) -> int:
 
 
 class Elimination(NamedTuple):
-    """What is left of an elimination: per node, in its order, the tables in which it was minimised out; and the least cost.
+    """The result of an elimination: the tables in which each node was minimised out, in their order, and the least cost.
 
     The cost is without `graph.base`.
     """

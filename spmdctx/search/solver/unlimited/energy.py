@@ -85,7 +85,7 @@ class SolverRun:
     counts: dict[str, int] = field(default_factory=dict)
 
     def expired(self) -> bool:
-        """Whether the time is over."""
+        """Returns whether the time is over."""
         return self.progress() >= 1.0
 
     def count(self, name: str, number: int) -> None:
@@ -144,7 +144,7 @@ def minimise(graph: CostGraph, search: SolverRun, *, narrow: bool = False) -> Mi
 
 
 def is_narrow(graph: CostGraph) -> bool:
-    """Whether plain elimination is cheap."""
+    """Returns whether plain elimination is cheap."""
     return order(graph, MAX_TABLE, NARROW_WORK) is not None
 
 
@@ -204,7 +204,7 @@ class _Shells:
         return self.best._replace(bound=self.best.cost if self._gap() <= EQUAL * abs(self.best.cost) else self.bound)
 
     def _goes_on(self) -> bool:
-        """Whether to sweep once more, after a look at the shells of the bound."""
+        """Returns whether to sweep once more, after a look at the shells of the bound."""
         bound = self._of_messages
         if bound is None:
             return True
@@ -226,7 +226,7 @@ class _Shells:
         return bound
 
     def _rounds(self) -> Iterator[int]:
-        """How often to sweep before each look at the bound: ever more often, and in the end for as long as the bound rises."""
+        """Yields how often to sweep before each look at the bound: ever more often, and in the end for as long as the bound rises."""
         yield from SWEEPS[: self.search.rounds]
         if self.search.rounds < len(SWEEPS) or self.best is None:
             return
@@ -267,7 +267,7 @@ class _Shells:
                 return
 
     def _spare(self, bound: Bound) -> float:
-        """How far a bound is below the cost from which on choices are of no use."""
+        """Returns how far a bound is below the cost from which on choices are of no use."""
         most = self.search.cutoff if self.best is None else min(self.search.cutoff, self.best.cost)
         return most - self.core.base - bound.value
 
@@ -286,13 +286,13 @@ class _Shells:
         return np.inf if self.best is None else self.best.cost - self.bound
 
     def _is_done(self) -> bool:
-        """Whether the best is proven, or nothing is here that the caller does not have; he gets some choice of states all the same."""
+        """Returns whether the best is proven, or cannot beat what the caller has. The caller gets some choice of states in any case."""
         if self.best is None:
             return False
         return self.bound >= self.search.cutoff or self._gap() <= max(self.search.tolerance, EQUAL) * abs(self.best.cost)
 
     def _is_near(self) -> bool:
-        """Whether shells may well end the search; where a gap is allowed, that is cheaper to reach by more sweeps at first."""
+        """Returns whether shells may well end the search; where a gap is allowed, that is cheaper to reach by more sweeps at first."""
         tolerance = self.search.tolerance
         return not tolerance or (self.best is not None and self._gap() <= _NEAR * tolerance * abs(self.best.cost))
 
@@ -345,7 +345,7 @@ class _Shells:
         return {node: np.flatnonzero(beliefs <= most) for node, beliefs in bound.beliefs.items()}
 
     def _may_be_narrow(self, kept: dict[int, IntArray]) -> bool:
-        """Whether elimination among these states is near enough to cheap for a closer look."""
+        """Returns whether elimination among these states is near enough to cheap for a closer look."""
         return order(self.core, _LOOSE * MAX_TABLE, _LOOSE * SHELL_WORK, {node: len(states) for node, states in kept.items()}) is not None
 
     def _shell(self, kept: dict[int, IntArray]) -> CostGraph | None:

@@ -147,7 +147,7 @@ class Triples:
             self._costs[self._pairs[number][forward]] += sent
 
     def _left(self, triple: _Triple) -> FloatArray:
-        """What a triple costs beyond what it has given, [first, second, third node]."""
+        """Returns the cost of a triple beyond what it has given, [first, second, third node]."""
         later, second, third = triple.given
         left: FloatArray = -(second[:, :, None] + third[:, None, :])
         left -= later
@@ -170,7 +170,7 @@ class Triples:
             tables[place][...] = part
 
     def _share(self, number: int) -> FloatArray:
-        """What an edge has of the costs of its nodes."""
+        """Returns the share of an edge in the costs of its nodes."""
         node, other = self._pairs[number]
         of_node, of_other = self._costs[node] / sum(map(len, self._near[node])), self._costs[other] / sum(map(len, self._near[other]))
         share: FloatArray = of_node[:, None] + of_other
