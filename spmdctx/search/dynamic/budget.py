@@ -21,7 +21,7 @@ from spmdctx.search.problem.tables import Tables
 from spmdctx.search.solver.problem.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.solve import may_be_proven, solve
 
-EQUAL = 5e-10
+SAME_COST = 5e-10
 """Share of a cost below which two costs are one."""
 
 _LEAST_S = 1e-300
@@ -211,7 +211,7 @@ class _Run:
 
     def _proves_more(self, solution: Solution) -> bool:
         """Goes one level higher where that is likely to prove the solution; the first problem for which it is worth it is the last."""
-        is_proven = solution.cost - solution.lower_bound <= max(self._tolerance, EQUAL) * solution.cost
+        is_proven = solution.cost - solution.lower_bound <= max(self._tolerance, SAME_COST) * solution.cost
         is_first = self._effort.proves and self._level == self._effort.level
         if is_proven or not is_first or not may_be_proven(solution, self._level + 1):
             return False

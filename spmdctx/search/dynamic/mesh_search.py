@@ -9,7 +9,7 @@ from typing import NamedTuple
 from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import AnyOrder, LogicalMesh
 from spmdctx.machine.topology import Topology
-from spmdctx.search.dynamic.budget import EQUAL, Budget, MeshProblem
+from spmdctx.search.dynamic.budget import SAME_COST, Budget, MeshProblem
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
 from spmdctx.search.problem.tables import Tables
@@ -61,7 +61,7 @@ class MeshSearch:
         if solution is None or solution.lower_bound != solution.cost:
             solution = self.formulation.solve(sought, cutoff)
         self._starts[setup.mesh] = solution.states
-        if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - EQUAL):
+        if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - SAME_COST):
             return Beaten(solution.lower_bound)
         # Of one mesh, most often the best one, which is the last that is not beaten.
         self._solved = {setup.mesh: (tables, sought.problem)}
@@ -92,4 +92,4 @@ class MeshSearch:
     def _cutoff(self, mesh: LogicalMesh, known_s: float) -> float:
         """Returns the cost below which a plan on a mesh is worth the whole search."""
         is_worth_less = len(mesh.axes) >= MAX_AXES and not self._is_small
-        return known_s * (1 - (_WORTH_THREE if is_worth_less else EQUAL))
+        return known_s * (1 - (_WORTH_THREE if is_worth_less else SAME_COST))

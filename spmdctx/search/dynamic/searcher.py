@@ -16,7 +16,7 @@ from dataclasses import replace
 from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.topology import Topology
-from spmdctx.search.dynamic.budget import EQUAL, Budget
+from spmdctx.search.dynamic.budget import SAME_COST, Budget
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall
 from spmdctx.search.setup.meshes import MAX_AXES
@@ -124,7 +124,7 @@ class Budgets:
             known_s = float("inf") if best is None else best.cost_s
             found = self._beaten_in_any_order(setup, known_s) or self._meshes.fastest_on(setup, known_s)
             self._bounds[setup.mesh] = found.lower_bound_s
-            if isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - EQUAL)):
+            if isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - SAME_COST)):
                 best = found
         assert best is not None
         return best._replace(lower_bound_s=min([best.cost_s, *self._bounds.values()]))
@@ -158,7 +158,7 @@ class Budgets:
             if isinstance(found, Shortfall):
                 is_proven &= found.is_proven
                 least = found._replace(fastest=fastest) if least is None or found.enough_bytes < least.enough_bytes else least
-            elif isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - EQUAL)):
+            elif isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - SAME_COST)):
                 best = found
         if best is not None:
             return best._replace(lower_bound_s=min([best.cost_s, *bounds.values()]))
