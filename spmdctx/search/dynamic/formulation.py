@@ -16,7 +16,7 @@ from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.free_values import place_free_values
 from spmdctx.search.dynamic.results import Found
 from spmdctx.search.dynamic.stored_inputs import enter_as_stored, store_as_read
-from spmdctx.search.problem.fold import ROUNDS
+from spmdctx.search.problem.fold import FOLDING, Folding
 from spmdctx.search.problem.network import Network, build_network
 from spmdctx.search.problem.space import Space
 from spmdctx.search.problem.tables import Tables
@@ -39,7 +39,7 @@ class Formulation(Generic[TablesT]):
         limits: parameters of the search.
         tables: makes the tables of a mesh, which hold the choices that the mode searches.
         mode: name of the search mode, which the assignments bear.
-        fold_rounds: how far around ops must look alike to be decided together.
+        folding: which ops are decided together.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Formulation(Generic[TablesT]):
         tables: Callable[[Network, Space, Setup, AlgoLimits], TablesT],
         *,
         mode: str,
-        fold_rounds: int = ROUNDS,
+        folding: Folding = FOLDING,
     ) -> None:
         self.step, self.topology, self.limits, self.mode = step, topology, limits, mode
-        self._make_tables, self._fold_rounds = tables, fold_rounds
+        self._make_tables, self._folding = tables, folding
         self._space: Space | None = None
         self._networks: dict[object, Network] = {}
 
@@ -77,7 +77,7 @@ class Formulation(Generic[TablesT]):
         key = (tuple(sorted(marks.items())), tuple(sorted(setup.forced)))
         known = self._networks.get(key)
         if known is None:
-            known = self._networks[key] = build_network(space, self.step.scopes, marks, setup.forced, self._fold_rounds)
+            known = self._networks[key] = build_network(space, self.step.scopes, marks, setup.forced, self._folding)
         return known
 
     def tables(self, setup: Setup) -> TablesT:

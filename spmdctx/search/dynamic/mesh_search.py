@@ -36,7 +36,7 @@ class MeshSearch:
     """Searches single meshes, and keeps what later searches of them start from."""
 
     def __init__(self, step: Step, topology: Topology, options: DynamicOptions) -> None:
-        self.formulation: Formulation[Tables] = Formulation(step, topology, options.limits, Tables, mode=MODE)
+        self.formulation: Formulation[Tables] = Formulation(step, topology, options.limits, Tables, mode=MODE, folding=options.folding)
         self._is_small = options.is_small(step)
         self._begun: dict[LogicalMesh, _Begun] = {}
         self._solved: dict[LogicalMesh, tuple[Tables, Problem]] = {}

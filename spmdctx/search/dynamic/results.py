@@ -11,15 +11,10 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic import effort
+from spmdctx.search.problem.fold import FOLDING, Folding
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.setup.request import Request, Setup
-
-SMALL_PROGRAM = 100
-"""Ops up to which meshes of three axes are tried unasked, and budgets are worth every proof."""
-
-LARGE_PROGRAM = 5000
-"""Ops from which a budget that nobody set is given up where a hasty search finds no plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +27,10 @@ class DynamicOptions:
         max_axes: of the meshes that are tried; None for three where the program has at most `small_program` ops, else two.
         is_soft: whether nobody set the budget, so that little time is spent on it.
         wants_any: whether the first plan within the budget will do.
-        small_program: ops up to which every proof is worth its time.
-        large_program: ops from which a budget that nobody set is given up early.
+        small_program: ops up to which meshes of three axes are tried unasked, and budgets are worth every proof.
+        large_program: ops from which a budget that nobody set is given up where a hasty attempt finds no plan.
         schedule: the attempts within a budget; None for those that the program's size and the other options suggest.
+        folding: which ops are decided together.
     """
 
     memory_bytes: int | None = None
@@ -42,9 +38,10 @@ class DynamicOptions:
     max_axes: int | None = None
     is_soft: bool = False
     wants_any: bool = False
-    small_program: int = SMALL_PROGRAM
-    large_program: int = LARGE_PROGRAM
+    small_program: int = 100
+    large_program: int = 5000
     schedule: effort.Schedule | None = None
+    folding: Folding = FOLDING
 
     def is_small(self, step: Step) -> bool:
         """Returns whether a program has at most `small_program` ops."""

@@ -25,7 +25,7 @@ from spmdctx.ir.projection import FactorAxes
 from spmdctx.machine.xla.narrowing import narrow_readers, sharers, sharing_ops
 from spmdctx.machine.xla.overlap import Sides, sides
 from spmdctx.search.problem.edges import EdgeRow, EdgeRows, edge_repeats
-from spmdctx.search.problem.fold import ROUNDS, Fold, fold
+from spmdctx.search.problem.fold import FOLDING, Fold, Folding, fold
 from spmdctx.search.problem.space import NO_SLOT, Space
 from spmdctx.search.problem.states import Joins
 
@@ -97,7 +97,7 @@ class Network:
 
 
 def build_network(
-    space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int, int], forced: Mapping[int, FactorAxes], rounds: int = ROUNDS
+    space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int, int], forced: Mapping[int, FactorAxes], folding: Folding = FOLDING
 ) -> Network:
     """The network of a space.
 
@@ -106,7 +106,7 @@ def build_network(
         scopes: per op the number of the computation that it belongs to.
         slot_marks: slots that are fixed, with a number for each way in which they are.
         forced: ops whose split is fixed.
-        rounds: of the fold.
+        folding: the options of the fold.
     """
     joins = _joins(space, slot_marks)
     found = sides(space.graph)
@@ -118,7 +118,7 @@ def build_network(
     op_marks[list(forced)] = 3 + 4 * terminal[list(forced)]
     for index, own in later.items():
         op_marks[index] += 8 * kinds[own]
-    folded = fold(space, op_marks, slot_marks, found.terminal, rounds)
+    folded = fold(space, op_marks, slot_marks, found.terminal, folding)
     network = Network(space, folded, scopes, summed=Summed.of(sums))
     classes, repeats = np.array(folded.op_class, dtype=np.int64), executions(space.graph)
     weights = np.zeros(len(folded.op_members), dtype=np.int64)

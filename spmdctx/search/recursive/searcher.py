@@ -30,6 +30,7 @@ from spmdctx.search.dynamic.budget import Budget, MeshProblem
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall
 from spmdctx.search.dynamic.searcher import mesh_is_fixed
+from spmdctx.search.problem.fold import Folding
 from spmdctx.search.problem.space import Space
 from spmdctx.search.recursive.fold import Folded, folded_program
 from spmdctx.search.recursive.mesh import join_axes, joined_mesh, round_mesh, translate_all
@@ -43,13 +44,10 @@ from spmdctx.search.setup.request import Request, Setup
 LOG = logging.getLogger("spmdctx")
 MODE = "recursive_programming"
 DEFAULT_MEM_COEFF = 0.1
-SMALL_PROGRAM = 500
-"""Ops up to which meshes of two axes are searched too."""
-
 _TOLERANCE = 0.02
 """How far above the optimum a search may end."""
 
-_FOLD_ROUNDS = 1
+_FOLDING = Folding(rounds=1)
 """The first layers and the last are split as those between: there are half as many nodes, and plans are as good."""
 
 
@@ -63,6 +61,7 @@ class RecursiveOptions:
         memory_bytes: budget per device, None for none.
         max_stages: pipeline stages to suggest at most; 0 to suggest none.
         limits: parameters of the search.
+        small_program: ops up to which all meshes of one or two axes are searched.
     """
 
     mem_coeff: float = DEFAULT_MEM_COEFF
@@ -70,6 +69,7 @@ class RecursiveOptions:
     memory_bytes: int | None = None
     max_stages: int = 0
     limits: AlgoLimits = field(default_factory=AlgoLimits)
+    small_program: int = 500
 
 
 class RecursiveSearcher(Search):
@@ -87,7 +87,7 @@ class RecursiveSearcher(Search):
         self._within = DynamicOptions(options.memory_bytes, limits)
         self._cuts: dict[int, FactorAxes] = {}
         self._formulation: Formulation[FewSplits] = Formulation(
-            step, topology, limits, partial(FewSplits, cuts=self._cuts), mode=MODE, fold_rounds=_FOLD_ROUNDS
+            step, topology, limits, partial(FewSplits, cuts=self._cuts), mode=MODE, folding=_FOLDING
         )
 
     def plan(self, request: Request) -> Found | Shortfall:
@@ -133,7 +133,7 @@ class RecursiveSearcher(Search):
         if is_decided:
             return [own]
         meshes = candidate_meshes(request.num_devices, self._topology, 2)
-        if len(self._step.graph.ops) > SMALL_PROGRAM:
+        if len(self._step.graph.ops) > self._options.small_program:
             meshes = [min(meshes, key=lambda mesh: max(mesh.shape))]
         return [prepare(self._step.graph, replace(request, mesh=mesh)) for mesh in meshes]
 
