@@ -171,7 +171,7 @@ class Spreader:
 
 
 def keeps_dimensions(rule: OpRule) -> bool:
-    """Whether an op only passes dimensions through: all its tensors of full rank have the same factors."""
+    """Returns whether an op only passes dimensions through: all its tensors of full rank have the same factors."""
     sides = {dims for dims in (*rule.operands, *rule.results) if dims}
     return all(kind is FactorKind.PASS_THROUGH for kind in rule.kinds) and len(sides) <= 1
 
@@ -214,7 +214,7 @@ def _wishes(
             wanted = memo[key] = _wanted(space, state, index, _ways(space, state, index)) if known is None else known
         for position, number in wanted:
             slot = space.op_slots[index][position]
-            if slot not in fixed and slot not in space.loose_slots:
+            if slot not in fixed and slot not in space.free_slots:
                 wishes.setdefault(slot, {})[number] = None
     return {slot: list(options) for slot, options in wishes.items()}
 
@@ -231,7 +231,7 @@ def _wanted(space: Space, state: list[int], index: int, ways: list[FactorAxes]) 
 
 
 def _ways(space: Space, state: list[int], index: int) -> list[FactorAxes]:
-    """How an op would be done: as it is cheapest now, and where that reshards a result, as the result's sharding asks for."""
+    """Returns the ways to do an op: the cheapest one, and where that reshards a result, the one that the result's sharding asks for."""
     op, slots = space.graph.ops[index], space.op_slots[index]
     own = space.choose(index, state).axes
     results = [(dims, space.shardings[state[slot]]) for slot, dims in zip(slots[len(op.operands) :], op.rule.results, strict=True)]
@@ -261,13 +261,13 @@ def _try_options(space: Space, state: list[int], slot: int, options: list[int], 
 
 def free_loose_values(space: Space, state: list[int], fixed: set[int]) -> None:
     """Values that depend on no input take the sharding on which all their readers agree, dimension by dimension."""
-    if not space.loose_slots:
+    if not space.free_slots:
         return
     touching = [index for index, kind in enumerate(space.kind_of) if space.kinds[kind].free]
     for index in reversed(touching):
         for value in space.graph.ops[index].results:
             slot = space.slot_of[value]
-            if slot in space.loose_slots and slot not in fixed:
+            if slot in space.free_slots and slot not in fixed:
                 state[slot] = space.number(_agreed(space, state, slot, index))
 
 

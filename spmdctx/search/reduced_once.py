@@ -70,6 +70,6 @@ def _rest(names: AxisNames, axes: frozenset[str]) -> AxisNames:
 
 
 def _keeps_ties(graph: Graph, assignment: Assignment, changed: Iterable[int]) -> bool:
-    """Whether what is tied to something that changed is still stored like it."""
+    """Returns whether what is tied to something that changed is still stored like it."""
     values, own = assignment.values, frozenset(changed)
     return all(values[before] == values[after] for before, after in graph.ties if before in own or after in own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ _IN_TURNS = "Gradients are reduced in every micro-batch, not once per step"
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search. `search_mode` is empty where the parallel mode leaves nothing to search; `max_stages` 0 suggests no pipeline."""
+    """The options of a search. `search_mode` is empty where the mode leaves nothing to search; `max_stages` 0 suggests no pipeline."""
 
     search_mode: str
     topology: Topology
@@ -43,7 +44,7 @@ class SearchOptions:
 
 
 class Chosen(NamedTuple):
-    """What a search found, and what it proved, if anything."""
+    """The result of a search, and its certificate where it proved something."""
 
     setup: Setup
     assignment: Assignment
@@ -70,7 +71,7 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
 
 
 def _reduced_once(step: Step, request: Request, options: SearchOptions, chosen: Chosen) -> Chosen:
-    """What a search found, with gradients of micro-batches that wait for their sum; those that cannot are named."""
+    """Lets gradients of micro-batches wait for their sum; a note names those that cannot."""
     setup, before, certificate = chosen
     if not request.once or setup.mesh.num_devices == 1 or not setup.unscattered:
         return chosen
@@ -92,11 +93,13 @@ def _peak(step: Step, setup: Setup, assignment: Assignment, options: SearchOptio
 
 
 def _search(step: Step, request: Request, options: SearchOptions) -> Chosen:
+    """Runs the search of the options' mode; on one device, and without ops, there is nothing to search."""
     is_searched = request.num_devices > 1 and bool(step.graph.ops)
-    if is_searched and options.search_mode == "recursive_programming":
-        return Chosen(*_recursive(step, request, options))
-    if is_searched and options.search_mode == "dynamic_programming":
-        return _dynamic(step, request, options)
+    return (_SEARCHES.get(options.search_mode, _propagated) if is_searched else _propagated)(step, request, options)
+
+
+def _propagated(step: Step, request: Request, options: SearchOptions) -> Chosen:
+    """Spreads what is pinned."""
     setup = prepare(step.graph, request)
     if setup.mesh.num_devices == 1:
         return Chosen(setup, _whole(step.graph, request.parallel_mode))
@@ -107,7 +110,7 @@ def _search(step: Step, request: Request, options: SearchOptions) -> Chosen:
     return Chosen(setup, found, None if step.graph.ops else Certificate(0.0, 0.0))
 
 
-def _recursive(step: Step, request: Request, options: SearchOptions) -> tuple[Setup, Assignment]:
+def _recursive(step: Step, request: Request, options: SearchOptions) -> Chosen:
     own = RecursiveOptions(
         mem_coeff=options.mem_coeff,
         binding=options.mem_coeff != DEFAULT_MEM_COEFF,
@@ -115,7 +118,7 @@ def _recursive(step: Step, request: Request, options: SearchOptions) -> tuple[Se
         max_stages=options.max_stages,
         limits=options.limits,
     )
-    return plan_recursive(step, request, options.topology, own)
+    return Chosen(*plan_recursive(step, request, options.topology, own))
 
 
 def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
@@ -135,6 +138,13 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
         found = found.fastest
         found.setup.notes.append(note)
     return Chosen(found.setup, found.assignment, Certificate(found.lower_bound_s, found.cost_s))
+
+
+_SEARCHES: Mapping[str, Callable[[Step, Request, SearchOptions], Chosen]] = {
+    "dynamic_programming": _dynamic,
+    "recursive_programming": _recursive,
+    "sharding_propagation": _propagated,
+}
 
 
 def _whole(graph: Graph, mode: str) -> Assignment:

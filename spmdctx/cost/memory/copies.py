@@ -16,7 +16,7 @@ from spmdctx.machine.xla.late_products import LARGEST_UPDATE, GradientProduct
 from spmdctx.machine.xla.overlap import sides
 
 
-class _Read(NamedTuple):
+class _LateRead(NamedTuple):
     """A product that may run last reads the copy `key` of a value."""
 
     op: int
@@ -35,7 +35,7 @@ class Copies:
         self._last = max(len(graph.ops) - 1, 0)
         self._terminal = sides(graph).terminal
         self._may_be_last = frozenset(product.op for product in memory.gradients)
-        self._reads: list[_Read] = []
+        self._reads: list[_LateRead] = []
         self._gathers: list[tuple[object, int, int]] = []
         self._in_place: list[tuple[int, int]] = []
         self._slices: list[tuple[object, int]] = []
@@ -118,7 +118,7 @@ class Copies:
         if gathered and not self._terminal[value]:
             self._gathers.append((key, op.id, self._graph.producers.get(value, -1)))
         if op.id in self._may_be_last and value in op.operands:
-            self._reads.append(_Read(op.id, value, key, num_bytes))
+            self._reads.append(_LateRead(op.id, value, key, num_bytes))
         else:
             self._read(key, self._memory.firsts[op.id], self._memory.times[op.id], num_bytes)
 

@@ -63,7 +63,7 @@ def in_memory(columns: Columns, kept: Iterable[int]) -> BoolArray:
     held[[value for value in kept if value != LITERAL]] = True
     if not columns.num_ops:
         return held
-    readers = _Readers(columns, held)
+    readers = _FusedReaders(columns, held)
     maker = columns.maker_of
     is_result = maker >= 0
     can_be_ahead = is_result & readers.takes_chains[maker] & ~readers.needed & ~held & readers.passes_on()
@@ -86,7 +86,7 @@ def _ahead(columns: Columns, made: BoolArray, can_be: BoolArray, last: IntArray)
     return np.frombuffer(found, dtype=bool), np.frombuffer(done, dtype=bool)
 
 
-def _keep_shared(columns: Columns, held: BoolArray, chains: BoolArray, readers: _Readers) -> None:
+def _keep_shared(columns: Columns, held: BoolArray, chains: BoolArray, readers: _FusedReaders) -> None:
     """Adds to `held` those of `chains` that several ops read and that are made of many tensors, or with a scatter."""
     kept, is_chain, shared, scatters = bytearray(held), bytearray(chains), bytearray(readers.count > 1), bytearray(readers.scatters)
     compared, compares = bytearray(len(held)), any(scatters)
@@ -166,7 +166,7 @@ def fused_bits(columns: Columns, fused: BoolArray) -> list[int]:
     return bits
 
 
-class _Readers:
+class _FusedReaders:
     """Which ops are fused with others, how often each value is read, by which op last, and whether an op needs it in memory."""
 
     def __init__(self, columns: Columns, kept: BoolArray) -> None:

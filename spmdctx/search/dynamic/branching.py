@@ -25,10 +25,10 @@ SHORT_WORK = WORK // 4
 """Times a state is looked at beside a node, in all parts together; and as many where any plan will do."""
 
 
-class Best(NamedTuple, Generic[T]):
-    """What was accepted, None where nothing was; and what nothing that would be goes below, infinite where nothing is left.
+class Accepted(NamedTuple, Generic[T]):
+    """The accepted solution, or None, and a lower bound on all solutions that would be accepted (infinite if there are none).
 
-    Where it `is_cut`, too many solutions were left: what was accepted is the cheapest of those that were seen.
+    Where it `is_cut`, too many solutions were left: the accepted one is the cheapest of those that were seen.
     """
 
     found: T | None
@@ -45,7 +45,7 @@ def cheapest_accepted(
     *,
     work: int = WORK,
     tolerance: float = 0.0,
-) -> Best[T]:
+) -> Accepted[T]:
     """Tries choices in the order of their cost.
 
     Args:
@@ -73,14 +73,14 @@ def cheapest_accepted(
                 break
         for own in _divided(part, kinds, solution.states):
             if solved >= most:
-                return Best(_cheapest(queue, cost, accept) or best, min(bound, left, cost), is_cut=True)
+                return Accepted(_cheapest(queue, cost, accept) or best, min(bound, left, cost), is_cut=True)
             solved += 1
             found = solve(own)
             if isinstance(found, Solution):
                 heapq.heappush(queue, (max(bound, found.lower_bound), solved, found, own))
             elif not found.is_proven:
                 left = min(left, max(bound, found.lower_bound))
-    return Best(best, min(cost, left), is_cut=best is None and left < float("inf"))
+    return Accepted(best, min(cost, left), is_cut=best is None and left < float("inf"))
 
 
 def _cheapest(queue: Sequence[tuple[float, int, Solution, Problem]], cost: float, accept: Callable[[Solution], T | None]) -> T | None:
@@ -91,7 +91,7 @@ def _cheapest(queue: Sequence[tuple[float, int, Solution, Problem]], cost: float
 
 
 def _kinds(node: Node, choices: Choices) -> IntArray | None:
-    """Per state a number, equal for states of which the same plan comes; None where a node is no part of the plan."""
+    """Numbers the states of a node by the plans that they lead to; returns None where the node is no part of the plan."""
     if node.sort == "use":
         return None
     if choices.states is None:

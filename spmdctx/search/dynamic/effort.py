@@ -1,60 +1,153 @@
-"""How much work a search within a memory budget is worth."""
+"""How much work a search within a memory budget is worth: the efforts, and the attempts that are made on each mesh, as data."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from spmdctx.search.dynamic.branching import SHORT_WORK, WORK
 
 
-class Pace(NamedTuple):
-    """The limits of one search within a budget.
+class Effort(NamedTuple):
+    """The limits of one attempt.
 
     Attributes:
         rounds: limits that are tried for what the solver does not count.
-        effort: of the solver.
+        level: effort of the solver.
         tolerance: the gap, relative to the cost, that is near enough.
         only_stored: whether the solver counts only what is stored.
         counts_copies: whether it counts what ops copy for themselves, where that is too much.
         branches: whether plans are tried one by one where what is counted does not suffice.
         work: of the branching.
-        stops_at_first: whether the first mesh with a plan will do.
-        proves: whether what is left to prove of the plan is worth more effort; where no plan is found, one of any cost is looked for.
-        insists: the gap, relative to the cost, above which the plan's problem is solved once more, with more effort.
-        hasty_rounds: of a hasty search that comes first, whose plan it improves; 0 for none.
-        gives_up: whether there is no plan where that search finds none.
-        enough: the gap, relative to the bound, of a plan that is not worth another search, on the same mesh or on others.
+        proves: whether what is left to prove of the plan is worth one more level.
+        insists: the gap, relative to the cost, above which the plan's problem is solved once more, one level higher.
     """
 
     rounds: int = 12
-    effort: int = 2
+    level: int = 2
     tolerance: float = 0.0
     only_stored: bool = False
     counts_copies: bool = True
     branches: bool = False
     work: int = WORK
-    stops_at_first: bool = False
     proves: bool = False
     insists: float = float("inf")
-    hasty_rounds: int = 0
-    gives_up: bool = False
+
+
+PROVEN = Effort(branches=True, proves=True)
+"""For a small program's cheapest plan, with every proof."""
+
+ANY = Effort(tolerance=1.0, branches=True, work=SHORT_WORK)
+"""For a small program's plan whose cost matters little."""
+
+HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False)
+"""For a plan of a program that is not small, in little time."""
+
+THOROUGH = Effort(insists=0.01)
+"""For the plan of a program that is not small."""
+
+SOFT = Effort(level=1, counts_copies=False)
+"""For a small program's plan within a budget that nobody set."""
+
+QUICK = SOFT._replace(rounds=4, tolerance=0.005)
+"""The same for a program that is not small."""
+
+
+class Standing(NamedTuple):
+    """The state of the search of one mesh between two attempts.
+
+    Attributes:
+        known_s: cost of the cheapest plan of the other meshes, infinite where there is none.
+        cost_s: cost of the plan that was found on this mesh, infinite where there is none.
+        lower_bound_s: no plan within the budget costs less on this mesh.
+        is_begun: whether an attempt was made.
+        is_settled: whether it is proven that no plan fits, or that none is cheaper than `known_s`.
+        has_run_out: whether the last attempt found no plan at any limit that it tried.
+    """
+
+    known_s: float
+    cost_s: float = math.inf
+    lower_bound_s: float = 0.0
+    is_begun: bool = False
+    is_settled: bool = False
+    has_run_out: bool = False
+
+
+def first(standing: Standing) -> bool:
+    """Holds before any attempt."""
+    return not standing.is_begun
+
+
+def first_of_all(standing: Standing) -> bool:
+    """Holds before any attempt, where no other mesh has a plan."""
+    return not standing.is_begun and math.isinf(standing.known_s)
+
+
+def first_beside_others(standing: Standing) -> bool:
+    """Holds before any attempt, where another mesh has a plan that this one must beat."""
+    return not standing.is_begun and not math.isinf(standing.known_s)
+
+
+def out_of_limits(standing: Standing) -> bool:
+    """Holds where the last attempt tried all of its limits and found no plan."""
+    return standing.has_run_out
+
+
+def improvable(standing: Standing, enough: float = 0.0) -> bool:
+    """Holds where a plan was found that is farther from its bound than the share `enough`."""
+    return not math.isinf(standing.cost_s) and min(standing.cost_s, standing.known_s) > standing.lower_bound_s * (1 + enough)
+
+
+def unsettled(standing: Standing, enough: float = 0.0) -> bool:
+    """Holds where a plan was found that is improvable, or where none was found but one may exist."""
+    return improvable(standing, enough) if not math.isinf(standing.cost_s) else standing.is_begun and not standing.is_settled
+
+
+class Attempt(NamedTuple):
+    """One search of a mesh: its effort, and the condition under which it is made."""
+
+    effort: Effort
+    when: Callable[[Standing], bool] = first
+
+
+class Schedule(NamedTuple):
+    """The way in which meshes are searched within a budget.
+
+    Attributes:
+        attempts: those made on each mesh, in this order.
+        stops_at_first: whether the first mesh with a plan will do.
+        enough: the gap, relative to the bound, of a plan that is not worth the search of another mesh.
+    """
+
+    attempts: tuple[Attempt, ...]
+    stops_at_first: bool = False
     enough: float = 0.0
 
 
-PROVEN = Pace(branches=True, proves=True)
-"""A small program's cheapest plan, with every proof."""
+ANY_PLAN = Schedule((Attempt(ANY),), stops_at_first=True)
+HASTY_PLAN = Schedule((Attempt(HASTY),), stops_at_first=True)
 
-ANY = Pace(tolerance=1.0, branches=True, work=SHORT_WORK, stops_at_first=True)
-"""A small program's plan whose cost matters little."""
+# An error names the budget of a plan that is found without proofs.
+PROVEN_PLAN = Schedule((Attempt(PROVEN), Attempt(ANY, out_of_limits)))
 
-HASTY = Pace(rounds=4, effort=0, tolerance=0.03, only_stored=True, counts_copies=False, stops_at_first=True)
-"""A plan of a program that is not small, in little time."""
+# The first attempt is that of HASTY_PLAN: a budget that an error names is met. Where another mesh has a plan, this one must beat it.
+THOROUGH_PLAN = Schedule(
+    (
+        Attempt(HASTY, first_of_all),
+        Attempt(HASTY._replace(tolerance=THOROUGH.tolerance), first_beside_others),
+        Attempt(THOROUGH, unsettled),
+    )
+)
 
-THOROUGH = Pace(insists=0.01, hasty_rounds=HASTY.rounds)
-"""The plan of a program that is not small; its hasty search is that of errors, so what they name is met."""
+SOFT_PLAN = Schedule((Attempt(SOFT),))
 
-SOFT = Pace(effort=1, counts_copies=False)
-"""A small program's plan within a budget that nobody set."""
+_ENOUGH = 0.01
+_SHORT = HASTY._replace(rounds=2)
+_SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolerance=QUICK.tolerance), first_beside_others))
 
-QUICK = SOFT._replace(rounds=4, tolerance=0.005, hasty_rounds=2, enough=0.01)
-"""The same of a program that is not small."""
+QUICK_PLAN = Schedule((*_SHORT_ATTEMPTS, Attempt(QUICK, partial(unsettled, enough=_ENOUGH))), enough=_ENOUGH)
+
+# A large program has no plan within a budget that nobody set where a short attempt finds none.
+QUICK_PLAN_OR_NONE = Schedule((*_SHORT_ATTEMPTS, Attempt(QUICK, partial(improvable, enough=_ENOUGH))), enough=_ENOUGH)

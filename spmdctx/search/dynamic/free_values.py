@@ -20,9 +20,9 @@ def place_free_values(space: Space, assignment: Assignment, pins: Mapping[int, P
 
     `pins` are the dimensions of slots that the user fixed.
     """
-    if not space.loose_slots:
+    if not space.free_slots:
         return assignment
-    graph, slot_of, loose = space.graph, space.slot_of, space.loose_slots
+    graph, slot_of, loose = space.graph, space.slot_of, space.free_slots
     demands: dict[int, TensorSharding] = {}
     ops, values = list(assignment.ops), list(assignment.values)
     splits: dict[tuple[object, ...], OpSharding] = {}
@@ -60,7 +60,7 @@ def _around(space: Space) -> list[int]:
     """The ops that read or make what is free to place, the last one first."""
     every = ends(space.graph)
     free = np.zeros(len(space.slot_of) + 1, dtype=bool)
-    free[list(space.loose_slots)] = True
+    free[list(space.free_slots)] = True
     met = np.zeros(len(space.graph.ops), dtype=bool)
     met[every.ops[free[np.array([*space.slot_of, LITERAL])[every.values]]]] = True
     found: list[int] = np.flatnonzero(met)[::-1].tolist()

@@ -1,38 +1,36 @@
-"""What dynamic programming is told, and what it finds."""
+"""The options of dynamic programming, what a search returns, and the protocol of all searches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.topology import Topology
+from spmdctx.search.dynamic import effort
+from spmdctx.search.problem.fold import FOLDING, Folding
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.meshes import MAX_AXES, candidate_meshes
-from spmdctx.search.setup.request import Setup
-
-SMALL_PROGRAM = 100
-"""Ops up to which meshes of three axes are tried unasked, and budgets are worth every proof."""
-
-
-def is_small(step: Step) -> bool:
-    """Whether a program has at most `SMALL_PROGRAM` ops."""
-    return len(step.graph.ops) <= SMALL_PROGRAM
+from spmdctx.search.setup.request import Request, Setup
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicOptions:
-    """What the search is asked for.
+    """The options of the search.
 
     Attributes:
         memory_bytes: budget per device, None for none.
         limits: parameters of the search.
+        max_axes: of the meshes that are tried; None for three where the program has at most `small_program` ops, else two.
         is_soft: whether nobody set the budget, so that little time is spent on it.
         wants_any: whether the first plan within the budget will do.
-        max_axes: of the meshes that are tried; None for three where the program has at most `SMALL_PROGRAM` ops, else two.
+        small_program: ops up to which meshes of three axes are tried unasked, and budgets are worth every proof.
+        large_program: ops from which a budget that nobody set is given up where a hasty attempt finds no plan.
+        schedule: the attempts within a budget; None for those that the program's size and the other options suggest.
+        folding: which ops are decided together.
     """
 
     memory_bytes: int | None = None
@@ -40,11 +38,31 @@ class DynamicOptions:
     max_axes: int | None = None
     is_soft: bool = False
     wants_any: bool = False
+    small_program: int = 100
+    large_program: int = 5000
+    schedule: effort.Schedule | None = None
+    folding: Folding = FOLDING
+
+    def is_small(self, step: Step) -> bool:
+        """Returns whether a program has at most `small_program` ops."""
+        return len(step.graph.ops) <= self.small_program
 
     def meshes(self, step: Step, num_devices: int, topology: Topology) -> list[LogicalMesh]:
-        """The meshes to try."""
-        most = self.max_axes or (MAX_AXES if is_small(step) else 2)
+        """Lists the meshes to try."""
+        most = self.max_axes or (MAX_AXES if self.is_small(step) else 2)
         return candidate_meshes(num_devices, topology, most)
+
+    def schedule_of(self, step: Step) -> effort.Schedule:
+        """Returns the attempts that the budget is worth."""
+        if self.schedule is not None:
+            return self.schedule
+        if self.is_small(step):
+            return effort.ANY_PLAN if self.wants_any else effort.SOFT_PLAN if self.is_soft else effort.PROVEN_PLAN
+        if self.wants_any:
+            return effort.HASTY_PLAN
+        if not self.is_soft:
+            return effort.THOROUGH_PLAN
+        return effort.QUICK_PLAN_OR_NONE if len(step.graph.ops) >= self.large_program else effort.QUICK_PLAN
 
 
 class Found(NamedTuple):
@@ -79,3 +97,15 @@ class Beaten(NamedTuple):
     """Nothing on the mesh is cheaper than what was found on another one."""
 
     lower_bound_s: float
+
+
+class Search(Protocol):
+    """A search for the cheapest plan of one step within its budget; a search mode is one class of them."""
+
+    def plan(self, request: Request) -> Found | Shortfall:
+        """Finds the cheapest plan on any mesh that the request leaves open."""
+        ...
+
+    def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
+        """Finds the cheapest plan on the mesh of a set-up, if there is one below `known_s`."""
+        ...

@@ -10,8 +10,8 @@ from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir.graph import item_bytes
 from spmdctx.machine.topology import Topology
-from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall, is_small
-from spmdctx.search.dynamic.searcher import Searches, mesh_is_fixed, plan_dynamic
+from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall
+from spmdctx.search.dynamic.searcher import Searcher, mesh_is_fixed, plan_dynamic
 from spmdctx.search.setup.request import Request
 from spmdctx.wording import bytes_text, counted, exact_bytes_text
 
@@ -109,17 +109,17 @@ def _count(shape: tuple[int, ...]) -> int:
 
 def _enough_bytes(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> int:
     """The least budget that a plan is found for; of a program that is not small, as near to it as a few short searches get."""
-    is_exact = is_small(step)
+    is_exact = options.is_small(step)
     enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
     attempt, failures = max(found.enough_bytes, short + 1), 0
     any_plan = replace(options, wants_any=True)
-    searches = Searches(step, request, topology, any_plan)
+    budgets = Searcher(step, topology, any_plan).budgets(request)
     for _ in range(_MOST_ATTEMPTS if is_exact else _ATTEMPTS):
         if not short < attempt < enough:
             attempt = (short + enough) // 2
         if enough - short <= (1 if is_exact else enough * _NEAR):
             break
-        result = searches.within(replace(any_plan, memory_bytes=attempt))
+        result = budgets.within(replace(any_plan, memory_bytes=attempt))
         if isinstance(result, Shortfall):
             # The smallest plan that was seen is mostly found within its own bytes, or little more.
             short, failures = attempt, failures + 1

@@ -68,17 +68,17 @@ def _is_slice(whole: TensorSharding, part: TensorSharding) -> bool:
 
 
 def _is_free(space: Space, op: Op) -> bool:
-    """Whether a loop's entry takes what depends on no input, and hands it to ops that are part of the search."""
+    """Returns whether a loop's entry takes what depends on no input, and hands it to ops that are part of the search."""
     slots = space.op_slots[op.id]
-    return slots[0] in space.loose_slots and slots[1] not in space.loose_slots
+    return slots[0] in space.free_slots and slots[1] not in space.free_slots
 
 
 def _alone(space: Space, values: Sequence[int], pins: Mapping[int, PinnedDims]) -> set[int]:
-    """Those that are part of the search, tied to nothing, not pinned, and not returned."""
+    """Returns the values that are part of the search, tied to nothing, not pinned, and not returned."""
     counts = Counter(space.slot_of)
     outputs = frozenset(space.graph.outputs)
     slots = {value: space.slot_of[value] for value in values if value not in outputs}
-    return {value for value, slot in slots.items() if counts[slot] == 1 and slot not in pins and slot not in space.loose_slots}
+    return {value for value, slot in slots.items() if counts[slot] == 1 and slot not in pins and slot not in space.free_slots}
 
 
 def _common(first: AxisNames, second: AxisNames) -> AxisNames:

@@ -9,7 +9,7 @@ from spmdctx.search.setup.request import OptimizerSharding
 
 
 def optimizer_sharding(context: AutoParallelContext) -> OptimizerSharding | None:
-    """What the parallel optimizer splits; None where it is off or the mode has none."""
+    """Returns the state that the parallel optimizer splits; None where it is off or the mode has none."""
     if not context.enable_parallel_optimizer or context.parallel_mode not in BY_NAME["enable_parallel_optimizer"].modes:
         return None
     asked = context.parallel_optimizer_config

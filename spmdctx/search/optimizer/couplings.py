@@ -18,7 +18,7 @@ from spmdctx.ir.analysis.loop_sums import loop_sums
 from spmdctx.ir.graph import Graph, Role
 from spmdctx.ir.mesh import LogicalMesh, replicated
 from spmdctx.ir.sharding import Assignment, TensorSharding
-from spmdctx.search.optimizer.state import REASON, WEIGHTS_TOO, Split, small_note, splits_of, unfit_note
+from spmdctx.search.optimizer.state import REASON, WEIGHTS_TOO, StateSplit, small_note, splits_of, unfit_note
 from spmdctx.search.setup.request import ALL_REPLICAS, Coupling, OptimizerSharding, Setup
 
 
@@ -44,8 +44,8 @@ def couplings(graph: Graph, num_devices: int, asked: OptimizerSharding, layerwis
     return tuple(found)
 
 
-def _accumulators(graph: Graph, splits: Iterable[Split]) -> dict[int, list[int]]:
-    """Per parameter the sums of its gradients over micro-batches, of its own shape."""
+def _accumulators(graph: Graph, splits: Iterable[StateSplit]) -> dict[int, list[int]]:
+    """Finds for each parameter the sums of its gradients over micro-batches, which have its shape."""
     sums = loop_sums(graph)
     if not sums:
         return {}
@@ -80,5 +80,5 @@ def name_what_is_split(
 
 
 def _uses_all(sharding: TensorSharding, mesh: LogicalMesh) -> bool:
-    """Whether a sharding uses the whole mesh."""
+    """Returns whether a sharding uses the whole mesh."""
     return mesh.num_slices([name for names in sharding for name in names]) == mesh.num_devices

@@ -24,7 +24,7 @@ def readers_of(graph: Graph) -> dict[int, list[Op]]:
 
 
 def is_slice(graph: Graph, op: Op) -> bool:
-    """Whether an op takes one layer of what a scan runs over."""
+    """Returns whether an op takes one layer of what a scan runs over."""
     return op.primitive == SCAN_ENTER and len(graph.values[op.results[0]].shape) < len(graph.values[op.operands[0]].shape)
 
 

@@ -72,7 +72,7 @@ def refined_assignment(assignment: Assignment, parts: Parts) -> Assignment:
 
 
 def refined_axes(axes: AxisNames, parts: Parts) -> AxisNames:
-    """Some axes of the old mesh in the new one; where there is no new one, as they are."""
+    """Translates axes of the old mesh to the new one; returns them as they are where there is no new one."""
     return _names(axes, parts) if parts else axes
 
 

@@ -29,7 +29,7 @@ GRADIENTS_TOO, WEIGHTS_TOO = 2, 3
 REASON = "enable_parallel_optimizer splits it over the replicas"
 
 
-class Split(NamedTuple):
+class StateSplit(NamedTuple):
     """A parameter, the input values that are split like it (itself among them with level 3), its dimension and its replicas."""
 
     parameter: int
@@ -101,7 +101,7 @@ def _is_weight(graph: Graph, value: int) -> bool:
 
 def splits_of(
     graph: Graph, stored: Sequence[TensorSharding], mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]
-) -> tuple[list[Split], list[Value]]:
+) -> tuple[list[StateSplit], list[Value]]:
     """The parameters that have replicas, with what of them is split; and those that are too small."""
     readers = readers_of(graph)
     found, small = [], []
@@ -119,7 +119,7 @@ def splits_of(
         if num_bytes(known.shape, known.dtype) < asked.threshold_bytes:
             small.append(known)
         else:
-            found.append(Split(parameter, values, _dim(graph, readers, parameter, dict(asked.layers)), replicas))
+            found.append(StateSplit(parameter, values, _dim(graph, readers, parameter, dict(asked.layers)), replicas))
     return found, small
 
 
@@ -157,7 +157,7 @@ def _common(first: str, second: str) -> int:
 
 
 def layer_dims(graph: Graph) -> list[int]:
-    """How many leading dimensions of each input count layers of scans."""
+    """Counts the leading dimensions of each input that count layers of scans."""
     readers = readers_of(graph)
     return [_dim(graph, readers, value, {}) for value in graph.inputs]
 
@@ -174,8 +174,8 @@ def _dim(graph: Graph, readers: Mapping[int, list[Op]], value: int, known: Mappi
     return 0
 
 
-def _inner_parts(splits: Iterable[Split], mesh: LogicalMesh, size: int) -> dict[str, int]:
-    """Per axis that has to be cut for groups of `size` neighbouring replicas, its minor part; the first parameter decides."""
+def _inner_parts(splits: Iterable[StateSplit], mesh: LogicalMesh, size: int) -> dict[str, int]:
+    """Returns the minor part of each axis that groups of `size` neighbouring replicas cut; the first parameter decides."""
     inner: dict[str, int] = {}
     for one in splits:
         rest = size
@@ -196,7 +196,7 @@ def _inner(replicas: AxisNames, mesh: LogicalMesh, size: int) -> AxisNames:
     return ()
 
 
-def _target(graph: Graph, base: TensorSharding, mesh: LogicalMesh, one: Split, chosen: AxisNames) -> TensorSharding | None:
+def _target(graph: Graph, base: TensorSharding, mesh: LogicalMesh, one: StateSplit, chosen: AxisNames) -> TensorSharding | None:
     """The parameter's sharding with the chosen replicas added; None where there are none or they do not divide it."""
     target = (*base[: one.dim], base[one.dim] + chosen, *base[one.dim + 1 :])
     return target if chosen and divides(graph.values[one.parameter].shape, target, mesh) else None

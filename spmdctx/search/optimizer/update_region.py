@@ -39,7 +39,7 @@ def plan_update(
     """
     graph, slot_of = space.graph, space.slot_of
     given = {slot_of[value]: sharding for value, sharding in stored.items()}
-    region = _Region(space, kept, splits_accumulators)
+    region = _UpdateRegion(space, kept, splits_accumulators)
     free, ops = region.around({*given, *(slot_of[value] for value in gradients)})
     given |= {slot: sharding for value, sharding in gradients.items() if (slot := region.gradient(slot_of[value])) is not None}
     free -= given.keys()
@@ -57,8 +57,8 @@ def plan_update(
     return replace(assignment, ops=tuple(chosen), values=tuple([space.shardings[state[slot]] for slot in slot_of]))
 
 
-class _Region:
-    """Which ops and slots may be planned again."""
+class _UpdateRegion:
+    """The ops and slots that may be planned again."""
 
     def __init__(self, space: Space, kept: frozenset[int], splits_accumulators: bool) -> None:
         self._space = space
@@ -84,11 +84,11 @@ class _Region:
         """The slot of the first value of a parameter's shape that its update is made of, after it is transposed, if it is."""
         space = self._space
         found, _ = self.around({parameter})
-        alike = [slot for slot in found if space.shapes[slot] == space.shapes[parameter] and slot not in space.loose_slots]
+        alike = [slot for slot in found if space.shapes[slot] == space.shapes[parameter] and slot not in space.free_slots]
         return min([slot for slot in alike if not self._is_turned(slot)], default=None)
 
     def _is_turned(self, slot: int) -> bool:
-        """Whether only a transposition reads a slot."""
+        """Returns whether only a transposition reads a slot."""
         ops = self._space.graph.ops
         readers = [index for index in self._space.neighbours[slot] if slot in self._space.op_slots[index][: len(ops[index].operands)]]
         return bool(readers) and all(ops[index].primitive == "transpose" for index in readers)

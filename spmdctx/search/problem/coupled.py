@@ -30,7 +30,7 @@ def allowed_alone(mesh: LogicalMesh, shape: tuple[int, ...], numbers: IntArray, 
 
 @lru_cache(maxsize=1024)
 def _further(mesh: LogicalMesh, shape: tuple[int, ...], dim: int) -> IntArray:
-    """Per sharding of a shape, the one with all other axes added to a dimension; itself where that does not divide."""
+    """Returns for each sharding of a shape the one with all other axes added to a dimension; itself where that does not divide."""
     known = domain(mesh, shape)
     found = []
     for number, sharding in enumerate(known.shardings):

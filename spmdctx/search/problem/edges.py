@@ -1,4 +1,4 @@
-"""What nodes of a network hand to each other, one row per operand or result of the program, and summed up by the ways it takes."""
+"""The edges of a network: one row per operand or result of the program, then summed where both ends are the same."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from spmdctx.ir.graph import Graph
 from spmdctx.ir.primitives import OUTSIDE
 
 
-class Row(NamedTuple):
-    """`source` hands its result number `result` to operand `position` of `target`, `weight` times; `value` is one that it hands over."""
+class EdgeRow(NamedTuple):
+    """Result `result` of `source` goes to operand `position` of `target`, `weight` times; `value` is one of those that do."""
 
     source: int
     result: int
@@ -27,8 +27,8 @@ class Row(NamedTuple):
     value: int
 
 
-class Handovers(NamedTuple):
-    """The columns of many rows; see `Row`."""
+class EdgeRows(NamedTuple):
+    """The columns of many rows; see `EdgeRow`."""
 
     sources: IntArray
     results: IntArray
@@ -38,20 +38,20 @@ class Handovers(NamedTuple):
     weights: FloatArray
     values: IntArray
 
-    def where(self, chosen: IntArray | BoolArray) -> Handovers:
-        """Some of the rows."""
+    def where(self, chosen: IntArray | BoolArray) -> EdgeRows:
+        """Returns some of the rows."""
         ends = self.sources[chosen], self.results[chosen], self.targets[chosen], self.positions[chosen]
-        return Handovers(*ends, self.narrow[chosen], self.weights[chosen], self.values[chosen])
+        return EdgeRows(*ends, self.narrow[chosen], self.weights[chosen], self.values[chosen])
 
-    def before(self, places: Sequence[int], rows: Sequence[Row]) -> Handovers:
-        """With more rows, each before that at its place."""
+    def before(self, places: Sequence[int], rows: Sequence[EdgeRow]) -> EdgeRows:
+        """Inserts more rows, each before the row at its place."""
         if not rows:
             return self
         columns: list[Any] = [np.concatenate([own, added]) for own, added in zip(self, zip(*rows, strict=True), strict=True)]
-        return Handovers(*columns).where(np.argsort(np.concatenate([2 * np.arange(len(self.values)) + 1, 2 * np.array(places)])))
+        return EdgeRows(*columns).where(np.argsort(np.concatenate([2 * np.arange(len(self.values)) + 1, 2 * np.array(places)])))
 
-    def summed(self) -> Iterator[Row]:
-        """One row for all that take the same way, with their weights' sum and the first one's value, in the order of the first ones."""
+    def summed(self) -> Iterator[EdgeRow]:
+        """Yields one row for all with the same ends, in their order: the sum of their weights, and the value of the first."""
         if not len(self.values):
             return
         _, key = np.unique(self.sources * (int(self.results.max()) + 1) + self.results, return_inverse=True)
@@ -61,11 +61,11 @@ class Handovers(NamedTuple):
         order = np.argsort(first)
         weights: FloatArray = np.bincount(which, weights=self.weights).astype(np.float64)
         firsts = self.where(first[order])._replace(weights=weights[order])
-        yield from map(Row, *(own.tolist() for own in firsts))
+        yield from map(EdgeRow, *(own.tolist() for own in firsts))
 
 
-def turns(graph: Graph) -> tuple[IntArray, IntArray]:
-    """Per op how often its operands are taken, and how often its results are made."""
+def edge_repeats(graph: Graph) -> tuple[IntArray, IntArray]:
+    """Returns how often each op takes its operands, and how often it makes its results."""
     reading = executions(graph)
     making = reading.copy()
     for op in ops_of(graph, OUTSIDE):

@@ -1,7 +1,7 @@
 """Folding: ops and slots that play the same part in repeated layers become one class, which is decided once.
 
 Colours are refined a few rounds: an op's new colour says its own and those of its slots, a slot's new colour its own and those of
-the ops around it. After `ROUNDS` rounds two ops have one colour where everything within that distance is alike, so layers in the
+the ops around it. After `Folding.rounds` rounds two ops have one colour where everything within that distance is alike, so layers in the
 middle share their classes while those near the ends of the program keep their own. What leads to no further matrix product (the
 update of one parameter, say) is no way from layer to layer, so it is refined further, and follows the gradient that it comes from.
 A fold only restricts the choices (all members
@@ -24,14 +24,28 @@ from spmdctx.search.problem.space import Space
 ROUNDS = 3
 UPDATE_ROUNDS = 8
 SMALL = 200
-"""Programs of so few ops are not folded: every op decides on its own."""
+
+
+class Folding(NamedTuple):
+    """The options of a fold.
+
+    Attributes:
+        rounds: how far around ops of one class must be alike.
+        small_program: ops up to which nothing is folded: every op decides on its own.
+    """
+
+    rounds: int = ROUNDS
+    small_program: int = SMALL
+
+
+FOLDING = Folding()
 
 _Colours = tuple[WordArray, WordArray]
 """Of ops and of slots."""
 
 
 class _Around(NamedTuple):
-    """Where slots meet ops: the op, the slot and a number of the position."""
+    """The places where slots meet ops: the op, the slot and a number of the position."""
 
     ops: IntArray
     slots: IntArray
@@ -53,7 +67,7 @@ def fold(
     op_marks: Sequence[int] | IntArray,
     slot_marks: Mapping[int, int],
     terminal: Sequence[int] = (),
-    rounds: int = ROUNDS,
+    folding: Folding = FOLDING,
 ) -> Fold:
     """Folds a space.
 
@@ -62,14 +76,14 @@ def fold(
         op_marks: per op a number that members of a class must share, beside their kind.
         slot_marks: the same for slots; those not named have 0. (Pinned ones, say.)
         terminal: per value, whether it leads to no matrix product; none where it is empty.
-        rounds: how far around ops of one class must be alike.
+        folding: how far around ops of one class must be alike, and from which size on.
     """
     around = _around(space)
     colours = _first_colours(space, op_marks, slot_marks)
-    if len(space.op_slots) <= SMALL:
+    if len(space.op_slots) <= folding.small_program:
         op_colour, slot_colour = (np.arange(len(own)).astype(np.uint64) for own in colours)
     else:
-        for _ in range(rounds):
+        for _ in range(folding.rounds):
             colours = _refined(colours, around)
         if terminal:
             colours = _with_updates(space, colours, around, terminal)

@@ -1,6 +1,6 @@
 """The memory of a planning problem: what each node occupies in each state, and when.
 
-Some nodes get company that costs nothing and is tied to them by an edge of zeros and infinities, because a node has one usage:
+Some nodes get an auxiliary node that costs nothing and is tied to them by an edge of zeros and infinities, because a node has one usage:
 the copy that a use makes where it is not as stored, and, where asked for, the copies that an op makes for itself alone.
 
 Of what lives shortly, so much is on the chip and not in memory. That is two rows per op: one in which all is alive, with that much more
@@ -40,7 +40,7 @@ def with_memory(
     Counted are values as they are stored, and if not `only_stored` what uses gather, and the copies that are `passing`. The chip's
     share (`on_chip`) is part of the limit.
     """
-    builder = _Builder(tables, problem)
+    builder = _RowBuilder(tables, problem)
     builder.add_values(memory)
     if not only_stored:
         builder.add_copies(memory)
@@ -50,7 +50,7 @@ def with_memory(
 
 
 def on_chip(topology: Topology) -> OnChip:
-    """What the chip may hold in place of the memory."""
+    """Returns the bytes that the chip may hold in place of the memory."""
     return OnChip.of(topology.compiler.scratch_bytes)
 
 
@@ -69,7 +69,7 @@ def completed(problem: Problem, states: Sequence[int]) -> tuple[int, ...]:
 
 
 def passing_at(network: Network, memory: StepMemory, time: int) -> list[Passing]:
-    """All that may be alive at an op for it alone."""
+    """Lists all that may be alive at an op for that op alone."""
     ops, nodes = network.space.graph.ops, network.nodes
     # A set of numbers is only asked what it holds.
     classes = {network.folded.op_class[op.id] for op in ops if memory.runs[op.id] <= time <= memory.times[op.id] + 1}
@@ -128,12 +128,12 @@ class _Reader(NamedTuple):
     position: int
 
 
-class _Builder:
+class _RowBuilder:
     def __init__(self, tables: Tables, problem: Problem) -> None:
         self._tables, self._network, self._space = tables, tables.network, tables.space
         self._costs, self._edges = list(problem.costs), list(problem.edges)
         self._usages: list[FloatArray | None] = [None] * len(problem.costs)
-        self._company: dict[tuple[object, ...], int] = {}
+        self._auxiliary: dict[tuple[object, ...], int] = {}
         self._into_use = {carry.target: carry for carry in self._network.carries if self._network.nodes[carry.target].sort == "use"}
         self._slices: dict[tuple[object, ...], BoolArray] = {}
         # Tables are shared by their objects' numbers, which must not be given to others.
@@ -142,7 +142,7 @@ class _Builder:
         self._memo: dict[tuple[object, ...], FloatArray] = {}
 
     def problem(self, limit: float) -> Problem:
-        """What was gathered."""
+        """Builds the problem from all that was added."""
         nothing = [np.zeros(len(costs)) if usage is None else usage for costs, usage in zip(self._costs, self._usages, strict=True)]
         return Problem(tuple(self._costs), tuple(self._edges), Memory(tuple(nothing), tuple(self._lives), limit))
 
@@ -160,11 +160,11 @@ class _Builder:
         self._lives += [Life(node, start + num_ops, end + num_ops) for node, start, end in table[stays].tolist()]
 
     def add_values(self, memory: StepMemory) -> None:
-        """Every value that exists in memory, where it is stored."""
+        """Adds every value that exists in memory, where it is stored."""
         network, space = self._network, self._space
         for value, start, end in memory.lives:
             slot = space.slot_of[value]
-            if slot in space.loose_slots:
+            if slot in space.free_slots:
                 continue
             slot_class = network.folded.slot_class[slot]
             if slot_class < 0:
@@ -194,14 +194,14 @@ class _Builder:
         return len(self._costs) - 1
 
     def _add(self, key: tuple[object, ...], node: int, table: FloatArray) -> int:
-        company = self._company[key] = len(self._costs)
+        auxiliary = self._auxiliary[key] = len(self._costs)
         self._costs.append(np.zeros(table.shape[1]))
         self._usages.append(None)
-        self._edges.append(Edge(node, company, table))
-        return company
+        self._edges.append(Edge(node, auxiliary, table))
+        return auxiliary
 
     def add_copies(self, memory: StepMemory) -> None:
-        """What uses gather, from the first product that takes it so to the last; of products that may be last, nobody knows when."""
+        """Adds the copies that uses gather, from the first to the last product that takes them; products that may run last are left out."""
         network = self._network
         readers: dict[tuple[int, int], list[_Reader]] = {}
         moves = _may_be_elsewhere(memory)
@@ -219,9 +219,9 @@ class _Builder:
             self._lives.append(Life(self._gathered_node(node, key[0], (first, last)), min(times), max(times) + 1))
 
     def _gathered_node(self, node: int, value: int, ends: tuple[_Readers, _Readers]) -> int:
-        """The company of a use: a copy unless it is a slice of what is stored, or the first or last readers take something else."""
+        """Adds the node of a use: a copy unless it is a slice of what is stored, or the first or last readers take something else."""
         key = ("gathered", node, *ends)
-        known = self._company.get(key)
+        known = self._auxiliary.get(key)
         if known is not None:
             return known
         carry = self._into_use[node]
@@ -233,7 +233,7 @@ class _Builder:
         return self._excused(key, node, self._tables.choices[node].taken[0], size, ways)
 
     def add_own_copies(self, memory: StepMemory, passing: Collection[Passing]) -> None:
-        """What ops make for themselves alone while they run: operands as they take them, and results before they are stored."""
+        """Adds the copies that ops make for themselves while they run: operands as they take them, results before they are stored."""
         folded, nodes, ops = self._network.folded, self._network.nodes, self._space.graph.ops
         seen: dict[tuple[int, int], int] = {}
         moves = _may_be_elsewhere(memory)
@@ -259,9 +259,9 @@ class _Builder:
                 self._lives += [Life(made, memory.runs[op], memory.runs[op] + 1) for op in members]
 
     def _copy_node(self, carry: Carry, value: int, into_op: bool) -> int:
-        """The company of what takes a value: a copy unless it is a slice of what is stored, or something else has it so."""
+        """Adds the node of what takes a value: a copy unless it is a slice of what is stored, or something else has it so."""
         node, position, key = carry.target, carry.position, ("copy", carry)
-        known = self._company.get(key)
+        known = self._auxiliary.get(key)
         if known is not None:
             return known
         taken = self._tables.choices[node].taken[position]
@@ -293,7 +293,7 @@ class _Builder:
         return [position for position in range(carry.position) if operands[position] == operands[carry.position]]
 
     def _is_slice(self, source: Source, value: int) -> BoolArray:
-        """Per state of what stores a value and sharding: whether no bytes move. [state, sharding]"""
+        """Returns whether no bytes move from each state of a value's store to each sharding: [state, sharding]."""
         stored, shape = self._tables.choices[source.node].stored[source.result], self._space.graph.values[value].shape
         key = ("slice", id(stored), shape)
         known = self._slices.get(key)
@@ -310,9 +310,9 @@ class _Builder:
         return self._bytes(value, None) * (NARROW_BYTES / item_bytes(known.dtype) if narrow else 1.0)
 
     def _made_node(self, carry: Carry, value: int) -> int:
-        """The company of an op's result: how it is made, first where it is stored so, then where it is moved, and in memory before."""
+        """Adds the node of an op's result: how it is made, first where it is stored so, then where it is moved, and in memory before."""
         key, (node, result) = ("made", carry), carry.source
-        known = self._company.get(key)
+        known = self._auxiliary.get(key)
         if known is not None:
             return known
         stored, (before, made) = self._tables.choices[carry.target].taken[0], self._made(node, result)
@@ -322,9 +322,9 @@ class _Builder:
         return self._excused(key, node, kind, size, [[(carry.target, stored[:, None] == kinds)]])
 
     def _partial_node(self, source: Source, memory: StepMemory) -> int:
-        """The company of an op for a result that is in memory before its reduction, if that is not done in place."""
+        """Adds the node of an op's result that is in memory before its reduction, if that is not done in place."""
         key = ("partial", source)
-        known = self._company.get(key)
+        known = self._auxiliary.get(key)
         if known is not None:
             return known
         value = self._space.graph.ops[self._network.nodes[source.node].member].results[source.result]
@@ -333,7 +333,7 @@ class _Builder:
         return self._excused(key, source.node, kind, np.where(kinds >= 0, size[kinds], 0.0), [])
 
     def _excused(self, key: tuple[object, ...], node: int, numbers: IntArray, size: FloatArray, ways: Sequence[_Way]) -> int:
-        """The company of a node, whose states have `numbers`: each number once for every way to take no bytes, at last with its bytes.
+        """Adds a node beside one whose states have `numbers`: each number once for every way to take no bytes, at last with its bytes.
 
         A way is open where all of its nodes, each with a table of its states by numbers, allow it.
         """
@@ -351,7 +351,7 @@ class _Builder:
         return copy
 
     def _made(self, node: int, result: int) -> tuple[IntArray, IntArray]:
-        """Per state of an op: the sharding of a partial result before its reduction (-1 of others), and after it."""
+        """Returns for each state of an op the sharding of a partial result before its reduction (-1 for others), and after it."""
         choices = self._tables.choices[node]
         assert choices.split is not None
         assert choices.states is not None

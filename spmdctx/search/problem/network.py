@@ -24,8 +24,8 @@ from spmdctx.ir.primitives import ADDITIONS
 from spmdctx.ir.projection import FactorAxes
 from spmdctx.machine.xla.narrowing import narrow_readers, sharers, sharing_ops
 from spmdctx.machine.xla.overlap import Sides, sides
-from spmdctx.search.problem.edges import Handovers, Row, turns
-from spmdctx.search.problem.fold import ROUNDS, Fold, fold
+from spmdctx.search.problem.edges import EdgeRow, EdgeRows, edge_repeats
+from spmdctx.search.problem.fold import FOLDING, Fold, Folding, fold
 from spmdctx.search.problem.space import NO_SLOT, Space
 from spmdctx.search.problem.states import Joins
 
@@ -35,7 +35,7 @@ _JOINS = (PLAIN, Joins(True, False), Joins(False, True), Joins(True, True))
 
 
 class Source(NamedTuple):
-    """What hands over a value: a node, and which of its results it is (0 for slot and use nodes)."""
+    """The origin of a value: a node, and the number of its result (0 for slot and use nodes)."""
 
     node: int
     result: int
@@ -54,7 +54,7 @@ class Carry(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What an edge carries: how often in a step, and one of the values."""
+    """The load of an edge: how often it is taken in a step, and one of its values."""
 
     weight: float
     value: int
@@ -97,7 +97,7 @@ class Network:
 
 
 def build_network(
-    space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int, int], forced: Mapping[int, FactorAxes], rounds: int = ROUNDS
+    space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int, int], forced: Mapping[int, FactorAxes], folding: Folding = FOLDING
 ) -> Network:
     """The network of a space.
 
@@ -106,7 +106,7 @@ def build_network(
         scopes: per op the number of the computation that it belongs to.
         slot_marks: slots that are fixed, with a number for each way in which they are.
         forced: ops whose split is fixed.
-        rounds: of the fold.
+        folding: the options of the fold.
     """
     joins = _joins(space, slot_marks)
     found = sides(space.graph)
@@ -118,7 +118,7 @@ def build_network(
     op_marks[list(forced)] = 3 + 4 * terminal[list(forced)]
     for index, own in later.items():
         op_marks[index] += 8 * kinds[own]
-    folded = fold(space, op_marks, slot_marks, found.terminal, rounds)
+    folded = fold(space, op_marks, slot_marks, found.terminal, folding)
     network = Network(space, folded, scopes, summed=Summed.of(sums))
     classes, repeats = np.array(folded.op_class, dtype=np.int64), executions(space.graph)
     weights = np.zeros(len(folded.op_members), dtype=np.int64)
@@ -138,7 +138,7 @@ def build_network(
 
 
 def _standalone(space: Space, folded: Fold, slot_marks: Mapping[int, int]) -> list[bool]:
-    """Per class of slots: whether no single op decides its sharding."""
+    """Returns for each class of slots whether no single op decides its sharding."""
     count, slot_of = len(space.graph.values), np.array(space.slot_of, dtype=np.int64)
     is_given = np.array([value.role is not Role.INTERMEDIATE for value in space.graph.values], dtype=bool)
     makers = np.bincount(slot_of, minlength=count) + np.bincount(slot_of[is_given], minlength=count)
@@ -151,21 +151,21 @@ def _standalone(space: Space, folded: Fold, slot_marks: Mapping[int, int]) -> li
 
 
 def _joins_of_maker(network: Network, slot_class: int) -> Joins:
-    """Whether the values of a class of slots that one op makes may be handed on unreduced."""
+    """Returns whether the values of a class of slots that one op makes may be handed on unreduced."""
     maker = network.space.graph.producers[network.folded.slot_members[slot_class][0]]
     node = network.folded.op_class[maker]
     return network.nodes[node].joins if node >= 0 else PLAIN
 
 
 def _terminal(space: Space, found: Sides) -> IntArray:
-    """Per op 1 where its first result reaches no matrix product."""
+    """Returns for each op 1 where its first result reaches no matrix product, else 0."""
     every = ends(space.graph)
     terminal = np.frombuffer(found.terminal, dtype=np.uint8).astype(np.int64)
     return np.where(every.num_results > 0, terminal[every.first_results], 0)
 
 
 def _joins(space: Space, slot_marks: Mapping[int, int]) -> IntArray:
-    """Which additions may take their terms unreduced, and which ops may so hand them on: per op a place in `_JOINS`."""
+    """Finds the additions that may take terms unreduced and the ops that may hand them on: for each op a place in `_JOINS`."""
     graph, every = space.graph, ends(space.graph)
     found = np.zeros(len(graph.ops), dtype=np.int64)
     if not space.topology.compiler.merges_partial_sums:
@@ -186,14 +186,14 @@ def _joins(space: Space, slot_marks: Mapping[int, int]) -> IntArray:
 
 
 def _read_once(space: Space, slot_marks: Mapping[int, int]) -> BoolArray:
-    """Per value, whether it is read once, and neither tied to another one, nor marked, nor free to place."""
+    """Returns for each value whether it is read once, and neither tied to another one, nor marked, nor free to place."""
     count, slot_of, every = len(space.graph.values), np.array(space.slot_of, dtype=np.int64), space.incidences
     reads = np.bincount(every.values[~every.is_result], minlength=count)
     returned = [value for value in space.graph.outputs if value >= 0]
     reads += np.bincount(np.array(returned, dtype=np.int64), minlength=count)
     alone = np.bincount(slot_of, minlength=count) == 1
     alone[list(slot_marks)] = False
-    alone[list(space.loose_slots)] = False
+    alone[list(space.free_slots)] = False
     found: BoolArray = (reads == 1) & alone[slot_of]
     return found
 
@@ -209,7 +209,7 @@ def _add_uses(network: Network) -> None:
     readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for op in sharing_ops(space.graph):
         for position, slot in enumerate(space.op_slots[op.id][: len(op.operands)]):
-            if slot != NO_SLOT and slot not in space.loose_slots:
+            if slot != NO_SLOT and slot not in space.free_slots:
                 readers.setdefault((op.operands[position], scopes[op.id]), []).append((folded.op_class[op.id], position))
     classes: dict[tuple[object, ...], int] = {}
     for (value, scope), own in readers.items():
@@ -226,11 +226,11 @@ def _add_uses(network: Network) -> None:
 
 def _add_carries(network: Network, found: Sides) -> None:
     """An edge for all that is handed over alike, in the order of the ops that first do so."""
-    for source, result, target, position, slim, weight, value in _handovers(network, found).summed():
+    for source, result, target, position, slim, weight, value in _edge_rows(network, found).summed():
         network.carries[Carry(Source(source, result), target, position, slim)] = Load(weight, value)
 
 
-def _handovers(network: Network, found: Sides) -> Handovers:
+def _edge_rows(network: Network, found: Sides) -> EdgeRows:
     """A row per operand, which its slot hands over, and per result, which its slot takes; and one for all that a use node feeds."""
     space, folded = network.space, network.folded
     every = space.incidences
@@ -238,9 +238,9 @@ def _handovers(network: Network, found: Sides) -> Handovers:
     slot_nodes = np.array(list(network.slot_nodes.values()), dtype=np.int64)
     at_slot = slot_nodes[np.array(folded.slot_class, dtype=np.int64)[every.slots]]
     made = every.is_result
-    reading, making = turns(space.graph)
+    reading, making = edge_repeats(space.graph)
     exposed = np.where(np.frombuffer(found.weights, dtype=np.uint8)[:-1] != 0, 1.0 - space.topology.compiler.gather_overlap, 1.0)
-    columns = Handovers(
+    columns = EdgeRows(
         np.where(made, at_op, at_slot),
         np.where(made, every.positions, 0),
         np.where(made, at_slot, at_op),
@@ -254,7 +254,7 @@ def _handovers(network: Network, found: Sides) -> Handovers:
 
 
 def _is_narrow(space: Space, every: Incidences) -> BoolArray:
-    """Per incidence, whether a float32 value meets an op that reads it as bfloat16."""
+    """Returns for each incidence whether an op reads a float32 value as bfloat16."""
     if not space.topology.compiler.narrows_matrix_operands:
         return np.zeros(len(every.ops), dtype=bool)
     is_wide = np.array([value.dtype == "float32" for value in space.graph.values], dtype=bool)
@@ -262,13 +262,13 @@ def _is_narrow(space: Space, every: Incidences) -> BoolArray:
     return found
 
 
-def _by_uses(network: Network, rows: Handovers, every: Incidences) -> Handovers:
+def _by_uses(network: Network, rows: EdgeRows, every: Incidences) -> EdgeRows:
     """Values with a use node go there once, and from there to their readers."""
     if not network.uses:
         return rows
     shares = np.frombuffer(sharers(network.space.graph), dtype=np.uint8).astype(bool)
     places: list[int] = []
-    feeding: dict[tuple[int, int], Row] = {}
+    feeding: dict[tuple[int, int], EdgeRow] = {}
     for place in np.flatnonzero(shares[every.ops] & ~every.is_result).tolist():
         key = (int(every.values[place]), network.scopes[every.ops[place]])
         use = network.uses.get(key)
@@ -277,6 +277,6 @@ def _by_uses(network: Network, rows: Handovers, every: Incidences) -> Handovers:
         if key not in feeding:
             places.append(place)
             source, result = int(rows.sources[place]), int(rows.results[place])
-            feeding[key] = Row(source, result, use, 0, bool(rows.narrow[place]), float(rows.weights[place]), key[0])
+            feeding[key] = EdgeRow(source, result, use, 0, bool(rows.narrow[place]), float(rows.weights[place]), key[0])
         rows.sources[place], rows.results[place] = use, 0
     return rows.before(places, list(feeding.values()))

@@ -35,7 +35,7 @@ from spmdctx.search.setup.limits import AlgoLimits
 NO_SLOT = -1
 
 
-class Choice(NamedTuple):
+class OpChoice(NamedTuple):
     """The cheapest way to do one op: axes per factor (also as a sharding) and seconds per execution."""
 
     axes: FactorAxes
@@ -43,8 +43,8 @@ class Choice(NamedTuple):
     sharding: OpSharding
 
 
-class Kind(NamedTuple):
-    """What ops of one kind have in common: all that prices depend on, but for the shardings of their slots.
+class OpKind(NamedTuple):
+    """The common properties of the ops of one kind: all that prices depend on, but for the shardings of their slots.
 
     `rule` is the id of the rule object. `free` says for each operand and result whether it is loose; empty where none is.
     `fused` and `work` are the ops' own, `passing` says
@@ -74,12 +74,12 @@ class Space:
         self.shardings: list[TensorSharding] = []
         self._numbers: dict[TensorSharding, int] = {}
         self._splittable: dict[int, tuple[bool, ...]] = {}
-        self._choices: dict[tuple[int, ...], Choice] = {}
+        self._choices: dict[tuple[int, ...], OpChoice] = {}
         self.slot_of = _union(len(graph.values), graph.ties)
-        self.loose_slots = frozenset(self.slot_of[value] for value in loose)
+        self.free_slots = frozenset(self.slot_of[value] for value in loose)
         slot = [*self.slot_of, NO_SLOT].__getitem__
         self.op_slots = [tuple(map(slot, op[2] + op[3])) for op in graph.ops]
-        self.kinds: list[Kind] = []
+        self.kinds: list[OpKind] = []
         self.passing = passing_values(self.graph)
         self.kind_of = self._number_kinds()
         self.shapes = [value.shape for value in graph.values]
@@ -114,7 +114,7 @@ class Space:
 
     @cached_property
     def neighbours(self) -> list[list[int]]:
-        """Per slot the ops that read or make its values."""
+        """The ops that read or make the values of each slot."""
         neighbours: list[list[int]] = [[] for _ in self.graph.values]
         for index, slots in enumerate(self.op_slots):
             for slot in set(slots):
@@ -124,8 +124,8 @@ class Space:
 
     @cached_property
     def incidences(self) -> Incidences:
-        """Where values that are not free to place meet ops."""
-        return incidences(self.graph, self.slot_of, self.loose_slots)
+        """The operands and results that are not free to place."""
+        return incidences(self.graph, self.slot_of, self.free_slots)
 
     def _number_kinds(self) -> list[int]:
         """The number of each op's kind."""
@@ -133,14 +133,14 @@ class Space:
         # Per operand and result whether it passes, and whether it is loose; literals do neither.
         flags = np.zeros(len(graph.values) + 1, dtype=np.uint64)
         flags[:-1] = np.frombuffer(self.passing, dtype=np.uint8)
-        is_loose = np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.loose_slots))
+        is_loose = np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.free_slots))
         flags += np.uint64(2) * is_loose.astype(np.uint64)
         own = flags[every.values]
         marked = own != 0
         spread = mixed(np.array(graph.kinds, dtype=np.uint64) + np.uint64(1))
         np.add.at(spread, every.ops[marked], mixed(every.places[marked].astype(np.uint64) * np.uint64(4) + own[marked]))
         _, firsts, which = np.unique(spread, return_index=True, return_inverse=True)
-        numbers: dict[Kind, int] = {}
+        numbers: dict[OpKind, int] = {}
         order = np.argsort(firsts)
         known = np.empty(len(firsts), dtype=np.int64)
         known[order] = [numbers.setdefault(self._kind(graph.ops[first]), len(numbers)) for first in firsts[order].tolist()]
@@ -148,18 +148,18 @@ class Space:
         kinds: list[int] = known[which].tolist()
         return kinds
 
-    def _kind(self, op: Op) -> Kind:
+    def _kind(self, op: Op) -> OpKind:
         slots = self.op_slots[op.id]
-        free = () if self.loose_slots.isdisjoint(slots) else tuple([slot in self.loose_slots for slot in slots])
+        free = () if self.free_slots.isdisjoint(slots) else tuple([slot in self.free_slots for slot in slots])
         dtype = self.graph.values[op.results[0]].dtype if op.results else ""
         passing = tuple([bool(self.passing[value]) for value in (*op.operands, *op.results) if value != LITERAL])
-        return Kind(id(op.rule), op.primitive, dtype, free, op.fused, op.work, passing)
+        return OpKind(id(op.rule), op.primitive, dtype, free, op.fused, op.work, passing)
 
     def key(self, index: int, state: list[int]) -> tuple[int, ...]:
-        """What the price of an op depends on: the number of its kind, then those of its slots' shardings."""
+        """Returns the key of an op's price: the number of its kind, then those of its slots' shardings."""
         return (self.kind_of[index], *map(state.__getitem__, self.op_slots[index]))
 
-    def choose(self, index: int, state: list[int]) -> Choice:
+    def choose(self, index: int, state: list[int]) -> OpChoice:
         """The cheapest candidate of an op in a state."""
         key = self.key(index, state)
         known = self._choices.get(key)
@@ -168,15 +168,15 @@ class Space:
             known = self._choices[key] = self._cheapest(self.graph.ops[index], shardings, self.kinds[key[0]].free)
         return known
 
-    def _cheapest(self, op: Op, shardings: list[TensorSharding], free: tuple[bool, ...]) -> Choice:
-        best: Choice | None = None
+    def _cheapest(self, op: Op, shardings: list[TensorSharding], free: tuple[bool, ...]) -> OpChoice:
+        best: OpChoice | None = None
         ways = candidates(op, shardings, self.splittable(op.rule), self.mesh)
         if self.limits:
             ways = [axes for axes in ways if self.limits.allows(op, axes, self.mesh, shardings)] or [((),) * len(op.rule.sizes)]
         for axes in ways:
             time_s = self._price(op, axes, shardings, free)
             if best is None or time_s < best.time_s * (1 - 1e-9):
-                best = Choice(axes, time_s, OpSharding(axes))
+                best = OpChoice(axes, time_s, OpSharding(axes))
         assert best is not None
         return best
 

@@ -29,7 +29,7 @@ from spmdctx.machine.xla.overlap import widening
 from spmdctx.machine.xla.reductions import are_scattered, in_order
 
 
-class Split(NamedTuple):
+class OpSplits(NamedTuple):
     """All splits of an op's factors: a row of codes each, and the number of each tensor's sharding in its domain."""
 
     rows: IntArray
@@ -41,7 +41,7 @@ class States(NamedTuple):
     """The states of an op. Arrays are per state.
 
     Attributes:
-        split: the place of the state's split in `Split.rows`.
+        split: the place of the state's split in `OpSplits.rows`.
         wanted: per operand, the number of the sharding it is taken in.
         unreduced_in: the axes, as bits, over which the operands are taken unreduced.
         stored: per result, the number of the sharding it is left in.
@@ -60,19 +60,31 @@ class States(NamedTuple):
 
 
 class Joins(NamedTuple):
-    """Whether an op may take its operands unreduced, and hand its result on unreduced."""
+    """The permission to take operands unreduced, and to hand the result on unreduced."""
 
     takes: bool
     hands_on: bool
 
 
-def split_of_rule(op: Op, shapes: Sequence[tuple[int, ...]], splittable: Sequence[bool], mesh: LogicalMesh) -> Split:
-    """Every legal split of an op whose operands and results have `shapes`."""
+class ResultUse(NamedTuple):
+    """The use of an op's results.
+
+    Attributes:
+        is_terminal: whether they reach no matrix product.
+        later: how partial sums are reduced.
+    """
+
+    is_terminal: bool = False
+    later: Later = AT_ONCE
+
+
+def split_of_rule(op: Op, shapes: Sequence[tuple[int, ...]], splittable: Sequence[bool], mesh: LogicalMesh) -> OpSplits:
+    """Lists every legal split of an op whose operands and results have `shapes`."""
     rule = op.rule
     return _legal_splits(_Dims(rule.operands, rule.results, rule.sizes), tuple(splittable), tuple(shapes), mesh)
 
 
-def split_of_axes(op: Op, shapes: Sequence[tuple[int, ...]], axes: FactorAxes, mesh: LogicalMesh) -> Split:
+def split_of_axes(op: Op, shapes: Sequence[tuple[int, ...]], axes: FactorAxes, mesh: LogicalMesh) -> OpSplits:
     """The one split that the user's shard_map asks for."""
     codes = axis_codes(mesh)
     rows = np.array([[codes.code(own) for own in axes]], dtype=np.int64).reshape(1, len(axes))
@@ -80,7 +92,7 @@ def split_of_axes(op: Op, shapes: Sequence[tuple[int, ...]], axes: FactorAxes, m
 
 
 class _Dims(NamedTuple):
-    """What the splits of a rule depend on, which rules of many primitives share."""
+    """The part of a rule that its splits depend on, which the rules of many primitives share."""
 
     operands: tuple[tuple[DimFactors, ...], ...]
     results: tuple[tuple[DimFactors, ...], ...]
@@ -88,12 +100,12 @@ class _Dims(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _legal_splits(dims: _Dims, splittable: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...], mesh: LogicalMesh) -> Split:
+def _legal_splits(dims: _Dims, splittable: tuple[bool, ...], shapes: tuple[tuple[int, ...], ...], mesh: LogicalMesh) -> OpSplits:
     codes = axis_codes(mesh)
     return _with_numbers(dims, _legal_rows(dims, codes.rows(dims.sizes, splittable), codes), shapes, mesh)
 
 
-def _with_numbers(rule: _Dims, rows: IntArray, shapes: Sequence[tuple[int, ...]], mesh: LogicalMesh) -> Split:
+def _with_numbers(rule: _Dims, rows: IntArray, shapes: Sequence[tuple[int, ...]], mesh: LogicalMesh) -> OpSplits:
     codes = axis_codes(mesh)
     numbers = []
     fits = np.ones(len(rows), dtype=bool)
@@ -102,7 +114,7 @@ def _with_numbers(rule: _Dims, rows: IntArray, shapes: Sequence[tuple[int, ...]]
         fits &= own >= 0
         numbers.append(own)
     kept = [own[fits] for own in numbers]
-    return Split(rows[fits], tuple(kept[: len(rule.operands)]), tuple(kept[len(rule.operands) :]))
+    return OpSplits(rows[fits], tuple(kept[: len(rule.operands)]), tuple(kept[len(rule.operands) :]))
 
 
 def _projected(dims: Sequence[tuple[int, ...]], rows: IntArray, codes: AxisCodes) -> IntArray:
@@ -115,7 +127,7 @@ def _projected(dims: Sequence[tuple[int, ...]], rows: IntArray, codes: AxisCodes
 
 
 def _legal_rows(rule: _Dims, rows: IntArray, codes: AxisCodes) -> IntArray:
-    """Without rows that split a minor factor of a dimension whose major factors are not completely split."""
+    """Drops rows that split a minor factor of a dimension whose major factors are not completely split."""
     legal = np.ones(len(rows), dtype=bool)
     for factors in {factors for side in (rule.operands, rule.results) for dims in side for factors in dims if len(factors) > 1}:
         complete = np.ones(len(rows), dtype=bool)
@@ -128,15 +140,14 @@ def _legal_rows(rule: _Dims, rows: IntArray, codes: AxisCodes) -> IntArray:
 def states_of(
     graph: Graph,
     op: Op,
-    split: Split,
+    split: OpSplits,
     joins: Joins,
     mesh: LogicalMesh,
     topology: Topology,
-    is_terminal: bool = False,
-    later: Later = AT_ONCE,
+    use: ResultUse | None = None,
 ) -> States:
-    """The states of an op for its splits; `is_terminal` where its results reach no matrix product, `later` how they are reduced."""
-    builder = _Builder(graph, op, split, mesh, topology, is_terminal, later)
+    """Lists the states of an op for its splits."""
+    builder = _StateBuilder(graph, op, split, mesh, topology, use or ResultUse())
     builder.add(joins.hands_on)
     if joins.takes:
         builder.add_unreduced(joins.hands_on)
@@ -176,11 +187,11 @@ def _whole_words(mesh: LogicalMesh, shape: tuple[int, ...], num_bytes: int) -> l
     return found
 
 
-class _Builder:
-    def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool, later: Later) -> None:
-        self._is_terminal, self._later = is_terminal, later
-        self._exposed = 1.0 - topology.compiler.reduction_overlap if is_terminal else 1.0
-        self._reducing = reduction_machine(is_terminal, topology)
+class _StateBuilder:
+    def __init__(self, graph: Graph, op: Op, split: OpSplits, mesh: LogicalMesh, topology: Topology, use: ResultUse) -> None:
+        self._is_terminal, self._later = use
+        self._exposed = 1.0 - topology.compiler.reduction_overlap if use.is_terminal else 1.0
+        self._reducing = reduction_machine(use.is_terminal, topology)
         self._graph, self._op, self._split, self._mesh, self._topology = graph, op, split, mesh, topology
         self._codes = axis_codes(mesh)
         self._results = [graph.values[value] for value in op.results]
@@ -289,7 +300,7 @@ class _Builder:
         return found
 
     def states(self) -> States:
-        """What was added, as arrays."""
+        """Returns the states that were added, as arrays."""
         split = np.array([state.split for state in self._found], dtype=np.int64)
         stored = np.array([state.stored for state in self._found], dtype=np.int64).reshape(len(split), -1)
         return States(
@@ -304,7 +315,7 @@ class _Builder:
 
 
 def following(states: States, positions: Sequence[int]) -> States:
-    """Every state once for each of some operands, which it then follows."""
+    """Repeats every state once for each of some operands, which it then follows."""
     if not positions:
         return states
     count, times = len(states.seconds), len(positions)

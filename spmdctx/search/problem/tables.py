@@ -18,9 +18,9 @@ from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
 from spmdctx.machine.reshard_table import reshard_table
 from spmdctx.machine.xla.narrowing import NARROW_BYTES
 from spmdctx.search.problem.coupled import allowed_alone, allowed_pairs
-from spmdctx.search.problem.network import Carry, Network, Node
+from spmdctx.search.problem.network import Carry, Network, Node, Source
 from spmdctx.search.problem.space import Space
-from spmdctx.search.problem.states import Split, States, following, shapes_of, split_of_axes, split_of_rule, states_of
+from spmdctx.search.problem.states import OpSplits, ResultUse, States, following, shapes_of, split_of_axes, split_of_rule, states_of
 from spmdctx.search.setup.limits import AlgoLimits, is_elementwise
 from spmdctx.search.setup.marks import PinnedDims
 from spmdctx.search.setup.request import Coupling, Setup
@@ -28,7 +28,7 @@ from spmdctx.search.solver.problem.problem import Edge, Problem
 
 
 class Choices(NamedTuple):
-    """What the states of one node mean. `split` and `states` are those of op nodes; `stored` and `taken` serve all.
+    """The meaning of the states of one node. `split` and `states` are those of op nodes; `stored` and `taken` serve all.
 
     `unreduced` are the axes, as bits, over which a slot that may be handed on unreduced is.
     """
@@ -36,7 +36,7 @@ class Choices(NamedTuple):
     stored: tuple[IntArray, ...]
     taken: tuple[IntArray, ...]
     seconds: FloatArray
-    split: Split | None = None
+    split: OpSplits | None = None
     states: States | None = None
     unreduced: IntArray | None = None
 
@@ -64,16 +64,14 @@ class Tables:
         self._memo: dict[tuple[object, ...], Choices] = {}
         self._edges: dict[tuple[object, ...], FloatArray] = {}
         self._reshard_s: dict[tuple[object, ...], FloatArray] = {}
-        self.choices = [self._choices(node) for node in network.nodes]
+        self.choices = [self.choices_of(node) for node in network.nodes]
 
     def problem(self) -> Problem:
         """The problem, without memory."""
         costs = [choices.seconds * node.weight for choices, node in zip(self.choices, self.network.nodes, strict=True)]
         edges = []
         for carry, (weight, value) in self.network.carries.items():
-            table = self._table(carry, value, weight)
-            if table is None:
-                continue
+            table = self.table(carry, value, weight)
             if carry.source.node == carry.target:
                 costs[carry.target] = costs[carry.target] + np.diagonal(table)
             else:
@@ -97,7 +95,8 @@ class Tables:
                 found[nodes[0], nodes[1]] = coupling
         return found
 
-    def _choices(self, node: Node) -> Choices:
+    def choices_of(self, node: Node) -> Choices:
+        """Returns the choices of a node, which a search of fewer may narrow."""
         if node.sort == "op":
             return self._op_choices(node)
         value = self.space.graph.values[node.member]
@@ -144,34 +143,35 @@ class Tables:
         known = self._memo.get(key)
         if known is None:
             if forced is None:
-                split = self._allowed(op, split_of_rule(op, shapes, space.splittable(op.rule), space.mesh))
+                split = self.allowed_splits(op, split_of_rule(op, shapes, space.splittable(op.rule), space.mesh))
             else:
                 split = split_of_axes(op, shapes, forced, space.mesh)
-            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology, node.terminal, later)
+            states = states_of(space.graph, op, split, node.joins, space.mesh, space.topology, ResultUse(node.terminal, later))
             if forced is None and self._limits.elementwise_follow:
                 states = following(states, self._leaders(op))
             known = self._memo[key] = Choices(states.stored, states.wanted, states.seconds, split, states)
         return known
 
-    def _allowed(self, op: Op, split: Split) -> Split:
-        """Without the splits that the search's parameters forbid."""
+    def allowed_splits(self, op: Op, split: OpSplits) -> OpSplits:
+        """Returns the splits that the search's parameters allow."""
         if not self._limits.restricts:
             return split
         codes = axis_codes(self.space.mesh)
         kept = [place for place, row in enumerate(split.rows.tolist()) if self._limits.allows(op, codes.sharding(row), self.space.mesh)]
         places = np.array(kept, dtype=np.int64)
         operands, results = (tuple(own[places] for own in side) for side in (split.operands, split.results))
-        return Split(split.rows[places], operands, results)
+        return OpSplits(split.rows[places], operands, results)
 
     def _leaders(self, op: Op) -> list[int]:
         """The operands of which an element-wise op must follow one; none where it need not."""
         if not is_elementwise(op.rule):
             return []
-        slots, loose = self.space.op_slots[op.id], self.space.loose_slots
+        slots, loose = self.space.op_slots[op.id], self.space.free_slots
         alike = [place for place, dims in enumerate(op.rule.operands) if dims and dims == op.rule.results[0]]
         return [] if any(slots[place] in loose for place in alike) else alike
 
-    def _table(self, carry: Carry, value: int, weight: float) -> FloatArray | None:
+    def table(self, carry: Carry, value: int, weight: float) -> FloatArray:
+        """Returns the seconds of an edge for each pair of states."""
         source, target = self.choices[carry.source.node], self.choices[carry.target]
         stored, taken = source.stored[carry.source.result], target.taken[carry.position]
         known = self.space.graph.values[value]
@@ -199,8 +199,7 @@ class Tables:
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
             if source.split is not None and target.split is None:
-                op = self.space.graph.ops[self.network.nodes[carry.source.node].member]
-                table = self._with_reductions(table, op, source, source.split.results[carry.source.result], known.shape, stored, taken)
+                table = self._with_reductions(table, carry.source, known.shape, stored, taken)
             if is_kept:
                 table = self._without_slices(table, known.shape, stored, taken)
             if follows and target.states is not None:
@@ -218,20 +217,20 @@ class Tables:
         return np.where(misfit, np.inf, table)
 
     def _without_slices(self, table: FloatArray, shape: tuple[int, ...], stored: IntArray, taken: IntArray) -> FloatArray:
-        """What a loop adds up is split by its reduction, in every turn, or not at all."""
+        """Forbids slices of sums in loops: the reduction splits such a sum in every turn, or nothing does."""
         codes = axis_codes(self.space.mesh)
         used = np.bitwise_or.reduce(codes.bits[domain(self.space.mesh, shape).rows], axis=1, initial=0)
         return np.where(used[taken][None, :] & ~used[stored][:, None], np.inf, table)
 
-    def _with_reductions(
-        self, table: FloatArray, op: Op, source: Choices, natural: IntArray, shape: tuple[int, ...], left: IntArray, stored: IntArray
-    ) -> FloatArray:
+    def _with_reductions(self, table: FloatArray, made: Source, shape: tuple[int, ...], left: IntArray, stored: IntArray) -> FloatArray:
         """Partial results are only left where lowering leaves them on the way to where they are stored (`space.reduction_plan`).
 
         Sums of unreduced terms are scattered by the compiler: only into the split in which they are stored.
         """
+        source, op = self.choices[made.node], self.space.graph.ops[self.network.nodes[made.node].member]
         assert source.split is not None
         assert source.states is not None
+        natural = source.split.results[made.result]
         codes, rows = axis_codes(self.space.mesh), domain(self.space.mesh, shape).rows
         summed = [factor for factor, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
         own = np.bitwise_or.reduce(codes.bits[source.split.rows[:, summed]], axis=1, initial=0)[source.states.split]
@@ -271,7 +270,7 @@ class Tables:
         return np.where(stored[:, None] != taken[None, :], seconds[:, None], 0.0)
 
     def assignment(self, states: tuple[int, ...], mode: str) -> Assignment:
-        """What a choice of states means for every op and value; values that are free to place are left whole."""
+        """Translates a choice of states to shardings of every op and value; values that are free to place are left whole."""
         space, folded = self.space, self.network.folded
         graph, mesh = space.graph, space.mesh
         # Equal ones are one object, by which they are priced once.
@@ -305,7 +304,7 @@ class Tables:
         return OpSharding(axis_codes(self.space.mesh).sharding(row))
 
     def _stored_sum(self, value: int, node: int, states: tuple[int, ...]) -> TensorSharding:
-        """Where a result is stored that may be a sum of unreduced ones; it is only sliced by its readers, if they are all."""
+        """Returns the sharding of a result that may be a sum of unreduced terms; only its readers slice it, if all of them do."""
         choices, state, network = self.choices[node], states[node], self.network
         assert choices.split is not None
         assert choices.states is not None

@@ -56,7 +56,7 @@ class Option(NamedTuple):
 
 
 def roles_of(rule: OpRule, splittable: Sequence[bool], *, is_conv: bool, swapped: bool) -> Roles:
-    """Which factors of an op with two operands and one result each cut may take."""
+    """Returns the factors of an op with two operands and one result that each cut may take."""
     left, right = (_factors(dims) for dims in rule.operands[:2])
     result = _factors(rule.results[0])
     if swapped:

@@ -10,7 +10,7 @@ from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.results import Shortfall
 from spmdctx.search.dynamic.shortfall import place_of
-from spmdctx.search.recursive.searcher import Recursive, RecursiveOptions
+from spmdctx.search.recursive.searcher import RecursiveOptions, RecursiveSearcher
 from spmdctx.search.recursive.stages import suggest_stages
 from spmdctx.search.setup.request import Request, Setup
 
@@ -34,7 +34,7 @@ def plan_recursive(step: Step, request: Request, topology: Topology, options: Re
         StrategyError: pins that do not fit the devices.
         InfeasibleError: no plan that fits in the budget was found.
     """
-    found = Recursive(step, topology, options).plan(request)
+    found = RecursiveSearcher(step, topology, options).plan(request)
     if isinstance(found, Shortfall):
         raise _infeasible(step, request, topology, options, found)
     setup = found.setup
@@ -61,10 +61,10 @@ def _enough_bytes(step: Step, request: Request, topology: Topology, options: Rec
     """A budget that this search finds a plan in: the first of those that its failures name, else what its fastest plan takes."""
     budget = found.enough_bytes
     for _ in range(_ATTEMPTS):
-        tried = Recursive(step, topology, replace(options, memory_bytes=budget)).plan(request)
+        tried = RecursiveSearcher(step, topology, replace(options, memory_bytes=budget)).plan(request)
         if not isinstance(tried, Shortfall):
             return budget
         budget = max(tried.enough_bytes, budget + 1)
-    fastest = Recursive(step, topology, replace(options, memory_bytes=None)).plan(request)
+    fastest = RecursiveSearcher(step, topology, replace(options, memory_bytes=None)).plan(request)
     assert not isinstance(fastest, Shortfall), "only a budget can fall short"
     return bill_of(step, fastest.assignment, fastest.setup.mesh, topology).memory_bytes

@@ -40,7 +40,7 @@ class Round(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What the rounds made of one op: axes per factor, and a round per mesh axis that was free."""
+    """The decision of the rounds for one op: axes for each factor, and a round for each mesh axis that was free."""
 
     axes: FactorAxes
     rounds: tuple[Round, ...]
@@ -152,10 +152,11 @@ class _Rounds:
         local = [size // mesh.num_slices(own) for size, own in zip(rule.sizes, taken, strict=True)]
         used = {name for own in taken for name in own}
         log: list[Round] = []
-        for name, parts in mesh.axes:
+        for axis in mesh.axes:
+            name, parts = axis
             if name in used:
                 continue
-            options = self._options(op, roles, axes, local, name, parts, decided)
+            options = self._options(op, roles, axes, local, axis, decided)
             if not whole and any(not one.forbidden and one.cut != NO_CUT for one in options):
                 options = tuple([one for one in options if one.cut != NO_CUT])
             chosen = min((one for one in options if not one.forbidden), key=lambda one: one.total)
@@ -172,10 +173,10 @@ class _Rounds:
         roles: Roles,
         axes: list[list[str]],
         local: list[int],
-        name: str,
-        parts: int,
+        axis: tuple[str, int],
         decided: list[tuple[tuple[tuple[int, ...], ...], TensorSharding]],
     ) -> tuple[Option, ...]:
+        name, parts = axis
         sizes = [_product(local, tensor) for tensor in roles.tensors]
         options = []
         for cut, cost in op_costs(roles, sizes, local, parts, self.mem_coeff).items():
@@ -198,7 +199,7 @@ class _Rounds:
         return -1
 
     def _is_legal(self, op: Op, axes: tuple[AxisNames, ...], factor: int, local: list[int], parts: int) -> bool:
-        """Whether a minor factor of a compound dimension has its major ones split completely, and the slices stay aligned."""
+        """Returns whether a minor factor of a compound dimension has its major ones split completely, and the slices stay aligned."""
         limits = self.space.limits
         for dims in (*op.rule.operands, *op.rule.results):
             for factors in dims:
@@ -252,7 +253,7 @@ _ARGUMENT, _WEIGHT, _OTHER = 0, 1, 2
 
 
 class Roots:
-    """Where operands come from, through ops that only rename, convert, stack or unstack."""
+    """The origins of operands, through ops that only rename, convert, stack or unstack."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -283,7 +284,7 @@ class Roots:
         return known and op.primitive in _OTHER_FORMS
 
     def inputs(self, op: Op) -> Inputs:
-        """What the two operands of a main op are."""
+        """Returns the kinds of the two operands of a main op."""
         left, right = (self._kind(value) for value in op.operands[:2])
         return left, right
 

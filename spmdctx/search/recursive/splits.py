@@ -20,7 +20,7 @@ from spmdctx.ir.graph import Op, Role
 from spmdctx.ir.projection import FactorAxes
 from spmdctx.search.problem.network import PLAIN, Carry, Network, Node
 from spmdctx.search.problem.space import Space
-from spmdctx.search.problem.states import Split, States
+from spmdctx.search.problem.states import OpSplits, States
 from spmdctx.search.problem.tables import Choices, Tables
 from spmdctx.search.setup.limits import AlgoLimits, is_elementwise
 from spmdctx.search.setup.request import Setup
@@ -35,7 +35,7 @@ class Joined(NamedTuple):
     problem: Problem
     groups: tuple[int, ...]
 
-    def apart(self, solution: Solution) -> Solution:
+    def of_nodes(self, solution: Solution) -> Solution:
         """The solution for the nodes of the network."""
         return solution._replace(states=tuple([solution.states[group] for group in self.groups]))
 
@@ -72,9 +72,7 @@ class FewSplits(Tables):
             left, right = groups[carry.source.node], groups[carry.target]
             if left == right and self._goes_with(carry):
                 continue
-            table = self._table(carry, value, weight)
-            if table is None:
-                continue
+            table = self.table(carry, value, weight)
             if left == right:
                 costs[left] = costs[left] + np.diagonal(table)
             else:
@@ -98,7 +96,7 @@ class FewSplits(Tables):
         return tuple([numbers.setdefault(first(node), len(numbers)) for node in range(len(leader))])
 
     def _goes_with(self, carry: Carry) -> bool:
-        """Whether the ends of an edge are nodes that go together, each state of one with the same of the other."""
+        """Returns whether the ends of an edge are nodes that go together, each state of one with the same of the other."""
         source, target = carry.source.node, carry.target
         if not (self._follows[source] and self._follows[target]):
             return False
@@ -111,7 +109,7 @@ class FewSplits(Tables):
 
     @cached_property
     def _follows(self) -> list[bool]:
-        """Per node, whether it may go with others: element-wise ops, and what single ops make."""
+        """Tells for each node whether it may go with others: element-wise ops, and values that single ops make."""
         network, ops = self.network, self.space.graph.ops
         fixed = {network.slot_nodes[own] for own in network.fixed_slots if own in network.slot_nodes}
         known: dict[int, bool] = {}
@@ -126,8 +124,9 @@ class FewSplits(Tables):
             found.append(known[id(rule)] and node.joins == PLAIN and node.member not in self.forced)
         return found
 
-    def _allowed(self, op: Op, split: Split) -> Split:
-        split = super()._allowed(op, split)
+    def allowed_splits(self, op: Op, split: OpSplits) -> OpSplits:
+        """Returns the allowed splits whose axes are in the order of the mesh, and the cuts."""
+        split = super().allowed_splits(op, split)
         straight = self._straight[split.rows].all(axis=1)
         for cut in self._cut_rows.get(len(op.rule.sizes), ()):
             straight |= (split.rows == cut).all(axis=1)
@@ -135,10 +134,11 @@ class FewSplits(Tables):
         if len(kept) in (0, len(split.rows)):
             return split
         operands, results = (tuple(own[kept] for own in side) for side in (split.operands, split.results))
-        return Split(split.rows[kept], operands, results)
+        return OpSplits(split.rows[kept], operands, results)
 
-    def _choices(self, node: Node) -> Choices:
-        every = super()._choices(node)
+    def choices_of(self, node: Node) -> Choices:
+        """Returns the choices of a node whose results lie on axes in the order of the mesh."""
+        every = super().choices_of(node)
         known = self._few.get(id(every))
         if known is None:
             known = self._few[id(every)] = self._among(node, every)
@@ -176,7 +176,7 @@ class FewSplits(Tables):
 
 
 def _only(states: States, places: IntArray) -> States:
-    """Some of the states."""
+    """Returns some of the states."""
     wanted, stored = (tuple(own[places] for own in side) for side in (states.wanted, states.stored))
     rest = states.unreduced_out[places], states.seconds[places], states.follows[places]
     return States(states.split[places], wanted, states.unreduced_in[places], stored, *rest)

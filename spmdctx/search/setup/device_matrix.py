@@ -43,7 +43,7 @@ class DeviceMatrix:
     pieces: list[Piece] = field(default_factory=list)
 
     def leaves(self) -> list[Piece]:
-        """All uncut pieces."""
+        """Lists all uncut pieces."""
         return [leaf for piece in self.pieces for leaf in piece.leaves()]
 
     @property

@@ -42,11 +42,11 @@ class AlgoLimits:
 
     @property
     def restricts(self) -> bool:
-        """Whether any candidate can be refused."""
+        """Returns whether any candidate can be refused."""
         return self.fully_use_devices or self.elementwise_follow or self.slice_multiple > 1
 
     def allows(self, op: Op, axes: FactorAxes, mesh: LogicalMesh, stored: Sequence[TensorSharding] | None = None) -> bool:
-        """Whether a candidate may be used.
+        """Returns whether a candidate may be used.
 
         Args:
             op: the op.
@@ -72,7 +72,7 @@ class AlgoLimits:
 
 
 def is_elementwise(rule: OpRule) -> bool:
-    """Whether each element of the results depends on one element of each operand, which may broadcast."""
+    """Returns whether each element of the results depends on one element of each operand, which may broadcast."""
     full = rule.results[0] if rule.results else ()
     if any(kind is not FactorKind.PASS_THROUGH for kind in rule.kinds) or any(dims != full for dims in rule.results):
         return False

@@ -55,7 +55,7 @@ def check_single_op(links: Links, members: Sequence[Mark], op: Op, num_devices: 
     Raises:
         StrategyError: two operands disagree, or the device matrix does not divide the devices.
     """
-    chosen: dict[int, _Split] = {}
+    chosen: dict[int, _FactorSplit] = {}
     for item in _splits(op, members):
         known = chosen.setdefault(item.factor, item)
         if known.slices != item.slices:
@@ -69,8 +69,8 @@ def check_single_op(links: Links, members: Sequence[Mark], op: Op, num_devices: 
         raise _error(links, members, first, fault, _fitting_op(op, members, num_devices))
 
 
-class _Split(NamedTuple):
-    """What a strategy says of one factor of an op."""
+class _FactorSplit(NamedTuple):
+    """The part of a strategy that splits one factor of an op."""
 
     factor: int
     slices: int
@@ -78,8 +78,8 @@ class _Split(NamedTuple):
     dim: int
 
 
-def _splits(op: Op, members: Sequence[Mark]) -> list[_Split]:
-    """What the strategies of the op's operands say of its factors, operand by operand."""
+def _splits(op: Op, members: Sequence[Mark]) -> list[_FactorSplit]:
+    """Reads the splits of an op's factors from the strategies of its operands, operand by operand."""
     by_value = {mark.value: mark for mark in members if mark.side == "in"}
     found = []
     for value, dims in zip(op.operands, op.rule.operands, strict=True):
@@ -87,7 +87,7 @@ def _splits(op: Op, members: Sequence[Mark]) -> list[_Split]:
             continue
         for dim, (factors, slices) in enumerate(zip(dims, _slices(by_value[value]), strict=False)):
             if factors and slices != FREE:
-                found.append(_Split(factors[0], slices, by_value[value], dim))
+                found.append(_FactorSplit(factors[0], slices, by_value[value], dim))
     return found
 
 

@@ -29,7 +29,7 @@ Key = tuple[str, int]
 
 
 class Resolved(NamedTuple):
-    """What the marks of a program fix."""
+    """The shardings that the marks of a program fix."""
 
     mesh: LogicalMesh
     pins: dict[int, PinnedDims]
@@ -61,7 +61,7 @@ def resolve_marks(graph: Graph, marks: Sequence[Mark], num_devices: int, mesh: L
                 check_mark(links, members, mark, op, num_devices)
             if op is not None:
                 check_single_op(links, members, op, num_devices)
-            regions.append(_Region(links, members, num_devices, layouts))
+            regions.append(_MarkedRegion(links, members, num_devices, layouts))
     placement = place([matrix for region in regions for matrix in region.matrices], num_devices, mesh)
     pins: dict[int, PinnedDims] = {}
     for region in regions:
@@ -76,7 +76,7 @@ def resolve_marks(graph: Graph, marks: Sequence[Mark], num_devices: int, mesh: L
     return Resolved(placement.mesh, pins, tuple(notes))
 
 
-class _Region:
+class _MarkedRegion:
     """One region: its device matrices, and the pieces of them that split each dimension of each boundary tensor."""
 
     def __init__(

@@ -39,7 +39,7 @@ def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _prices(mesh: LogicalMesh, topology: Topology) -> tuple[object, ...]:
-    """What all collectives cost over all groups of axes, the axes taken by size."""
+    """Prices all collectives over all groups of axes, the axes taken by size."""
     by_size = sorted(mesh.names, key=lambda name: mesh.sizes[name])
     groups = [group for count in range(1, len(by_size) + 1) for group in combinations(by_size, count)]
     sizes = tuple(mesh.sizes[name] for name in by_size)

@@ -42,7 +42,7 @@ def prepare(graph: Graph, request: Request) -> Setup:
 
 
 def batch_parts(graph: Graph, setup: Setup) -> dict[int, TensorSharding]:
-    """Where propagation starts beside the pins: parts of a split batch, micro-batches for example, are split like the batch itself."""
+    """Returns where propagation starts beside the pins: parts of a split batch, such as micro-batches, are split like the batch."""
     split = {value: sharding[0] for value in batch_leaves(graph) if (sharding := setup.pins.get(value) or setup.seeds.get(value))}
     axes = next((own for own in split.values() if own), ())
     parts: dict[int, TensorSharding] = {}
@@ -88,7 +88,7 @@ def _stand_alone(request: Request) -> Setup:
 
 
 def _mesh_of(graph: Graph, request: Request) -> tuple[LogicalMesh, dict[int, PinnedDims], tuple[str, ...]]:
-    """The user's mesh, else that of his own constraints or shard_maps, else what the strategies need."""
+    """Returns the user's mesh, else that of the user's constraints or shard_maps, else the one that the strategies need."""
     mesh = request.mesh
     if mesh is None:
         own = dict.fromkeys([*(spec.mesh_axes for spec in request.manual), *(pin.mesh_axes for pin in request.value_pins if pin.mesh_axes)])

@@ -41,7 +41,7 @@ def spoken_dims(mark: Mark) -> list[int]:
 
 
 class Links:
-    """What all regions need to know of the graph: readers and ties of values, and the op each mark stands on."""
+    """The facts of the graph that all regions need: readers and ties of values, and the op each mark stands on."""
 
     def __init__(self, graph: Graph, marks: Iterable[Mark]) -> None:
         self.graph = graph

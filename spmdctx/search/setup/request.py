@@ -40,7 +40,7 @@ ALL_REPLICAS = -1
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSharding:
-    """What the parallel optimizer splits.
+    """The state that the parallel optimizer splits.
 
     Attributes:
         level: 1 for optimizer state, 2 for gradients too, 3 for weights too.
@@ -76,7 +76,7 @@ class Coupling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for, without JAX.
+    """The user's request, without JAX.
 
     `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf; `optimizer` None for no parallel optimizer,
     and `couplings` what it asks of a search. `once` are sums of loops that are reduced when they are complete, and not before.
@@ -98,9 +98,9 @@ class Request:
 
 @dataclass(slots=True)
 class Setup:
-    """Where a search starts from. Keys of `pins`, `seeds` and `reasons` are value ids, of `forced` and `one_way` op ids.
+    """The start of a search. Keys of `pins`, `seeds` and `reasons` are value ids, of `forced` and `one_way` op ids.
 
-    `partial_pins` are those of the seeds that the user asked for, with None for the dimensions that he left free.
+    `partial_pins` are those of the seeds that the user asked for, with None for the dimensions that the user left free.
 
     Partial results that are `unscattered` are reduced in place, if at all where they are made.
 

@@ -8,13 +8,13 @@ from time import monotonic
 import numpy as np
 
 from spmdctx.search.solver.limited.constrained import Constrained, most_variables
-from spmdctx.search.solver.problem.graph import Graph, cost_of
+from spmdctx.search.solver.problem.graph import CostGraph, cost_of
 from spmdctx.search.solver.problem.local import totals
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.problem.pool import Pool
 from spmdctx.search.solver.problem.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.unlimited.dominance import supported
-from spmdctx.search.solver.unlimited.energy import SWEEPS, WORK, Minimisation, Minimum, Search, minimise, shrink
+from spmdctx.search.solver.unlimited.energy import SWEEPS, WORK, Minimisation, Minimum, SolverRun, minimise, shrink
 
 HOPELESS = Infeasible(-1, 0.0, float("inf"))
 """No choice of states has a finite cost, whatever the memory."""
@@ -48,7 +48,7 @@ def solve(
         forbidden or the problem is small. A large problem with forbidden pairs may be called infeasible because none that fits was found.
     """
     search = _search(effort, tolerance, cutoff, deadline)
-    graph = Graph.of(problem.costs, problem.edges, Pool())
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
     with np.errstate(invalid="ignore"):
         if not supported(graph):
             return HOPELESS
@@ -65,7 +65,7 @@ def solve(
 
 
 def may_be_proven(found: Solution, effort: int) -> bool:
-    """Whether more effort, up to this one, has good prospects of closing the gap that was left within memory, in little time."""
+    """Returns whether more effort, up to this one, has good prospects of closing the gap that was left within memory, in little time."""
     return found.counts.get("variables", 0) <= most_variables(effort) // 2
 
 
@@ -81,24 +81,24 @@ class Sought:
     def __init__(self, problem: Problem, *, effort: int = 2, tolerance: float = 0.0) -> None:
         self.problem = problem
         self._search = _search(effort, tolerance, float("inf"), None)
-        self._graph = Graph.of(problem.costs, problem.edges, Pool())
+        self._graph = CostGraph.of(problem.costs, problem.edges, Pool())
         with np.errstate(invalid="ignore"):
             self._minimisation = Minimisation(self._graph, self._search) if supported(self._graph) else None
 
     def solve(self, cutoff: float = float("inf")) -> Solution | Infeasible:
-        """What `solve` finds with this cutoff; with a higher one than before it goes on where it stopped."""
+        """Finds what `solve` finds with this cutoff; with a higher one than before it goes on where it stopped."""
         self._search.cutoff = cutoff
         with np.errstate(invalid="ignore"):
             found = None if self._minimisation is None else self._minimisation.run()
         return _solution(self.problem, self._graph, found, self._search)
 
 
-def _search(effort: int, tolerance: float, cutoff: float, deadline: float | Callable[[], bool] | None) -> Search:
-    return Search(effort, WORK // 16 * 4**effort, min(len(SWEEPS), effort + 3), tolerance, cutoff, *_clock(deadline))
+def _search(effort: int, tolerance: float, cutoff: float, deadline: float | Callable[[], bool] | None) -> SolverRun:
+    return SolverRun(effort, WORK // 16 * 4**effort, min(len(SWEEPS), effort + 3), tolerance, cutoff, *_clock(deadline))
 
 
-def _solution(problem: Problem, graph: Graph, found: Minimum | Infeasible | None, search: Search) -> Solution | Infeasible:
-    """What was found for the graph, for the problem."""
+def _solution(problem: Problem, graph: CostGraph, found: Minimum | Infeasible | None, search: SolverRun) -> Solution | Infeasible:
+    """Translates a result for the graph to one for the problem."""
     if found is None:
         return HOPELESS
     if isinstance(found, Infeasible):
@@ -110,12 +110,12 @@ def _solution(problem: Problem, graph: Graph, found: Minimum | Infeasible | None
     return Solution(states, cost, bound, dict(search.counts))
 
 
-def _present(graph: Graph, rows: Rows, known: Known) -> Known:
+def _present(graph: CostGraph, rows: Rows, known: Known) -> Known:
     """The same in present states."""
     return Known(tuple(_choice_in(graph, rows, states) for states in known.choices), known.lower_bound)
 
 
-def _choice_in(graph: Graph, rows: Rows, choice: tuple[int, ...]) -> tuple[int, ...]:
+def _choice_in(graph: CostGraph, rows: Rows, choice: tuple[int, ...]) -> tuple[int, ...]:
     """A choice in present states; in place of one that was discarded, the best that uses no more beside its neighbours."""
     states, missing = [0] * len(graph.origin), []
     for node, (origin, state) in enumerate(zip(graph.origin, choice, strict=True)):

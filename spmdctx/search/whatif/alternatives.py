@@ -47,7 +47,7 @@ Force = Callable[[Mapping[int, TensorSharding], Mapping[int, FactorAxes]], Assig
 _T = TypeVar("_T")
 
 
-class _Row(NamedTuple):
+class _TimedCollective(NamedTuple):
     """A collective, its seconds, and the share of them that hides."""
 
     kind: str
@@ -138,12 +138,12 @@ class PricedAlternatives:
         return self._known[key]
 
     def fits(self, alternative: Alternative) -> bool:
-        """Whether the alternative keeps to the budget, where the plan does."""
+        """Returns whether the alternative keeps to the budget, where the plan does."""
         limit = self.memory_bytes
         return limit is None or alternative.bill.memory_bytes <= max(limit, self._bill.memory_bytes)
 
     def flips(self, alternative: Alternative) -> tuple[Flip, ...]:
-        """What would make the alternative the better choice; nothing where it already is.
+        """Lists the changes that would make the alternative the better choice; none where it already is.
 
         Of one that is as fast only a budget and a batch are asked: links tell the two apart by rounding.
         """
@@ -230,12 +230,12 @@ class PricedAlternatives:
             yield Flip("memory_bytes", True, float(self._bill.memory_bytes), self.memory_bytes, alternative.delta_s)
 
     def _bandwidth_flips(self, alternative: Alternative) -> Iterator[Flip]:
-        """Where faster or slower links make up for the difference; compute stays as it is."""
+        """Finds the bandwidths at which links make up for the difference; compute stays as it is."""
         mine, its = self._bill, alternative.bill
         rows = _difference(its, mine)
         compute_s = its.compute_s - mine.compute_s
 
-        def later_s(row: _Row, machine: Topology) -> float:
+        def later_s(row: _TimedCollective, machine: Topology) -> float:
             prices = [collective_price(row.kind, row.axes, self.mesh, one) for one in (self.topology, machine)]
             return row.time_s + row.payload_bytes * (prices[1].s_per_byte - prices[0].s_per_byte)
 
@@ -268,7 +268,7 @@ class PricedAlternatives:
                 yield Flip("batch", below, float(size * scale), size, delta_s)
 
     def _delta_at(self, scale: Fraction, alternative: Alternative) -> float:
-        """What the alternative costs more than the plan with another batch; 0 where there is no such batch."""
+        """Returns what the alternative costs more than the plan with another batch; 0 where there is no such batch."""
         scaled = self._scaled(scale)
         return 0.0 if scaled is None else rounded_s(_total_s(self._price(alternative.assignment, scaled[0])) - scaled[1], scaled[1])
 
@@ -302,7 +302,7 @@ def varied(rows: Iterable[_T], counts: Callable[[_T], tuple[int, ...]], own: tup
 
 
 def _moved_axes(own: FactorAxes, splittable: Collection[bool], names: Iterable[str]) -> Iterator[FactorAxes]:
-    """Every way in which one axis is elsewhere: on another factor, on none, or on one where it was on none."""
+    """Lists every way in which one axis is elsewhere: on another factor, on none, or on one where it was on none."""
     for name in names:
         without = tuple(tuple(axis for axis in axes if axis != name) for axes in own)
         yield without
@@ -319,12 +319,12 @@ def _total_s(bill: Bill) -> float:
     return bill.compute_s + bill.exposed_communication_s
 
 
-def _difference(its: Bill, mine: Bill) -> list[tuple[_Row, int]]:
+def _difference(its: Bill, mine: Bill) -> list[tuple[_TimedCollective, int]]:
     """Executions per row that only one bill has, negative where it is `mine`."""
-    counts: Counter[_Row] = Counter()
+    counts: Counter[_TimedCollective] = Counter()
     for bill, sign in ((its, 1), (mine, -1)):
         for row, share in zip(bill.collectives, bill.shares, strict=True):
-            counts[_Row(row.kind, row.axes, row.payload_bytes, row.time_s, share)] += sign * row.repeats
+            counts[_TimedCollective(row.kind, row.axes, row.payload_bytes, row.time_s, share)] += sign * row.repeats
     return [(key, count) for key, count in counts.items() if count]
 
 

@@ -152,7 +152,7 @@ class Neighbourhood:
         trials = 0
         while queue and trials < MAX_TRIALS:
             slot = queue.pop(0)
-            if slot in own or slot in self.fixed or slot in space.loose_slots:
+            if slot in own or slot in self.fixed or slot in space.free_slots:
                 continue
             around = space.neighbours[slot]
             best, best_s = state[slot], self._cost_s(around, state)

@@ -109,7 +109,7 @@ def _scaled_rule(rule: OpRule, factors: tuple[int, ...], scale: Fraction) -> OpR
 
 
 def _fits(op: Op, rule: OpRule, before: Sequence[Value], after: Sequence[Value | None]) -> bool:
-    """Whether every dimension is still as large as its factors say, where it was so before."""
+    """Returns whether every dimension is still as large as its factors say, where it was so before."""
     for value, dims in zip((*op.operands, *op.results), (*rule.operands, *rule.results), strict=True):
         new = after[value] if value >= 0 else None
         if new is None:

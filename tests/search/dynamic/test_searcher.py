@@ -10,9 +10,9 @@ from spmdctx.cost.price import price
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.mesh import AnyOrder
-from spmdctx.search.dynamic import results
-from spmdctx.search.dynamic import searcher as dynamic
-from spmdctx.search.dynamic.effort import PROVEN, THOROUGH
+from spmdctx.search.dynamic import budget as budget_module
+from spmdctx.search.dynamic.budget import Budget
+from spmdctx.search.dynamic.effort import PROVEN, THOROUGH, THOROUGH_PLAN, Attempt, Schedule, unsettled
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Shortfall
 from spmdctx.search.dynamic.searcher import Searcher, plan_dynamic
 from spmdctx.search.setup.limits import AlgoLimits
@@ -24,6 +24,9 @@ from tests.search.random_graphs import fused, random_machine, random_mesh, rando
 
 TOGETHER = 10
 """Graphs of one test."""
+
+LARGE = DynamicOptions(small_program=0)
+"""Options for which no program is small."""
 
 LIMITS = (
     AlgoLimits(fully_use_devices=True),
@@ -127,21 +130,22 @@ def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
 
 
 def test_no_limit_is_tried_of_which_the_solver_has_said_that_it_is_too_low(monkeypatch):
-    tried, limited = [], Searcher._limited
+    tried, within = [], Budget.solve_within
 
-    def recorded(self, problem, spare, *rest):
-        found = limited(self, problem, spare, *rest)
-        tried.append((problem.memory.limit, found.enough_bytes - spare if isinstance(found, Shortfall) else 0))
+    def recorded(self, problem, *rest):
+        found, limit = within(self, problem, *rest), problem.memory.limit
+        tried.append((limit, found.enough_bytes - (self.memory_bytes - limit) if isinstance(found, Shortfall) else 0))
         return found
 
-    monkeypatch.setattr(Searcher, "_limited", recorded)
-    monkeypatch.setattr(Searcher, "_pace", lambda self: PROVEN._replace(branches=False, proves=False))
+    monkeypatch.setattr(Budget, "solve_within", recorded)
+    schedule = Schedule((Attempt(PROVEN._replace(branches=False, proves=False)),))
     times = 0
     for seed in range(3000, 3000 + 6 * TOGETHER):
         made, mesh, machine = random_step(seed, 8), random_mesh(seed), random_machine(seed)
         tried.clear()
         peak = _peak(made, mesh, machine, _search(made, mesh, machine).assignment)
-        _search(made, mesh, machine, memory_bytes=int(peak * 0.8))
+        options = DynamicOptions(memory_bytes=int(peak * 0.8), schedule=schedule)
+        Searcher(_step(made), machine, options).search(Setup(mesh))
         for place, (_, enough) in enumerate(tried):
             # What is enough is whole bytes.
             assert all(limit > enough - 1 for limit, _ in tried[place + 1 :]), seed
@@ -245,13 +249,13 @@ def test_the_best_mesh_is_the_best_of_all_meshes(seed):
 
 
 def test_a_budget_is_tried_on_the_most_promising_mesh_first_and_only_where_it_may_pay(monkeypatch):
-    looked, in_budget = [], Searcher._in_budget
+    looked, search_on = [], Budget.search_on
 
-    def recorded(self, tables, problem, fastest, known_s):
-        looked.append(self._bounds[fastest.setup.mesh])
-        return in_budget(self, tables, problem, fastest, known_s)
+    def recorded(self, mesh, known_s):
+        looked.append(mesh.lower_bound_s)
+        return search_on(self, mesh, known_s)
 
-    monkeypatch.setattr(Searcher, "_in_budget", recorded)
+    monkeypatch.setattr(Budget, "search_on", recorded)
     spared = 0
     for seed in range(4300, 4300 + TOGETHER):
         looked.clear()
@@ -267,25 +271,24 @@ def test_a_budget_is_tried_on_the_most_promising_mesh_first_and_only_where_it_ma
 
 
 def test_more_effort_for_a_plan_far_from_its_bound_finds_nothing_dearer(monkeypatch):
-    efforts, run = [], dynamic.solve
+    efforts, run = [], budget_module.solve
 
     def recorded(problem, **how):
         efforts.append(how.get("effort"))
         return run(problem, **how)
 
-    monkeypatch.setattr(dynamic, "solve", recorded)
-    monkeypatch.setattr(results, "SMALL_PROGRAM", 0)
+    monkeypatch.setattr(budget_module, "solve", recorded)
     for seed in range(4600, 4600 + 2 * TOGETHER):
         made, machine = random_step(seed, 8), random_machine(seed)
-        free = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
-        asked = DynamicOptions(memory_bytes=int(_peak(made, free.setup.mesh, machine, free.assignment) * 0.7))
+        free = plan_dynamic(_step(made), _request(4), machine, LARGE)
+        asked = replace(LARGE, memory_bytes=int(_peak(made, free.setup.mesh, machine, free.assignment) * 0.7))
         costs = []
         for insists in (float("inf"), -1.0):
-            monkeypatch.setattr(dynamic, "THOROUGH", THOROUGH._replace(insists=insists))
+            attempts = (*THOROUGH_PLAN.attempts[:-1], Attempt(THOROUGH._replace(insists=insists), unsettled))
             efforts.clear()
-            found = plan_dynamic(_step(made), _request(4), machine, asked)
+            found = plan_dynamic(_step(made), _request(4), machine, replace(asked, schedule=Schedule(attempts)))
             costs.append(float("inf") if isinstance(found, Shortfall) else found.cost_s)
-            assert insists < 0 or THOROUGH.effort + 1 not in efforts
+            assert insists < 0 or THOROUGH.level + 1 not in efforts
             assert isinstance(found, Shortfall) or found.lower_bound_s <= found.cost_s * (1 + 1e-9), seed
         assert costs[1] <= costs[0] * (1 + 1e-9), seed
 
@@ -304,18 +307,18 @@ def _truths_within(made, machine, budget):
 @pytest.mark.parametrize("first", range(4400, 4520, 3 * TOGETHER))
 def test_a_budget_that_nobody_set_is_met_where_a_short_search_finds_how(first, small, monkeypatch):
     monkeypatch.setattr(exhaustive_tables, "MOST_CHOICES", 600)
-    monkeypatch.setattr(results, "SMALL_PROGRAM", small)
+    options = DynamicOptions(small_program=small)
     met = 0
     for seed in range(first, first + 3 * TOGETHER):
         made, machine = random_step(seed, 4), random_machine(seed)
         if made.loose:
             continue
-        free = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
+        free = plan_dynamic(_step(made), _request(4), machine, options)
         budget = int(_peak(made, free.setup.mesh, machine, free.assignment) * random.Random(seed).choice((0.9, 0.7, 0.5)))
         truths = _truths_within(made, machine, budget)
         if truths is None:
             continue
-        found = plan_dynamic(_step(made), _request(4), machine, DynamicOptions(memory_bytes=budget, is_soft=True))
+        found = plan_dynamic(_step(made), _request(4), machine, replace(options, memory_bytes=budget, is_soft=True))
         if isinstance(found, Shortfall):
             assert not (found.is_proven and truths), seed
             continue
@@ -326,14 +329,12 @@ def test_a_budget_that_nobody_set_is_met_where_a_short_search_finds_how(first, s
 
 
 @pytest.mark.parametrize(("seed", "share"), [(4506, 0.5), (4543, 0.5), (4555, 0.7), (4589, 0.7), (4597, 0.7), (4598, 0.7), (4608, 0.7)])
-def test_a_budget_that_nobody_set_is_looked_for_on_every_mesh(seed, share, monkeypatch):
+def test_a_budget_that_nobody_set_is_looked_for_on_every_mesh(seed, share):
     """On the mesh of the fastest plan none keeps to it, or none that is as cheap as one on another mesh."""
-    monkeypatch.setattr(results, "SMALL_PROGRAM", 0)
-    monkeypatch.setattr(dynamic, "_LARGE_PROGRAM", 0)
     made, machine = random_step(seed, 6), random_machine(seed)
-    free = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
+    free = plan_dynamic(_step(made), _request(4), machine, LARGE)
     budget = int(_peak(made, free.setup.mesh, machine, free.assignment) * share)
-    asked = DynamicOptions(memory_bytes=budget, is_soft=True)
+    asked = replace(LARGE, memory_bytes=budget, is_soft=True, large_program=0)
     alone = plan_dynamic(_step(made), replace(_request(4), mesh=free.setup.mesh), machine, asked)
     found = plan_dynamic(_step(made), _request(4), machine, asked)
     assert isinstance(alone, Shortfall) or found.cost_s < alone.cost_s
@@ -376,10 +377,9 @@ def test_what_is_cheapest_on_any_order_of_a_mesh_is_a_bound_for_each(first):
 
 @pytest.mark.parametrize(("small", "share"), [(0, 1e-3), (100, 1e-9)])
 @pytest.mark.parametrize("seed", range(4200, 4206))
-def test_meshes_of_three_axes_are_searched_as_far_as_they_are_worth(seed, small, share, monkeypatch):
-    monkeypatch.setattr(results, "SMALL_PROGRAM", small)
+def test_meshes_of_three_axes_are_searched_as_far_as_they_are_worth(seed, small, share):
     made, machine = random_step(seed), random_machine(seed)
-    found = plan_dynamic(_step(made), _request(16), machine, DynamicOptions(max_axes=3))
+    found = plan_dynamic(_step(made), _request(16), machine, DynamicOptions(max_axes=3, small_program=small))
     truth = min(_search(made, mesh, machine).cost_s for mesh in candidate_meshes(16, machine))
     assert truth * (1 - 1e-9) <= found.cost_s <= truth * (1 + 2 * share)
     assert truth * (1 - 2 * share) <= found.lower_bound_s <= truth * (1 + 1e-9)

@@ -2,13 +2,14 @@
 
 import re
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from spmdctx.cost.price import price
 from spmdctx.cost.step import Step, bill_of
-from spmdctx.search.dynamic import results, shortfall
-from spmdctx.search.dynamic import searcher as dynamic
+from spmdctx.search.dynamic import budget as budget_module
+from spmdctx.search.dynamic import shortfall
 from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
 from spmdctx.search.dynamic.searcher import plan_dynamic
 from spmdctx.search.setup.request import Request
@@ -45,27 +46,26 @@ def test_where_the_solver_knows_of_nothing_that_is_enough_the_fastest_plan_is(mo
     free = plan_dynamic(step, request, machine, DynamicOptions())
     peak = bill_of(step, free.assignment, request.mesh, machine).memory_bytes
     missing = Infeasible(0, float("inf"), float("inf"), is_proven=False, lower_bound=free.cost_s)
-    monkeypatch.setattr(dynamic, "solve", lambda *args, **how: missing)
+    monkeypatch.setattr(budget_module, "solve", lambda *args, **how: missing)
     found = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=peak - 1))
     assert (found.least_bytes, found.enough_bytes, found.is_proven) == (peak, peak, False)
     assert found.lower_bound_s == pytest.approx(free.cost_s)
 
 
-def _tight(seed, share):
-    """A step on 2 devices, and a budget of a share of what its fastest plan takes."""
+def _tight(seed, small):
+    """A step on 2 devices, and a budget of three tenths of what its fastest plan takes; `small` are the ops of a small program."""
     made, machine = random_step(seed, 6), random_machine(seed)
     step = Step(made.graph, made.scopes, made.loose, frozenset())
-    free = plan_dynamic(step, _request(2), machine, DynamicOptions())
+    free = plan_dynamic(step, _request(2), machine, DynamicOptions(small_program=small))
     peak = price(made.graph, made.scopes, made.loose, (), free.assignment, free.setup.mesh, machine).memory_bytes
-    return step, machine, DynamicOptions(memory_bytes=int(peak * share))
+    return step, machine, DynamicOptions(memory_bytes=int(peak * 0.3), small_program=small)
 
 
 @pytest.mark.parametrize(("small", "seeds"), [(0, range(6200, 6212)), (100, (6200, 6204, 6205))])
-def test_the_number_of_devices_that_is_named_is_the_first_doubling_on_which_a_plan_is_found(small, seeds, monkeypatch):
-    monkeypatch.setattr(results, "SMALL_PROGRAM", small)
+def test_the_number_of_devices_that_is_named_is_the_first_doubling_on_which_a_plan_is_found(small, seeds):
     axes = set()
     for seed in seeds:
-        step, machine, options = _tight(seed, 0.3)
+        step, machine, options = _tight(seed, small)
         count = shortfall._enough_devices(step, _request(2), machine, options)
         if count is None:
             continue
@@ -77,15 +77,14 @@ def test_the_number_of_devices_that_is_named_is_the_first_doubling_on_which_a_pl
     assert max(axes) > 1
 
 
-def test_the_budget_that_is_named_for_a_larger_program_works_and_is_mostly_near_the_least(monkeypatch):
-    monkeypatch.setattr(results, "SMALL_PROGRAM", 0)
+def test_the_budget_that_is_named_for_a_larger_program_works_and_is_mostly_near_the_least():
     excess = []
     for seed in range(6200, 6212):
-        step, machine, options = _tight(seed, 0.3)
+        step, machine, options = _tight(seed, 0)
         found = plan_dynamic(step, _request(2), machine, options)
         if isinstance(found, Shortfall):
             budget = shortfall._enough_bytes(step, _request(2), machine, options, found)
-            assert not isinstance(plan_dynamic(step, _request(2), machine, DynamicOptions(memory_bytes=budget)), Shortfall), seed
+            assert not isinstance(plan_dynamic(step, _request(2), machine, replace(options, memory_bytes=budget)), Shortfall), seed
             excess.append(budget / found.least_bytes - 1)
     assert statistics.median(excess) < 0.05
 

@@ -9,7 +9,7 @@ from spmdctx.cost.price import price
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.presets import topology
-from spmdctx.search.dynamic import searcher as dynamic
+from spmdctx.search.dynamic import formulation
 from spmdctx.search.dynamic.stored_inputs import store_as_read
 from spmdctx.search.problem.space import Space
 from tests.search.random_graphs import StepMaker
@@ -70,7 +70,7 @@ def test_what_enters_a_loop_for_nothing_is_split_as_the_loop_reads_it(monkeypatc
     options = {"parallel_mode": "auto_parallel", "mesh": {"data": 8}, "device_num": 8, "topology": "h100", "batch_argnums": 1}
     found = spmdctx.plan(step, weights, x, **options)
     assert found.inputs[1].sharding[0] == ("data",)
-    monkeypatch.setattr(dynamic, "store_as_read", lambda space, assignment, pins: assignment)
+    monkeypatch.setattr(formulation, "store_as_read", lambda space, assignment, pins: assignment)
     whole = spmdctx.plan(step, weights, x, **options)
     assert found.cost.total_s == whole.cost.total_s
     # Seven eighths of the mask's 4 MiB and of the batch's.

@@ -9,8 +9,7 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
 from spmdctx.search.dynamic.results import DynamicOptions
 from spmdctx.search.dynamic.searcher import Searcher
-from spmdctx.search.problem import fold as folding
-from spmdctx.search.problem.fold import fold
+from spmdctx.search.problem.fold import Folding, fold
 from spmdctx.search.problem.space import Space
 from spmdctx.search.setup.request import Setup
 from tests.search.random_graphs import StepMaker, random_machine
@@ -38,9 +37,9 @@ def _shared_rules(step):
     )
 
 
-def _fold(graph, op_marks=None, slot_marks=None, **rounds):
+def _fold(graph, op_marks=None, slot_marks=None, **options):
     space = Space(graph, MESH, topology("h100"), frozenset())
-    return fold(space, op_marks or [0] * len(graph.ops), slot_marks or {}, **rounds)
+    return fold(space, op_marks or [0] * len(graph.ops), slot_marks or {}, folding=Folding(**options))
 
 
 def test_a_small_program_is_not_folded():
@@ -89,14 +88,13 @@ def test_a_mark_keeps_an_op_or_a_slot_apart():
     assert folded.slot_members[folded.slot_class[value]] == [value]
 
 
-def test_a_fold_only_restricts(monkeypatch):
+def test_a_fold_only_restricts():
     """The folded plan's cost is exact, and no less than that of the plan in which every op decides for itself."""
     graph, machine = _shared_rules(_layers(12)), random_machine(3)
     step = Step(graph, (0,) * len(graph.ops), frozenset(), frozenset())
     costs = {}
-    for small in (folding.SMALL, 0):
-        monkeypatch.setattr(folding, "SMALL", small)
-        found = Searcher(step, machine, DynamicOptions()).search(Setup(MESH))
+    for small in (Folding().small_program, 0):
+        found = Searcher(step, machine, DynamicOptions(folding=Folding(small_program=small))).search(Setup(MESH))
         seconds = evaluate(graph, step.scopes, frozenset(), found.assignment, MESH, machine)
         assert seconds.total_s == pytest.approx(found.cost_s, rel=1e-9)
         assert seconds.reshard_s + seconds.reduction_s > 0

@@ -11,10 +11,13 @@ from spmdctx.cost.memory.lives import step_memory
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
+from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.free_values import place_free_values
 from spmdctx.search.dynamic.results import DynamicOptions
 from spmdctx.search.dynamic.searcher import Searcher
 from spmdctx.search.problem.memory_rows import completed, counted_bytes, on_chip, passing_at, with_memory
+from spmdctx.search.problem.tables import Tables
+from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.request import Setup
 from spmdctx.search.solver.solve import solve
 from tests.road import trace
@@ -54,9 +57,9 @@ CASES = {"chained": (chained, [W, W], X), "deep": (chained, [W] * 5, LONG), "tie
 def _counted_and_billed(program, mesh, machine, times):
     """Bytes of plans for random seconds, as the solver counts them in full and as the bill does."""
     step, setup = Step(program.graph, program.scopes, program.loose, frozenset()), Setup(mesh)
-    searcher = Searcher(step, machine, DynamicOptions())
-    scale_s = searcher.search(setup).cost_s
-    tables, problem = searcher._problem_on(setup)
+    scale_s = Searcher(step, machine, DynamicOptions()).search(setup).cost_s
+    tables = Formulation(step, machine, AlgoLimits(), Tables, mode="dynamic_programming").tables(setup)
+    problem = tables.problem()
     memory = step_memory(step.graph, step.scopes, step.donated, fuses_into_products=machine.compiler.fuses_into_products)
     passing = dict.fromkeys(one for time in range(len(step.graph.ops)) for one in passing_at(tables.network, memory, time))
     limited = with_memory(tables, problem, memory, np.inf, passing)

@@ -11,7 +11,7 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.presets import topology
 from spmdctx.machine.topology import without_latency
-from spmdctx.search.problem.states import Joins, following, shapes_of, split_of_axes, split_of_rule, states_of
+from spmdctx.search.problem.states import Joins, ResultUse, following, shapes_of, split_of_axes, split_of_rule, states_of
 from tests.oracles.exhaustive import all_splits
 from tests.search.random_graphs import StepMaker, random_step
 
@@ -35,7 +35,7 @@ def _add():
 
 def _states(graph, op, joins, is_terminal=False, machine=MACHINE):
     split = split_of_rule(op, shapes_of(graph, op), op.rule.splittable, MESH)
-    return split, states_of(graph, op, split, joins, MESH, machine, is_terminal)
+    return split, states_of(graph, op, split, joins, MESH, machine, ResultUse(is_terminal))
 
 
 @pytest.mark.parametrize("seed", range(12))

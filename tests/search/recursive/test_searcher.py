@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import spmdctx
 from spmdctx.errors import InfeasibleError
-from spmdctx.search.recursive.searcher import SMALL_PROGRAM
+from spmdctx.search.recursive.searcher import RecursiveOptions
 
 ADAMW = optax.adamw(1e-3)
 SIZES = (512, 2048, 512)
@@ -136,7 +136,7 @@ def test_a_large_program_is_searched_on_two_axes_of_about_one_size(devices, mesh
     params = [{"up": shape(512, 2048), "down": shape(2048, 512)} for _ in range(16)]
     given = (params, jax.eval_shape(ADAMW.init, params)), {"x": shape(rows, 512), "y": shape(rows, 512)}
     found = plan(deep, *given, devices=devices)
-    assert len(found.ops) > SMALL_PROGRAM
+    assert len(found.ops) > RecursiveOptions().small_program
     assert found.logical_mesh.shape == mesh
     exact = plan(deep, *given, devices=devices, mode="dynamic_programming")
     assert found.cost.total_s <= exact.cost.total_s * 1.1

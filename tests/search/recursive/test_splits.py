@@ -120,7 +120,7 @@ def test_a_joined_problem_costs_what_its_states_cost_apart(mesh):
     found = chained(mesh)
     problem, joined = found.problem(), found.joined()
     solution = solve(joined.problem)
-    apart = joined.apart(solution)
+    apart = joined.of_nodes(solution)
     assert len(joined.problem.costs) < len(problem.costs)
     assert cost_of(problem.costs, problem.edges, apart.states) == pytest.approx(solution.cost, rel=1e-12)
     assert solution.cost >= solve(problem).cost * (1 - 1e-12)

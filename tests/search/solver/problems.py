@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.search.solver.problem.problem import Edge, Life, Memory, Problem
-from spmdctx.search.solver.unlimited.energy import Search, minimise
+from spmdctx.search.solver.unlimited.energy import SolverRun, minimise
 
 NUM_TIMES = 8
 
@@ -83,5 +83,5 @@ def assert_beliefs_below_the_truth(graph, bound):
         for state, belief in enumerate(beliefs):
             fixed = graph.copy()
             fixed.restrict({node: np.array([state])})
-            found = minimise(fixed, Search())
+            found = minimise(fixed, SolverRun())
             assert belief <= (np.inf if found is None else found.cost) + 1e-9

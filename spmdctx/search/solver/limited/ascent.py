@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
-from spmdctx.search.solver.limited.assignment import Amounts
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.limited.selection import Amounts
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.reproducible import dot, length, power
 from spmdctx.search.solver.unlimited.dual import Bound, Dual
-from spmdctx.search.solver.unlimited.energy import Search
+from spmdctx.search.solver.unlimited.energy import SolverRun
 
 SHARPENINGS = 4
 """How often the shape of the first prices is squared."""
@@ -32,7 +32,7 @@ class Ascent:
     when `share` of the time is over.
     """
 
-    def __init__(self, graph: Graph, amounts: Amounts, search: Search, share: float = 1.0) -> None:
+    def __init__(self, graph: CostGraph, amounts: Amounts, search: SolverRun, share: float = 1.0) -> None:
         self.graph = graph
         self.amounts = amounts
         self.search = search
@@ -66,7 +66,7 @@ class Ascent:
         return value
 
     def is_over(self) -> bool:
-        """Whether its share of the time is over."""
+        """Returns whether its share of the time is over."""
         return self.search.progress() >= self.share
 
     def start(self) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
-from spmdctx.search.solver.limited.assignment import Amounts
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.limited.selection import Amounts
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.reproducible import weight
-from spmdctx.search.solver.unlimited.energy import Search, minimise
+from spmdctx.search.solver.unlimited.energy import SolverRun, minimise
 
 STEPS = 40
 
 
-def has_hard_tables(graph: Graph) -> bool:
-    """Whether some pair of states is forbidden."""
+def has_hard_tables(graph: CostGraph) -> bool:
+    """Returns whether some pair of states is forbidden."""
     numbers = {number for links in graph.links for number in links.values()}
     return any(not np.isfinite(graph.pool.arrays[number]).all() for number in sorted(numbers))
 
 
-def smallest(graph: Graph, amounts: Amounts, search: Search) -> list[int] | None:
+def smallest(graph: CostGraph, amounts: Amounts, search: SolverRun) -> list[int] | None:
     """Present states whose highest usage is as low as found; None if nothing is finite.
 
     Prices per row move to the rows that are used most (multiplicative weights); with one row the first step is exact.
@@ -44,7 +44,7 @@ def smallest(graph: Graph, amounts: Amounts, search: Search) -> list[int] | None
     return best
 
 
-def without_costs(graph: Graph) -> Graph:
+def without_costs(graph: CostGraph) -> CostGraph:
     """The graph with costs of zero, where they are finite."""
     bare = graph.copy()
     bare.base = 0.0
@@ -61,7 +61,7 @@ def without_costs(graph: Graph) -> Graph:
     return bare
 
 
-def _priced(bare: Graph, amounts: Amounts, prices: FloatArray) -> Graph:
+def _priced(bare: CostGraph, amounts: Amounts, prices: FloatArray) -> CostGraph:
     other = bare.copy()
     weights = amounts.rows.weights(prices)
     for node in amounts.live:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.memory import Rows
 
 MAX_CHOICES = 200_000
@@ -23,8 +23,8 @@ class Enumerated(NamedTuple):
     usage: FloatArray
 
 
-def enumerate_choices(graph: Graph, rows: Rows) -> Enumerated | None:
-    """All choices of states of the nodes that are left; None if they are too many."""
+def enumerate_choices(graph: CostGraph, rows: Rows) -> Enumerated | None:
+    """Lists all choices of states of the nodes that are left; returns None if they are too many."""
     nodes = tuple(node for node in graph.nodes() if graph.size(node) > 1)
     shape = tuple(graph.size(node) for node in nodes)
     count = math.prod(shape)
@@ -57,7 +57,7 @@ def states_at(choices: Enumerated, index: int, num_nodes: int) -> list[int]:
     return states
 
 
-def fixed_usage(graph: Graph, rows: Rows) -> FloatArray:
+def fixed_usage(graph: CostGraph, rows: Rows) -> FloatArray:
     """The usage of every row by the nodes that have one state."""
     usage = np.zeros(len(rows.times))
     for node, ranges in enumerate(rows.ranges):

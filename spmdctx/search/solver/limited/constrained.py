@@ -9,7 +9,6 @@ import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
 from spmdctx.search.solver.limited.ascent import Ascent
-from spmdctx.search.solver.limited.assignment import Amounts, Assignment
 from spmdctx.search.solver.limited.capacity import has_hard_tables, smallest
 from spmdctx.search.solver.limited.closing import Enumerated, enumerate_choices, states_at
 from spmdctx.search.solver.limited.forest import descend_forests
@@ -17,11 +16,12 @@ from spmdctx.search.solver.limited.frontier import cheapest_fitting, order_for
 from spmdctx.search.solver.limited.lagrange import Prices, priced
 from spmdctx.search.solver.limited.polish import Polish
 from spmdctx.search.solver.limited.program import integer_optimum, lowest_peak, num_variables
-from spmdctx.search.solver.problem.graph import Graph, is_whole
+from spmdctx.search.solver.limited.selection import Amounts, Selection
+from spmdctx.search.solver.problem.graph import CostGraph, is_whole
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.problem.problem import Infeasible, Known
 from spmdctx.search.solver.unlimited.dual import Bound, Dual
-from spmdctx.search.solver.unlimited.energy import EQUAL, Minimum, Search, is_narrow, minimise, shrink
+from spmdctx.search.solver.unlimited.energy import EQUAL, Minimum, SolverRun, is_narrow, minimise, shrink
 
 PRICE_STEPS = 30
 MAX_REPAIRS = 12
@@ -44,7 +44,7 @@ def most_variables(effort: int) -> int:
 class Constrained:
     """One problem whose memory may bind. States are present states of `graph`, which is reduced with regard to memory."""
 
-    def __init__(self, graph: Graph, rows: Rows, search: Search, known: Known | None = None, cutoff: float = np.inf) -> None:
+    def __init__(self, graph: CostGraph, rows: Rows, search: SolverRun, known: Known | None = None, cutoff: float = np.inf) -> None:
         self.known = known
         self.cutoff = cutoff
         self.graph = graph
@@ -89,7 +89,7 @@ class Constrained:
         self.bound = max(self.bound, bound)
 
     def _narrow(self) -> None:
-        """Every minimum is exact and cheap: cutting planes for the prices, flips between the choices that they meet."""
+        """Solves a narrow graph, whose minima are exact and cheap: cutting planes for prices, flips between the choices that they meet."""
         prices = Prices(self.graph, self.amounts, self.search)
         free = prices.evaluate(np.zeros(len(self.rows.times)))
         self._offer_repaired(self.amounts.least())
@@ -154,7 +154,7 @@ class Constrained:
             self._offer(polish.best.states)
 
     def _close(self) -> None:
-        """Without the states that cannot be in a better choice: all choices, or an integer program if it is small enough."""
+        """Drops states that are in no better choice; then tries all choices, or an integer program if it is small enough."""
         if self.search.expired():
             return
         core = self.graph.copy()
@@ -178,7 +178,7 @@ class Constrained:
         elif is_smaller and is_narrow(core):
             self._descend(core, known)
 
-    def _is_exhausted(self, core: Graph, known: float) -> bool:
+    def _is_exhausted(self, core: CostGraph, known: float) -> bool:
         """Offers the best of all choices, if they are few enough to look at."""
         choices = enumerate_choices(core, self.rows)
         if choices is not None:
@@ -191,7 +191,7 @@ class Constrained:
             self._offer(core.complete(best.states))
         return best is not None
 
-    def _descend(self, core: Graph, known: float) -> None:
+    def _descend(self, core: CostGraph, known: float) -> None:
         """Solves what pruning left as a problem of its own: what was too wide may be narrow now."""
         inner = Constrained(core, self.rows, self.search, cutoff=self.cutoff)
         found = inner.run()
@@ -203,14 +203,14 @@ class Constrained:
         self._raise(min(found.bound, known))
 
     @staticmethod
-    def _num_states(graph: Graph) -> int:
+    def _num_states(graph: CostGraph) -> int:
         return sum(graph.size(node) for node in graph.nodes())
 
-    def _is_closable(self, graph: Graph) -> bool:
-        """Whether the graph's integer program is small enough."""
+    def _is_closable(self, graph: CostGraph) -> bool:
+        """Returns whether the graph's integer program is small enough."""
         return num_variables(graph) <= most_variables(self.search.effort)
 
-    def _prune(self, core: Graph, known: float) -> bool:
+    def _prune(self, core: CostGraph, known: float) -> bool:
         """Removes the states whose bound is above the cost of a choice that is known; False if a node has none left."""
         if np.isinf(known):
             return True
@@ -229,8 +229,8 @@ class Constrained:
         core.restrict({node: states for node, states in kept.items() if len(states) < core.size(node)})
         return True
 
-    def _assignment(self, states: Sequence[int]) -> Assignment:
-        return Assignment(self.graph, self.amounts, states)
+    def _assignment(self, states: Sequence[int]) -> Selection:
+        return Selection(self.graph, self.amounts, states)
 
     def _offer(self, states: Sequence[int]) -> None:
         found = self._assignment(states)
@@ -246,16 +246,16 @@ class Constrained:
             self._offer(found.states)
 
     def _gap(self) -> float:
-        """How far the bound is below the best cost, relative to it."""
+        """Returns the distance of the bound from the best cost, relative to it."""
         if self.best is None:
             return np.inf
         return (self.best.cost - self.bound) / max(abs(self.best.cost), 1e-300)
 
     def _is_proven(self) -> bool:
-        """Whether the best is near enough, or nothing is below the cutoff."""
+        """Returns whether the best is near enough, or nothing is below the cutoff."""
         return self.bound >= self.cutoff or self._gap() <= max(self.search.tolerance, EQUAL)
 
-    def _enumerated(self, graph: Graph, choices: Enumerated) -> Minimum | Infeasible:
+    def _enumerated(self, graph: CostGraph, choices: Enumerated) -> Minimum | Infeasible:
         """The best of all choices, as present states of the graph."""
         self.search.count("enumerated", len(choices.costs))
         finite = np.isfinite(choices.costs)
@@ -267,7 +267,7 @@ class Constrained:
         return infeasible(self.rows, usage.min(axis=1), usage[:, int(usage.max(axis=0).argmin())])
 
     def _infeasible(self, least: FloatArray) -> Infeasible:
-        """What memory cannot be met; `best` is after all a choice that fits, if looking for the smallest limit finds one."""
+        """Names the memory that cannot be met; sets `best` if the search for the smallest limit finds a choice that fits after all."""
         if not has_hard_tables(self.graph):
             return infeasible(self.rows, least, least)
         if self.search.expired():
@@ -282,7 +282,7 @@ class Constrained:
 
 
 def infeasible(rows: Rows, least: FloatArray, smallest: FloatArray) -> Infeasible:
-    """What cannot be met: the row whose least usage is highest, or where every row can be met alone the highest of the smallest choice."""
+    """Names the row that cannot be met: that of the highest least usage, or if each can be met alone the highest of the smallest choice."""
     row = int(least.argmax())
     if least[row] <= rows.most:
         row, least = int(smallest.argmax()), smallest

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
-from spmdctx.search.solver.limited.assignment import Amounts
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.limited.selection import Amounts
+from spmdctx.search.solver.problem.graph import CostGraph
 
 Forest = list[tuple[int, int]]
 """Nodes, parents first, each with its parent or -1."""
 
 
-def forest(graph: Graph, order: Iterable[int]) -> Forest:
+def forest(graph: CostGraph, order: Iterable[int]) -> Forest:
     """The nodes, in the order given, that have at most one neighbour among those taken before."""
     taken: set[int] = set()
     found: Forest = []
@@ -26,7 +26,7 @@ def forest(graph: Graph, order: Iterable[int]) -> Forest:
     return found
 
 
-def tree(graph: Graph, seed: int, size: int) -> Forest:
+def tree(graph: CostGraph, seed: int, size: int) -> Forest:
     """A tree of at most `size` nodes around a node, breadth first."""
     taken, left, found, waiting = {seed}, {seed}, [(seed, -1)], [seed]
     for node in waiting:
@@ -44,7 +44,7 @@ def tree(graph: Graph, seed: int, size: int) -> Forest:
     return found
 
 
-def best_states(graph: Graph, amounts: Amounts, weights: FloatArray, nodes: Forest, states: Sequence[int]) -> dict[int, int]:
+def best_states(graph: CostGraph, amounts: Amounts, weights: FloatArray, nodes: Forest, states: Sequence[int]) -> dict[int, int]:
     """The states of the nodes of a forest that cost least with usage at `weights` per node, the others as in `states`.
 
     Of equal states the present one stays.
@@ -72,7 +72,7 @@ def best_states(graph: Graph, amounts: Amounts, weights: FloatArray, nodes: Fore
 
 
 def descend_forests(
-    graph: Graph, amounts: Amounts, weights: FloatArray, states: list[int], passes: Iterable[int], random: np.random.Generator
+    graph: CostGraph, amounts: Amounts, weights: FloatArray, states: list[int], passes: Iterable[int], random: np.random.Generator
 ) -> None:
     """Lowers cost and priced usage by forests that cover the graph in random orders, one for each of `passes`. Changes `states`."""
     nodes = np.array(graph.nodes())

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
-from spmdctx.search.solver.limited.assignment import Amounts
 from spmdctx.search.solver.limited.capacity import without_costs
 from spmdctx.search.solver.limited.lagrange import priced
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.limited.selection import Amounts
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.unlimited.eliminate import Elimination, Factors, Memo, Order, elimination, order
 
@@ -38,13 +38,15 @@ _ONE_ROW = 3
 _ROUNDING = 1e-12
 
 
-class Best(NamedTuple):
+class CheapestFitting(NamedTuple):
     """Present states of the cheapest choice that fits and costs less than what was known; None where there is none."""
 
     states: list[int] | None
 
 
-def cheapest_fitting(graph: Graph, amounts: Amounts, prices: FloatArray, most: float, expired: Callable[[], bool]) -> Best | None:
+def cheapest_fitting(
+    graph: CostGraph, amounts: Amounts, prices: FloatArray, most: float, expired: Callable[[], bool]
+) -> CheapestFitting | None:
     """The cheapest choice that fits, if it costs less than `most`; None if that is too much work.
 
     Args:
@@ -68,17 +70,17 @@ def cheapest_fitting(graph: Graph, amounts: Amounts, prices: FloatArray, most: f
     paid = float(prices.sum()) * amounts.rows.limit
     spare = _ROUNDING * (abs(most) + paid) if np.isfinite(most) else 0.0
     limits = np.array([most - spare, *[amounts.rows.most * (1 + _ROUNDING)] * num_rows, most + paid + spare])
-    search = _Choices(graph, [part for part in parts if part is not None], lowest, limits)
+    search = _PartialChoices(graph, [part for part in parts if part is not None], lowest, limits)
     return search.best(amounts, expired)
 
 
-def order_for(graph: Graph, rows: Rows) -> Order | None:
+def order_for(graph: CostGraph, rows: Rows) -> Order | None:
     """An order of elimination with small tables; None if there is none, or the rows are many."""
     num_rows = len(rows.times)
     return order(graph, MAX_TABLE, MAX_WORK // (num_rows + 2)) if num_rows <= MAX_ROWS else None
 
 
-class _Step(NamedTuple):
+class _Extension(NamedTuple):
     """A node that got its states: of each choice the one before that it continues, and the node's state."""
 
     node: int
@@ -86,33 +88,33 @@ class _Step(NamedTuple):
     states: IntArray
 
 
-class _Choices:
+class _PartialChoices:
     """Choices for the nodes so far. `least[k, i]` is the least that choice i can come to in measure k, limited by `limits[k]`."""
 
-    def __init__(self, graph: Graph, parts: list[Elimination], lowest: FloatArray, limits: FloatArray) -> None:
+    def __init__(self, graph: CostGraph, parts: list[Elimination], lowest: FloatArray, limits: FloatArray) -> None:
         self._graph, self._parts, self._limits = graph, parts, limits
         self._least = lowest[:, None]
         self._states: dict[int, IntArray] = {}
-        self._steps: list[_Step] = []
+        self._steps: list[_Extension] = []
 
-    def best(self, amounts: Amounts, expired: Callable[[], bool]) -> Best | None:
+    def best(self, amounts: Amounts, expired: Callable[[], bool]) -> CheapestFitting | None:
         """The cheapest choice for all nodes."""
         if (self._least[:, 0] > self._limits).any():
-            return Best(None)
+            return CheapestFitting(None)
         places = _depth_first(self._parts[0])
         for place, ahead in zip(places, self._nodes_ahead(places), strict=True):
             if expired() or not self._extend(place, ahead):
                 return None
             if not self._least.size:
-                return Best(None)
+                return CheapestFitting(None)
         for index in np.argsort(self._least[0], kind="stable").tolist():
             states = self._traced(index)
             if amounts.rows.excess(amounts.usage(states)) <= 0:
-                return Best(states)
-        return Best(None)
+                return CheapestFitting(states)
+        return CheapestFitting(None)
 
     def _nodes_ahead(self, places: list[int]) -> list[set[int]]:
-        """Per step the nodes in the tables of those that come after it."""
+        """Lists for each step the nodes in the tables of those that come after it."""
         found: list[set[int]] = []
         seen: set[int] = set()
         for place in reversed(places):
@@ -140,7 +142,7 @@ class _Choices:
         kept = self._undominated(columns, least)
         self._least = least[:, kept]
         self._states = {other: own[kept] for other, own in columns.items()}
-        self._steps.append(_Step(node, before[kept], state[kept]))
+        self._steps.append(_Extension(node, before[kept], state[kept]))
         return len(kept) <= MAX_CHOICES
 
     def _continued(self, place: int, node: int, chosen: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
@@ -220,7 +222,7 @@ def _depth_first(part: Elimination) -> list[int]:
 
 
 def _is_lower(key: IntArray, used: FloatArray) -> BoolArray:
-    """Which entries are lower than all before them with the same key; keys ascend."""
+    """Finds the entries that are lower than all before them with the same key; keys ascend."""
     rank = np.unique(used, return_inverse=True)[1].reshape(-1)
     # Ranks of a key are all below those of the keys before it.
     lowered = rank - key * (len(used) + 1)

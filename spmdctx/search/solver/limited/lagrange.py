@@ -8,15 +8,15 @@ import numpy as np
 from scipy.optimize import linprog
 
 from spmdctx.ir.arrays import FloatArray
-from spmdctx.search.solver.limited.assignment import Amounts
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.limited.selection import Amounts
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.local import cost
-from spmdctx.search.solver.unlimited.energy import Search, minimise
+from spmdctx.search.solver.unlimited.energy import SolverRun, minimise
 
 MAX_NEW_ROWS = 3
 
 
-class Choice(NamedTuple):
+class Candidate(NamedTuple):
     """Present states of the graph, their cost and the usage of every row."""
 
     states: list[int]
@@ -24,7 +24,7 @@ class Choice(NamedTuple):
     usage: FloatArray
 
 
-def priced(graph: Graph, amounts: Amounts, prices: FloatArray) -> Graph:
+def priced(graph: CostGraph, amounts: Amounts, prices: FloatArray) -> CostGraph:
     """The graph with usage at prices per row added to the costs."""
     other = graph.copy()
     weights = amounts.rows.weights(prices)
@@ -43,18 +43,18 @@ class Prices:
     Only rows that some choice found exceeds have a price.
     """
 
-    def __init__(self, graph: Graph, amounts: Amounts, search: Search) -> None:
+    def __init__(self, graph: CostGraph, amounts: Amounts, search: SolverRun) -> None:
         self.graph = graph
         self.amounts = amounts
         self.search = search
         self.bound = -np.inf
         self.best = np.zeros(len(amounts.rows.times))
-        self.choices: list[Choice] = []
+        self.choices: list[Candidate] = []
         self.active: list[int] = []
 
-    def add(self, states: list[int]) -> Choice:
+    def add(self, states: list[int]) -> Candidate:
         """Adds a choice as a cut; its worst rows become active."""
-        choice = Choice(states, cost(self.graph, states) + self.graph.base, self.amounts.usage(states))
+        choice = Candidate(states, cost(self.graph, states) + self.graph.base, self.amounts.usage(states))
         self.choices.append(choice)
         usage = choice.usage.copy()
         for _ in range(MAX_NEW_ROWS):
@@ -72,7 +72,7 @@ class Prices:
         before, after = np.flatnonzero(below[:row]), np.flatnonzero(below[row:])
         return slice(int(before[-1]) if len(before) else 0, row + int(after[0]) if len(after) else len(usage))
 
-    def evaluate(self, prices: FloatArray) -> Choice | None:
+    def evaluate(self, prices: FloatArray) -> Candidate | None:
         """The best choice at prices, which may raise the bound; None if the time is over."""
         found = minimise(priced(self.graph, self.amounts, prices), self.search, narrow=True)
         if found is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
-from spmdctx.search.solver.limited.assignment import Amounts, Assignment
 from spmdctx.search.solver.limited.forest import best_states, forest, tree
-from spmdctx.search.solver.problem.graph import Graph
-from spmdctx.search.solver.unlimited.energy import Search
+from spmdctx.search.solver.limited.selection import Amounts, Selection
+from spmdctx.search.solver.problem.graph import CostGraph
+from spmdctx.search.solver.unlimited.energy import SolverRun
 
 TREE_SCALES = (0.5, 0.25, 0.0, 2.0, 1.0)
 """Trees are solved at these multiples of the prices in turn: low prices use up room, high ones make it."""
@@ -20,12 +20,12 @@ MIN_TREES, MAX_TREES = 20, 100
 class Polish:
     """Rounds of improvement for one choice; `best` is the cheapest that fits. The order of things is random but always the same."""
 
-    def __init__(self, graph: Graph, amounts: Amounts, weights: FloatArray, states: list[int], search: Search) -> None:
+    def __init__(self, graph: CostGraph, amounts: Amounts, weights: FloatArray, states: list[int], search: SolverRun) -> None:
         self.graph = graph
         self.amounts = amounts
         self.weights = weights
         self.search = search
-        self.best = Assignment(graph, amounts, states)
+        self.best = Selection(graph, amounts, states)
         self.cost = self.best.cost()
         self._random = np.random.default_rng(0)
         self._nodes = np.array(graph.nodes())
@@ -53,18 +53,18 @@ class Polish:
             if other.cost() < self.cost and other.fits():
                 self.best, self.cost = other, other.cost()
 
-    def _disturbed(self, scale: float) -> Assignment | None:
+    def _disturbed(self, scale: float) -> Selection | None:
         states = list(self.best.states)
         nodes = forest(self.graph, self._random.permutation(self._nodes).tolist())
         for node, state in best_states(self.graph, self.amounts, scale * self.weights, nodes, states).items():
             states[node] = state
-        other = Assignment(self.graph, self.amounts, states)
+        other = Selection(self.graph, self.amounts, states)
         if not other.repair(self.search.expired):
             return None
         other.improve(self.search.expired)
         return other
 
-    def _trees(self, found: Assignment) -> None:
+    def _trees(self, found: Selection) -> None:
         """Solves trees around random nodes and takes over what is cheaper and fits."""
         for _ in range(min(max(len(self._seeds) // 2, MIN_TREES), MAX_TREES)):
             if self.search.expired():

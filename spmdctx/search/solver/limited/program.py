@@ -13,9 +13,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, hstack
 
 from spmdctx.ir.arrays import FloatArray, IntArray
-from spmdctx.search.solver.limited.assignment import Amounts
 from spmdctx.search.solver.limited.closing import fixed_usage
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.limited.selection import Amounts
+from spmdctx.search.solver.problem.graph import CostGraph
 
 NODE_LIMIT = 10_000
 PRECISION = 1e-6
@@ -36,13 +36,13 @@ class Program(NamedTuple):
     num_states: int
 
 
-def num_variables(graph: Graph) -> int:
+def num_variables(graph: CostGraph) -> int:
     """The number of variables of a graph's program."""
     pairs = sum(graph.size(node) * graph.size(other) for node in graph.nodes() for other in graph.links[node] if node < other)
     return pairs + sum(graph.size(node) for node in graph.nodes())
 
 
-def program(graph: Graph, most: float = np.inf) -> Program:
+def program(graph: CostGraph, most: float = np.inf) -> Program:
     """The program without memory, and without the entries of tables that a choice of a cost of at most `most` cannot have."""
     nodes = graph.nodes()
     spare = most - graph.base - _least_sum(graph)
@@ -75,7 +75,7 @@ def program(graph: Graph, most: float = np.inf) -> Program:
     return Program(np.concatenate(costs), rows, sums, starts, num_states)
 
 
-def _least_sum(graph: Graph) -> float:
+def _least_sum(graph: CostGraph) -> float:
     """The sum of all least costs."""
     total = 0.0
     for node in graph.nodes():
@@ -84,7 +84,7 @@ def _least_sum(graph: Graph) -> float:
     return total
 
 
-def memory_rows(graph: Graph, amounts: Amounts, chosen: IntArray, starts: dict[int, int], num_variables: int) -> LinearConstraint:
+def memory_rows(graph: CostGraph, amounts: Amounts, chosen: IntArray, starts: dict[int, int], num_variables: int) -> LinearConstraint:
     """The memory of some rows over the variables, as shares of the limit."""
     lines, columns, values = [], [], []
     limit, unit = amounts.rows.limit, amounts.rows.unit
@@ -105,7 +105,9 @@ def memory_rows(graph: Graph, amounts: Amounts, chosen: IntArray, starts: dict[i
     return LinearConstraint(csr_array((scaled / unit, index), shape=(len(chosen), num_variables)), -np.inf, room / unit)
 
 
-def integer_optimum(graph: Graph, amounts: Amounts, active: list[int], most: float, seconds: float | None) -> tuple[list[list[int]], float]:
+def integer_optimum(
+    graph: CostGraph, amounts: Amounts, active: list[int], most: float, seconds: float | None
+) -> tuple[list[list[int]], float]:
     """Choices that HiGHS found, the last one the best if it is proven, and a bound (infinite if nothing as cheap as `most` fits).
 
     Args:
@@ -145,11 +147,11 @@ def integer_optimum(graph: Graph, amounts: Amounts, active: list[int], most: flo
 
 
 def _first_rows(count: int, active: list[int]) -> list[int]:
-    """All rows, or where they are many the active ones."""
+    """Returns all rows, or where they are many the active ones."""
     return list(range(count)) if count <= ROWS_AT_ONCE else sorted(set(active))
 
 
-def lowest_peak(graph: Graph, amounts: Amounts) -> list[int] | None:
+def lowest_peak(graph: CostGraph, amounts: Amounts) -> list[int] | None:
     """Present states whose highest usage is the least possible, to HiGHS's precision; None if it finds none. Costs do not count."""
     if not graph.nodes():
         return [0] * len(graph.unary)
@@ -170,7 +172,7 @@ def lowest_peak(graph: Graph, amounts: Amounts) -> list[int] | None:
     return None if answer.x is None else _states(graph, model, answer.x)
 
 
-def _states(graph: Graph, model: Program, values: FloatArray) -> list[int]:
+def _states(graph: CostGraph, model: Program, values: FloatArray) -> list[int]:
     """The states that the variables choose."""
     states = [0] * len(graph.unary)
     for node, start in model.starts.items():

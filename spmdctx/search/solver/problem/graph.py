@@ -31,7 +31,7 @@ class Kept(NamedTuple):
     states: IntArray
 
 
-class Graph:
+class CostGraph:
     """Pairwise costs over the nodes that are left.
 
     `unary[v]` is the pool's number of the costs of node v, `links[v][u]` that of the table [state of v, state of u]; `origin[v]` lists the
@@ -49,7 +49,7 @@ class Graph:
         self._stays: Sequence[bool] | None = None
 
     @classmethod
-    def of(cls, costs: Sequence[FloatArray], edges: Sequence[Edge], pool: Pool) -> Graph:
+    def of(cls, costs: Sequence[FloatArray], edges: Sequence[Edge], pool: Pool) -> CostGraph:
         """The graph of a problem: parallel edges are summed, an edge from a node to itself joins the node's costs."""
         unary = [pool.intern_object(array) for array in costs]
         ranges: dict[int, IntArray] = {}
@@ -63,9 +63,9 @@ class Graph:
                 graph.link(left, right, number)
         return graph
 
-    def copy(self) -> Graph:
+    def copy(self) -> CostGraph:
         """A graph that can be changed alone. The pool is shared; `complete` of the copy gives present states of this one."""
-        other = Graph(self.pool, list(self.unary), [dict(links) for links in self.links], list(self.origin))
+        other = CostGraph(self.pool, list(self.unary), [dict(links) for links in self.links], list(self.origin))
         other.alive = list(self.alive)
         other.base = self.base
         return other
@@ -201,8 +201,8 @@ class Graph:
         return first
 
 
-def is_whole(graph: Graph) -> bool:
-    """Whether all costs are whole numbers, so small that sums of them are exact."""
+def is_whole(graph: CostGraph) -> bool:
+    """Returns whether all costs are whole numbers, so small that sums of them are exact."""
     numbers = {*graph.unary, *(number for links in graph.links for number in links.values())}
     arrays = [graph.pool.arrays[number] for number in sorted(numbers)]
     whole = all(((array == np.floor(array)) | np.isinf(array)).all() for array in arrays)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from spmdctx.ir.arrays import FloatArray
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 
 
-def descend(graph: Graph, states: list[int]) -> float:
+def descend(graph: CostGraph, states: list[int]) -> float:
     """Gives nodes their best state, given their neighbours, until none improves. Changes `states`; returns the cost less `graph.base`."""
     waiting = graph.nodes()
     queued = set(waiting)
@@ -29,7 +29,7 @@ def descend(graph: Graph, states: list[int]) -> float:
     return cost(graph, states)
 
 
-def totals(graph: Graph, node: int, states: Sequence[int]) -> FloatArray:
+def totals(graph: CostGraph, node: int, states: Sequence[int]) -> FloatArray:
     """The cost of a node's states beside its neighbours' present ones."""
     total, arrays = graph.costs(node), graph.pool.arrays
     for other, number in graph.links[node].items():
@@ -37,7 +37,7 @@ def totals(graph: Graph, node: int, states: Sequence[int]) -> FloatArray:
     return total
 
 
-def cost(graph: Graph, states: list[int]) -> float:
+def cost(graph: CostGraph, states: list[int]) -> float:
     """The cost of the nodes that are left, in their present states, less `graph.base`."""
     total = 0.0
     for node in graph.nodes():

@@ -67,7 +67,7 @@ class Rows:
         return self._summed(amounts[self.nodes] * self.counts)
 
     def excess(self, usage: FloatArray) -> float:
-        """How far the usage of the rows exceeds the limit, at most 0 if it fits."""
+        """Returns how far the usage of the rows exceeds the limit, at most 0 if it fits."""
         return float((usage - self.most).max(initial=-np.inf))
 
     def weights(self, prices: FloatArray) -> FloatArray:

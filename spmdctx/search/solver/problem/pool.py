@@ -158,7 +158,7 @@ class Pool:
         return found
 
     def support(self, number: int) -> BoolArray | None:
-        """Which rows of a table have a finite entry; None if all have."""
+        """Finds the rows of a table that have a finite entry; returns None if all have."""
         if number not in self._supports:
             finite: BoolArray = np.any(np.isfinite(self.arrays[number]), axis=1)
             self._supports[number] = None if finite.all() else finite
@@ -189,7 +189,7 @@ class Pool:
 
 
 def _same(first: FloatArray, second: FloatArray) -> bool:
-    """Whether two arrays of one shape are equal to the last bit."""
+    """Returns whether two arrays of one shape are equal to the last bit."""
     return first is second or np.array_equal(first.view(np.uint64), second.view(np.uint64))
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray, IntArray
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.groups import Groups
 
 SMALL_TABLE = 4096
@@ -52,7 +52,7 @@ class Single(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the states of each node, and the messages of each sender to a receiver, begin; and how many there are of both."""
+    """The first state of each node, the first message of each sender to a receiver, and how many there are of both."""
 
     states: Mapping[int, int]
     messages: Mapping[Link, int]
@@ -61,7 +61,7 @@ class Places(NamedTuple):
 
 
 def batches_of(
-    graph: Graph, links: Iterable[Link], level: Mapping[int, int], places: Places, share: Callable[[int], float], *, fills: bool = True
+    graph: CostGraph, links: Iterable[Link], level: Mapping[int, int], places: Places, share: Callable[[int], float], *, fills: bool = True
 ) -> list[Batch]:
     """The links in batches, those of nodes of lower levels first.
 
@@ -106,7 +106,7 @@ def _joined(alike: Mapping[tuple[int, ...], list[Link]]) -> list[list[Link]]:
     return parts
 
 
-def _batch(graph: Graph, links: list[Link], places: Places, share: Callable[[int], float]) -> Batch:
+def _batch(graph: CostGraph, links: list[Link], places: Places, share: Callable[[int], float]) -> Batch:
     numbers = [graph.links[node][other] for node, other in links]
     distinct = dict.fromkeys(numbers)
     sizes = [graph.pool.arrays[number].shape for number in numbers]

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 
 MAX_WORK = 20_000_000
 """Most additions for comparing the rows of one table."""
 MAX_PASSES = 6
 
 
-def supported(graph: Graph) -> bool:
+def supported(graph: CostGraph) -> bool:
     """Removes the states of infinite cost, alone or with every state of a neighbour; False if a node has none left."""
     waiting = graph.nodes()
     while waiting:
@@ -30,8 +30,8 @@ def supported(graph: Graph) -> bool:
     return True
 
 
-def _fits(graph: Graph, node: int) -> BoolArray | None:
-    """Which states of a node have a finite cost with some state of each neighbour; None if all."""
+def _fits(graph: CostGraph, node: int) -> BoolArray | None:
+    """Finds the states of a node that have a finite cost with some state of each neighbour; returns None if all have."""
     costs = graph.costs(node)
     fits: BoolArray | None = None
     if not np.isfinite(costs).all():
@@ -43,7 +43,7 @@ def _fits(graph: Graph, node: int) -> BoolArray | None:
     return None if fits is None or fits.all() else fits
 
 
-def discard(graph: Graph, usages: Sequence[FloatArray | None] | None = None, is_over: Callable[[], bool] = lambda: False) -> int:
+def discard(graph: CostGraph, usages: Sequence[FloatArray | None] | None = None, is_over: Callable[[], bool] = lambda: False) -> int:
     """Removes dominated states, again as long as that uncovers more; returns their number.
 
     A state is dominated if another costs no more whatever the neighbours do (Goldstein's criterion), and uses no more where `usages`
@@ -69,7 +69,7 @@ def discard(graph: Graph, usages: Sequence[FloatArray | None] | None = None, is_
     return removed
 
 
-def _undominated(graph: Graph, node: int, usage: FloatArray | None, memo: dict[tuple[object, ...], IntArray | None]) -> IntArray | None:
+def _undominated(graph: CostGraph, node: int, usage: FloatArray | None, memo: dict[tuple[object, ...], IntArray | None]) -> IntArray | None:
     """The states of a node that no other dominates; None if that is all of them, or if finding out takes too long."""
     numbers = sorted(graph.links[node].values())
     key = (graph.unary[node], *numbers, b"" if usage is None else usage.tobytes())

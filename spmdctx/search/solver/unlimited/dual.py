@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray, IntArray
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.groups import Groups
 from spmdctx.search.solver.unlimited.batches import Batch, Link, Places, Single, batches_of, narrowed
 
@@ -30,7 +30,7 @@ class Dual:
     All costs must be finite where a state is alone, and every state must have a finite entry with each neighbour.
     """
 
-    def __init__(self, graph: Graph, before: Dual | None = None, kept: Mapping[int, IntArray] | None = None) -> None:
+    def __init__(self, graph: CostGraph, before: Dual | None = None, kept: Mapping[int, IntArray] | None = None) -> None:
         """Messages that say nothing yet; or where its states are those `kept` of the graph of `before`, that one's messages."""
         self._graph = graph
         self.nodes = _ordered(graph)
@@ -81,7 +81,7 @@ class Dual:
         return 1.0 / max(ahead, len(self._graph.links[node]) - ahead, 1)
 
     def message(self, sender: int, receiver: int) -> FloatArray:
-        """What a node says to a neighbour about each of that one's states."""
+        """Returns the message of a node to a neighbour: one number for each state of the neighbour."""
         at = self._places.messages[sender, receiver]
         return self._messages[at : at + self._graph.size(receiver)]
 
@@ -183,7 +183,7 @@ class Dual:
         return states
 
 
-def _places(graph: Graph, nodes: Sequence[int], edges: Sequence[Link]) -> Places:
+def _places(graph: CostGraph, nodes: Sequence[int], edges: Sequence[Link]) -> Places:
     """States one node after the other, and messages one edge after the other, those back behind those ahead."""
     states: dict[int, int] = {}
     num_states = 0
@@ -199,7 +199,7 @@ def _places(graph: Graph, nodes: Sequence[int], edges: Sequence[Link]) -> Places
     return Places(states, messages, num_states, num_messages)
 
 
-def _ordered(graph: Graph) -> list[int]:
+def _ordered(graph: CostGraph) -> list[int]:
     """The order in which nodes send: as they are numbered, or for many nodes by colour, so that most can send at once."""
     nodes = graph.nodes()
     if len(nodes) <= MAX_NUMBERED:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.join import least
 from spmdctx.search.solver.problem.pool import Pool
 
@@ -25,7 +25,7 @@ class Order(NamedTuple):
     work: int
 
 
-def order(graph: Graph, max_table: int, max_work: int, sizes: Mapping[int, int] | None = None) -> Order | None:
+def order(graph: CostGraph, max_table: int, max_work: int, sizes: Mapping[int, int] | None = None) -> Order | None:
     """The greedy order by the smallest table; None as soon as a table or the work would exceed its limit.
 
     `sizes` are how many states nodes have, where not as many as in the graph.
@@ -67,7 +67,7 @@ def _product(sizes: Mapping[int, int], nodes: set[int]) -> int:
 
 
 class Elimination(NamedTuple):
-    """What is left of an elimination: per node, in its order, the tables in which it was minimised out; and the least cost.
+    """The result of an elimination: the tables in which each node was minimised out, in their order, and the least cost.
 
     The cost is without `graph.base`.
     """
@@ -76,7 +76,7 @@ class Elimination(NamedTuple):
     cost: float
 
 
-def eliminate(graph: Graph, nodes: tuple[int, ...], memo: Memo, expired: Callable[[], bool]) -> tuple[list[int], float] | None:
+def eliminate(graph: CostGraph, nodes: tuple[int, ...], memo: Memo, expired: Callable[[], bool]) -> tuple[list[int], float] | None:
     """The best states of the nodes that are left, and their cost without `graph.base`; None if the time is over.
 
     Args:
@@ -94,7 +94,7 @@ def eliminate(graph: Graph, nodes: tuple[int, ...], memo: Memo, expired: Callabl
     return states, found.cost
 
 
-def elimination(graph: Graph, nodes: tuple[int, ...], memo: Memo, expired: Callable[[], bool]) -> Elimination | None:
+def elimination(graph: CostGraph, nodes: tuple[int, ...], memo: Memo, expired: Callable[[], bool]) -> Elimination | None:
     """The same with all tables on the way, and no states."""
     factors: list[Factors] = [{} for _ in graph.unary]
     pool = graph.pool

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.ir.arrays import IntArray
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.local import descend
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.unlimited.dominance import discard, supported
@@ -67,8 +67,8 @@ class Minimum(NamedTuple):
 
 
 @dataclass
-class Search:
-    """What all solves of one problem share.
+class SolverRun:
+    """The limits, memo and counts that all solves of one problem share.
 
     `work` limits one elimination, `rounds` the times that a bound is improved; `progress` is the share of the time
     that is over, `left` the seconds that are left.
@@ -85,7 +85,7 @@ class Search:
     counts: dict[str, int] = field(default_factory=dict)
 
     def expired(self) -> bool:
-        """Whether the time is over."""
+        """Returns whether the time is over."""
         return self.progress() >= 1.0
 
     def count(self, name: str, number: int) -> None:
@@ -97,7 +97,7 @@ class Search:
         self.counts[name] = max(self.counts.get(name, 0), number)
 
 
-def shrink(graph: Graph, search: Search, rows: Rows | None = None) -> bool:
+def shrink(graph: CostGraph, search: SolverRun, rows: Rows | None = None) -> bool:
     """Makes a graph smaller without changing its optimum, with the memory of `rows` if given; False if nothing is finite."""
     over = search.progress() + REDUCING_SHARE
     while True:
@@ -116,7 +116,7 @@ def shrink(graph: Graph, search: Search, rows: Rows | None = None) -> bool:
 class Minimisation:
     """The minimisation of one graph, which may be left early and go on with a higher cutoff in `search`. The graph is left as it is."""
 
-    def __init__(self, graph: Graph, search: Search) -> None:
+    def __init__(self, graph: CostGraph, search: SolverRun) -> None:
         self._core, self._search = graph.copy(), search
         self._is_possible = shrink(self._core, search)
         self._shells: _Shells | None = None
@@ -138,17 +138,17 @@ class Minimisation:
         return None if found is None else found._replace(states=self._core.complete(found.states))
 
 
-def minimise(graph: Graph, search: Search, *, narrow: bool = False) -> Minimum | None:
+def minimise(graph: CostGraph, search: SolverRun, *, narrow: bool = False) -> Minimum | None:
     """The states of least cost, or the best found with its bound; None if every choice is infinite. `graph` is left as it is."""
     return Minimisation(graph, search).run(narrow=narrow)
 
 
-def is_narrow(graph: Graph) -> bool:
-    """Whether plain elimination is cheap."""
+def is_narrow(graph: CostGraph) -> bool:
+    """Returns whether plain elimination is cheap."""
     return order(graph, MAX_TABLE, NARROW_WORK) is not None
 
 
-def _eliminated(graph: Graph, search: Search, work: int) -> Minimum | None:
+def _eliminated(graph: CostGraph, search: SolverRun, work: int) -> Minimum | None:
     """The optimum by elimination; None if that is too much work."""
     found = order(graph, MAX_TABLE, work)
     if found is None:
@@ -168,14 +168,14 @@ class _Shells:
     `best` and `bound` count the graph's constant. `core` loses the states of which the bound says that they are of no use.
     """
 
-    def __init__(self, core: Graph, search: Search) -> None:
+    def __init__(self, core: CostGraph, search: SolverRun) -> None:
         self.core = core
         self.search = search
         self.best: Minimum | None = None
         self.bound = -np.inf
         # What was left out of the core costs at least this much.
         self._outside = np.inf
-        self._smaller: list[Graph] = []
+        self._smaller: list[CostGraph] = []
         self._dual: Dual | None = Dual(core)
         self._of_messages: Bound | None = None
         self._schedule = self._rounds()
@@ -204,7 +204,7 @@ class _Shells:
         return self.best._replace(bound=self.best.cost if self._gap() <= EQUAL * abs(self.best.cost) else self.bound)
 
     def _goes_on(self) -> bool:
-        """Whether to sweep once more, after a look at the shells of the bound."""
+        """Returns whether to sweep once more, after a look at the shells of the bound."""
         bound = self._of_messages
         if bound is None:
             return True
@@ -226,7 +226,7 @@ class _Shells:
         return bound
 
     def _rounds(self) -> Iterator[int]:
-        """How often to sweep before each look at the bound: ever more often, and in the end for as long as the bound rises."""
+        """Yields how often to sweep before each look at the bound: ever more often, and in the end for as long as the bound rises."""
         yield from SWEEPS[: self.search.rounds]
         if self.search.rounds < len(SWEEPS) or self.best is None:
             return
@@ -267,7 +267,7 @@ class _Shells:
                 return
 
     def _spare(self, bound: Bound) -> float:
-        """How far a bound is below the cost from which on choices are of no use."""
+        """Returns how far a bound is below the cost from which on choices are of no use."""
         most = self.search.cutoff if self.best is None else min(self.search.cutoff, self.best.cost)
         return most - self.core.base - bound.value
 
@@ -286,13 +286,13 @@ class _Shells:
         return np.inf if self.best is None else self.best.cost - self.bound
 
     def _is_done(self) -> bool:
-        """Whether the best is proven, or nothing is here that the caller does not have; he gets some choice of states all the same."""
+        """Returns whether the best is proven, or cannot beat what the caller has. The caller gets some choice of states in any case."""
         if self.best is None:
             return False
         return self.bound >= self.search.cutoff or self._gap() <= max(self.search.tolerance, EQUAL) * abs(self.best.cost)
 
     def _is_near(self) -> bool:
-        """Whether shells may well end the search; where a gap is allowed, that is cheaper to reach by more sweeps at first."""
+        """Returns whether shells may well end the search; where a gap is allowed, that is cheaper to reach by more sweeps at first."""
         tolerance = self.search.tolerance
         return not tolerance or (self.best is not None and self._gap() <= _NEAR * tolerance * abs(self.best.cost))
 
@@ -345,10 +345,10 @@ class _Shells:
         return {node: np.flatnonzero(beliefs <= most) for node, beliefs in bound.beliefs.items()}
 
     def _may_be_narrow(self, kept: dict[int, IntArray]) -> bool:
-        """Whether elimination among these states is near enough to cheap for a closer look."""
+        """Returns whether elimination among these states is near enough to cheap for a closer look."""
         return order(self.core, _LOOSE * MAX_TABLE, _LOOSE * SHELL_WORK, {node: len(states) for node, states in kept.items()}) is not None
 
-    def _shell(self, kept: dict[int, IntArray]) -> Graph | None:
+    def _shell(self, kept: dict[int, IntArray]) -> CostGraph | None:
         """The graph with only the states `kept`; None if nothing finite is left."""
         if any(not len(states) for states in kept.values()):
             return None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.unlimited.dual import Bound, Dual
 
 MAX_WIDTH = 6
@@ -46,7 +46,7 @@ class Triples:
     A table is [state of the earlier node, state of the later node], in the order of the dual's nodes.
     """
 
-    def __init__(self, graph: Graph, dual: Dual, forbidden: float) -> None:
+    def __init__(self, graph: CostGraph, dual: Dual, forbidden: float) -> None:
         """Starts from the messages of a dual of the graph, without triples; `forbidden`, more than any gap, stands for infinite costs."""
         self._nodes = dual.nodes
         self._rank = {node: place for place, node in enumerate(self._nodes)}
@@ -147,7 +147,7 @@ class Triples:
             self._costs[self._pairs[number][forward]] += sent
 
     def _left(self, triple: _Triple) -> FloatArray:
-        """What a triple costs beyond what it has given, [first, second, third node]."""
+        """Returns the cost of a triple beyond what it has given, [first, second, third node]."""
         later, second, third = triple.given
         left: FloatArray = -(second[:, :, None] + third[:, None, :])
         left -= later
@@ -170,7 +170,7 @@ class Triples:
             tables[place][...] = part
 
     def _share(self, number: int) -> FloatArray:
-        """What an edge has of the costs of its nodes."""
+        """Returns the share of an edge in the costs of its nodes."""
         node, other = self._pairs[number]
         of_node, of_other = self._costs[node] / sum(map(len, self._near[node])), self._costs[other] / sum(map(len, self._near[other]))
         share: FloatArray = of_node[:, None] + of_other

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from spmdctx.search.solver.limited import frontier
-from spmdctx.search.solver.limited.assignment import Amounts
 from spmdctx.search.solver.limited.frontier import cheapest_fitting, order_for
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.limited.selection import Amounts
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.local import cost
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.problem.pool import Pool
@@ -13,7 +13,7 @@ from tests.search.solver.problems import random_problem, truth, usage_of
 
 
 def _graph(problem):
-    graph = Graph.of(problem.costs, problem.edges, Pool())
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
     return graph, Amounts(graph, Rows(problem.memory, graph.origin))
 
 

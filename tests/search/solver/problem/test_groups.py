@@ -3,7 +3,7 @@ import pytest
 
 from spmdctx.search.solver.problem import groups as groups_module
 from spmdctx.search.solver.problem import pool as pool_module
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.groups import content_hash, grouped
 from spmdctx.search.solver.problem.pool import Pool
 from spmdctx.search.solver.problem.problem import Edge, Problem
@@ -59,7 +59,7 @@ def test_messages_and_bounds_are_the_same_to_the_last_bit(seed, by_colour, monke
     problem = ring(seed)
 
     def run():
-        dual = Dual(Graph.of(problem.costs, problem.edges, Pool()))
+        dual = Dual(CostGraph.of(problem.costs, problem.edges, Pool()))
         dual.sweep(3, lambda: False)
         return dual.bound(), dual.decode()
 

@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 
-from spmdctx.search.solver.problem.graph import Graph, cost_of
+from spmdctx.search.solver.problem.graph import CostGraph, cost_of
 from spmdctx.search.solver.problem.pool import Pool
 from spmdctx.search.solver.problem.problem import Edge, Problem
 from spmdctx.search.solver.unlimited import dual as dual_module
 from spmdctx.search.solver.unlimited.dominance import discard, supported
 from spmdctx.search.solver.unlimited.dual import Dual
-from spmdctx.search.solver.unlimited.energy import Search, minimise
+from spmdctx.search.solver.unlimited.energy import SolverRun, minimise
 from tests.search.solver.problems import assert_beliefs_below_the_truth, random_problem, truth
 
 
@@ -30,7 +30,7 @@ def grid(side, num_states, seed):
 def test_bounds_and_beliefs_never_exceed_the_truth(seed, by_colour, monkeypatch):
     monkeypatch.setattr(dual_module, "MAX_NUMBERED", 0 if by_colour else 1000)
     problem = random_problem(seed, with_memory=False)
-    graph = Graph.of(problem.costs, problem.edges, Pool())
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
     true = truth(problem)
     if not supported(graph) or np.isinf(true.cost):
         return
@@ -47,7 +47,7 @@ def test_bounds_and_beliefs_never_exceed_the_truth(seed, by_colour, monkeypatch)
 def test_a_tree_has_no_gap():
     random = np.random.default_rng(0)
     edges = tuple(Edge(int(random.integers(node)), node, random.random((3, 3))) for node in range(1, 20))
-    graph = Graph.of(tuple(random.random(3) for _ in range(20)), edges, Pool())
+    graph = CostGraph.of(tuple(random.random(3) for _ in range(20)), edges, Pool())
     dual = Dual(graph)
     dual.sweep(30, lambda: False)
     states = dual.decode()
@@ -57,12 +57,12 @@ def test_a_tree_has_no_gap():
 @pytest.mark.parametrize("seed", range(30))
 def test_dominated_states_do_not_change_the_optimum(seed):
     problem = random_problem(seed, with_memory=False)
-    graph = Graph.of(problem.costs, problem.edges, Pool())
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
     true = truth(problem)
     if supported(graph):
         before = sum(graph.size(node) for node in graph.nodes())
         assert discard(graph) == before - sum(graph.size(node) for node in graph.nodes())
-        found = minimise(graph, Search())
+        found = minimise(graph, SolverRun())
         assert (np.inf if found is None else found.cost) == pytest.approx(true.cost)
     else:
         assert np.isinf(true.cost)
@@ -71,10 +71,10 @@ def test_dominated_states_do_not_change_the_optimum(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_shells_prove_what_elimination_finds(seed, monkeypatch):
     problem = grid(5, 6, seed)
-    graph = Graph.of(problem.costs, problem.edges, Pool())
-    exact = minimise(graph, Search())
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
+    exact = minimise(graph, SolverRun())
     monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.DIRECT_WORK", 100)
-    search = Search()
+    search = SolverRun()
     found = minimise(graph, search)
     assert search.counts["sweeps"] > 0
     assert found.cost == found.bound == pytest.approx(exact.cost)
@@ -83,9 +83,9 @@ def test_shells_prove_what_elimination_finds(seed, monkeypatch):
 
 def test_the_bound_is_honest_when_work_is_short(monkeypatch):
     problem = grid(6, 6, 7)
-    graph = Graph.of(problem.costs, problem.edges, Pool())
-    exact = minimise(graph, Search())
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
+    exact = minimise(graph, SolverRun())
     for name in ("DIRECT_WORK", "SHELL_WORK"):
         monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 100)
-    found = minimise(graph, Search(work=100, rounds=1))
+    found = minimise(graph, SolverRun(work=100, rounds=1))
     assert found.bound <= exact.cost <= found.cost

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.pool import Pool
 from spmdctx.search.solver.problem.problem import Edge, Problem
 from spmdctx.search.solver.unlimited.dominance import supported
 from spmdctx.search.solver.unlimited.dual import Dual
-from spmdctx.search.solver.unlimited.energy import Search, minimise
+from spmdctx.search.solver.unlimited.energy import SolverRun, minimise
 from spmdctx.search.solver.unlimited.triples import Triples
 from tests.search.solver.problems import assert_beliefs_below_the_truth, random_problem, truth
 from tests.search.solver.unlimited.test_dual import grid
@@ -35,7 +35,7 @@ def glass(side, seed):
 @pytest.mark.parametrize("seed", range(40))
 def test_bounds_and_beliefs_never_exceed_the_truth(seed):
     problem = random_problem(seed, with_memory=False)
-    graph = Graph.of(problem.costs, problem.edges, Pool())
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
     true = truth(problem)
     if not supported(graph) or np.isinf(true.cost):
         return
@@ -50,7 +50,7 @@ def test_bounds_and_beliefs_never_exceed_the_truth(seed):
 @pytest.mark.parametrize("length", [3, 5, 8, 9])
 def test_cycles_that_edges_cannot_see_are_closed(length):
     problem = odd_cycle(length)
-    graph = Graph.of(problem.costs, problem.edges, Pool())
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
     triples = started(graph)
     assert triples.bound().value == pytest.approx(0.0, abs=1e-9)
     triples.cover(dict.fromkeys(range(length), 2), 10**6)
@@ -60,7 +60,7 @@ def test_cycles_that_edges_cannot_see_are_closed(length):
 
 def test_no_more_triples_than_allowed():
     problem = odd_cycle(9)
-    graph = Graph.of(problem.costs, problem.edges, Pool())
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
     triples = started(graph)
     before = triples.work
     triples.cover(dict.fromkeys(range(9), 2), 7)
@@ -70,8 +70,8 @@ def test_no_more_triples_than_allowed():
 @pytest.mark.parametrize("seed", range(4))
 def test_states_that_cost_too_much_are_left_out_and_the_best_stay(seed):
     problem = grid(4, 5, seed)
-    graph = Graph.of(problem.costs, problem.edges, Pool())
-    best = minimise(graph, Search())
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
+    best = minimise(graph, SolverRun())
     triples = started(graph)
     triples.cover(dict.fromkeys(graph.nodes(), 5), 10**6)
     triples.run(10)
@@ -92,8 +92,8 @@ def test_triples_raise_the_bound_of_what_is_too_wide(seed, monkeypatch):
     bounds = []
     for work in (0, 10**7):
         monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.TRIPLES_WORK", work)
-        graph = Graph.of(problem.costs, problem.edges, Pool())
-        found = minimise(graph, Search(work=100))
+        graph = CostGraph.of(problem.costs, problem.edges, Pool())
+        found = minimise(graph, SolverRun(work=100))
         bounds.append(found.bound)
         assert found.bound <= found.cost
     assert bounds[1] > bounds[0]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
-from spmdctx.search.solver.problem.graph import Graph
+from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.local import cost, totals
 from spmdctx.search.solver.problem.memory import Rows
 
@@ -18,7 +18,7 @@ MAX_MOVES = 0.25
 class Amounts:
     """The usage of a graph's present states; `of[v]` is None where node v has no row."""
 
-    def __init__(self, graph: Graph, rows: Rows) -> None:
+    def __init__(self, graph: CostGraph, rows: Rows) -> None:
         self.rows = rows
         self.of: list[FloatArray | None] = [None if used is None else used[graph.origin[node]] for node, used in enumerate(rows.priced)]
         self.live = [node for node, used in enumerate(self.of) if used is not None]
@@ -39,10 +39,10 @@ class Amounts:
         return [0 if used is None else int(used.argmin()) for used in self.of]
 
 
-class Assignment:
+class Selection:
     """States with their usage of every row and, by node, the cost of every state given the neighbours."""
 
-    def __init__(self, graph: Graph, amounts: Amounts, states: Sequence[int]) -> None:
+    def __init__(self, graph: CostGraph, amounts: Amounts, states: Sequence[int]) -> None:
         self.graph = graph
         self.amounts = amounts
         self.states = list(states)
@@ -57,7 +57,7 @@ class Assignment:
         return cost(self.graph, self.states) + self.graph.base
 
     def fits(self) -> bool:
-        """Whether every row is within the limit."""
+        """Returns whether every row is within the limit."""
         return self.amounts.rows.excess(self.usage) <= 0
 
     def totals(self, node: int) -> FloatArray:
@@ -68,7 +68,7 @@ class Assignment:
         return total
 
     def room(self, node: int) -> float:
-        """How much more a node may use."""
+        """Returns how much more a node may use."""
         most = self.amounts.rows.most
         pieces = self.amounts.rows.ranges[node]
         return min(((most - float(self.usage[first:last].max())) / count for first, last, count in pieces), default=np.inf)
@@ -176,7 +176,7 @@ class Assignment:
         return True
 
     def _exchange(self, component: list[int], other: Sequence[int] | dict[int, int]) -> tuple[float, FloatArray]:
-        """What a component saves by taking over the other states, and how the rows' usage changes."""
+        """Returns what a component saves by taking over the other states, and how the rows' usage changes."""
         arrays, inside = self.graph.pool.arrays, set(component)
         gain, change = 0.0, np.zeros(len(self.usage))
         for node in component:
@@ -194,7 +194,7 @@ class Assignment:
         return gain, change
 
 
-def components(graph: Graph, states: Sequence[int], other: Sequence[int]) -> list[list[int]]:
+def components(graph: CostGraph, states: Sequence[int], other: Sequence[int]) -> list[list[int]]:
     """The connected components of the nodes that differ in two choices, by their lowest node."""
     differing = {node for node in graph.nodes() if states[node] != other[node]}
     found = []

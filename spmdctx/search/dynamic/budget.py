@@ -1,0 +1,278 @@
+"""The cheapest plan of one mesh within a memory budget: the attempts of a schedule, each of which tries limits for the solver.
+
+The solver counts what is stored, what uses gather, and what the ops copy for themselves that run at the peak of a plan that does not
+fit. What else is alive there (values that are free to place, results on their way) is taken from its limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from spmdctx.cost.memory.lives import Peak
+from spmdctx.search.dynamic.branching import Accepted, cheapest_accepted
+from spmdctx.search.dynamic.effort import Effort, Standing
+from spmdctx.search.dynamic.formulation import Formulation
+from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
+from spmdctx.search.problem.memory_rows import Passing, completed, counted_bytes, least_peak, on_chip, op_at, passing_at, with_memory
+from spmdctx.search.problem.tables import Tables
+from spmdctx.search.solver.problem.problem import Infeasible, Known, Problem, Solution
+from spmdctx.search.solver.solve import may_be_proven, solve
+
+SAME_COST = 5e-10
+"""Share of a cost below which two costs are one."""
+
+_LEAST_S = 1e-300
+"""Instead of a cost of nothing, of which no share can be told."""
+
+_LIMIT_SPACING = 0.005
+"""Share of the budget by which the limits that are tried for a program that is not small differ at least."""
+
+
+class MeshProblem(NamedTuple):
+    """A mesh whose fastest plan does not fit in the budget.
+
+    Attributes:
+        tables: of the mesh.
+        problem: what the solver minimises, without memory.
+        fastest: the fastest plan on any mesh, with the set-up of this one.
+        lower_bound_s: no plan on the mesh costs less, whatever memory it takes.
+        starts: choices of states from which a search starts.
+    """
+
+    tables: Tables
+    problem: Problem
+    fastest: Found
+    lower_bound_s: float = 0.0
+    starts: tuple[Sequence[int], ...] = ()
+
+
+class Budget:
+    """Searches meshes within a memory budget.
+
+    Args:
+        formulation: states the step's problem.
+        options: the budget, and how much it is worth.
+        fastest_peak: peak of the fastest plan of all.
+    """
+
+    def __init__(self, formulation: Formulation[Tables], options: DynamicOptions, fastest_peak: Peak) -> None:
+        self.formulation, self.options, self.fastest_peak = formulation, options, fastest_peak
+        self.schedule = options.schedule_of(formulation.step)
+        self.memory_bytes = options.memory_bytes or 0
+
+    def search_on(self, mesh: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
+        """Finds the cheapest plan of a mesh whose peak is in the budget, if it can be below `known_s`.
+
+        What a short attempt finds is found by the long one: an error names budgets and device counts by short ones.
+        """
+        standing, result, starts = Standing(known_s), None, mesh.starts
+        for attempt in self.schedule.attempts:
+            if not attempt.when(standing):
+                continue
+            run = _Run(self, mesh._replace(starts=starts), attempt.effort, min(known_s, standing.cost_s))
+            result = _better(result, run.result(), known_s)
+            standing = _standing(result, known_s, has_run_out=run.has_run_out)
+            starts = (*mesh.starts, run.fitting) if run.fitting else starts
+        assert result is not None, "a schedule begins with an attempt"
+        return result
+
+    def solve_within(self, limited: Problem, fastest: Found, solver: Callable[[Problem], Solution | Infeasible]) -> Solution | Shortfall:
+        """Finds the best choice of states within the limit of a problem, which may be below the user's budget."""
+        assert limited.memory is not None
+        limit, memory = limited.memory.limit, self.formulation.memory
+        spare = self.memory_bytes - limit
+        least = least_peak(limited)
+        if least.bytes > limit:
+            alive = int(least.bytes + spare)
+            return Shortfall(op_at(memory, least.time), alive, alive, fastest, is_proven=True, lower_bound_s=math.inf)
+        solution = solver(limited)
+        if isinstance(solution, Solution):
+            return solution
+        bound_s = 0.0 if solution.is_proven else solution.lower_bound
+        if math.isinf(solution.smallest_limit):
+            # Nothing is known to be enough but what the fastest plan takes.
+            return _short_of(self.fastest_peak, fastest, bound_s)
+        alive, enough = int(solution.least_usage + spare), int(solution.smallest_limit + spare)
+        return Shortfall(op_at(memory, solution.time), alive, enough, fastest, lower_bound_s=bound_s)
+
+
+class _Limits:
+    """The limits that are left to try: those at most `low` are too low, and plans with `high` counted bytes are known."""
+
+    def __init__(self, full: float, spacing: float) -> None:
+        self.limit = self.high = self.full = full
+        self.low, self.spacing = 0.0, spacing
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether nothing is taken from the budget."""
+        return self.limit == self.full
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Returns whether too little is left to try."""
+        return self.high - self.low <= self.spacing
+
+    def raise_to(self, low: float) -> None:
+        """Goes on above a limit that is too low."""
+        self.low = low
+        self.limit = (low + self.high) / 2
+
+    def lower_to(self, high: float, limit: float) -> None:
+        """Goes on below a plan with `high` counted bytes, at a limit if that is not too low."""
+        self.high = high
+        limit = min(self.limit - self.spacing, limit)
+        self.limit = limit if limit > self.low else (self.low + high) / 2
+
+
+class _Run:
+    """One attempt. The last solution is where the next limit starts.
+
+    After `result`, `fitting` holds the states of the plan that was found; `has_run_out` tells of a search that found none at any limit.
+    """
+
+    def __init__(self, budget: Budget, mesh: MeshProblem, effort: Effort, known_s: float) -> None:
+        formulation, small = budget.formulation, budget.options.is_small(budget.formulation.step)
+        self._budget, self._mesh, self._effort, self._known_s = budget, mesh, effort, known_s
+        self._formulation = formulation
+        self._tolerance = max(formulation.limits.tolerance, effort.tolerance)
+        full = float(budget.memory_bytes + on_chip(formulation.topology).total_bytes)
+        self._limits = _Limits(full, 0.0 if small else _LIMIT_SPACING * full)
+        self._level = effort.level
+        # Nothing that fits is cheaper than what need not.
+        self._bound_s = mesh.lower_bound_s
+        self._nearest = Peak(0, 0)
+        self._last: tuple[Sequence[int], ...] = ()
+        self._copies: dict[Passing, None] = {}
+        self._seen: Found | None = None
+        self.fitting: Sequence[int] = ()
+        self.has_run_out = False
+
+    def result(self) -> Found | Shortfall | Beaten:
+        """Tries limits until one of them decides the attempt."""
+        for _ in range(self._effort.rounds):
+            result = self._round()
+            if result is not None:
+                return result
+        return self._out_of_limits()
+
+    def _round(self) -> Found | Shortfall | Beaten | None:
+        """Tries one limit; returns None where another try may help."""
+        mesh, limits = self._mesh, self._limits
+        only_stored = self._effort.only_stored
+        limited = with_memory(mesh.tables, mesh.problem, self._formulation.memory, limits.limit, self._copies, only_stored=only_stored)
+        solution = self._budget.solve_within(limited, mesh.fastest, self._solver(limited))
+        if isinstance(solution, Shortfall):
+            return self._short(solution)
+        if not limits.is_full and solution.lower_bound >= self._known_s:
+            return self._above(limits.limit)
+        if limits.is_full:
+            self._bound_s = max(self._bound_s, solution.lower_bound)
+        if self._bound_s >= self._known_s:
+            return Beaten(self._bound_s)
+        self._last = (solution.states[: len(mesh.tables.choices)],)
+        found = self._formulation.plan_of(mesh.fastest.setup, mesh.tables, solution)._replace(lower_bound_s=self._bound_s)
+        peak = self._formulation.peak_of(found)
+        fits = peak.bytes <= self._budget.memory_bytes
+        if (not fits and self._counts_more(peak)) or self._proves_more(solution):
+            return None
+        return self._with_plan(found) if fits else self._without_plan(limited, solution, peak)
+
+    def _solver(self, limited: Problem) -> Callable[[Problem], Solution | Infeasible]:
+        """Returns the solver, which starts where earlier searches ended."""
+        starts = self._mesh.starts + self._last
+        known = Known(tuple(completed(limited, states) for states in starts), self._bound_s) if starts else None
+        return partial(solve, tolerance=self._tolerance, cutoff=self._known_s, effort=self._level, known=known)
+
+    def _short(self, shortfall: Shortfall) -> Found | Shortfall | None:
+        """Goes on at a higher limit, unless the whole budget is too small."""
+        limits = self._limits
+        if limits.is_full and self._seen is None:
+            return shortfall._replace(lower_bound_s=max(shortfall.lower_bound_s, self._bound_s))
+        # Too much was taken off for the copies of a plan that makes many; at most, what leaves the least that can be met.
+        return self._above(max(limits.limit, shortfall.enough_bytes - (self._budget.memory_bytes - limits.limit)))
+
+    def _above(self, low: float) -> Found | Shortfall | None:
+        self._limits.raise_to(low)
+        return self._out_of_limits() if self._limits.is_exhausted else None
+
+    def _counts_more(self, peak: Peak) -> bool:
+        """Counts what the ops at the peak of a plan that does not fit copy; false where that is counted already."""
+        if not self._nearest.bytes or peak.bytes < self._nearest.bytes:
+            self._nearest = peak
+        copies = dict.fromkeys(passing_at(self._mesh.tables.network, self._formulation.memory, peak.time))
+        if not self._effort.counts_copies or self._copies.keys() >= copies.keys():
+            return False
+        self._copies |= copies
+        return True
+
+    def _proves_more(self, solution: Solution) -> bool:
+        """Goes one level higher where that is likely to prove the solution; the first problem for which it is worth it is the last."""
+        is_proven = solution.cost - solution.lower_bound <= max(self._tolerance, SAME_COST) * solution.cost
+        is_first = self._effort.proves and self._level == self._effort.level
+        if is_proven or not is_first or not may_be_proven(solution, self._level + 1):
+            return False
+        self._level += 1
+        return True
+
+    def _with_plan(self, found: Found) -> Found | None:
+        """Keeps a plan that fits; returns the best one where more effort is not worth it."""
+        if self._seen is None or found.cost_s <= self._seen.cost_s:
+            self._seen, self.fitting = found, self._last[0]
+        gap_s = self._seen.cost_s - self._bound_s
+        if self._level > self._effort.level or gap_s <= self._effort.insists * max(self._seen.cost_s, _LEAST_S):
+            return self._seen._replace(lower_bound_s=self._bound_s)
+        self._level += 1
+        return None
+
+    def _without_plan(self, limited: Problem, solution: Solution, peak: Peak) -> Found | Shortfall | None:
+        """Tries plans one by one where the effort allows it, then goes on at a lower limit."""
+        if self._seen is not None and self._level > self._effort.level:
+            return self._seen._replace(lower_bound_s=self._bound_s)
+        limits = self._limits
+        if limits.is_full and self._effort.branches:
+            best = self._branched(limited, solution)
+            if not best.is_cut:
+                return _short_of(self._nearest, self._mesh.fastest, self._bound_s) if best.found is None else best.found
+            self._seen, self._bound_s = best.found, max(self._bound_s, best.lower_bound)
+        high = counted_bytes(limited, solution.states)
+        limits.lower_to(high, self._budget.memory_bytes - (peak.bytes - high))
+        return self._out_of_limits() if limits.is_exhausted else None
+
+    def _branched(self, limited: Problem, first: Solution) -> Accepted[Found]:
+        """Finds the cheapest assignment whose peak is in the budget, among those whose counted peak is."""
+        mesh, formulation = self._mesh, self._formulation
+
+        def accept(solution: Solution) -> Found | None:
+            found = formulation.plan_of(mesh.fastest.setup, mesh.tables, solution)
+            return found if formulation.fits(found, self._budget.memory_bytes) else None
+
+        solver = partial(solve, tolerance=self._tolerance)
+        best = cheapest_accepted(mesh.tables, limited, first, solver, accept, work=self._effort.work, tolerance=self._tolerance)
+        return best if best.found is None else best._replace(found=best.found._replace(lower_bound_s=best.lower_bound))
+
+    def _out_of_limits(self) -> Found | Shortfall:
+        self.has_run_out = self._seen is None
+        return _short_of(self._nearest, self._mesh.fastest, self._bound_s) if self._seen is None else self._seen
+
+
+def _better(earlier: Found | Shortfall | Beaten | None, later: Found | Shortfall | Beaten, known_s: float) -> Found | Shortfall | Beaten:
+    """Returns the better result of two attempts, both of whose bounds hold."""
+    if not isinstance(earlier, Found) or (isinstance(later, Found) and later.cost_s <= earlier.cost_s):
+        return later
+    bound_s = max(earlier.lower_bound_s, later.lower_bound_s)
+    return Beaten(bound_s) if bound_s >= known_s else earlier._replace(lower_bound_s=min(bound_s, earlier.cost_s))
+
+
+def _standing(result: Found | Shortfall | Beaten, known_s: float, *, has_run_out: bool) -> Standing:
+    cost_s = result.cost_s if isinstance(result, Found) else math.inf
+    is_settled = isinstance(result, Beaten) or (isinstance(result, Shortfall) and result.is_proven)
+    return Standing(known_s, cost_s, result.lower_bound_s, is_begun=True, is_settled=is_settled, has_run_out=has_run_out)
+
+
+def _short_of(nearest: Peak, fastest: Found, bound_s: float) -> Shortfall:
+    """Returns the shortfall where no plan was found, and the nearest had this peak."""
+    return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest, lower_bound_s=bound_s)

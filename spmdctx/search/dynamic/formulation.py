@@ -1,0 +1,135 @@
+"""One step as a problem for the solver, mesh by mesh, and plans from its solutions: what the searches of all modes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Generic, TypeVar
+
+from spmdctx.cost.memory.lives import Peak, StepMemory, step_memory
+from spmdctx.cost.step import Step, bill_of
+from spmdctx.errors import StrategyError
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import Assignment
+from spmdctx.machine.topology import Topology
+from spmdctx.search.dynamic.free_values import place_free_values
+from spmdctx.search.dynamic.results import Found
+from spmdctx.search.dynamic.stored_inputs import enter_as_stored, store_as_read
+from spmdctx.search.problem.fold import FOLDING, Folding
+from spmdctx.search.problem.network import Network, build_network
+from spmdctx.search.problem.space import Space
+from spmdctx.search.problem.tables import Tables
+from spmdctx.search.setup.limits import AlgoLimits
+from spmdctx.search.setup.request import Setup
+from spmdctx.search.solver.problem.problem import Infeasible, Problem, Solution
+from spmdctx.search.solver.solve import Sought, solve
+
+_LAST_EFFORT = 5
+
+TablesT = TypeVar("TablesT", bound=Tables, covariant=True)
+
+
+class Formulation(Generic[TablesT]):
+    """States the problem of one step on any mesh. The network is built once for each pattern of pins.
+
+    Args:
+        step: the traced step.
+        topology: the machine.
+        limits: parameters of the search.
+        tables: makes the tables of a mesh, which hold the choices that the mode searches.
+        mode: name of the search mode, which the assignments bear.
+        folding: which ops are decided together.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        topology: Topology,
+        limits: AlgoLimits,
+        tables: Callable[[Network, Space, Setup, AlgoLimits], TablesT],
+        *,
+        mode: str,
+        folding: Folding = FOLDING,
+    ) -> None:
+        self.step, self.topology, self.limits, self.mode = step, topology, limits, mode
+        self._make_tables, self._folding = tables, folding
+        self._space: Space | None = None
+        self._networks: dict[object, Network] = {}
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """When the step's values are in memory."""
+        step, fuses = self.step, self.topology.compiler.fuses_into_products
+        return step_memory(step.graph, step.scopes, step.donated, fuses_into_products=fuses)
+
+    def space_on(self, mesh: LogicalMesh) -> Space:
+        """Returns the step's space on a mesh."""
+        if self._space is None:
+            self._space = Space(self.step.graph, mesh, self.topology, self.step.loose)
+        return self._space if self._space.mesh == mesh else self._space.on(mesh)
+
+    def network(self, space: Space, setup: Setup) -> Network:
+        """Returns the network for the pins of a set-up."""
+        pins: dict[int, object] = {space.slot_of[value]: dims for value, dims in setup.partial_pins.items()}
+        pins.update({space.slot_of[value]: sharding for value, sharding in setup.pins.items()})
+        marks = _numbered(pins)
+        key = (tuple(sorted(marks.items())), tuple(sorted(setup.forced)))
+        known = self._networks.get(key)
+        if known is None:
+            known = self._networks[key] = build_network(space, self.step.scopes, marks, setup.forced, self._folding)
+        return known
+
+    def tables(self, setup: Setup) -> TablesT:
+        """Makes the tables of a set-up's mesh."""
+        space = self.space_on(setup.mesh)
+        return self._make_tables(self.network(space, setup), space, setup, self.limits)
+
+    def sought(self, problem: Problem) -> Sought:
+        """Returns a problem without memory that may be solved in several steps."""
+        return Sought(problem, tolerance=self.limits.tolerance)
+
+    def solve(self, sought: Sought, cutoff: float) -> Solution:
+        """Solves a problem without memory, as far as its solutions may be below the cutoff.
+
+        Raises:
+            StrategyError: no choice keeps all pins and parameters of the search.
+        """
+        solution = sought.solve(cutoff)
+        if isinstance(solution, Infeasible):
+            # Everything whole is always possible; only pins and limits of the search can make that hard to see.
+            solution = solve(sought.problem, effort=_LAST_EFFORT, tolerance=self.limits.tolerance)
+        if isinstance(solution, Infeasible):
+            raise StrategyError("The search found no way to keep all pins and algo parameters.", fix="leave some of them out")
+        return solution
+
+    def plan_of(self, setup: Setup, tables: Tables, solution: Solution) -> Found:
+        """Reads the plan from a solution, and places what the solver leaves open."""
+        states = solution.states[: len(tables.choices)]
+        space, chosen = tables.space, tables.assignment(states, self.mode)
+        entered = enter_as_stored(space, chosen)
+        ways = [entered] if entered is chosen else [entered, chosen]
+        placed = [place_free_values(space, store_as_read(space, way, tables.pins), tables.pins) for way in ways]
+        assignment = placed[0] if len(placed) == 1 else min(placed, key=partial(self._price_s, mesh=setup.mesh))
+        # The batch lies as the plan has it; nobody asked for anything else.
+        asked = {value: sharding for value, sharding in setup.seeds.items() if value in setup.partial_pins}
+        return Found(replace(setup, seeds=asked), assignment, solution.cost, solution.lower_bound, solution.counts)
+
+    def peak_of(self, found: Found) -> Peak:
+        """Returns the op at which most bytes are alive, copies and all, and how many."""
+        bill = bill_of(self.step, found.assignment, found.setup.mesh, self.topology)
+        return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes)
+
+    def fits(self, found: Found, memory_bytes: int | None) -> bool:
+        """Says whether a plan's peak is in a budget."""
+        return memory_bytes is None or self.peak_of(found).bytes <= memory_bytes
+
+    def _price_s(self, assignment: Assignment, mesh: LogicalMesh) -> float:
+        bill = bill_of(self.step, assignment, mesh, self.topology)
+        return bill.compute_s + bill.exposed_communication_s
+
+
+def _numbered(pins: Mapping[int, object]) -> dict[int, int]:
+    """Numbers pins from 1 on, equal ones equally."""
+    numbers: dict[object, int] = {}
+    return {slot: numbers.setdefault(sharding, len(numbers) + 1) for slot, sharding in pins.items()}

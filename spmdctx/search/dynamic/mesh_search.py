@@ -1,0 +1,95 @@
+"""The search of one mesh after the other: a first, short search, the fastest plan, and the cheapest one within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from spmdctx.cost.step import Step
+from spmdctx.ir.mesh import AnyOrder, LogicalMesh
+from spmdctx.machine.topology import Topology
+from spmdctx.search.dynamic.budget import SAME_COST, Budget, MeshProblem
+from spmdctx.search.dynamic.formulation import Formulation
+from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
+from spmdctx.search.problem.tables import Tables
+from spmdctx.search.setup.meshes import MAX_AXES
+from spmdctx.search.setup.request import Setup
+from spmdctx.search.solver.problem.problem import Problem, Solution
+from spmdctx.search.solver.solve import Sought
+
+MODE = "dynamic_programming"
+
+_WORTH_THREE = 1e-3
+"""Share of its seconds by which a mesh of three axes must be able to improve a large program's plan."""
+
+
+class _Begun(NamedTuple):
+    """A mesh's problem without memory, and what a first, short search found, if there was one."""
+
+    tables: Tables
+    sought: Sought
+    solution: Solution | None = None
+
+
+class MeshSearch:
+    """Searches single meshes, and keeps what later searches of them start from."""
+
+    def __init__(self, step: Step, topology: Topology, options: DynamicOptions) -> None:
+        self.formulation: Formulation[Tables] = Formulation(step, topology, options.limits, Tables, mode=MODE, folding=options.folding)
+        self._is_small = options.is_small(step)
+        self._begun: dict[LogicalMesh, _Begun] = {}
+        self._solved: dict[LogicalMesh, tuple[Tables, Problem]] = {}
+        self._starts: dict[LogicalMesh, Sequence[int]] = {}
+
+    def first_cost_s(self, setup: Setup) -> float:
+        """Searches a mesh for a short time, and returns the cost of what is found."""
+        begun = self._begin(setup)
+        solution = self.formulation.solve(begun.sought, float("-inf"))
+        self._begun[setup.mesh] = begun._replace(solution=solution)
+        return solution.cost
+
+    def fastest_on(self, setup: Setup, known_s: float) -> Found | Beaten:
+        """Finds the cheapest plan on a mesh, whatever memory it takes, if there is one below `known_s`."""
+        cutoff = self._cutoff(setup.mesh, known_s)
+        begun = self._begun.pop(setup.mesh, None)
+        tables, sought, solution = begun or self._begin(setup)
+        if solution is not None:
+            self._starts[setup.mesh] = solution.states
+            if solution.lower_bound >= cutoff:
+                return Beaten(solution.lower_bound)
+        if solution is None or solution.lower_bound != solution.cost:
+            solution = self.formulation.solve(sought, cutoff)
+        self._starts[setup.mesh] = solution.states
+        if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - SAME_COST):
+            return Beaten(solution.lower_bound)
+        # Of one mesh, most often the best one, which is the last that is not beaten.
+        self._solved = {setup.mesh: (tables, sought.problem)}
+        return self.formulation.plan_of(setup, tables, solution)
+
+    def bound_in_any_order(self, setup: Setup, meshes: Sequence[LogicalMesh], known_s: float) -> float | None:
+        """Searches meshes of the same axes in several orders as one; returns their bound where none has a plan below `known_s`."""
+        cutoff = self._cutoff(setup.mesh, known_s)
+        begun = self._begin(replace(setup, mesh=AnyOrder.of_meshes(meshes)))
+        bound = self.formulation.solve(begun.sought, cutoff).lower_bound
+        return bound if bound >= cutoff else None
+
+    def within(self, budget: Budget, fastest: Found, known_s: float, lower_bound_s: float = 0.0) -> Found | Shortfall | Beaten:
+        """Finds the cheapest plan within a budget on the mesh of `fastest`, which does not fit, if there is one below `known_s`."""
+        mesh = fastest.setup.mesh
+        tables, problem = self._solved.get(mesh) or self._problem(fastest.setup)
+        starts = (self._starts[mesh],) if mesh in self._starts else ()
+        return budget.search_on(MeshProblem(tables, problem, fastest, lower_bound_s, starts), known_s)
+
+    def _begin(self, setup: Setup) -> _Begun:
+        tables = self.formulation.tables(setup)
+        return _Begun(tables, self.formulation.sought(tables.problem()))
+
+    def _problem(self, setup: Setup) -> tuple[Tables, Problem]:
+        tables = self.formulation.tables(setup)
+        return tables, tables.problem()
+
+    def _cutoff(self, mesh: LogicalMesh, known_s: float) -> float:
+        """Returns the cost below which a plan on a mesh is worth the whole search."""
+        is_worth_less = len(mesh.axes) >= MAX_AXES and not self._is_small
+        return known_s * (1 - (_WORTH_THREE if is_worth_less else SAME_COST))

@@ -1,0 +1,83 @@
+"""The schedules of a search within a budget: which attempt is made when."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from spmdctx.search.dynamic import effort
+from spmdctx.search.dynamic.effort import ANY, HASTY, PROVEN, QUICK, SOFT, THOROUGH, Standing
+from spmdctx.search.dynamic.results import DynamicOptions
+
+INFINITE = float("inf")
+NO_PLAN = Standing(INFINITE, is_begun=True)
+"""An attempt found no plan, and proved nothing."""
+
+
+def due(schedule, standing):
+    """The efforts of the attempts that are made as things stand."""
+    return [attempt.effort for attempt in schedule.attempts if attempt.when(standing)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (effort.ANY_PLAN, ANY),
+        (effort.HASTY_PLAN, HASTY),
+        (effort.PROVEN_PLAN, PROVEN),
+        (effort.SOFT_PLAN, SOFT),
+        (effort.THOROUGH_PLAN, HASTY),
+        (effort.QUICK_PLAN, HASTY._replace(rounds=2)),
+        (effort.QUICK_PLAN_OR_NONE, HASTY._replace(rounds=2)),
+    ],
+)
+def test_a_mesh_is_first_searched_by_the_first_effort_alone(schedule, expected):
+    assert due(schedule, Standing(INFINITE)) == [expected]
+
+
+@pytest.mark.parametrize(("schedule", "tolerance"), [(effort.THOROUGH_PLAN, 0.0), (effort.QUICK_PLAN, QUICK.tolerance)])
+def test_where_another_mesh_has_a_plan_the_first_attempt_is_as_exact_as_the_last(schedule, tolerance):
+    (first,) = due(schedule, Standing(2.0))
+    assert first.tolerance == tolerance
+    assert first.only_stored
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [(effort.THOROUGH_PLAN, [THOROUGH]), (effort.QUICK_PLAN, [QUICK]), (effort.QUICK_PLAN_OR_NONE, [])],
+)
+def test_only_a_large_program_is_given_up_after_a_short_attempt_without_a_plan(schedule, expected):
+    assert due(schedule, NO_PLAN) == expected
+    assert due(schedule, NO_PLAN._replace(is_settled=True)) == []
+
+
+@pytest.mark.parametrize("schedule", [effort.THOROUGH_PLAN, effort.QUICK_PLAN, effort.QUICK_PLAN_OR_NONE])
+def test_a_plan_is_improved_where_it_and_that_of_other_meshes_are_farther_from_the_bound_than_is_near_enough(schedule):
+    found = Standing(INFINITE, cost_s=1.0, is_begun=True)
+    near, far = 1 / (1 + schedule.enough), 0.9
+    assert due(schedule, found._replace(lower_bound_s=far)) == [schedule.attempts[-1].effort]
+    assert due(schedule, found._replace(lower_bound_s=near)) == []
+    assert due(schedule, found._replace(lower_bound_s=far, known_s=far)) == []
+
+
+def test_any_plan_is_looked_for_where_no_limit_led_to_a_proven_one():
+    assert due(effort.PROVEN_PLAN, NO_PLAN) == []
+    assert due(effort.PROVEN_PLAN, NO_PLAN._replace(has_run_out=True)) == [ANY]
+
+
+@pytest.mark.parametrize(
+    ("num_ops", "options", "expected"),
+    [
+        (100, {}, effort.PROVEN_PLAN),
+        (100, {"is_soft": True}, effort.SOFT_PLAN),
+        (100, {"is_soft": True, "wants_any": True}, effort.ANY_PLAN),
+        (101, {}, effort.THOROUGH_PLAN),
+        (101, {"wants_any": True}, effort.HASTY_PLAN),
+        (4999, {"is_soft": True}, effort.QUICK_PLAN),
+        (5000, {"is_soft": True}, effort.QUICK_PLAN_OR_NONE),
+        (101, {"small_program": 101}, effort.PROVEN_PLAN),
+        (101, {"schedule": effort.ANY_PLAN}, effort.ANY_PLAN),
+    ],
+)
+def test_a_budget_is_worth_what_the_size_of_the_program_and_its_origin_say(num_ops, options, expected):
+    step = SimpleNamespace(graph=SimpleNamespace(ops=range(num_ops)))
+    assert DynamicOptions(**options).schedule_of(step) is expected
