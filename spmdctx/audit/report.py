@@ -65,9 +65,9 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes on one device: the plan's estimate, and what the compiler reserved.
+    """Bytes on one device: the plan's estimate, and the compiler's reservations.
 
-    `peak_bytes` is the compiler's own figure, or the sum, shared buffers counted once, where it has none.
+    `peak_bytes` is the compiler's own figure. If it gives none, it is the sum with shared buffers counted once.
     """
 
     planned_bytes: int
@@ -154,7 +154,7 @@ class AuditReport:
 
 
 def audit_program(plan: AuditedPlan, compiled: jax.stages.Compiled) -> AuditReport:
-    """Holds a compiled program against the plan it was lowered from."""
+    """Compares a compiled program with the plan from which it was lowered."""
     return audit_text(plan, compiled.as_text() or "", _read_memory(compiled, plan.cost.memory_bytes))
 
 

@@ -31,7 +31,7 @@ def seal(path: Path) -> Seal:
 
 
 def seal_all(root: Path, files: Iterable[Path]) -> dict[str, Seal]:
-    """Seals by path below `root`, in order of the paths."""
+    """Returns seals by path below `root`, in order of the paths."""
     return {file.relative_to(root).as_posix(): seal(file) for file in sorted(files)}
 
 

@@ -66,7 +66,7 @@ def slicing(strategy: Strategy | None, where: str = "") -> Slicing:
 
 
 def layouts_of(strategy: Strategy) -> dict[str, ParameterLayout]:
-    """Layouts by name; arguments and errors as for `slicing`."""
+    """Returns layouts by name; arguments and errors as for `slicing`."""
     if isinstance(strategy, Mapping):
         for name, layout in strategy.items():
             if not isinstance(layout, ParameterLayout):

@@ -210,7 +210,7 @@ class CheckpointManager:
             raise CheckpointError("A checkpoint could not be written.", where=str(self.directory), got=str(error)) from error
 
     def close(self) -> None:
-        """Waits, and ends the threads."""
+        """Waits for unfinished saves, and ends the threads."""
         self.wait()
         self._manager.close()
 

@@ -178,7 +178,7 @@ class TensorFile:
                 out[(*index, slice(row, row + count))] = span[(slice(None), *inner)]
 
     def _read_into(self, out: np.ndarray, offset: int) -> memoryview:
-        """Fills `out`; the bytes as they lie in the file."""
+        """Fills `out` with the bytes as they are in the file."""
         direct = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         view = direct.reshape(-1).view(np.uint8).data
         done = 0

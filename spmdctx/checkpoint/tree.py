@@ -18,7 +18,7 @@ _VALUE = "value"
 
 
 class Stored(NamedTuple):
-    """How a leaf is stored: its bytes as an array; `key` is the type of random keys, whose raw numbers are stored."""
+    """The stored form of a leaf: its bytes as an array; `key` is the type of random keys, whose raw numbers are stored."""
 
     shape: tuple[int, ...]
     dtype: str

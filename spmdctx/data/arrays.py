@@ -47,7 +47,7 @@ class ArrayBatches:
 
     @property
     def batches_per_epoch(self) -> int:
-        """How many batches an epoch has, the last one with fewer rows included."""
+        """The number of batches in an epoch, including a last one with fewer rows."""
         return -(-self._length // self._batch_size)
 
     def __iter__(self) -> ArrayIterator:
@@ -93,6 +93,6 @@ class ArrayIterator:
         return {"epoch": self._epoch, "batch": self._batch}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Goes to a position that `get_state` gave."""
+        """Goes to a position that `get_state` returned."""
         self._epoch, self._batch = state["epoch"], state["batch"]
         self._order = self._batches.order(self._epoch) if self._batches.has_epoch(self._epoch) else range(0)

@@ -117,7 +117,7 @@ def _joined(piece: Piece, count: int, placed: Iterator[Any]) -> jax.Array:
 
 
 def slices(bounds: Bounds) -> tuple[slice, ...]:
-    """Bounds as what an array is indexed with."""
+    """Converts bounds to the index of an array."""
     return tuple(slice(start, stop) for start, stop in bounds)
 
 

@@ -13,9 +13,9 @@ from spmdctx.errors import StrategyError, message
 
 
 class Blocks:
-    """Some rows of an array that is read by blocks: a memory-mapped file, an HDF5 or Zarr dataset, or a class of one's own.
+    """Some rows of an array that is read by blocks: a memory-mapped file, an HDF5 or Zarr dataset, or the user's own class.
 
-    A batch with such a leaf is a whole batch; of it each process asks for the blocks that its devices hold, each once.
+    A batch with such a leaf is a whole batch; each process reads the blocks of it that its devices hold, each once.
     """
 
     def __init__(self, array: Any, rows: range | NDArray[np.integer[Any]] | None = None) -> None:

@@ -131,7 +131,7 @@ class ShardedBatches:
         return dict(self._state)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `get_state` gave; a source without state of its own is read up to it.
+        """Goes to a position that `get_state` returned; a source without a state of its own is read up to it.
 
         Raises:
             StrategyError: something else than a state.

@@ -21,7 +21,7 @@ Mask = str | int
 
 @dataclass(frozen=True)
 class Leaf:
-    """Where one leaf of a batch goes, and as what; shape (global) and dtype are None where only the sharding is known."""
+    """The target of one leaf of a batch; shape (global) and dtype are None if only the sharding is known."""
 
     path: str
     sharding: Sharding
@@ -30,7 +30,7 @@ class Leaf:
 
 
 class Matched(NamedTuple):
-    """A batch held against its targets: values and leaves in order, the index of the mask, and the structure of the result.
+    """A batch matched with its targets: values and leaves in order, the index of the mask, and the structure of the result.
 
     The value of a mask that the batch does not bring is None.
     """

@@ -88,7 +88,7 @@ class Attention(nnx.Module):
         return layer(x).reshape(*x.shape[:2], num_heads, self.config.head_dim)
 
     def _bias(self, seq: int) -> jax.Array:
-        """Bias of the scores, [kv_heads, groups, 1, seq]: slope times the key's position.
+        """Returns the bias of the scores, [kv_heads, groups, 1, seq]: slope times the key's position.
 
         Softmax does not change when a row is shifted, so that this is slope times (key - query), and needs no [seq, seq] tensor.
         """

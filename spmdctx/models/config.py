@@ -112,7 +112,7 @@ class DecoderConfig:
         return tuple(name for name in BLOCK_WEIGHTS if name != "gate" or self.feed_forward == "swiglu")
 
     def sizes_of(self, weight: Target) -> tuple[int, int]:
-        """Inputs and outputs of a block's weight."""
+        """Returns the inputs and outputs of a block's weight."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         outputs = {"query": heads, "key": kv_heads, "value": kv_heads, "gate": self.hidden, "up": self.hidden}
         inputs = {"out": heads, "down": self.hidden}

@@ -73,17 +73,17 @@ class Generator:
 
     @cached_property
     def plan(self) -> Plan:
-        """How one token is made."""
+        """The plan of the step that makes one token."""
         return self._step.plan(*self._arguments(1))
 
     @cached_property
     def layouts(self) -> dict[str, ParameterLayout]:
-        """How parameters, and the kept keys and values, are split."""
+        """The layouts of the parameters, and of the cached keys and values."""
         return plan_layouts(self.plan)
 
     @cached_property
     def shardings(self) -> Any:
-        """Where the parameters of `network` go: a state with a sharding in the place of each."""
+        """The shardings of the parameters of `network`: a state with a sharding in place of each."""
         whole = self._step.in_shardings(*self._arguments(1))[0]
         return nnx.filter_state(whole, lambda path, _: not _is_kept(path))
 
@@ -98,7 +98,7 @@ class Generator:
         stop: int | None = None,
         show: Callable[[np.ndarray], None] | None = None,
     ) -> np.ndarray:
-        """Goes on with each prompt for `count` tokens.
+        """Continues each prompt for `count` tokens.
 
         The tokens that all prompts have are read at once; of longer ones the rest is read token by token while the others go on.
 

@@ -37,7 +37,7 @@ class RegionStrategy(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """How `shard()` splits the decoder: `data` slices of the batch by `model` slices of the weights.
+    """The split of the decoder by `shard()`: `data` slices of the batch by `model` slices of the weights.
 
     Attributes:
         kind: "none": no strategies. "megatron": each attention and feed-forward layer, the embedding and the head are
@@ -98,7 +98,7 @@ class Split:
         return regions | {"head": RegionStrategy(whole, logits, {"kernel": self.slices("-m")})}
 
     def _weights(self, words: Mapping[Target, str], config: DecoderConfig) -> dict[str, Slices]:
-        """Strategies of a layer's weights, with the biases and low-rank updates that they have."""
+        """Returns the strategies of a layer's weights, with their biases and low-rank updates."""
         found = {}
         for weight in (name for name in config.weights if name in words):
             word = words[weight]

@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many numbers there are."""
+        """The number of tokens."""
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token numbers of a text, [tokens] int32."""
@@ -72,7 +72,7 @@ class WordTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many numbers there are."""
+        """The number of tokens."""
         return NUM_BYTES + len(self.words)
 
     def encode(self, text: str) -> np.ndarray:
@@ -122,7 +122,7 @@ class LibraryTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many numbers there are."""
+        """The number of tokens."""
         return int(self._own.get_vocab_size())
 
     def encode(self, text: str) -> np.ndarray:
@@ -156,7 +156,7 @@ def read_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
 
 
 def batches(tokens: np.ndarray, batch_size: int, seq: int, *, seed: int = 0) -> Iterator[Batch]:
-    """Endless batches of windows at random places of a token stream, the same for the same seed.
+    """Yields endless batches of windows at random places of a token stream, the same for the same seed.
 
     Raises:
         ContextError: the stream is shorter than one window.

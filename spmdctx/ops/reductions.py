@@ -15,7 +15,7 @@ from spmdctx.ops.scope import View
 
 
 class ReduceOp(StrEnum):
-    """How values of several devices become one."""
+    """The operations that reduce the values of several devices to one."""
 
     SUM = "sum"
     MAX = "max"

@@ -20,7 +20,7 @@ Axes = tuple[tuple[str, int], ...]
 
 
 class View(Enum):
-    """How a value in a loss is seen while it is traced."""
+    """The views of a value in a loss while it is traced."""
 
     LOCAL = auto()
     """As one device has it: collectives are real."""
