@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 from spmdctx.audit import AuditReport
-from spmdctx.audit.report import MAX_UNPLANNED_SHARE, MIN_FOUND_SHARE
+from spmdctx.audit.data import MAX_UNPLANNED_SHARE, MIN_FOUND_SHARE
 from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile_only import gpu_devices, tpu_devices
 from spmdctx.models import DecoderConfig

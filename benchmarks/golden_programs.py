@@ -107,10 +107,14 @@ def _compiled_text(step: Any, args: tuple[Any, ...]) -> Texts:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled, report = step.lower(*args).compile(), step.audit(*args)
-    text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
+    return {"compiled.txt": without_places(compiled.as_text()), "audit.txt": str(report)}
+
+
+def without_places(text: str) -> str:
+    """A compiled program without what says where in the source its ops come from."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", text)
     # Tables of source places stand at the end, or before the computations.
-    text = re.sub(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text, flags=re.M)
-    return {"compiled.txt": text, "audit.txt": str(report)}
+    return re.sub(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text, flags=re.M)
 
 
 def _cells() -> Iterator[Entry]:

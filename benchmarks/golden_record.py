@@ -52,7 +52,7 @@ def main() -> int:
                 subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
             if failed:
                 return failed
-        return _make(ROOT, folder, arguments.only) or _compare(known, folder, arguments.only)
+        return _make(ROOT, folder, arguments.only) or compare(known, folder, arguments.only)
 
 
 def _make(tree: Path, folder: Path, only: str) -> int:
@@ -102,8 +102,8 @@ def _texts(folder: Path, only: str) -> dict[str, str]:
     return {name: path.read_text() for name, path in names.items() if re.search(only, name.rpartition("/")[0])}
 
 
-def _compare(known: Path, folder: Path, only: str) -> int:
-    """Prints where two records differ."""
+def compare(known: Path, folder: Path, only: str) -> int:
+    """Prints where two records differ; returns the exit status."""
     before, after = _texts(known, only), _texts(folder, only)
     differ = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     for name in differ:

@@ -215,8 +215,9 @@ def read_peak(report: str) -> int:
 def describe_plan(plan: Plan, hlo_text: str) -> dict[str, Any]:
     """What a plan foresees, and what the audit finds of it in the program."""
     from spmdctx.audit import audit_text
+    from spmdctx.machine.xla.collectives.ways import WAYS
 
-    report = audit_text(plan, hlo_text)
+    report = audit_text(plan, hlo_text, WAYS)
     sums: dict[str, dict[str, float]] = {}
     mesh = plan.logical_mesh
     for one in plan.collectives:

@@ -88,3 +88,8 @@ __all__ = [
     "transform_checkpoints",
     "value_and_grad",
 ]
+
+# Tracebacks name what users can catch. Classes with sources to be read (`Plan??` in a notebook) keep the module that holds these.
+for _name in __all__:
+    if isinstance(globals()[_name], type) and issubclass(globals()[_name], (Exception, Warning)):
+        globals()[_name].__module__ = "spmdctx"

@@ -61,16 +61,16 @@ def place_text(source: str) -> str:
 
 _NOTEBOOK = re.compile(r"(?:^|/)(?:ipykernel_\d+/\d+\.py|<ipython-input-[^/]*>)$")
 
-_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def bytes_text(count: float) -> str:
     """Formats a number of bytes, as in `0 B`, `17.2 KiB` or `3.42 GiB`."""
     power = 0
-    while abs(count) >= 1024 and power < len(_BYTES) - 1:
+    while abs(count) >= 1024 and power < len(_BYTE_UNITS) - 1:
         count /= 1024
         power += 1
-    return f"{count:.0f} B" if power == 0 else f"{three_digits(count)} {_BYTES[power]}"
+    return f"{count:.0f} B" if power == 0 else f"{three_digits(count)} {_BYTE_UNITS[power]}"
 
 
 def exact_bytes_text(count: int) -> str:

@@ -1,6 +1,7 @@
 """The public surface: the names that users type, pinned."""
 
 import inspect
+import pickle
 
 import jax.numpy as jnp
 import numpy as np
@@ -93,3 +94,10 @@ def test_a_plan_is_made_without_a_step():
 
 def test_the_version_is_that_of_the_package():
     assert spmdctx.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_tracebacks_name_errors_as_users_import_them(name):
+    error = getattr(spmdctx, name)
+    assert error.__module__ == "spmdctx"
+    assert pickle.loads(pickle.dumps(error)) is error

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from spmdctx.ir.graph import item_bytes
 from spmdctx.wording import file_text
 
-_DTYPES = {
+_DTYPE_OF_HLO = {
     "pred": "bool",
     "s4": "int4",
     "u4": "uint4",
@@ -61,7 +61,7 @@ def read_leaves(text: str) -> tuple[Leaf, ...]:
 
 
 def _dtype(name: str) -> str:
-    return _DTYPES.get(name) or (f"float8_{name[2:]}" if name.startswith("f8") else name)
+    return _DTYPE_OF_HLO.get(name) or (f"float8_{name[2:]}" if name.startswith("f8") else name)
 
 
 class Instruction(NamedTuple):

@@ -8,7 +8,7 @@ from spmdctx.audit.hlo import Computation, Instruction, Module
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _DIRECTION = re.compile(r"direction=([A-Z]{2})")
-_COPIES = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start")
+_SAME_NUMBER = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 
 
@@ -98,7 +98,7 @@ def _step(body: Computation, index: int) -> int | None:
 def _follow(computation: Computation, name: str) -> Instruction | None:
     """Returns the instruction behind copies."""
     found = computation.instructions.get(name)
-    while found is not None and found.opcode in _COPIES and found.operands:
+    while found is not None and found.opcode in _SAME_NUMBER and found.operands:
         found = computation.instructions.get(found.operands[0])
     return found
 

@@ -1,29 +1,25 @@
 """Holds compiled collectives against planned ones, execution by execution, and names how each planned one was realised.
 
 A planned collective is found where a compiled one has its axes and its payload within 10 %, or where the compiler is known
-to write it otherwise. Each such way has a name, which the result carries together with the bytes really moved:
-`WAYS` are one for one; the functions below find collectives over several axes done one axis at a time, or those over one
-axis each done at once, those moved out of a loop, and partial results added up before they are reduced.
+to write it otherwise. Each such way has a name, which the result carries together with the bytes really moved. The caller
+knows those that are one for one (`machine.xla.collectives.ways`); the functions below find collectives over several axes done
+one axis at a time, or those over one axis each done at once, those moved out of a loop, and partial results added up before
+they are reduced.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from spmdctx.audit.collectives import CompiledCollective
 from spmdctx.audit.groups import in_mesh_order
-from spmdctx.ir.collective import COLLECTIVE_KINDS, Collective
+from spmdctx.ir.collective import Collective, Way
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import AxisNames
 
 TOLERANCE = 0.1
-AS_PLANNED = "as planned"
-SLICED = "all_reduce and slice"
-WIDENED = "float32 for bfloat16"
-NARROWED = "bfloat16 for float32"
 STACKED = "once after its loop, stacked"
 HOISTED = "once after its loop"
 HOISTED_SLICE = "reduce_scatter after its loop"
@@ -31,30 +27,6 @@ JOINED = "added to another before the reduction"
 PER_AXIS = "one per axis"
 AT_ONCE = "one over all axes"
 HALVES = "real and imaginary parts apart"
-
-
-class Way(NamedTuple):
-    """One way to write a planned kind: the compiled kind, its payload over the planned one's, and its dtype if that tells."""
-
-    planned: str
-    compiled: str
-    ratio: float
-    dtypes: tuple[str, ...]
-    name: str
-
-
-WAYS: tuple[Way, ...] = (
-    *(Way(kind, kind, 1.0, (), AS_PLANNED) for kind in COLLECTIVE_KINDS),
-    Way("reduce_scatter", "all_reduce", 1.0, (), SLICED),
-    # TPU scatters some tensors in pieces that overlap by an eighth, and then passes the overlaps on.
-    Way("reduce_scatter", "reduce_scatter", 1.125, (), "reduce_scatter of longer pieces"),
-    # TPU gathers small tensors by reducing them, each device's shard padded with zeros.
-    Way("all_gather", "all_reduce", 1.0, (), "all_reduce of padded shards"),
-    # CPU communicates bfloat16 as float32; TPU gathers float32 as bfloat16 where only its matrix unit reads the result.
-    *(Way(kind, kind, 2.0, ("float32",), WIDENED) for kind in COLLECTIVE_KINDS),
-    Way("reduce_scatter", "all_reduce", 2.0, ("float32",), f"{SLICED}, {WIDENED}"),
-    *(Way(kind, kind, 0.5, ("bfloat16", "float16"), NARROWED) for kind in COLLECTIVE_KINDS),
-)
 
 
 @dataclass(slots=True)
@@ -110,27 +82,28 @@ class _Ledger:
         self.matches.append(Match(planned.item, count, realised, way))
 
 
-def compare(planned: Iterable[Collective], compiled: Iterable[CompiledCollective], mesh: LogicalMesh) -> Comparison:
+def compare(planned: Iterable[Collective], compiled: Iterable[CompiledCollective], mesh: LogicalMesh, ways: Sequence[Way]) -> Comparison:
     """Matches compiled with planned collectives; each execution is used once.
 
     Args:
         planned: The plan's collectives. Those over axes of size 1, or without payload, count as none.
         compiled: What `parse_collectives` found for the same mesh.
         mesh: The plan's mesh.
+        ways: How the compiler may write a planned collective as one other; those that are tried first come first.
     """
     own = [_Planned(one, in_mesh_order(one.axes, mesh), one.repeats) for one in planned if one.payload_bytes]
     ledger = _Ledger(
         sorted((one for one in own if one.axes), key=lambda one: -one.item.payload_bytes),
         [_Compiled(one, one.repeats, one.repeats * (one.summands - 1)) for one in compiled],
     )
-    for way in WAYS:
+    for way in ways:
         _match_way(ledger, way)
     _match_per_axis(ledger, mesh)
     _match_at_once(ledger, mesh)
     _match_stacked(ledger)
     _match_hoisted(ledger)
     _match_hoisted_slices(ledger)
-    _match_joined(ledger)
+    _match_joined(ledger, ways)
     _match_halves(ledger)
     return Comparison(
         tuple(ledger.matches),
@@ -236,12 +209,12 @@ def _match_hoisted_slices(ledger: _Ledger) -> None:
                 ledger.close(planned, planned.left, [(one, 1)], HOISTED_SLICE)
 
 
-def _match_joined(ledger: _Ledger) -> None:
-    """Matches several planned reductions of terms of a sum with one compiled reduction of the sum."""
+def _match_joined(ledger: _Ledger, ways: Sequence[Way]) -> None:
+    """Several planned reductions of terms of one sum, compiled as one reduction of the sum."""
     for planned in ledger.planned:
         for one in ledger.compiled if planned.item.kind in ("all_reduce", "reduce_scatter") else ():
             count = min(planned.left, one.spare)
-            if count > 0 and one.item.axes == planned.axes and _realises(one.item, planned.item):
+            if count > 0 and one.item.axes == planned.axes and _realises(one.item, planned.item, ways):
                 one.spare -= count
                 ledger.close(planned, count, [], JOINED)
 
@@ -269,13 +242,13 @@ def _writes(compiled: CompiledCollective, kind: str, payload: int) -> bool:
     return compiled.kind in kinds and compiled.payload_bytes == payload and compiled.dtype.startswith("float")
 
 
-def _realises(compiled: CompiledCollective, planned: Collective) -> bool:
-    """Returns whether some way writes the planned collective as the compiled one."""
+def _realises(compiled: CompiledCollective, planned: Collective, ways: Sequence[Way]) -> bool:
+    """Whether some way writes the planned collective so."""
     return any(
         (way.planned, way.compiled) == (planned.kind, compiled.kind)
         and (not way.dtypes or compiled.dtype in way.dtypes)
         and _near(compiled.payload_bytes, round(planned.payload_bytes * way.ratio))
-        for way in WAYS
+        for way in ways
     )
 
 

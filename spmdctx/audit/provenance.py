@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from spmdctx.audit.hlo import Computation, Instruction, Module
 
-_COPIES = ("copy", "bitcast", "reshape", "convert", "transpose", "copy-start", "copy-done", "optimization-barrier")
+_SAME_ELEMENTS = ("copy", "bitcast", "reshape", "convert", "transpose", "copy-start", "copy-done", "optimization-barrier")
 _MAX_STEPS = 64
 _MAX_TERMS = 256
 
@@ -72,7 +72,7 @@ def source(place: Place, module: Module) -> str:
 
 def _before(place: Place, module: Module) -> Place | None:
     instruction, scope = place
-    if instruction.opcode in _COPIES:
+    if instruction.opcode in _SAME_ELEMENTS:
         return next(operands(place), None)
     if instruction.opcode == "parameter" and scope.call is not None and scope.caller is not None:
         number = int(instruction.arguments)

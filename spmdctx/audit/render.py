@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
 from spmdctx.audit.collectives import CompiledCollective
-from spmdctx.audit.match import AS_PLANNED
-from spmdctx.ir.collective import Collective
-
-if TYPE_CHECKING:
-    from spmdctx.audit.report import AuditReport, AuditRow, MemoryUse
+from spmdctx.audit.data import AuditData, AuditRow, MemoryUse
+from spmdctx.ir.collective import AS_PLANNED, Collective
 
 _STYLE = (
     "<style>.spmdctx-audit table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
@@ -18,12 +14,12 @@ _STYLE = (
     ".spmdctx-audit th:first-child,.spmdctx-audit td:first-child,.spmdctx-audit th:last-child,.spmdctx-audit td:last-child{text-align:left}"
     ".spmdctx-audit.ok>p:first-of-type>b{color:#2a8f4a}.spmdctx-audit.differs>p:first-of-type>b{color:#c4541c}</style>"
 )
-_HEADER = ("collective", "axes", "planned", "bytes", "found", "compiled", "unplanned", "bytes", "realised")
+_COLUMN_NAMES = ("collective", "axes", "planned", "bytes", "found", "compiled", "unplanned", "bytes", "realised")
 
 
-def report_text(report: AuditReport) -> str:
-    """Renders the verdict, the table, and every difference as text."""
-    lines = [_verdict(report), *_text_table([_HEADER, *map(_cells, report.rows)] if report.rows else [])]
+def report_text(report: AuditData) -> str:
+    """The verdict, the table, and every difference."""
+    lines = [_verdict(report), *_text_table([_COLUMN_NAMES, *map(_cells, report.rows)] if report.rows else [])]
     lines += [f"  unplanned: {text}" for text in _unplanned_lines(report.unplanned)]
     lines += [f"  missing:   {text}" for text in _missing_lines(report.missing)]
     lines += [f"  memory:    {_memory_text(report.memory)}"] if report.memory else []
@@ -31,10 +27,10 @@ def report_text(report: AuditReport) -> str:
     return "\n".join(lines)
 
 
-def report_html(report: AuditReport) -> str:
-    """Renders the same as a self-contained piece of a page."""
+def report_html(report: AuditData) -> str:
+    """The same as a self-contained piece of a page."""
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in report.rows)
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEADER)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in _COLUMN_NAMES)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if report.rows else ""
     memory = f"<p>Memory: {escape(_memory_text(report.memory))}</p>" if report.memory else ""
     lists = _html_list("Unplanned", _unplanned_lines(report.unplanned)) + _html_list("Planned, not found", _missing_lines(report.missing))
@@ -43,7 +39,7 @@ def report_html(report: AuditReport) -> str:
     return f'<div class="spmdctx-audit {mark}">{_STYLE}{verdict}{table}{lists}{memory}{_html_list("Notes", list(report.notes))}</div>'
 
 
-def _verdict(report: AuditReport) -> str:
+def _verdict(report: AuditData) -> str:
     word = "agrees with" if report.ok else "differs from"
     return (
         f"The compiled program {word} the plan: {report.found_share:.1%} of {_bytes_text(report.planned_bytes)} planned was found; "
@@ -61,7 +57,7 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
 
 def _text_table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = (0, 1, len(_HEADER) - 1)
+    left = (0, 1, len(_COLUMN_NAMES) - 1)
 
     def pad(index: int, cell: str) -> str:
         return cell.ljust(widths[index]) if index in left else cell.rjust(widths[index])

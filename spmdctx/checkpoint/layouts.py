@@ -15,9 +15,10 @@ from spmdctx.checkpoint.tree import StateTree, stored_form
 from spmdctx.errors import CheckpointError, ContextError, UnsupportedError, message
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.plan.data import PlannedTensor
 from spmdctx.plan.file import read_strategy
 from spmdctx.plan.mindspore.file import MindSporeStrategy, ParameterLayout, mindspore_name, tensor_layout
-from spmdctx.plan.plan import Plan, PlannedTensor
+from spmdctx.plan.plan import Plan
 
 Layouts = Mapping[str, ParameterLayout]
 """Maps the name of each tensor, the parts of its path joined by dots, to its layout."""
@@ -25,7 +26,7 @@ Layouts = Mapping[str, ParameterLayout]
 Strategy = str | os.PathLike[str] | Plan | Layouts
 """A description of how tensors are split: a strategy file of MindSpore in JSON, a plan or its file, or layouts by name."""
 
-_STATE = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE, Role.KEY)
+_SAVED_ROLES = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE, Role.KEY)
 
 
 class Slicing(NamedTuple):
@@ -82,14 +83,14 @@ def layouts_of(strategy: Strategy) -> dict[str, ParameterLayout]:
 
 def _read(path: str | os.PathLike[str]) -> Plan | MindSporeStrategy:
     try:
-        return read_strategy(path)
+        return read_strategy(path, Plan)
     except FileNotFoundError as error:
         raise CheckpointError("There is no such strategy file.", where=os.fspath(path)) from error
     except OSError as error:
         raise CheckpointError("A strategy file cannot be read.", where=os.fspath(path), got=error.strerror or str(error)) from error
 
 
-def plan_layouts(plan: Plan, roles: Iterable[Role] = _STATE) -> dict[str, ParameterLayout]:
+def plan_layouts(plan: Plan, roles: Iterable[Role] = _SAVED_ROLES) -> dict[str, ParameterLayout]:
     """Returns the layouts of a plan's arguments of these roles, by their dotted paths."""
     kept = set(roles)
     return {mindspore_name(tensor.path): tensor_layout(tensor, plan.logical_mesh) for tensor in plan.inputs if tensor.role in kept}

@@ -194,7 +194,7 @@ class CheckpointManager:
         restored = self._read(step, tree, shardings_by_path(shardings), contents)
         if data is not None and hasattr(data, "set_state"):
             data.set_state(position)
-        plan = None if contents["plan"] is None else parse_plan(contents["plan"], str(folder))
+        plan = None if contents["plan"] is None else parse_plan(contents["plan"], str(folder), Plan)
         return Restored(int(contents["step"]), restored, position, plan)
 
     def wait(self) -> None:

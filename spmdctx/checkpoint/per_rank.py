@@ -75,7 +75,7 @@ def _tensor(path: str, form: Stored, array: Any, device: Any) -> Tensor:
     return Tensor(mindspore_name(path), tuple(block.shape), form.dtype, partial(np.asarray, block))
 
 
-def load_distributed_checkpoint(
+def load_distributed_checkpoint(  # noqa: PLR0913  # MindSpore's arguments
     network: Any,
     checkpoint_filenames: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
     predict_strategy: Strategy | None = None,

@@ -36,7 +36,7 @@ _SHORT_RUN_BYTES = 256
 """Shorter runs are read together with the bytes between them, since a call costs more than the bytes that it would save."""
 _SPAN_BYTES = 1 << 22
 
-_DTYPES = {
+_DTYPE_OF_CODE = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -54,7 +54,7 @@ _DTYPES = {
     "BOOL": "bool",
     "C64": "complex64",
 }
-_CODES = {name: code for code, name in _DTYPES.items()}
+_CODES = {name: code for code, name in _DTYPE_OF_CODE.items()}
 
 
 @dataclass
@@ -227,9 +227,9 @@ class TensorFile:
 
 
 def _info(entry: Mapping[str, Any], data_start: int, crc: str) -> TensorInfo:
-    if entry["dtype"] not in _DTYPES:
+    if entry["dtype"] not in _DTYPE_OF_CODE:
         raise ValueError(f"dtype {entry['dtype']!r}")
-    dtype, shape = jnp.dtype(_DTYPES[entry["dtype"]]), tuple(map(int, entry["shape"]))
+    dtype, shape = jnp.dtype(_DTYPE_OF_CODE[entry["dtype"]]), tuple(map(int, entry["shape"]))
     start, stop = map(int, entry["data_offsets"])
     if start < 0 or stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{stop - start} bytes for {entry['dtype']}{list(shape)}")

@@ -149,7 +149,7 @@ def transform_checkpoint_by_rank(
         return sources.reads
 
 
-def transform_checkpoints(
+def transform_checkpoints(  # noqa: PLR0913  # MindSpore's arguments
     src_checkpoints_dir: str | os.PathLike[str],
     dst_checkpoints_dir: str | os.PathLike[str],
     ckpt_prefix: str,

@@ -127,7 +127,7 @@ def _vector_flops_per_s(device: Any, megabytes: int, timer: _Timer) -> float:
     return float(2 * length * values.size / timer(lambda: compiled(values)))
 
 
-_BODIES: dict[str, Callable[[jax.Array], jax.Array]] = {
+_BODY_OF_KIND: dict[str, Callable[[jax.Array], jax.Array]] = {
     "all_reduce": lambda x: lax.psum(x, AXIS),
     "all_gather": lambda x: lax.all_gather(x, AXIS, tiled=True),
     "reduce_scatter": lambda x: lax.psum_scatter(x, AXIS, tiled=True),
@@ -142,7 +142,7 @@ def _collectives(devices: Sequence[Any], megabytes: int, timer: _Timer) -> Itera
     """Measures each collective at a small and at a large payload, and yields the line through both."""
     mesh = Mesh(np.array(devices, dtype=object), (AXIS,), axis_types=(AxisType.Auto,))
     count = len(devices)
-    for kind, body in _BODIES.items():
+    for kind, body in _BODY_OF_KIND.items():
         spec = PartitionSpec(AXIS)
         run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
         points = []

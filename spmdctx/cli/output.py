@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from spmdctx.audit import AuditReport
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.mesh import format_sharding
-from spmdctx.plan.diff import PlanDiff
-from spmdctx.plan.explain import Explanation
 from spmdctx.plan.plan import Plan
+from spmdctx.plan.show.diff import PlanDiff
+from spmdctx.plan.show.explanation import Explanation
 from spmdctx.step.verify import VerifyReport
 
 WIDTH = 120

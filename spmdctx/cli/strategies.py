@@ -12,9 +12,9 @@ from spmdctx.cli.output import Output
 from spmdctx.cli.values import positive
 from spmdctx.context.options import SEARCH_MODES
 from spmdctx.errors import InfeasibleError, PlanError
-from spmdctx.plan.diff import PlanDiff
 from spmdctx.plan.library import ROWS_FILE, Library, Row, read_library
 from spmdctx.plan.plan import Plan
+from spmdctx.plan.show.diff import PlanDiff
 
 
 class FileState(NamedTuple):

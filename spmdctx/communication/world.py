@@ -18,11 +18,11 @@ from spmdctx.communication.rendezvous import meet
 from spmdctx.communication.watch import start_watch
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError, message
 
-_PLATFORMS = {"gloo": "cpu", "nccl": "gpu", "tpu": "tpu"}
+_PLATFORM_OF_BACKEND = {"gloo": "cpu", "nccl": "gpu", "tpu": "tpu"}
 _ASCEND = ("hccl", "mccl", "lccl")
 
 
-def init(
+def init(  # noqa: PLR0913  # what a job may say of itself
     backend: str | None = None,
     *,
     address: str | None = None,
@@ -171,9 +171,9 @@ def _platform(backend: str | None) -> str | None:
             f"'{name}' is the communication of Ascend devices and MindSpore's own CPUs, which JAX does not run on.",
             fix="nccl for GPUs, gloo for CPUs, tpu, or None for what is there",
         )
-    if name not in _PLATFORMS:
+    if name not in _PLATFORM_OF_BACKEND:
         raise ContextError(f"There is no backend '{backend}'.", need="nccl, gloo, tpu or None")
-    return _PLATFORMS[name]
+    return _PLATFORM_OF_BACKEND[name]
 
 
 def _cluster(address: str | None, count: int | None, number: int | None, devices: Sequence[int] | None) -> Cluster | None:

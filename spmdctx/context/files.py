@@ -32,7 +32,7 @@ _MODEL_KEYS = (
     "mem_coeff",
     "auto_pipeline",
 )
-_COUNTS = (*_DEGREES, "expert_parallel", "micro_batch_num", "seq_split_num", "gradient_aggregation_group")
+_COUNT_KEYS = (*_DEGREES, "expert_parallel", "micro_batch_num", "seq_split_num", "gradient_aggregation_group")
 _UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 
 
@@ -165,7 +165,7 @@ def _model_part(section: dict[str, Any]) -> dict[str, Any]:
     """Returns the known keys of `parallel_config` with checked counts."""
     for name in [name for name in section if name not in _MODEL_KEYS]:
         _left_out(f"parallel_config.{name}", nearest(name, _MODEL_KEYS) or "no such key is known", section.pop(name))
-    for name in _COUNTS:
+    for name in _COUNT_KEYS:
         value = section.get(name, 1)
         if not is_int(value):
             raise wrong_type(f"parallel_config.{name}", value, "an int >= 1")

@@ -27,8 +27,8 @@ SEARCH_MODES = ("recursive_programming", "dynamic_programming", "sharding_propag
 
 _DISTRIBUTED = PARALLEL_MODES[1:]
 _LOCAL_LOSS = ("data_parallel", "hybrid_parallel")
-_PLANNED = ("semi_auto_parallel", "auto_parallel")
-_REPLICAS = ("data_parallel", *_PLANNED)
+PLANNED_MODES = ("semi_auto_parallel", "auto_parallel")
+_REPLICAS = ("data_parallel", *PLANNED_MODES)
 _AUTO = ("auto_parallel",)
 
 LATER_OPTIONS = (
@@ -148,7 +148,7 @@ OPTIONS: tuple[Option, ...] = (
         values.text,
         "",
         "a path, or '' for none",
-        _PLANNED,
+        PLANNED_MODES,
         "A saved plan, which is used instead of a search and refused where it is for another program, mesh, machine or context; or a "
         "strategy file of MindSpore in JSON, whose layouts are pins of the step's parameters. What the file holds decides.",
         store=store_entry("strategy_ckpt_config", "load_file"),
@@ -160,7 +160,7 @@ OPTIONS: tuple[Option, ...] = (
         values.text,
         "",
         "a path, or '' for none",
-        _PLANNED,
+        PLANNED_MODES,
         "Where the plan is written each time a step is planned; `Plan.save_mindspore` writes MindSpore's JSON.",
         store=store_entry("strategy_ckpt_config", "save_file"),
         in_plan=False,
@@ -171,7 +171,7 @@ OPTIONS: tuple[Option, ...] = (
         values.strategy_ckpt_config,
         StrategyFiles("", "", True),
         "keys load_file (str), save_file (str), only_trainable_params (bool)",
-        _PLANNED,
+        PLANNED_MODES,
         "Both strategy files in one dictionary; given keys are updated, the others kept. Plan files hold every tensor, whatever "
         "only_trainable_params says.",
         store=store_entries("strategy_ckpt_config"),
@@ -193,7 +193,7 @@ OPTIONS: tuple[Option, ...] = (
         values.boolean,
         False,
         "",
-        _PLANNED,
+        PLANNED_MODES,
         "Every device is fed the whole batch; the same as dataset_strategy='full_batch'.",
         store=store_full_batch,
     ),
@@ -203,7 +203,7 @@ OPTIONS: tuple[Option, ...] = (
         values.dataset_strategy,
         "data_parallel",
         "'data_parallel', 'full_batch', or one tuple of ints >= 1, or one Layout, per batch input",
-        _PLANNED,
+        PLANNED_MODES,
         "How each batch input is split, its other dimensions too; a Layout names the mesh axes. In auto_parallel the batch is free "
         "until this or full_batch is set.",
         store=store_dataset_strategy,
@@ -285,19 +285,11 @@ OPTIONS: tuple[Option, ...] = (
         values.integer(1),
         1,
         ">= 1, dividing device_num",
-        _PLANNED,
+        PLANNED_MODES,
         "Number of pipeline stages the devices are divided into.",
         built=False,
     ),
-    Option(
-        "auto_pipeline",
-        "bool",
-        values.boolean,
-        False,
-        "",
-        _AUTO,
-        "The search suggests a stage count between 1 and pipeline_stages.",
-    ),
+    Option("auto_pipeline", "bool", values.boolean, False, "", _AUTO, "The search suggests a stage count between 1 and pipeline_stages."),
     Option(
         "grad_accumulation_step",
         "int",
@@ -345,13 +337,7 @@ ALGO_OPTIONS: tuple[Option, ...] = (
         quiet=False,
     ),
     Option(
-        "elementwise_op_strategy_follow",
-        "bool",
-        values.boolean,
-        False,
-        "",
-        _AUTO,
-        "Element-wise ops take the sharding of their operands.",
+        "elementwise_op_strategy_follow", "bool", values.boolean, False, "", _AUTO, "Element-wise ops take the sharding of their operands."
     ),
     Option(
         "tensor_slice_align_enable",

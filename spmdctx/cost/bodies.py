@@ -18,7 +18,7 @@ from spmdctx.ir.projection import local_bytes
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.topology import Topology
-from spmdctx.machine.xla.overlap import reduction_machine
+from spmdctx.machine.xla.collectives.combining import reduction_machine
 
 
 class Body(NamedTuple):
@@ -57,7 +57,7 @@ def _gathered(bill: Bill, graph: Graph, op: Op, mesh: LogicalMesh) -> dict[int, 
 def _own_peak(body: Body, own: Bill, gathered: Collection[int], topology: Topology) -> int:
     """The bytes that a body needs beside what it is given; what is `gathered` for it is there while it is read, and narrow if read so."""
     graph, alive = body.graph, np.array(own.memory_profile, dtype=np.int64)
-    memory = step_memory(graph, body.scopes, waits=False, fuses_into_products=topology.fuses_into_products)
+    memory = step_memory(graph, body.scopes, waits=False, fuses_into_products=topology.compiler.fuses_into_products)
     reads = {read.value: read for read in memory.reads}
     for position, value in enumerate(graph.inputs):
         known = graph.values[value]
@@ -66,7 +66,7 @@ def _own_peak(body: Body, own: Bill, gathered: Collection[int], topology: Topolo
         if position in gathered and value in reads:
             _, start, end = reads[value]
             alive[start : end + 1] += (
-                size * _read_bytes(graph, value) // item_bytes(known.dtype) if topology.narrows_matrix_operands else size
+                size * _read_bytes(graph, value) // item_bytes(known.dtype) if topology.compiler.narrows_matrix_operands else size
             )
     return int(alive.max(initial=0))
 

@@ -155,7 +155,7 @@ def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
 
     found = {}
     for op in graph.ops:
-        narrow = topology.narrows_matrix_operands and is_for_products(op)
+        narrow = topology.compiler.narrows_matrix_operands and is_for_products(op)
         for value in op.operands:
             if value != LITERAL:
                 dtype = graph.values[value].dtype
@@ -252,13 +252,13 @@ class _Evaluator:
         for op in self.ops:
             axes = self.assignment.ops[op.id].axes
             partial = partial_axes(op.rule, axes)
-            joined = self._joined(op, kept) if self.topology.merges_partial_sums else ()
+            joined = self._joined(op, kept) if self.topology.compiler.merges_partial_sums else ()
             for value in op.operands if joined else ():
                 found[value] = None
             for value, dims in zip(op.results, op.rule.results, strict=True):
                 if partial or joined:
                     known = found[value] = _Partial(project(dims, axes), joined or partial)
-                    direct = op.primitive != "gather" or self.topology.sinks_slices
+                    direct = op.primitive != "gather" or self.topology.compiler.sinks_slices
                     alone = len(op.results) == 1 and op.rule.combiner == "add" and self.eligible[value]
                     if direct and alone and self.assignment.values[value] == known.natural:
                         kept[value] = known
@@ -279,7 +279,7 @@ class _Evaluator:
         """Seconds of reducing a result and of what is moved after it: of all ways, the cheapest."""
         stored = self.assignment.values[value]
         loose = value in self.free
-        as_made = self.topology.merges_partial_sums and stored == partial.natural and value not in self.decided
+        as_made = self.topology.compiler.merges_partial_sums and stored == partial.natural and value not in self.decided
         own = partial_axes(op.rule, self.assignment.ops[op.id].axes)
         ways = []
         for after, seconds in self._ways(op, value, partial):

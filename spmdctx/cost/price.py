@@ -30,7 +30,7 @@ from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.ir.collective import Cause, Collective
 from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, format_sharding, local_shape
-from spmdctx.ir.primitives import ADDITIONS
+from spmdctx.ir.primitives import ADDITIONS, IDENTITIES
 from spmdctx.ir.projection import local_bytes
 from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
 from spmdctx.machine.collectives import collective_time_s
@@ -62,7 +62,7 @@ def price(
     gradients in which bucket they are reduced, `holds` what loops add up and leave unreduced until it is complete.
     """
     scopes = tuple(scopes)
-    memory = step_memory(graph, scopes, donated, waits=mesh.num_devices > 1, fuses_into_products=topology.fuses_into_products)
+    memory = step_memory(graph, scopes, donated, waits=mesh.num_devices > 1, fuses_into_products=topology.compiler.fuses_into_products)
     biller = _Biller(graph, loose, assignment, mesh, topology, memory)
     biller.buckets, biller.holds = buckets, holds
     biller.routes = shared_reads(graph, scopes, assignment, mesh, topology)
@@ -116,7 +116,7 @@ class _Biller:
         self._same = _aliases(graph)
         self._stored_as = numbered([*map(id, assignment.values)])
         self._readers = Readers(graph, assignment)
-        self._sums = Sums(self._readers, assignment, mesh, topology) if topology.merges_partial_sums else None
+        self._sums = Sums(self._readers, assignment, mesh, topology) if topology.compiler.merges_partial_sums else None
 
     def add_all(self, scopes: Sequence[int]) -> None:
         """Adds what all ops cost."""
@@ -142,7 +142,7 @@ class _Biller:
             value = op.operands[value_position]
             if value not in self.loose:
                 source = self.assignment.values[value]
-                narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value, target)
+                narrow = self.topology.compiler.narrows_matrix_operands and self._readers.are_matrix_products(value, target)
                 self._move(op, scope, value, source, target, value_position, narrow, read_repeats(self.graph, op))
         if self._sums and op.primitive in ADDITIONS and not need.operands and not need.partial:
             self._join_terms(self._sums, op)
@@ -231,14 +231,14 @@ class _Biller:
                 if plan.reduced:
                     self._collect("all_reduce", plan.reduced, payload, op, cause, *hides)
                     # Rows outside of the table are masked after the reduction of a gather.
-                    direct = op.primitive != "gather" or self.topology.sinks_slices
+                    direct = op.primitive != "gather" or self.topology.compiler.sinks_slices
                     if self._sums and direct and not plan.scattered:
                         self._sums.reduced(value, len(self.bill.collectives) - 1, plan.after)
                 natural = plan.after
             if natural != stored and value not in self.loose:
                 if natural != unreduced:
                     self.copies.pass_on(op, value, self._stored_bytes(value, natural))
-                narrow = self.topology.narrows_matrix_operands and self._readers.are_matrix_products(value)
+                narrow = self.topology.compiler.narrows_matrix_operands and self._readers.are_matrix_products(value)
                 self._move(op, scope, value, natural, stored, None, narrow, made_repeats(self.graph, op))
 
     def _keep_unreduced(self, op: Op, value: int, natural: TensorSharding, *, in_place: bool, scattered: bool) -> None:
@@ -248,7 +248,7 @@ class _Biller:
         """
         is_gradient = bool(self._sides.terminal[value])
         widening = self._sides.widening(op, value, self.graph.values[value].dtype, self.topology)
-        combined = is_gradient and self.topology.combines_reductions
+        combined = is_gradient and self.topology.compiler.combines_reductions
         size = self._stored_bytes(value, natural)
         self.copies.keep(op, value, size * (widening - in_place), to_the_end=combined, put_off=is_gradient and scattered)
         self.reduced.add(op.id)
@@ -285,7 +285,7 @@ class _Biller:
         time_s, current = 0.0, source
         share = self._sides.gather_share(value, self.topology)
         size = item_bytes("bfloat16" if narrow else known.dtype)
-        all_to_all = self.topology.uses_all_to_all
+        all_to_all = self.topology.preferences.allows_all_to_all
         direct = reshard_steps(known.shape, size, source, target, self.mesh, all_to_all)
         steps, via = direct, self.routes.get((scope, value)) if self._sharers[op.id] and position is not None else None
         if via is not None:
@@ -311,7 +311,7 @@ class _Biller:
         for place, step in enumerate(steps):
             key = (scope, self._same[value], current, step.sharding)
             if step.kind == "slice":
-                if gathered is not None and (is_result or op.primitive in _MARKS):
+                if gathered is not None and (is_result or op.primitive in IDENTITIES):
                     self.copies.slice_of(gathered, value if is_result else op.results[0])
             elif not (step.sharding == self.assignment.values[value] and self.copies.is_held(value)):
                 size = self._stored_bytes(value, step.sharding, narrow)
@@ -320,7 +320,7 @@ class _Biller:
                 elif place < last:
                     self.copies.pass_through(op, key, size)
                 else:
-                    self.copies.make(op, value, key, size, gathered=step.kind == "all_gather" and self.topology.gather_overlap > 0)
+                    self.copies.make(op, value, key, size, gathered=step.kind == "all_gather" and self.topology.compiler.gather_overlap > 0)
                 gathered = key if step.kind == "all_gather" else None
             current = step.sharding
 
@@ -345,7 +345,7 @@ class _Biller:
 
     def count_memory(self, scopes: Sequence[int]) -> None:
         """What is alive at each op, and which updates the step waits for, when every op is known."""
-        graph, memory, scratch_bytes = self.graph, self._memory, self.topology.scratch_bytes
+        graph, memory, scratch_bytes = self.graph, self._memory, self.topology.compiler.scratch_bytes
         sizes, moved = self.sizes(), {row.value for row in self.bill.moves}
 
         def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
@@ -356,14 +356,14 @@ class _Biller:
 
         products = self.copies.late(moved, self.reduced, sizes)
         late = Late(products, alive_with(products), alive_with, partial(self.copies.waiting, sizes), fuses)
-        waits = self.topology.runs_barriers_in_order
+        waits = self.topology.compiler.runs_barriers_in_order
         self.bill.early, alive = early_updates(graph, scopes, memory, late) if waits else ((), late.alive)
         self.bill.memory_profile, self.bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
 
     def sizes(self) -> list[int]:
         """Bytes that each value takes in memory."""
         stored, narrow = self.assignment.values, bytes(len(self.graph.values))
-        if self.topology.narrows_matrix_operands:
+        if self.topology.compiler.narrows_matrix_operands:
             narrow = bytes(self.copies.narrow[:-1])
         alike = Numbering(value_kinds(self.graph).numbers)
         alike.refine(self._stored_as)
@@ -374,7 +374,7 @@ class _Biller:
 
     def _is_narrow(self, value: int) -> bool:
         """Whether a value is kept in the type of matrix operands: what is reduced is another one."""
-        return bool(self.topology.narrows_matrix_operands and self.copies.narrow[value])
+        return bool(self.topology.compiler.narrows_matrix_operands and self.copies.narrow[value])
 
     def _stored_bytes(self, value: int, sharding: TensorSharding, narrow: bool = False) -> int:
         known = self.graph.values[value]
@@ -389,9 +389,6 @@ class _Biller:
         return local_bytes(self.graph.values[value], sharding, self.mesh)
 
 
-_MARKS = frozenset({"spmdctx_shard", "sharding_constraint"})
-
-
 def _sum_in_order(figures: FloatArray) -> float:
     """The sum from first to last, which is that of no other order."""
     return float(np.add.accumulate(figures)[-1]) if len(figures) else 0.0
@@ -400,7 +397,7 @@ def _sum_in_order(figures: FloatArray) -> float:
 def _aliases(graph: Graph) -> list[int]:
     """Value id to the value that it is another name of: marks and constraints change nothing but the sharding."""
     same = list(range(len(graph.values)))
-    for op in ops_of(graph, _MARKS):
+    for op in ops_of(graph, IDENTITIES):
         if op.operands[0] != LITERAL:
             same[op.results[0]] = same[op.operands[0]]
     return same

@@ -16,6 +16,7 @@ from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import op_kinds
 from spmdctx.ir.graph import LITERAL, Graph, Op, Value, Work, item_bytes
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.primitives import MATRIX_PRODUCTS, PICKING, Boundary
 from spmdctx.ir.projection import FactorAxes, local_bytes
 from spmdctx.ir.rule import DimFactors
 from spmdctx.ir.sharding import TensorSharding
@@ -25,11 +26,6 @@ from spmdctx.machine.xla.fusion_work import NAMING, vector_flops
 
 Slices = Sequence[int]
 """Per factor of an op's rule, into how many slices it is split."""
-
-_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "scaled_dot"})
-
-_PICKING = ("slice", "dynamic_slice", "gather", "split")
-"""Ops that read no more of their operand than they return."""
 
 
 def compute_time_s(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh, topology: Topology) -> float:
@@ -41,7 +37,7 @@ def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> f
     """Seconds of one execution. Depends on the op's rule, primitive, `fused`, `work` and dtypes, on `slices`, and on nothing else."""
     if op.primitive in NAMING:
         return 0.0
-    is_product, work = op.primitive in _PRODUCTS, op.work
+    is_product, work = op.primitive in MATRIX_PRODUCTS, op.work
     vector = work.vector_flops if work is not None else vector_flops(op)
     moved = _moved_bytes(graph, op, slices) if work is None else _moved_by_fusion(graph, op, work, slices)
     longest = max(moved / topology.memory_bytes_per_s, vector / math.prod(slices) / topology.vector_flops_per_s)
@@ -105,17 +101,17 @@ def _moved_bytes(graph: Graph, op: Op, slices: Slices) -> int:
     for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True), count):
         if not op.fused >> position & 1:
             written += _block_bytes(graph, value, dims, slices)
-    if op.primitive == "scan.exit":
+    if op.boundary is Boundary.EXIT:
         # A slice that is in memory already is copied into its stack.
         return written if op.fused & 1 else 2 * written
-    if op.primitive == "scan.enter":
+    if op.boundary is Boundary.ENTER:
         # What each turn reads is counted where it is read, but a stack's slices are read once each.
         stacked = len(rule.operands[0]) > len(rule.results[0])
         return _block_bytes(graph, op.operands[0], rule.operands[0], slices) if stacked and op.operands[0] >= 0 else 0
     for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):
         if value != LITERAL and not op.fused >> position & 1:
             read += _block_bytes(graph, value, dims, slices)
-    if op.primitive in _PICKING:
+    if op.primitive in PICKING:
         read = min(read, sum(_block_bytes(graph, value, dims, slices) for value, dims in zip(op.results, rule.results, strict=True)))
     elif op.primitive == "dynamic_update_slice" and op.operands[1] != LITERAL:
         return 2 * _block_bytes(graph, op.operands[1], rule.operands[1], slices)

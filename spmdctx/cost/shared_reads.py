@@ -54,7 +54,7 @@ def _best(
     known: Value, stored: TensorSharding, targets: tuple[TensorSharding, ...], mesh: LogicalMesh, topology: Topology
 ) -> TensorSharding:
     """The sharding of the shared copy; the stored one where none is cheaper."""
-    narrow = topology.narrows_matrix_operands and known.dtype == "float32"
+    narrow = topology.compiler.narrows_matrix_operands and known.dtype == "float32"
     size = item_bytes("bfloat16" if narrow else known.dtype)
 
     def seconds(via: TensorSharding) -> float:

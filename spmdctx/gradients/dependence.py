@@ -8,12 +8,9 @@ from typing import Any
 import jax.extend.core as jexc
 
 from spmdctx._compat import scan_counts
+from spmdctx.ir.primitives import VIEWS
 from spmdctx.ir.sharding import AxisNames
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands
-
-_VIEWS = frozenset({"convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "copy", "spmdctx_shard"})
-"""Ops that only prepare an array for use. A model may cast all of its parameters before it reads the first."""
-
 
 _JOINING = frozenset({"psum", "pmax", "pmin", "all_gather"})
 """Collectives whose result is the same on all devices."""
@@ -95,7 +92,7 @@ class _Counter:
                 self.walk(inner, self._bound(inner.invars, taken, names))
                 continue
             known = [index for atom in eqn.invars if not isinstance(atom, jexc.Literal) for index in names.get(atom, [])]
-            if name in _VIEWS:
+            if name in VIEWS:
                 names[eqn.outvars[0]] = known
                 continue
             self.count += 1

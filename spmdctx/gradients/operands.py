@@ -19,7 +19,7 @@ from spmdctx.trace.build.program import LossOperand, Program
 from spmdctx.trace.capture.capture import Captured
 
 _KEY_MAKERS = frozenset({"random_seed", "random_wrap", "random_unwrap"})
-_KEY_WORDS = (2, 4)
+_KEY_SIZES = (2, 4)
 
 
 class Operand(NamedTuple):
@@ -164,7 +164,7 @@ def _may_be_key(value: Value) -> bool:
 
 
 def _is_raw_key(value: Value) -> bool:
-    return value.dtype == "uint32" and bool(value.shape) and value.shape[-1] in _KEY_WORDS
+    return value.dtype == "uint32" and bool(value.shape) and value.shape[-1] in _KEY_SIZES
 
 
 def _path(call: SeenCall, index: int) -> str:

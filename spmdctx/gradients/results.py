@@ -47,6 +47,16 @@ class Row(NamedTuple):
     scatter_dim: int | None = None
 
 
+class _Result(NamedTuple):
+    """A result of the traced loss: whether it differs between replicas or micro-batches, and its type there and over the whole batch."""
+
+    made: Made
+    carry: int | None
+    differs: bool
+    aval: Any
+    whole: Any
+
+
 def rows_of(seen: SeenCall, call: LossCall, traced: Traced, operands: Sequence[Operand], options: GradientOptions) -> list[Row]:
     """Returns a row for each result of the traced loss of one replica and one micro-batch.
 
@@ -64,10 +74,8 @@ def rows_of(seen: SeenCall, call: LossCall, traced: Traced, operands: Sequence[O
     # Micro-batches differ even if devices do not.
     joined = options.mesh.names if options.is_local and options.micro_batches == 1 else ()
     differs = _differs(traced, operands, carries, joined)
-    return [
-        _row(one, carry, mark, aval, whole, call, operands, options, seen)
-        for one, carry, mark, aval, whole in zip(made, carries, differs, traced.jaxpr.out_avals, seen.out_avals, strict=True)
-    ]
+    columns = zip(made, carries, differs, traced.jaxpr.out_avals, seen.out_avals, strict=True)
+    return [_row(_Result(*fields), call, operands, options, seen.where) for fields in columns]
 
 
 def _differs(traced: Traced, operands: Sequence[Operand], carries: Sequence[int | None], joined: AxisNames) -> list[bool]:
@@ -101,17 +109,8 @@ def _after(path: str, word: str) -> str | None:
     return tail if found else None
 
 
-def _row(
-    made: Made,
-    carry: int | None,
-    differs: bool,
-    aval: Any,
-    whole: Any,
-    call: LossCall,
-    operands: Sequence[Operand],
-    options: GradientOptions,
-    seen: SeenCall,
-) -> Row:
+def _row(result: _Result, call: LossCall, operands: Sequence[Operand], options: GradientOptions, where: str) -> Row:
+    made, carry, differs, aval, whole = result
     path, none = made.path, replicated(len(aval.shape))
     if made.part == "gradients":
         return _gradient(path, aval, whole, call.primal(made), operands, options, none)
@@ -132,7 +131,7 @@ def _row(
     pieces = "devices" if options.is_local else "micro-batches"
     raise StrategyError(
         f"The loss gives '{path}', {aval.dtype}{list(aval.shape)}, which differs between {pieces}.",
-        where=seen.where,
+        where=where,
         need="floating scalars, arrays with the batch as a dimension, batch statistics, or results that do not depend on the batch",
         fix="return one of those, or compute it outside of the loss",
     )

@@ -1,9 +1,10 @@
-"""One collective of a plan, and why it runs."""
+"""One collective of a plan, why it runs, and one way to write it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from spmdctx.errors import Sentence, read_gaps
 from spmdctx.ir.sharding import AxisNames
@@ -90,3 +91,17 @@ class Collective:
     repeats: int
     cause: Cause
     source: str = ""
+
+
+class Way(NamedTuple):
+    """One way to write a planned kind: the compiled kind, its payload over the planned one's, and its dtype if that tells."""
+
+    planned: str
+    compiled: str
+    ratio: float
+    dtypes: tuple[str, ...]
+    name: str
+
+
+AS_PLANNED = "as planned"
+"""The name of the way in which nothing differs."""

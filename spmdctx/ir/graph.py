@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from spmdctx.ir.primitives import BOUNDARY_OF, Boundary
 from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import TensorSharding
 
@@ -34,6 +35,9 @@ _ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
+
+LOW = frozenset({"bfloat16", "float16"})
+"""Types of low precision, whose sums are less exact than those of float32."""
 
 
 @cache
@@ -81,7 +85,7 @@ class Work(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One equation of the program, or one boundary of a control-flow body (primitive `scan.enter`, `scan.next`, ...).
+    """One equation of the program, or one boundary of a control-flow body (`boundary`).
 
     `operands` holds value ids, `LITERAL` for scalar literals. `repeats` counts executions in one step. `pinned` gives the
     sharding the user fixed per result, None for those that are free. `fused` has a bit per operand, then per result, set
@@ -99,6 +103,11 @@ class Op(NamedTuple):
     pinned: tuple[TensorSharding | None, ...] | None = None
     fused: int = 0
     work: Work | None = None
+
+    @property
+    def boundary(self) -> Boundary | None:
+        """The boundary that the op stands for, None for an equation."""
+        return BOUNDARY_OF.get(self.primitive)
 
 
 class Mark(NamedTuple):

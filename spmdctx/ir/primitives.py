@@ -1,43 +1,123 @@
-"""The classes of primitives that more than one module asks about."""
+"""The vocabulary of primitives: every class of them that more than one module asks about.
+
+Ops of a graph go by the names of JAX's primitives. The boundaries of loops and branches, which JAX does not have as equations, have names
+of their own. A class that only one module asks about stands there, if no other has its members.
+"""
 
 from __future__ import annotations
 
-IDENTITIES = frozenset({"spmdctx_shard", "sharding_constraint", "reshard"})
+from enum import Enum, auto
 
-LINEAR = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims", "copy", "neg", "name"})
+MARKER = "spmdctx_shard"
+"""The marker of `shard()`: an identity that carries a strategy."""
 
-ADDITIONS = frozenset({"add", "add_any"})
+LOSS = "spmdctx_loss"
+"""The marker of what becomes of the loss in a step that is only looked at."""
 
-SCALED = frozenset({"mul", "div"})
+# Boundaries of the bodies of loops and branches.
 
-TERMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot_general"})
-"""Primitives whose partial results lowering can write down."""
+SCAN_ENTER, SCAN_NEXT, SCAN_EXIT = "scan.enter", "scan.next", "scan.exit"
+WHILE_ENTER, WHILE_NEXT = "while.enter", "while.next"
+COND_EXIT = "cond.exit"
 
-LOW = frozenset({"bfloat16", "float16"})
 
-WIDENED = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add"})
-"""Ops that lowering can make add up in float32 what is of low precision."""
+class Boundary(Enum):
+    """The side of a body at which an op stands that is no equation of the program."""
 
-_ADDITIONS = frozenset({"add", "add_any"})
+    ENTER = auto()
+    """A loop is entered, with what it carries, reads in every turn, or takes slices of."""
+    NEXT = auto()
+    """A turn of a loop hands its carry on to the next one; the last turn, to what follows the loop."""
+    EXIT = auto()
+    """A scan stacks up what each of its turns makes."""
+    JOIN = auto()
+    """The branches of a cond meet: the one boundary that is not a loop's."""
 
-_PASSED = frozenset({"spmdctx_shard", "sharding_constraint", "name"})
-"""Ops that are nothing in the compiled program."""
 
-REARRANGED = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy"})
+BOUNDARY_OF = {
+    SCAN_ENTER: Boundary.ENTER,
+    SCAN_NEXT: Boundary.NEXT,
+    SCAN_EXIT: Boundary.EXIT,
+    WHILE_ENTER: Boundary.ENTER,
+    WHILE_NEXT: Boundary.NEXT,
+    COND_EXIT: Boundary.JOIN,
+}
+"""The boundary that an op of each of these primitives is; ops of other primitives are equations."""
 
-LAYOUT = _PASSED | REARRANGED
+ENTERING = frozenset({SCAN_ENTER, WHILE_ENTER})
+"""Boundaries at which a loop is entered."""
 
-BROUGHT_IN = LAYOUT | {"scan.enter"}
+CARRYING = frozenset({SCAN_NEXT, WHILE_NEXT})
+"""Boundaries at which a turn of a loop hands on its carry."""
+
+LEAVING = CARRYING | {SCAN_EXIT}
+"""Boundaries at the end of a turn."""
+
+LOOP_BOUNDARIES = ENTERING | LEAVING
+"""All boundaries of loops."""
+
+OUTSIDE = ENTERING | {SCAN_EXIT}
+"""Boundaries of loops that are executed once, outside the loop."""
+
+# Ops that compute nothing.
+
+IDENTITIES = frozenset({MARKER, "sharding_constraint", "reshard"})
+"""Ops that hand on their operand as it is, and say how it is split."""
+
+ANNOTATIONS = IDENTITIES | {"name", "copy"}
+"""Ops that are nothing in the compiled program: JAX lowers a copy to what it copies."""
+
+REARRANGED = frozenset({"reshape", "squeeze", "transpose", "copy"})
+"""Ops that at most put the elements of their operand in another order."""
+
+LAYOUT = ANNOTATIONS | REARRANGED
+"""Ops that change no element: other names, shapes and layouts."""
+
+CASTS = frozenset({"convert_element_type", "reduce_precision", "copy"})
+"""Ops whose result is their operand in another precision, or as a copy."""
+
+RENAMES = CASTS | ANNOTATIONS
+"""Ops whose result has the dimensions of their operand, and each of its elements as far as the type can hold it."""
+
+VIEWS = RENAMES | REARRANGED | {"broadcast_in_dim"}
+"""Ops that only prepare an array for its use: a model may cast all of its parameters before it computes with the first."""
+
+BROUGHT_IN = LAYOUT | {SCAN_ENTER}
 """Ops that the compiler moves a conversion to lower precision in front of: out of loops too."""
 
 LOOKED_UP = "gather"
-"""And a look-up in a table that nothing else reads."""
+"""The compiler also moves such a conversion in front of a look-up in a table that nothing else reads."""
 
-MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+PICKING = frozenset({"slice", "dynamic_slice", "gather", "split"})
+"""Ops that read no more of their operand than they return."""
 
-OUTSIDE = frozenset({"scan.enter", "while.enter", "scan.exit"})
-"""Boundaries of loops that are executed once, outside the loop."""
+CUTTING = frozenset({"slice", "split", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad"})
+"""Ops that take a part of a tensor, or put tensors together; each element of the result comes from its own of an operand."""
 
-MARKER = "spmdctx_shard"
+# Sums and what commutes with them.
 
-LOSS = "spmdctx_loss"
+ADDITIONS = frozenset({"add", "add_any"})
+"""Sums of two values."""
+
+SCALED = frozenset({"mul", "div"})
+"""Ops that are linear in one operand where the other is a number."""
+
+LINEAR = LAYOUT | {"convert_element_type", "broadcast_in_dim", "neg"}
+"""Ops that commute with sums; `reduce_precision` does not, as it is there to round the sum."""
+
+TERMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot_general"})
+"""Ops whose partial results lowering can write down, each device its own."""
+
+WIDENED = TERMS - {"ragged_dot_general"}
+"""Ops that lowering can make add up in float32 what is of low precision; it asks no ragged product for another type."""
+
+# Products.
+
+CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "scaled_dot"})
+"""Products of matrices, which contract whole dimensions of their operands."""
+
+MATRIX_PRODUCTS = CONTRACTIONS | {"conv_general_dilated"}
+"""Ops that run on the matrix unit."""
+
+HEAVY = MATRIX_PRODUCTS | {"shard_map"}
+"""Ops long enough to hide communication behind them: a region that the user wrote per device is taken for one that has products."""

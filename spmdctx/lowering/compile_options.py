@@ -1,9 +1,6 @@
 """Compile options per backend: the compilers know different names, and refuse those they do not know.
 
-`_THRESHOLDS` is the table from the context's fusion of collectives to the compilers' combiners. How they count, seen in compiled
-programs (libtpu 0.0.42 for v5e:2x4; the CUDA plugin 0.10.2 for 8 x H100): all bytes of the operands for all_reduces, of the
-results for all_gathers; for reduce_scatters TPU counts the operands, of which at most some 9 MB become one, GPU what one device keeps. TPU
-combines no all_gathers, whatever its options say. CPU's combiner has no options.
+The table from the context's fusion of collectives to the compilers' combiners, and how these count, is in `machine.xla.options`.
 """
 
 from __future__ import annotations

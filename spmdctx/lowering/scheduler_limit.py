@@ -1,9 +1,7 @@
 """Tells XLA's scheduler how much memory the plan foresees, so that it hides communication within that.
 
-Left alone, the TPU compiler's scheduler lets values live as long as it likes up to 95 % of the device's memory: what it puts off to fill a
-wait may hold gigabytes that no plan foresaw. With a limit it tries again, with a tenth less each time, while its schedule is above it; the
-limit is one to be aimed at, not a promise (libtpu 0.0.42, `benchmarks/RESULTS.md`). Other backends are told nothing: on GPU the option of
-that kind changed little, CPU has none.
+How the scheduler behaves with and without a limit is told in `machine.xla.memory.scheduler_limit`. Other backends than TPU are told
+nothing: on GPU the option of that kind changed little, CPU has none.
 """
 
 from __future__ import annotations
@@ -19,17 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdctx._compat import is_compile_only
 from spmdctx.lowering.compile_options import Options
-
-_LIMIT = "xla_tpu_scheduler_percent_shared_memory_limit"
-_RERUNS = "xla_latency_hiding_scheduler_rerun"
-_OWN_PERCENT = 95
-"""The limit where none is given; one above it would be none."""
+from spmdctx.machine.xla.memory.scheduler_limit import LIMIT, MOST_RERUNS, OWN_PERCENT, RERUNS
 
 _SLACK = 1.08
-"""What a plan foresees may be exceeded by so much: none of 40 plans that are not random took longer then; at 1.0 some took 5 % longer."""
+"""A schedule may exceed what a plan foresees by so much: no plan took longer then, and some took 5 % longer at 1.0.
 
-_MOST_RERUNS = 10
-"""Each aims at a tenth less, and the last one counts, whatever it needs: of fewer some are larger than the first (with 3 up to 20 %)."""
+Measured on: 40 plans for v5e:2x4 that are not random.
+Checked by: benchmarks/fidelity_plans.py
+"""
 
 
 def scheduler_options(devices: Sequence[Any], peak_bytes: int, device_bytes: int, budget_bytes: int | None = None) -> Options:
@@ -45,9 +40,9 @@ def scheduler_options(devices: Sequence[Any], peak_bytes: int, device_bytes: int
         return {}
     limit = _SLACK * peak_bytes if budget_bytes is None else min(_SLACK * peak_bytes, max(budget_bytes, peak_bytes))
     percent = max(1, math.ceil(100 * limit / device_bytes))
-    if percent >= _OWN_PERCENT or not _knows(_nearest(devices), (_LIMIT, _RERUNS)):
+    if percent >= OWN_PERCENT or not _knows(_nearest(devices), (LIMIT, RERUNS)):
         return {}
-    return {_LIMIT: percent, _RERUNS: _MOST_RERUNS}
+    return {LIMIT: percent, RERUNS: MOST_RERUNS}
 
 
 def _nearest(devices: Sequence[Any]) -> Any:

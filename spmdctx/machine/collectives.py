@@ -57,7 +57,7 @@ def collective_price(kind: str, axes: AxisNames, mesh: LogicalMesh, topology: To
     group = group_of(axes, mesh, topology.devices_per_host)
     if group.local * group.domains == 1:
         return LinearPrice(0.0, 0.0)
-    if kind == "reduce_scatter" and group == (mesh.num_devices, 1) and not topology.scatters_over_all:
+    if kind == "reduce_scatter" and group == (mesh.num_devices, 1) and not topology.compiler.scatters_over_all:
         kind = kind if scatters_over_slice(mesh.num_devices, topology.torus_dims) else "all_reduce"
     inside = _fast_price(kind, group.local, axes, mesh, topology)
     across = _network_price(kind, group, topology)

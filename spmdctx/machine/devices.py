@@ -31,7 +31,7 @@ def backend_of(devices: Iterable[_Device]) -> str:
     return platforms[0]
 
 
-_KINDS = (
+_PRESET_OF_WORD = (
     ("cpu", "cpu"),
     ("v5 lite", "tpu-v5e"),
     ("v5e", "tpu-v5e"),
@@ -42,14 +42,14 @@ _KINDS = (
     ("a100", "a100"),
 )
 
-_PLATFORMS = {"tpu": "tpu-v5p", "gpu": "h100", "cuda": "h100"}
+_PRESET_OF_PLATFORM = {"tpu": "tpu-v5p", "gpu": "h100", "cuda": "h100"}
 
 
 def default_topology(device: Any) -> tuple[Topology, tuple[str, ...]]:
     """The preset for a device, and a note where it is a guess."""
     kind = str(getattr(device, "device_kind", "cpu")).lower()
-    for word, name in _KINDS:
+    for word, name in _PRESET_OF_WORD:
         if word in kind:
             return topology(name), ()
-    name = _PLATFORMS.get(str(getattr(device, "platform", "cpu")), "cpu")
+    name = _PRESET_OF_PLATFORM.get(str(getattr(device, "platform", "cpu")), "cpu")
     return topology(name), (f"topology: no figures for {kind!r}; those of {name!r} are used.",)

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from dataclasses import replace
+from typing import Any
 
 from spmdctx.errors import ContextError, message
-from spmdctx.machine.topology import _SUFFIXES, Interconnect, Topology, read_topology
+from spmdctx.machine.topology import _SUFFIXES, Compiler, Interconnect, Topology, read_topology
 
 MIB, GIB = 2**20, 2**30
 
 _V5E_GATHER_OVERLAP = 0.45
-"""In scheduled programs for v5e:2x4 (libtpu 0.0.42), 39 % of the time of weight gathers under ZeRO-3 hides beside matrix products in the
-sum of eight models (7 to 64 %), and 14 to 59 % in searched plans; no reduction runs asynchronously. In those for v5p:2x2x2 and
-v6e:2x4 nothing does (benchmarks/RESULTS.md)."""
+"""Between what hides of weight gathers under ZeRO-3 and in searched plans; see `machine.xla.overlap`. On v5p and v6e nothing does.
+
+Measured on: scheduled programs of eight models for v5e:2x4 (libtpu 0.0.42).
+Checked by: benchmarks/speedup_table.py
+"""
 
 _GPU_SHARE = 0.75
 """The part of a GPU's memory that JAX takes for its arrays, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Of a TPU the compiler
-has the 16, 95 and 32 GB of the data sheets but for what it keeps: 15.75, 95.74 and 31.25 GiB (libtpu 0.0.42, v5e, v5p, v6e)."""
+has the 16, 95 and 32 GB of the data sheets but for what it keeps: 15.75, 95.74 and 31.25 GiB.
+
+Measured on: v5e, v5p and v6e (libtpu 0.0.42).
+Checked by: tests/step/test_out_of_memory.py
+"""
+
+TPU = Compiler(
+    version="libtpu 0.0.42",
+    scatters_over_all=False,
+    scatters_strictly=True,
+    sinks_slices=True,
+    narrows_matrix_operands=True,
+    fuses_into_products=True,
+    runs_barriers_in_order=True,
+)
+"""XLA on TPU. What it keeps on the chip, and hides, is measured for each chip below."""
+
+GPU = Compiler(version="CUDA plugin 0.10.2")
+"""XLA on GPU."""
+
+CPU = Compiler(version="jaxlib 0.10.2", merges_partial_sums=False, combines_reductions=False, keeps_barriers=False)
+"""XLA on CPU."""
+
+
+def _fields(compiler: Compiler) -> dict[str, Any]:
+    """Returns the fields of a topology that say how its compiler behaves."""
+    found = dataclasses.asdict(compiler)
+    del found["keeps_barriers"]  # known by the device's name
+    return {"compiler_version": found.pop("version"), **found}
+
 
 PRESETS: dict[str, Topology] = {
     "tpu-v5e": Topology(
@@ -32,17 +66,10 @@ PRESETS: dict[str, Topology] = {
         interconnect=Interconnect.TORUS,
         torus_dims=2,
         ring_side=16,
-        scatters_over_all=False,
-        scatters_strictly=True,
-        sinks_slices=True,
-        narrows_matrix_operands=True,
-        fuses_into_products=True,
-        runs_barriers_in_order=True,
         vector_flops_per_s=6.1e12,
         matrix_tile=128,
-        scratch_bytes=96 * MIB,
-        gather_overlap=_V5E_GATHER_OVERLAP,
         source="cloud.google.com/tpu/docs/v5e; links: jax-ml.github.io/scaling-book/tpus",
+        **_fields(replace(TPU, scratch_bytes=96 * MIB, gather_overlap=_V5E_GATHER_OVERLAP)),
     ),
     "tpu-v5p": Topology(
         device="tpu-v5p",
@@ -57,16 +84,10 @@ PRESETS: dict[str, Topology] = {
         interconnect=Interconnect.TORUS,
         torus_dims=3,
         ring_side=4,
-        scatters_over_all=False,
-        scatters_strictly=True,
-        sinks_slices=True,
-        narrows_matrix_operands=True,
-        fuses_into_products=True,
-        runs_barriers_in_order=True,
         vector_flops_per_s=14.3e12,
         matrix_tile=128,
-        scratch_bytes=48 * MIB,
         source="cloud.google.com/tpu/docs/v5p; links: jax-ml.github.io/scaling-book/tpus",
+        **_fields(replace(TPU, scratch_bytes=48 * MIB)),
     ),
     "tpu-v6e": Topology(
         device="tpu-v6e",
@@ -81,16 +102,10 @@ PRESETS: dict[str, Topology] = {
         interconnect=Interconnect.TORUS,
         torus_dims=2,
         ring_side=16,
-        scatters_over_all=False,
-        scatters_strictly=True,
-        sinks_slices=True,
-        narrows_matrix_operands=True,
-        fuses_into_products=True,
-        runs_barriers_in_order=True,
         vector_flops_per_s=7.2e12,
         matrix_tile=256,
-        scratch_bytes=96 * MIB,
         source="cloud.google.com/tpu/docs/v6e; links: jax-ml.github.io/scaling-book/tpus",
+        **_fields(replace(TPU, scratch_bytes=96 * MIB)),
     ),
     "h100": Topology(
         device="h100",
@@ -106,6 +121,7 @@ PRESETS: dict[str, Topology] = {
         float32_flops_per_s=494e12,
         matrix_tile=16,
         source="NVIDIA H100 SXM data sheet; DGX H100: one 400 Gb/s ConnectX-7 per GPU",
+        **_fields(GPU),
     ),
     "h200": Topology(
         device="h200",
@@ -121,6 +137,7 @@ PRESETS: dict[str, Topology] = {
         float32_flops_per_s=494e12,
         matrix_tile=16,
         source="NVIDIA H200 SXM data sheet; DGX H200: one 400 Gb/s ConnectX-7 per GPU",
+        **_fields(GPU),
     ),
     "a100": Topology(
         device="a100",
@@ -136,6 +153,7 @@ PRESETS: dict[str, Topology] = {
         float32_flops_per_s=156e12,
         matrix_tile=16,
         source="NVIDIA A100 80GB SXM data sheet; DGX A100: one 200 Gb/s ConnectX-6 per GPU",
+        **_fields(GPU),
     ),
     "cpu": Topology(
         device="cpu",
@@ -147,9 +165,8 @@ PRESETS: dict[str, Topology] = {
         devices_per_host=64,
         network_bytes_per_s=1.25e9,
         network_latency_s=50e-6,
-        merges_partial_sums=False,
-        combines_reductions=False,
         source="nominal figures for virtual CPU devices, not a machine",
+        **_fields(CPU),
     ),
 }
 

@@ -122,7 +122,7 @@ def reshard_time_s(
     """Seconds that the steps from `source` to `target` take one after the other."""
     return sum(
         collective_time_s(step.kind, step.payload_bytes, step.axes, mesh, topology)
-        for step in reshard_steps(shape, item_bytes, source, target, mesh, topology.uses_all_to_all)
+        for step in reshard_steps(shape, item_bytes, source, target, mesh, topology.preferences.allows_all_to_all)
         if step.kind != "slice"
     )
 

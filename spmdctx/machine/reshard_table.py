@@ -108,7 +108,7 @@ def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh, all_to_all: bool) -> P
 @lru_cache(maxsize=1024)
 def _table(rows: bytes, num_dims: int, mesh: LogicalMesh, topology: Topology) -> ReshardTable:
     """Seconds along the chains: every chain is its first step and the chain from there, so filled by number of steps."""
-    paths = _paths(rows, num_dims, mesh, topology.uses_all_to_all)
+    paths = _paths(rows, num_dims, mesh, topology.preferences.allows_all_to_all)
     codes = axis_codes(mesh)
     states = np.frombuffer(rows, dtype=np.int64).reshape(-1, num_dims)
     slices = np.prod(codes.slices[states], axis=1)

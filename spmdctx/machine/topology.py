@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import yaml
@@ -23,6 +23,66 @@ class Interconnect(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Compiler:
+    """How the compiler of a backend treats a program, as far as prices and programs depend on it (see `machine.xla`).
+
+    The values of the known backends are in `machine.presets`; `Topology.compiler` is that of a machine.
+
+    Attributes:
+        version: The compiler and the version that these values were measured with.
+        merges_partial_sums: Adds partial results before it reduces them, so that a sum of unreduced values costs one
+            all_reduce, and reduce-scatters a sum of which every device keeps only its slice.
+        scatters_over_all: Reduce-scatters over all devices of any slice. Else it does only over some slices
+            (`torus.scatters_over_slice`), and elsewhere reduces and slices.
+        scatters_strictly: Reduce-scatters only certain blocks, and axes in one order (see `machine.xla.reductions`).
+        sinks_slices: Does so too where element-wise ops stand between the sum and the slice.
+        narrows_matrix_operands: Communicates float32 values that only matrix products read as bfloat16, the products' own precision.
+        fuses_into_products: Computes what is element-wise before a matrix product inside of it, and never in memory.
+        runs_barriers_in_order: Runs what is behind an optimization barrier after what is before it.
+        scratch_bytes: Memory on the chip that it keeps small, short-lived tensors in.
+        gather_overlap: Largest share of a weight gather's time that it hides behind matrix products.
+        reduction_overlap: The same of a gradient reduction.
+        combines_reductions: Makes one collective of many reductions of gradients, so that none pays a latency of its own.
+        keeps_barriers: Keeps optimization barriers until it has combined collectives. A topology has no such field: its device's
+            name tells it.
+    """
+
+    version: str = "user"
+    merges_partial_sums: bool = True
+    scatters_over_all: bool = True
+    scatters_strictly: bool = False
+    sinks_slices: bool = False
+    narrows_matrix_operands: bool = False
+    fuses_into_products: bool = False
+    runs_barriers_in_order: bool = False
+    scratch_bytes: int = 0
+    gather_overlap: float = 0.0
+    reduction_overlap: float = 0.0
+    combines_reductions: bool = True
+    keeps_barriers: bool = True
+
+
+_BEHAVIOR = tuple(field.name for field in dataclasses.fields(Compiler) if field.name not in ("version", "keeps_barriers"))
+
+
+@dataclass(frozen=True, slots=True)
+class Preferences:
+    """How the user wants a step to communicate.
+
+    Attributes:
+        allows_all_to_all: Reshards may be all_to_alls; else a tensor is gathered and sliced (`enable_alltoall`).
+        widens_gradients: Low-precision gradients are reduced in float32 (`gradient_fp32_sync`).
+    """
+
+    allows_all_to_all: bool = True
+    widens_gradients: bool = False
+
+
+NO_PREFERENCES = Preferences()
+"""Those of a topology by itself."""
+
+
+@dataclass(frozen=True)
 class Topology:
     """One kind of device and the wires between its copies.
 
@@ -39,30 +99,22 @@ class Topology:
         interconnect: How the fast domain is wired.
         torus_dims: Directions of the torus; 1 for a switch.
         ring_side: A direction of the torus closes into a ring where the slice's side is a multiple of this.
-        merges_partial_sums: Whether the device's compiler adds partial results before it reduces them, so that a sum of
-            unreduced values costs one all_reduce, and reduce-scatters a sum of which every device keeps only its slice.
-            XLA does both on TPU and GPU, not on CPU.
-        scatters_over_all: Whether it reduce-scatters over all devices of any slice, and does not reduce there and slice. XLA on TPU
-            does only over some (`torus.scatters_over_slice`).
-        scatters_strictly: Whether it reduce-scatters only certain blocks, and axes in one order (see `machine.xla.reductions`).
-        sinks_slices: Whether it does so too where element-wise ops stand between the sum and the slice (XLA on TPU).
-        narrows_matrix_operands: Whether float32 values that only matrix products read are communicated as bfloat16, the
-            products' own precision (XLA on TPU).
-        fuses_into_products: Whether what is element-wise before a matrix product is computed inside of it, and never in memory
-            (XLA on TPU; on GPU and CPU what a product reads is there).
-        runs_barriers_in_order: Whether what is behind an optimization barrier runs after what is before it (XLA on TPU; of GPU
-            and CPU it is not known).
+        merges_partial_sums: See `Compiler`, as for the six below. XLA does so on TPU and GPU, not on CPU.
+        scatters_over_all: XLA does so on GPU and CPU.
+        scatters_strictly: XLA does so on TPU.
+        sinks_slices: XLA does so on TPU.
+        narrows_matrix_operands: XLA does so on TPU.
+        fuses_into_products: XLA does so on TPU; on GPU and CPU what a product reads is in memory.
+        runs_barriers_in_order: XLA does so on TPU; of GPU and CPU it is not known.
         vector_flops_per_s: Arithmetic outside of matrix products; `peak_flops_per_s` where it is 0.
         float32_flops_per_s: Matrix products of float32 at JAX's default precision; `peak_flops_per_s` where it is 0.
         matrix_tile: Side of the matrix unit: dimensions of a product are padded to multiples of it.
-        scratch_bytes: Memory on the chip that the compiler keeps small, short-lived tensors in.
-        gather_overlap: Largest share of a weight gather's time that hides behind matrix products.
-        reduction_overlap: The same of a gradient reduction.
-        combines_reductions: Whether the compiler makes one collective of many reductions of gradients, so that none pays a latency
-            of its own (XLA on TPU and GPU: 33 all_reduces of a ViT step become 2, 14 reduce_scatters 3; all_gathers stay as they are).
-        uses_all_to_all: Whether reshards may be all_to_alls; else a tensor is gathered and sliced. A plan takes it from enable_alltoall.
-        widens_gradients: Whether low-precision gradients are reduced in float32. A plan takes it from gradient_fp32_sync.
+        scratch_bytes: See `Compiler`, as for the three below. It differs between chips.
+        gather_overlap: A share, from 0 to 1.
+        reduction_overlap: A share, from 0 to 1.
+        combines_reductions: XLA does so on TPU and GPU.
         source: Where the figures were published.
+        compiler_version: The compiler and the version that its behavior was measured with.
     """
 
     device: str
@@ -91,15 +143,16 @@ class Topology:
     gather_overlap: float = 0.0
     reduction_overlap: float = 0.0
     combines_reductions: bool = True
-    uses_all_to_all: bool = True
-    widens_gradients: bool = False
     source: str = "user"
+    compiler_version: InitVar[str] = "user"
 
     def __hash__(self) -> int:
         # Prices are kept by machine: few fields tell nearly all machines apart.
-        return hash((self.device, self.peak_flops_per_s, self.latency_s, self.uses_all_to_all, self.widens_gradients))
+        return hash((self.device, self.peak_flops_per_s, self.latency_s))
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, compiler_version: str) -> None:
+        # No field: neither files nor comparisons have it. `replace` reads it here.
+        object.__setattr__(self, "compiler_version", compiler_version)
         for name in (
             "peak_flops_per_s",
             "memory_bytes",
@@ -120,11 +173,34 @@ class Topology:
             if not 0 <= getattr(self, name) <= 1:
                 raise ContextError(f"Topology.{name} must be a share, from 0 to 1.", got=repr(getattr(self, name)))
 
+    @cached_property
+    def compiler(self) -> Compiler:
+        """The compiler of this machine."""
+        behavior = {name: getattr(self, name) for name in _BEHAVIOR}
+        return Compiler(vars(self)["compiler_version"], **behavior, keeps_barriers=self.device != "cpu")
+
+    @property
+    def preferences(self) -> Preferences:
+        """Those of the user whose step is planned."""
+        return NO_PREFERENCES
+
+
+@dataclass(frozen=True)
+class Machine(Topology):
+    """A topology as a step uses it: with the preferences of the step's context."""
+
+    preferences: Preferences = NO_PREFERENCES
+
+    __hash__ = Topology.__hash__
+
 
 @lru_cache(maxsize=64)
-def as_asked(machine: Topology, uses_all_to_all: bool, widens_gradients: bool) -> Topology:
-    """The machine with what a context asks of its collectives."""
-    return replace(machine, uses_all_to_all=uses_all_to_all, widens_gradients=widens_gradients)
+def as_asked(machine: Topology, preferences: Preferences) -> Topology:
+    """Returns the machine with the preferences of a context."""
+    if machine.preferences == preferences:
+        return machine
+    own = {name: getattr(machine, name) for name in (*_FIELDS, "compiler_version")}
+    return Machine(**own, preferences=preferences)
 
 
 @lru_cache(maxsize=64)
@@ -132,6 +208,11 @@ def without_latency(machine: Topology) -> Topology:
     """The machine as a collective meets it that is combined with others."""
     return replace(machine, latency_s=0.0, network_latency_s=0.0)
 
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Topology)}
+
+_RETIRED = ("uses_all_to_all", "widens_gradients")
+"""Fields in files of older versions. The context alone decides on them."""
 
 _SUFFIXES = (".json", ".yaml", ".yml")
 
@@ -149,15 +230,15 @@ def read_topology(path: str | os.PathLike[str]) -> Topology:
             content = yaml.safe_load(file)  # JSON is YAML
         except yaml.YAMLError as error:
             raise ContextError("The topology file is neither JSON nor YAML.", where=where) from error
-    known = {field.name: field for field in dataclasses.fields(Topology)}
-    if not isinstance(content, dict) or not set(content) <= set(known):
-        got = ", ".join(map(str, set(content) - set(known))) if isinstance(content, dict) else type(content).__name__
-        raise ContextError("The file holds no topology.", where=where, got=got, need=", ".join(known))
-    missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in content]
+    if not isinstance(content, dict) or not set(content) <= {*_FIELDS, *_RETIRED}:
+        got = ", ".join(map(str, set(content) - {*_FIELDS, *_RETIRED})) if isinstance(content, dict) else type(content).__name__
+        raise ContextError("The file holds no topology.", where=where, got=got, need=", ".join(_FIELDS))
+    missing = [name for name, field in _FIELDS.items() if field.default is dataclasses.MISSING and name not in content]
     if missing:
         raise ContextError("The topology file lacks fields.", where=where, need=", ".join(missing))
     try:
-        return Topology(**{name: _field_value(known[name].type, value) for name, value in content.items()})
+        values = {name: _field_value(_FIELDS[name].type if name in _FIELDS else "bool", value) for name, value in content.items()}
+        return Topology(**{name: value for name, value in values.items() if name in _FIELDS})
     except (TypeError, ValueError) as error:
         if isinstance(error, ContextError):
             raise
@@ -177,6 +258,6 @@ def _field_value(kind: object, value: Any) -> Any:
 
 def topology_text(found: Topology, *, as_json: bool = False) -> str:
     """The topology as YAML or JSON, as `read_topology` takes it."""
-    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    fields = {name: getattr(found, name) for name in _FIELDS}
     fields["interconnect"] = found.interconnect.value
     return json.dumps(fields, indent=2) + "\n" if as_json else yaml.safe_dump(fields, sort_keys=False)

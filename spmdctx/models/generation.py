@@ -16,13 +16,13 @@ from jax.experimental import multihost_utils
 
 from spmdctx.api import parallel
 from spmdctx.checkpoint.layouts import plan_layouts
+from spmdctx.context.options import PLANNED_MODES
 from spmdctx.errors import ContextError
 from spmdctx.models.config import DecoderConfig
 from spmdctx.models.decoder import Decoder
 from spmdctx.models.hand_strategies import UNSPLIT, Split
 from spmdctx.plan.mindspore.file import ParameterLayout, write_layouts
 from spmdctx.plan.plan import Plan
-from spmdctx.step.planning.saved import MODES
 from spmdctx.step.step import ParallelStep
 
 
@@ -153,7 +153,7 @@ class Generator:
     def _for_tokens(self, seq: int) -> _Sized:
         """Returns the step for `seq` tokens at once; parameters and the cache are placed as for a single token."""
         if seq not in self._sized:
-            step = self._step if seq == 1 or self.plan.mode not in MODES else self._pinned(seq)
+            step = self._step if seq == 1 or self.plan.mode not in PLANNED_MODES else self._pinned(seq)
             self._sized[seq] = _Sized(step, step.in_shardings(*self._arguments(seq))[1])
         return self._sized[seq]
 

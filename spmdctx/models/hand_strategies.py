@@ -15,8 +15,8 @@ M = TypeVar("M", bound=nnx.Module)
 SplitKind = Literal["none", "megatron", "pins"]
 Slices = tuple[int, ...]
 
-_ATTENTION: dict[Target, str] = {"query": "-m", "key": "-m", "value": "-m", "out": "m-"}
-_FEED_FORWARD: dict[Target, str] = {"gate": "-m", "up": "-m", "down": "m-"}
+_ATTENTION_WEIGHTS: dict[Target, str] = {"query": "-m", "key": "-m", "value": "-m", "out": "m-"}
+_FEED_FORWARD_WEIGHTS: dict[Target, str] = {"gate": "-m", "up": "-m", "down": "m-"}
 BLOCKS = ("layers/*", "query_layer")
 """Paths of the blocks; the second is PanGu-alpha's."""
 
@@ -90,8 +90,8 @@ class Split:
         regions = {"embedding": RegionStrategy((self.slices("d-"),), whole, {"embedding": self.slices("m-")})}
         for block in BLOCKS[: 1 + config.query_layer]:
             sources = (self.slices("---"),) if block == "query_layer" else ()
-            regions[f"{block}/attention"] = RegionStrategy(whole + sources, whole, self._weights(_ATTENTION, config))
-            regions[f"{block}/mlp"] = RegionStrategy(whole, whole, self._weights(_FEED_FORWARD, config))
+            regions[f"{block}/attention"] = RegionStrategy(whole + sources, whole, self._weights(_ATTENTION_WEIGHTS, config))
+            regions[f"{block}/mlp"] = RegionStrategy(whole, whole, self._weights(_FEED_FORWARD_WEIGHTS, config))
         logits = (self.slices("d-m"),)
         if config.head == "tied":
             return regions | {"head": RegionStrategy((*whole, self.slices("m-")), logits, {})}

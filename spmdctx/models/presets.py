@@ -40,7 +40,7 @@ _PANGU_ALPHA_2_6B = DecoderConfig(
     query_layer=True,
 )
 
-PRESETS: dict[str, DecoderConfig] = {
+DECODERS: dict[str, DecoderConfig] = {
     # Divisible by 2, 3, 6 and 8 wherever something can be split, so that it runs on any small number of devices.
     "tiny": DecoderConfig(vocab_size=768, width=192, num_layers=4, num_heads=12, num_kv_heads=6, hidden=384, max_seq=96),
     # Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, and the published params.json files.
@@ -64,8 +64,8 @@ _QWEN_LORA = Lora(rank=64, alpha=16.0, targets=("query", "key", "value", "out", 
 
 # Ranks, scales and targets of MindFormers' lora_llama2_*.yaml, finetune_baichuan2_*_lora.yaml and finetune_qwen_*_lora.yaml; there is
 # none for LLaMA2-70B. Those of Qwen train embedding and head too; here everything but the updates is frozen.
-PRESETS |= {
-    f"{name}-lora": replace(PRESETS[name], lora=lora)
+DECODERS |= {
+    f"{name}-lora": replace(DECODERS[name], lora=lora)
     for name, lora in (
         ("llama2-7b", _ATTENTION_LORA),
         ("llama2-13b", Lora(rank=8, alpha=16.0, targets=("query", "value"))),
@@ -84,7 +84,7 @@ def preset(name: str) -> DecoderConfig:
     Raises:
         ContextError: there is no such configuration.
     """
-    config = PRESETS.get(name.lower().replace("_", "-"))
+    config = DECODERS.get(name.lower().replace("_", "-"))
     if config is None:
-        raise ContextError(f"There is no model {name!r}.", need=", ".join(PRESETS))
+        raise ContextError(f"There is no model {name!r}.", need=", ".join(DECODERS))
     return config

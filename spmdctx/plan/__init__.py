@@ -1,5 +1,6 @@
 """The product: what was decided, readable, comparable, saved as a file, drawn and explained."""
 
-from spmdctx.plan.plan import FORMAT_VERSION, Cost, OpTable, Plan, PlannedOp, PlannedTensor, Reshard, Timing
+from spmdctx.plan.data import FORMAT_VERSION, Cost, OpTable, PlannedOp, PlannedTensor, Reshard, Timing
+from spmdctx.plan.plan import Plan
 
 __all__ = ["FORMAT_VERSION", "Cost", "OpTable", "Plan", "PlannedOp", "PlannedTensor", "Reshard", "Timing"]

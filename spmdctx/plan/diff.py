@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import TypeVar
 
 from spmdctx.errors import message
 from spmdctx.ir.graph import Role
 from spmdctx.ir.sharding import AxisNames
+from spmdctx.plan.data import PlanData, PlannedTensor
 from spmdctx.plan.groups import TensorGroup, by_kind, group_tensors
-from spmdctx.plan.plan import Plan, PlannedTensor
 from spmdctx.wording import TIMES, bytes_text, counted, mesh_text, seconds_text, split_text
-
-WIDTH = 120
-ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +35,7 @@ class CommunicationChange:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanDiff:
+class PlanDiffData:
     """Differences of two plans; false where there are none.
 
     Attributes:
@@ -68,28 +60,18 @@ class PlanDiff:
     def __bool__(self) -> bool:
         return not self.same
 
-    def __rich__(self) -> Group:
-        return Group(*_sections(self))
 
-    def _repr_html_(self) -> str:
-        from spmdctx.plan.show.diff_page import diff_page
-
-        return diff_page(self)
-
-    def __str__(self) -> str:
-        buffer = io.StringIO()
-        Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False, force_jupyter=False).print(self)
-        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+Difference = TypeVar("Difference", bound=PlanDiffData)
 
 
-def diff_plans(before: Plan, after: Plan) -> PlanDiff:
-    """Compares two plans."""
-    if not isinstance(after, Plan):
+def diff_plans(before: PlanData, after: PlanData, kind: type[Difference]) -> Difference:
+    """Compares two plans; the answer is of the class `kind`."""
+    if not isinstance(after, PlanData):
         raise TypeError(message("A plan is compared with another plan.", got=repr(after), need="a Plan, of plan(...) or Plan.load(...)"))
     num_ops = None
     if before.fingerprint == after.fingerprint and len(before.op_table) == len(after.op_table):
         num_ops = sum(old != new for old, new in zip(before.op_table.choices, after.op_table.choices, strict=True))
-    return PlanDiff(
+    return kind(
         settings=tuple(_settings(before, after)),
         costs=tuple(_costs(before, after)),
         tensors=tuple(_tensors(before, after)),
@@ -101,7 +83,7 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     )
 
 
-def _settings(before: Plan, after: Plan) -> Iterator[Change]:
+def _settings(before: PlanData, after: PlanData) -> Iterator[Change]:
     pairs = [
         ("program", before.fingerprint[:12], after.fingerprint[:12]),
         ("mesh", mesh_text(before.logical_mesh), mesh_text(after.logical_mesh)),
@@ -115,7 +97,7 @@ def _settings(before: Plan, after: Plan) -> Iterator[Change]:
     return (Change(*pair) for pair in dict.fromkeys(pairs) if pair[1] != pair[2])
 
 
-def _costs(before: Plan, after: Plan) -> Iterator[Change]:
+def _costs(before: PlanData, after: PlanData) -> Iterator[Change]:
     """Time and memory of the step, then what one device stores of the arguments, by their role; what changes by 0.0 % is not told."""
     for name in ("total_s", "compute_s", "communication_s", "hidden_communication_s", "memory_bytes"):
         unit = bytes_text if name == "memory_bytes" else seconds_text
@@ -133,14 +115,14 @@ def _quantity(name: str, old: float, new: float, unit: Callable[[float], str]) -
         yield Change(name, unit(old), unit(new) + relative)
 
 
-def _stored_bytes(plan: Plan) -> dict[Role, int]:
+def _stored_bytes(plan: PlanData) -> dict[Role, int]:
     found: dict[Role, int] = {}
     for tensor in plan.inputs:
         found[tensor.role] = found.get(tensor.role, 0) + tensor.local_bytes(plan.logical_mesh)
     return found
 
 
-def _tensors(before: Plan, after: Plan) -> Iterator[Change]:
+def _tensors(before: PlanData, after: PlanData) -> Iterator[Change]:
     """Grouped by what they were and what they are, so that equal layers make one row."""
     new = {tensor.path: tensor for tensor in after.inputs}
     old = {tensor.path: tensor for tensor in before.inputs}
@@ -167,7 +149,7 @@ def _tensor_text(tensor: PlannedTensor | None, other: PlannedTensor | None) -> s
     return f"{tensor.dtype}{list(tensor.shape)} {text}"
 
 
-def _communication(before: Plan, after: Plan) -> Iterator[CommunicationChange]:
+def _communication(before: PlanData, after: PlanData) -> Iterator[CommunicationChange]:
     old = {(group.kind, frozenset(group.axes)): group for group in by_kind(before.collectives)}
     new = {(group.kind, frozenset(group.axes)): group for group in by_kind(after.collectives)}
     for key in {**old, **new}:
@@ -180,7 +162,7 @@ def _communication(before: Plan, after: Plan) -> Iterator[CommunicationChange]:
             yield CommunicationChange(key[0], known.axes if known else (), counts, payload, times)
 
 
-def verdict(diff: PlanDiff) -> str:
+def verdict(diff: PlanDiffData) -> str:
     """What is said where there is nothing to list; empty where there is."""
     if diff.same:
         return "The plans are equal."
@@ -192,42 +174,3 @@ def verdict(diff: PlanDiff) -> str:
 def ops_text(num_ops: int) -> str:
     """How many ops are split otherwise, as a sentence."""
     return f"{counted(num_ops, 'op')} {'is' if num_ops == 1 else 'are'} split otherwise."
-
-
-def _sections(diff: PlanDiff) -> Iterator[RenderableType]:
-    if verdict(diff):
-        yield Text(verdict(diff))
-        return
-    for title, changes in (("Settings", diff.settings), ("Predicted", diff.costs), ("Inputs", diff.tensors)):
-        if changes:
-            table = _table(title, "before", "after")
-            for change in changes:
-                table.add_row(Text(change.name), Text(change.before or "none"), Text(change.after or "none"))
-            yield table
-    if diff.communication:
-        yield _communication_table(diff)
-    if diff.num_ops:
-        yield Text(f"  {ops_text(diff.num_ops)}")
-    for sign, notes in (("-", diff.notes_removed), ("+", diff.notes_added)):
-        for note in notes:
-            yield Text(f"  {sign} {note}")
-
-
-def _communication_table(diff: PlanDiff) -> Table:
-    table = _table("Communication", "over", "count", "per device", "time")
-    for row in diff.communication:
-        table.add_row(
-            row.kind,
-            "+".join(row.axes),
-            f"{row.counts[0]} {ARROW} {row.counts[1]}",
-            f"{bytes_text(row.payload_bytes[0])} {ARROW} {bytes_text(row.payload_bytes[1])}",
-            f"{seconds_text(row.times_s[0])} {ARROW} {seconds_text(row.times_s[1])}",
-        )
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for index, name in enumerate(columns):
-        table.add_column(name, header_style="bold" if index == 0 else "dim", overflow="fold")
-    return table

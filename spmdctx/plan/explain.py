@@ -14,23 +14,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from spmdctx.errors import message
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.graph import item_bytes
 from spmdctx.ir.mesh import divides
+from spmdctx.ir.primitives import CASTS
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import OpSharding, TensorSharding
 from spmdctx.machine.presets import PRESETS
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.plan.alternatives import Alternative, Flip
+from spmdctx.plan.data import PlanData, PlannedOp, PlannedTensor, Reshard, sharding_text
 from spmdctx.plan.groups import group_tensors
-from spmdctx.plan.plan import Plan, PlannedOp, PlannedTensor, Reshard, sharding_text
 from spmdctx.search.whatif.alternatives import rounded_s, slices
 from spmdctx.wording import bytes_text, place_text, seconds_text
 
-CASTS = ("convert_element_type", "reduce_precision", "copy")
 MAX_PRICED = 4
 """Groups of tensors or kinds of ops whose alternatives are priced as whole steps, which takes a moment each."""
 
@@ -94,11 +94,11 @@ class OpExplanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class ExplanationData:
     """What `Plan.explain` found for a pattern; false where nothing matched."""
 
     pattern: str
-    plan: Plan
+    plan: PlanData
     tensors: tuple[TensorExplanation, ...]
     ops: tuple[PlannedOp, ...]
     collectives: tuple[Collective, ...]
@@ -107,14 +107,15 @@ class Explanation:
     def __bool__(self) -> bool:
         return bool(self.tensors or self.ops)
 
-    def __str__(self) -> str:
-        from spmdctx.plan.show.explain_text import explanation_text
 
-        return explanation_text(self)
+Answer = TypeVar("Answer", bound=ExplanationData)
 
 
-def explain_plan(plan: Plan, pattern: str) -> Explanation:
-    """Explains the tensors whose path matches; where none does, the ops whose name or source line does."""
+def explain_plan(plan: PlanData, pattern: str, kind: type[Answer]) -> Answer:
+    """Explains the tensors whose path matches; where none does, the ops whose name or source line does.
+
+    The answer is of the class `kind`.
+    """
     if not isinstance(pattern, str):
         raise TypeError(message("A plan is asked by a pattern.", got=repr(pattern), need="part of a path, or an op's name or line"))
     matching = [index for index, tensor in enumerate(plan.inputs) if _matches(tensor.path, pattern)]
@@ -130,10 +131,10 @@ def explain_plan(plan: Plan, pattern: str) -> Explanation:
         ]
         places = {source for number in ops if (source := plan.op_table.origins[number].source)}
     collectives = tuple(row for row in plan.collectives if row.source in places)
-    return Explanation(pattern, plan, tensors, tuple(plan.ops[number] for number in ops), collectives, tuple(_op_kinds(plan, ops)))
+    return kind(pattern, plan, tensors, tuple(plan.ops[number] for number in ops), collectives, tuple(_op_kinds(plan, ops)))
 
 
-def _op_kinds(plan: Plan, ops: Sequence[int]) -> Iterator[OpExplanation]:
+def _op_kinds(plan: PlanData, ops: Sequence[int]) -> Iterator[OpExplanation]:
     """The heaviest kinds are explained with their alternatives, the others without."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for number in ops:
@@ -150,7 +151,7 @@ def _op_kinds(plan: Plan, ops: Sequence[int]) -> Iterator[OpExplanation]:
         yield OpExplanation(plan.ops[rows[0]], count, found, "" if found else _missing(plan, index in heaviest))
 
 
-def _missing(plan: Plan, heavy: bool) -> str:
+def _missing(plan: PlanData, heavy: bool) -> str:
     """Why an op has no runner-up."""
     if plan.logical_mesh.num_devices == 1:
         return "there is one device"
@@ -161,7 +162,7 @@ def _missing(plan: Plan, heavy: bool) -> str:
     return f"not looked for: only the {MAX_PRICED} heaviest kinds that match have one; ask for fewer"
 
 
-def _instead(plan: Plan, found: Sequence[Alternative], own: TensorSharding) -> tuple[Instead, ...]:
+def _instead(plan: PlanData, found: Sequence[Alternative], own: TensorSharding) -> tuple[Instead, ...]:
     """Alternatives as rows, with what would flip the choice.
 
     That is worked out for what is faster but does not fit, and for the first that something flips; those that only permute
@@ -196,12 +197,12 @@ def _matches(text: str, pattern: str) -> bool:
     return pattern in text or fnmatchcase(text, f"*{pattern}*")
 
 
-def described_tensors(plan: Plan) -> Iterator[TensorExplanation]:
+def described_tensors(plan: PlanData) -> Iterator[TensorExplanation]:
     """All argument leaves, explained without whole-step prices: that takes no time to speak of."""
     return _explain_tensors(plan, range(len(plan.inputs)), 0)
 
 
-def _explain_tensors(plan: Plan, indices: Sequence[int], num_priced: int) -> Iterator[TensorExplanation]:
+def _explain_tensors(plan: PlanData, indices: Sequence[int], num_priced: int) -> Iterator[TensorExplanation]:
     numbers = {plan.inputs[index].path: index for index in indices}
     touching = _ops_by_value(plan)
     for position, group in enumerate(group_tensors(plan.inputs[index] for index in indices)):
@@ -217,7 +218,7 @@ def _explain_tensors(plan: Plan, indices: Sequence[int], num_priced: int) -> Ite
         yield TensorExplanation(group.pattern, paths, group.first, uses, reshards, rows, whole_step)
 
 
-def _values_of(plan: Plan, index: int) -> tuple[int, ...]:
+def _values_of(plan: PlanData, index: int) -> tuple[int, ...]:
     """The argument's value, and that of the result that carries it to the next step."""
     table = plan.op_table
     if index >= len(table.inputs):
@@ -233,7 +234,7 @@ def _values_of(plan: Plan, index: int) -> tuple[int, ...]:
     return (table.inputs[index], *same[:1])
 
 
-def _ops_by_value(plan: Plan) -> dict[int, list[int]]:
+def _ops_by_value(plan: PlanData) -> dict[int, list[int]]:
     touching: dict[int, list[int]] = {}
     for number, op in enumerate(plan.op_table.operations):
         for value in {*op.operands, *op.results}:
@@ -241,7 +242,7 @@ def _ops_by_value(plan: Plan) -> dict[int, list[int]]:
     return touching
 
 
-def _uses(plan: Plan, values: Sequence[int], touching: dict[int, list[int]]) -> Iterator[Use]:
+def _uses(plan: PlanData, values: Sequence[int], touching: dict[int, list[int]]) -> Iterator[Use]:
     counts: dict[tuple[str, str, TensorSharding, bool, bool], int] = {}
     table = plan.op_table
     # Of a carried result only the writing counts: its readers are the next step's.
@@ -259,7 +260,7 @@ def _uses(plan: Plan, values: Sequence[int], touching: dict[int, list[int]]) -> 
     return (Use(*key, num_ops) for key, num_ops in counts.items())
 
 
-def _first_order(plan: Plan, tensor: PlannedTensor, uses: Sequence[Use]) -> Iterator[Instead]:
+def _first_order(plan: PlanData, tensor: PlannedTensor, uses: Sequence[Use]) -> Iterator[Instead]:
     """Whole, and every single axis on every dimension, if it divides."""
     mesh, topology = plan.logical_mesh, PRESETS.get(plan.topology)
     if topology is None or not tensor.shape or not uses:
@@ -283,7 +284,7 @@ def _first_order(plan: Plan, tensor: PlannedTensor, uses: Sequence[Use]) -> Iter
     yield from sorted(rows, key=lambda row: (row.extra_s, row.extra_bytes, row.sharding))
 
 
-def _contradicts(plan: Plan, extra_s: float, extra_bytes: int) -> bool:
+def _contradicts(plan: PlanData, extra_s: float, extra_bytes: int) -> bool:
     """Whether a choice that keeps to the budget would cost less than the plan's lower bound."""
     if plan.lower_bound_s is None or extra_s >= 0:
         return False

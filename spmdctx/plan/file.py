@@ -15,8 +15,8 @@ from spmdctx.ir.graph import Op, Origin, Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.rule import FactorKind, OpRule
 from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorSharding
+from spmdctx.plan.data import FORMAT_VERSION, AnyPlan, Cost, OpTable, PlanData, PlannedGradient, PlannedTensor, Reshard
 from spmdctx.plan.mindspore.file import MindSporeStrategy, is_mindspore, parse_mindspore
-from spmdctx.plan.plan import FORMAT_VERSION, Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard
 
 FORMAT = "spmdctx plan"
 
@@ -42,14 +42,14 @@ class _Table(Generic[T]):
         return [self.add(entry) for entry in entries]
 
 
-def plan_json(plan: Plan) -> str:
+def plan_json(plan: PlanData) -> str:
     """The plan as the text of its file."""
     body = _encode(plan)
     body["sha256"] = _checksum(body)
     return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+def write_plan(plan: PlanData, path: str | os.PathLike[str]) -> None:
     """Writes a plan file; a reader never sees half of it."""
     target = Path(path)
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
@@ -57,33 +57,35 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     scratch.replace(target)
 
 
-def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Reads a plan file.
+def read_plan(path: str | os.PathLike[str], kind: type[AnyPlan]) -> AnyPlan:
+    """Reads a plan file as a plan of the class `kind`.
 
     Raises:
         PlanFormatError: the file is no plan, is damaged, or has another format version.
     """
-    return parse_plan(Path(path).read_bytes(), os.fspath(path))
+    return parse_plan(Path(path).read_bytes(), os.fspath(path), kind)
 
 
-def parse_plan(text: str | bytes, where: str) -> Plan:
-    """Reads a plan from the text of its file, which errors call `where`.
+def parse_plan(text: str | bytes, where: str, kind: type[AnyPlan]) -> AnyPlan:
+    """Reads a plan of the class `kind` from the text of its file, which errors call `where`.
 
     Raises:
         PlanFormatError: the text is no plan, is damaged, or has another format version.
     """
-    return _plan_of(_parsed(text, where), where)
+    return _plan_of(_parsed(text, where), where, kind)
 
 
-def read_strategy(path: str | os.PathLike[str]) -> Plan | MindSporeStrategy:
-    """Reads a plan file or a strategy file of MindSpore in JSON; what it holds decides, and not its name.
+def read_strategy(path: str | os.PathLike[str], kind: type[AnyPlan]) -> AnyPlan | MindSporeStrategy:
+    """Reads a plan file, as a plan of the class `kind`, or a strategy file of MindSpore in JSON.
+
+    What the file holds decides, and not its name.
 
     Raises:
         PlanFormatError: the file is neither, is damaged, or has another format version.
     """
     where = os.fspath(path)
     body = _parsed(Path(path).read_bytes(), where)
-    return parse_mindspore(body, where) if is_mindspore(body) else _plan_of(body, where)
+    return parse_mindspore(body, where) if is_mindspore(body) else _plan_of(body, where, kind)
 
 
 def _parsed(text: str | bytes, where: str) -> Any:
@@ -98,7 +100,7 @@ def _parsed(text: str | bytes, where: str) -> Any:
         ) from error
 
 
-def _plan_of(body: Any, where: str) -> Plan:
+def _plan_of(body: Any, where: str, kind: type[AnyPlan]) -> AnyPlan:
     if is_mindspore(body):
         raise PlanFormatError(
             "The file is a strategy file of MindSpore, which holds layouts and no plan.",
@@ -107,7 +109,7 @@ def _plan_of(body: Any, where: str) -> Plan:
         )
     _check(body, where)
     try:
-        return _decode(body)
+        return _decode(body, kind)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise PlanFormatError(
             "The plan file does not have the parts of a plan.", where=where, got=f"{type(error).__name__}: {error}"
@@ -136,7 +138,7 @@ def _checksum(body: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _encode(plan: Plan) -> dict[str, Any]:
+def _encode(plan: PlanData) -> dict[str, Any]:
     shardings: _Table[TensorSharding] = _Table(lambda sharding: sharding)
     texts: _Table[str] = _Table(str)
 
@@ -214,7 +216,7 @@ def _encode_rule(rule: OpRule) -> list[Any]:
     return [rule.operands, rule.results, rule.sizes, kinds, sorted(rule.blocked), rule.combiner, rule.reason]
 
 
-def _decode(body: dict[str, Any]) -> Plan:
+def _decode(body: dict[str, Any], kind: type[AnyPlan]) -> AnyPlan:
     shardings = [_tuples(row) for row in body["shardings"]]
     texts = body["texts"]
 
@@ -227,7 +229,7 @@ def _decode(body: dict[str, Any]) -> Plan:
     table = _decode_ops(body["ops"])
     values = tuple(shardings[number] for number in body["values"])
     causes = {number: Cause.read(texts[number]) for number in {row[5] for row in body["collectives"]}}
-    return Plan(
+    return kind(
         fingerprint=body["fingerprint"],
         mode=body["mode"],
         search_mode=body["search_mode"],

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from spmdctx.ir.collective import MOVES, Cause, Collective
 from spmdctx.ir.graph import Role
 from spmdctx.ir.sharding import AxisNames
-from spmdctx.plan.plan import PlannedTensor
+from spmdctx.plan.data import PlannedTensor
 
 MAX_NAMES = 6
 

@@ -10,7 +10,7 @@ from typing import Any
 from spmdctx.errors import PlanMismatchError
 from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.plan.plan import Plan, plain_option
+from spmdctx.plan.data import PlanData, plain_option
 from spmdctx.wording import bytes_text, counted, mesh_text, place_text, tensor_text
 
 MAX_DIFFERENCES = 4
@@ -47,7 +47,7 @@ class Wanted:
     memory_bytes: int | None = None
 
 
-def check_plan(plan: Plan, wanted: Wanted, graph: Graph | None, where: str) -> None:
+def check_plan(plan: PlanData, wanted: Wanted, graph: Graph | None, where: str) -> None:
     """Refuses a plan that was made for something else.
 
     Args:
@@ -81,7 +81,7 @@ def differences_text(rows: Sequence[str]) -> str:
     return "\n         ".join(rows)
 
 
-def program_differences(plan: Plan, graph: Graph) -> Iterator[str]:
+def program_differences(plan: PlanData, graph: Graph) -> Iterator[str]:
     """Inputs, then ops, then all else in which a traced program is not the one of a plan; nothing where it is the one."""
     if plan.fingerprint == graph.fingerprint:
         return
@@ -119,7 +119,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" (nearest: {', '.join(map(repr, close))})" if close else ""
 
 
-def _role_differences(plan: Plan, graph: Graph) -> list[str]:
+def _role_differences(plan: PlanData, graph: Graph) -> list[str]:
     roles = {graph.values[value].path: graph.values[value].role for value in graph.inputs}
     return [
         f"input '{leaf.path}': {leaf.role.value} in the file, {roles[leaf.path].value} here"
@@ -128,7 +128,7 @@ def _role_differences(plan: Plan, graph: Graph) -> list[str]:
     ]
 
 
-def _op_difference(plan: Plan, graph: Graph, *, by_size: bool) -> str:
+def _op_difference(plan: PlanData, graph: Graph, *, by_size: bool) -> str:
     """The first op, in execution order, that is not the plan's; with inputs of other sizes its own sizes say nothing new."""
     table = plan.op_table
     for index, (old, new) in enumerate(zip(table.operations, graph.ops, strict=False)):
@@ -153,12 +153,12 @@ def _op_difference(plan: Plan, graph: Graph, *, by_size: bool) -> str:
     return f"op {first + 1}: {rest[first].primitive} ({place_text(origins[first].source)}) is only {side}, {more} ops more"
 
 
-def _names(op: Op, plan: Plan) -> str:
+def _names(op: Op, plan: PlanData) -> str:
     paths = {value: leaf.path for value, leaf in zip(plan.op_table.inputs, plan.inputs, strict=False)}
     return ", ".join("a literal" if value == LITERAL else paths.get(value, f"value {value}") for value in op.operands)
 
 
-def _mesh_differences(plan: Plan, wanted: Wanted) -> Iterator[str]:
+def _mesh_differences(plan: PlanData, wanted: Wanted) -> Iterator[str]:
     mesh = plan.logical_mesh
     if wanted.mesh is None:
         if mesh.num_devices != wanted.num_devices:
@@ -176,7 +176,7 @@ def _mesh_differences(plan: Plan, wanted: Wanted) -> Iterator[str]:
         yield f"mesh: {mesh_text(mesh)} in the file, {mesh_text(wanted.mesh)} here"
 
 
-def _context_differences(plan: Plan, wanted: Wanted) -> Iterator[str]:
+def _context_differences(plan: PlanData, wanted: Wanted) -> Iterator[str]:
     if plan.mode != wanted.mode:
         yield f"parallel_mode: {plan.mode!r} in the file, {wanted.mode!r} here"
     skipped = SEARCH_OPTIONS | {"parallel_mode", "device_num"}
@@ -188,7 +188,7 @@ def _context_differences(plan: Plan, wanted: Wanted) -> Iterator[str]:
             yield f"{name}: {texts[0]} in the file, {texts[1]} here"
 
 
-def _memory_differences(plan: Plan, wanted: Wanted) -> Iterator[str]:
+def _memory_differences(plan: PlanData, wanted: Wanted) -> Iterator[str]:
     if wanted.memory_bytes is not None and plan.cost.memory_bytes > wanted.memory_bytes:
         yield f"memory per device: the plan needs {bytes_text(plan.cost.memory_bytes)}, memory_bytes is {bytes_text(wanted.memory_bytes)}"
 

@@ -5,24 +5,18 @@ A point is on the front where no other point on at most as many devices needs at
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from spmdctx.errors import InfeasibleError, StrategyError, UnsupportedError
+from spmdctx.errors import InfeasibleError, StrategyError
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.plan.plan import Plan
-from spmdctx.wording import bytes_text, mesh_text, seconds_text
+from spmdctx.plan.data import AnyPlan
 
 FRACTIONS = (0.75, 0.5, 0.375, 0.25, 0.125)
 """Default budgets, as parts of what the fastest plan on that many devices needs."""
 
-WIDTH = 120
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,57 +49,51 @@ class Unmet:
 
 
 @dataclass(frozen=True, slots=True)
-class Pareto:
+class ParetoData(Generic[AnyPlan]):
     """All points, by number of devices, then the fastest first; `plans` are theirs, in the same order."""
 
     points: tuple[ParetoPoint, ...]
     unmet: tuple[Unmet, ...]
-    plans: tuple[Plan, ...]
+    plans: tuple[AnyPlan, ...]
 
     @property
     def front(self) -> tuple[ParetoPoint, ...]:
         """Points that no other one beats in devices, memory and time together."""
         return tuple(point for point in self.points if not any(_beats(other, point) for other in self.points))
 
-    def __rich__(self) -> Table:
-        return _table(self)
 
-    def __str__(self) -> str:
-        buffer = io.StringIO()
-        Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False, force_jupyter=False).print(self)
-        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+def plan_again(
+    replan: Callable[..., AnyPlan],
+    own: int,
+    memory_bytes: Sequence[int],
+    num_devices: Sequence[int],
+    answer: Callable[[tuple[ParetoPoint, ...], tuple[Unmet, ...], tuple[AnyPlan, ...]], Answer],
+) -> Answer:
+    """Plans a step again under each budget on each number of devices; see `Plan.pareto`.
 
-    def _repr_html_(self) -> str:
-        from spmdctx.plan.show.pareto_page import pareto_page
-
-        return pareto_page(self)
-
-
-def pareto(plan: Plan, memory_bytes: Sequence[int] = (), num_devices: Sequence[int] = ()) -> Pareto:
-    """Plans the step of `plan` again under each budget on each number of devices; see `Plan.pareto`."""
-    replan = plan.replan
-    if replan is None:
-        raise UnsupportedError(
-            "This plan cannot be planned again: it does not hold the step that it was made for.",
-            fix="plan the step again in auto_parallel, and ask that plan",
-        )
-    own = plan.logical_mesh.num_devices
+    Args:
+        replan: plans the step again, as `PlanData.replan` does.
+        own: the number of devices of the plan that is asked.
+        memory_bytes: budgets per device.
+        num_devices: device counts.
+        answer: makes the result of the points, the budgets that no plan meets, and the plans.
+    """
     counts = tuple(num_devices) or tuple(dict.fromkeys((max(own // 2, 1), own, own * 2)))
-    rows: list[tuple[ParetoPoint, Plan]] = []
+    rows: list[tuple[ParetoPoint, AnyPlan]] = []
     unmet: list[Unmet] = []
     for count in sorted(set(counts)):
         rows += _on(replan, count, tuple(memory_bytes), unmet)
-    return Pareto(tuple(point for point, _ in rows), tuple(unmet), tuple(made for _, made in rows))
+    return answer(tuple(point for point, _ in rows), tuple(unmet), tuple(made for _, made in rows))
 
 
-def _on(replan: Callable[..., Plan], count: int, budgets: tuple[int, ...], unmet: list[Unmet]) -> list[tuple[ParetoPoint, Plan]]:
+def _on(replan: Callable[..., AnyPlan], count: int, budgets: tuple[int, ...], unmet: list[Unmet]) -> list[tuple[ParetoPoint, AnyPlan]]:
     """The points on one number of devices, the one without a budget among them; one below another that nothing met is not tried.
 
     Without a budget a search keeps to the memory of the machine, so a larger one may still give another plan.
     """
-    found: dict[tuple[int, float], tuple[ParetoPoint, Plan]] = {}
+    found: dict[tuple[int, float], tuple[ParetoPoint, AnyPlan]] = {}
 
-    def attempt(limit: int | None) -> Plan | None:
+    def attempt(limit: int | None) -> AnyPlan | None:
         try:
             made = replan(memory_bytes=limit, num_devices=count)
         except (InfeasibleError, StrategyError) as error:
@@ -129,28 +117,3 @@ def _on(replan: Callable[..., Plan], count: int, budgets: tuple[int, ...], unmet
 def _beats(one: ParetoPoint, other: ParetoPoint) -> bool:
     mine, its = ((point.num_devices, point.memory_bytes, point.total_s) for point in (one, other))
     return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
-
-
-def _table(found: Pareto) -> Table:
-    front = set(found.front)
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", padding=(0, 1))
-    for name in ("devices", "mesh", "budget", "memory", "step", "device-seconds", ""):
-        table.add_column(name, justify="left" if name in ("mesh", "") else "right", overflow="fold")
-    for cells, on_front in table_rows(found, front):
-        table.add_row(*[Text(cell, style="bold" if on_front else "dim") for cell in cells])
-    return table
-
-
-def table_rows(found: Pareto, front: set[ParetoPoint]) -> Iterator[tuple[tuple[str, ...], bool]]:
-    """Cells of one row per point and per unmet budget, and whether it is on the front."""
-    for point in found.points:
-        limit = ", ".join(_limit_text(one) for one in (point.memory_limit_bytes, *point.also_limit_bytes))
-        cost = (bytes_text(point.memory_bytes), seconds_text(point.total_s), f"{point.device_s:.3g}")
-        on_front = point in front
-        yield (str(point.num_devices), mesh_text(point.mesh), limit, *cost, "" if on_front else "beaten by another"), on_front
-    for one in found.unmet:
-        yield (str(one.num_devices), "", _limit_text(one.memory_limit_bytes), "", "", "", one.reason), False
-
-
-def _limit_text(limit: int | None) -> str:
-    return "none" if limit is None else bytes_text(limit)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from spmdctx.ir.primitives import CONTRACTIONS
 from spmdctx.ir.rule import OpRule
 from spmdctx.rules.builder import Shape
 
 _Shapes = tuple[Shape, ...]
 
-_CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "scaled_dot"})
-_FREE = frozenset(
+_WITHOUT_FLOPS = frozenset(
     {
         *("bitcast_convert_type", "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice"),
         *("empty", "empty2", "gather", "iota", "optimization_barrier", "pad", "reshape", "rev", "select_n", "slice", "split"),
@@ -45,9 +45,9 @@ _MATRIX_FLOPS: dict[str, Callable[[int, int], float]] = {
 
 def op_flops(primitive: str, rule: OpRule, operands: _Shapes, results: _Shapes) -> int:
     """Operations of the whole op on one device; a multiply-add counts as two, and moving data as none."""
-    if primitive in _FREE:
+    if primitive in _WITHOUT_FLOPS:
         return 0
-    if primitive in _CONTRACTIONS:
+    if primitive in CONTRACTIONS:
         return _contraction_flops(rule)
     if primitive == "conv_general_dilated":
         return _convolution_flops(rule, operands, results)

@@ -25,7 +25,7 @@ from spmdctx.ir.rule import DimFactors, FactorKind, OpRule
 from spmdctx.rules.builder import RuleBuilder, Shape
 from spmdctx.rules.registry import RuleFn, rule
 
-COMBINERS = {"scatter-add": "add", "scatter-mul": "mul", "scatter-min": "min", "scatter-max": "max"}
+COMBINER_OF_SCATTER = {"scatter-add": "add", "scatter-mul": "mul", "scatter-min": "min", "scatter-max": "max"}
 """How updates of one element combine, for the scatters whose updates can be split."""
 
 
@@ -73,7 +73,7 @@ def _combining(combiner: str) -> RuleFn:
     return combining
 
 
-for _primitive, _combiner in COMBINERS.items():
+for _primitive, _combiner in COMBINER_OF_SCATTER.items():
     rule(_primitive)(_combining(_combiner))
 
 

@@ -10,7 +10,7 @@ from spmdctx.ir.rule import DimFactors, FactorKind, OpRule
 from spmdctx.rules.builder import RuleBuilder, Shape
 from spmdctx.rules.registry import rule
 
-_COMBINERS = {
+_COMBINER_OF_REDUCTION = {
     "reduce_sum": "add",
     "reduce_max": "max",
     "reduce_min": "min",
@@ -30,7 +30,7 @@ def _reduce_axes(combiner: str, operands: tuple[Shape, ...], _results: tuple[Sha
     return _reduction(operands[:1], params["axes"], 1, combiner)
 
 
-for _name, _combiner in _COMBINERS.items():
+for _name, _combiner in _COMBINER_OF_REDUCTION.items():
     rule(_name)(partial(_reduce_axes, _combiner))
 
 
@@ -55,7 +55,7 @@ def _combiner_of(reducer: Any) -> str:
     """The name of a reducer that is one known equation, else `custom`."""
     equations = getattr(reducer, "jaxpr", reducer).eqns
     name = equations[0].primitive.name if len(equations) == 1 else ""
-    return name if name in _COMBINERS.values() else "custom"
+    return name if name in _COMBINER_OF_REDUCTION.values() else "custom"
 
 
 @rule("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum")

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from spmdctx.context.layers import current_context
+from spmdctx.context.options import PLANNED_MODES
 from spmdctx.errors import StrategyError
 from spmdctx.ir.layout import Layout
 from spmdctx.shard.call import Spec
-from spmdctx.shard.eager import SPLITTING_MODES
 from spmdctx.trace.marker import traced_mode
 
 
@@ -24,7 +24,7 @@ def on_own_batch(fn: Callable[..., Any], in_strategy: tuple[Spec, ...], label: s
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if (traced_mode() or current_context().parallel_mode) not in SPLITTING_MODES:
+        if (traced_mode() or current_context().parallel_mode) not in PLANNED_MODES:
             return fn(*args, **kwargs)
         tree: Any
         leaves, tree = jax.tree.flatten((args, kwargs))

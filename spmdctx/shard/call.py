@@ -12,10 +12,11 @@ import jax
 from flax import nnx
 
 from spmdctx.context.layers import current_context
+from spmdctx.context.options import PLANNED_MODES
 from spmdctx.errors import ContextWarning, StrategyError
 from spmdctx.ir.graph import fusion_scope
 from spmdctx.ir.layout import Layout
-from spmdctx.shard.eager import SPLITTING_MODES, run_split, runs_eagerly
+from spmdctx.shard.eager import run_split, runs_eagerly
 from spmdctx.trace.marker import mark, new_region, traced_mode
 
 Spec = tuple[int, ...] | Layout | None
@@ -60,6 +61,16 @@ Body = Callable[[Region], Callable[..., Any]]
 """Makes the function that runs inside a region; a module marks its own parameters there."""
 
 
+class Eager(NamedTuple):
+    """How an eager call runs split: as a step of its own, which calls `split`.
+
+    `owner` is the module whose variables tell whether the call is traced; it is the first argument of `split`.
+    """
+
+    split: Callable[..., Any]
+    owner: Any = None
+
+
 def call_marked(
     strategies: Strategies,
     label: str,
@@ -68,8 +79,7 @@ def call_marked(
     kwargs: Mapping[str, Any],
     *,
     names: tuple[str, ...] | None = None,
-    owner: Any = None,
-    split: Callable[..., Any] | None = None,
+    eager: Eager | None = None,
 ) -> Any:
     """Calls `body(region)(*args, **kwargs)` as a region.
 
@@ -80,14 +90,13 @@ def call_marked(
         args: positional arguments.
         kwargs: keyword arguments.
         names: of a function: names of its positional arguments, for the paths of its parameters. None for a module.
-        owner: the module whose variables tell whether the call is traced.
-        split: what runs as a step of its own when the call is eager; None: nothing, the call stays as it is.
+        eager: what runs when the call is eager; None: nothing, the call stays as it is.
     """
     mode = traced_mode() or current_context().parallel_mode
-    if mode not in SPLITTING_MODES:
+    if mode not in PLANNED_MODES:
         warnings.warn(f"shard() of {label} has no effect in parallel_mode {mode!r}.", ContextWarning, stacklevel=3)
-    elif split is not None and runs_eagerly(owner, args, kwargs):
-        return run_split(split, args if owner is None else (owner, *args), kwargs)
+    elif eager is not None and runs_eagerly(eager.owner, args, kwargs):
+        return run_split(eager.split, args if eager.owner is None else (eager.owner, *args), kwargs)
     # The marks are made in every mode: JAX caches what it traces, and a later step in another mode may need them.
     region = Region(new_region(), label, strategies)
     with jax.named_scope(f"shard{region.number}:{label}{fusion_scope(strategies.fusion)}"):

@@ -13,13 +13,13 @@ from flax import linen, nnx
 from spmdctx.errors import ContextWarning, StrategyError, UnsupportedError, message
 from spmdctx.ir.layout import Layout
 from spmdctx.shard.batches import on_own_batch
-from spmdctx.shard.call import Spec, Strategies, call_marked
+from spmdctx.shard.call import Eager, Spec, Strategies, call_marked
 from spmdctx.shard.modules import shard_linen, shard_nnx
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def shard(
+def shard(  # noqa: PLR0913  # MindSpore's arguments
     fn: F,
     in_strategy: tuple[Spec, ...] | None,
     out_strategy: tuple[Spec, ...] | None = None,
@@ -106,7 +106,7 @@ def _shard_function(fn: F, strategies: Strategies) -> F:
     names = _argument_names(fn)
 
     def sharded(*args: Any, **kwargs: Any) -> Any:
-        return call_marked(strategies, label, lambda region: fn, args, kwargs, names=names, split=sharded)
+        return call_marked(strategies, label, lambda region: fn, args, kwargs, names=names, eager=Eager(sharded))
 
     return functools.update_wrapper(sharded, fn, updated=())  # type: ignore[return-value]  # the wrapper stands for the function
 

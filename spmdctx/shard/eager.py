@@ -10,15 +10,15 @@ import jax
 from flax import nnx
 
 from spmdctx.context.layers import current_context
+from spmdctx.context.options import PLANNED_MODES
 from spmdctx.trace.marker import traced_mode
 
-SPLITTING_MODES = ("semi_auto_parallel", "auto_parallel")
 MAX_STEPS = 512
 
 
 def runs_eagerly(*trees: Any) -> bool:
-    """Returns whether nothing in `trees` is traced, no step is being traced, and the context's mode splits by strategies."""
-    if traced_mode() is not None or current_context().parallel_mode not in SPLITTING_MODES:
+    """Whether nothing in `trees` is traced, no step is being traced, and the context's mode splits by strategies."""
+    if traced_mode() is not None or current_context().parallel_mode not in PLANNED_MODES:
         return False
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from spmdctx.shard.call import Region, Strategies, call_marked, marked_variables, path_part, variables_of
+from spmdctx.shard.call import Eager, Region, Strategies, call_marked, marked_variables, path_part, variables_of
 from spmdctx.shard.eager import run_split, runs_eagerly
 
 
@@ -33,7 +33,7 @@ def _nnx_subclass(base: type[nnx.Module], strategies: Strategies) -> Any:
 
             return run
 
-        return call_marked(strategies, base.__name__, body, args, kwargs, owner=self, split=_call_module)
+        return call_marked(strategies, base.__name__, body, args, kwargs, eager=Eager(_call_module, self))
 
     return _subclass(base, {"pytree": base._pytree__is_pytree}, __call__=call)
 

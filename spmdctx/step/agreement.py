@@ -70,7 +70,7 @@ def agree_on_plan(name: str, plan: Plan, jaxpr: jexc.ClosedJaxpr, store: KeyValu
 
 def _plan_told(store: KeyValueStore, key: str, count: int) -> Plan:
     packed = "".join(store.get(f"{key}/{index}", _TIMEOUT_S) or "" for index in range(count))
-    return parse_plan(zlib.decompress(base64.b85decode(packed)), "the plan of process 0")
+    return parse_plan(zlib.decompress(base64.b85decode(packed)), "the plan of process 0", Plan)
 
 
 def _mismatch(name: str, plan: Plan, theirs: list[str], constants: str, other: Plan) -> PlanMismatchError:

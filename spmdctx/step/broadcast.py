@@ -14,7 +14,7 @@ from spmdctx.step.entry import Entry
 from spmdctx.step.processes import on_all
 from spmdctx.trace.capture.layerwise import is_layerwise
 
-_STATE = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE)
+_SENT_ROLES = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE)
 
 
 def broadcast_state(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
@@ -28,7 +28,7 @@ def broadcast_state(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
     shared = [
         index
         for index, (leaf, target) in enumerate(zip(entry.captured.inputs, program.in_shardings, strict=True))
-        if leaf.role in _STATE and not is_layerwise(leaf, patterns) and target.is_fully_replicated
+        if leaf.role in _SENT_ROLES and not is_layerwise(leaf, patterns) and target.is_fully_replicated
     ]
     if not shared or program.mesh.size == 1:
         return list(leaves)

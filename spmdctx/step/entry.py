@@ -120,7 +120,7 @@ class Entry:
         planned, machine = self.planned, self.environment.settings.topology
         program, assignment, mesh = planned.program, planned.assignment, planned.mesh
         routes = shared_reads(program.graph, program.scopes, assignment, mesh, machine)
-        wishes = wishes_of(program, self.environment.context, routes, machine.scratch_bytes)
+        wishes = wishes_of(program, self.environment.context, routes, machine.compiler.scratch_bytes)
         groups = region_groups(program.graph, assignment, mesh, wishes.buckets) if program.region_ops else {}
         return wishes._replace(groups=groups, early=planned.plan.early or ())
 

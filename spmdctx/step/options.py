@@ -15,7 +15,7 @@ from spmdctx.machine.presets import topology
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.trace.scope.settings import StepOptions
 
-_OWN = ("devices", "mesh", "topology", "memory_bytes", "max_mesh_axes", "strict", "layerwise_parallel")
+_OF_PARALLEL = ("devices", "mesh", "topology", "memory_bytes", "max_mesh_axes", "strict", "layerwise_parallel")
 
 _ARGUMENTS = ("batch_argnums", "batch_argnames", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 
@@ -27,10 +27,10 @@ def step_options(options: Mapping[str, Any]) -> StepOptions:
         ContextError: an unknown name or a bad value.
         TypeError: a value of a wrong type.
     """
-    own = {name: value for name, value in options.items() if name in _OWN and value is not None}
+    own = {name: value for name, value in options.items() if name in _OF_PARALLEL and value is not None}
     devices, mesh, notes = _devices_and_mesh(own.get("devices"), own.get("mesh"))
     return StepOptions(
-        context=checked({name: value for name, value in options.items() if name not in (*_OWN, *_ARGUMENTS)}),
+        context=checked({name: value for name, value in options.items() if name not in (*_OF_PARALLEL, *_ARGUMENTS)}),
         devices=devices,
         mesh=mesh,
         topology=topology(own["topology"]) if "topology" in own else None,

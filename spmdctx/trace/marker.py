@@ -14,8 +14,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from spmdctx.ir.layout import FREE, Layout
+from spmdctx.ir.primitives import MARKER
 
-MARKER = "spmdctx_shard"
 _GRAD = "_grad"
 
 shard_p = Primitive(MARKER)

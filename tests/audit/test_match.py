@@ -2,21 +2,18 @@ import pytest
 
 from spmdctx.audit.collectives import CompiledCollective
 from spmdctx.audit.match import (
-    AS_PLANNED,
     AT_ONCE,
     HALVES,
     HOISTED,
     HOISTED_SLICE,
     JOINED,
-    NARROWED,
     PER_AXIS,
-    SLICED,
     STACKED,
-    WIDENED,
     compare,
 )
-from spmdctx.ir.collective import Cause, Collective
+from spmdctx.ir.collective import AS_PLANNED, Cause, Collective
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.xla.collectives.ways import NARROWED, SLICED, WAYS, WIDENED
 
 MESH = LogicalMesh.of({"data": 2, "model": 4, "pipe": 1})
 
@@ -30,7 +27,7 @@ def real(kind, axes, payload, repeats=1, dtype="float32", summands=1, source="ne
 
 
 def summary(planned, compiled):
-    found = compare(planned, compiled, MESH)
+    found = compare(planned, compiled, MESH, WAYS)
     matches = [(one.planned.payload_bytes, one.count, one.realised_bytes, one.way) for one in found.matches]
     return matches, [one.repeats for one in found.missing], [one.repeats for one in found.unplanned]
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from spmdctx.audit import audit_program, audit_text
 from spmdctx.ir.collective import Cause, Collective
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.xla.collectives.ways import WAYS
 from tests.audit import programs
 from tests.audit.programs import DATA, DATA_MODEL
 
@@ -39,14 +40,14 @@ def data_parallel():
 
 
 def test_a_program_that_does_as_planned_is_ok(data_parallel):
-    report = audit_text(StandInPlan(DATA, GRADIENTS), data_parallel)
+    report = audit_text(StandInPlan(DATA, GRADIENTS), data_parallel, WAYS)
     assert report.ok
     assert (report.planned_bytes, report.found_bytes, report.compiled_bytes, report.unplanned_bytes) == (262148, 262148, 262148, 0)
     assert [(row.kind, row.axes, row.planned_count, row.found_count) for row in report.rows] == [("all_reduce", ("data",), 3, 3)]
 
 
 def test_what_is_missing_or_unplanned_is_listed_with_its_line(data_parallel):
-    report = audit_text(StandInPlan(DATA, (GRADIENTS[0], planned("all_gather", "data", 262144))), data_parallel)
+    report = audit_text(StandInPlan(DATA, (GRADIENTS[0], planned("all_gather", "data", 262144))), data_parallel, WAYS)
     assert not report.ok
     assert [one.kind for one in report.missing] == ["all_gather"]
     assert [one.payload_bytes for one in report.unplanned] == [4, 131072]
@@ -59,14 +60,14 @@ def test_what_is_missing_or_unplanned_is_listed_with_its_line(data_parallel):
 
 @pytest.mark.parametrize(("extra", "ok"), [(14000, False), (13000, True)])
 def test_more_than_a_twentieth_of_the_plan_not_found_is_not_ok(data_parallel, extra, ok):
-    report = audit_text(StandInPlan(DATA, (*GRADIENTS, planned("all_to_all", "data", extra))), data_parallel)
+    report = audit_text(StandInPlan(DATA, (*GRADIENTS, planned("all_to_all", "data", extra))), data_parallel, WAYS)
     assert report.ok is ok
     assert report.missing
 
 
 def test_nothing_planned_and_nothing_compiled_is_ok():
     text = jax.jit(lambda x: x + 1).lower(programs.shape(4)).compile().as_text()
-    report = audit_text(StandInPlan(LogicalMesh.of({"data": 1}), ()), text)
+    report = audit_text(StandInPlan(LogicalMesh.of({"data": 1}), ()), text, WAYS)
     assert report.ok
     assert report.rows == ()
     assert "agrees with" in str(report)
@@ -74,7 +75,7 @@ def test_nothing_planned_and_nothing_compiled_is_ok():
 
 def test_the_way_a_planned_collective_is_written_is_named():
     collectives = (planned("all_gather", "data", 262144, 2), planned("reduce_scatter", "data", 262144, 2))
-    report = audit_text(StandInPlan(DATA, collectives), programs.sharded_weights(jax.devices()))
+    report = audit_text(StandInPlan(DATA, collectives), programs.sharded_weights(jax.devices()), WAYS)
     assert report.ok
     assert {row.kind: row.ways for row in report.rows} == {
         "all_gather": (("as planned", 2),),
@@ -84,14 +85,16 @@ def test_the_way_a_planned_collective_is_written_is_named():
 
 def test_bfloat16_reduced_in_float32_is_ok_and_said():
     gradients = (planned("all_reduce", "data", 65536, 2), planned("all_reduce", "data", 4))
-    report = audit_text(StandInPlan(DATA, gradients), programs.data_parallel(jax.devices(), "bfloat16"))
+    report = audit_text(StandInPlan(DATA, gradients), programs.data_parallel(jax.devices(), "bfloat16"), WAYS)
     assert report.ok
     assert report.compiled_bytes == 262148
     assert "float32 for bfloat16 (2)" in str(report)
 
 
 def test_loops_of_unknown_length_are_noted():
-    report = audit_text(StandInPlan(DATA_MODEL, (planned("all_reduce", "model", 32768, 2),)), programs.branch_and_while(jax.devices()))
+    report = audit_text(
+        StandInPlan(DATA_MODEL, (planned("all_reduce", "model", 32768, 2),)), programs.branch_and_while(jax.devices()), WAYS
+    )
     assert report.ok
     assert report.notes == ("1 collectives run in loops whose length depends on data; one iteration is counted.",)
 
@@ -100,14 +103,14 @@ def test_memory_is_the_compilers():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = NamedSharding(mesh, P("data"))
     step = jax.jit(lambda x: x * 2, in_shardings=split, out_shardings=split, donate_argnums=0)
-    report = audit_program(StandInPlan(DATA, ()), step.lower(programs.shape(1024, 16)).compile())
+    report = audit_program(StandInPlan(DATA, ()), step.lower(programs.shape(1024, 16)).compile(), WAYS)
     assert (report.memory.argument_bytes, report.memory.output_bytes, report.memory.alias_bytes) == (8192, 8192, 8192)
     assert report.memory.peak_bytes >= 8192
     assert "planned 1.0 MiB, compiled peak" in str(report)
 
 
 def test_json_holds_rows_and_differences(data_parallel):
-    data = json.loads(audit_text(StandInPlan(DATA, GRADIENTS[:1]), data_parallel).to_json())
+    data = json.loads(audit_text(StandInPlan(DATA, GRADIENTS[:1]), data_parallel, WAYS).to_json())
     assert data["ok"] is False
     assert data["rows"][0]["unplanned_bytes"] == 131076
     assert {one["kind"] for one in data["unplanned"]} == {"all_reduce"}
@@ -127,7 +130,7 @@ class Tags(HTMLParser):
 
 def test_the_page_is_well_formed_and_escaped(data_parallel):
     hostile = Collective("all_gather", ("data",), 1 << 20, 0.0, 1, Cause.read("<script>"), "a&b.py:1")
-    page = audit_text(StandInPlan(DATA, (*GRADIENTS[:1], hostile)), data_parallel)._repr_html_()
+    page = audit_text(StandInPlan(DATA, (*GRADIENTS[:1], hostile)), data_parallel, WAYS)._repr_html_()
     tags = Tags()
     tags.feed(page)
     assert tags.open == []

@@ -39,7 +39,7 @@ def test_the_rows_are_those_of_the_table(options, model, want):
 
 
 def test_a_context_may_be_given():
-    context = spmdctx.context.current_context().replace(parallel_mode="data_parallel", device_num=4)
+    context = spmdctx.context.layers.current_context().replace(parallel_mode="data_parallel", device_num=4)
     assert global_batch_size(3, context=context) == 12
 
 

@@ -44,7 +44,7 @@ def test_one_device_and_other_backends_are_told_nothing():
 
 
 def test_a_compiler_that_does_not_know_the_options_is_told_nothing(monkeypatch):
-    monkeypatch.setattr(scheduler_limit, "_LIMIT", "xla_tpu_option_of_another_version")
+    monkeypatch.setattr(scheduler_limit, "LIMIT", "xla_tpu_option_of_another_version")
     assert scheduler_options(need_tpu(), GIB, 100 * GIB) == {}
 
 
@@ -71,7 +71,7 @@ def test_a_step_for_tpu_devices_gives_the_limit_of_its_own_plan(monkeypatch):
 
 
 def test_a_step_for_devices_of_unknown_memory_gives_none(monkeypatch):
-    monkeypatch.setattr("spmdctx.machine.devices._KINDS", ())
+    monkeypatch.setattr("spmdctx.machine.devices._PRESET_OF_WORD", ())
     assert entry_options(monkeypatch, devices=need_tpu()) == {}
 
 

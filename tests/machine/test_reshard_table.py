@@ -15,7 +15,7 @@ from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.presets import topology
 from spmdctx.machine.reshard import reshard_steps
 from spmdctx.machine.reshard_table import reshard_table
-from spmdctx.machine.topology import as_asked
+from spmdctx.machine.topology import Preferences, as_asked
 
 CASES = [((8,), (32, 64)), ((2, 4), (32, 64)), ((2, 4), (2, 6, 16)), ((2, 2, 2), (8, 16)), ((2, 3), (6, 4, 3)), ((2, 2), (4,))]
 
@@ -102,7 +102,7 @@ def test_chains_are_as_short_as_a_plain_search_finds_and_seconds_add_up(axes: tu
 
 @pytest.mark.parametrize(("axes", "shape"), CASES)
 def test_seconds_without_all_to_all_are_those_of_the_chains_without_it(axes: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    mesh, machine = LogicalMesh.of(axes), as_asked(topology("h100"), uses_all_to_all=False, widens_gradients=False)
+    mesh, machine = LogicalMesh.of(axes), as_asked(topology("h100"), Preferences(allows_all_to_all=False))
     known = domain(mesh, shape)
     table = reshard_table(known, machine)
     for first, source in enumerate(known.shardings):

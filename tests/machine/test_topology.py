@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import pytest
 
 from spmdctx.errors import ContextError
-from spmdctx.machine.presets import PRESETS, topology
+from spmdctx.machine.presets import CPU, GPU, PRESETS, TPU, topology
+from spmdctx.machine.topology import Preferences, as_asked, topology_text
 
 
 @pytest.mark.parametrize("name", ["tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu"])
@@ -54,3 +56,47 @@ def test_a_topology_of_a_wrong_type_is_refused():
 def test_figures_must_be_positive(field):
     with pytest.raises(ContextError, match=field):
         dataclasses.replace(topology("cpu"), **{field: 0})
+
+
+@pytest.mark.parametrize(("name", "compiler"), [("tpu", TPU), ("h100", GPU), ("h200", GPU), ("a100", GPU), ("cpu", CPU)])
+def test_the_presets_of_a_backend_have_its_compiler(name, compiler):
+    machines = [one for device, one in PRESETS.items() if device.startswith(name)]
+    assert machines
+    for machine in machines:
+        own = {"scratch_bytes": 0, "gather_overlap": 0.0} if compiler is TPU else {}
+        assert dataclasses.replace(machine.compiler, **own) == compiler
+        assert dataclasses.replace(machine, latency_s=1.0).compiler == machine.compiler
+
+
+def test_the_compiler_of_a_topology_is_as_its_fields_say():
+    machine = dataclasses.replace(topology("tpu-v5e"), sinks_slices=False, scratch_bytes=5)
+    assert machine.compiler == dataclasses.replace(topology("tpu-v5e").compiler, sinks_slices=False, scratch_bytes=5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        machine.compiler.sinks_slices = True
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_topology_is_the_same_from_its_file_and_from_a_pickle(suffix, tmp_path):
+    machine = topology("tpu-v5p")
+    path = tmp_path / f"machine.{suffix}"
+    path.write_text(topology_text(machine, as_json=suffix == "json"))
+    for read in (topology(path), pickle.loads(pickle.dumps(machine))):
+        assert read == machine
+        assert hash(read) == hash(machine)
+        assert dataclasses.replace(read.compiler, version=machine.compiler.version) == machine.compiler
+
+
+def test_files_with_the_options_of_a_context_are_still_read(tmp_path):
+    path = tmp_path / "machine.yaml"
+    path.write_text(topology_text(topology("cpu")) + "uses_all_to_all: false\nwidens_gradients: true\n")
+    assert topology(path) == topology("cpu")
+
+
+def test_a_machine_has_the_preferences_of_a_context():
+    machine, asked = topology("h100"), Preferences(allows_all_to_all=False)
+    assert as_asked(machine, Preferences()) is machine
+    found = as_asked(machine, asked)
+    assert found.preferences == asked
+    assert found != machine
+    assert found.compiler == machine.compiler
+    assert dataclasses.replace(found, latency_s=1.0).preferences == asked

@@ -147,7 +147,7 @@ class _Everything:
         sums = loop_sums(graph)
         self.later, self.summed = later_reductions(graph, sums), Summed.of(sums)
         self.read_bytes = read_bytes(graph, topology)
-        fuses = topology.fuses_into_products
+        fuses = topology.compiler.fuses_into_products
         self.memory = step_memory(graph, scopes, conditions.donated, waits=mesh.num_devices > 1, fuses_into_products=fuses)
         self.sums = self._sums()
         self.places: dict[int, list[Place]] = {}
@@ -172,7 +172,7 @@ class _Everything:
         slots = [("slot", slot) for slot in self.places]
         stored = self._profiles()
         # As much of the small and short-lived may be on the chip.
-        most = budget + self.topology.scratch_bytes
+        most = budget + self.topology.compiler.scratch_bytes
         for cost_s, values in self.tables.in_order(slots, lambda chosen: _least_peak(stored, chosen) <= most):
             assignment = self._assignment(values)
             if self._peak_bytes(assignment) <= budget:
@@ -185,7 +185,7 @@ class _Everything:
         if not self.conditions.count_copies:
             pairs = zip(self.graph.values, assignment.values, strict=True)
             sizes = [int(local_bytes(known, own, self.mesh) * self._share(known)) for known, own in pairs]
-            return int(profile(self.memory.lives, sizes, len(self.graph.ops), (), self.topology.scratch_bytes).max())
+            return int(profile(self.memory.lives, sizes, len(self.graph.ops), (), self.topology.compiler.scratch_bytes).max())
         return price(self.graph, self.scopes, self.loose, (), assignment, self.mesh, self.topology, donated).memory_bytes
 
     def _share(self, value: Value) -> float:
@@ -207,7 +207,7 @@ class _Everything:
 
     def _sums(self) -> frozenset[int]:
         """Values that can be kept unreduced: terms of an addition that only it reads."""
-        if not self.topology.merges_partial_sums:
+        if not self.topology.compiler.merges_partial_sums:
             return frozenset()
         eligible = Eligible(self.graph, self.free, self.pinned).values
         terms: set[int] = set()
@@ -217,7 +217,7 @@ class _Everything:
         return frozenset(value for value in terms if self._can_be_partial(self.graph.ops[self.graph.producers[value]]))
 
     def _can_be_partial(self, op: Op) -> bool:
-        direct = op.primitive != "gather" or self.topology.sinks_slices
+        direct = op.primitive != "gather" or self.topology.compiler.sinks_slices
         reduces = op.primitive in ADDITIONS or FactorKind.REDUCTION in op.rule.kinds
         return direct and reduces and op.rule.combiner == "add" and len(op.results) == 1
 

@@ -9,7 +9,8 @@ from spmdctx.ir.graph import Graph, Op, Origin, Role, Value
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.rule import FactorKind, OpRule
 from spmdctx.ir.sharding import Assignment, OpSharding
-from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedTensor, Reshard, Timing
+from spmdctx.plan.data import Cost, OpTable, PlannedTensor, Reshard, Timing
+from spmdctx.plan.plan import Plan
 
 P, R = FactorKind.PASS_THROUGH, FactorKind.REDUCTION
 DOT = OpRule((((0,), (1,)), ((1,), (2,))), (((0,), (2,)),), (64, 32, 32), (P, R, P))

@@ -14,7 +14,7 @@ from spmdctx.plan.library import read_library, strategies_folder
 
 ROOT = Path(__file__).parents[2]
 TABLE = "program: {}\nsearch_mode: dynamic_programming\ntopology: tpu-v5p\nmax_device_memory: 88GB\nrows:\n"
-ASK = "from spmdctx.plan.shipped import strategies_folder; print(strategies_folder())"
+ASK = "from spmdctx.plan.library import strategies_folder; print(strategies_folder())"
 
 
 def test_a_checkout_has_its_library_beside_the_package():

@@ -8,7 +8,7 @@ import pytest
 
 from spmdctx.errors import InfeasibleError, StrategyError, UnsupportedError
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.plan.plan import Cost
+from spmdctx.plan.data import Cost
 from tests.plan import small_plan
 from tests.plan.show.test_page import read
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from spmdctx.ir.graph import Op, Origin, Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.plan import OpTable, Plan, PlannedTensor, Timing
-from spmdctx.plan.plan import PlannedGradient
+from spmdctx.plan.data import PlannedGradient
 from spmdctx.plan.rows import LateRows
 from tests.plan import DOT, small_graph, small_plan
 
@@ -79,6 +80,18 @@ def test_plans_with_ops_split_otherwise_are_not_equal():
     graph, plan = small_graph(), small_plan()
     choices = (OpSharding(((), (), ())), *plan.assignment.ops[1:])
     assert small_plan(op_table=OpTable(graph.ops, graph.origins, choices, graph.inputs, graph.outputs)) != plan
+
+
+def test_a_copy_of_a_plan_is_an_equal_plan_that_nobody_changes(tmp_path):
+    plan = small_plan()
+    plan.save(tmp_path / "plan.json")
+    for copy in (replace(plan), pickle.loads(pickle.dumps(plan)), Plan.load(tmp_path / "plan.json")):
+        assert type(copy) is Plan
+        assert copy == plan
+        with pytest.raises(FrozenInstanceError):
+            copy.mode = "data_parallel"
+        with pytest.raises(FrozenInstanceError):
+            copy.comment = "a field that plans do not have"
 
 
 def test_option_values_become_plain():

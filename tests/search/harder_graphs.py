@@ -10,7 +10,7 @@ from typing import NamedTuple
 from spmdctx.ir.graph import LITERAL
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import PRESETS
-from spmdctx.machine.topology import Topology
+from spmdctx.machine.topology import Preferences, Topology, as_asked
 from spmdctx.search.setup.request import Setup
 from tests.search.random_graphs import RandomStep, Walk, fused, random_pins
 
@@ -40,7 +40,7 @@ def harder_machine(seed: int) -> Topology:
     """Any of the known machines, its small tensors worth moving, with any of the habits that compilers have."""
     choose = random.Random(seed).choice
     known = PRESETS[choose(tuple(PRESETS))]
-    return replace(
+    machine = replace(
         known,
         latency_s=choose((1e-9, 1e-8, 1e-6)),
         network_latency_s=choose((1e-8, 1e-6)),
@@ -60,9 +60,8 @@ def harder_machine(seed: int) -> Topology:
         gather_overlap=choose((0.0, 0.5)),
         reduction_overlap=choose((0.0, 0.7)),
         combines_reductions=choose((False, True)),
-        uses_all_to_all=choose((True, True, True, False)),
-        widens_gradients=choose((False, True)),
     )
+    return as_asked(machine, Preferences(choose((True, True, True, False)), choose((False, True))))
 
 
 def harder_mesh(seed: int) -> LogicalMesh:

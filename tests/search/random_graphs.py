@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spmdctx.cost.evaluate import all_shardings
+from spmdctx.ir.analysis.columns import Columns, Kind, Tensor
 from spmdctx.ir.graph import LITERAL, Graph, Op, Origin, Role, Value
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import PRESETS
 from spmdctx.machine.topology import Topology
-from spmdctx.machine.xla.columns import Columns, Kind, Tensor
 from spmdctx.machine.xla.fusion import fused_bits, fused_slots, in_memory
 from spmdctx.rules import rule_for
 from spmdctx.rules.builder import identity
@@ -270,8 +270,7 @@ def fused(made: RandomStep) -> RandomStep:
         ([op.repeats for op in graph.ops], [0] * len(graph.ops)),
         [op.operands for op in graph.ops],
         [op.results for op in graph.ops],
-        [Tensor(value.shape, value.dtype) for value in graph.values],
-        range(len(graph.values)),
+        ([Tensor(value.shape, value.dtype) for value in graph.values], range(len(graph.values))),
     )
     held = in_memory(columns, (*graph.inputs, *graph.outputs))
     bits = fused_bits(columns, fused_slots(columns, held))

@@ -10,8 +10,9 @@ from jax.extend import source_info_util
 import spmdctx.context.layers as context
 from spmdctx.errors import ContextWarning, StrategyError
 from spmdctx.ir.layout import Layout
+from spmdctx.ir.primitives import MARKER
 from spmdctx.shard.decorate import shard
-from spmdctx.trace.marker import MARKER, mark, tracing_in
+from spmdctx.trace.marker import mark, tracing_in
 
 X = jnp.arange(32.0).reshape(4, 8)
 W = jnp.arange(32.0).reshape(8, 4) / 32
@@ -71,7 +72,7 @@ def test_a_marker_keeps_weak_types_and_keys():
 def test_a_marker_has_the_source_line_of_the_users_call():
     for fn, args in ((MATMUL, (X, W)), (shard(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), ((2, 1),)), (X,))):
         eqn = jax.make_jaxpr(lambda *args, fn=fn: fn(*args))(*args).eqns[0]
-        assert "test_shard.py" in source_info_util.summarize(eqn.source_info)
+        assert "test_decorate.py" in source_info_util.summarize(eqn.source_info)
 
 
 def test_cotangents_are_marked_as_such():

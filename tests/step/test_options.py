@@ -10,7 +10,7 @@ import spmdctx
 from spmdctx.context.layers import current_context
 from spmdctx.errors import ContextError
 from spmdctx.machine.presets import PRESETS
-from spmdctx.machine.topology import as_asked
+from spmdctx.machine.topology import Preferences, as_asked
 from spmdctx.step.options import step_options
 from spmdctx.trace.scope.environment import environment
 
@@ -29,7 +29,7 @@ def test_all_devices_are_used_by_default():
     around = resolved()
     assert around.settings.num_devices == 8
     assert around.devices == tuple(jax.devices())
-    assert around.settings.topology == as_asked(PRESETS["cpu"], uses_all_to_all=False, widens_gradients=True)
+    assert around.settings.topology == as_asked(PRESETS["cpu"], Preferences(allows_all_to_all=False, widens_gradients=True))
 
 
 def test_stand_alone_uses_one_device_whatever_the_mesh():
@@ -66,13 +66,13 @@ def test_devices_limit_the_step():
 
 def test_a_topology_is_named_or_made():
     for given, machine in (("tpu-v5p", PRESETS["tpu-v5p"]), (PRESETS["h100"], PRESETS["h100"])):
-        asked = as_asked(machine, uses_all_to_all=True, widens_gradients=True)
+        asked = as_asked(machine, Preferences(widens_gradients=True))
         assert resolved("auto_parallel", topology=given).settings.topology == asked
 
 
 def test_gradients_are_reduced_in_their_own_type_where_the_context_says_so():
     context = current_context().replace(parallel_mode="auto_parallel", gradient_fp32_sync=False)
-    assert not environment(step_options({}), context).settings.topology.widens_gradients
+    assert not environment(step_options({}), context).settings.topology.preferences.widens_gradients
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_gradients_are_reduced_in_their_own_type_where_the_context_says_so():
 )
 def test_all_to_all_needs_leave_unless_a_search_decides(mode, options, allowed):
     around = environment(step_options({}), current_context().with_checked({"parallel_mode": mode, **options}))
-    assert around.settings.topology.uses_all_to_all is allowed
+    assert around.settings.topology.preferences.allows_all_to_all is allowed
 
 
 @pytest.mark.parametrize(

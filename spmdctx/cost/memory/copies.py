@@ -1,7 +1,6 @@
 """What a plan has in memory beside its values as they are stored, and when: copies in other shardings, results on their way, delays.
 
-An all_reduce is done in place, unless a gather is fused with the product before it, which then has several results. (178 of 179, and
-all of 75, in 70 programs that libtpu 0.0.42 compiled.)
+What XLA does there is told in `machine.xla.collectives.placing` and `machine.xla.late_products`.
 """
 
 from __future__ import annotations
@@ -12,21 +11,9 @@ from typing import NamedTuple
 
 from spmdctx.cost.memory.lives import Copy, StepMemory
 from spmdctx.ir.graph import Graph, Op
-from spmdctx.machine.xla.late_products import GradientProduct
+from spmdctx.machine.xla.collectives.placing import MOST_HIDING, PRODUCTS_WAITED
+from spmdctx.machine.xla.late_products import LARGEST_UPDATE, GradientProduct
 from spmdctx.machine.xla.overlap import sides
-
-_HIDING = 3
-"""A gather is fused with so many products at most, as seen in compiled programs."""
-
-
-_WAITING = 12
-"""A gradient waits for its reduce_scatter behind so many of the products that others need (ZeRO-1 and ZeRO-3 of one decoder on v5e; it
-fits v5p too)."""
-
-
-_LARGEST_UPDATE = 128 * 2**20
-"""A product is fused with an update that makes so much together at most, which TPU's fast memory holds: so in programs of 0.2 to 1 GB
-updates (LLaMA2 split by 8 on v5p), and no worse a count of 120 programs of smaller ones."""
 
 
 class _Read(NamedTuple):
@@ -93,7 +80,7 @@ class Copies:
         """
         held = self._memory.held
         here = [one for one in self._memory.gradients if one.op not in reduced and not any(map(moved.__contains__, one.made))]
-        return {one.op: one for one in here if sum(sizes[value] for value in one.made if held[value]) <= _LARGEST_UPDATE}
+        return {one.op: one for one in here if sum(sizes[value] for value in one.made if held[value]) <= LARGEST_UPDATE}
 
     def is_held(self, value: int) -> bool:
         """Whether the value exists in memory in its own sharding."""
@@ -118,7 +105,7 @@ class Copies:
         time, products = self._memory.times[op.id], self._memory.products
         until = max(time, self._memory.turns[op.id]) if to_the_end else time
         if put_off and products and self._memory.turns[op.id] == op.id:
-            place = bisect_left(products, self._memory.runs[op.id]) + _WAITING
+            place = bisect_left(products, self._memory.runs[op.id]) + PRODUCTS_WAITED
             until = max(until, products[min(place, len(products) - 1)])
         self._of["unreduced", value] = Copy(self._memory.runs[op.id], until, num_bytes)
 
@@ -161,7 +148,7 @@ class Copies:
         hiding = set()
         for key, reader, maker in self._gathers:
             place = bisect_left(products, min(runs[reader], self._of[key].start))
-            for product in reversed(products[max(place - _HIDING, 0) : place]):
+            for product in reversed(products[max(place - MOST_HIDING, 0) : place]):
                 if maker >= 0 and runs[maker] >= product:
                     break
                 if turns[product] == turns[reader] or (turns[product] == product and turns[reader] == reader):

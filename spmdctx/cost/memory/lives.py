@@ -7,7 +7,7 @@ With the values `v` that are materialised, each alive from op `start(v)` to op `
 Lives depend on the program alone, bytes on the assignment alone. Arguments and what the step closes over live throughout; a
 donated argument lends its memory to the state it becomes. A loop keeps what it reads and what it stacks up as long as it runs,
 and carries its state in place. An element-wise op writes over an operand that nothing reads later. Ops run in the order of
-`memory_order`; a time is the place of an op in the traced step.
+`machine.xla.schedule`; a time is the place of an op in the traced step.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ import numpy as np
 
 from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import inside, op_kinds, ops_of, value_kinds
-from spmdctx.ir.arrays import BoolArray, IntArray
+from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role, item_bytes
+from spmdctx.ir.primitives import ANNOTATIONS, CARRYING, ENTERING, HEAVY, LEAVING
 from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
+from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
 from spmdctx.machine.xla.narrowing import narrow_values
-from spmdctx.machine.xla.overlap import MATRIX_PRODUCTS
 from spmdctx.machine.xla.schedule import first_runs, needed_products, order, turn_ends
 
-_CARRIED = frozenset({"scan.next", "while.next"})
-_ENTERING = frozenset({"scan.enter", "while.enter"})
-_LEAVING = _CARRIED | {"scan.exit"}
-_MARKS = frozenset({"spmdctx_shard", "sharding_constraint", "name", "copy"})
 _IN_PLACE = ("scatter", "dynamic_update_slice")
 
 
@@ -114,7 +111,7 @@ def profile(
         sizes: one device's bytes of each value of the graph.
         num_ops: of the graph.
         copies: what lives beside the values.
-        scratch_bytes: `Topology.scratch_bytes`: as much of the small and short-lived is on the chip.
+        scratch_bytes: `Compiler.scratch_bytes`: as much of the small and short-lived is on the chip.
     """
     table = np.array([(start, end, sizes[value]) for value, start, end in found] + [tuple(copy) for copy in copies], dtype=np.int64)
     if not table.size:
@@ -125,30 +122,6 @@ def profile(
         fits = is_short(table[:, 0], table[:, 1], num_ops) & (table[:, 2] <= chip.largest_bytes)
         alive -= np.minimum(_alive(table[fits], num_ops), chip.total_bytes)
     return alive
-
-
-class OnChip(NamedTuple):
-    """Of what lives shortly, `total_bytes` are on the chip and not in memory, if no piece is larger than `largest_bytes`."""
-
-    total_bytes: int
-    largest_bytes: int
-
-    @classmethod
-    def of(cls, scratch_bytes: int) -> OnChip:
-        """What fits on a chip with so much memory of its own."""
-        total = scratch_bytes // _SCRATCH_PARTS
-        return cls(total, total // _SCRATCH_PARTS)
-
-
-def is_short(starts: IntArray, ends: IntArray, num_ops: int) -> BoolArray:
-    """Which lives, from the op `starts` to the op `ends`, are so short that what they hold may be on the chip."""
-    return (ends - starts <= _SHORT) & ((starts > 0) | (ends < num_ops - 1))
-
-
-_SCRATCH_PARTS = 3
-_SHORT = 200
-"""Values are kept on the chip that live for so many ops at most, in a third of its memory, and fill a third of that; the rest holds
-what is brought there ahead of its use. All three were chosen on compiled programs."""
 
 
 def _alive(table: IntArray, num_ops: int) -> IntArray:
@@ -174,16 +147,16 @@ class _Loops:
         self.first, self.last = list(range(count)), list(range(count))
         open_loops: dict[int, list[int]] = {}
         entered: set[int] = set()
-        if not ops_of(graph, _LEAVING):
+        if not ops_of(graph, LEAVING):
             return
         for op in reversed(graph.ops):
             scope = scopes[op.id]
-            if op.primitive in _LEAVING:
+            if op.primitive in LEAVING:
                 if scope in entered or scope not in open_loops:
                     open_loops[scope] = []
                     entered.discard(scope)
                 open_loops[scope].append(op.id)
-            elif op.primitive in _ENTERING and scope in open_loops:
+            elif op.primitive in ENTERING and scope in open_loops:
                 entered.add(scope)
                 self.last[op.id] = open_loops[scope][0]
                 for leaving in open_loops[scope]:
@@ -252,7 +225,7 @@ class _Liveness:
     def _hoisted(self) -> list[ValueLife]:
         """What loops narrow of values that stay the same: made once, before the first turn, and kept."""
         values, found = self.graph.values, []
-        for op in ops_of(self.graph, _ENTERING):
+        for op in ops_of(self.graph, ENTERING):
             if op.results[0] in self.carried or op.operands[0] == LITERAL:
                 continue
             before, inside, end = values[op.operands[0]], op.results[0], self.loops.last[op.id]
@@ -273,10 +246,10 @@ class _Liveness:
         """Last op by which each value is read; what a chain reads is read when its last reader runs."""
         end, held, runs, times = self.end, self.held, self.runs, self.times
         for index, name, operands, results, _, _, _, _, _, _ in reversed(self.graph.ops):
-            if name in _ENTERING:
+            if name in ENTERING:
                 self._enter(self.graph.ops[index])
                 continue
-            if name in _LEAVING:
+            if name in LEAVING:
                 self._leave(self.graph.ops[index])
                 continue
             time = runs[index]
@@ -311,7 +284,7 @@ class _Liveness:
         """The next value of a carry takes its memory if nothing reads the carry any more, or only the element-wise op that makes it."""
         graph = self.graph
         producer = graph.producers.get(after)
-        if producer is None or graph.ops[producer].primitive not in _CARRIED:
+        if producer is None or graph.ops[producer].primitive not in CARRYING:
             return
         following = graph.ops[producer].operands[0]
         maker = graph.producers.get(following, -1) if following != LITERAL else -1
@@ -324,13 +297,13 @@ class _Liveness:
     def _leave(self, op: Op) -> None:
         """A carry is copied at the end of each turn; a slice is written into its stack at once."""
         value, result = op.operands[0], op.results[0]
-        if op.primitive in _CARRIED:
+        if op.primitive in CARRYING:
             self.held[result] = 0
         else:
             self.start[result] = self.loops.first[op.id]
         for operand in op.operands[1:]:
             self.end[operand] = max(self.end[operand], op.id)
-        if op.primitive in _CARRIED and value != LITERAL:
+        if op.primitive in CARRYING and value != LITERAL:
             self.end[value] = max(self.end[value], self.loops.last[op.id])
 
     def _write_in_place(self) -> None:
@@ -384,11 +357,11 @@ def _held(graph: Graph, given: Sequence[int]) -> bytearray:
 
 def _hold_operands(graph: Graph, held: bytearray) -> None:
     """Puts what matrix products read into memory; marks are but other names."""
-    for op in ops_of(graph, MATRIX_PRODUCTS):
+    for op in ops_of(graph, HEAVY):
         for value in op.operands:
             while value != LITERAL and not held[value]:
                 maker = graph.ops[graph.producers[value]]
-                if maker.primitive not in _MARKS:
+                if maker.primitive not in ANNOTATIONS:
                     held[value] = 1
                 else:
                     value = maker.operands[0]
@@ -397,7 +370,7 @@ def _hold_operands(graph: Graph, held: bytearray) -> None:
 def _settled(graph: Graph, held: bytearray) -> bytearray:
     """Per value whether it exists in memory, or is written there by the op that makes it, under a mark or transposed."""
     found = bytearray(held)
-    for op in reversed(ops_of(graph, ("transpose", *_MARKS))):
+    for op in reversed(ops_of(graph, ("transpose", *ANNOTATIONS))):
         if found[op.results[0]]:
             value = op.operands[0]
             if value != LITERAL and len(graph.readers[value]) == 1:

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from spmdctx.ir.graph import Graph, Op
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.primitives import CUTTING, Boundary
 from spmdctx.ir.rule import FactorKind
 from spmdctx.ir.sharding import AxisNames
 
-CUTTING = frozenset({"slice", "split", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "rev"})
+_NEEDS_WHOLE = CUTTING | {"rev"}
 """Ops that need the whole of a dimension that they cut, of whose results that dimension can be split anew."""
 
 
@@ -33,7 +34,7 @@ def batch_dims(graph: Graph, leaves: Iterable[int], mesh: LogicalMesh) -> BatchD
     for left, right in graph.ties:
         tied.setdefault(left, []).append(right)
         tied.setdefault(right, []).append(left)
-    looped = {op.operands[0] for op in graph.ops if op.primitive == "scan.enter" and op.rule.blocked}
+    looped = {op.operands[0] for op in graph.ops if op.boundary is Boundary.ENTER and op.rule.blocked}
     memo: dict[tuple[int, ...], tuple[int | None, ...]] = {}
     # Ops are in execution order, so that only what a tie carries back must be followed once more.
     again = True
@@ -61,7 +62,7 @@ def batch_dims(graph: Graph, leaves: Iterable[int], mesh: LogicalMesh) -> BatchD
 
 def _part(op: Op, positions: tuple[int, ...], dims: tuple[int | None, ...], looped: Set[int], mesh: LogicalMesh) -> int | None:
     """The dimension of the results that a part of the batch has, None where the op hands the whole batch on, or nothing of it."""
-    if op.primitive in CUTTING:
+    if op.primitive in _NEEDS_WHOLE:
         return next(position for position in positions if position >= 0) if set(dims) == {None} else None
     if op.primitive != "reshape" or dims == (None,):
         return None

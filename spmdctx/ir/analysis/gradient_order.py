@@ -12,17 +12,16 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role
+from spmdctx.ir.primitives import ADDITIONS, CUTTING, LAYOUT, SCAN_ENTER, SCAN_EXIT, VIEWS, Boundary
 from spmdctx.ir.rule import FactorKind
 
-_NAMES = frozenset(
-    {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "spmdctx_shard", "sharding_constraint", "scan.enter"}
-)
+_UNUSED = VIEWS | {SCAN_ENTER}
 """Ops that are no use of a parameter yet."""
 
-_LINEAR = _NAMES - {"scan.enter"} | {"add", "add_any"}
+_REDUCED_BEHIND = LAYOUT | ADDITIONS | {"convert_element_type"}
 """Ops that the compiler may move a reduction behind."""
 
-_CUTS = frozenset({"scan.exit", "pad", "concatenate", "slice", "split", "dynamic_slice", "dynamic_update_slice"})
+_KEEPING = CUTTING | {SCAN_EXIT}
 """Ops that put elements together or take some."""
 
 
@@ -60,7 +59,7 @@ def carriers(graph: Graph, sums: Iterable[int]) -> dict[int, int]:
         value = start
         while value not in outputs:
             after = readers.get(value, [])
-            if len(after) != 1 or after[0].primitive not in _LINEAR:
+            if len(after) != 1 or after[0].primitive not in _REDUCED_BEHIND:
                 break
             value = after[0].results[0]
         found[start] = value
@@ -76,7 +75,7 @@ def _sums(graph: Graph, results: Sequence[int]) -> list[tuple[int, ...]]:
     fixed = {value: frozenset([number]) for number, value in reversed(list(enumerate(results)))}
     labels = dict(fixed)
     found: list[set[int]] = [set() for _ in results]
-    entered = {op.results[0] for op in graph.ops if op.primitive in ("scan.enter", "while.enter")}
+    entered = {op.results[0] for op in graph.ops if op.boundary is Boundary.ENTER}
     carried = [(before, after) for before, after in graph.ties if before in entered]
     while True:
         for op in reversed(graph.ops):
@@ -102,7 +101,7 @@ def _sums(graph: Graph, results: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _keeps(graph: Graph, op: Op, operand: int, result: int) -> bool:
     """Whether every element of the result comes from its own of the operand, or from zeros around it; a loop stacks such elements."""
-    if op.primitive in _CUTS:
+    if op.primitive in _KEEPING:
         return True
     shapes = graph.values[operand].shape, graph.values[result].shape
     return math.prod(shapes[0]) == math.prod(shapes[1]) and all(kind is FactorKind.PASS_THROUGH for kind in op.rule.kinds)
@@ -117,7 +116,7 @@ def _first_uses(graph: Graph, parameters: Sequence[int]) -> list[int]:
             number = name.get(value)
             if number is None:
                 continue
-            if op.primitive in _NAMES:
+            if op.primitive in _UNUSED:
                 name.setdefault(op.results[0], number)
             else:
                 first[number] = min(first[number], op.id)

@@ -16,14 +16,12 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.graph import LITERAL, LOW, Graph, Op
 from spmdctx.ir.mesh import LogicalMesh, axes_of
-from spmdctx.ir.primitives import ADDITIONS, IDENTITIES, LINEAR, LOW, SCALED, TERMS
+from spmdctx.ir.primitives import ADDITIONS, IDENTITIES, LINEAR, SCALED, SCAN_ENTER, SCAN_EXIT, SCAN_NEXT, TERMS
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.rule import FactorKind
 from spmdctx.ir.sharding import Assignment, AxisNames
-
-_CARRIED, _ENTERING, _STACKED = "scan.next", "scan.enter", "scan.exit"
 
 _FLOATS = ("float", "bfloat")
 
@@ -102,7 +100,7 @@ def loop_sums(graph: Graph, stacked: Iterable[int] = ()) -> tuple[LoopSum, ...]:
         graph: the step.
         stacked: terms that wait for their loop although it only stacks them up: those of a bucket, so that it is reduced as one.
     """
-    if not any(op.primitive == _CARRIED or (stacked and op.primitive == _STACKED) for op in graph.ops):
+    if not any(op.primitive == SCAN_NEXT or (stacked and op.primitive == SCAN_EXIT) for op in graph.ops):
         return ()
     return tuple(_Finder(graph, frozenset(stacked)).find())
 
@@ -191,12 +189,12 @@ class _Finder:
         found: list[LoopSum] = []
         claimed: set[int] = set()
         for op in reversed(self._graph.ops):
-            if op.primitive not in (_CARRIED, _STACKED) or op.results[0] in claimed:
+            if op.primitive not in (SCAN_NEXT, SCAN_EXIT) or op.results[0] in claimed:
                 continue
             self._terms, self._way, self._carries = [], [], []
-            if op.primitive == _STACKED and self._stacked:
+            if op.primitive == SCAN_EXIT and self._stacked:
                 self._follow(op.operands[0], None)
-            fits = self._carry(op) if op.primitive == _CARRIED else not self._stacked.isdisjoint(self._terms)
+            fits = self._carry(op) if op.primitive == SCAN_NEXT else not self._stacked.isdisjoint(self._terms)
             if not fits or not self._terms:
                 continue
             way, carries = tuple(sorted(self._way)), tuple(self._carries)
@@ -206,7 +204,7 @@ class _Finder:
 
     def _repeats(self, op: Op) -> int:
         """How often the loop runs of which an op is the end."""
-        if op.primitive == _STACKED:
+        if op.primitive == SCAN_EXIT:
             return op.repeats
         return self._graph.ops[self._graph.producers[self._before[op.results[0]]]].repeats
 
@@ -214,7 +212,7 @@ class _Finder:
         """Whether a loop only adds to what it hands on, of which `op` is the end."""
         graph, carry = self._graph, self._before.get(op.results[0], LITERAL)
         producer = graph.producers.get(carry)
-        if producer is None or graph.ops[producer].primitive != _ENTERING or self._reads[carry] != 1:
+        if producer is None or graph.ops[producer].primitive != SCAN_ENTER or self._reads[carry] != 1:
             return False
         if not graph.values[carry].dtype.startswith(_FLOATS):
             return False
@@ -235,11 +233,11 @@ class _Finder:
             if producer is None or self._reads[value] != 1:
                 continue
             op = graph.ops[producer]
-            if op.primitive == _CARRIED:
+            if op.primitive == SCAN_NEXT:
                 self._follow_carry(op)
                 continue
             behind = loop if op.primitive in ADDITIONS or op.primitive in IDENTITIES else None
-            if op.primitive in (*ADDITIONS, *IDENTITIES, _STACKED) or self._is_linear(op):
+            if op.primitive in (*ADDITIONS, *IDENTITIES, SCAN_EXIT) or self._is_linear(op):
                 self._way.append(value)
                 waiting += [(operand, behind) for operand in op.operands if operand != LITERAL]
             elif op.primitive in TERMS and op.rule.combiner == "add" and FactorKind.REDUCTION in op.rule.kinds:

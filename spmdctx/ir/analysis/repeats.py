@@ -7,16 +7,17 @@ is one slice per turn, and so is every reshard of it.
 from __future__ import annotations
 
 from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.primitives import Boundary
 
 
 def read_repeats(graph: Graph, op: Op) -> int:
     """How often an op's operands are taken."""
-    return op.repeats * _turns(graph, op.results[0], op.operands[0]) if op.primitive == "scan.exit" else op.repeats
+    return op.repeats * _turns(graph, op.results[0], op.operands[0]) if op.boundary is Boundary.EXIT else op.repeats
 
 
 def made_repeats(graph: Graph, op: Op) -> int:
     """How often an op's results are made."""
-    return op.repeats * _turns(graph, op.operands[0], op.results[0]) if op.primitive == "scan.enter" else op.repeats
+    return op.repeats * _turns(graph, op.operands[0], op.results[0]) if op.boundary is Boundary.ENTER else op.repeats
 
 
 def _turns(graph: Graph, outer: int, inner: int) -> int:

@@ -10,8 +10,8 @@ from spmdctx.context.state import AutoParallelContext
 from spmdctx.cost.memory.early_updates import EarlyUpdate
 from spmdctx.cost.shared_reads import Routes
 from spmdctx.ir.analysis.gradient_order import Gradient, gradient_order
-from spmdctx.ir.graph import Graph
-from spmdctx.ir.primitives import LOW, WIDENED
+from spmdctx.ir.graph import LOW, Graph
+from spmdctx.ir.primitives import WIDENED
 from spmdctx.machine.xla.overlap import sides
 from spmdctx.trace.build.program import Program
 

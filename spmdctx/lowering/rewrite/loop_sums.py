@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from spmdctx.ir.analysis.loop_sums import Holds, reduced_dtype
 from spmdctx.ir.graph import LITERAL, Graph, Op
-from spmdctx.ir.primitives import ADDITIONS
+from spmdctx.ir.primitives import ADDITIONS, Boundary
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
 from spmdctx.lowering.rewrite.directives import Wishes
@@ -95,8 +95,8 @@ class HeldSums:
         """What an op that changes nothing, or the end of a loop's turn, makes of its operand; the loop's carry has the total's type."""
         value, shape = op.results[0], self._graph.values[op.operands[0]].shape
         var = self._taken(block, op, 0, atom, self.axes_of(value), shape, source_info)
-        if op.primitive != "scan.next":
-            return var if op.primitive == "scan.exit" else self._settled(block, op, var)
+        if op.boundary is not Boundary.NEXT:
+            return var if op.boundary is Boundary.EXIT else self._settled(block, op, var)
         var = block.write(of_type(var, self._graph.values[value].dtype, source_info))
         return self._settled(block, op, var)
 
@@ -109,7 +109,7 @@ class HeldSums:
     def left(self, block: _Block, op: Op, var: Any, source_info: Any) -> Any:
         """What a loop leaves: a total, or a part of one that a loop around it adds up."""
         value = op.results[0]
-        if op.primitive == "scan.exit":
+        if op.boundary is Boundary.EXIT:
             var = self._settled(block, op, block.write(unstacked(var, source_info)))
         if value not in self.totals:
             return var

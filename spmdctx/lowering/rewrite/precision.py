@@ -13,10 +13,12 @@ import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 
+from spmdctx.ir.primitives import ADDITIONS, REARRANGED
+
 _BY_RESULT = frozenset({"dot_general", "conv_general_dilated"})
 """Primitives that multiply low-precision operands and say in which type they add up."""
 
-PASSED_ON = frozenset({"add", "add_any", "neg", "transpose", "reshape", "squeeze", "expand_dims", "copy", "convert_element_type"})
+PASSED_ON = ADDITIONS | REARRANGED | {"neg", "convert_element_type"}
 """Primitives that take sums as they are, float32 for low precision too."""
 
 

@@ -17,6 +17,7 @@ from spmdctx.ir.analysis.gradient_order import carriers
 from spmdctx.ir.analysis.loop_sums import holds_of, loop_sums
 from spmdctx.ir.graph import LITERAL, Op, item_bytes
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.primitives import IDENTITIES
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.lowering.rewrite.block import _Block
@@ -29,7 +30,7 @@ from spmdctx.lowering.rewrite.waits import wait_for
 from spmdctx.machine.reshard import reshard_steps
 from spmdctx.machine.xla.bias_sums import written_once
 from spmdctx.machine.xla.narrowing import sharers
-from spmdctx.machine.xla.partitioner.equal_values import IDENTITIES, equal_values, free_values, moved_values, turned_products
+from spmdctx.machine.xla.partitioner.equal_values import equal_values, free_values, moved_values, turned_products
 from spmdctx.machine.xla.partitioner.needed_constraints import Anchors
 from spmdctx.machine.xla.partitioner.recompute import is_recomputed, refines, sliced_values, slices
 from spmdctx.machine.xla.partitioner.repetition import is_repeated, repeated_values

@@ -1,4 +1,16 @@
-"""The names of the combiner options of XLA's backends."""
+"""XLA's combiners of collectives have options of other names, and other ways to count, on each backend.
+
+What XLA does: a combiner makes one collective of several up to a threshold in bytes and a number of operands. It counts all bytes of the
+    operands for all_reduces and of the results for all_gathers. For reduce_scatters TPU counts the operands, of which at most some 9 MB
+    become one, and GPU counts what one device keeps. TPU combines no all_gathers, whatever its options say; CPU's combiner has no
+    options. Each backend refuses options that it does not know.
+Seen in: libtpu 0.0.42 for v5e:2x4 and CUDA plugin 0.10.2 for 8 x H100: 20 parameters of 1 MiB become 6 and 3 all_reduces at 4 and 8 MB on
+    both (benchmarks/RESULTS.md, "Collectives as the context says").
+Switch: none: the tables below have a row for each backend.
+Priced by: nothing
+Written or prevented by: lowering.compile_options
+Checked by: tests/lowering/test_compile_options.py, benchmarks/collective_options.py
+"""
 
 from __future__ import annotations
 

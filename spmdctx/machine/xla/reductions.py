@@ -1,11 +1,20 @@
-"""Which reduce_scatters a TPU's compiler makes: of blocks that lie in its tiles, over axes in their order.
+"""XLA on TPU reduce-scatters only slices that lie in its tiles, over axes in their order.
 
-A TPU keeps a block in tiles of 8 by 128 words of 4 bytes, narrower elements packed. Its compiler lays the dimension along the 128 lanes
-that fills them best, the last one where several do. Along that dimension it reduce-scatters only blocks of whole words on all lanes; and
-over several axes only where the slices lie in the order in which the sum is spread over the devices. Else it reduces whole tensors and
-slices them. Seen in programs for v5e:2x4, v6e:2x4 and v5p:2x2x2 (libtpu 0.0.42): bfloat16 [768, 3072] over 8 devices becomes [96, 3072] by
-a reduce_scatter and [768, 384] by an all_reduce, [3072, 768] both [384, 768] and [3072, 96] by reduce_scatters; float32 [768, 384] by one
-too, [96, 16, 48] by none. A sum over the batch split by (a, b) is scattered into (a, b), not into (b, a).
+What XLA does: a TPU keeps a block in tiles of 8 by 128 words of 4 bytes, narrower elements packed. The compiler lays the dimension along
+    the 128 lanes that fills them best, the last one where several do. Along that dimension it reduce-scatters only blocks of whole
+    words on all lanes; over several axes only where the slices lie in the order in which the sum is spread over the devices; and over
+    all chips of a slice not on a 3-D torus, nor on a square of more than four chips. Else it reduces whole tensors and slices them.
+    On every backend only dots are scattered over some of their axes and reduced over the others.
+Seen in: libtpu 0.0.42, v5e:2x4, v6e:2x4 and v5p:2x2x2: bfloat16 [768, 3072] over 8 devices becomes [96, 3072] by a reduce_scatter and
+    [768, 384] by an all_reduce, [3072, 768] both [384, 768] and [3072, 96] by reduce_scatters; float32 [768, 384] by one too,
+    [96, 16, 48] by none. A sum over the batch split by (a, b) is scattered into (a, b), not into (b, a). Over whole slices:
+    reduce_scatters for v5e:2x4, 4x8, 8x16, v6e:2x2 and 4x8, all_reduces for v5e:4x4, 8x8, 16x16, v6e:4x4, 8x8, v5p:2x2x2, 2x2x4, 2x4x4
+    and 4x4x4. Over v5p:2x2x1 it scatters, but combines nothing, and plans with these were no faster.
+Switch: `Compiler.scatters_strictly`, `Compiler.scatters_over_all`
+Priced by: machine.collectives, cost.price, cost.evaluate, search.problem.states, search.problem.space
+Written or prevented by: lowering.rewrite.rewriter
+Checked by: tests/machine/xla/test_reductions.py, tests/machine/test_torus.py, tests/machine/test_collectives.py,
+    benchmarks/fidelity_plans.py
 """
 
 from __future__ import annotations
@@ -71,7 +80,7 @@ def scattered_by(
         mesh: the mesh.
         topology: the machine.
     """
-    if not topology.scatters_strictly:
+    if not topology.compiler.scatters_strictly:
         return "reduce_scatter"
     dim, extra = next((dim, new[len(own) :]) for dim, (own, new) in enumerate(zip(natural, after, strict=True)) if own != new)
     fits = in_order(extra, partial) and is_scattered(local_shape(shape, after, mesh), dim, num_bytes)

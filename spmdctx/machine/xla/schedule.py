@@ -1,8 +1,15 @@
-"""When the ops of a step run, which is not quite the order in which they were traced.
+"""XLA runs the ops of a step in another order than the one in which they were traced.
 
-The compiler updates state as soon as its gradient is there, which frees the gradient, and puts products that only make gradients off,
-so that they run while others wait for their operands to be moved. Both were found in compiled programs (libtpu 0.0.42); how far
-products are put off was chosen on them, and depends on more there than the program. None is put off past a loop.
+What XLA does: it updates state as soon as its gradient is there, which frees the gradient. It puts products that only make gradients off,
+    so that they run while others wait for their operands to be moved; none is put off past a loop. How far depends in the compiler on
+    more than the program: its scheduler fills the waits for communication from the step's end backwards.
+Seen in: libtpu 0.0.42, v5e:2x4: without products put off 50 of 70 peaks are within 15 % instead of 54, without early updates 35 of 40 of
+    those that are not random instead of 36. 8 x H100, CUDA plugin 0.10.2: in the traced order 32 of 56, in this one 41
+    (benchmarks/RESULTS.md).
+Switch: none: all backends
+Priced by: cost.memory.lives
+Written or prevented by: nothing
+Checked by: tests/machine/xla/test_schedule.py, tests/cost/memory/test_lives.py, benchmarks/fidelity_plans.py
 """
 
 from __future__ import annotations
@@ -16,17 +23,19 @@ from spmdctx.ir.analysis.incidence import ends, executions
 from spmdctx.ir.analysis.kinds import of_primitives, op_kinds, ops_of
 from spmdctx.ir.arrays import BoolArray
 from spmdctx.ir.graph import LITERAL, Graph
+from spmdctx.ir.primitives import BOUNDARY_OF, ENTERING, HEAVY, LEAVING, LOOP_BOUNDARIES
 from spmdctx.machine.xla.fusion import CHAINED
-from spmdctx.machine.xla.overlap import MATRIX_PRODUCTS, sides
+from spmdctx.machine.xla.overlap import sides
 
 _MOST_PASSED = 6
 _LEAST_PASSED = 2
 _PART_PASSED = 9
 """A product that only makes a gradient is put off behind so many of the step's other products at most, and a ninth of them; behind two
-where that is less, and they are four."""
+where that is less, and they are four.
 
-_ENTERING = ("scan.enter", "while.enter")
-_BOUNDARIES = ("scan.", "while.")
+Measured on: 70 plans for v5e:2x4; 5, 8 or 10 in place of 6 fit about as well.
+Checked by: benchmarks/fidelity_plans.py
+"""
 
 
 def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
@@ -37,7 +46,7 @@ def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
         waits: whether values are moved between devices at all.
     """
     runs = list(range(len(graph.ops)))
-    products = of_primitives(graph, MATRIX_PRODUCTS)
+    products = of_primitives(graph, HEAVY)
     if not products.any():
         return tuple(runs)
     terminal = _terminal_ops(graph)
@@ -80,7 +89,7 @@ def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
     open_turns: list[int] = []
     before: tuple[str, int] | None = None
     for op in reversed(graph.ops):
-        kind = "enter" if op.primitive in _ENTERING else "leave" if op.primitive.startswith(_BOUNDARIES) else ""
+        kind = "enter" if op.primitive in ENTERING else "leave" if op.primitive in LEAVING else ""
         now = (kind, scopes[op.id])
         if kind == "leave":
             if now == before:
@@ -107,7 +116,7 @@ def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int,
     read = [never] * (len(graph.values) + 1)
     for index, primitive, operands, results, _, _, _, _, _, _ in reversed(graph.ops):
         time = first[index]
-        if results and "." not in primitive:
+        if results and primitive not in BOUNDARY_OF:
             own, time = time, never
             for value in results:
                 when = own if held[value] else read[value]
@@ -126,7 +135,7 @@ def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int,
 def needed_products(graph: Graph) -> tuple[int, ...]:
     """The matrix products that other products need."""
     terminal = sides(graph).terminal
-    return tuple([op.id for op in ops_of(graph, MATRIX_PRODUCTS) if not all(map(terminal.__getitem__, op.results))])
+    return tuple([op.id for op in ops_of(graph, HEAVY) if not all(map(terminal.__getitem__, op.results))])
 
 
 class _Others:
@@ -139,7 +148,7 @@ class _Others:
         places, count = np.flatnonzero(~terminal), len(graph.ops)
         self._last = int(places[-1]) if len(places) else count - 1
         self._products: list[int] = np.flatnonzero(products & ~terminal).tolist()
-        self._loops = [op.id for op in ops_of(graph, _ENTERING)]
+        self._loops = [op.id for op in ops_of(graph, ENTERING)]
         fewest = min(_LEAST_PASSED, len(self._products) // 2)
         self._passed = min(_MOST_PASSED, max(fewest, len(self._products) // _PART_PASSED))
         self.next_after: list[int] = np.append(places, count)[np.searchsorted(places, np.arange(count), side="right")].tolist()
@@ -166,4 +175,4 @@ def _terminal_ops(graph: Graph) -> BoolArray:
 
 def _boundaries(graph: Graph) -> BoolArray:
     """Per op whether it is where a loop begins, hands on or ends."""
-    return op_kinds(graph).flags(lambda op: op.primitive.startswith(_BOUNDARIES))
+    return of_primitives(graph, LOOP_BOUNDARIES)

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 from spmdctx.errors import PlanFormatError, UnsupportedError
 from spmdctx.ir.graph import LITERAL, Op, Role
 from spmdctx.ir.mesh import LogicalMesh, format_sharding
+from spmdctx.ir.primitives import RENAMES, Boundary
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import AxisNames, TensorSharding
-from spmdctx.plan.plan import OpTable, Plan, PlannedTensor
+from spmdctx.plan.data import OpTable, PlanData, PlannedTensor
 
 STRATEGIES, LAYOUTS = "parallel_strategy_item", "parallel_layout_item"
 WHOLE = -1
-CASTS = ("convert_element_type", "reduce_precision", "copy", "sharding_constraint", "spmdctx_shard")
 
 _OP_TYPES = {"gather": "Gather", "conv_general_dilated": "Conv2D", "sub": "Sub", "add_any": "Add"}
 
@@ -113,7 +113,7 @@ def _count(value: Any) -> int:
     return value
 
 
-def write_mindspore(plan: Plan, path: str | os.PathLike[str], *, only_parameters: bool = True, several_axes: bool = False) -> None:
+def write_mindspore(plan: PlanData, path: str | os.PathLike[str], *, only_parameters: bool = True, several_axes: bool = False) -> None:
     """Writes a plan's parameters as a MindSpore strategy file.
 
     Args:
@@ -143,7 +143,7 @@ def _text(body: Mapping[str, Any]) -> str:
     return "{\n  " + ",\n  ".join(parts) + "\n}\n"
 
 
-def mindspore_body(plan: Plan, *, only_parameters: bool = True, several_axes: bool = False) -> dict[str, Any]:
+def mindspore_body(plan: PlanData, *, only_parameters: bool = True, several_axes: bool = False) -> dict[str, Any]:
     """The strategy file of a plan as plain data; arguments as for `write_mindspore`."""
     layouts: dict[str, Any] = {}
     strategies: dict[str, Any] = {}
@@ -184,7 +184,7 @@ def _first_readers(table: OpTable) -> dict[int, tuple[int, int]]:
             own = same.get(value, LITERAL)
             if own == LITERAL or own in found:
                 continue
-            if op.primitive in CASTS or op.primitive.endswith((".enter", ".next")):
+            if op.primitive in RENAMES or op.boundary in (Boundary.ENTER, Boundary.NEXT):
                 same[op.results[0]] = own
             elif any(op.rule.operands[position]):
                 found[own] = (index, position)
@@ -195,7 +195,7 @@ def _needs(table: OpTable, index: int, position: int) -> TensorSharding:
     return project(table.operations[index].rule.operands[position], table.choices[index].axes)
 
 
-def _slices(plan: Plan, op: Op) -> list[list[int]]:
+def _slices(plan: PlanData, op: Op) -> list[list[int]]:
     axes = plan.op_table.choices[op.id].axes
     return [
         [plan.logical_mesh.num_slices(dim) for dim in project(dims, axes)]

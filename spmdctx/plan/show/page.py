@@ -10,10 +10,10 @@ from importlib.resources import files
 
 from spmdctx.ir.graph import Role
 from spmdctx.ir.sharding import AxisNames
+from spmdctx.plan.data import PlanData
 from spmdctx.plan.explain import TensorExplanation, described_tensors
 from spmdctx.plan.groups import CommunicationGroup, TensorGroup, by_cause, by_kind, group_tensors
-from spmdctx.plan.plan import Plan
-from spmdctx.plan.show.explain_text import story
+from spmdctx.plan.show.explanation import story
 from spmdctx.plan.show.page_charts import memory_chart, time_bands
 from spmdctx.wording import TIMES, bytes_text, counted, dtype_text, mesh_text, place_text, seconds_text, share_text
 
@@ -29,7 +29,7 @@ DOCUMENT_STYLE = (
 )
 
 
-def plan_document(plan: Plan) -> str:
+def plan_document(plan: PlanData) -> str:
     """A whole HTML document."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -39,7 +39,7 @@ def plan_document(plan: Plan) -> str:
     )
 
 
-def plan_page(plan: Plan) -> str:
+def plan_page(plan: PlanData) -> str:
     """The page as a fragment; its style reaches nothing outside."""
     parts = [
         _header(plan),
@@ -65,7 +65,7 @@ def _style() -> str:
     return files("spmdctx.plan").joinpath("page.css").read_text(encoding="utf-8")
 
 
-def _colours(plan: Plan) -> dict[str, str]:
+def _colours(plan: PlanData) -> dict[str, str]:
     return {name: f"axis{index % NUM_COLOURS}" for index, name in enumerate(plan.logical_mesh.names)}
 
 
@@ -81,14 +81,14 @@ def _section(title: str, detail: str, body: str) -> str:
     return f"<section><h2>{escape(title)} <small>{escape(detail)}</small></h2>{body}</section>"
 
 
-def _header(plan: Plan) -> str:
+def _header(plan: PlanData) -> str:
     words = [plan.mode, plan.search_mode, plan.topology, counted(plan.logical_mesh.num_devices, "device"), counted(len(plan.ops), "op")]
     tags = "".join(f"<li>{escape(word)}</li>" for word in words if word)
     options = "".join(f"<li><code>{escape(name)}={escape(repr(value))}</code></li>" for name, value in plan.options)
     return f'<header><h1>{escape(mesh_text(plan.logical_mesh))}</h1><ul class="tags">{tags}{options}</ul></header>'
 
 
-def _tiles(plan: Plan) -> str:
+def _tiles(plan: PlanData) -> str:
     cost = plan.cost
     whole = cost.compute_s + cost.communication_s
     limit = plan.memory_limit_bytes
@@ -120,17 +120,17 @@ def _tile(name: str, value: str, detail: str, filled: float | None = None) -> st
     return f'<div class="tile"><span>{escape(name)}</span><strong>{escape(value)}</strong><small>{escape(detail)}</small>{bar}</div>'
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: PlanData) -> str:
     bands = time_bands(plan)
     return _section("Where the time goes", f"{seconds_text(plan.cost.total_s)} a step", bands) if bands else ""
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanData) -> str:
     chart = memory_chart(plan)
     return _section("Memory over the step", f"{bytes_text(plan.cost.memory_bytes)} at the peak, per device", chart) if chart else ""
 
 
-def _mesh(plan: Plan) -> str:
+def _mesh(plan: PlanData) -> str:
     """The devices as a grid: the last axis to the right, the others downwards."""
     mesh, colours = plan.logical_mesh, _colours(plan)
     if mesh.num_devices > MAX_CELLS or mesh.num_devices == 1:
@@ -147,7 +147,7 @@ def _axis_label(axis: tuple[str, int], colours: dict[str, str], arrow: str) -> s
     return f"<span>{arrow} {_chip(axis[0], colours)} {axis[1]}</span>"
 
 
-def _inputs(plan: Plan) -> str:
+def _inputs(plan: PlanData) -> str:
     mesh = plan.logical_mesh
     told = {one.paths[0]: one for one in described_tensors(plan)}
     groups = group_tensors(plan.inputs)
@@ -169,7 +169,7 @@ _INPUT_HEAD = (
 )
 
 
-def _input_row(group: TensorGroup, plan: Plan, told: TensorExplanation) -> str:
+def _input_row(group: TensorGroup, plan: PlanData, told: TensorExplanation) -> str:
     """A row that opens: why it is split so, who reads and writes it, what moves, and the paths it stands for."""
     first, mesh = group.first, plan.logical_mesh
     shape = _shape(first.shape, first.sharding, first.dtype, plan)
@@ -186,7 +186,7 @@ def _input_row(group: TensorGroup, plan: Plan, told: TensorExplanation) -> str:
     return f'<details class="fold"><summary class="row"><span>{name}</span>{cells}</summary><ul class="story">{lines}</ul>{paths}</details>'
 
 
-def _shape(shape: Sequence[int], sharding: Iterable[AxisNames], dtype: str, plan: Plan) -> str:
+def _shape(shape: Sequence[int], sharding: Iterable[AxisNames], dtype: str, plan: PlanData) -> str:
     """One box per dimension, in its axis' colour where it is split."""
     colours = _colours(plan)
     dims = []
@@ -197,7 +197,7 @@ def _shape(shape: Sequence[int], sharding: Iterable[AxisNames], dtype: str, plan
     return f'<i class="dtype">{escape(dtype_text(dtype))}</i>' + ("".join(dims) or '<b class="dim">scalar</b>')
 
 
-def _ops(plan: Plan) -> str:
+def _ops(plan: PlanData) -> str:
     """Ops that do the same work in the same way, the heaviest first."""
     kinds: dict[tuple[int, tuple[AxisNames, ...]], list[int]] = {}
     for index, (op, choice) in enumerate(zip(plan.op_table.operations, plan.op_table.choices, strict=True)):
@@ -215,7 +215,7 @@ def _ops(plan: Plan) -> str:
     return _section("Computation", f"{seconds_text(plan.cost.compute_s)} in {counted(len(plan.ops), 'op')}", body)
 
 
-def _op_row(plan: Plan, indices: list[int], share: float) -> str:
+def _op_row(plan: PlanData, indices: list[int], share: float) -> str:
     planned = plan.ops[indices[0]]
     colours = _colours(plan)
     axes = plan.op_table.choices[indices[0]].axes
@@ -232,7 +232,7 @@ def _op_row(plan: Plan, indices: list[int], share: float) -> str:
     )
 
 
-def _communication(plan: Plan) -> str:
+def _communication(plan: PlanData) -> str:
     kinds, causes = by_kind(plan.collectives), by_cause(plan.collectives)
     if not kinds:
         return _section("Communication", "", "<p>none</p>")
@@ -270,7 +270,7 @@ def _cause_row(group: CommunicationGroup, longest: float, colours: dict[str, str
     )
 
 
-def _notes(plan: Plan) -> str:
+def _notes(plan: PlanData) -> str:
     if not plan.notes:
         return ""
     return _section(

@@ -7,7 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 from spmdctx.ir.collective import MOVES, SUMS, Collective
-from spmdctx.plan.plan import Plan
+from spmdctx.plan.data import PlanData
 from spmdctx.plan.show.charts import area_chart
 from spmdctx.wording import TIMES, bytes_text, seconds_text, share_text
 
@@ -24,7 +24,7 @@ class Part(NamedTuple):
     style: str
 
 
-def time_parts(plan: Plan) -> list[Part]:
+def time_parts(plan: PlanData) -> list[Part]:
     """Compute first, then communication by what causes it, the longest first."""
     roles = {tensor.path: tensor.role.value for tensor in plan.inputs}
     sums: dict[str, tuple[float, int]] = {}
@@ -51,7 +51,7 @@ def _cause(row: Collective, roles: dict[str, str]) -> str:
     return (f"moving {roles[path]} leaves" if path in roles else ACTIVATIONS) + over
 
 
-def time_bands(plan: Plan) -> str:
+def time_bands(plan: PlanData) -> str:
     """Compute and communication as one bar, with a legend; empty where nothing takes time."""
     parts = time_parts(plan)
     total = sum(part.time_s for part in parts)
@@ -72,7 +72,7 @@ def _legend(part: Part, total: float) -> str:
     return f'<li><i class="key {part.style}"></i>{escape(part.name)} <small>{detail}{runs}</small></li>'
 
 
-def memory_chart(plan: Plan) -> str:
+def memory_chart(plan: PlanData) -> str:
     """Bytes of one device that are alive at each op, with the budget across; empty where they are not known."""
     profile: Sequence[int] | None = plan.memory_profile
     if profile is None or len(profile) < 2:

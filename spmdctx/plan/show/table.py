@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from spmdctx.ir.sharding import TensorSharding
+from spmdctx.plan.data import PlanData
 from spmdctx.plan.groups import CommunicationGroup, TensorGroup, by_cause, by_kind, group_tensors
-from spmdctx.plan.plan import Plan
 from spmdctx.wording import TIMES, bytes_text, counted, dtype_text, mesh_text, place_text, seconds_text, share_text
 
-WIDTH = 120
 MAX_CAUSES = 8
 MAX_NOTES = 20
 BAR_WIDTH = 16
 AXIS_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def rendered(plan: Plan) -> str:
-    """The plan as plain text, 120 columns wide, without colours."""
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False, force_jupyter=False)
-    console.print(plan_table(plan))
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
-
-
-def plan_table(plan: Plan) -> Group:
+def plan_table(plan: PlanData) -> Group:
     """The plan for a rich console, which adds colours."""
     return Group(*_sections(plan))
 
 
-def _sections(plan: Plan) -> Iterator[RenderableType]:
+def _sections(plan: PlanData) -> Iterator[RenderableType]:
     yield _heading(plan)
     yield Padding(_summary(plan), (1, 0, 1, 2))
     yield _title("Inputs", counted(len(plan.inputs), "tensor"))
@@ -56,7 +46,7 @@ def _sections(plan: Plan) -> Iterator[RenderableType]:
         yield _notes(plan)
 
 
-def _heading(plan: Plan) -> RenderableType:
+def _heading(plan: PlanData) -> RenderableType:
     line = Text.assemble(("Plan  ", "bold"), (mesh_text(plan.logical_mesh), "bold cyan"), f"  on {plan.topology}")
     return Group(line, Rule(style="dim"))
 
@@ -65,7 +55,7 @@ def _title(name: str, detail: str) -> Text:
     return Text.assemble((name, "bold"), (f"  {detail}", "dim"))
 
 
-def _summary(plan: Plan) -> Table:
+def _summary(plan: PlanData) -> Table:
     cost = plan.cost
     grid = Table.grid(padding=(0, 3))
     grid.add_column(style="dim")
@@ -86,7 +76,7 @@ def _summary(plan: Plan) -> Table:
     return grid
 
 
-def _certificate(plan: Plan) -> str:
+def _certificate(plan: PlanData) -> str:
     if plan.lower_bound_s is None:
         return "no lower bound computed" + ("" if plan.certifier is None else "; plan.certify() computes one")
     gap = "" if plan.gap is None else f", gap {100 * plan.gap:.2f} %"
@@ -100,7 +90,7 @@ def _table(*columns: tuple[str, str]) -> Table:
     return table
 
 
-def _inputs(plan: Plan) -> Table:
+def _inputs(plan: PlanData) -> Table:
     styles = {name: AXIS_STYLES[index % len(AXIS_STYLES)] for index, name in enumerate(plan.logical_mesh.names)}
     table = _table(("tensor", ""), ("", "right"), ("role", ""), ("shape", ""), ("split along", ""), ("per device", "right"))
     for group in group_tensors(plan.inputs):
@@ -112,7 +102,7 @@ def _inputs(plan: Plan) -> Table:
     return table
 
 
-def _add_input(table: Table, group: TensorGroup, plan: Plan, styles: dict[str, str]) -> None:
+def _add_input(table: Table, group: TensorGroup, plan: PlanData, styles: dict[str, str]) -> None:
     first = group.first
     local = sum(tensor.local_bytes(plan.logical_mesh) for tensor in group.tensors)
     count = f"{TIMES}{len(group.tensors)}" if len(group.tensors) > 1 else ""
@@ -133,7 +123,7 @@ def _split(sharding: TensorSharding, styles: dict[str, str]) -> Text:
     return text.append("]")
 
 
-def _communication(plan: Plan) -> Table:
+def _communication(plan: PlanData) -> Table:
     table = _table(("collective", ""), ("over", ""), ("count", "right"), ("per device", "right"), ("time", "right"), ("", ""))
     groups = by_kind(plan.collectives)
     longest = groups[0].time_s
@@ -154,7 +144,7 @@ def _bar(group: CommunicationGroup, longest: float) -> Text:
     return Text("█" * max(1, length), style="cyan")
 
 
-def _causes(plan: Plan) -> RenderableType:
+def _causes(plan: PlanData) -> RenderableType:
     groups = by_cause(plan.collectives)
     table = _table(("dearest causes", ""), ("collective", ""), ("over", ""), ("count", "right"), ("time", "right"), ("where", ""))
     for group in groups[:MAX_CAUSES]:
@@ -173,7 +163,7 @@ def _causes(plan: Plan) -> RenderableType:
     return table
 
 
-def _gradients(plan: Plan) -> Table:
+def _gradients(plan: PlanData) -> Table:
     table = _table(("bucket", "right"), ("index", "right"), ("gradient", ""))
     last = None
     for index, one in enumerate(plan.gradients):
@@ -182,7 +172,7 @@ def _gradients(plan: Plan) -> Table:
     return table
 
 
-def _notes(plan: Plan) -> RenderableType:
+def _notes(plan: PlanData) -> RenderableType:
     rows = _marked(plan.notes[:MAX_NOTES])
     if len(plan.notes) > MAX_NOTES:
         rows.add_row("", Text(f"and {len(plan.notes) - MAX_NOTES} more, in plan.notes", style="dim"))

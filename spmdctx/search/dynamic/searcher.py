@@ -406,7 +406,7 @@ class Searcher:
     def _step_memory(self) -> StepMemory:
         """When the step's values are in memory."""
         if self._memory is None:
-            step, fuses = self._step, self._topology.fuses_into_products
+            step, fuses = self._step, self._topology.compiler.fuses_into_products
             self._memory = step_memory(step.graph, step.scopes, step.donated, fuses_into_products=fuses)
         return self._memory
 

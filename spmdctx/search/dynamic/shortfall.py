@@ -83,7 +83,7 @@ def place_of(step: Step, time: int) -> str:
 def _largest(step: Step, topology: Topology, time: int) -> str:
     """The largest values alive at an op, by their whole size."""
     graph = step.graph
-    memory = step_memory(graph, step.scopes, step.donated, fuses_into_products=topology.fuses_into_products)
+    memory = step_memory(graph, step.scopes, step.donated, fuses_into_products=topology.compiler.fuses_into_products)
     alive = [life.value for life in memory.lives if life.start <= time <= life.end]
     sizes = {value: item_bytes(graph.values[value].dtype) * _count(graph.values[value].shape) for value in alive}
     shown = sorted(sizes, key=lambda value: (-sizes[value], value))[:_LARGEST]

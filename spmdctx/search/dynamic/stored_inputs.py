@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from spmdctx.ir.graph import LITERAL, Op
-from spmdctx.ir.primitives import OUTSIDE
+from spmdctx.ir.primitives import Boundary
 from spmdctx.ir.projection import merge, project
 from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorSharding
 from spmdctx.search.problem.space import Space
@@ -25,7 +25,7 @@ def store_as_read(space: Space, assignment: Assignment, pins: Mapping[int, Pinne
     `pins`.
     """
     graph = space.graph
-    entering = {op.results[0]: op for op in graph.ops if op.primitive in OUTSIDE and _is_free(space, op)}
+    entering = {op.results[0]: op for op in graph.ops if op.boundary is Boundary.ENTER and _is_free(space, op)}
     free = _alone(space, [*graph.inputs, *entering], pins)
     agreed: dict[int, TensorSharding] = {}
     for op in graph.ops:
@@ -51,7 +51,7 @@ def enter_as_stored(space: Space, assignment: Assignment) -> Assignment:
     """
     ops = list(assignment.ops)
     for op in space.graph.ops:
-        if op.primitive in OUTSIDE and op.primitive != "scan.exit" and op.operands[0] != LITERAL:
+        if op.boundary is Boundary.ENTER and op.operands[0] != LITERAL:
             stored, inside = (assignment.values[value] for value in (op.operands[0], op.results[0]))
             chosen = _boundary(space, op, inside)
             if project(op.rule.results[0], chosen.axes) == inside and _is_slice(stored, project(op.rule.operands[0], chosen.axes)):
@@ -70,7 +70,7 @@ def _is_slice(whole: TensorSharding, part: TensorSharding) -> bool:
 def _is_free(space: Space, op: Op) -> bool:
     """Whether a loop's entry takes what depends on no input, and hands it to ops that are part of the search."""
     slots = space.op_slots[op.id]
-    return op.primitive != "scan.exit" and slots[0] in space.loose_slots and slots[1] not in space.loose_slots
+    return slots[0] in space.loose_slots and slots[1] not in space.loose_slots
 
 
 def _alone(space: Space, values: Sequence[int], pins: Mapping[int, PinnedDims]) -> set[int]:

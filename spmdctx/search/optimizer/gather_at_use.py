@@ -7,12 +7,10 @@ from dataclasses import replace
 
 from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
 from spmdctx.ir.mesh import axes_of
+from spmdctx.ir.primitives import RENAMES, SCAN_ENTER
 from spmdctx.ir.projection import FactorAxes, project
 from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
 from spmdctx.search.setup.request import Setup
-
-RENAMED = frozenset({"convert_element_type", "spmdctx_shard", "sharding_constraint", "name", "copy"})
-"""Ops whose result has the dimensions of their operand."""
 
 
 def readers_of(graph: Graph) -> dict[int, list[Op]]:
@@ -27,7 +25,7 @@ def readers_of(graph: Graph) -> dict[int, list[Op]]:
 
 def is_slice(graph: Graph, op: Op) -> bool:
     """Whether an op takes one layer of what a scan runs over."""
-    return op.primitive == "scan.enter" and len(graph.values[op.results[0]].shape) < len(graph.values[op.operands[0]].shape)
+    return op.primitive == SCAN_ENTER and len(graph.values[op.results[0]].shape) < len(graph.values[op.operands[0]].shape)
 
 
 def keep_at_rest(
@@ -58,7 +56,7 @@ def keep_at_rest(
 
 def _passed_on(graph: Graph, op: Op, sharding: TensorSharding) -> FactorAxes | None:
     """The split of an op that hands on all of its operand's; None where it reads more than renames, or widens."""
-    if not is_slice(graph, op) and (op.primitive not in RENAMED or len(op.operands) != 1):
+    if not is_slice(graph, op) and (op.primitive not in RENAMES or len(op.operands) != 1):
         return None
     before, after = (item_bytes(graph.values[value].dtype) for value in (op.operands[0], op.results[0]))
     axes: list[tuple[str, ...]] = [()] * len(op.rule.sizes)

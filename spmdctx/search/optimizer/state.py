@@ -15,10 +15,11 @@ from typing import NamedTuple
 from spmdctx.cost.step import Step
 from spmdctx.ir.graph import Graph, Op, Role, Value, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, axes_of, divides, replicated
+from spmdctx.ir.primitives import RENAMES
 from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.overlap import sides
-from spmdctx.search.optimizer.gather_at_use import RENAMED, is_slice, keep_at_rest, readers_of
+from spmdctx.search.optimizer.gather_at_use import is_slice, keep_at_rest, readers_of
 from spmdctx.search.optimizer.refined_mesh import refined, refined_assignment, refined_setup
 from spmdctx.search.optimizer.update_region import plan_update
 from spmdctx.search.problem.space import Space
@@ -168,7 +169,7 @@ def _dim(graph: Graph, readers: Mapping[int, list[Op]], value: int, known: Mappi
     for op in readers.get(value, []):
         if is_slice(graph, op) and len(graph.values[value].shape) > 1:
             return 1 + _dim(graph, readers, op.results[0], known)
-        if op.primitive in RENAMED and (deeper := _dim(graph, readers, op.results[0], known)):
+        if op.primitive in RENAMES and (deeper := _dim(graph, readers, op.results[0], known)):
             return deeper
     return 0
 

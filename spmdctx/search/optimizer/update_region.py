@@ -11,12 +11,11 @@ from dataclasses import replace
 
 from spmdctx.ir.analysis.batch import batch_dims
 from spmdctx.ir.graph import Op, Role
+from spmdctx.ir.primitives import CARRYING, HEAVY
 from spmdctx.ir.sharding import Assignment, TensorSharding
-from spmdctx.machine.xla.overlap import MATRIX_PRODUCTS, terminal_values
+from spmdctx.machine.xla.overlap import terminal_values
 from spmdctx.search.problem.space import NO_SLOT, Space
 from spmdctx.search.propagation import Spreader, free_loose_values, settle
-
-_LOOPED = ("scan.next", "while.next")
 
 
 def plan_update(
@@ -73,11 +72,11 @@ class _Region:
         self._fixed |= {slot for value, slot in enumerate(space.slot_of) if not terminal[value] or value in self._batch}
         self._fixed |= {slot for slot, shape in enumerate(space.shapes) if not shape}
         if not splits_accumulators:
-            self._fixed |= {space.slot_of[op.results[0]] for op in graph.ops if op.primitive in _LOOPED}
+            self._fixed |= {space.slot_of[op.results[0]] for op in graph.ops if op.primitive in CARRYING}
         self._ops = {op.id for op in graph.ops if op.id not in kept and self._is_update(op, terminal)}
 
     def _is_update(self, op: Op, terminal: bytearray) -> bool:
-        if op.primitive in MATRIX_PRODUCTS or not all(terminal[value] or value in self._stored for value in op.results):
+        if op.primitive in HEAVY or not all(terminal[value] or value in self._stored for value in op.results):
             return False
         return self._batch.isdisjoint((*op.operands, *op.results))
 

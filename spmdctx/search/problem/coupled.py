@@ -1,4 +1,4 @@
-"""Which shardings of two tensors of one shape go together, as tables of a search; see `modes.Coupling`."""
+"""Which shardings of two tensors of one shape go together, as tables of a search; see `search.setup.request.Coupling`."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from spmdctx.ir.analysis.kinds import ops_of
 from spmdctx.ir.analysis.repeats import made_repeats, read_repeats
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir.graph import Graph
-
-_BOUNDARIES = ("scan.enter", "scan.exit")
+from spmdctx.ir.primitives import OUTSIDE
 
 
 class Row(NamedTuple):
@@ -69,6 +68,6 @@ def turns(graph: Graph) -> tuple[IntArray, IntArray]:
     """Per op how often its operands are taken, and how often its results are made."""
     reading = executions(graph)
     making = reading.copy()
-    for op in ops_of(graph, _BOUNDARIES):
+    for op in ops_of(graph, OUTSIDE):
         reading[op.id], making[op.id] = read_repeats(graph, op), made_repeats(graph, op)
     return reading, making

@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.cost.memory.lives import OnChip, Peak, StepMemory, is_short
+from spmdctx.cost.memory.lives import Peak, StepMemory
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir.domain import domain
 from spmdctx.ir.graph import item_bytes
 from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
 from spmdctx.machine.xla.narrowing import NARROW_BYTES, kept_share
 from spmdctx.search.problem.network import Carry, Network, Source
 from spmdctx.search.problem.tables import Tables
@@ -50,7 +51,7 @@ def with_memory(
 
 def on_chip(topology: Topology) -> OnChip:
     """What the chip may hold in place of the memory."""
-    return OnChip.of(topology.scratch_bytes)
+    return OnChip.of(topology.compiler.scratch_bytes)
 
 
 def op_at(memory: StepMemory, time: int) -> int:
@@ -171,7 +172,7 @@ class _Builder:
                 continue
             node = network.slot_nodes[slot_class]
             usage = self._usages[node]
-            if usage is None or (memory.narrow[value] and space.topology.narrows_matrix_operands):
+            if usage is None or (memory.narrow[value] and space.topology.compiler.narrows_matrix_operands):
                 size = self._bytes(value, self._tables.choices[node].stored[0]) * kept_share(
                     space.graph.values[value], memory.narrow, space.topology
                 )
@@ -305,7 +306,7 @@ class _Builder:
         known, topology = self._space.graph.values[value], self._space.topology
         is_result = self._network.nodes[carry.target].sort == "slot"
         # A result on its way is narrow if all of its readers are.
-        narrow = carry.narrow or (is_result and topology.narrows_matrix_operands and known.dtype == "float32")
+        narrow = carry.narrow or (is_result and topology.compiler.narrows_matrix_operands and known.dtype == "float32")
         return self._bytes(value, None) * (NARROW_BYTES / item_bytes(known.dtype) if narrow else 1.0)
 
     def _made_node(self, carry: Carry, value: int) -> int:

@@ -168,7 +168,7 @@ def _joins(space: Space, slot_marks: Mapping[int, int]) -> IntArray:
     """Which additions may take their terms unreduced, and which ops may so hand them on: per op a place in `_JOINS`."""
     graph, every = space.graph, ends(space.graph)
     found = np.zeros(len(graph.ops), dtype=np.int64)
-    if not space.topology.merges_partial_sums:
+    if not space.topology.compiler.merges_partial_sums:
         return found
     alone = _read_once(space, slot_marks)
     is_lone = np.repeat(every.num_results == 1, every.num_operands + every.num_results) & (every.places == every.num_operands[every.ops])
@@ -199,7 +199,7 @@ def _read_once(space: Space, slot_marks: Mapping[int, int]) -> BoolArray:
 
 
 def _reduces(space: Space, op: Op) -> bool:
-    direct = op.primitive != "gather" or space.topology.sinks_slices
+    direct = op.primitive != "gather" or space.topology.compiler.sinks_slices
     return direct and op.rule.combiner == "add" and any(kind.value == "reduction" for kind in op.rule.kinds)
 
 
@@ -239,7 +239,7 @@ def _handovers(network: Network, found: Sides) -> Handovers:
     at_slot = slot_nodes[np.array(folded.slot_class, dtype=np.int64)[every.slots]]
     made = every.is_result
     reading, making = turns(space.graph)
-    exposed = np.where(np.frombuffer(found.weights, dtype=np.uint8)[:-1] != 0, 1.0 - space.topology.gather_overlap, 1.0)
+    exposed = np.where(np.frombuffer(found.weights, dtype=np.uint8)[:-1] != 0, 1.0 - space.topology.compiler.gather_overlap, 1.0)
     columns = Handovers(
         np.where(made, at_op, at_slot),
         np.where(made, every.positions, 0),
@@ -255,7 +255,7 @@ def _handovers(network: Network, found: Sides) -> Handovers:
 
 def _is_narrow(space: Space, every: Incidences) -> BoolArray:
     """Per incidence, whether a float32 value meets an op that reads it as bfloat16."""
-    if not space.topology.narrows_matrix_operands:
+    if not space.topology.compiler.narrows_matrix_operands:
         return np.zeros(len(every.ops), dtype=bool)
     is_wide = np.array([value.dtype == "float32" for value in space.graph.values], dtype=bool)
     found: BoolArray = is_wide[every.values] & (np.frombuffer(narrow_readers(space.graph), dtype=np.uint8) == 1)[every.ops]

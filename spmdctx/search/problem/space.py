@@ -22,7 +22,7 @@ from spmdctx.ir.analysis.numbering import mixed
 from spmdctx.ir.analysis.repeats import made_repeats, read_repeats
 from spmdctx.ir.graph import LITERAL, Graph, Op, Work, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, local_shape, replicated
-from spmdctx.ir.primitives import MATRIX_PRODUCTS, OUTSIDE
+from spmdctx.ir.primitives import MATRIX_PRODUCTS, OUTSIDE, Boundary
 from spmdctx.ir.projection import FactorAxes, legal, merge, partial_axes, project
 from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import AxisNames, OpSharding, TensorSharding
@@ -240,7 +240,7 @@ def candidates(op: Op, shardings: list[TensorSharding], splittable: tuple[bool, 
     """
     rule = op.rule
     if op.primitive in OUTSIDE:
-        inside = (rule.operands[0], shardings[0]) if op.primitive == "scan.exit" else (rule.results[0], shardings[-1])
+        inside = (rule.operands[0], shardings[0]) if op.boundary is Boundary.EXIT else (rule.results[0], shardings[-1])
         return [merge(rule, [inside], splittable, mesh)]
     tensors = [(dims, sharding) for dims, sharding in zip((*rule.operands, *rule.results), shardings, strict=True) if sharding]
     found: dict[FactorAxes, None] = {}

@@ -24,7 +24,8 @@ from spmdctx.ir.rule import DimFactors, FactorKind
 from spmdctx.ir.sharding import AxisNames
 from spmdctx.machine.collectives import LinearPrice, collective_price, collective_time_s
 from spmdctx.machine.topology import Topology
-from spmdctx.machine.xla.overlap import reduction_machine, widening
+from spmdctx.machine.xla.collectives.combining import reduction_machine
+from spmdctx.machine.xla.overlap import widening
 from spmdctx.machine.xla.reductions import are_scattered, in_order
 
 
@@ -178,7 +179,7 @@ def _whole_words(mesh: LogicalMesh, shape: tuple[int, ...], num_bytes: int) -> l
 class _Builder:
     def __init__(self, graph: Graph, op: Op, split: Split, mesh: LogicalMesh, topology: Topology, is_terminal: bool, later: Later) -> None:
         self._is_terminal, self._later = is_terminal, later
-        self._exposed = 1.0 - topology.reduction_overlap if is_terminal else 1.0
+        self._exposed = 1.0 - topology.compiler.reduction_overlap if is_terminal else 1.0
         self._reducing = reduction_machine(is_terminal, topology)
         self._graph, self._op, self._split, self._mesh, self._topology = graph, op, split, mesh, topology
         self._codes = axis_codes(mesh)
@@ -247,7 +248,7 @@ class _Builder:
         shape = self._results[0].shape
         extended = _extended(self._mesh, shape)
         size = self._bytes[0] // max(1, math.prod(shape))
-        whole_words = _whole_words(self._mesh, shape, size) if self._topology.scatters_strictly else None
+        whole_words = _whole_words(self._mesh, shape, size) if self._topology.compiler.scatters_strictly else None
         # How a sum of unreduced terms is spread is theirs to say.
         order = () if unreduced_in else partial
         for added, scattered, rest in known:

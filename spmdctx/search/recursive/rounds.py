@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.ir.primitives import MATRIX_PRODUCTS
+from spmdctx.ir.primitives import MATRIX_PRODUCTS, OUTSIDE, RENAMES
 from spmdctx.ir.projection import FactorAxes, legal, merge, project
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.search.problem.space import NO_SLOT, Space
@@ -23,10 +23,7 @@ from spmdctx.search.setup.request import Setup
 
 LOG = logging.getLogger("spmdctx")
 _CONVOLUTION = "conv_general_dilated"
-_RENAMES = frozenset(
-    {"convert_element_type", "copy", "copy_p", "optimization_barrier", "reduce_precision", "sharding_constraint", "spmdctx_shard"}
-)
-_BOUNDARIES = frozenset({"scan.enter", "scan.exit", "while.enter"})
+_OTHER_FORMS = RENAMES | {"optimization_barrier"}
 
 
 Inputs = tuple[int, int]
@@ -278,12 +275,12 @@ class Roots:
         return self._known[value]
 
     def _renames(self, op: Op) -> bool:
-        if op.primitive in _BOUNDARIES:
+        if op.primitive in OUTSIDE:
             return op.operands[0] != LITERAL
         known = self._simple.get(id(op.rule))
         if known is None:
             known = self._simple[id(op.rule)] = len(op.rule.operands) == len(op.rule.results) == 1 and keeps_dimensions(op.rule)
-        return known and op.primitive in _RENAMES
+        return known and op.primitive in _OTHER_FORMS
 
     def inputs(self, op: Op) -> Inputs:
         """What the two operands of a main op are."""

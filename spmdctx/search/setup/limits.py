@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from spmdctx.context.state import AlgoParameters
 from spmdctx.ir.graph import Op
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.primitives import CONTRACTIONS
 from spmdctx.ir.projection import FactorAxes, project
 from spmdctx.ir.rule import FactorKind, OpRule
 from spmdctx.ir.sharding import TensorSharding
-
-ALIGNED = frozenset({"dot_general", "ragged_dot_general", "scaled_dot"})
-"""Matrix products, whose operands tensor_slice_align_size concerns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class AlgoLimits:
         """
         if self.fully_use_devices and mesh.num_slices(name for own in axes for name in own) not in (1, mesh.num_devices):
             return False
-        if self.slice_multiple > 1 and op.primitive in ALIGNED and not self._is_aligned(op.rule, axes, mesh):
+        if self.slice_multiple > 1 and op.primitive in CONTRACTIONS and not self._is_aligned(op.rule, axes, mesh):
             return False
         return not self.elementwise_follow or stored is None or _follows(op.rule, axes, stored)
 

@@ -36,7 +36,7 @@ def prepare(graph: Graph, request: Request) -> Setup:
         for value, entry in zip(batch_leaves(graph), request.dataset, strict=True):
             setup.reasons[value] = f"dataset_strategy {strategy_text(entry)}"
     _pin_user_shardings(graph, request, setup)
-    _MODES[request.parallel_mode](graph, request, setup)
+    _SETUP_OF_MODE[request.parallel_mode](graph, request, setup)
     _reconcile(graph, setup)
     return setup
 
@@ -211,7 +211,7 @@ def _semi_auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
 
 
 def _is_boundary(op: Op) -> bool:
-    return op.primitive.endswith((".enter", ".next", ".exit"))
+    return op.boundary is not None
 
 
 def _pin_batch(graph: Graph, setup: Setup, value: int, dim: int) -> None:
@@ -263,7 +263,7 @@ def _indivisible(graph: Graph, value: int, axes: AxisNames, own: AxisNames) -> s
     return f"Batch leaf '{known.path}' of shape {known.shape} does not divide over {'+'.join(axes)}: {kept}."
 
 
-_MODES = {
+_SETUP_OF_MODE = {
     "data_parallel": _data_parallel,
     "hybrid_parallel": _hybrid_parallel,
     "semi_auto_parallel": _semi_auto_parallel,

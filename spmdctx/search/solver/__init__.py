@@ -1,1 +1,1 @@
-"""The package's own solver: pairwise costs over finite states, subject to memory. Knows numbers only."""
+"""The package's own solver: pairwise costs over finite states, subject to memory; it knows numbers only."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from spmdctx.ir.analysis.chains import Walk
 from spmdctx.ir.mesh import divides
 from spmdctx.ir.projection import project
 from spmdctx.ir.rule import FactorKind, OpRule
 from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.search.problem.space import NO_SLOT, Space
 
-MAX_FOLLOWERS = 512
 MAX_TRIALS = 120
 
 Changes = dict[int, int]
@@ -107,18 +107,21 @@ class Neighbourhood:
         space = self.space
         found: Changes = {}
         for start, number in own.items():
-            queue = [start]
-            while queue and len(found) < MAX_FOLLOWERS:
-                slot = queue.pop(0)
-                for index in space.neighbours[slot]:
-                    if not self._is_simple(space.graph.ops[index].rule):
-                        continue
-                    for other in space.op_slots[index]:
-                        known = other == NO_SLOT or other in found or other in own or other in self.fixed
-                        if not known and space.shapes[other] == space.shapes[start] and self.state[other] == self.state[start]:
-                            found[other] = number
-                            queue.append(other)
+            walk = Walk([start])
+            for slot in walk:
+                simple = [index for index in space.neighbours[slot] if self._is_simple(space.graph.ops[index].rule)]
+                walk.reach(
+                    other for index in simple for other in space.op_slots[index] if other not in own and self._goes_with(other, start)
+                )
+            found.update({slot: number for slot in walk.met if slot not in own and slot not in found})
         return found
+
+    def _goes_with(self, other: int, start: int) -> bool:
+        """Returns whether a slot is free and has the shape and the sharding of a forced one."""
+        space = self.space
+        if other == NO_SLOT or other in self.fixed:
+            return False
+        return space.shapes[other] == space.shapes[start] and self.state[other] == self.state[start]
 
     def _is_simple(self, rule: OpRule) -> bool:
         known = self._simple.get(id(rule))

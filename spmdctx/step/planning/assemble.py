@@ -10,7 +10,8 @@ from spmdctx.ir.analysis.gradient_order import gradient_order
 from spmdctx.ir.graph import LITERAL, Graph, Role
 from spmdctx.ir.mesh import replicated
 from spmdctx.ir.sharding import Assignment
-from spmdctx.plan.plan import Cost, OpTable, Plan, PlannedGradient, PlannedTensor, Reshard, Timing
+from spmdctx.plan.data import Cost, OpTable, PlannedGradient, PlannedTensor, Reshard, Timing
+from spmdctx.plan.plan import Plan
 from spmdctx.plan.rows import LateRows
 from spmdctx.search.dynamic.certificate import Certificate, gap_of
 from spmdctx.search.setup.request import Setup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from spmdctx.cost.bill import Bill
@@ -16,6 +17,7 @@ from spmdctx.ir.projection import partial_axes
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.machine.topology import as_asked
+from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS, NO_GROUPS
 from spmdctx.rules import has_rule
 from spmdctx.search.setup.request import Setup
 from spmdctx.step.planning.assemble import _cost
@@ -47,15 +49,11 @@ _MOST_LISTED = 4
 
 _WORTH_A_WORD = 0.01
 
-_NO_BUCKETS = "Buckets of gradients have no effect: the CPU compiler drops what keeps them apart, and reduces all of them at once."
-
-_NO_GROUPS = "shard(fusion=) groups nothing in the forward and backward pass: the CPU compiler combines what does not wait for others."
-
 
 def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets: Sequence[int | None]) -> str:
     """Returns why the requested buckets of gradients have no effect, or an empty string if they have one."""
     if any(bucket is not None for bucket in buckets):
-        return _NO_BUCKETS if settings.topology.device == "cpu" else ""
+        return "" if settings.topology.compiler.keeps_barriers else NO_BUCKETS
     local = any(region.is_loss for region in program.manual)
     if not settings.context.fuses_by_index or local or setup.mesh.num_devices == 1:
         return ""
@@ -65,8 +63,8 @@ def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets
 def _group_notes(program: Program, settings: Settings, setup: Setup, bill: Bill, groups: Mapping[int, int]) -> list[str]:
     """Names the parts of `shard(fusion=)` that have no effect."""
     machine = settings.topology
-    notes = ungrouped_note(program.graph, bill, setup.mesh, all_to_all=machine.uses_all_to_all)
-    return [*notes, _NO_GROUPS] if groups and machine.device == "cpu" else notes
+    notes = ungrouped_note(program.graph, bill, setup.mesh, all_to_all=machine.preferences.allows_all_to_all)
+    return [*notes, NO_GROUPS] if groups and not machine.compiler.keeps_barriers else notes
 
 
 def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Gradient], buckets: Sequence[int | None], holds: Holds) -> str:
@@ -165,9 +163,9 @@ def _batch_notes(program: Program) -> list[str]:
 def _all_to_all_notes(program: Program, setup: Setup, settings: Settings, bill: Bill) -> list[str]:
     """Says how much time all-to-all would save if the context forbids it and the saving is worth a note."""
     machine = settings.topology
-    if machine.uses_all_to_all:
+    if machine.preferences.allows_all_to_all:
         return []
-    allowed = as_asked(machine, True, machine.widens_gradients)
+    allowed = as_asked(machine, replace(machine.preferences, allows_all_to_all=True))
     saved_s = 0.0
     for move in bill.moves:
         if move.time_s:

@@ -22,7 +22,8 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, AxisNames
 from spmdctx.lowering.rewrite.directives import gradient_buckets, sum_buckets
 from spmdctx.machine.topology import Topology
-from spmdctx.plan.plan import Plan, PlannedGradient, Timing
+from spmdctx.plan.data import PlannedGradient, Timing
+from spmdctx.plan.plan import Plan
 from spmdctx.plan.rows import LateRows
 from spmdctx.search.dynamic.certificate import Certificate
 from spmdctx.search.dynamic.results import DynamicOptions

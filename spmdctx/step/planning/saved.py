@@ -9,14 +9,16 @@ from pathlib import Path
 
 import jax
 
+from spmdctx.context.options import PLANNED_MODES
 from spmdctx.errors import PlanMismatchError
 from spmdctx.ir.mesh import format_sharding
 from spmdctx.ir.sharding import TensorSharding
+from spmdctx.plan.data import Cost, PlannedTensor, Timing
 from spmdctx.plan.file import read_strategy, write_plan
 from spmdctx.plan.mindspore.file import MindSporeStrategy
 from spmdctx.plan.mindspore.pins import FilePins, Parameter, file_pins
 from spmdctx.plan.mismatch import Wanted, check_plan
-from spmdctx.plan.plan import Cost, Plan, PlannedTensor, Timing
+from spmdctx.plan.plan import Plan
 from spmdctx.step.planning.insight import with_insight
 from spmdctx.step.planning.notes import PeakForm, PeakNote, memory_notes, without_peak_notes
 from spmdctx.step.planning.planner import Planned, plan_program, priced_here
@@ -25,7 +27,6 @@ from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import exact_bytes_text, seconds_text
 
-MODES = ("semi_auto_parallel", "auto_parallel")
 REASON = "the strategy file"
 
 
@@ -40,7 +41,7 @@ def planned_with_files(captured: Captured, settings: Settings) -> Planned:
         OSError: a file that is not there or cannot be written.
     """
     context = settings.context
-    if context.parallel_mode not in MODES:
+    if context.parallel_mode not in PLANNED_MODES:
         return with_insight(plan_program(captured, settings), captured, settings)
     load, save = context.strategy_ckpt_load_file, context.strategy_ckpt_save_file
     made = _loaded(captured, settings, load) if load else with_insight(plan_program(captured, settings), captured, settings)
@@ -55,9 +56,9 @@ def loaded_plan(settings: Settings) -> Plan | None:
     """Returns the plan in strategy_ckpt_load_file, or None if there is none; checks what can be checked without the step."""
     context = settings.context
     load = context.strategy_ckpt_load_file
-    if not load or context.parallel_mode not in MODES:
+    if not load or context.parallel_mode not in PLANNED_MODES:
         return None
-    found = read_strategy(load)
+    found = read_strategy(load, Plan)
     if not isinstance(found, Plan):
         return None
     check_plan(found, replace(_wanted(settings), memory_bytes=None), None, load)
@@ -65,7 +66,7 @@ def loaded_plan(settings: Settings) -> Plan | None:
 
 
 def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
-    found = read_strategy(load)
+    found = read_strategy(load, Plan)
     if isinstance(found, MindSporeStrategy):
         return _pinned(captured, settings, found, Path(load).name)
     start = time.perf_counter()

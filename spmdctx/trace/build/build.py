@@ -14,20 +14,19 @@ import jax.extend.core as jexc
 import numpy as np
 from numpy.typing import ArrayLike
 
+from spmdctx.ir.analysis.columns import Columns, Kind, Tensor
 from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.ir.graph import LITERAL, Graph, Mark, Op, Role, Value
 from spmdctx.ir.rule import OpRule
-from spmdctx.machine.xla.columns import Columns, Kind, Tensor
 from spmdctx.machine.xla.fusion import fused_bits, fused_slots, in_memory
 from spmdctx.machine.xla.fusion_work import fusion_works
 from spmdctx.rules import rule_for
 from spmdctx.rules.flops import op_flops
 from spmdctx.trace.build import control_flow as bodies
+from spmdctx.trace.build.builder import Around, Env
 from spmdctx.trace.build.common_subexpressions import find_copies, made_one
 from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
 from spmdctx.trace.build.program import LossOperand, ManualRegion, Program, UserPin
-
-Env = dict[Any, int]
 
 _Literal = jexc.Literal
 
@@ -52,19 +51,19 @@ def build(jaxpr: jexc.ClosedJaxpr, arguments: Sequence[Argument], carried: Seque
         arguments: one per input of the jaxpr.
         carried: pairs (output index, input index) of training state that goes in and comes out.
     """
-    builder = Builder()
+    builder = GraphBuilder()
     env: Env = {}
     for var in jaxpr.jaxpr.constvars:
         env[var] = builder.add_value(var.aval, Role.CONSTANT, f"const/{len(env)}")
     inputs = tuple(builder.add_value(var.aval, leaf.role, leaf.path) for var, leaf in zip(jaxpr.jaxpr.invars, arguments, strict=True))
     env.update(zip(jaxpr.jaxpr.invars, inputs, strict=True))
-    builder.walk(jaxpr.jaxpr, env, 1, "")
+    builder.walk(jaxpr.jaxpr, env, Around(1, ""))
     outputs = tuple(LITERAL if isinstance(var, jexc.Literal) else env[var] for var in jaxpr.jaxpr.outvars)
     ties = [(inputs[source], outputs[target]) for target, source in carried if outputs[target] != LITERAL]
     return builder.finish(jaxpr, inputs, outputs, ties)
 
 
-class Builder:
+class GraphBuilder:
     """Collects values and ops, in columns, while the jaxpr is walked."""
 
     def __init__(self) -> None:
@@ -130,20 +129,20 @@ class Builder:
         jaxpr, consts = bodies.open_jaxpr(body)
         return build(jexc.ClosedJaxpr(jaxpr, consts), [Argument("", Role.ARGUMENT) for _ in jaxpr.invars])
 
-    def walk(self, jaxpr: Any, env: Env, repeats: int, prefix: str) -> None:
-        """Adds the ops of `jaxpr`, whose inputs `env` already knows; `prefix` is the name scope of the enclosing calls."""
+    def walk(self, jaxpr: Any, env: Env, around: Around) -> None:
+        """Adds the ops of `jaxpr`, whose inputs `env` already knows."""
         run: list[Any] = []
         for eqn in jaxpr.eqns:
             handler = bodies.HANDLERS.get(eqn.primitive.name)
             if handler is None:
                 run.append(eqn)
                 continue
-            self._add_equations(run, env, repeats, prefix)
+            self._add_equations(run, env, around)
             run = []
             outer, self.caller = self.caller, Place(eqn.source_info, self.caller)
-            handler(self, eqn, env, repeats, prefix)
+            handler(self, eqn, env, around)
             self.caller = outer
-        self._add_equations(run, env, repeats, prefix)
+        self._add_equations(run, env, around)
 
     @contextmanager
     def body(self) -> Iterator[None]:
@@ -157,8 +156,8 @@ class Builder:
         """Returns the value ids of an equation's operands."""
         return tuple([LITERAL if isinstance(atom, _Literal) else env[atom] for atom in atoms])
 
-    def _add_equations(self, eqns: list[Any], env: Env, repeats: int, prefix: str) -> None:
-        """Adds ops for consecutive equations, column by column."""
+    def _add_equations(self, eqns: list[Any], env: Env, around: Around) -> None:
+        """Ops for some equations in a row, column by column."""
         made = [eqn.outvars for eqn in eqns]
         variables = list(chain.from_iterable(made))
         first = len(self._avals)
@@ -171,12 +170,10 @@ class Builder:
         self._kind_of += map(self._kind, eqns)
         self._equations += eqns
         self._infos += [eqn.source_info for eqn in eqns]
-        self._frame_of += [self._frame(repeats, prefix)] * len(eqns)
+        self._frame_of += [self._frame(around)] * len(eqns)
 
-    def add_op(
-        self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rule: OpRule, repeats: int, info: Any, prefix: str
-    ) -> int:
-        """Adds an op that is no equation (a boundary), or whose rule the caller knows; returns its id."""
+    def add_op(self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rule: OpRule, info: Any, around: Around) -> int:
+        """An op that is no equation (a boundary), or one whose rule the caller knows; returns its id."""
         key = (primitive, rule)
         kind = self._known.get(key)
         if kind is None:
@@ -186,14 +183,14 @@ class Builder:
         self._results.append(results)
         self._equations.append(None)
         self._infos.append(info)
-        self._frame_of.append(self._frame(repeats, prefix))
+        self._frame_of.append(self._frame(around))
         return len(self._kind_of) - 1
 
-    def _frame(self, repeats: int, prefix: str) -> int:
-        key = (id(self.caller), prefix, self.scope, repeats)
+    def _frame(self, around: Around) -> int:
+        key = (id(self.caller), around, self.scope)
         number = self._known_frames.setdefault(key, len(self._frames))
         if number == len(self._frames):
-            self._frames.append(Frame(self.caller, prefix, self.scope, repeats))
+            self._frames.append(Frame(self.caller, around.prefix, self.scope, around.repeats))
         return number
 
     def _kind(self, eqn: Any) -> int:
@@ -287,8 +284,7 @@ class Builder:
         kind_of, frames = np.array(self._kind_of, dtype=np.int64)[alive], np.array(self._frame_of, dtype=np.int64)[alive]
         around = np.array([(frame.repeats, frame.scope) for frame in self._frames], dtype=np.int64).reshape(-1, 2)[frames]
         operands, results = (list(map(column.__getitem__, alive)) for column in (self._operands, self._results))
-        tensors, tensor_of = self._tensors_of_values()
-        return Columns(self._kinds, kind_of, (around[:, 0], around[:, 1]), operands, results, tensors, tensor_of)
+        return Columns(self._kinds, kind_of, (around[:, 0], around[:, 1]), operands, results, self._tensors_of_values())
 
     def _comparable(self, alive: Sequence[int]) -> list[Any]:
         """Returns the equations of some ops, with None for boundaries and for ops whose parameters only have the same text."""

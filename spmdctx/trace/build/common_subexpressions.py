@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 import numpy as np
 
+from spmdctx.ir.analysis.columns import Columns
 from spmdctx.ir.arrays import BoolArray
 from spmdctx.ir.graph import LITERAL
-from spmdctx.machine.xla.columns import Columns
 from spmdctx.machine.xla.fusion import CHAINED
 
-_APART = frozenset({"optimization_barrier", "rng_uniform", "pure_callback"})
-"""Equations that run as often as they are written."""
+_NEVER_MERGED = frozenset({"optimization_barrier", "rng_uniform", "pure_callback"})
+"""Equations that are executed as often as they are written."""
 
 
 class Copies(NamedTuple):
@@ -52,7 +52,7 @@ def find_copies(columns: Columns, equations: Sequence[Any]) -> Copies:
             literals = _literals(eqn)
             if literals != _literals(equations[twin]):
                 twin = known.setdefault((key, literals), op)
-        if twin != op and not eqn.effects and eqn.primitive.name not in _APART:
+        if twin != op and not eqn.effects and eqn.primitive.name not in _NEVER_MERGED:
             for value, same in zip(columns.results[op], columns.results[twin], strict=True):
                 first[value] = copies.values[value] = same
             copies.ops[op] = twin

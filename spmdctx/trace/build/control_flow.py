@@ -10,22 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmdctx._compat import scan_counts
 from spmdctx.ir.graph import Mark, Role
-from spmdctx.ir.primitives import LOSS, MARKER
+from spmdctx.ir.primitives import BOUNDARY_OF, COND_EXIT, LOSS, MARKER, SCAN_ENTER, SCAN_EXIT, SCAN_NEXT, WHILE_ENTER, WHILE_NEXT
 from spmdctx.ir.rule import OpRule
 from spmdctx.rules.builder import RuleBuilder, identity
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands
 from spmdctx.trace.build import shard_maps as manual
 from spmdctx.trace.build import user_pins
+from spmdctx.trace.build.builder import Around, Builder, Env
 from spmdctx.trace.build.program import LossOperand
 
-if TYPE_CHECKING:
-    from spmdctx.trace.build.build import Builder, Env
-
-Handler = Callable[["Builder", Any, "Env", int, str], None]
+Handler = Callable[[Builder, Any, Env, Around], None]
 
 KEPT = frozenset(
     {
@@ -38,7 +36,7 @@ KEPT = frozenset(
 INLINED = frozenset(CALLS) - KEPT
 """Calls that lowering inlines into their caller."""
 
-NEVER_LOOSE = frozenset({"scan.enter", "scan.next", "scan.exit", "while.enter", "while.next", "cond.exit", "random_seed"})
+NEVER_LOOSE = frozenset(BOUNDARY_OF) | {"random_seed"}
 
 
 def open_jaxpr(body: Any) -> tuple[Any, Sequence[Any]]:
@@ -46,10 +44,10 @@ def open_jaxpr(body: Any) -> tuple[Any, Sequence[Any]]:
     return (body.jaxpr, body.consts) if hasattr(body, "consts") else (body, ())
 
 
-def scope(prefix: str, eqn: Any) -> str:
-    """Returns the name scope inside the equation's body."""
-    own = str(eqn.source_info.name_stack)
-    return f"{prefix}/{own}" if prefix and own else prefix or own
+def _inside(around: Around, eqn: Any, runs: int = 1) -> Around:
+    """What is around the equation's body, which each of its executions runs `runs` times."""
+    prefix, own = around.prefix, str(eqn.source_info.name_stack)
+    return Around(around.repeats * runs, f"{prefix}/{own}" if prefix and own else prefix or own)
 
 
 def _bind(builder: Builder, body: Any, arguments: Sequence[Any], env: Env) -> tuple[Any, Env]:
@@ -70,26 +68,26 @@ def _results(builder: Builder, jaxpr: Any, inner: Env) -> list[int]:
     return [value if value >= 0 else builder.add_value(var.aval) for value, var in zip(ids, jaxpr.outvars, strict=True)]
 
 
-def _call(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+def _call(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     name = eqn.primitive.name
     taken = [eqn.invars[index] for index in call_operands(name, eqn.params, len(eqn.invars))]
     body = call_body(name, eqn.params)
     jaxpr, inner = _bind(builder, body, taken, env)
     for var, sharding in zip(jaxpr.invars, eqn.params.get("in_shardings", ()), strict=False):
-        inner[var] = user_pins.pin(builder, inner[var], sharding, repeats, eqn.source_info, prefix)
-    # Lowering also keeps a call that holds constants.
+        inner[var] = user_pins.pin(builder, inner[var], sharding, eqn.source_info, around)
+    # Lowering keeps a call, too, that holds constants.
     with builder.body() if name in KEPT or open_jaxpr(body)[1] else nullcontext():
-        builder.walk(jaxpr, inner, repeats, scope(prefix, eqn))
+        builder.walk(jaxpr, inner, _inside(around, eqn))
     results = _results(builder, jaxpr, inner)
     for index, sharding in enumerate(eqn.params.get("out_shardings", ())):
-        results[index] = user_pins.pin(builder, results[index], sharding, repeats, eqn.source_info, prefix)
+        results[index] = user_pins.pin(builder, results[index], sharding, eqn.source_info, around)
     env.update(zip(eqn.outvars, results, strict=True))
 
 
-def _boundary(builder: Builder, kind: str, operands: Sequence[int], var: Any, rule: OpRule, repeats: int, eqn: Any, prefix: str) -> int:
-    """Adds one boundary op and returns its result."""
+def _boundary(builder: Builder, kind: str, operands: Sequence[int], var: Any, rule: OpRule, eqn: Any, around: Around) -> int:
+    """One boundary op; returns its result."""
     result = builder.add_value(var.aval)
-    builder.add_op(kind, tuple(operands), (result,), rule, repeats, eqn.source_info, prefix)
+    builder.add_op(kind, tuple(operands), (result,), rule, eqn.source_info, around)
     return result
 
 
@@ -115,7 +113,7 @@ def _stacked(shape: tuple[int, ...], *, entering: bool) -> OpRule:
     return builder.build([outer], [inner]) if entering else builder.build([inner], [outer])
 
 
-def _scan(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+def _scan(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     params = eqn.params
     num_consts, num_carry = scan_counts(params)
     jaxpr, _ = open_jaxpr(params["jaxpr"])
@@ -123,21 +121,22 @@ def _scan(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> No
     for index, (var, atom) in enumerate(zip(jaxpr.invars, eqn.invars, strict=True)):
         scanned = index >= num_consts + num_carry
         rule = _stacked(_shape(atom), entering=True) if scanned else identity(_shape(var))
-        inner[var] = _boundary(builder, "scan.enter", builder.read(env, [atom]), var, rule, repeats, eqn, prefix)
-    inside = repeats * int(params["length"])
+        inner[var] = _boundary(builder, SCAN_ENTER, builder.read(env, [atom]), var, rule, eqn, around)
+    inside = _inside(around, eqn, int(params["length"]))
+    each_turn = around._replace(repeats=inside.repeats)
     with builder.body():
-        builder.walk(jaxpr, inner, inside, scope(prefix, eqn))
+        builder.walk(jaxpr, inner, inside)
     results = _results(builder, jaxpr, inner)
     carries = jaxpr.invars[num_consts : num_consts + num_carry]
     for index, (value, var) in enumerate(zip(results, eqn.outvars, strict=True)):
         if index < num_carry:
-            env[var] = _boundary(builder, "scan.next", [value], var, identity(_shape(var)), inside, eqn, prefix)
+            env[var] = _boundary(builder, SCAN_NEXT, [value], var, identity(_shape(var)), eqn, each_turn)
             builder.ties.append((inner[carries[index]], env[var]))
         else:
-            env[var] = _boundary(builder, "scan.exit", [value], var, _stacked(_shape(var), entering=False), repeats, eqn, prefix)
+            env[var] = _boundary(builder, SCAN_EXIT, [value], var, _stacked(_shape(var), entering=False), eqn, around)
 
 
-def _while(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+def _while(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     params = eqn.params
     cond, _ = open_jaxpr(params["cond_jaxpr"])
     body, _ = open_jaxpr(params["body_jaxpr"])
@@ -147,20 +146,21 @@ def _while(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> N
     in_cond: Env = {}
     in_body: Env = {}
     for var, atom in zip(cond.invars, cond_consts, strict=False):
-        in_cond[var] = _boundary(builder, "while.enter", builder.read(env, [atom]), var, identity(_shape(var)), repeats, eqn, prefix)
+        in_cond[var] = _boundary(builder, WHILE_ENTER, builder.read(env, [atom]), var, identity(_shape(var)), eqn, around)
     for var, atom in zip(body.invars, body_consts, strict=False):
-        in_body[var] = _boundary(builder, "while.enter", builder.read(env, [atom]), var, identity(_shape(var)), repeats, eqn, prefix)
+        in_body[var] = _boundary(builder, WHILE_ENTER, builder.read(env, [atom]), var, identity(_shape(var)), eqn, around)
     for var, cond_var, atom in zip(body.invars[num_body:], cond.invars[num_cond:], carried, strict=True):
-        in_body[var] = _boundary(builder, "while.enter", builder.read(env, [atom]), var, identity(_shape(var)), repeats, eqn, prefix)
+        in_body[var] = _boundary(builder, WHILE_ENTER, builder.read(env, [atom]), var, identity(_shape(var)), eqn, around)
         in_cond[cond_var] = in_body[var]
-    inside = repeats * _trip_count(builder, eqn, cond, body, carried)
+    inside = _inside(around, eqn, _trip_count(builder, eqn, cond, body, carried))
+    each_turn = around._replace(repeats=inside.repeats)
     for jaxpr, inner in ((cond, in_cond), (body, in_body)):
         with builder.body():
-            builder.walk(jaxpr, inner, inside, scope(prefix, eqn))
+            builder.walk(jaxpr, inner, inside)
     results = _results(builder, body, in_body)
     (goes_on,) = builder.read(in_cond, cond.outvars)
     for var, start, value in zip(eqn.outvars, body.invars[num_body:], results, strict=True):
-        env[var] = _boundary(builder, "while.next", [value, goes_on], var, _decided(_shape(var), 1, cond.outvars[0]), inside, eqn, prefix)
+        env[var] = _boundary(builder, WHILE_NEXT, [value, goes_on], var, _decided(_shape(var), 1, cond.outvars[0]), eqn, each_turn)
         builder.ties.append((in_body[start], env[var]))
 
 
@@ -189,55 +189,55 @@ def _step(body: Any, before: Any, after: Any) -> int:
     return 0
 
 
-def _cond(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+def _cond(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     predicate = builder.read(env, eqn.invars[:1])
     per_branch = []
     for branch in eqn.params["branches"]:
         jaxpr, inner = _bind(builder, branch, eqn.invars[1:], env)
         with builder.body():
-            builder.walk(jaxpr, inner, repeats, scope(prefix, eqn))
+            builder.walk(jaxpr, inner, _inside(around, eqn))
         per_branch.append(_results(builder, jaxpr, inner))
     for index, var in enumerate(eqn.outvars):
         operands = [results[index] for results in per_branch]
         rule = _decided(_shape(var), len(operands), eqn.invars[0])
-        env[var] = _boundary(builder, "cond.exit", [*operands, *predicate], var, rule, repeats, eqn, prefix)
+        env[var] = _boundary(builder, COND_EXIT, [*operands, *predicate], var, rule, eqn, around)
 
 
-def _constraint(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+def _constraint(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
     value = builder.read(env, eqn.invars)[0]
     if value < 0:  # the derivative of tanh, for example, reshards a literal 1.0
         value = builder.add_value(eqn.invars[0].aval)
-    env[eqn.outvars[0]] = user_pins.pin(builder, value, sharding, repeats, eqn.source_info, prefix, always=True)
+    env[eqn.outvars[0]] = user_pins.pin(builder, value, sharding, eqn.source_info, around, always=True)
 
 
-def _marker(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+def _marker(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     params, var = eqn.params, eqn.outvars[0]
-    result = _boundary(builder, MARKER, builder.read(env, eqn.invars), var, identity(_shape(var)), repeats, eqn, prefix)
+    result = _boundary(builder, MARKER, builder.read(env, eqn.invars), var, identity(_shape(var)), eqn, around)
     env[var] = result
     builder.marks.append(
         Mark(builder.num_ops - 1, result, params["region"], params["side"], params["index"], params["strategy"], params["label"])
     )
 
 
-def _loss_operand(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
-    """Records the marker and leaves it out; a program with such markers is only inspected and never planned."""
+def _loss_operand(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
+    """Noted down and left out: a program with such markers is looked at, and never planned."""
     value = env[eqn.outvars[0]] = builder.read(env, eqn.invars)[0]
     builder.loss_operands.append(LossOperand(**eqn.params, value=value))
 
 
-def _joined(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
-    """Passes values through a collective inside a shard_map, which is counted separately."""
+def _joined(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
+    """A collective inside of a shard_map, counted by itself: what it gives is what it takes, of another device."""
     for var, value in zip(eqn.outvars, builder.read(env, eqn.invars), strict=True):
         env[var] = value if value >= 0 else builder.add_value(var.aval)
 
 
-def _shard_map(builder: Builder, eqn: Any, env: Env, repeats: int, prefix: str) -> None:
+def _shard_map(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     operands = builder.read(env, eqn.invars)
     results = tuple(builder.add_value(var.aval) for var in eqn.outvars)
     env.update(zip(eqn.outvars, results, strict=True))
-    op = builder.add_op("shard_map", operands, results, manual.rule_of(eqn), repeats, eqn.source_info, prefix)
-    builder.manual.append(manual.region_of(eqn, op, builder.program_of(eqn.params["jaxpr"]), repeats))
+    op = builder.add_op("shard_map", operands, results, manual.rule_of(eqn), eqn.source_info, around)
+    builder.manual.append(manual.region_of(eqn, op, builder.program_of(eqn.params["jaxpr"]), around.repeats))
 
 
 HANDLERS: dict[str, Handler] = {

@@ -15,7 +15,7 @@ from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.build.program import ManualRegion, Program
 from spmdctx.trace.build.user_pins import spec_dims
 
-_KINDS = {
+_KIND_OF_PRIMITIVE = {
     "psum": "all_reduce",
     "psum2": "all_reduce",
     "psum_invariant": "all_reduce",
@@ -69,8 +69,8 @@ def _collectives(jaxpr: Any, repeats: int, cause: Cause | None) -> Iterator[Coll
     """Yields the collectives written in a manual body, with the repeats of loops multiplied."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in _KINDS:
-            yield from _written(eqn, _KINDS[name], repeats, cause or Cause(CauseForm.WRITTEN, primitive=name))
+        if name in _KIND_OF_PRIMITIVE:
+            yield from _written(eqn, _KIND_OF_PRIMITIVE[name], repeats, cause or Cause(CauseForm.WRITTEN, primitive=name))
         inside = repeats * int(eqn.params["length"]) if name == "scan" else repeats
         for param in eqn.params.values():
             for body in param if isinstance(param, (tuple, list)) else (param,):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmdctx.ir.sharding import AxisNames
 from spmdctx.rules.builder import identity
+from spmdctx.trace.build.builder import Around, Builder
 from spmdctx.trace.build.program import UserPin
-
-if TYPE_CHECKING:
-    from spmdctx.trace.build.build import Builder
 
 CONSTRAINT = "sharding_constraint"
 
@@ -34,16 +32,13 @@ def has_explicit_spec(sharding: Any) -> bool:
     return hasattr(sharding, "spec") and hasattr(sharding, "mesh")
 
 
-def pin(builder: Builder, value: int, sharding: Any, repeats: int, info: Any, prefix: str, *, always: bool = False) -> int:
-    """Adds an identity op whose result has the user's sharding.
-
-    Returns the result, or `value` itself if the sharding names no axes (unless `always`).
-    """
+def pin(builder: Builder, value: int, sharding: Any, info: Any, around: Around, *, always: bool = False) -> int:
+    """An identity op whose result has the user's sharding; `value` itself where there is none (unless `always`)."""
     explicit = has_explicit_spec(sharding)
     if not explicit and not always:
         return value
     shape, result = builder.shape(value), builder.add_like(value)
-    builder.add_op(CONSTRAINT, (value,), (result,), identity(shape), repeats, info, prefix)
+    builder.add_op(CONSTRAINT, (value,), (result,), identity(shape), info, around)
     if explicit:
         axes = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())
         builder.user_pins.append(UserPin(result, axes, spec_dims(sharding.spec, len(shape))))

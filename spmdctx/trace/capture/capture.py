@@ -7,7 +7,7 @@ import inspect
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import jax.extend.core as jexc
 from spmdctx._compat import unwrap_jit, without_high_primitives
 from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir.graph import Role
-from spmdctx.trace.capture.arguments import Call, Names, Parameters, Positions, Selection, Static, parameters_of, split_static
+from spmdctx.trace.capture.arguments import Call, Names, Parameters, Positions, Selection, Static, parameters_of
 from spmdctx.trace.capture.carry import Span, carried_leaves
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects
 from spmdctx.trace.capture.partitioning import PartitionNames
@@ -162,49 +162,6 @@ def _unbound(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...
 def flattening_of(call: Call) -> Flattening:
     """Flattens the dynamic arguments of one call."""
     return ObjectFlattening(call) if has_objects(call) else PureFlattening(call)
-
-
-def capture(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    batch_argnums: Positions = None,
-    batch_argnames: Names = None,
-    static_argnums: Positions = (),
-    static_argnames: Names = (),
-    donate_argnums: Positions = (),
-    donate_argnames: Names = (),
-) -> Captured:
-    """Traces a step on example arguments: arrays, or anything with a shape and a dtype.
-
-    Args:
-        fn: a function, a method, a function of jax.jit or nnx.jit, or an nnx module that is called.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        batch_argnums: positions of the batch arguments; by default they are found.
-        batch_argnames: names of the batch arguments.
-        static_argnums: positions of arguments that are compile-time constants.
-        static_argnames: names of such arguments.
-        donate_argnums: positions of arguments whose memory the step may reuse.
-        donate_argnames: names of such arguments.
-
-    Raises:
-        ContextError: a position or name that the function does not have.
-        TypeError: an argument leaf that is no array.
-        UnsupportedError: an argument that is a mutable array reference.
-    """
-    target = target_of(
-        fn,
-        batch_argnums=batch_argnums,
-        batch_argnames=batch_argnames,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-    )
-    call, static = split_static(target.static, (*target.leading, *args), dict(kwargs or {}))
-    return capture_call(target, call, static)
 
 
 def capture_call(target: Target, call: Call, static: Static) -> Captured:

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
+from spmdctx.ir.primitives import MATRIX_PRODUCTS
+
 Avals = Sequence[Any]
-_CALLS = ("jit", "closed_call", "eval_jaxpr", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
-_MIXING = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "gather", "sort", "reshape", "transpose", "broadcast_in_dim"})
+_CALLS_OF_ONE_BODY = ("jit", "closed_call", "eval_jaxpr", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+_MIXING = MATRIX_PRODUCTS | {"gather", "sort", "reshape", "transpose", "broadcast_in_dim"}
 
 
 class Span(NamedTuple):
@@ -129,8 +131,8 @@ def _reach(jaxpr: Any, start: set[Any]) -> set[Any]:
 
 
 def _called(eqn: Any) -> Any:
-    """Returns the body of a call whose operands are the body's inputs, or None for other ops such as loops."""
-    if eqn.primitive.name not in _CALLS:
+    """The body of a call whose operands are the body's inputs; None for other ops, loops among them."""
+    if eqn.primitive.name not in _CALLS_OF_ONE_BODY:
         return None
     body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
     return getattr(body, "jaxpr", body)

@@ -12,7 +12,7 @@ from spmdctx.context.layers import AutoParallelContext, check_consistency, devic
 from spmdctx.errors import ContextError
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.devices import backend_of, default_topology
-from spmdctx.machine.topology import as_asked
+from spmdctx.machine.topology import Preferences, as_asked
 from spmdctx.trace.scope.settings import Settings, StepOptions
 
 _GPUS = ("h100", "h200", "a100")
@@ -81,7 +81,7 @@ def environment(options: StepOptions, context: AutoParallelContext) -> Environme
         context=context,
         num_devices=count,
         mesh=mesh,
-        topology=as_asked(chosen, context.allows_all_to_all, context.gradient_fp32_sync),
+        topology=as_asked(chosen, Preferences(context.allows_all_to_all, context.gradient_fp32_sync)),
         memory_bytes=options.memory_bytes,
         max_mesh_axes=options.max_mesh_axes,
         strict=options.strict,

@@ -97,7 +97,11 @@ def test_signals_are_forwarded(number):
         "print('ready', flush=True); time.sleep(60)"
     )
     launcher = subprocess.Popen(
-        [sys.executable, "-c", f"from spmdctx.launch import Job, run_job; print(run_job(Job(['-c', {code!r}], 2)), flush=True)"],
+        [
+            sys.executable,
+            "-c",
+            f"from spmdctx.communication.launch import Job, run_job; print(run_job(Job(['-c', {code!r}], 2)), flush=True)",
+        ],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -115,10 +119,12 @@ def test_signals_are_forwarded(number):
 
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(tmp_path):
     child = (
-        "import os, time; from spmdctx.communication.launcher import die_with_launcher; die_with_launcher(os.environ)\n"
+        "import os, time; from spmdctx.communication.parent import die_with_launcher; die_with_launcher(os.environ)\n"
         f"open({str(tmp_path / 'child')!r} + os.environ['SPMDCTX_PROCESS_ID'], 'w').write(str(os.getpid())); time.sleep(60)"
     )
-    launcher = subprocess.Popen([sys.executable, "-c", f"from spmdctx.launch import Job, run_job; run_job(Job(['-c', {child!r}], 2))"])
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"from spmdctx.communication.launch import Job, run_job; run_job(Job(['-c', {child!r}], 2))"]
+    )
     files = [tmp_path / f"child{number}" for number in range(2)]
     assert wait_until(lambda: all(path.exists() and path.read_text() for path in files), 60)
     pids = [int(path.read_text()) for path in files]

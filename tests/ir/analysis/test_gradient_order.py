@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import spmdctx
 from spmdctx.ir.analysis.gradient_order import carriers, gradient_order
-from spmdctx.step.planning import planner
+from spmdctx.ir.graph import Role
+from spmdctx.step.planning import assemble, planner
 from tests.road import trace
 from tests.zoo import UNSPLIT, case
 
@@ -50,6 +53,15 @@ def test_gradients_are_ordered_by_first_use_whatever_the_optimizer(name):
     weights, x = arguments()
     found = paths(step, (weights, optimizer.init(weights)), x)
     assert [path.rpartition("/")[2] for path in found] == ["early", "late", "bias"]
+
+
+@pytest.mark.parametrize("prepared", [lambda one: checkpoint_name(one, "weight"), jnp.copy, lambda one: lax.reduce_precision(one, 8, 7)])
+def test_names_copies_and_roundings_before_the_forward_pass_are_no_use(prepared):
+    def step(weights, x):
+        return jax.tree.map(jnp.subtract, weights, jax.grad(lambda given: loss(jax.tree.map(prepared, given), x))(weights))
+
+    graph = trace(step, *arguments(), roles=[Role.PARAMETER] * 3 + [Role.BATCH], carried=[(0, 0), (1, 1), (2, 2)]).graph
+    assert [one.path for one in gradient_order(graph)] == ["leaf1", "leaf2", "leaf0"]
 
 
 def test_casts_before_the_forward_pass_are_no_use():
@@ -125,7 +137,8 @@ def test_buckets_that_find_no_gradient_are_said_to_have_no_effect():
 
 def test_gradients_that_nothing_groups_are_found_when_they_are_read(monkeypatch):
     calls = []
-    monkeypatch.setattr(planner, "gradient_order", lambda graph: calls.append(graph) or gradient_order(graph))
+    for module in (planner, assemble):
+        monkeypatch.setattr(module, "gradient_order", lambda graph: calls.append(graph) or gradient_order(graph))
 
     def step(weights, x):
         return jax.tree.map(lambda one, more: one - more, weights, jax.grad(loss)(weights, x))

@@ -14,6 +14,7 @@ import spmdctx
 from spmdctx.audit import audit_program
 from spmdctx.lowering.rewrite.buckets import Sum, tie_buckets
 from spmdctx.lowering.rewrite.equations import variables
+from spmdctx.machine.xla.collectives.ways import WAYS
 from spmdctx.models import UNSPLIT, abstract_program
 from tests.audit.compile_only import need_gpu, need_tpu
 from tests.lowering.gradients import arguments, combined, step
@@ -51,7 +52,7 @@ def audit_of_twelve_in_buckets(backend, function, args):
     compiled = parallel.lower(*args).compile()
     assert len(plan.gradients) == 12
     assert reduced(compiled) == by_bucket(plan)
-    return audit_program(plan, compiled)
+    return audit_program(plan, compiled, WAYS)
 
 
 @pytest.mark.parametrize("option", INDEX)
@@ -63,7 +64,7 @@ def test_twenty_gradients_are_reduced_in_exactly_the_three_buckets(backend, opti
     assert [(one.path, one.bucket) for one in plan.gradients] == [(f"weights/{n}", (n >= 3) + (n >= 10)) for n in range(20)]
     compiled = parallel.lower(*arguments()).compile()
     assert reduced(compiled) == by_bucket(plan)
-    report = audit_program(plan, compiled)
+    report = audit_program(plan, compiled, WAYS)
     assert report.ok, str(report)
 
 

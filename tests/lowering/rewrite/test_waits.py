@@ -72,13 +72,13 @@ def test_what_is_made_inside_of_a_call_is_named():
 
 PEAKS = """
 from benchmarks import fidelity_plans
-from spmdctx.search import memory_early
+from spmdctx.cost.memory import early_updates
 
 name = "transformer sharding_propagation 2x4 none seed 3"
 fidelity_plans.SEEDS = (3,)
 job = next(job for job in fidelity_plans.jobs("v5e:2x4") if fidelity_plans.name_of(job) == name)
-for least in (memory_early._LEAST_SAVED, 2.0):
-    memory_early._LEAST_SAVED = least
+for least in (early_updates._LEAST_SAVED, 2.0):
+    early_updates._LEAST_SAVED = least
     built = fidelity_plans.build(job)
     memory = built.lowered.compile().memory_analysis()
     notes = [note for note in built.plan.notes if note.startswith("The rest of the step waits for") and "head" in note]

@@ -199,7 +199,7 @@ def test_what_the_old_format_cannot_hold_is_named_and_the_new_one_holds_it(tmp_p
     plan.save_mindspore(tmp_path / "s.json", several_axes=True)
     entry = json.loads((tmp_path / "s.json").read_text())["parallel_layout_item"]["state.layers.0.w"]
     assert entry["tensor_map"] == [-1, [0, 2]]
-    strategy = read_strategy(tmp_path / "s.json")
+    strategy = read_strategy(tmp_path / "s.json", Plan)
     assert strategy.layouts["state.layers.0.w"].tensor_map == ((), (0, 2))
 
 
@@ -211,7 +211,7 @@ def test_the_suffix_must_say_json(tmp_path):
 def test_what_a_file_holds_decides_how_it_is_read(tmp_path):
     small_plan().save(tmp_path / "plan.json")
     small_plan().save_mindspore(tmp_path / "new" / "strategy.json")
-    assert read_strategy(tmp_path / "plan.json") == small_plan()
-    assert isinstance(read_strategy(tmp_path / "new" / "strategy.json"), MindSporeStrategy)
+    assert read_strategy(tmp_path / "plan.json", Plan) == small_plan()
+    assert isinstance(read_strategy(tmp_path / "new" / "strategy.json", Plan), MindSporeStrategy)
     with pytest.raises(PlanFormatError, match="which holds layouts and no plan"):
         Plan.load(tmp_path / "new" / "strategy.json")

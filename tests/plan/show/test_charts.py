@@ -8,6 +8,7 @@ import pytest
 
 from spmdctx.ir.collective import Cause, CauseForm, Collective
 from spmdctx.plan.file import parse_plan, plan_json
+from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.charts import HEIGHT, WIDTH, Mark, area_chart, scatter_chart, thinned
 from spmdctx.plan.show.page_charts import memory_chart, time_bands, time_parts
 from tests.plan import small_plan
@@ -75,7 +76,7 @@ def test_reworded_causes_make_the_same_parts(monkeypatch):
 
 def test_a_plan_file_keeps_what_the_parts_are_told_apart_by():
     plan = small_plan()
-    assert time_parts(parse_plan(plan_json(plan), "text")) == time_parts(plan)
+    assert time_parts(parse_plan(plan_json(plan), "text", Plan)) == time_parts(plan)
 
 
 def test_time_is_told_apart_by_cause_and_axes():

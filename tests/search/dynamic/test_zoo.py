@@ -21,8 +21,8 @@ from spmdctx.search.dynamic.results import DynamicOptions
 from spmdctx.search.dynamic.searcher import Searcher
 from spmdctx.search.setup.request import Setup
 from spmdctx.trace.build.build import Argument, build
-from spmdctx.trace.capture.capture import capture
 from tests.oracles.exhaustive import exhaustive
+from tests.trace.capture import capture
 from tests.zoo import CASES, UNSPLIT
 
 MODELS = ("mlp", "tied", "gnn", "moe", "lstm")

@@ -57,7 +57,7 @@ def _counted_and_billed(program, mesh, machine, times):
     searcher = Searcher(step, machine, DynamicOptions())
     scale_s = searcher.search(setup).cost_s
     tables, problem = searcher._problem_on(setup)
-    memory = step_memory(step.graph, step.scopes, step.donated, fuses_into_products=machine.fuses_into_products)
+    memory = step_memory(step.graph, step.scopes, step.donated, fuses_into_products=machine.compiler.fuses_into_products)
     passing = dict.fromkeys(one for time in range(len(step.graph.ops)) for one in passing_at(tables.network, memory, time))
     limited = with_memory(tables, problem, memory, np.inf, passing)
     for seed in range(times):

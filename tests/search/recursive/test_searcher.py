@@ -71,7 +71,7 @@ def test_the_log_of_the_guide(caplog):
     caplog.set_level(logging.INFO, logger="spmdctx")
     guide(0.01)
     lines = [record.getMessage() for record in caplog.records]
-    assert re.fullmatch(r"Round 1: dot_general '.*' \(test_recursive.py:\d+ \(multiply\)\), i=128, k=64, j=64", lines[0])
+    assert re.fullmatch(r"Round 1: dot_general '.*' \(test_searcher.py:\d+ \(multiply\)\), i=128, k=64, j=64", lines[0])
     assert lines[1:] == [
         "If the I-axis is cut, the op-cost is 20.48, the rest-cost is 0, and the total cost is 20.48",
         "If the J-axis is cut, the op-cost is 4096, the rest-cost is 0, and the total cost is 4096",
@@ -217,7 +217,7 @@ def test_the_budget_that_is_named_is_met():
         return jnp.sum(jnp.tanh(x @ weights["a"]) @ weights["b"])
 
     step = two, {"a": shape(64, 96), "b": shape(96, 32)}, shape(24, 64)
-    with pytest.raises(InfeasibleError, match=r"(?m)where: +\w+ \(test_recursive.py") as caught:
+    with pytest.raises(InfeasibleError, match=r"(?m)where: +\w+ \(test_searcher.py") as caught:
         plan(*step, topology="cpu", memory_bytes=1)
     named = int(re.search(r"memory_bytes >= (\d+)", str(caught.value)).group(1))
     assert plan(*step, topology="cpu", memory_bytes=named).cost.memory_bytes <= named

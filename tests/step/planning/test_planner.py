@@ -21,9 +21,9 @@ from spmdctx.rules import registry, replicate
 from spmdctx.search.setup import modes
 from spmdctx.shard.decorate import shard
 from spmdctx.step.planning.planner import plan_program
-from spmdctx.trace.capture.capture import capture
 from spmdctx.trace.scope.settings import Settings
 from tests.road import CPU, MESH
+from tests.trace.capture import capture
 
 X = jnp.ones((32, 64))
 PARAMETERS = {"up": jnp.ones((64, 128)) / 64, "down": jnp.ones((128, 64)) / 128}

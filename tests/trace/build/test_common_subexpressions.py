@@ -6,6 +6,7 @@ import pytest
 
 import spmdctx
 from spmdctx.audit import audit_text
+from spmdctx.machine.xla.collectives.ways import WAYS
 from tests.audit.compile_only import need_tpu
 from tests.road import ops, run, trace
 
@@ -114,7 +115,7 @@ def test_on_tpu_what_is_planned_of_a_step_with_copies_is_what_is_compiled(search
     batch = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
     options = {"devices": devices, "topology": "tpu-v5e", "parallel_mode": "auto_parallel", "search_mode": search}
     run = spmdctx.parallel(step, donate_argnums=0, **options)
-    report = audit_text(run.plan(weights, batch), run.lower(weights, batch).compile().as_text())
+    report = audit_text(run.plan(weights, batch), run.lower(weights, batch).compile().as_text(), WAYS)
     assert not report.missing
     assert not report.unplanned
     assert report.planned_bytes == report.compiled_bytes > 0

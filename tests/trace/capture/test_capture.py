@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 from spmdctx.errors import ContextError, UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.trace.build.build import Argument, build
-from spmdctx.trace.capture.capture import capture
+from tests.trace.capture import capture
 
 PARAMS = {"w": jnp.ones((4, 4)), "b": jnp.zeros(4)}
 BATCH = {"x": jnp.ones((8, 4)), "y": jnp.ones((8, 4))}

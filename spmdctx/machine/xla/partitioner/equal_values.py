@@ -1,7 +1,14 @@
-"""What the partitioner would do with a value for the sake of one of its readers, at the cost of the others.
+"""The partitioner makes equal values one, and gives one reader what another asks for.
 
-XLA makes equal equations one before it splits anything, and hands what one reader asks for on to the others that have no constraint
-between them and the value (Shardy, jax 0.10.2).
+What XLA does: it makes equal equations one before it splits anything. It hands what one reader asks for on to all others that have no
+    constraint between them and the value. A first power, as in Adam's first moment, is equal to its operand. Values that depend on no
+    input are written once for each reader, unless they are constrained.
+Seen in: Shardy, jax 0.10.2, v5e:2x4 (libtpu 0.0.42): in 120 plans, 80 of them of random pins, 3534 MiB of collectives that nobody had
+    planned became 246. Five random plans of a Llama for 8 x H100: 156 MiB became none.
+Switch: none: all backends
+Priced by: nothing
+Written or prevented by: lowering.rewrite.rewriter, which constrains all of them.
+Checked by: tests/machine/xla/partitioner/test_equal_values.py, benchmarks/fidelity_plans.py
 """
 
 from __future__ import annotations
@@ -9,12 +16,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from spmdctx.ir.graph import LITERAL, Graph, Op
-from spmdctx.ir.primitives import MARKER
+from spmdctx.ir.primitives import IDENTITIES
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import Assignment
 from spmdctx.rules.elementwise import ELEMENTWISE
-
-IDENTITIES = frozenset({"sharding_constraint", "reshard", MARKER})
 
 _REPEATED = ELEMENTWISE | {"iota", "broadcast_in_dim", "slice"}
 """What the partitioner writes once more for each reader, where it is made of no input."""

@@ -1,8 +1,12 @@
-"""Which slices of a tensor are computed once more, from slices of what it is made of.
+"""The partitioner makes all of a constrained tensor for whoever wants a slice of it.
 
-A tensor that element-wise ops compute only on the way into other ops is priced as if each reader computed it for itself
-(`machine.xla.fusion`). A constraint on it would make it exist: XLA (libtpu 0.0.42) then writes all of it for whoever wants a slice,
-converted values in their wider type. So its readers' slices are made from slices of its operands.
+What XLA does: a tensor that element-wise ops compute only on the way into other ops is priced as if each reader computed it for itself
+    (`machine.xla.fusion`). A constraint makes it exist: XLA then writes all of it, converted values in their wider type.
+Seen in: libtpu 0.0.42. How much that costs: not measured.
+Switch: none: all backends
+Priced by: nothing
+Written or prevented by: lowering.rewrite.rewriter makes the readers' slices from slices of the operands.
+Checked by: tests/machine/xla/partitioner/test_recompute.py
 """
 
 from __future__ import annotations

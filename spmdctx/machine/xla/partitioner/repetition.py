@@ -1,8 +1,13 @@
-"""Which operands are repeated along dimensions of size 1 for readers that split those dimensions differently.
+"""The partitioner gathers an operand that was repeated for readers which split it differently.
 
-XLA repeats an operand once for all equations that want the same shape, splits the result as one of them does, and then gathers it
-for the others: a tensor that never was on the way between devices. So such operands are repeated by equations of their own, whole
-along the dimensions that are repeated, and each reader slices what it takes.
+What XLA does: it repeats an operand once for all equations that want the same shape, splits the result as one of them does, and then
+    gathers it for the others: a tensor that never was on the way between devices.
+Seen in: libtpu 0.0.42, v5p, LLaMA2-70B on 8 devices: one float32 all_gather of 512 MiB that was not planned (2.6 ms).
+Switch: none: all backends
+Priced by: nothing
+Written or prevented by: lowering.rewrite.rewriter, lowering.rewrite.block: such operands are repeated by equations of their own, whole
+    along the dimensions that are repeated, and each reader slices what it takes.
+Checked by: tests/machine/xla/partitioner/test_repetition.py
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import spmdctx
 from spmdctx.audit import audit_text
 from spmdctx.ir.sharding import Assignment
+from spmdctx.machine.xla.collectives.ways import WAYS
 from spmdctx.machine.xla.partitioner.equal_values import equal_values, free_values, moved_values
 from tests.audit.compile_only import need_tpu
 from tests.road import ops, spread, trace
@@ -139,5 +140,5 @@ def test_equal_values_are_split_as_each_reader_asks_and_nothing_else_is_moved(st
     run = spmdctx.parallel(
         lambda *x: step(at, *x), mesh=mesh, topology="tpu-v5e", parallel_mode="auto_parallel", search_mode="sharding_propagation"
     )
-    report = audit_text(run.plan(*arguments), run.lower(*arguments).compile().as_text())
+    report = audit_text(run.plan(*arguments), run.lower(*arguments).compile().as_text(), WAYS)
     assert (report.unplanned_bytes, report.found_bytes) == (0, report.planned_bytes)

@@ -15,7 +15,7 @@ from spmdctx.search.solver.problem.reproducible import dot, length, power, weigh
 
 PROGRAM = """
 import numpy as np
-from spmdctx.search.solver.reproducible import dot, length, weight
+from spmdctx.search.solver.problem.reproducible import dot, length, weight
 
 rng = np.random.default_rng(0)
 for size in (3, 17, 400, 1688):

@@ -62,15 +62,14 @@ class Columns:
         places: tuple[ArrayLike, ArrayLike],
         operands: Sequence[tuple[int, ...]],
         results: Sequence[tuple[int, ...]],
-        tensors: Sequence[Tensor],
-        tensor_of: Sequence[int],
+        tensors: tuple[Sequence[Tensor], Sequence[int]],
     ) -> None:
-        """`places` are `repeats` and `scopes`; `tensors` are what the values may be, `tensor_of` says which of them each is."""
+        """`places` are `repeats` and `scopes`; `tensors` are what the values may be, and which of them each value is."""
         self.kinds, self.kind_of = kinds, np.array(kind_of, dtype=np.int64)
         self.repeats, self.scopes = (np.array(own, dtype=np.int64) for own in places)
         self.operands, self.results = operands, results
-        self._measure(tensors, tensor_of)
-        self._lay_out(len(tensor_of))
+        self._measure(*tensors)
+        self._lay_out(len(tensors[1]))
 
     def _measure(self, tensors: Sequence[Tensor], tensor_of: Sequence[int]) -> None:
         counts = np.array([*map(_count, tensors), 0], dtype=np.int64)

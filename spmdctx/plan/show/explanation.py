@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from spmdctx.ir.mesh import axes_of
-from spmdctx.plan.explain import Explanation, Instead, OpExplanation, TensorExplanation
+from spmdctx.plan.data import PlanData, Reshard
+from spmdctx.plan.explain import ExplanationData, Instead, OpExplanation, TensorExplanation
 from spmdctx.plan.groups import by_cause
-from spmdctx.plan.plan import Plan, Reshard
 from spmdctx.wording import TIMES, bytes_text, counted, place_text, seconds_text, split_text, tensor_text
 
 MAX_USES = 6
@@ -15,12 +16,15 @@ MAX_ALTERNATIVES = 4
 MAX_OPS = 12
 
 
-def explanation_text(explanation: Explanation) -> str:
-    """All lines of an explanation."""
-    return "\n".join(_lines(explanation))
+@dataclass(frozen=True, slots=True)
+class Explanation(ExplanationData):
+    """What `Plan.explain` found; it prints itself."""
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
 
 
-def _lines(explanation: Explanation) -> Iterator[str]:
+def _lines(explanation: ExplanationData) -> Iterator[str]:
     if not explanation:
         yield f"Nothing in the plan matches {explanation.pattern!r}."
         some = [tensor.path for tensor in explanation.plan.inputs[:3]]
@@ -38,7 +42,7 @@ def _lines(explanation: Explanation) -> Iterator[str]:
             yield f"  {payload}, {seconds_text(group.time_s)}: {group.cause} ({place_text(group.source)})"
 
 
-def _tensor_lines(one: TensorExplanation, plan: Plan) -> Iterator[str]:
+def _tensor_lines(one: TensorExplanation, plan: PlanData) -> Iterator[str]:
     count = f"  {TIMES}{len(one.paths)}" if len(one.paths) > 1 else ""
     yield f"{one.pattern}{count}"
     local = bytes_text(one.tensor.local_bytes(plan.logical_mesh))
@@ -50,7 +54,7 @@ def _tensor_lines(one: TensorExplanation, plan: Plan) -> Iterator[str]:
     yield ""
 
 
-def story(one: TensorExplanation, plan: Plan) -> Iterator[tuple[str, str]]:
+def story(one: TensorExplanation, plan: PlanData) -> Iterator[tuple[str, str]]:
     """Why a tensor is split as it is, who reads and writes it, and what moves: labels and texts."""
     yield "because", one.tensor.reason or f"{plan.assignment.mode} found it"
     for label, writes in (("read", False), ("written", True)):

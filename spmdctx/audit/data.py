@@ -1,0 +1,114 @@
+"""The figures of an audit: its rows, its totals, and the verdict that follows from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spmdctx.audit.collectives import CompiledCollective
+from spmdctx.ir.collective import Collective
+from spmdctx.ir.sharding import AxisNames
+
+MIN_FOUND_SHARE = 0.95
+MAX_UNPLANNED_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow:
+    """All collectives of one kind over the same axes: executions and bytes in a step, planned, found, compiled.
+
+    `compiled_bytes` is what realises the planned ones, whatever its kind; `ways` says how; `unplanned_*` is what the plan
+    does not know of.
+    """
+
+    kind: str
+    axes: AxisNames
+    planned_count: int
+    planned_bytes: int
+    found_count: int
+    found_bytes: int
+    compiled_bytes: int
+    unplanned_count: int
+    unplanned_bytes: int
+    ways: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes on one device: the plan's estimate, and what the compiler reserved.
+
+    `peak_bytes` is the compiler's own figure, or the sum, shared buffers counted once, where it has none.
+    """
+
+    planned_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditData:
+    """The figures of an audit: planned against compiled, row by row, and what differs."""
+
+    rows: tuple[AuditRow, ...]
+    missing: tuple[Collective, ...]
+    unplanned: tuple[CompiledCollective, ...]
+    memory: MemoryUse | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes the plan communicates in a step, per device."""
+        return sum(row.planned_bytes for row in self.rows)
+
+    @property
+    def found_bytes(self) -> int:
+        """Of these, the bytes found in the compiled program."""
+        return sum(row.found_bytes for row in self.rows)
+
+    @property
+    def unplanned_bytes(self) -> int:
+        """Compiled bytes that the plan does not know of."""
+        return sum(row.unplanned_bytes for row in self.rows)
+
+    @property
+    def compiled_bytes(self) -> int:
+        """All bytes that the compiled program communicates in a step, per device."""
+        return sum(row.compiled_bytes + row.unplanned_bytes for row in self.rows)
+
+    @property
+    def found_share(self) -> float:
+        """Share of the planned bytes that was found; 1 where nothing was planned."""
+        return self.found_bytes / self.planned_bytes if self.planned_bytes else 1.0
+
+    @property
+    def unplanned_share(self) -> float:
+        """Share of the compiled bytes that the plan does not know of; 0 where nothing is communicated."""
+        return self.unplanned_bytes / self.compiled_bytes if self.compiled_bytes else 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the compiled program is what the plan says, within the limits above."""
+        return self.found_share >= MIN_FOUND_SHARE and self.unplanned_share <= MAX_UNPLANNED_SHARE
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "ok": self.ok,
+            "planned_bytes": self.planned_bytes,
+            "found_bytes": self.found_bytes,
+            "compiled_bytes": self.compiled_bytes,
+            "unplanned_bytes": self.unplanned_bytes,
+            "rows": [asdict(row) for row in self.rows],
+            "missing": [asdict(one) for one in self.missing],
+            "unplanned": [asdict(one) for one in self.unplanned],
+            "memory": asdict(self.memory) if self.memory else None,
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)

@@ -1,0 +1,59 @@
+"""Walks along chains of ops: from a value to those computed from it, or to those it is computed from.
+
+A walk that meets more than `LONGEST` values is cut, so that its time is bounded. The caller decides what a cut walk means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from spmdctx.ir.graph import Graph, Op
+
+LONGEST = 512
+"""The most values that a walk meets. The longest chains that XLA fuses, updates of optimizers, have some hundred."""
+
+
+class Walk:
+    """Meets each value once: iterating yields one after the other, and `reach` adds those that the last one leads to.
+
+    Attributes:
+        met: the values so far, in the order in which they were reached.
+        is_cut: whether the walk ended because there were too many.
+    """
+
+    def __init__(self, starts: Iterable[int], longest: int = LONGEST) -> None:
+        self.met: dict[int, None] = dict.fromkeys(starts)
+        self.is_cut = False
+        self._left, self._longest = list(self.met), longest
+
+    def __iter__(self) -> Iterator[int]:
+        while self._left and not self.is_cut:
+            yield self._left.pop()
+
+    def reach(self, values: Iterable[int]) -> None:
+        """Adds values to the walk, but for those that it has met."""
+        for value in values:
+            if value in self.met:
+                continue
+            if len(self.met) >= self._longest:
+                self.is_cut = True
+                return
+            self.met[value] = None
+            self._left.append(value)
+
+
+def ends_below(graph: Graph, walk: Walk, passes: Sequence[bool]) -> Iterator[tuple[int, Op]]:
+    """Walks down through the ops that `passes` names, and yields the other readers of each value, with the value.
+
+    Args:
+        graph: the step.
+        walk: where the walk starts.
+        passes: per op whether the walk goes on to its results.
+    """
+    readers = graph.readers
+    for value in walk:
+        for op in readers[value]:
+            if passes[op.id]:
+                walk.reach(op.results)
+            else:
+                yield value, op

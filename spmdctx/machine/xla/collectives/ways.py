@@ -1,0 +1,33 @@
+"""XLA writes some planned collectives as other ones, or in another type.
+
+What XLA does: every backend may write a reduce_scatter as an all_reduce and a slice. TPU scatters some tensors in pieces that overlap by an
+    eighth, and then passes the overlaps on; it gathers small tensors by reducing shards padded with zeros; and it gathers float32 as
+    bfloat16 where only its matrix unit reads the result. CPU communicates bfloat16 as float32.
+Seen in: jax 0.10.2, libtpu 0.0.42 for v5e:2x4, CUDA plugin 0.10.2 for 8 x H100, and CPU. How often: not measured.
+Switch: none: all backends
+Priced by: machine.xla.reductions and machine.xla.narrowing tell which of these are foreseen; the others are not priced.
+Written or prevented by: nothing; audit.match finds them.
+Checked by: tests/audit/test_match.py, tests/audit/test_collectives_tpu.py, benchmarks/fidelity.py
+"""
+
+from __future__ import annotations
+
+from spmdctx.ir.collective import AS_PLANNED, COLLECTIVE_KINDS, Way
+
+SLICED = "all_reduce and slice"
+WIDENED = "float32 for bfloat16"
+NARROWED = "bfloat16 for float32"
+
+WAYS: tuple[Way, ...] = (
+    *(Way(kind, kind, 1.0, (), AS_PLANNED) for kind in COLLECTIVE_KINDS),
+    Way("reduce_scatter", "all_reduce", 1.0, (), SLICED),
+    # TPU scatters some tensors in pieces that overlap by an eighth, and then passes the overlaps on.
+    Way("reduce_scatter", "reduce_scatter", 1.125, (), "reduce_scatter of longer pieces"),
+    # TPU gathers small tensors by reducing them, each device's shard padded with zeros.
+    Way("all_gather", "all_reduce", 1.0, (), "all_reduce of padded shards"),
+    # CPU communicates bfloat16 as float32; TPU gathers float32 as bfloat16 where only its matrix unit reads the result.
+    *(Way(kind, kind, 2.0, ("float32",), WIDENED) for kind in COLLECTIVE_KINDS),
+    Way("reduce_scatter", "all_reduce", 2.0, ("float32",), f"{SLICED}, {WIDENED}"),
+    *(Way(kind, kind, 0.5, ("bfloat16", "float16"), NARROWED) for kind in COLLECTIVE_KINDS),
+)
+"""How a planned collective may appear in a compiled program, one for one; the first that fits counts."""

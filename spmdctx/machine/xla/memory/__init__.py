@@ -1,0 +1,1 @@
+"""What XLA keeps on the chip, and how its scheduler is held to a limit."""
