@@ -1,4 +1,4 @@
-"""What is not public in JAX or Flax, or differs between their versions: the only file that may name such things."""
+"""Names that are not public in JAX or Flax, or differ between their versions; no other file may use them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax.extend.core as jexc
 
 
 def x64_is_on() -> bool:
-    """Whether 64-bit types are enabled here; the type stubs of `jax.config` know its flags in some versions only."""
+    """Returns whether 64-bit types are enabled; the type stubs of `jax.config` know its flags in some versions only."""
     config: Any = jax.config
     return bool(config.jax_enable_x64)
 
 
 class KeyValueStore:
-    """What processes tell each other beside their computation: strings by key, kept by process 0."""
+    """A store through which processes exchange strings by key besides their computation; process 0 keeps it."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -30,7 +30,7 @@ class KeyValueStore:
         self._client.key_value_delete(key)
 
     def get(self, key: str, timeout_s: float) -> str | None:
-        """What a process has told, waited for; None where it does not come."""
+        """Waits for a string that another process sets; returns None if it does not come in time."""
         try:
             return str(self._client.blocking_key_value_get(key, int(1000 * timeout_s)))
         except jax.errors.JaxRuntimeError as error:
@@ -40,26 +40,26 @@ class KeyValueStore:
 
 
 def key_value_store() -> KeyValueStore:
-    """That of `jax.distributed`, whose client JAX shows in a private module only."""
+    """Returns the store of `jax.distributed`, whose client is only in a private module of JAX."""
     from jax._src import distributed
 
     return KeyValueStore(distributed.global_state.client)
 
 
 def has_used_devices() -> bool:
-    """Whether JAX has started on its devices, after which no job can be joined."""
+    """Returns whether JAX has started to use its devices, after which it cannot join a job."""
     from jax._src import xla_bridge
 
     return bool(xla_bridge.backends_are_initialized())
 
 
 def is_compile_only(device: Any) -> bool:
-    """Whether a device is a description to compile for; JAX has no public way to ask, and fails late when it is used."""
+    """Returns whether a device is only a description to compile for; JAX has no public test, and fails late when it is used."""
     return "CompileOnly" in type(getattr(device, "client", None)).__name__
 
 
 class JitOptions(NamedTuple):
-    """What the user told `jax.jit` or `nnx.jit` about the arguments of the function."""
+    """The options for arguments that the user gave to `jax.jit` or `nnx.jit`."""
 
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
@@ -68,14 +68,14 @@ class JitOptions(NamedTuple):
 
 
 def is_jitted(fn: Any) -> bool:
-    """Whether `fn` is a function of `jax.jit`; their type has no public name, their methods are public."""
+    """Returns whether `fn` is a function of `jax.jit`; their type has no public name, but their methods are public."""
     return all(hasattr(fn, name) for name in ("__wrapped__", "clear_cache", "trace", "lower"))
 
 
 def unwrap_jit(fn: Callable[..., Any]) -> tuple[Callable[..., Any], JitOptions]:
-    """The function under `jax.jit` or `nnx.jit` and its options; other functions come back as they are.
+    """Returns the function under `jax.jit` or `nnx.jit` and its options; other functions come back as they are.
 
-    A jitted function with shardings comes back as it is too: its trace holds the shardings, which are pins.
+    A jitted function with shardings also comes back as it is, since its trace holds the shardings, which are pins.
     """
     jitted = fn if is_jitted(fn) else _nnx_jitted(fn)
     if jitted is None:
@@ -91,14 +91,14 @@ def unwrap_jit(fn: Callable[..., Any]) -> tuple[Callable[..., Any], JitOptions]:
 
 
 def _nnx_jitted(fn: Any) -> Any | None:
-    """The jitted function inside `nnx.jit`'s wrapper, which keeps the options; None for other functions."""
+    """Returns the jitted function inside `nnx.jit`'s wrapper, which keeps the options, or None for other functions."""
     if not type(fn).__module__.startswith("flax.nnx") or not hasattr(fn, "__wrapped__"):
         return None
     return getattr(fn, "jitted_fn", None)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are constants of its body, and how many are carried; the rest are scanned."""
+    """Returns how many operands of a scan are constants of its body, and how many are carried; the rest are scanned."""
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
     # After 0.10 JAX replaced the two numbers by a tree of the operands.
@@ -107,9 +107,9 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def without_high_primitives(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
-    """The program with every `hijax` primitive replaced by what it does; source lines and name scopes stay.
+    """Replaces every `hijax` primitive of a program by what it does; source lines and name scopes stay.
 
-    JAX does this where it lowers, and has no public way to ask for it before.
+    JAX does this when it lowers, and has no public way to request it earlier.
     """
     # After 0.10 JAX made one of a function of its own (jnp.searchsorted); before, they were only those that users write.
     if not getattr(jaxpr.jaxpr, "is_high", False):

@@ -1,4 +1,4 @@
-"""What users call: `parallel`, `plan`, and what they call inside a step."""
+"""The functions that users call: `parallel`, `plan`, and those for use inside a step."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def parallel(fn: Callable[..., Any] | None = None, **options: Any) -> ParallelSt
 
     Args:
         fn: a function, a method, or a function of jax.jit or nnx.jit.
-        options: every option of the context, which then holds for this step whatever the context says, and:
+        options: every option of the context, which for this step overrides the context, and:
             devices: real, virtual or compile-only devices; default `jax.devices()`.
             mesh: a Mesh, an AbstractMesh or {"axis": size}.
             topology: "tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu" or a Topology; default that of the devices.
             memory_bytes: budget per device.
-            max_mesh_axes: the most axes (1 to 3) of a mesh that dynamic_programming tries; by default 3 for small programs and 2 else.
-            strict: refuse primitives without a sharding rule, which otherwise are computed whole on every device.
+            max_mesh_axes: the most axes (1 to 3) of a mesh that dynamic_programming tries; default 3 for small programs, else 2.
+            strict: refuse primitives without a sharding rule; otherwise every device computes them whole.
             batch_argnums, batch_argnames: the batch arguments; found by default.
             donate_argnums, donate_argnames: arguments whose memory the step may reuse; none by default.
             static_argnums, static_argnames: compile-time constants.
             layerwise_parallel: path patterns of parameters that stay split in hybrid_parallel.
 
     Raises:
-        ContextError: an unknown option or a bad value.
-        TypeError: a value of a wrong type.
+        ContextError: an option is unknown or a value is bad.
+        TypeError: a value has a wrong type.
     """
     if fn is None:
         return functools.partial(parallel, **options)

@@ -4,16 +4,16 @@
     ├── SpmdctxError
     │   ├── ContextError (ValueError)         an option, or options that contradict each other
     │   ├── StrategyError (ValueError)        a strategy that does not fit its tensor, op or mesh
-    │   ├── UnsupportedError (NotImplementedError)   what the program does not do, by name
-    │   ├── CommunicationError (RuntimeError) communication before init, or that does not come about
+    │   ├── UnsupportedError (NotImplementedError)   a feature that is not supported, named
+    │   ├── CommunicationError (RuntimeError) communication before init, or that cannot be established
     │   ├── InfeasibleError (RuntimeError)    no plan satisfies a constraint, which is named
     │   ├── CheckpointError (ValueError)      a checkpoint that is missing, damaged, or holds another state
     │   └── PlanError (ValueError)
-    │       ├── PlanFormatError               a file that is no plan, or a plan of another version
+    │       ├── PlanFormatError               a file that is not a plan, or a plan of another version
     │       └── PlanMismatchError             a plan for another program, mesh or context
     └── ContextWarning (UserWarning)          an option that has no effect where it is set
 
-Values of a wrong type raise the built-in `TypeError`, laid out by `message` too.
+Values of a wrong type raise the built-in `TypeError`, with a message laid out in the same way.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Message(str):
 
 
 def message(summary: str, *, where: str = "", got: str = "", need: str = "", fix: str = "") -> Message:
-    """Lays out one error: a sentence, then the known ones of where, got, need and fix, a line each."""
+    """Lays out an error: a sentence, then a line for each of where, got, need and fix that is given."""
     rows = [summary]
     for label, text in (("where", where), ("got", got), ("need", need), ("fix", fix)):
         if text:
@@ -84,7 +84,7 @@ def message(summary: str, *, where: str = "", got: str = "", need: str = "", fix
 
 
 class SpmdctxError(Exception):
-    """Root of the package's errors; `summary` is the first sentence, the rest are labelled lines."""
+    """The root of the package's errors; `summary` is the first sentence, and labelled lines follow."""
 
     def __init__(self, summary: str, *, where: str = "", got: str = "", need: str = "", fix: str = "") -> None:
         super().__init__(message(summary, where=where, got=got, need=need, fix=fix))
@@ -100,11 +100,11 @@ class StrategyError(SpmdctxError, ValueError):
 
 
 class UnsupportedError(SpmdctxError, NotImplementedError):
-    """Something the program does not support, named."""
+    """A feature that is not supported; the message names it."""
 
 
 class CommunicationError(SpmdctxError, RuntimeError):
-    """Communication that was not started, or that does not come about."""
+    """Communication that was not started, or that cannot be established."""
 
 
 class InfeasibleError(SpmdctxError, RuntimeError):
@@ -112,7 +112,7 @@ class InfeasibleError(SpmdctxError, RuntimeError):
 
 
 class CheckpointError(SpmdctxError, ValueError):
-    """A checkpoint that is missing, damaged, or holds another state than is asked for; the file or the leaf is named."""
+    """A checkpoint that is missing, damaged, or holds another state than requested; the message names the file or the leaf."""
 
 
 class PlanError(SpmdctxError, ValueError):
@@ -120,7 +120,7 @@ class PlanError(SpmdctxError, ValueError):
 
 
 class PlanFormatError(PlanError):
-    """A file that is no plan, is damaged, or has another format version."""
+    """A file that is not a plan, is damaged, or has another format version."""
 
 
 class PlanMismatchError(PlanError):
@@ -128,4 +128,4 @@ class PlanMismatchError(PlanError):
 
 
 class ContextWarning(UserWarning):
-    """An option that the mode ignores, or whose effect is not built yet."""
+    """An option that the mode ignores, or that has no effect yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from spmdctx.audit.groups import Span, read_span
 from spmdctx.audit.hlo import Instruction, Leaf, Module, read_module
@@ -29,6 +30,28 @@ _CALLED_BY = {"fusion": "calls", "call": "to_apply", "async-start": "calls", "cu
 _BRANCH_BODIES = ("branch_computations", "true_computation", "false_computation")
 
 
+OPEN_LOOP = "in a loop of unknown length"
+
+
+class Remarks(str):
+    """Remarks on a collective, printed one after the other; programs read `parts`."""
+
+    parts: tuple[str, ...]
+
+    def __new__(cls, *parts: str) -> Self:
+        """Joins remarks."""
+        self = super().__new__(cls, ", ".join(parts))
+        self.parts = parts
+        return self
+
+    def __getnewargs__(self) -> tuple[str, ...]:  # type: ignore[override]  # that of str holds one text
+        """Pickles the remarks."""
+        return self.parts
+
+
+_NO_REMARKS = Remarks()
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledCollective:
     """One tensor moved by a compiled collective.
@@ -46,7 +69,7 @@ class CompiledCollective:
     repeats: int
     source: str
     name: str
-    note: str = ""
+    note: Remarks = _NO_REMARKS
     summands: int = 1
 
     @property
@@ -118,7 +141,7 @@ class _Walk:
             for name in loop.callees(key):
                 # What was started before the loop goes on beside its turns.
                 for one in self.visit(Scope(self.module.computations[name]), set(fused)):
-                    yield _noted(one, "in a loop of unknown length") if count is None else replace(one, repeats=one.repeats * count)
+                    yield _noted(one, OPEN_LOOP) if count is None else replace(one, repeats=one.repeats * count)
 
     def read(self, kind: str, place: Place) -> Iterator[CompiledCollective]:
         span = self.span(place.instruction)
@@ -127,6 +150,7 @@ class _Walk:
         if kind == "all_reduce" and place.scope.computation.name.startswith("all-reduce-scatter"):
             kind = "reduce_scatter"
         own_source = self.module.source(place.instruction)
+        note = Remarks(span.note) if span.note else _NO_REMARKS
         made = list(self.tensors(kind, place))
         for one, leaf in made:
             payload = leaf.num_bytes * (span.group_size if kind == "all_gather" else 1)
@@ -134,7 +158,7 @@ class _Walk:
                 # A combined collective carries the line of one of its tensors only.
                 source = own_source if own_source and len(made) == 1 else find_source(one, self.module) or own_source
                 summands = terms(one, self.module) if kind in ("all_reduce", "reduce_scatter") else 1
-                yield CompiledCollective(kind, span.axes, payload, leaf.dtype, 1, source, place.instruction.name, span.note, summands)
+                yield CompiledCollective(kind, span.axes, payload, leaf.dtype, 1, source, place.instruction.name, note, summands)
 
     def tensors(self, kind: str, place: Place) -> Iterator[tuple[Place, Leaf]]:
         """Yields the tensors that a collective moves, and the ops that made them.
@@ -171,5 +195,5 @@ def _is_repeated(instruction: Instruction, fused: set[tuple[str, ...]]) -> bool:
 
 
 def _noted(collective: CompiledCollective, note: str) -> CompiledCollective:
-    known = collective.note.split(", ") if collective.note else []
-    return collective if note in known else replace(collective, note=", ".join([*known, note]))
+    known = collective.note.parts
+    return collective if note in known else replace(collective, note=Remarks(*known, note))

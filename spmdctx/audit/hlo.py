@@ -81,7 +81,7 @@ class Instruction(NamedTuple):
         return read_leaves(self.shape)
 
     def callees(self, key: str) -> tuple[str, ...]:
-        """Computations named by the attribute `key`, one or a braced list."""
+        """Returns the computations named by the attribute `key`, one or a braced list."""
         found = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
         if found is None:
             return ()

@@ -13,7 +13,7 @@ _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 
 
 def trip_count(loop: Instruction, caller: Computation, module: Module) -> int | None:
-    """Iterations of the while instruction `loop` of `caller`; None where they depend on data."""
+    """Returns the iterations of the while instruction `loop` of `caller`, or None if they depend on data."""
     known = _KNOWN.search(loop.attributes)
     if known:
         return int(known.group(1))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from spmdctx.audit.collectives import parse_collectives
+from spmdctx.audit.collectives import OPEN_LOOP, parse_collectives
 from spmdctx.audit.data import AuditData, AuditRow, MemoryUse
 from spmdctx.audit.groups import in_mesh_order
 from spmdctx.audit.match import Comparison, compare
@@ -42,7 +42,7 @@ class AuditedPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AuditReport(AuditData):
-    """Planned against compiled.
+    """The comparison of a compiled program with its plan.
 
     `ok` means that at least 95 % of the planned bytes were found, each within 10 %, and at most 5 % of the compiled bytes are
     unplanned. `missing` and `unplanned` list the differences with source lines.
@@ -56,16 +56,16 @@ class AuditReport(AuditData):
 
 
 def audit_program(plan: AuditedPlan, compiled: jax.stages.Compiled, ways: Sequence[Way]) -> AuditReport:
-    """Holds a compiled program against the plan it was lowered from; `ways` are those in which XLA may write its collectives."""
+    """Compares a compiled program with its plan; `ways` are those in which XLA may write planned collectives."""
     return audit_text(plan, compiled.as_text() or "", ways, _read_memory(compiled, plan.cost.memory_bytes))
 
 
 def audit_text(plan: AuditedPlan, hlo_text: str, ways: Sequence[Way], memory: MemoryUse | None = None) -> AuditReport:
-    """The same from the program's text alone."""
+    """Audits a program from its text alone."""
     compiled = parse_collectives(hlo_text, plan.logical_mesh)
     found = compare(plan.collectives, compiled, plan.logical_mesh, ways)
     rows = _rows(plan.collectives, found, plan.logical_mesh)
-    unknown = sum("unknown length" in one.note for one in compiled)
+    unknown = sum(OPEN_LOOP in one.note.parts for one in compiled)
     notes = (f"{unknown} collectives run in loops whose length depends on data; one iteration is counted.",) if unknown else ()
     return AuditReport(rows, found.missing, found.unplanned, memory, notes)
 

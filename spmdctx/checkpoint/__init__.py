@@ -1,4 +1,4 @@
-"""Checkpoints: of training, and MindSpore's files per rank that load into any other split."""
+"""Checkpoints: of a training state, and MindSpore's files per rank, which load into any other split."""
 
 from spmdctx.checkpoint.layouts import build_searched_strategy
 from spmdctx.checkpoint.manager import CheckpointManager, Restored

@@ -1,4 +1,4 @@
-"""Blocks of tensors: which one a rank holds under a layout, what two of them share, and the layout as a sharding."""
+"""Blocks of tensors: the block that a rank holds under a layout, the overlap of two blocks, and the layout as a sharding."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from spmdctx.errors import CheckpointError
 from spmdctx.plan.mindspore.file import ParameterLayout
 
 Block = tuple[tuple[int, int], ...]
-"""Start and end per dimension."""
+"""Start and end in each dimension."""
 
 
 def block_of(layout: ParameterLayout, rank: int) -> Block:
-    """The block that a rank holds.
+    """Returns the block that a rank holds.
 
     Raises:
         CheckpointError: a dimension does not divide into its slices.
@@ -38,7 +38,7 @@ def block_of(layout: ParameterLayout, rank: int) -> Block:
 
 
 def layout_sharding(layout: ParameterLayout, devices: Sequence[Any]) -> NamedSharding:
-    """The layout as a sharding over the first of `devices`; they are cut into axes where the layout cuts them."""
+    """Returns the layout as a sharding over the first of `devices`, which it divides into the layout's axes."""
     ends = [math.prod(layout.device_matrix[index + 1 :]) for index in range(len(layout.device_matrix))]
     bounds = {1, *ends, math.prod(layout.device_matrix)}
     if layout.shard_size:
@@ -63,26 +63,26 @@ def layout_sharding(layout: ParameterLayout, devices: Sequence[Any]) -> NamedSha
 
 
 def whole(shape: Sequence[int]) -> Block:
-    """The block that is all of a tensor."""
+    """Returns the block that is the whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def shape_of_block(block: Block) -> tuple[int, ...]:
-    """Sizes of a block."""
+    """Returns the sizes of a block."""
     return tuple(stop - start for start, stop in block)
 
 
 def overlap(one: Block, other: Block) -> Block | None:
-    """What two blocks share; None where that is nothing."""
+    """Returns the overlap of two blocks, or None if they share nothing."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def within(inner: Block, outer: Block) -> Block:
-    """A block counted from the start of one that it lies in."""
+    """Returns a block relative to the start of another that contains it."""
     return tuple((start - low, stop - low) for (start, stop), (low, _) in zip(inner, outer, strict=True))
 
 
 def slices_of(block: Block) -> tuple[slice, ...]:
-    """A block as an index."""
+    """Returns a block as an index."""
     return tuple(slice(start, stop) for start, stop in block)

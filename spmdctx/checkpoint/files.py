@@ -1,4 +1,4 @@
-"""Files of a checkpoint: their sizes and checksums, written with them and compared before they are read."""
+"""Files of a checkpoint: their sizes and checksums are written with them and compared before they are read."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def seal(path: Path) -> Seal:
 
 
 def seal_all(root: Path, files: Iterable[Path]) -> dict[str, Seal]:
-    """Seals by path below `root`, in order of the paths."""
+    """Returns seals by path below `root`, in order of the paths."""
     return {file.relative_to(root).as_posix(): seal(file) for file in sorted(files)}
 
 
 def files_below(root: Path) -> list[Path]:
-    """All files of a folder and its folders."""
+    """Returns all files of a folder and its subfolders."""
     return sorted(path for path in root.rglob("*") if path.is_file())
 
 
 def damage(root: Path, seals: Mapping[str, Seal], *, contents: bool) -> str:
-    """What is wrong with the first file that is not as it was written; empty where all are.
+    """Says what is wrong with the first file that has changed; returns an empty string if all files are as written.
 
     Args:
-        root: folder of the checkpoint.
-        seals: of the files to look at.
-        contents: whether to read them, and not only compare sizes.
+        root: the folder of the checkpoint.
+        seals: the seals of the files to check.
+        contents: whether to read the files, instead of only comparing their sizes.
     """
     for name, wanted in sorted(seals.items()):
         path = root / name

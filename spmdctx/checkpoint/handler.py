@@ -1,4 +1,4 @@
-"""How orbax stores a state: its own arrays, what else was saved with them, and sums over every file, all in one commit."""
+"""Stores a state with orbax: its arrays, other contents, and checksums of every file, all in one commit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from spmdctx.checkpoint.files import Seal, files_below, read_json, seal_all, write_json
 
 ITEM, CONTENTS, SEALS = "state", "contents.json", "files.json"
-"""The folder in that of a step; in it, beside orbax's arrays, what was saved with them, and the seals of all files."""
+"""The folder inside that of a step, and in it, besides orbax's arrays, the file of other contents and that of all seals."""
 
 _PROCESS_FOLDER = "ocdbt.process_"
 
@@ -38,7 +38,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]  # orbax h
         ocp.AsyncCheckpointer(self).save(directory, args=args)
 
     def restore(self, directory: Any, args: RestoreState) -> Any:
-        """The arrays that `args` asks for."""
+        """Reads the arrays that `args` asks for."""
         wanted = ocp.args.PyTreeRestore(args.item, restore_args=args.how, partial_restore=True)
         return self._arrays.restore(directory, args=wanted)
 
@@ -61,7 +61,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]  # orbax h
 @ocp.args.register_with_handler(StateHandler, for_save=True)
 @dataclass
 class SaveState(ocp.args.CheckpointArgs):  # type: ignore[misc]  # orbax has no types
-    """What is saved: arrays as a nested dict, JSON of the job, and JSON of this process."""
+    """The contents to save: arrays as a nested dict, JSON of the job, and JSON of this process."""
 
     arrays: Any
     contents: Mapping[str, Any]
@@ -78,12 +78,12 @@ class RestoreState(ocp.args.CheckpointArgs):  # type: ignore[misc]  # orbax has 
 
 
 def own_contents(process: int) -> str:
-    """Name of the file of one process's contents."""
+    """Returns the name of the file with one process's contents."""
     return f"contents.{process}.json"
 
 
 def read_seals(folder: Path) -> dict[str, Seal]:
-    """The seals of a step's files, by path below its folder."""
+    """Reads the seals of a step's files, by path below its folder."""
     return {name: Seal(*own) for name, own in read_json(folder / SEALS).items()}
 
 

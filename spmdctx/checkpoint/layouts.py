@@ -1,4 +1,4 @@
-"""Which block of a tensor each rank holds: layouts from strategy files, plans and sharded arrays."""
+"""Layouts, which tell the block of a tensor that each rank holds: from strategy files, plans and sharded arrays."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from spmdctx.plan.mindspore.file import MindSporeStrategy, ParameterLayout, mind
 from spmdctx.plan.plan import Plan
 
 Layouts = Mapping[str, ParameterLayout]
-"""Layout of each tensor by its name, the parts of its path joined by dots."""
+"""Maps the name of each tensor, the parts of its path joined by dots, to its layout."""
 
 Strategy = str | os.PathLike[str] | Plan | Layouts
-"""What says how tensors are split: a strategy file of MindSpore in JSON, a plan or its file, or layouts by name."""
+"""A description of how tensors are split: a strategy file of MindSpore in JSON, a plan or its file, or layouts by name."""
 
 _SAVED_ROLES = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE, Role.KEY)
 
@@ -41,7 +41,7 @@ class Slicing(NamedTuple):
     num_ranks: int
 
     def block(self, name: str, shape: Sequence[int], rank: int) -> Block:
-        """The block of a tensor of that global shape that a rank holds."""
+        """Returns the block that a rank holds of a tensor with that global shape."""
         layout = self.layouts.get(name)
         return whole(shape) if layout is None else block_of(layout, rank)
 
@@ -67,7 +67,7 @@ def slicing(strategy: Strategy | None, where: str = "") -> Slicing:
 
 
 def layouts_of(strategy: Strategy) -> dict[str, ParameterLayout]:
-    """Layouts by name; arguments and errors as for `slicing`."""
+    """Returns layouts by name; arguments and errors as for `slicing`."""
     if isinstance(strategy, Mapping):
         for name, layout in strategy.items():
             if not isinstance(layout, ParameterLayout):
@@ -91,16 +91,16 @@ def _read(path: str | os.PathLike[str]) -> Plan | MindSporeStrategy:
 
 
 def plan_layouts(plan: Plan, roles: Iterable[Role] = _SAVED_ROLES) -> dict[str, ParameterLayout]:
-    """The layouts of a plan's arguments of these roles, by their dotted paths."""
+    """Returns the layouts of a plan's arguments of these roles, by their dotted paths."""
     kept = set(roles)
     return {mindspore_name(tensor.path): tensor_layout(tensor, plan.logical_mesh) for tensor in plan.inputs if tensor.role in kept}
 
 
 def predicted_layouts(plan: Plan) -> dict[str, ParameterLayout]:
-    """The layouts of what a forward step takes besides its batch.
+    """Returns the layouts of a forward step's arguments except its batch.
 
     Raises:
-        ContextError: the plan is of a mode that makes no layouts.
+        ContextError: the plan's mode makes no layouts.
     """
     if plan.mode not in ("semi_auto_parallel", "auto_parallel"):
         raise ContextError(
@@ -110,11 +110,11 @@ def predicted_layouts(plan: Plan) -> dict[str, ParameterLayout]:
 
 
 def state_layouts(state: Any) -> dict[str, ParameterLayout]:
-    """The layouts of a state's arrays, where they lie.
+    """Returns the layouts of a state's arrays as they are placed.
 
     Raises:
-        UnsupportedError: an array that is neither on one device nor on a mesh.
-        CheckpointError: arrays on different devices.
+        UnsupportedError: an array is neither on one device nor on a mesh.
+        CheckpointError: arrays are on different devices.
     """
     tree = StateTree(state)
     shardings = {path: getattr(leaf, "sharding", None) for path, leaf in zip(tree.paths, tree.leaves, strict=True)}
@@ -143,15 +143,15 @@ def _sharded(path: str, sharding: NamedSharding, shape: tuple[int, ...]) -> Para
 
 
 def build_searched_strategy(strategy_filename: str | os.PathLike[str]) -> dict[str, ParameterLayout]:
-    """The layouts of a strategy file: of MindSpore in JSON, or of a plan; names as in the files per rank.
+    """Returns the layouts in a strategy file of MindSpore in JSON, or in a plan file, with names as in the files per rank.
 
     Args:
         strategy_filename: the file.
 
     Raises:
-        TypeError: it is no path.
+        TypeError: the argument is not a path.
         CheckpointError: there is no such file.
-        PlanFormatError: it is no strategy file.
+        PlanFormatError: the file is not a strategy file.
     """
     if not isinstance(strategy_filename, str | os.PathLike):
         raise TypeError(
@@ -163,7 +163,7 @@ def build_searched_strategy(strategy_filename: str | os.PathLike[str]) -> dict[s
 
 
 def rank_devices(shardings: Iterable[Any]) -> Sequence[Any]:
-    """The devices in the order of the ranks: those of the meshes, all of JAX's where there is none."""
+    """Returns the devices in the order of the ranks: those of the meshes, or all of JAX's if there is no mesh."""
     for own in shardings:
         if isinstance(own, NamedSharding):
             return list(own.mesh.devices.flat)

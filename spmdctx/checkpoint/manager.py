@@ -1,4 +1,4 @@
-"""Checkpoints of training: saved while it goes on, found again after a stop, restored into any other split."""
+"""Checkpoints of a training state: saved while training continues, found after a stop, and restored into any other split."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Restored(NamedTuple):
-    """What a checkpoint gives back.
+    """The contents of a restored checkpoint.
 
     Attributes:
-        step: how many steps were done; 0 where there is no checkpoint.
-        state: the state, nnx objects in it the caller's own.
+        step: how many steps were done; 0 if there is no checkpoint.
+        state: the state; nnx objects in it are the caller's own.
         data: the data position as it was given.
-        plan: the plan that was saved with it.
+        plan: the plan that was saved with the state.
     """
 
     step: int
@@ -43,7 +43,7 @@ class Restored(NamedTuple):
 class CheckpointManager:
     """Saves a training state every so many steps, keeps the last ones, and resumes from the latest complete one.
 
-    A script that is run again with the same command goes on where it stopped:
+    A script that is run again with the same command continues where it stopped:
 
         with spmdctx.CheckpointManager("run/checkpoints", every=100) as checkpoints:
             model, optimizer = step.init(create, batch=shapes)
@@ -56,15 +56,15 @@ class CheckpointManager:
 
     With pytrees, take the state that comes back: `start, state, *_ = checkpoints.restore(state)`.
 
-    Saving copies the state to the host and goes on; files are written by a thread, each process writing its own part, and
-    the folder gets its name when all of them are complete. What a killed process leaves behind is no checkpoint: it is removed
-    by the next run's first save, and older checkpoints stay as they are. Every file's size and checksum are kept and compared on restoring.
+    Saving copies the state to the host and returns. A thread then writes the files; each process writes its own part. The folder
+    gets its name when all files are complete. Files of a killed process are not a checkpoint: the next run's first save removes
+    them, and older checkpoints stay as they are. Every file's size and checksum are stored and compared on restoring.
 
-    All processes of a job make the manager, save and restore together, and see the same folder. Others may restore from it
+    All processes of a job make the manager, save and restore together, and see the same folder. Other jobs may restore from it
     meanwhile, but only one job may save.
 
     Args:
-        directory: folder of the checkpoints, one folder per step in it.
+        directory: folder of the checkpoints, with one folder for each step in it.
         every: save at steps that this number divides; other calls of `save` return at once.
         keep: how many checkpoints stay; None keeps all.
     """
@@ -98,13 +98,13 @@ class CheckpointManager:
         self.close()
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of the complete checkpoints, oldest first."""
+        """Returns the steps of the complete checkpoints, oldest first."""
         import orbax.checkpoint as ocp
 
         return tuple(sorted(ocp.utils.checkpoint_steps(self.directory)))
 
     def latest_step(self) -> int | None:
-        """The step of the latest complete checkpoint, the same on every process; None where there is none."""
+        """Returns the step of the latest complete checkpoint, the same on every process, or None if there is no checkpoint."""
         latest = max(self.steps(), default=None)
         if jax.process_count() > 1:  # a shared folder may show one process more than another
             latest = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if latest is None else latest)))
@@ -162,21 +162,21 @@ class CheckpointManager:
     ) -> Restored:
         """Reads a checkpoint into a state like the saved one; nnx objects in it take the values over.
 
-        Each leaf comes back as what `state` has in its place (array, number, key), where that lies, whatever mesh, plan or
-        number of processes saved it. Whole entries of the first level may be left out, such as the optimizer beside a model.
+        Each leaf comes back as the kind that `state` has in its place (array, number, key), and placed like it. The mesh, plan and
+        number of processes that saved it do not matter. Whole entries of the first level, such as the optimizer, may be left out.
 
         Args:
             state: arrays, or shapes (`jax.ShapeDtypeStruct`).
             step: the checkpoint; by default the latest complete one. If there is none, `state` comes back, as of step 0.
-            shardings: where leaves are to lie: a tree like `state`, states in the place of nnx objects, such as
-                `step.in_shardings` gives; by default where those of `state` lie.
+            shardings: the placement of the leaves: a tree like `state` with states in place of nnx objects, such as
+                `step.in_shardings` returns; by default the placement of the leaves of `state`.
             data: an iterator with `set_state()`, which is set to the saved data position.
-            verify: read every file first and compare its checksum; without it sizes alone are compared.
+            verify: read every file first and compare its checksum; without it only sizes are compared.
             partial: restore what `state` has, whatever else the checkpoint holds.
 
         Raises:
-            CheckpointError: no such step; a missing or damaged file, named; a leaf that the checkpoint has not, or in
-                another shape or dtype; or leaves of an entry that `state` has no place for.
+            CheckpointError: there is no such step; a file is missing or damaged, and named; the checkpoint does not have a leaf, or
+                has it in another shape or dtype; or `state` has no place for some leaves of an entry.
         """
         self.wait()
         step = self.latest_step() if step is None else step
@@ -210,12 +210,12 @@ class CheckpointManager:
             raise CheckpointError("A checkpoint could not be written.", where=str(self.directory), got=str(error)) from error
 
     def close(self) -> None:
-        """Waits, and ends the threads."""
+        """Waits for unfinished saves, and ends the threads."""
         self.wait()
         self._manager.close()
 
     def _remove_unfinished(self) -> None:
-        """Before the first save: removes what a killed run has left."""
+        """Removes the files that a killed run has left, before the first save."""
         if self._has_saved:
             return
         self._has_saved = True
@@ -259,7 +259,7 @@ def _checked_step(step: object) -> int:
 
 
 def _check_files(folder: Path, *, contents: bool) -> None:
-    """Each process looks at its part of the files; all of them learn what is wrong."""
+    """Checks the files, each process its own part; all processes learn what is wrong."""
     from spmdctx.checkpoint.handler import read_seals
 
     seals = read_seals(folder)
@@ -302,12 +302,15 @@ def _check_places(tree: StateTree, saved: Iterable[str], where: str) -> None:
 
 
 def _same_type(form: Stored, own: Stored) -> bool:
-    """Whether dtypes are the same; Python's numbers, which are stored wide, fit scalars of their kind."""
+    """Returns whether dtypes are the same; Python's numbers, which are stored wide, fit scalars of their kind."""
     return form.dtype == own.dtype or (not form.shape and np.dtype(form.dtype).kind == np.dtype(own.dtype).kind)
 
 
 def _own_data(folder: Path, num_saved: int) -> Any:
-    """The data position of this process; where another number of processes saved, the one that all of them had."""
+    """Reads the data position of this process.
+
+    If another number of processes saved, this is the position that all of them had.
+    """
     from spmdctx.checkpoint.handler import own_contents
 
     if num_saved == jax.process_count():
@@ -324,7 +327,7 @@ def _own_data(folder: Path, num_saved: int) -> Any:
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """A dict of dicts from paths, which is what orbax shows to those who look into a checkpoint."""
+    """Makes a dict of dicts from paths, which orbax shows to users who inspect a checkpoint."""
     root: dict[str, Any] = {}
     for path, leaf in leaves.items():
         node = root
@@ -346,7 +349,7 @@ def _flat(tree: Any, paths: Sequence[str]) -> dict[str, Any]:
 
 
 def _packed(value: Any) -> Any:
-    """A data position as JSON."""
+    """Converts a data position to JSON."""
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, Mapping):

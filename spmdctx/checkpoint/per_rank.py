@@ -1,4 +1,4 @@
-"""A state to files per rank, and files per rank into a state: each device's block is read on its own."""
+"""Saves a state to files per rank and loads such files into a state; each device's block is read separately."""
 
 from __future__ import annotations
 
@@ -87,27 +87,27 @@ def load_distributed_checkpoint(  # noqa: PLR0913  # MindSpore's arguments
     *,
     verify: bool = False,
 ) -> Loaded:
-    """Loads files per rank into a network that is split another way; each device's block is read alone, and only its bytes.
+    """Loads files per rank into a network that is split differently; each device's block is read by itself, and only its bytes.
 
     Args:
-        network: what is loaded into: nnx objects, which take the values over, or pytrees; of arrays or shapes.
+        network: the target of the load: nnx objects, which take the values over, or pytrees; of arrays or shapes.
         checkpoint_filenames: the files in the order of the ranks, or the folder of `rank_0`, `rank_1`, ...
-        predict_strategy: how the network is split: what `infer_predict_layout` gives, or a strategy file; what it does not name
-            is whole on each device. Without it, tensors go to where the network's own lie.
+        predict_strategy: how the network is split: the result of `infer_predict_layout`, or a strategy file. Tensors that it does
+            not name are whole on each device. Without it, tensors are placed like the network's own.
         train_strategy_filename: how the checkpoint is split; by default strategy_ckpt_load_file of the context, else
             `strategy.json` in the folder.
-        strict_load: whether names and dtypes must be the same. If not, a name may be the end of another, such as that of a
-            model which was saved with its optimizer, and floating and whole numbers are converted among themselves.
+        strict_load: whether names and dtypes must be the same. If not, a name may be the end of another, such as that of a model
+            that was saved with its optimizer. Floating numbers then convert to floating ones, and whole numbers to whole ones.
         dec_key: must be None.
         dec_mode: without effect.
         format: only "safetensors".
-        verify: read every file that is needed whole first, and compare its checksums; without it a tensor of a file is compared
-            where it is read whole, and one of which only a part is needed is not.
+        verify: first read every needed file as a whole and compare its checksums. Without it only tensors that are read whole are
+            compared, and not those of which a part is needed.
 
     Raises:
-        UnsupportedError: `dec_key` is set, or another format.
+        UnsupportedError: `dec_key` is set, or the format is another one.
         CheckpointError: a file is missing or damaged, or has no fitting tensor; the message names it.
-        TypeError: an argument of a wrong type.
+        TypeError: an argument has a wrong type.
     """
     _refuse_encryption("dec_key", dec_key)
     if format != "safetensors":
@@ -137,7 +137,7 @@ def _refuse_encryption(name: str, key: object) -> None:
 
 
 def _files(given: Any) -> tuple[dict[int, Any], str]:
-    """Rank to file, and the strategy file beside them, if there is one."""
+    """Returns the file of each rank, and the strategy file in their folder, if there is one."""
     if isinstance(given, str | os.PathLike) and Path(given).suffix != SUFFIX:
         beside = Path(given) / STRATEGY
         return dict(rank_files(given)), str(beside) if beside.is_file() else ""
@@ -148,7 +148,7 @@ def _files(given: Any) -> tuple[dict[int, Any], str]:
 
 
 def _target(target: Slicing, name: str, shape: tuple[int, ...], strict: bool) -> Any:
-    """Where a tensor goes; what the strategy does not name is whole on each of its devices."""
+    """Returns the sharding of a tensor; one that the strategy does not name is whole on each of its devices."""
     fitting = _called(name, target.layouts, strict)
     layout = target.layouts[fitting[0]] if len(fitting) == 1 else ParameterLayout((target.num_ranks,), ((),) * len(shape), shape)
     if layout.shape != shape:
@@ -166,7 +166,7 @@ def _found(name: str, known: Sequence[str], strict: bool) -> str:
 
 
 def _called(name: str, known: Iterable[str], strict: bool) -> list[str]:
-    """The entry of that name; if not strict, the shortest ones of which either is the end of the other."""
+    """Returns the entry of that name; if not strict, the shortest entries that end with the name or are its end."""
     own = list(known)
     if name in own or strict:
         return [name] if name in own else []
@@ -183,7 +183,7 @@ def _check(name: str, sources: Sources, form: Stored, strict: bool) -> None:
 
 
 def _array(sources: Sources, name: str, form: Stored, sharding: Any) -> Any:
-    """The tensor: on the host where it has no sharding, else an array whose blocks are read one after the other."""
+    """Reads the tensor: to the host if it has no sharding, else as an array whose blocks are read one after the other."""
     if sharding is None or form.key:
         return sources.read(name, tuple((0, size) for size in form.shape), 0).astype(form.dtype, copy=False)
     wanted: dict[Block, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint in files per rank, as one: any block of any tensor, put together from the ranks that hold its parts."""
+"""A checkpoint in files per rank, read as one: any block of any tensor is assembled from the ranks that hold its parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmdctx.errors import CheckpointError, message
 from spmdctx.plan.mindspore.file import ParameterLayout
 
 STRATEGY = "strategy.json"
-"""The strategy file beside the folders of the ranks."""
+"""The strategy file next to the folders of the ranks."""
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 
 
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def holders(layout: ParameterLayout, num_ranks: int) -> Mapping[Block, tuple[int, ...]]:
-    """The distinct blocks of a tensor, and the ranks that hold each, lowest first."""
+    """Returns the distinct blocks of a tensor, and the ranks that hold each, lowest first."""
     found: dict[Block, list[int]] = {}
     for rank in range(num_ranks):
         found.setdefault(block_of(layout, rank), []).append(rank)
@@ -42,7 +42,7 @@ def holders(layout: ParameterLayout, num_ranks: int) -> Mapping[Block, tuple[int
 
 
 def pieces(source: Slicing, name: str, shape: Sequence[int], block: Block) -> list[Piece]:
-    """What a block of a tensor of that global shape is put together from."""
+    """Returns the pieces from which a block of a tensor with that global shape is assembled."""
     layout = source.layouts.get(name)
     held = {whole(shape): tuple(range(source.num_ranks))} if layout is None else holders(layout, source.num_ranks)
     shared = ((own, ranks, overlap(own, block)) for own, ranks in held.items())
@@ -87,20 +87,20 @@ class Sources:
         self._stack.close()
 
     def names(self) -> tuple[str, ...]:
-        """The tensors of the checkpoint; every rank's file has all of them."""
+        """Returns the names of the checkpoint's tensors; every rank's file has all of them."""
         return tuple(self._file(min(self._files)).tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Returns the shape of the whole tensor."""
         layout = self.source.layouts.get(name)
         return self._file(min(self._files)).tensors[name].shape if layout is None else layout.shape
 
     def dtype(self, name: str) -> str:
-        """Dtype of a tensor."""
+        """Returns the dtype of a tensor."""
         return str(self._file(min(self._files)).tensors[name].dtype)
 
     def read(self, name: str, block: Block, rank: int) -> np.ndarray:
-        """A block of a tensor; only the bytes that make it up are read."""
+        """Reads a block of a tensor; only the bytes of the block are read."""
         out = np.empty(shape_of_block(block), self._file(min(self._files)).tensors[name].dtype)
         for piece in pieces(self.source, name, self.shape(name), block):
             file = self._holder(piece, name, rank, out.dtype)
@@ -113,7 +113,7 @@ class Sources:
             self._file(rank)
 
     def _holder(self, piece: Piece, name: str, rank: int, dtype: np.dtype[Any]) -> TensorFile:
-        """The file that a part is read from: the rank's own where it holds it, else the lowest rank's."""
+        """Returns the file from which to read a part: the rank's own if it holds the part, else the lowest rank's."""
         usable = [one for one in piece.ranks if one in self._files]
         if not usable:
             raise CheckpointError(
@@ -143,11 +143,11 @@ class Sources:
 
 
 def rank_files(directory: str | os.PathLike[str]) -> dict[int, Path]:
-    """Rank to file of a folder `directory/rank_0/a.safetensors`; of several files of a rank, the last by name.
+    """Maps each rank to its file in a folder `directory/rank_0/a.safetensors`; the last by name if a rank has several.
 
     Raises:
-        TypeError: it is no path.
-        CheckpointError: no folder, or one of a rank without a file.
+        TypeError: the argument is not a path.
+        CheckpointError: there is no such folder, or a rank's folder has no file.
     """
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(message("The folder of a checkpoint must be a path.", got=f"{directory!r} of type {type(directory).__name__}"))

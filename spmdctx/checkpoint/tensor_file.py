@@ -1,13 +1,13 @@
-"""Safetensors files, read by ranges: a block of a tensor costs its own bytes, and those are counted.
+"""Safetensors files, read by ranges: reading a block of a tensor costs only its bytes, which are counted.
 
     8 bytes          length of the header, little-endian
     header           JSON: {"name": {"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 128]}, "__metadata__": {...}}
     data             the tensors, row-major, little-endian, one after the other
 
-The format is that of https://github.com/huggingface/safetensors. Tensors are written one at a time, so that no second copy
-of a file's content is in memory, and in any dtype of JAX that the format has. The metadata holds a CRC-32 of each tensor, and one of
-the header with zeros in its own place; files of others that have none are read too. A tensor that is read whole is compared with its
-sum, a part of one cannot be: `TensorFile.verify` reads all.
+The format is that of https://github.com/huggingface/safetensors. Tensors are written one at a time, so that memory holds no
+second copy of a file's content, and in any dtype of JAX that the format has. The metadata holds a CRC-32 of each tensor, and one
+of the header with zeros in its own place. Other programs' files without them can be read too. A tensor that is read whole is
+compared with its checksum. This is not possible for a part of a tensor; `TensorFile.verify` reads everything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _METADATA = "__metadata__"
 _SUM, _HEADER_SUM, _NO_SUM = "crc32 of ", "crc32 of the header", "0" * 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SHORT_RUN_BYTES = 256
-"""Shorter runs are read with what lies between them: a call costs more than the bytes that it would spare."""
+"""Shorter runs are read together with the bytes between them, since a call costs more than the bytes that it would save."""
 _SPAN_BYTES = 1 << 22
 
 _DTYPE_OF_CODE = {
@@ -59,14 +59,14 @@ _CODES = {name: code for code, name in _DTYPE_OF_CODE.items()}
 
 @dataclass
 class Reads:
-    """What was read: `needed_bytes` of tensors were asked for, `read_bytes` came from files, headers included."""
+    """A count of bytes: `needed_bytes` of tensors were requested, `read_bytes` were read from files, including headers."""
 
     needed_bytes: int = 0
     read_bytes: int = 0
     num_files: int = 0
 
     def add(self, other: Reads) -> None:
-        """Counts those of another reader too."""
+        """Adds the bytes of another reader."""
         self.needed_bytes += other.needed_bytes
         self.read_bytes += other.read_bytes
         self.num_files += other.num_files
@@ -178,7 +178,7 @@ class TensorFile:
                 out[(*index, slice(row, row + count))] = span[(slice(None), *inner)]
 
     def _read_into(self, out: np.ndarray, offset: int) -> memoryview:
-        """Fills `out`; the bytes as they lie in the file."""
+        """Fills `out` with the bytes as they are in the file."""
         direct = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         view = direct.reshape(-1).view(np.uint8).data
         done = 0

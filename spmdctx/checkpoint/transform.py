@@ -1,4 +1,4 @@
-"""MindSpore's functions on files per rank: from one split to another, without a whole tensor in memory."""
+"""MindSpore's functions on files per rank: they convert one split to another without a whole tensor in memory."""
 
 from __future__ import annotations
 
@@ -84,17 +84,17 @@ def _merged(name: str | None, arrays: Sequence[np.ndarray], strategy: Mapping[st
 def rank_list_for_transform(
     rank_id: int, src_strategy_file: Strategy | None = None, dst_strategy_file: Strategy | None = None
 ) -> list[int]:
-    """The ranks of a checkpoint whose files one rank of another split needs, in order.
+    """Returns, in order, the ranks of a checkpoint whose files one rank of another split needs.
 
     Args:
-        rank_id: rank of the target.
-        src_strategy_file: how the checkpoint is split; None is not at all.
-        dst_strategy_file: how it is to be split; None is not at all.
+        rank_id: the rank of the target.
+        src_strategy_file: how the checkpoint is split; None means not at all.
+        dst_strategy_file: how the target is split; None means not at all.
 
     Raises:
-        TypeError: `rank_id` is no int, or a strategy none.
+        TypeError: `rank_id` is not an int, or a strategy has a wrong type.
         CheckpointError: there is no such rank, or a tensor has another shape in the target.
-        PlanFormatError: a file that is no strategy.
+        PlanFormatError: a file is not a strategy file.
     """
     source, target = _pair(rank_id, src_strategy_file, dst_strategy_file)
     parts = []
@@ -116,26 +116,26 @@ def transform_checkpoint_by_rank(
     src_strategy_file: Strategy | None = None,
     dst_strategy_file: Strategy | None = None,
 ) -> Reads:
-    """Writes the file of one rank of another split; at any moment one of its tensors is in memory.
+    """Writes the file of one rank of another split; memory holds one tensor of it at a time.
 
-    A file in a folder `rank_<rank_id>` gets the strategy too: `strategy.json` in the folder above, where
-    `load_distributed_checkpoint` finds it when all ranks are written. Tensors that only the source's strategy has are left out;
-    those that no strategy has are copied as they are.
+    For a file in a folder `rank_<rank_id>` the strategy is also written, as `strategy.json` in the folder above. There
+    `load_distributed_checkpoint` finds it when all ranks are written. Tensors that only the source's strategy names are left out;
+    those that no strategy names are copied as they are.
 
     Args:
-        rank_id: rank of the target.
-        checkpoint_files_map: rank to file of the checkpoint; those of `rank_list_for_transform` are enough.
+        rank_id: the rank of the target.
+        checkpoint_files_map: the files of the checkpoint by rank; those of `rank_list_for_transform` are enough.
         save_checkpoint_file_name: the file to write, *.safetensors.
-        src_strategy_file: how the checkpoint is split; None is not at all.
-        dst_strategy_file: how it is to be split; None is not at all.
+        src_strategy_file: how the checkpoint is split; None means not at all.
+        dst_strategy_file: how the target is split; None means not at all.
 
     Returns:
         How much was read.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        CheckpointError: a file that is missing, damaged or not of the strategy, or a tensor that it does not have.
-        UnsupportedError: a file name with another suffix.
+        TypeError: an argument has a wrong type.
+        CheckpointError: a file is missing, damaged or does not match the strategy, or does not have a tensor.
+        UnsupportedError: the file name has another suffix.
     """
     if not isinstance(checkpoint_files_map, Mapping):
         raise TypeError(message("checkpoint_files_map must be a dict of files by rank.", got=type(checkpoint_files_map).__name__))
@@ -229,7 +229,7 @@ def _check_suffix(path: str | os.PathLike[str]) -> None:
 
 
 def _tensors(sources: Sources, target: Slicing, rank: int) -> Iterator[Tensor]:
-    """What the file of a target's rank holds; each tensor is read when it is written."""
+    """Yields the tensors in the file of a target's rank; each is read when it is written."""
     names = sources.names()
     missing = [name for name in target.layouts if name not in names]
     if missing:
@@ -242,7 +242,7 @@ def _tensors(sources: Sources, target: Slicing, rank: int) -> Iterator[Tensor]:
 
 
 def _kept(sources: Sources, target: Slicing) -> list[str]:
-    """The tensors of the checkpoint that the target takes: what its strategy names, and what neither strategy does."""
+    """Returns the checkpoint's tensors that the target takes: those that its strategy names, and those that neither names."""
     return [name for name in sources.names() if name in target.layouts or name not in sources.source.layouts or not target.layouts]
 
 

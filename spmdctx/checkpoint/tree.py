@@ -1,4 +1,4 @@
-"""A training state as arrays by path: how its leaves are stored, and how they come back as what they were."""
+"""A training state as arrays by path: converts its leaves for storage, and restores them to their kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VALUE = "value"
 
 
 class Stored(NamedTuple):
-    """How a leaf is stored: its bytes as an array; `key` is the type of random keys, whose raw numbers are stored."""
+    """The stored form of a leaf: its bytes as an array; `key` is the type of random keys, whose raw numbers are stored."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 class StateTree:
     """A state and its leaves by path: nnx objects, pytrees such as a linen TrainState, or trees that mix them.
 
-    Paths are those of plans where the state is a dict by the names of the step's arguments: `model/layers/0/up/kernel`.
+    Paths equal those of plans if the state is a dict by the names of the step's arguments: `model/layers/0/up/kernel`.
 
     Args:
         state: the state; leaves are arrays, random keys, numbers, or shapes (`jax.ShapeDtypeStruct`).
@@ -52,16 +52,16 @@ class StateTree:
             raise CheckpointError("Two leaves of the state have the same path.", got=twice[0], fix="rename a key that holds a slash")
 
     def filled(self, leaves: Sequence[Any]) -> Any:
-        """The state with these leaves in it; nnx objects are the caller's own, changed in place."""
+        """Returns the state with these leaves in it; nnx objects are the caller's own, changed in place."""
         (state,), _ = self._flattening.filled(leaves)
         return state
 
 
 def stored_form(path: str, leaf: Any) -> Stored:
-    """How a leaf, real or abstract, is stored.
+    """Returns the form in which a leaf, real or abstract, is stored.
 
     Raises:
-        TypeError: it is no array, key or number.
+        TypeError: the leaf is not an array, key or number.
     """
     if isinstance(leaf, bool | int | float | complex):
         leaf = np.asarray(leaf)
@@ -74,9 +74,9 @@ def stored_form(path: str, leaf: Any) -> Stored:
 
 
 def to_stored(leaf: Any) -> Any:
-    """The array that is stored for a leaf.
+    """Returns the array that is stored for a leaf.
 
-    Arrays of one process of several are stored as that of process 0: all processes are to hold the same.
+    An array that each of several processes holds by itself should be equal in all of them; that of process 0 is stored.
     """
     if isinstance(leaf, jax.Array):
         array = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
@@ -85,7 +85,10 @@ def to_stored(leaf: Any) -> Any:
 
 
 def target_sharding(leaf: Any, given: Any) -> Any:
-    """Where a leaf is restored to; None for what comes by way of the host, since it is small or of this process alone."""
+    """Returns the sharding to which a leaf is restored.
+
+    Returns None for a leaf that goes through the host, since it is small or belongs to this process alone.
+    """
     if getattr(leaf, "weak_type", False) or isinstance(leaf, np.ndarray | np.generic) or not hasattr(leaf, "dtype"):
         return None
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -95,7 +98,7 @@ def target_sharding(leaf: Any, given: Any) -> Any:
 
 
 def from_stored(leaf: Any, array: Any, form: Stored, given: Any) -> Any:
-    """What takes the place of a leaf: of its kind, from the stored array, which is on the host unless it has a target."""
+    """Returns the replacement of a leaf, of the same kind, from the stored array, which is on the host unless it has a target."""
     if isinstance(leaf, bool | int | float | complex):
         return type(leaf)(array.item())
     if isinstance(leaf, np.ndarray | np.generic):
@@ -108,6 +111,6 @@ def from_stored(leaf: Any, array: Any, form: Stored, given: Any) -> Any:
 
 
 def shardings_by_path(shardings: Any) -> Mapping[str, Any]:
-    """A tree of shardings by path, as `ParallelStep.in_shardings` gives them: states stand for nnx objects."""
+    """Returns a tree of shardings by path, as `ParallelStep.in_shardings` gives them: states stand for nnx objects."""
     entries = jax.tree_util.tree_flatten_with_path(shardings, is_leaf=lambda node: isinstance(node, jax.sharding.Sharding))[0]
     return {(path_text(keys).removesuffix(f"/{_VALUE}") or _VALUE): sharding for keys, sharding in entries}

@@ -31,7 +31,7 @@ def expected_devices() -> int:
 
 
 def start_devices(num_devices: int) -> None:
-    """Gives this process its CPU devices, and enters its job; where accelerators are, they are used instead.
+    """Gives this process its CPU devices, and enters its job; accelerators are used instead if there are any.
 
     The number that the environment asks for stands; else it is `num_devices`, dealt out to the processes. Comes before JAX's first use.
 

@@ -43,7 +43,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def generate(arguments: argparse.Namespace, output: Output) -> int:
-    """Plans, loads by slices, generates."""
+    """Plans the decoder, loads its parameters by slices, and generates text."""
     choice = started(arguments, output)
     config, tokenizer = _model(choice, arguments.checkpoint), _tokenizer(arguments)
     prompts = [_encoded(tokenizer, text, config) for text in arguments.prompt or ["The "]]

@@ -99,7 +99,7 @@ def ready_strategy(name: str, arguments: argparse.Namespace, device_num: int) ->
 
 
 def _from_file(path: Path) -> Ready:
-    """Strategies or a plan; a plan tells the context and the machine it was made for, but not the model."""
+    """Reads strategies or a plan; a plan tells the context and the machine for which it was made, but not the model."""
     if path.suffix == PLAN_SUFFIX:
         plan = Plan.load(path)
         options = {name: value for name, value in plan.options if name in BY_NAME}

@@ -57,7 +57,7 @@ def plan(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def explain(arguments: argparse.Namespace, output: Output) -> int:
-    """Explains what a plan does with the tensors or ops that match; 1 where none does."""
+    """Explains what a plan does with the tensors or ops that match; returns 1 if none does."""
     explanation = Plan.load(arguments.plan).explain(arguments.pattern)
     output.show(explanation)
     output.finish(explain_data(explanation))
@@ -65,7 +65,7 @@ def explain(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def diff(arguments: argparse.Namespace, output: Output) -> int:
-    """Compares two plans; 1 where they differ."""
+    """Compares two plans; returns 1 if they differ."""
     found = Plan.load(arguments.before).diff(Plan.load(arguments.after))
     output.show(found)
     output.finish(diff_data(found))
@@ -73,7 +73,7 @@ def diff(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def audit(arguments: argparse.Namespace, output: Output) -> int:
-    """Compiles a program and holds it against its plan; 1 where it is not what was planned."""
+    """Compiles a program and compares it with its plan; returns 1 if they disagree."""
     choice = started(arguments, output) if arguments.target == "cpu" else choose(arguments)
     with choice.context(), output.waiting(f"compiling for {arguments.target}"):
         options = target_options(arguments.target)
@@ -85,7 +85,7 @@ def audit(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def verify(arguments: argparse.Namespace, output: Output) -> int:
-    """Runs a step split and on one device; 1 where the numbers differ."""
+    """Runs a step split and on one device; returns 1 if the numbers differ."""
     choice = started(arguments, output)
     with choice.context(), output.waiting("running the step split and on one device"):
         step, args = choice.program(concrete=True)

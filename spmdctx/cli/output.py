@@ -139,7 +139,7 @@ def explain_data(explanation: Explanation) -> dict[str, Any]:
 
 
 def vars_of(row: Any) -> dict[str, Any]:
-    """Fields of a dataclass with slots."""
+    """Returns the fields of a dataclass with slots."""
     return {name: getattr(row, name) for name in row.__dataclass_fields__}
 
 

@@ -42,7 +42,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(arguments: argparse.Namespace, output: Output) -> int:
-    """Plans, trains, audits, verifies and saves; 1 where the audit or the numbers fail."""
+    """Plans, trains, audits, verifies and saves; returns 1 if the audit or the numbers fail."""
     choice = started(arguments, output)
     config, tokenizer, data = _data(choice)
     with choice.context():
@@ -89,7 +89,7 @@ def _data(choice: Choice) -> tuple[DecoderConfig, WordTokenizer, Iterator[Batch]
 def _run(
     step: ParallelStep, state: dict[str, Any], data: Iterator[Batch], numbers: range, save: Callable[[int], bool], output: Output
 ) -> tuple[list[float], float]:
-    """Losses of the steps of these numbers, and the median seconds of a step."""
+    """Runs the steps of these numbers; returns their losses, and the median seconds of a step."""
     times: list[float] = []
 
     def one(index: int) -> float:

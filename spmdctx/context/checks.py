@@ -136,7 +136,7 @@ def _reason(option: Option, context: AutoParallelContext) -> str:
 
 
 def warn_ineffective(context: AutoParallelContext, stacklevel: int = 2) -> tuple[str, ...]:
-    """Gives a ContextWarning per option without effect, and returns their sentences for the plan's notes.
+    """Gives a ContextWarning for each option without effect, and returns their sentences for the plan's notes.
 
     Args:
         context: The context of the step.

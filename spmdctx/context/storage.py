@@ -99,7 +99,7 @@ def store_entry(field: str, entry: str) -> Callable[[State, Any], None]:
 
 
 def store_fusion_indices(state: State, value: tuple[int, ...]) -> None:
-    """Buckets by index, until comm_fusion says otherwise."""
+    """Stores buckets by index, which hold until comm_fusion says otherwise."""
     state["all_reduce_fusion_config"] = value
     state["index_fusion"] = True
 

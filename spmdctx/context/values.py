@@ -18,7 +18,7 @@ DATASET_STRATEGIES = ("data_parallel", "full_batch")
 
 
 class FusionEntry(NamedTuple):
-    """How one kind of collective is fused: `config` is MB in size mode, gradient indices in index mode."""
+    """The fusion of one kind of collective: `config` is MB in size mode, gradient indices in index mode."""
 
     mode: str
     config: int | tuple[int, ...] | None

@@ -1,4 +1,4 @@
-"""What the processes tell one another of their parts of a batch, so that all of them go on, pad, drop or stop together."""
+"""The agreement between processes on their parts of a batch, so that all continue, pad, drop or stop together."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ ENDED, FAILED = -1, -2
 
 
 class Agreement:
-    """An exchange per batch over JAX's coordination service; processes must make their data loaders in the same order.
+    """One exchange for each batch over JAX's coordination service; processes must make their data loaders in the same order.
 
-    Process 0 collects the shares and tells them to all; where all are complete it says only that, so that what is sent grows with
+    Process 0 collects the shares and sends them to all. If all are complete, it sends only that fact, so that traffic grows with
     the number of processes and not with its square.
     """
 
@@ -50,7 +50,7 @@ class Agreement:
         self._pass = self._batch = 0
 
     def restart(self) -> None:
-        """A new pass over the source, in all processes."""
+        """Starts a new pass over the source, in all processes."""
         self._pass, self._batch = self._pass + 1, 0
 
     def tell_failure(self) -> None:
@@ -59,10 +59,10 @@ class Agreement:
         self._store().set(self._key(self._batch, me) if me else self._key(self._batch), _written(failed))
 
     def exchange(self, own: Share, stopped: Event) -> list[Share]:
-        """The shares of all processes, in their order; one for all where all are complete.
+        """Returns the shares of all processes in their order, or one share for all if all are complete.
 
         Args:
-            own: this process's.
+            own: this process's share.
             stopped: set when nobody waits any more.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Batches of arrays that lie in files or in memory, read by blocks."""
+"""Batches of arrays in files or in memory, read by blocks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from spmdctx.errors import StrategyError, message
 
 
 def arrays(tree: Any, batch_size: int, *, shuffle: int | None = None, epochs: int | None = 1) -> ArrayBatches:
-    """Batches of consecutive rows of arrays of equal length, for `spmdctx.data.shard`, which reads only this process's blocks.
+    """Makes batches of consecutive rows of arrays of equal length for `spmdctx.data.shard`, which reads only this process's blocks.
 
     Args:
         tree: a pytree of arrays: NumPy's, memory-mapped ones (`np.load(path, mmap_mode="r")`), HDF5 or Zarr datasets, or objects
             with `shape`, `dtype` and `__getitem__` that takes a tuple of slices.
         batch_size: rows of the whole batch; the last batch of an epoch may have fewer.
         shuffle: a seed. Each epoch then has its own order, the same in all processes.
-        epochs: how often all rows are gone through; None for ever.
+        epochs: how often all rows are read; None means without end.
 
     Raises:
-        StrategyError: arrays of different lengths, or a batch size or number of epochs below 1.
-        TypeError: what is no array.
+        StrategyError: arrays have different lengths, or the batch size or number of epochs is below 1.
+        TypeError: a leaf is not an array.
     """
     leaves = [Blocks(leaf) for leaf in jax.tree.leaves(tree)]
     lengths = sorted({leaf.shape[0] for leaf in leaves})
@@ -47,26 +47,26 @@ class ArrayBatches:
 
     @property
     def batches_per_epoch(self) -> int:
-        """How many batches an epoch has, the last one with fewer rows included."""
+        """The number of batches in an epoch, including a last one with fewer rows."""
         return -(-self._length // self._batch_size)
 
     def __iter__(self) -> ArrayIterator:
         return ArrayIterator(self)
 
     def order(self, epoch: int) -> range | np.ndarray[Any, np.dtype[np.int64]]:
-        """The rows of an epoch in the order in which they come."""
+        """Returns the rows of an epoch in their order."""
         if self._shuffle is None:
             return range(self._length)
         return np.random.default_rng([self._shuffle, epoch]).permutation(self._length)
 
     def batch(self, order: range | np.ndarray[Any, np.dtype[np.int64]], number: int) -> Any:
-        """Batch `number` of an epoch of that order."""
+        """Returns batch `number` of an epoch of that order."""
         start = number * self._batch_size
         rows = order[start : start + self._batch_size]
         return jax.tree.map(lambda leaf: Blocks(leaf, rows), self._tree)
 
     def has_epoch(self, epoch: int) -> bool:
-        """Whether there is an epoch of that number."""
+        """Returns whether there is an epoch of that number."""
         return self._length > 0 and (self._epochs is None or epoch < self._epochs)
 
 
@@ -89,10 +89,10 @@ class ArrayIterator:
         return self._batches.batch(self._order, self._batch - 1)
 
     def get_state(self) -> dict[str, int]:
-        """The position: the epoch, and how many batches of it were given."""
+        """Returns the position: the epoch, and how many of its batches were given out."""
         return {"epoch": self._epoch, "batch": self._batch}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Goes to a position that `get_state` gave."""
+        """Goes to a position that `get_state` returned."""
         self._epoch, self._batch = state["epoch"], state["batch"]
         self._order = self._batches.order(self._epoch) if self._batches.has_epoch(self._epoch) else range(0)

@@ -1,4 +1,4 @@
-"""The size of the global batch, from the batch size that a MindFormers configuration names."""
+"""Computes the size of the global batch from the batch size in a MindFormers configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def global_batch_size(
     num_devices: int | None = None,
     context: AutoParallelContext | None = None,
 ) -> int:
-    """The rows of the global batch, as MindFormers counts them from `runner_config.batch_size`.
+    """Returns the rows of the global batch, as MindFormers counts them from `runner_config.batch_size`.
 
     | parallel_mode | batch | rows, without pipeline stages |
     |---|---|---|
@@ -28,19 +28,19 @@ def global_batch_size(
     | | dataset_strategy "data_parallel" | batch_size * num_devices * interleave * accumulation |
     | the other modes | | batch_size * num_devices * accumulation |
 
-    With pipeline stages in the first three rows, `micro_batch_num` stands in the place of the accumulation steps.
+    With pipeline stages, `micro_batch_num` replaces the accumulation steps in the first three rows.
 
     Args:
         batch_size: rows that one data-parallel part computes at once.
-        data_parallel: `parallel_config.data_parallel`; with slices, what they must say too.
-        micro_batch_num: `parallel_config.micro_batch_num`; counts with pipeline stages only.
+        data_parallel: `parallel_config.data_parallel`; slices must agree with it.
+        micro_batch_num: `parallel_config.micro_batch_num`; counts only with pipeline stages.
         micro_batch_interleave_num: `micro_batch_interleave_num`.
-        num_devices: all devices of the job; by default device_num where it is set, 1 in stand_alone, else those that JAX has.
-        context: by default the one that is set.
+        num_devices: all devices of the job; by default device_num if it is set, 1 in stand_alone, else those that JAX has.
+        context: by default the current one.
 
     Raises:
-        ContextError: a number below 1, or a dataset_strategy that splits the first input otherwise than `data_parallel`.
-        TypeError: what is no int.
+        ContextError: a number is below 1, or a dataset_strategy splits the first input otherwise than `data_parallel`.
+        TypeError: an argument is not an int.
     """
     context = context or current_context()
     if num_devices is None:
@@ -59,7 +59,7 @@ def global_batch_size(
 
 
 def _parts(context: AutoParallelContext, data_parallel: int, num_devices: int) -> int:
-    """Into how many parts the rows go."""
+    """Returns into how many parts the rows are split."""
     strategy = context.dataset_strategy
     if context.full_batch:
         return data_parallel

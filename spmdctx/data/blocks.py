@@ -1,4 +1,4 @@
-"""A process's part of a global array: its distinct blocks, and the array put together from them."""
+"""A process's part of a global array: finds its distinct blocks, and assembles the array from them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from spmdctx.errors import StrategyError
 
 Bounds = tuple[tuple[int, int], ...]
-"""Per dimension where a block starts and ends."""
+"""Start and end of a block in each dimension."""
 
 _ALIGNMENT = 64
-"""Bytes. The CPU backend takes an array over that starts at a multiple of it, and copies others."""
+"""Bytes. The CPU backend takes over an array that starts at a multiple of this, and copies others."""
 
 
 class Part(NamedTuple):
-    """What some devices hold of an array.
+    """The part of an array that some devices hold.
 
-    `blocks` are the distinct blocks, each with the devices that hold it; `dims` per dimension the distinct ranges, ascending.
+    `blocks` are the distinct blocks, each with the devices that hold it. `dims` are the distinct ranges of each dimension, ascending.
     """
 
     blocks: tuple[tuple[Bounds, tuple[Any, ...]], ...]
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
     @property
     def is_grid(self) -> bool:
-        """Whether the blocks are all combinations of the ranges, so that they make up one local array."""
+        """True if the blocks are all combinations of the ranges, so that they make up one local array."""
         return len(self.blocks) == math.prod(len(ranges) for ranges in self.dims)
 
     @property
@@ -41,7 +41,7 @@ class Part(NamedTuple):
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.dims)
 
     def local_bounds(self, bounds: Bounds) -> Bounds:
-        """Where a block lies in the local array."""
+        """Returns the bounds of a block in the local array."""
         found = []
         for ranges, (start, stop) in zip(self.dims, bounds, strict=True):
             before = sum(end - begin for begin, end in ranges if begin < start)
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def part_of(sharding: Sharding, shape: tuple[int, ...], process: int | None = None) -> Part:
-    """What a process holds of an array of `shape`; by default this process.
+    """Returns the part of an array of `shape` that a process holds; by default this process.
 
     Raises:
         ValueError: a dimension does not divide.
@@ -70,7 +70,7 @@ def part_of(sharding: Sharding, shape: tuple[int, ...], process: int | None = No
 
 
 class Piece(NamedTuple):
-    """One leaf that is to be placed: its global shape and sharding, what gives a block of it, and whether all of it is in memory."""
+    """A leaf to place: its global shape and sharding, the function that reads a block, and whether all of it is in memory."""
 
     shape: tuple[int, ...]
     sharding: Sharding
@@ -79,7 +79,7 @@ class Piece(NamedTuple):
 
 
 def assemble(pieces: Sequence[Piece]) -> list[jax.Array]:
-    """The global arrays; each distinct block of this process is asked for once, all are put on their devices together."""
+    """Assembles the global arrays; reads each distinct block of this process once, and puts all on their devices together."""
     arrays: list[Any] = []
     targets: list[Any] = []
     counts = []
@@ -100,7 +100,7 @@ def assemble(pieces: Sequence[Piece]) -> list[jax.Array]:
 
 
 def _blocks(piece: Piece) -> tuple[tuple[Bounds, tuple[Any, ...]], ...]:
-    """The blocks to read, each with its devices; one without devices is the whole, which JAX splits faster by itself."""
+    """Returns the blocks to read with their devices; a block without devices is the whole, which JAX splits faster by itself."""
     part = part_of(piece.sharding, piece.shape)
     if piece.in_memory and piece.sharding.is_fully_addressable:
         is_cpu = part.blocks[0][1][0].platform == "cpu"
@@ -117,12 +117,12 @@ def _joined(piece: Piece, count: int, placed: Iterator[Any]) -> jax.Array:
 
 
 def slices(bounds: Bounds) -> tuple[slice, ...]:
-    """Bounds as what an array is indexed with."""
+    """Converts bounds to the index of an array."""
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
 def _owned(block: NDArray[Any]) -> NDArray[Any]:
-    """A copy in memory that the CPU backend takes over: it would alias the caller's memory, which he may write to again."""
+    """Copies a block to memory that the CPU backend may take over, since the caller may write to its own memory again."""
     if block.nbytes == 0 or block.dtype.hasobject:
         return block
     memory = np.empty(block.nbytes + _ALIGNMENT, np.uint8)

@@ -1,4 +1,4 @@
-"""Leaves that are read by blocks, and how every leaf is sliced and padded."""
+"""Leaves that are read by blocks; slices and pads every leaf."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from spmdctx.errors import StrategyError, message
 
 
 class Blocks:
-    """Some rows of an array that is read by blocks: a memory-mapped file, an HDF5 or Zarr dataset, or a class of one's own.
+    """Some rows of an array that is read by blocks: a memory-mapped file, an HDF5 or Zarr dataset, or the user's own class.
 
-    A batch with such a leaf is a whole batch; of it each process asks for the blocks that its devices hold, each once.
+    A batch with such a leaf is a whole batch; each process reads the blocks of it that its devices hold, each once.
     """
 
     def __init__(self, array: Any, rows: range | NDArray[np.integer[Any]] | None = None) -> None:
@@ -45,7 +45,7 @@ class Blocks:
         return f"<spmdctx.data.Blocks {self.dtype}{list(self.shape)} of {type(self._array).__name__}>"
 
     def __getitem__(self, index: tuple[slice, ...]) -> NDArray[Any]:
-        """The block at a tuple of slices."""
+        """Reads the block at a tuple of slices."""
         index = index if isinstance(index, tuple) else (index,)
         rows, rest = self._rows[index[0]], index[1:]
         array: Any = self._array
@@ -54,7 +54,7 @@ class Blocks:
         numbers = np.asarray(rows)
         if isinstance(self._array, np.ndarray):
             return np.asarray(array[(numbers, *rest)])
-        # Classes that take slices only: one read per run of neighbouring rows, in ascending order for those that read forward.
+        # For classes that take only slices: one read for each run of neighbouring rows, ascending for those that read forward.
         order = np.argsort(numbers, kind="stable")
         ascending = numbers[order]
         starts = np.flatnonzero(np.diff(ascending, prepend=ascending[:1] - 2) != 1)
@@ -66,18 +66,18 @@ class Blocks:
 
 
 def is_read_by_blocks(leaf: Any) -> bool:
-    """Whether a leaf of a batch is a handle to read from: Blocks, or what has shape and slices and is no array to NumPy."""
+    """Returns whether a leaf of a batch is a handle to read from: Blocks, or an object with shape and slices but no NumPy array."""
     if isinstance(leaf, Blocks):
         return True
     return hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") and not hasattr(leaf, "__array__")
 
 
 def reader(leaf: Any, rows: int | None, padding: str = "edge") -> Callable[[Bounds], Any]:
-    """What gives a block of a leaf.
+    """Makes the function that reads a block of a leaf.
 
     Args:
-        leaf: an array, or what is read by blocks.
-        rows: how many rows of the leaf are real, where those after them are padding; None for all.
+        leaf: an array, or a leaf that is read by blocks.
+        rows: how many rows of the leaf are real; the rows after them are padding. None means all.
         padding: "edge" repeats the last real row, "zero" gives zeros.
     """
 

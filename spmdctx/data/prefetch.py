@@ -1,4 +1,4 @@
-"""A thread that makes things ahead of their use: bounded, its exceptions carried over, and closed when nobody needs it."""
+"""A thread that prepares items ahead of their use: bounded, passing exceptions on, and closed when nobody needs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 Item = TypeVar("Item")
 
 _PATIENCE_S = 5.0
-"""How long `close` waits for a thread that hangs in the source; it is a daemon, and ends with the process."""
+"""Seconds that `close` waits for a thread that hangs in the source; it is a daemon and ends with the process."""
 
 
 class _Failed(NamedTuple):
@@ -37,11 +37,11 @@ class Prefetcher(Generic[Item]):
         self._ended = False
         self._worker = _Worker(produce, depth, finish, stopped) if depth else None
         if self._worker is not None:
-            # The thread knows the worker only, so that a prefetcher that is dropped can end it.
+            # The thread refers only to the worker, so that a prefetcher that is dropped can end it.
             self._finalizer = weakref.finalize(self, self._worker.stop)
 
     def next(self) -> Item:
-        """The next result.
+        """Returns the next result.
 
         Raises:
             StopIteration: at the end, after an exception, and after `close`.
@@ -72,7 +72,7 @@ class Prefetcher(Generic[Item]):
 
 
 class _Worker(Generic[Item]):
-    """What the thread and the prefetcher share."""
+    """The state that the thread and the prefetcher share."""
 
     def __init__(self, produce: Callable[[], Item], depth: int, finish: Callable[[], None], stopped: threading.Event) -> None:
         self._slots = threading.Semaphore(depth)

@@ -1,4 +1,4 @@
-"""Which rows of every batch a process is to give, so that a source can be set up for it."""
+"""Tells which rows of every batch a process has to provide, so that a source can be set up for it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class ProcessShard(NamedTuple):
 
 
 def process_shard(target: Any, *, process: int | None = None) -> ProcessShard:
-    """Which part of the data a process reads where each gives its own rows: processes that hold the same rows have the same index.
+    """Returns the part of the data that a process reads if each provides its own rows.
 
-    It is what a source is sharded by: `grain.sharding.ShardOptions(own.shard_index, own.shard_count)`. `jax.process_index()` is not,
-    where a mesh axis that splits no rows spans processes. With full_batch it is part 0 of 1.
+    Processes that hold the same rows have the same index. Shard a source by it:
+    `grain.sharding.ShardOptions(own.shard_index, own.shard_count)`. `jax.process_index()` is wrong if a mesh axis that splits no
+    rows spans processes. With full_batch the part is 0 of 1.
 
     Args:
         target: a planned step or a Plan, as for `spmdctx.data.shard`.
-        process: its number; by default this process.
+        process: the number of the process; by default this process.
 
     Raises:
         PlanError: nothing was planned, or no leaf of the batch has rows.

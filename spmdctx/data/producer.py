@@ -1,4 +1,4 @@
-"""Reads batches and puts them on the devices, one after the other; runs in the prefetching thread."""
+"""The producer, which reads batches and puts them on the devices, one after the other, in the prefetching thread."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from spmdctx.errors import StrategyError
 class Ready(NamedTuple):
     """A batch on its devices.
 
-    `rows` of `expected` are real; `number` is its place in the pass over the source, `source_state` that of the source after it,
-    and `dropped` the numbers and rows of the batches left out since the last one.
+    `rows` of `expected` are real. `number` is the batch's place in the pass over the source, and `source_state` the state of the
+    source after it. `dropped` are the numbers and rows of the batches left out since the last one.
     """
 
     batch: Any
@@ -45,7 +45,7 @@ class Producer:
         self._ended = False
 
     def __call__(self) -> Ready:
-        """The next batch, or the end once.
+        """Returns the next batch, or the end once.
 
         Raises:
             StopIteration: after the end.
@@ -72,7 +72,7 @@ class Producer:
                 return Ready(batch, decision.rows, decision.expected, number, state, tuple(dropped))
 
     def _next(self) -> tuple[list[Any] | None, Decision]:
-        """The next batch's values and what becomes of it, agreed with the other processes where it goes to all of them."""
+        """Returns the next batch's values and the decision on it, agreed with the other processes if all of them share it."""
         source, where = self._source, f"batch {self._number}"
         try:
             values, own = source.read(where)
@@ -100,7 +100,7 @@ class Producer:
         return jax.tree.unflatten(form.structure, jax.block_until_ready(arrays))
 
     def _piece(self, form: Form, index: int, value: Any, given: int | None) -> Piece:
-        """One leaf to be placed; `given` rows of it are real, None for all."""
+        """Returns one leaf to place; `given` rows of it are real, None means all."""
         shape, sharding = form.shapes[index], form.leaves[index].sharding
         if index == form.mask:
             value = _mask(value, form.given[index], form.leaves[index].dtype, given)
@@ -127,12 +127,12 @@ class Producer:
 
 
 def _last_row(value: Any, counts_rows: bool) -> Any:
-    """What a process pads with after the end of its source."""
+    """Returns the row with which a process pads after the end of its source."""
     return np.array(value[-1:]) if counts_rows and value is not None and not is_read_by_blocks(value) else value
 
 
 def _mask(value: Any, shape: tuple[int, ...], dtype: Any, given: int | None) -> Any:
-    """The mask of a batch: as it is given, else one; zero for rows that are padding."""
+    """Returns the mask of a batch: as given, else one; zero for rows that are padding."""
     rows = shape[0] if given is None else given
     mask = np.zeros(shape, np.bool_ if dtype is None else dtype)
     mask[:rows] = 1 if value is None else value[:rows]

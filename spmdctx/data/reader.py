@@ -1,4 +1,4 @@
-"""Batches of a source, one after the other, held against what the plan knows of them."""
+"""Reads the batches of a source one after the other and checks them against the plan."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spmdctx.data.targets import Leaf, Mask, Targets
 from spmdctx.errors import StrategyError
 
 _BYTES = "bytes"
-"""Key of a state that is bytes (those of grain's DataLoader), which JSON has none of."""
+"""Key of a state that is bytes, as of grain's DataLoader, since JSON has no bytes."""
 
 
 class Form(NamedTuple):
-    """What all batches of a source look like.
+    """The form of all batches of a source.
 
-    `shapes` are global, `given` those that this process's batches have; they differ where each process brings its part. `rows` is
-    the leaf whose dimension 0 counts the rows, None where no leaf has dimensions; `mask` that of the mask.
+    `shapes` are global; `given` are the shapes of this process's batches, which differ if each process provides its part. `rows`
+    is the leaf whose dimension 0 counts the rows, or None if no leaf has dimensions. `mask` is the leaf of the mask.
     """
 
     leaves: list[Leaf]
@@ -35,13 +35,13 @@ class Form(NamedTuple):
     mask: int | None
 
     def counts_rows(self, leaf: int) -> bool:
-        """Whether dimension 0 of a leaf is that of the batch."""
+        """Returns whether dimension 0 of a leaf is that of the batch."""
         if self.rows is None or not self.shapes[leaf]:
             return False
         return leaf == self.mask or self.shapes[leaf][0] == self.shapes[self.rows][0]
 
     def row_ranges(self, leaf: int, local: bool) -> Bounds:
-        """Which rows of the whole batch this process's batches hold."""
+        """Returns the rows of the whole batch that this process's batches hold."""
         shape = self.shapes[leaf]
         return part_of(self.leaves[leaf].sharding, shape).dims[0] if local else ((0, shape[0]),)
 
@@ -60,11 +60,11 @@ class Reader:
         self.local = self.spans and not whole
 
     def read(self, where: str) -> tuple[list[Any] | None, Share]:
-        """The values of the next batch, None at the end, and which rows they are; a mask that is not there is None.
+        """Returns the values of the next batch, or None at the end, and which rows they are; a missing mask is None.
 
         Raises:
-            PlanError: a batch of another structure.
-            StrategyError: a batch of other shapes or types, or leaves with different numbers of rows.
+            PlanError: a batch has another structure.
+            StrategyError: a batch has other shapes or types, or its leaves have different numbers of rows.
         """
         values = self._next(where)
         form = self.form
@@ -81,7 +81,7 @@ class Reader:
         return values, Share(ENDED if values is None else rows, expected, ranges, contents)
 
     def state(self) -> Any:
-        """The source's own state, None where it has none."""
+        """Returns the source's own state, or None if it has none."""
         if not hasattr(self._iterator, "get_state"):
             return None
         state = self._iterator.get_state()
@@ -119,7 +119,7 @@ class Reader:
 
 
 def state_from_saved(state: Any) -> Any:
-    """A source's state as the source gave it."""
+    """Returns a source's state as the source gave it."""
     return state[_BYTES].encode("latin-1") if isinstance(state, dict) and set(state) == {_BYTES} else state
 
 
@@ -159,7 +159,7 @@ def _global_shape(value: Any, leaf: Leaf, local: bool) -> tuple[int, ...]:
 
 
 def _rows(values: Sequence[Any], form: Form, where: str) -> tuple[int, int]:
-    """How many rows a batch has, and how many it should have."""
+    """Returns how many rows a batch has, and how many it should have."""
     if form.rows is None:
         rows, expected = 1, 1
     else:
@@ -181,7 +181,7 @@ def _rows(values: Sequence[Any], form: Form, where: str) -> tuple[int, int]:
 
 
 def _contents(values: Sequence[Any], form: Form, local: bool) -> tuple[str, ...]:
-    """Per leaf a digest of which part of it this process holds, and one of what is in that; "-" where it is not in memory."""
+    """Returns digests for each leaf: of the part that this process holds, and of its contents ("-" if not in memory)."""
     found = []
     for value, leaf, shape in zip(values, form.leaves, form.shapes, strict=True):
         part = part_of(leaf.sharding, shape)

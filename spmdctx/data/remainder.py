@@ -1,4 +1,4 @@
-"""Batches with fewer rows than the plan has: what is done with them, decided alike in all processes."""
+"""Decides, alike in all processes, what to do with batches that have fewer rows than the plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REMAINDERS = ("error", "pad", "drop")
 
 
 class Decision(NamedTuple):
-    """What happens to a batch: "use", "pad", "drop" or "end"; its real rows, and those of the plan."""
+    """The decision on a batch: "use", "pad", "drop" or "end"; its real rows, and those of the plan."""
 
     kind: str
     rows: int
@@ -22,7 +22,7 @@ class Decision(NamedTuple):
 
 
 def decide(shares: Sequence[Share], remainder: str, number: int) -> Decision:
-    """What all processes do with batch `number`, given what each has of it.
+    """Decides what all processes do with batch `number`, from the share of each.
 
     Raises:
         StrategyError: a process failed or has nothing at all, processes contradict each other, or a short batch is an error.
@@ -52,7 +52,7 @@ def decide(shares: Sequence[Share], remainder: str, number: int) -> Decision:
 
 
 def _check_ended(shares: Sequence[Share], remainder: str, where: str, have: str) -> None:
-    """A process without more batches is an error, but where its rows can be padded, or those of the others dropped."""
+    """Raises if a process has no more batches, unless its rows can be padded or those of the others dropped."""
     others = {rows for share in shares if share.rows != ENDED for rows in share.ranges}
     for process, share in enumerate(shares):
         never, is_shared = not share.ranges, any(rows in others for rows in share.ranges)
@@ -66,7 +66,7 @@ def _check_ended(shares: Sequence[Share], remainder: str, where: str, have: str)
 
 
 def _check_contents(shares: Sequence[Share], where: str) -> None:
-    """Processes that hold the same part of a leaf must have been given the same."""
+    """Checks that processes which hold the same part of a leaf were given the same contents."""
     known: dict[tuple[int, str], tuple[int, str]] = {}
     for process, share in enumerate(shares):
         for leaf, content in enumerate(share.contents):
@@ -81,7 +81,7 @@ def _check_contents(shares: Sequence[Share], where: str) -> None:
 
 
 def _count(shares: Sequence[Share], where: str) -> tuple[int, int]:
-    """Real rows and all rows of the whole batch; processes that hold the same rows must agree on them."""
+    """Counts the real rows and all rows of the whole batch; processes that hold the same rows must agree on them."""
     total = max(stop for share in shares for _, stop in share.ranges)
     real = np.full(total, -1, np.int8)
     for process, share in enumerate(shares):

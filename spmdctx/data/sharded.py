@@ -1,4 +1,4 @@
-"""`spmdctx.data.shard`: any iterable of batches as global arrays, split as a plan says and put on the devices ahead of their use."""
+"""`spmdctx.data.shard`: turns an iterable of batches into global arrays, split as planned and put on the devices ahead of use."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def shard(
     prefetch: int = 2,
     whole: bool | None = None,
 ) -> ShardedBatches:
-    """Gives the batches of `source` as global arrays, each where the step takes it.
+    """Returns the batches of `source` as global arrays, each placed as the step takes it.
 
     Args:
         source: an iterable of batches: pytrees of arrays in the structure of the step's batch argument, or tuples of all of them.
-            Leaves that are `Blocks` (`spmdctx.data.arrays` makes batches of them), or of a class of one's own with `shape`, `dtype`
-            and `__getitem__`, are read by blocks: each process asks once for each distinct block that its devices hold.
-        target: a step, whose last plan counts when the first batch is asked for; a Plan, over `jax.devices()`; or a pytree of
+            Leaves that are `Blocks` (`spmdctx.data.arrays` makes batches of them) are read by blocks. So are objects of other
+            classes with `shape`, `dtype` and `__getitem__`. Each process reads each distinct block of its devices once.
+        target: a step, whose last plan counts when the first batch is requested; a Plan, over `jax.devices()`; or a pytree of
             shardings, such as those of `step.in_shardings`.
-        remainder: what becomes of a batch with fewer rows than the plan has: "error"; "drop"; or "pad" with copies of its last row.
-        mask: the key or position in the batch of a mask, one for real rows and zero for padding; where batches do not bring it, it
-            is made. It must be an argument of the step, as every batch has it. Where the loss is local (`spmdctx.value_and_grad` in
-            data_parallel), a device may hold nothing but padding: divide by a fixed number of rows there, not by the mask's sum.
-        prefetch: how many batches are put on the devices ahead of their use, by a thread; 0 for none.
-        whole: with several processes, whether each of them gives whole batches; by default where full_batch is set. Else each gives
-            the rows, or blocks, that its devices hold (`spmdctx.data.process_shard`). In both cases the processes read in step, and
-            agree on short batches and on the end.
+        remainder: the treatment of a batch with fewer rows than the plan: "error"; "drop"; or "pad" with copies of its last row.
+        mask: the key or position in the batch of a mask, one for real rows and zero for padding. If batches do not bring it, it is
+            made. It must be an argument of the step, since every batch has it. If the loss is local (`spmdctx.value_and_grad` in
+            data_parallel), a device may hold only padding: divide by a fixed number of rows there, not by the mask's sum.
+        prefetch: how many batches a thread puts on the devices ahead of their use; 0 for none.
+        whole: with several processes, whether each of them provides whole batches; by default if full_batch is set. Otherwise each
+            provides the rows, or blocks, that its devices hold (`spmdctx.data.process_shard`). In both cases the processes read in
+            step, and agree on short batches and on the end.
 
     Raises:
-        StrategyError: an option that does not exist; batches that do not fit, when they are read.
-        PlanError: when the first batch is asked for: nothing was planned, or the plan has no batch of this structure.
-        TypeError: a source that cannot be iterated over.
+        StrategyError: an option does not exist; or, when they are read, batches do not fit.
+        PlanError: on the first batch: nothing was planned, or the plan has no batch of this structure.
+        TypeError: the source cannot be iterated over.
     """
     if remainder not in REMAINDERS:
         raise StrategyError(f"data.shard has no remainder {remainder!r}.", need="one of " + ", ".join(map(repr, REMAINDERS)))
@@ -123,15 +123,15 @@ class ShardedBatches:
             self._ahead = None
 
     def get_state(self) -> dict[str, Any]:
-        """The place after the last batch that was given out, whatever was read ahead: to be saved with a checkpoint.
+        """Returns the position after the last batch that was given out, whatever was read ahead; save it with a checkpoint.
 
-        The source's own state where its iterator has `get_state` (grain's do), else the number of batches read in this pass. It
-        holds JSON values where the source's does.
+        It is the source's own state if its iterator has `get_state` (grain's do), else the number of batches read in this pass. It
+        holds JSON values if the source's state does.
         """
         return dict(self._state)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `get_state` gave; a source without state of its own is read up to it.
+        """Goes to a position that `get_state` returned; a source without a state of its own is read up to it.
 
         Raises:
             StrategyError: something else than a state.
@@ -187,4 +187,4 @@ class ShardedBatches:
 
 
 def _nothing() -> None:
-    """What is done to close an iterator that knows no closing, or is the user's own."""
+    """Does nothing, to close an iterator that cannot be closed or is the user's own."""

@@ -1,4 +1,4 @@
-"""Where batches go: what a planned step, a plan, or a pytree of shardings says of each leaf of a batch."""
+"""The targets of batches: the sharding of each leaf by a planned step, a plan, or a pytree of shardings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Mask = str | int
 
 @dataclass(frozen=True)
 class Leaf:
-    """Where one leaf of a batch goes, and as what; shape (global) and dtype are None where only the sharding is known."""
+    """The target of one leaf of a batch; shape (global) and dtype are None if only the sharding is known."""
 
     path: str
     sharding: Sharding
@@ -30,7 +30,7 @@ class Leaf:
 
 
 class Matched(NamedTuple):
-    """A batch held against its targets: values and leaves in order, the index of the mask, and the structure of the result.
+    """A batch matched with its targets: values and leaves in order, the index of the mask, and the structure of the result.
 
     The value of a mask that the batch does not bring is None.
     """
@@ -53,7 +53,7 @@ class Targets(NamedTuple):
     whole: bool = False
 
     def match(self, batch: Any, mask: Mask | None = None) -> Matched:
-        """The batch, one argument or a tuple of all, with a leaf per value.
+        """Matches a batch, one argument or a tuple of all, with a leaf for each value.
 
         Raises:
             PlanError: the batch has another structure.
@@ -93,15 +93,15 @@ class TakesBatches(Protocol):
     """A step that knows where its batch goes; `spmdctx.parallel` makes one."""
 
     def batch_targets(self) -> Targets:
-        """Where the batch of the last plan goes."""
+        """Returns the targets of the last plan's batch."""
 
 
 def targets_of(target: Any) -> Targets:
-    """What a step, a plan or a pytree of shardings says.
+    """Returns the targets of a step, a plan or a pytree of shardings.
 
     Raises:
-        PlanError: a step of which nothing was planned.
-        TypeError: something else.
+        PlanError: nothing was planned for the step.
+        TypeError: the target is something else.
     """
     if isinstance(target, TakesBatches):
         return target.batch_targets()
@@ -133,7 +133,7 @@ def _of_plan(plan: Plan, devices: Sequence[Any]) -> Targets:
 
 
 def _mask_index(tree: Any, mask: Mask) -> int | None:
-    """The place of the mask among the leaves of a dict, tuple or list; None where there is none."""
+    """Returns the position of the mask among the leaves of a dict, tuple or list, or None if there is none."""
     is_sequence = isinstance(tree, tuple | list) and isinstance(mask, int) and 0 <= mask < len(tree)
     if not is_sequence and not (isinstance(tree, dict) and mask in tree):
         return None

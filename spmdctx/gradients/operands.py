@@ -23,9 +23,9 @@ _KEY_SIZES = (2, 4)
 
 
 class Operand(NamedTuple):
-    """How a leaf enters a loss: its sharding over the replicas, its batch dimension (None: not of the batch), whether it is a key.
+    """A leaf on its way into a loss: its sharding over the replicas, its batch dimension or None, and whether it is a key.
 
-    `scatter_dim` is the dimension along which its gradient leaves the loss in pieces; None where the gradient is whole.
+    `scatter_dim` is the dimension along which its gradient leaves the loss in pieces, or None if the gradient is whole.
     """
 
     sharding: TensorSharding

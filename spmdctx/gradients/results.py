@@ -18,7 +18,7 @@ from spmdctx.ir.sharding import AxisNames, TensorSharding
 
 
 class Fate(Enum):
-    """How the pieces of a result become one."""
+    """The ways in which the pieces of a result become one."""
 
     REDUCED = auto()
     """A gradient: reduced over replicas, averaged over micro-batches."""

@@ -1,4 +1,4 @@
-"""Models, training steps and text for the command line, the strategy files and the tests."""
+"""Models, training steps and text that the command line, the strategy files and the tests use."""
 
 from spmdctx.models.config import DecoderConfig, Lora
 from spmdctx.models.decoder import Decoder

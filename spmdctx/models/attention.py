@@ -14,7 +14,7 @@ from spmdctx.models.layers import block_linear
 
 
 def rotate(x: jax.Array, theta: float, start: jax.Array | None = None) -> jax.Array:
-    """Rotary embedding of [batch, seq, heads, head_dim]: pairs of features turn with the position (Su et al., 2021).
+    """Applies the rotary embedding to [batch, seq, heads, head_dim]: pairs of features turn with the position (Su et al., 2021).
 
     `start` is the position of the first row, 0 if it is not given.
     """
@@ -27,16 +27,16 @@ def rotate(x: jax.Array, theta: float, start: jax.Array | None = None) -> jax.Ar
 
 
 def _positions(seq: int, start: jax.Array | None) -> jax.Array:
-    """Positions of `seq` tokens, [seq] float32, which holds whole numbers up to 2**24."""
+    """Returns the positions of `seq` tokens, [seq] float32, which holds whole numbers up to 2**24."""
     positions = jnp.arange(seq, dtype=jnp.float32)
     return positions if start is None else positions + start
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """Slope of each head's bias (Press et al., "Train Short, Test Long", 2021): a geometric series that ends at 2**-8.
+    """Returns the slope of each head's bias (Press et al., "Train Short, Test Long", 2021): a geometric series down to 2**-8.
 
-    Where the number of heads is no power of two, the series of the next smaller power is followed by every second slope of
-    the series twice as long.
+    If the number of heads is not a power of two, every second slope of the series twice as long follows that of the next smaller
+    power.
     """
     power = 2 ** int(math.log2(num_heads))
     series = [2.0 ** (-8.0 * (index + 1) / power) for index in range(power)]
@@ -61,7 +61,7 @@ class Attention(nnx.Module):
         self.out = block_linear("out", config, rngs)
 
     def __call__(self, x: jax.Array, source: jax.Array | None = None) -> jax.Array:
-        """[batch, seq, width] to the same; queries come from `source` [1, seq, width] if it is given."""
+        """Maps [batch, seq, width] to the same; queries come from `source` [1, seq, width] if it is given."""
         config = self.config
         batch, seq, _ = x.shape
         groups = config.num_heads // config.num_kv_heads
@@ -88,7 +88,7 @@ class Attention(nnx.Module):
         return layer(x).reshape(*x.shape[:2], num_heads, self.config.head_dim)
 
     def _bias(self, seq: int) -> jax.Array:
-        """Bias of the scores, [kv_heads, groups, 1, seq]: slope times the key's position.
+        """Returns the bias of the scores, [kv_heads, groups, 1, seq]: slope times the key's position.
 
         Softmax does not change when a row is shifted, so that this is slope times (key - query), and needs no [seq, seq] tensor.
         """

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a decoder has seen, kept in its attention layers, so that each new token costs one row."""
+"""The cache of keys and values: attention layers keep those of past tokens, so that each new token costs one row."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class KeyValues(nnx.Module):
-    """What one attention layer keeps.
+    """The keys and values that one attention layer keeps.
 
     Args:
         config: sizes and options.
-        batch: sequences.
-        length: tokens for which there is room.
+        batch: the number of sequences.
+        length: the number of tokens for which there is room.
     """
 
     def __init__(self, config: DecoderConfig, batch: int, length: int) -> None:
@@ -40,7 +40,7 @@ class KeyValues(nnx.Module):
 
 
 def stacked(make: Callable[[], T], count: int) -> T:
-    """`count` modules in one, their variables with a leading dimension, as a scan over layers takes them."""
+    """Makes `count` modules as one whose variables have a leading dimension, as a scan over layers takes them."""
     build: Callable[[], T] = nnx.vmap(make, in_axes=(), out_axes=0, axis_size=count)
     return build()
 

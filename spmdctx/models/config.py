@@ -46,14 +46,14 @@ class DecoderConfig:
         num_heads: query heads, each of width / num_heads features.
         num_kv_heads: key and value heads; query heads share them in groups.
         hidden: features between the two halves of the feed-forward layer.
-        max_seq: tokens per sequence the model is meant for; with learned positions no more are possible.
+        max_seq: tokens per sequence for which the model is meant; with learned positions no more are possible.
         positions: "rotary" turns queries and keys (Su et al., 2021), "alibi" adds a bias that grows with the distance (Press et
             al., 2021), "learned" adds a table to the embedding.
         norm: "rms", or "layer" with mean and bias.
         feed_forward: "swiglu" has a gate (Shazeer, 2020), "gelu" has none.
         bias: which weights of a block have one: "none", "qkv" (query, key and value) or "all".
         head: "own" weights; "unit", whose columns are scaled to length 1 (Baichuan 2's NormHead); or "tied", the embedding's.
-        query_layer: whether the last layer's queries are learned ones, one per position, instead of its input (PanGu-alpha); it comes
+        query_layer: whether the last layer uses learned queries, one per position, instead of its input (PanGu-alpha). It comes
             after the last norm.
         lora: low-rank updates; all other parameters are frozen then.
         rope_theta: base of the rotary embedding's wavelengths.
@@ -112,18 +112,18 @@ class DecoderConfig:
         return tuple(name for name in BLOCK_WEIGHTS if name != "gate" or self.feed_forward == "swiglu")
 
     def sizes_of(self, weight: Target) -> tuple[int, int]:
-        """Inputs and outputs of a block's weight."""
+        """Returns the inputs and outputs of a block's weight."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         outputs = {"query": heads, "key": kv_heads, "value": kv_heads, "gate": self.hidden, "up": self.hidden}
         inputs = {"out": heads, "down": self.hidden}
         return inputs.get(weight, self.width), outputs.get(weight, self.width)
 
     def has_bias(self, weight: Target) -> bool:
-        """Whether a block's weight has a bias."""
+        """Returns whether a block's weight has a bias."""
         return self.bias == "all" or (self.bias == "qkv" and weight in ("query", "key", "value"))
 
     def lora_of(self, weight: Target) -> Lora | None:
-        """The low-rank update of a block's weight, None where it has none."""
+        """Returns the low-rank update of a block's weight, or None if it has none."""
         return self.lora if self.lora is not None and weight in self.lora.targets else None
 
     @property

@@ -1,4 +1,4 @@
-"""A decoder in Flax NNX whose configuration makes it Llama 2, Baichuan 2, Qwen or PanGu-alpha, with low-rank updates or without."""
+"""A decoder in Flax NNX, configured as Llama 2, Baichuan 2, Qwen or PanGu-alpha, with or without low-rank updates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FeedForward(nnx.Module):
         self.down = block_linear("down", config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, width] to the same."""
+        """Maps [batch, seq, width] to the same."""
         if self.gate is None:
             return self.down(jax.nn.gelu(self.up(x)))
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -49,7 +49,7 @@ class Block(nnx.Module):
         self.mlp = split.layer(FeedForward(config, rngs), f"{name}/mlp", config)
 
     def __call__(self, x: jax.Array, *source: jax.Array) -> jax.Array:
-        """[batch, seq, width] to the same; `source` is where the queries come from, if not from x."""
+        """Maps [batch, seq, width] to the same; queries come from `source` if it is given, else from x."""
         x = x + self.attention(self.attention_norm(x), *source)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -79,10 +79,10 @@ class Decoder(nnx.Module):
         self.head: Any = split.layer(head(config, rngs), "head", config)
 
     def remember(self, batch: int, length: int) -> None:
-        """From now on a call takes the next tokens of `batch` sequences, which go on where the last call ended.
+        """Makes later calls take the next tokens of `batch` sequences, which continue where the last call ended.
 
         Raises:
-            ContextError: `length`, the most tokens of a sequence, is more than there are learned positions.
+            ContextError: `length`, the most tokens of a sequence, exceeds the number of learned positions.
         """
         config = self.config
         check_length(config, length)
@@ -94,10 +94,10 @@ class Decoder(nnx.Module):
             self.query_layer.attention.past = new()
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits of the next token at every position; after `remember`, of the tokens that follow those of the last call.
+        """Returns the logits of the next token at every position; after `remember`, tokens continue those of the last call.
 
         Raises:
-            ContextError: more tokens than there are learned positions.
+            ContextError: there are more tokens than learned positions.
         """
         x = self.embedding(tokens)
         if self.positions is not None:
@@ -117,7 +117,7 @@ class Decoder(nnx.Module):
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
     def _rows(self, table: nnx.Embed, seq: int) -> jax.Array:
-        """The rows of a table of positions for the next `seq` tokens, [1, seq, width]."""
+        """Returns the rows of a table of positions for the next `seq` tokens, [1, seq, width]."""
         check_length(self.config, seq)
         if self.used is None:
             return table.embedding[None, :seq].astype(self.config.dtype)
@@ -133,7 +133,7 @@ def _unrolled(config: DecoderConfig, rngs: nnx.Rngs, split: Split) -> nnx.List[B
 
 
 def _stacked(config: DecoderConfig, rngs: nnx.Rngs, split: Split) -> Block:
-    """One block whose parameters have a leading layer dimension."""
+    """Makes one block whose parameters have a leading layer dimension."""
 
     @nnx.split_rngs(splits=config.num_blocks)
     @nnx.vmap(in_axes=(0,), out_axes=0)

@@ -1,4 +1,4 @@
-"""Text from a decoder that is split over devices: a plan of the step that makes one token, and the loop around it."""
+"""Text generation with a decoder split over devices: plans the step that makes one token, and runs the loop around it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spmdctx.step.step import ParallelStep
 
 
 def next_token(model: Decoder, tokens: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
-    """The token [batch, 1] that follows `tokens` [batch, seq]: the likeliest at temperature 0, else one drawn with `key`."""
+    """Returns the token [batch, 1] after `tokens` [batch, seq]: the likeliest at temperature 0, else one drawn with `key`."""
     logits = model(tokens)[:, -1]
     drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
     return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)[:, None]
@@ -67,23 +67,23 @@ class Generator:
         self._abstract = nnx.eval_shape(self._remembering)
 
     def network(self) -> Decoder:
-        """The decoder as shapes, to load parameters into."""
+        """Returns the decoder as shapes, into which parameters can be loaded."""
         model: Decoder = nnx.eval_shape(lambda: Decoder(self._config, nnx.Rngs(0), self._split))
         return model
 
     @cached_property
     def plan(self) -> Plan:
-        """How one token is made."""
+        """The plan of the step that makes one token."""
         return self._step.plan(*self._arguments(1))
 
     @cached_property
     def layouts(self) -> dict[str, ParameterLayout]:
-        """How parameters, and the kept keys and values, are split."""
+        """The layouts of the parameters, and of the cached keys and values."""
         return plan_layouts(self.plan)
 
     @cached_property
     def shardings(self) -> Any:
-        """Where the parameters of `network` go: a state with a sharding in the place of each."""
+        """The shardings of the parameters of `network`: a state with a sharding in place of each."""
         whole = self._step.in_shardings(*self._arguments(1))[0]
         return nnx.filter_state(whole, lambda path, _: not _is_kept(path))
 
@@ -98,7 +98,7 @@ class Generator:
         stop: int | None = None,
         show: Callable[[np.ndarray], None] | None = None,
     ) -> np.ndarray:
-        """Goes on with each prompt for `count` tokens.
+        """Continues each prompt for `count` tokens.
 
         The tokens that all prompts have are read at once; of longer ones the rest is read token by token while the others go on.
 
@@ -146,12 +146,12 @@ class Generator:
         return model
 
     def _arguments(self, seq: int) -> tuple[Any, ...]:
-        """The step's arguments as shapes, for `seq` tokens at once."""
+        """Returns the step's arguments as shapes, for `seq` tokens at once."""
         tokens = jax.ShapeDtypeStruct((self._batch, seq), jnp.int32)
         return self._abstract, tokens, jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.float32)
 
     def _for_tokens(self, seq: int) -> _Sized:
-        """The step for `seq` tokens at once; parameters and what is kept lie as for a single one."""
+        """Returns the step for `seq` tokens at once; parameters and the cache are placed as for a single token."""
         if seq not in self._sized:
             step = self._step if seq == 1 or self.plan.mode not in PLANNED_MODES else self._pinned(seq)
             self._sized[seq] = _Sized(step, step.in_shardings(*self._arguments(seq))[1])
@@ -167,7 +167,7 @@ class Generator:
         return step
 
     def _joined(self, network: Decoder) -> Decoder:
-        """The decoder with parameters, and with nothing kept yet."""
+        """Returns the decoder with parameters and an empty cache."""
         graph, state = nnx.split(self._abstract)
         shardings = dict(nnx.to_flat_state(self._step.in_shardings(*self._arguments(1))[0]))
         parameters = dict(nnx.to_flat_state(nnx.state(network)))
@@ -193,7 +193,7 @@ class Generator:
 
 
 def _is_kept(path: tuple[Any, ...]) -> bool:
-    """Whether a variable is of the tokens seen, and no parameter."""
+    """Returns whether a variable belongs to the cache of tokens and is not a parameter."""
     return "past" in path or path[-1] == "used"
 
 
@@ -202,7 +202,7 @@ def _block(tokens: np.ndarray, index: Any) -> np.ndarray:
 
 
 def _host(array: jax.Array) -> np.ndarray:
-    """The whole array on every process."""
+    """Returns the whole array on every process."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

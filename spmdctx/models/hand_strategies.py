@@ -1,4 +1,4 @@
-"""Strategies for the decoder: tensor parallelism as in Megatron-LM, only the pins from which it follows, or those of a file."""
+"""Hand strategies for the decoder: tensor parallelism as in Megatron-LM, only the pins that imply it, or those of a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCKS = ("layers/*", "query_layer")
 
 
 class RegionStrategy(NamedTuple):
-    """What `shard()` is given for one module.
+    """The arguments of `shard()` for one module.
 
     Attributes:
         inputs: slices of each array argument; None leaves them free.
@@ -37,7 +37,7 @@ class RegionStrategy(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """How `shard()` splits the decoder: `data` slices of the batch by `model` slices of the weights.
+    """The split of the decoder by `shard()`: `data` slices of the batch by `model` slices of the weights.
 
     Attributes:
         kind: "none": no strategies. "megatron": each attention and feed-forward layer, the embedding and the head are
@@ -56,25 +56,25 @@ class Split:
     free: bool = False
 
     def layer(self, module: M, path: str, config: DecoderConfig) -> M:
-        """The module, sharded if there is a strategy for its path."""
+        """Returns the module, sharded if there is a strategy for its path."""
         region = self.regions_of(config).get(path)
         return module if region is None else shard(module, region.inputs, region.outputs, region.parameters)
 
     def regions_of(self, config: DecoderConfig) -> Mapping[str, RegionStrategy]:
-        """The strategies by module path: those of a file, or those of the kind for a decoder of these sizes."""
+        """Returns the strategies by module path: those of a file, or those of the kind for a decoder of these sizes."""
         if self.regions is not None:
             return self.regions
         own = self._pins(config) if self.kind == "pins" else self._megatron(config) if self.kind == "megatron" else {}
         return _without_arrays(own) if self.free else own
 
     def parameters_alone(self) -> Split:
-        """The same strategies of the parameters, with inputs and outputs left free."""
+        """Returns the same strategies for the parameters, with inputs and outputs left free."""
         if self.regions is None:
             return replace(self, free=True)
         return replace(self, regions=_without_arrays(self.regions))
 
     def slices(self, word: str) -> Slices:
-        """A strategy from a word: `d` data slices, `m` model slices, `-` whole."""
+        """Reads a strategy from a word: `d` data slices, `m` model slices, `-` whole."""
         return tuple({"d": self.data, "m": self.model, "-": 1}[letter] for letter in word)
 
     def _pins(self, config: DecoderConfig) -> dict[str, RegionStrategy]:
@@ -98,7 +98,7 @@ class Split:
         return regions | {"head": RegionStrategy(whole, logits, {"kernel": self.slices("-m")})}
 
     def _weights(self, words: Mapping[Target, str], config: DecoderConfig) -> dict[str, Slices]:
-        """Strategies of a layer's weights, with the biases and low-rank updates that they have."""
+        """Returns the strategies of a layer's weights, with their biases and low-rank updates."""
         found = {}
         for weight in (name for name in config.weights if name in words):
             word = words[weight]

@@ -1,4 +1,4 @@
-"""Hand strategies as YAML files: per module what `shard()` is given, and the context to use it in."""
+"""Hand strategies as YAML files: the arguments of `shard()` for each module, and the context in which to use them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTS = ("model", "device_num", "data_parallel", "model_parallel", "strategies"
 
 
 def strategy_text(model: str, config: DecoderConfig, split: Split, source: str = "") -> str:
-    """The strategies of a decoder as the text of their file."""
+    """Returns the strategies of a decoder as the text of their file."""
     header = f"# Slices per dimension, by module and parameter path.{f' Degrees: {source}.' if source else ''}\n"
     content = {
         "model": model,
@@ -29,11 +29,11 @@ def strategy_text(model: str, config: DecoderConfig, split: Split, source: str =
 
 
 def read_strategy(path: Path) -> Split:
-    """The strategies of a file, to give to `Decoder`, `create` or `abstract_program`.
+    """Reads the strategies of a file for `Decoder`, `create` or `abstract_program`.
 
     Raises:
         PlanFormatError: the file holds no strategies.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -48,12 +48,12 @@ def read_strategy(path: Path) -> Split:
 
 
 def context_text(options: Mapping[str, Any], degrees: Mapping[str, int], max_device_memory: str) -> str:
-    """A context file with MindFormers' keys.
+    """Returns the text of a context file with MindFormers' keys.
 
     Args:
-        options: of the section `parallel`.
-        degrees: of the section `parallel_config`.
-        max_device_memory: budget per device, or "" for none.
+        options: the section `parallel`.
+        degrees: the section `parallel_config`.
+        max_device_memory: the budget per device, or "" for none.
     """
     content: dict[str, Any] = {"use_parallel": True, "parallel": dict(options)}
     if degrees:

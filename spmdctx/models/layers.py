@@ -31,7 +31,7 @@ class LoraLinear(nnx.Linear):
         self.scale = lora.alpha / lora.rank
 
     def __call__(self, inputs: jax.Array) -> jax.Array:  # type: ignore[override]  # narrower than nnx.Module's open signature
-        """[..., inputs] to [..., outputs]."""
+        """Maps [..., inputs] to [..., outputs]."""
         dtype = self.dtype or inputs.dtype
         inputs = inputs.astype(dtype)
         update = (inputs @ self.lora_a[...].astype(dtype)) @ self.lora_b[...].astype(dtype)
@@ -43,7 +43,7 @@ class UnitHead(nnx.Linear):
     """An output layer whose columns, one per token, are scaled to length 1."""
 
     def __call__(self, inputs: jax.Array) -> jax.Array:  # type: ignore[override]  # narrower than nnx.Module's open signature
-        """[batch, seq, width] to [batch, seq, vocab_size]."""
+        """Maps [batch, seq, width] to [batch, seq, vocab_size]."""
         kernel = self.kernel[...]
         wide = kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32))
         unit = wide * jax.lax.rsqrt(jnp.maximum(jnp.sum(wide**2, axis=0, keepdims=True), 1e-24))
@@ -58,12 +58,12 @@ class TiedHead(nnx.Module):
         self.dtype = jnp.dtype(config.dtype)
 
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        """[batch, seq, width] and [vocab_size, width] to [batch, seq, vocab_size]."""
+        """Maps [batch, seq, width] and [vocab_size, width] to [batch, seq, vocab_size]."""
         return jnp.einsum("bsw,vw->bsv", x.astype(self.dtype), table.astype(self.dtype))
 
 
 def block_linear(weight: Target, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Linear:
-    """One of a block's weights, with the bias and the low-rank update that the configuration gives it."""
+    """Makes one of a block's weights, with the bias and the low-rank update that the configuration gives it."""
     inputs, outputs = config.sizes_of(weight)
     dtype, param_dtype = _dtypes(config)
     bias, lora = config.has_bias(weight), config.lora_of(weight)
@@ -73,7 +73,7 @@ def block_linear(weight: Target, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.L
 
 
 def head(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
-    """The output layer."""
+    """Makes the output layer."""
     if config.head == "tied":
         return TiedHead(config)
     dtype, param_dtype = _dtypes(config)
@@ -82,14 +82,14 @@ def head(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def norm(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
-    """A norm of the residual stream."""
+    """Makes a norm of the residual stream."""
     dtype, param_dtype = _dtypes(config)
     kind = nnx.LayerNorm if config.norm == "layer" else nnx.RMSNorm
     return kind(config.width, epsilon=config.norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
 
 def embedding(rows: int, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Embed:
-    """A table of `rows` vectors of the residual stream's width."""
+    """Makes a table of `rows` vectors of the residual stream's width."""
     dtype, param_dtype = _dtypes(config)
     init = nnx.initializers.normal(0.02)
     return nnx.Embed(rows, config.width, dtype=dtype, param_dtype=param_dtype, embedding_init=init, rngs=rngs)

@@ -79,10 +79,10 @@ DECODERS |= {
 
 
 def preset(name: str) -> DecoderConfig:
-    """The configuration of that name (`llama2-7b`; underscores do too).
+    """Returns the configuration of that name, such as `llama2-7b`; underscores are accepted too.
 
     Raises:
-        ContextError: there is none.
+        ContextError: there is no such configuration.
     """
     config = DECODERS.get(name.lower().replace("_", "-"))
     if config is None:

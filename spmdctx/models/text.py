@@ -1,4 +1,4 @@
-"""Text to train on: the prose that every Python ships, a tokenizer learnt from it, and batches of windows."""
+"""Training text: the prose that every Python ships, a tokenizer learned from it, and batches of windows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PIECE = re.compile(r" ?\w+|\s+|[^\w\s]+")
 
 
 def read_text(path: str | Path | None = None) -> str:
-    """The text of a file, or the language reference in `pydoc_data.topics`.
+    """Reads the text of a file, or the language reference in `pydoc_data.topics`.
 
     Raises:
-        ContextError: the file is no UTF-8 text.
-        OSError: it cannot be read.
+        ContextError: the file is not UTF-8 text.
+        OSError: the file cannot be read.
     """
     if path is None:
         from pydoc_data.topics import topics  # half a megabyte that only training needs
@@ -42,13 +42,13 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many numbers there are."""
+        """The number of tokens."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Token numbers of a text, [tokens] int32."""
+        """Returns the token numbers of a text, [tokens] int32."""
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of token numbers."""
+        """Returns the text of token numbers."""
 
 
 class WordTokenizer:
@@ -72,11 +72,11 @@ class WordTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many numbers there are."""
+        """The number of tokens."""
         return NUM_BYTES + len(self.words)
 
     def encode(self, text: str) -> np.ndarray:
-        """Token numbers of a text, [tokens] int32."""
+        """Returns the token numbers of a text, [tokens] int32."""
         numbers: list[int] = []
         for piece in _PIECE.findall(text):
             number = self._numbers.get(piece)
@@ -84,7 +84,7 @@ class WordTokenizer:
         return np.asarray(numbers, np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of token numbers; unknown ones and bytes that form no character are shown as the replacement character."""
+        """Returns the text of token numbers; unknown ones and bytes that form no character become the replacement character."""
         return b"".join(map(self._bytes_of, map(int, tokens))).decode(errors="replace")
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -122,25 +122,25 @@ class LibraryTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many numbers there are."""
+        """The number of tokens."""
         return int(self._own.get_vocab_size())
 
     def encode(self, text: str) -> np.ndarray:
-        """Token numbers of a text, [tokens] int32."""
+        """Returns the token numbers of a text, [tokens] int32."""
         return np.asarray(self._own.encode(text).ids, np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of token numbers."""
+        """Returns the text of token numbers."""
         return str(self._own.decode([int(token) for token in tokens]))
 
 
 def read_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """The tokenizer of a file that `WordTokenizer.save` or the tokenizers library wrote; without one, the 256 bytes.
+    """Reads the tokenizer of a file that `WordTokenizer.save` or the tokenizers library wrote; by default the 256 bytes.
 
     Raises:
-        ContextError: the file is no tokenizer.
-        UnsupportedError: it needs a library that is not installed.
-        OSError: it cannot be read.
+        ContextError: the file is not a tokenizer.
+        UnsupportedError: the file needs a library that is not installed.
+        OSError: the file cannot be read.
     """
     if path is None:
         return WordTokenizer(())
@@ -156,7 +156,7 @@ def read_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
 
 
 def batches(tokens: np.ndarray, batch_size: int, seq: int, *, seed: int = 0) -> Iterator[Batch]:
-    """Endless batches of windows at random places of a token stream, the same for the same seed.
+    """Yields endless batches of windows at random places of a token stream, the same for the same seed.
 
     Raises:
         ContextError: the stream is shorter than one window.

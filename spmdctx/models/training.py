@@ -1,4 +1,4 @@
-"""Training steps of the decoder: on nnx objects, and as a pure function of their state."""
+"""Training steps of the decoder, on nnx objects and as a pure function of their state."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ class Batch(TypedDict):
 
 
 def loss_fn(model: Decoder, batch: Batch) -> jax.Array:
-    """Mean cross entropy of the next token."""
+    """Returns the mean cross entropy of the next token."""
     logits = model(batch["inputs"])
     loss: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
     return loss
 
 
 def train_step(model: Decoder, optimizer: nnx.Optimizer[Decoder], batch: Batch) -> jax.Array:
-    """One AdamW step of the parameters that the optimizer holds; model and optimizer change in place. Returns the loss."""
+    """Runs one AdamW step on the parameters that the optimizer holds and returns the loss.
+
+    Model and optimizer change in place.
+    """
     loss: jax.Array
     loss, grads = value_and_grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt))(model, batch)
     optimizer.update(model, grads)
@@ -41,13 +44,13 @@ def train_step(model: Decoder, optimizer: nnx.Optimizer[Decoder], batch: Batch) 
 def create(
     config: DecoderConfig, *, seed: int = 0, split: Split = UNSPLIT, learning_rate: float = 3e-4
 ) -> tuple[Decoder, nnx.Optimizer[Decoder]]:
-    """A new model and its optimizer, which holds the low-rank updates alone where there are any."""
+    """Makes a new model and its optimizer, which holds only the low-rank updates if there are any."""
     model = Decoder(config, nnx.Rngs(seed), split)
     return model, nnx.Optimizer(model, optax.adamw(learning_rate), wrt=nnx.LoRAParam if config.lora else nnx.Param)
 
 
 def abstract_batch(batch_size: int, seq: int) -> Batch:
-    """The shapes of a batch."""
+    """Returns the shapes of a batch."""
     tokens = jax.ShapeDtypeStruct((batch_size, seq), jnp.int32)
     return {"inputs": tokens, "targets": tokens}
 
@@ -55,13 +58,13 @@ def abstract_batch(batch_size: int, seq: int) -> Batch:
 def abstract_program(
     config: DecoderConfig, batch_size: int, seq: int | None = None, *, split: Split = UNSPLIT
 ) -> tuple[Callable[..., Any], tuple[Decoder, nnx.Optimizer[Decoder], Batch]]:
-    """The training step and its arguments as shapes only: what a plan of a model of any size needs."""
+    """Returns the training step and its arguments as shapes, which is all that planning a model of any size needs."""
     model, optimizer = nnx.eval_shape(lambda: create(config, split=split))
     return train_step, (model, optimizer, abstract_batch(batch_size, seq or config.max_seq))
 
 
 def pure_step(model: Decoder, optimizer: nnx.Optimizer[Decoder]) -> tuple[Callable[[Any, Batch], tuple[Any, jax.Array]], Any]:
-    """The same step as a function of the state: `(step, state)` with `step(state, batch) -> (state, loss)`."""
+    """Returns the same step as a function of the state: `(step, state)` with `step(state, batch) -> (state, loss)`."""
     graph, state = nnx.split((model, optimizer))
 
     def step(state: Any, batch: Batch) -> tuple[Any, jax.Array]:

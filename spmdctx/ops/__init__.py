@@ -1,4 +1,4 @@
-"""Collectives for losses and shard_maps that are each device's own, after MindSpore's communication operators."""
+"""Collectives for local losses and shard_maps, modeled on MindSpore's communication operators."""
 
 from spmdctx.ops.exchanges import AllGather, AlltoAll, Broadcast, NeighborExchange
 from spmdctx.ops.reductions import AllReduce, ReduceOp, ReduceScatter

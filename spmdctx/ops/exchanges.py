@@ -18,11 +18,11 @@ _NOBODY = -1
 
 
 class AllGather:
-    """The values of a group's devices one after the other along dimension 0, on each of them.
+    """Gathers the values of a group's devices, one after the other along dimension 0, on each of them.
 
     Args:
         group: made by `communication.create_group`; all devices by default.
-        fusion: as that of `AllReduce`.
+        fusion: as for `AllReduce`.
     """
 
     def __init__(self, group: str = WORLD, *, fusion: int = 0) -> None:
@@ -30,10 +30,10 @@ class AllGather:
         self.fusion = checked_int("fusion", fusion)
 
     def __call__(self, x: Any) -> Any:
-        """The gathered value: dimension 0 of `x` times the number of devices in the group.
+        """Returns the gathered value; its dimension 0 is that of `x` times the number of devices in the group.
 
         Raises:
-            CommunicationError: as `AllReduce`; also a scalar, and a group that leaves out devices.
+            CommunicationError: as for `AllReduce`; also if `x` is a scalar, or the group leaves out devices.
         """
         members = members_of("AllGather", self.group)
         x = jnp.asarray(x)
@@ -65,10 +65,10 @@ class AlltoAll:
         self.group = checked_group(group)
 
     def __call__(self, x: Any) -> Any:
-        """The exchanged value: `split_dim` over `split_count`, `concat_dim` times it.
+        """Returns the exchanged value: `split_dim` is divided by `split_count`, and `concat_dim` multiplied.
 
         Raises:
-            CommunicationError: as `AllGather`; also a count that is not that of the group, and a dimension that does not divide.
+            CommunicationError: as for `AllGather`; also if the count is not that of the group, or a dimension does not divide.
         """
         members = members_of("AlltoAll", self.group)
         x = jnp.asarray(x)
@@ -90,12 +90,12 @@ class AlltoAll:
 
 
 class Broadcast:
-    """One device's values, on all devices of its group.
+    """Copies one device's values to all devices of its group.
 
     Args:
         root_rank: the device's rank in the group.
         group: made by `communication.create_group`; all devices by default. Devices that it leaves out keep their values.
-        fusion: as that of `AllReduce`, which it is sent as.
+        fusion: as for `AllReduce`, which carries the values.
     """
 
     def __init__(self, root_rank: int, group: str = WORLD, *, fusion: int = 0) -> None:
@@ -104,10 +104,10 @@ class Broadcast:
         self.fusion = checked_int("fusion", fusion)
 
     def __call__(self, x: Any) -> Any:
-        """The values of the root, in the structure of `x`: an array, or a tuple or other pytree of arrays.
+        """Returns the values of the root, in the structure of `x`: an array, or a tuple or other pytree of arrays.
 
         Raises:
-            CommunicationError: as `AllReduce`; also a root that the group has not.
+            CommunicationError: as for `AllReduce`; also if the group does not have the root.
         """
         members = members_of("Broadcast", self.group, covers_all=False)
         if self.root_rank >= members.size:
@@ -122,7 +122,7 @@ class Broadcast:
 
 
 def _sends(members: Members, root: int) -> Any:
-    """Whether this device's value counts: the root's, and those of devices outside of the group."""
+    """Returns whether this device's value counts: true for the root, and for devices outside the group."""
     if members.groups is None:
         return jax.lax.axis_index(members.axes) == root
     lists = members.groups[: len(members.groups) - len(members.outside)]
@@ -137,17 +137,18 @@ def _from_root(x: Any, sends: Any, members: Members) -> Any:
 
 
 class NeighborExchange:
-    """Each device sends values to others of its choice, and receives theirs.
+    """Sends values from each device to others of its choice, and receives theirs.
 
-    One program runs on every device, so the ranks are given for all: row r of `send_rank_ids` holds to whom rank r sends its first,
-    second, ... value, row r of `recv_rank_ids` from whom it receives; -1 for nobody, from whom zeros come.
+    One program runs on every device, so the ranks are given for all. Row r of `send_rank_ids` holds the ranks to which rank r
+    sends its first, second, ... value; row r of `recv_rank_ids` holds those from which it receives. -1 stands for nobody, and
+    receiving from nobody gives zeros.
 
     Args:
-        send_rank_ids: per rank, a list of ranks.
-        recv_rank_ids: per rank, a list of ranks.
-        recv_shapes: of what is received; checked where given.
-        send_shapes: of what is sent; checked where given.
-        recv_type: of what is received; checked where given.
+        send_rank_ids: a list of ranks for each rank.
+        recv_rank_ids: a list of ranks for each rank.
+        recv_shapes: the shapes of received values; checked if given.
+        send_shapes: the shapes of sent values; checked if given.
+        recv_type: the type of received values; checked if given.
         group: made by `communication.create_group`; all devices by default. Ranks are those in the group.
     """
 
@@ -169,10 +170,11 @@ class NeighborExchange:
         self._routes = _routes(self.send_rank_ids, self.recv_rank_ids)
 
     def __call__(self, x: Sequence[Any]) -> tuple[Any, ...]:
-        """What the device receives, one value per entry of its row of `recv_rank_ids`.
+        """Returns the values that the device receives, one for each entry of its row of `recv_rank_ids`.
 
         Raises:
-            CommunicationError: as `AllGather`; also tables for another number of devices, and values of other shapes than stated.
+            CommunicationError: as for `AllGather`; also if the tables are for another number of devices, or values have other shapes
+                than stated.
         """
         members = members_of("NeighborExchange", self.group)
         values = [jnp.asarray(value) for value in x]
@@ -204,10 +206,10 @@ class NeighborExchange:
 
 
 def _routes(sends: list[list[int]], receives: list[list[int]]) -> list[dict[int, list[tuple[int, int]]]]:
-    """Per value that is received: of each value that is sent, the pairs of sender and receiver.
+    """Returns, for each received value and each sent value, the pairs of sender and receiver.
 
     Raises:
-        CommunicationError: a rank that receives from one that does not send to it, or the other way round.
+        CommunicationError: a rank receives from one that does not send to it, or the other way round.
     """
     routes: list[dict[int, list[tuple[int, int]]]] = [{} for _ in receives[0]]
     waiting = {(sender, rank, slot) for sender, row in enumerate(sends) for slot, rank in enumerate(row) if rank != _NOBODY}

@@ -1,4 +1,4 @@
-"""The devices that a collective joins, as JAX's collectives take them."""
+"""The devices that a collective joins, in the form that JAX's collectives take."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from spmdctx.ops.scope import Axes, Scope, View, positions, scope_of
 
 
 class Members(NamedTuple):
-    """What a collective joins: the devices along mesh axes, or lists of places in the mesh.
+    """The devices that a collective joins: those along mesh axes, or lists of positions in the mesh.
 
     Attributes:
         axes: names of the mesh axes; none in a world of one device.
-        groups: the places of each list along `axes`, None where all devices along them are one list.
+        groups: the positions of each list along `axes`, or None if all devices along them are one list.
         size: devices in a list.
         view: how values are seen.
-        outside: the places of devices that are in no list of the user's; each has a list of its own at the end of `groups`.
+        outside: the positions of devices that are in none of the user's lists; each has a list of its own at the end of `groups`.
     """
 
     axes: tuple[str, ...]
@@ -34,20 +34,21 @@ class Members(NamedTuple):
 
     @property
     def is_real(self) -> bool:
-        """Whether there is something to send."""
+        """True if there is something to send."""
         return bool(self.axes) and self.view is View.LOCAL
 
 
 def members_of(what: str, group: str, *, covers_all: bool = True) -> Members:
-    """The members of a group where a collective is called.
+    """Returns the members of a group at the call of a collective.
 
     Args:
-        what: the collective.
-        group: its group.
+        what: the name of the collective.
+        group: the name of the group.
         covers_all: whether every device must be in the group, since its result has another shape.
 
     Raises:
-        CommunicationError: before `communication.init`, outside of a device's part of a step, or devices that the group leaves out.
+        CommunicationError: `communication.init` was not called, the call is outside of a device's part of a step, or the group
+            leaves out devices.
     """
     entered(f"spmdctx.ops.{what}")
     scope = scope_of(what)
@@ -73,7 +74,7 @@ def members_of(what: str, group: str, *, covers_all: bool = True) -> Members:
 
 
 def _as_axes(lists: Sequence[Sequence[int]], scope: Scope) -> tuple[str, ...] | None:
-    """The mesh axes along which the lists lie, None where they lie otherwise."""
+    """Returns the mesh axes along which the lists lie, or None if they lie otherwise."""
     for count in range(1, len(scope.axes) + 1):
         for chosen in itertools.combinations(range(len(scope.axes)), count):
             if {tuple(row) for row in lists} == set(_along(scope.axes, chosen)):
@@ -94,10 +95,10 @@ def _text(ranks: Ranks) -> str:
 
 
 def in_order(members: Members, number: int) -> Members:
-    """The same members in an order that no other number has: XLA joins all-reduces of equal lists only.
+    """Returns the same members in an order that no other number has, since XLA joins only all-reduces of equal lists.
 
     Raises:
-        CommunicationError: more numbers than orders.
+        CommunicationError: there are more numbers than orders.
     """
     if number == 0:
         return members
@@ -117,10 +118,10 @@ def _permuted(row: list[int], number: int) -> list[int]:
 
 
 def rotated(members: Members, number: int) -> tuple[Members, int]:
-    """The same members in an order that no other number has, and by how many places it is turned.
+    """Returns the same members in a rotated order that no other number has, and by how many positions it is rotated.
 
     Raises:
-        CommunicationError: more numbers than there are devices in a list.
+        CommunicationError: there are more numbers than devices in a list.
     """
     if number == 0:
         return members, 0
@@ -135,14 +136,14 @@ def _too_many(number: int, size: int, count: int) -> CommunicationError:
 
 
 def checked_group(group: object) -> str:
-    """The name of a group, as the constructors of the collectives take it."""
+    """Checks the name of a group, as the constructors of the collectives take it."""
     if not isinstance(group, str):
         raise TypeError(message("A group is named by a string.", got=repr(group)))
     return group
 
 
 def checked_int(what: str, value: object, least: int = 0) -> int:
-    """A number that a constructor takes."""
+    """Checks a number that a constructor takes."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(message(f"{what} must be an int.", got=repr(value)))
     if value < least:

@@ -15,7 +15,7 @@ from spmdctx.ops.scope import View
 
 
 class ReduceOp(StrEnum):
-    """How values of several devices become one."""
+    """The operations that reduce the values of several devices to one."""
 
     SUM = "sum"
     MAX = "max"
@@ -24,7 +24,7 @@ class ReduceOp(StrEnum):
 
 
 class _Reduction:
-    """What both are made with."""
+    """The common constructor of both reductions."""
 
     def __init__(self, op: str = ReduceOp.SUM, group: str = WORLD, *, fusion: int = 0) -> None:
         self.op = _checked_op(op)
@@ -33,22 +33,22 @@ class _Reduction:
 
 
 class AllReduce(_Reduction):
-    """The sum, maximum, minimum or product over a group's devices, on each of them.
+    """Computes the sum, maximum, minimum or product over a group's devices, on each of them.
 
-    The gradient is that of JAX's own collectives, where each device differentiates the sum of all devices' results; of a maximum or
-    minimum it goes to the devices that have it, in equal parts. Devices that the group leaves out keep their value.
+    The gradient is that of JAX's own collectives, where each device differentiates the sum of all devices' results. The gradient
+    of a maximum or minimum goes in equal parts to the devices that have it. Devices that the group leaves out keep their value.
 
     Args:
-        op: of `ReduceOp`.
+        op: a member of `ReduceOp`.
         group: made by `communication.create_group`; all devices by default.
-        fusion: collectives with the same number above 0 may be sent as one, and with no other; 0 leaves it to XLA.
+        fusion: collectives with the same number above 0 may be sent as one, and with no others; 0 leaves it to XLA.
     """
 
     def __call__(self, x: Any) -> Any:
-        """The reduced value, of the shape and dtype of `x`.
+        """Returns the reduced value, with the shape and dtype of `x`.
 
         Raises:
-            CommunicationError: before `communication.init`, or outside of a device's part of a step.
+            CommunicationError: `communication.init` was not called, or the call is outside of a device's part of a step.
         """
         members = members_of("AllReduce", self.group, covers_all=False)
         x = jnp.asarray(x)
@@ -58,19 +58,19 @@ class AllReduce(_Reduction):
 
 
 class ReduceScatter(_Reduction):
-    """One piece per device, along dimension 0, of the reduction over a group's devices.
+    """Reduces over a group's devices and leaves each with its piece along dimension 0.
 
     Args:
-        op: of `ReduceOp`.
+        op: a member of `ReduceOp`.
         group: made by `communication.create_group`; all devices by default.
-        fusion: as that of `AllReduce`; sums only, others have no collective of their own.
+        fusion: as for `AllReduce`, for sums only; other reductions have no collective of their own.
     """
 
     def __call__(self, x: Any) -> Any:
-        """The device's piece: dimension 0 of `x` over the number of devices in the group.
+        """Returns the device's piece; its dimension 0 is that of `x` divided by the number of devices in the group.
 
         Raises:
-            CommunicationError: as `AllReduce`; also a dimension 0 that does not divide, and a group that leaves out devices.
+            CommunicationError: as for `AllReduce`; also if dimension 0 does not divide, or the group leaves out devices.
         """
         members = members_of("ReduceScatter", self.group)
         x = jnp.asarray(x)
@@ -115,7 +115,7 @@ def _reduced(x: Any, op: ReduceOp, members: Members) -> Any:
 
 
 def summed(x: Any, members: Members) -> Any:
-    """The sum over the members."""
+    """Returns the sum over the members."""
     try:
         return jax.lax.psum(x, members.axes, axis_index_groups=members.groups)
     except NotImplementedError as error:
@@ -126,7 +126,7 @@ def summed(x: Any, members: Members) -> Any:
 
 
 def _extreme(x: Any, op: ReduceOp, members: Members) -> Any:
-    """The maximum or minimum; JAX has no derivative of its collectives for them."""
+    """Returns the maximum or minimum, with a derivative, which JAX's collectives for them lack."""
     collective: Any = jax.lax.pmax if op is ReduceOp.MAX else jax.lax.pmin
 
     extreme: Any = jax.custom_jvp(lambda value: collective(value, members.axes, axis_index_groups=members.groups))

@@ -1,4 +1,4 @@
-"""Where a collective is called: inside of each device's part of a step, or not."""
+"""The scope of a collective: tells whether it is called inside each device's part of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Axes = tuple[tuple[str, int], ...]
 
 
 class View(Enum):
-    """How a value in a loss is seen while it is traced."""
+    """The views of a value in a loss while it is traced."""
 
     LOCAL = auto()
     """As one device has it: collectives are real."""
@@ -38,7 +38,7 @@ class Scope(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the axes, major first."""
+        """The names of the axes, major first."""
         return tuple(name for name, _ in self.axes)
 
 
@@ -58,19 +58,19 @@ _view_number = jax.make_user_context(0)
 
 
 def traced_locally(trace: Callable[[], T], axes: Sequence[tuple[str, int]]) -> T:
-    """`trace()` of a loss of one device's own, over the replicas of `axes`; of the whole loss where there are none."""
+    """Runs `trace()` of a local loss over the replicas of `axes`, or of the whole loss if there are no axes."""
     if not axes:
         return trace()
-    # What is traced keeps the mesh that is set, and is to run in a shard_map, where another is.
+    # A trace keeps the mesh that is set, but is to run in a shard_map, where another mesh is set.
     with _seen(Scope(tuple(axes))), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return trace()
 
 
 def traced_whole(trace: Callable[[], T], axes: Sequence[tuple[str, int]]) -> T:
-    """`trace()` of the loss over the global batch, in which collectives only stand for what they will do.
+    """Runs `trace()` of the loss over the global batch, in which collectives are placeholders.
 
-    Pieces of arrays that a collective puts together are whole there already, so it changes no shape; where the loss does not fit
-    together so, collectives change shapes as if every device had the whole.
+    Arrays whose pieces a collective joins are whole there already, so the collective changes no shape. If the loss cannot be
+    traced that way, collectives change shapes as if every device had the whole.
     """
     if not axes:
         return trace()
@@ -104,10 +104,10 @@ def _seen(scope: Scope) -> Iterator[_Losses]:
 
 
 def scope_of(what: str) -> Scope:
-    """The scope that a collective is called in.
+    """Returns the scope in which a collective is called; `what` is its name.
 
     Raises:
-        CommunicationError: outside of one; `what` is the name of the collective.
+        CommunicationError: the call is outside of any scope.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes:
@@ -141,7 +141,7 @@ def _of_one_device(what: str) -> Scope:
 
 
 def get_mesh_size() -> int:
-    """Devices of the step that is traced; 0 where its mesh is found later."""
+    """Returns the number of devices of the step that is being traced, or 0 if its mesh is found later."""
     try:
         return int(get_mesh().size)
     except ValueError:
@@ -149,7 +149,10 @@ def get_mesh_size() -> int:
 
 
 def positions(scope: Scope) -> dict[int, int] | None:
-    """The place in the mesh of each rank, None where ranks are places: of a step whose devices are not the first in order."""
+    """Maps each rank to its position in the mesh, or returns None if both are the same.
+
+    They differ in a step whose devices are not the first ones in order.
+    """
     try:
         mesh: Any = get_mesh()
     except ValueError:

@@ -14,6 +14,7 @@ from rich.table import Table
 from spmdctx import CheckpointManager
 from spmdctx.cli.main import main
 from spmdctx.cli.output import Output
+from spmdctx.errors import message
 from spmdctx.machine.presets import PRESETS
 from spmdctx.models import WordTokenizer, read_text, read_tokenizer
 from spmdctx.plan import Plan
@@ -196,6 +197,24 @@ def test_unreadable_arguments_stop_with_2(text: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(text.split())
     assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "is_laid_out"), [(TypeError(message("It is wrong.")), True), (TypeError("a\n  b"), False), (TypeError(), False)]
+)
+def test_a_type_error_is_only_printed_if_the_package_laid_it_out(
+    error: TypeError, is_laid_out: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Plan, "load", fail)
+    if is_laid_out:
+        assert main(["diff", "one.json", "other.json"]) == 2
+        assert "It is wrong." in capsys.readouterr().err
+    else:
+        with pytest.raises(TypeError):
+            main(["diff", "one.json", "other.json"])
 
 
 def test_a_check_that_fails_returns_1(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a plan can tell beyond its decisions, worked out on request from the program that was planned."""
+"""Insight into a plan beyond its decisions, computed on request from the program that was planned."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _group_notes(program: Program, settings: Settings, setup: Setup, bill: Bill,
 
 
 def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Gradient], buckets: Sequence[int | None], holds: Holds) -> str:
-    """Names the gradients that a loop reduces in each of its turns, where they cannot wait for their bucket."""
+    """Names the gradients that a loop reduces in each iteration because they cannot wait for their bucket."""
     graph = program.graph
     apart = []
     for gradient, bucket in zip(gradients, buckets, strict=True):

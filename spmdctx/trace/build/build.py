@@ -287,7 +287,7 @@ class GraphBuilder:
         return Columns(self._kinds, kind_of, (around[:, 0], around[:, 1]), operands, results, self._tensors_of_values())
 
     def _comparable(self, alive: Sequence[int]) -> list[Any]:
-        """Equations of some of the ops, None for boundaries and for those whose parameters are only written alike."""
+        """Returns the equations of some ops, with None for boundaries and for ops whose parameters only have the same text."""
         kinds, alike = self._kind_of, self._alike
         return [self._equations[index] if kinds[index] not in alike else None for index in alive]
 

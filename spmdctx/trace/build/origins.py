@@ -70,7 +70,7 @@ class LazyOrigins(Sequence[Origin]):
         return line if line or place.caller is None else self._source(place.caller)
 
     def inside_regions(self) -> frozenset[int]:
-        """Indices of the ops that were traced inside a `shard()` region, their backward ops included."""
+        """Returns the indices of the ops that were traced inside a `shard()` region, including their backward ops."""
         # Ops traced in one scope share its name stack, so that few have to be written out.
         stacks = [info.name_stack for info in self._infos]
         keys = list(zip(self._frame_of, map(id, stacks), strict=True))

@@ -243,7 +243,7 @@ def _trace(target: Target, static: Static, flattening: Flattening, avals: list[A
 
 @contextmanager
 def _naming(paths: Sequence[str], target: Target) -> Iterator[None]:
-    """Errors of the trace name the user's arguments and function in place of the flat ones that JAX was given."""
+    """Makes errors of the trace name the user's arguments and function instead of the flat ones that JAX was given."""
     try:
         yield
     except Exception as error:

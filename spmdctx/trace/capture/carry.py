@@ -109,7 +109,7 @@ def _is_update(jaxpr: jexc.Jaxpr, index: int, output: int) -> bool:
 
 
 def _reach(jaxpr: Any, start: set[Any]) -> set[Any]:
-    """Variables of the same shape that `start` flows into, element by element."""
+    """Returns the variables of the same shape into which `start` flows, element by element."""
     reached = set(start)
     shape = next(iter(start)).aval.shape if start else ()
     for eqn in jaxpr.eqns:

@@ -34,7 +34,7 @@ def has_objects(tree: Any) -> bool:
 
 
 class _Form(NamedTuple):
-    """How a tree with objects is put together: its outer structure, where the objects are, and the structure of all else."""
+    """The form of a tree with objects: its outer structure, the positions of the objects, and the structure of the rest."""
 
     outer: Any
     places: tuple[bool, ...]

@@ -14,7 +14,7 @@ PartitionNames = tuple[str | tuple[str, ...] | None, ...]
 
 
 def spec_names(spec: Any, rank: int) -> PartitionNames | None:
-    """Names per dimension of a PartitionSpec, None where it says nothing or does not fit a tensor of `rank`."""
+    """Returns the names of each dimension in a PartitionSpec, or None if it is empty or does not fit a tensor of `rank`."""
     entries = tuple(spec) if spec is not None else ()
     if not entries or len(entries) > rank:
         return None
@@ -51,7 +51,7 @@ def _box_spec(box: Any) -> Any:
 
 
 def variable_names(variable: Any) -> PartitionNames | None:
-    """Names per dimension of an nnx variable's metadata, None where it has none."""
+    """Returns the names of each dimension in an nnx variable's metadata, or None if it has none."""
     shape = getattr(variable.get_raw_value(), "shape", None)
     if shape is None:
         return None

@@ -49,7 +49,7 @@ class Result(NamedTuple):
 
 
 class Structure(Protocol):
-    """How the arguments of one kind of call flatten, and how its results are rebuilt."""
+    """Flattens the arguments of one kind of call, and rebuilds its results."""
 
     def read(self, call: Call) -> Read | None:
         """Returns the leaves of a call, or None if it has another structure."""
