@@ -12,6 +12,9 @@ from spmdctx.ir.primitives import VIEWS
 from spmdctx.ir.sharding import AxisNames
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands
 
+_PREPARING = VIEWS | {"broadcast_in_dim"}
+"""Ops of a loss that are no use of a parameter yet. In `gradient_order` a broadcast is one: plans number their gradients by it."""
+
 _JOINING = frozenset({"psum", "pmax", "pmin", "all_gather"})
 """Collectives whose result is the same on all devices."""
 
@@ -92,7 +95,7 @@ class _Counter:
                 self.walk(inner, self._bound(inner.invars, taken, names))
                 continue
             known = [index for atom in eqn.invars if not isinstance(atom, jexc.Literal) for index in names.get(atom, [])]
-            if name in VIEWS:
+            if name in _PREPARING:
                 names[eqn.outvars[0]] = known
                 continue
             self.count += 1

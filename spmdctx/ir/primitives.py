@@ -79,7 +79,7 @@ CASTS = frozenset({"convert_element_type", "reduce_precision", "copy"})
 RENAMES = CASTS | ANNOTATIONS
 """Ops whose result has the dimensions of their operand, and each of its elements as far as the type can hold it."""
 
-VIEWS = RENAMES | REARRANGED | {"broadcast_in_dim"}
+VIEWS = RENAMES | REARRANGED
 """Ops that only prepare an array for its use: a model may cast all of its parameters before it computes with the first."""
 
 BROUGHT_IN = LAYOUT | {SCAN_ENTER}

@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import spmdctx
+from spmdctx.gradients.dependence import first_uses
 from spmdctx.ir.analysis.gradient_order import carriers, gradient_order
 from spmdctx.ir.graph import Role
 from spmdctx.step.planning import assemble, planner
@@ -62,6 +63,19 @@ def test_names_copies_and_roundings_before_the_forward_pass_are_no_use(prepared)
 
     graph = trace(step, *arguments(), roles=[Role.PARAMETER] * 3 + [Role.BATCH], carried=[(0, 0), (1, 1), (2, 2)]).graph
     assert [one.path for one in gradient_order(graph)] == ["leaf1", "leaf2", "leaf0"]
+
+
+def test_a_broadcast_is_a_use_although_it_only_prepares_for_the_sum():
+    def spread_first(weights, x):
+        bias = lax.broadcast_in_dim(weights["bias"], (16, 4), (1,))
+        return jnp.mean((jnp.tanh(x @ weights["early"]) @ weights["late"] + bias) ** 2)
+
+    def step(weights, x):
+        return jax.tree.map(jnp.subtract, weights, jax.grad(spread_first)(weights, x))
+
+    graph = trace(step, *arguments(), roles=[Role.PARAMETER] * 3 + [Role.BATCH], carried=[(0, 0), (1, 1), (2, 2)]).graph
+    assert [one.path for one in gradient_order(graph)] == ["leaf0", "leaf1", "leaf2"]
+    assert first_uses(jax.make_jaxpr(spread_first)(*arguments())) == first_uses(jax.make_jaxpr(loss)(*arguments()))
 
 
 def test_casts_before_the_forward_pass_are_no_use():
