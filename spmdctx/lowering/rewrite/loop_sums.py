@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import jax.extend.core as jexc
 from jax.sharding import Mesh
 
+from spmdctx.cost.price.directives import Directives
 from spmdctx.ir.analysis.loop_sums import Holds, reduced_dtype
 from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.primitives import ADDITIONS
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
-from spmdctx.lowering.rewrite.directives import Wishes
 from spmdctx.lowering.rewrite.partial_terms import added, complete, linear, of_type, partial_term, unstacked, whole_term
 
 
@@ -32,7 +32,7 @@ class _Rewriter(Protocol):
 
     graph: Graph
     assignment: Assignment
-    wishes: Wishes
+    directives: Directives
     jax_mesh: Mesh
 
     def steps(self, value: int, source: TensorSharding, target: TensorSharding) -> list[TensorSharding]: ...
@@ -70,7 +70,7 @@ class HeldSums:
             shardings = [project(dims, self._ops[op.id].axes) for dims in op.rule.operands]
             # Beside a slice that is computed again XLA would gather the whole from such slices.
             taken = [self._rewriter.use(block, op, position, atom, recomputes=False) for position, atom in enumerate(operands)]
-            is_wide = value in self._rewriter.wishes.widened
+            is_wide = value in self._rewriter.directives.widened
             partial = partial_axes(op.rule, self._ops[op.id].axes)
             alike = tuple(name for name in axes if name not in partial)
             made = partial_term(eqn, taken, shardings, axes, alike, self._rewriter.jax_mesh, is_wide=is_wide)
@@ -114,7 +114,7 @@ class HeldSums:
         if value not in self.totals:
             return var
         own = self._graph.values[value].dtype
-        asked = reduced_dtype(self._graph, value, self.totals[value].terms, self._rewriter.wishes.widened)
+        asked = reduced_dtype(self._graph, value, self.totals[value].terms, self._rewriter.directives.widened)
         eqns, result = complete(block.write(of_type(var, asked, source_info)), source_info)
         block.write((eqns, result))
         reduced = block.constrain(result, self._stored[value])

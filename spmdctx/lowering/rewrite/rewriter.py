@@ -13,28 +13,25 @@ import jax
 import jax.extend.core as jexc
 from jax.sharding import Mesh
 
+from spmdctx.cost.price.directives import Directives, completed
 from spmdctx.ir.analysis.gradient_order import carriers
-from spmdctx.ir.analysis.loop_sums import holds_of, loop_sums
 from spmdctx.ir.graph import LITERAL, Op, item_bytes
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.lowering.rewrite.block import _Block
 from spmdctx.lowering.rewrite.control_flow import _BODIES, _kept_call
-from spmdctx.lowering.rewrite.directives import NO_WISHES, Wishes
 from spmdctx.lowering.rewrite.local_ops import ISLANDS, island
 from spmdctx.lowering.rewrite.loop_sums import HeldSums
 from spmdctx.lowering.rewrite.precision import PASSED_ON, passed_on, wide
 from spmdctx.lowering.rewrite.waits import wait_for
 from spmdctx.machine.reshard import reshard_steps
-from spmdctx.machine.xla.bias_sums import written_once
 from spmdctx.machine.xla.narrowing import sharers
-from spmdctx.machine.xla.partitioner.equal_values import IDENTITIES, equal_values, free_values, moved_values, turned_products
+from spmdctx.machine.xla.partitioner.equal_values import IDENTITIES, equal_values, free_values, turned_products
 from spmdctx.machine.xla.partitioner.needed_constraints import Anchors
-from spmdctx.machine.xla.partitioner.recompute import is_recomputed, refines, sliced_values, slices
-from spmdctx.machine.xla.partitioner.repetition import is_repeated, repeated_values
+from spmdctx.machine.xla.partitioner.recompute import refines, slices
+from spmdctx.machine.xla.partitioner.repetition import is_repeated
 from spmdctx.machine.xla.reductions import reduction_plan
-from spmdctx.machine.xla.update_fusion import kept_apart
 from spmdctx.rules.control_flow import call_body, call_operands
 from spmdctx.rules.elementwise import ELEMENTWISE
 from spmdctx.trace.build.control_flow import INLINED, open_jaxpr
@@ -45,44 +42,46 @@ from spmdctx.trace.specs import named_sharding
 Substitution = dict[Any, Any]
 
 
-def constrain(program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, wishes: Wishes = NO_WISHES) -> jexc.ClosedJaxpr:
-    """The program's jaxpr with the assignment's shardings as constraints."""
-    rewriter = _Rewriter(program, assignment, mesh, jax_mesh, wishes)
+def constrain(
+    program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, directives: Directives | None = None
+) -> jexc.ClosedJaxpr:
+    """Returns the program's jaxpr with the assignment's shardings as constraints, and the directives written into it.
+
+    Without directives those are written that follow from the assignment alone.
+    """
+    if directives is None:
+        directives = completed(Directives(), program.graph, assignment, mesh)
+    rewriter = _Rewriter(program, assignment, mesh, jax_mesh, directives)
     closed = program.jaxpr
     block = _Block(rewriter)
     substitution = {var: var for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars)}
     eqns, outputs = block.finish(rewriter.rewrite(closed.jaxpr, substitution, block, None))
-    for update in wishes.early:
+    for update in directives.waits:
         eqns, outputs = wait_for(eqns, outputs, *[rewriter.noted[value] for value in (update.gate, *update.results)])
     return jexc.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns, outvars=outputs), closed.consts)
 
 
 class _Rewriter:
-    def __init__(self, program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, wishes: Wishes) -> None:
-        self.wishes = wishes
-        self.tied = wishes.tied
+    def __init__(self, program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, directives: Directives) -> None:
+        self.directives = directives
+        self.tied = directives.tied
         self.carriers = carriers(program.graph, self.tied) if self.tied else {}
         self.carried = frozenset(self.carriers.values())
         self.graph, self.assignment, self.mesh, self.jax_mesh = program.graph, assignment, mesh, jax_mesh
-        sums = loop_sums(program.graph, wishes.buckets)
-        self.held = HeldSums(self, holds_of(program.graph, sums, assignment, mesh))
+        self.held = HeldSums(self, directives.loop_sums)
         self._sites = iter(program.op_of_site)
-        routed = [(value, target) for (_, value), target in wishes.routes.items()]
-        self._moved = moved_values(program.graph.ops, assignment) | sliced_values(program.graph.ops, assignment, routed)
+        self._moved = directives.moved
         self._anchors = Anchors(assignment, mesh, self._moved)
         # What is left as it is made, where it is stored so.
         self._open = turned_products(program.graph, assignment) | free_values(program.graph, program.loose, self._moved)
         self._equal = equal_values(program.graph, program.scopes, assignment, self._moved)
-        self._routes, self._scopes, self._sharers = wishes.routes, program.scopes, sharers(program.graph)
-        self._repeated = repeated_values(program.graph, assignment, self._moved)
-        self._apart = kept_apart(program.graph, assignment, mesh, wishes.scratch_bytes)
-        # Only TPU's compiler, which has such memory, was seen to keep both.
-        if wishes.scratch_bytes:
-            self._apart |= written_once(program.graph, assignment)
+        self._routes, self._scopes, self._sharers = directives.routes, program.scopes, sharers(program.graph)
+        self._repeated = directives.repeated
+        self._apart = directives.barriers
         self._templates: dict[Any, Any] = {}
         self._made: dict[int, list[Any]] = {}
         # The variables of what waits, and of what is waited for.
-        self.noted: dict[int, Any] = dict.fromkeys(value for update in wishes.early for value in (update.gate, *update.results))
+        self.noted: dict[int, Any] = dict.fromkeys(value for update in directives.waits for value in (update.gate, *update.results))
         self._info: Any = None
 
     def bucket(self, value: int) -> int | None:
@@ -112,7 +111,7 @@ class _Rewriter:
         if source == target:
             return []
         known = self.graph.values[value]
-        steps = reshard_steps(known.shape, item_bytes(known.dtype), source, target, self.mesh, self.wishes.all_to_all)
+        steps = reshard_steps(known.shape, item_bytes(known.dtype), source, target, self.mesh, self.directives.all_to_all)
         return [step.sharding for step in steps]
 
     # One op
@@ -226,7 +225,7 @@ class _Rewriter:
         is_held = bool(op.results) and op.results[0] in self.held
         if is_held and not self.held.is_whole(op):
             return [self.held.equation(block, op, eqn, operands)]
-        if is_recomputed(op) and (self.wishes.all_to_all or not _repeats(eqn)):
+        if op.results and op.results[0] in self.directives.recomputed and (self.directives.all_to_all or not _repeats(eqn)):
             block.recipes[op.results[0]] = op, eqn, operands
         operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
         if op.primitive in ELEMENTWISE:
@@ -243,9 +242,9 @@ class _Rewriter:
 
     def _widened(self, eqn: Any, op: Op, operands: list[Any], block: _Block) -> Any:
         """The op's result in float32 where that is what is reduced, or what it passes on of such; None elsewhere."""
-        if not self.wishes.widened or eqn.primitive.name != op.primitive:
+        if not self.directives.widened or eqn.primitive.name != op.primitive:
             return None
-        if op.results and op.results[0] in self.wishes.widened and partial_axes(op.rule, self.assignment.ops[op.id].axes):
+        if op.results and op.results[0] in self.directives.widened and partial_axes(op.rule, self.assignment.ops[op.id].axes):
             written = wide(eqn, operands)
         elif op.primitive in PASSED_ON and operands and all(not isinstance(atom, jexc.Literal) and atom in block.wide for atom in operands):
             operands = [block.wide[atom] for atom in operands]

@@ -234,7 +234,7 @@ def test_constraints_carry_the_users_source_lines():
     gathers = [line for line in found.compiled.as_text().splitlines() if " all-gather(" in line]
     text = found.compiled.as_text()
     assert gathers
-    assert "test_constrain.py" in text
+    assert "test_rewriter.py" in text
     assert 'constrain.py"' not in text.replace("test_constrain.py", "")
 
 
