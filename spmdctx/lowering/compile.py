@@ -14,7 +14,7 @@ from spmdctx.cost.price.directives import Directives
 from spmdctx.ir.graph import LITERAL
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
-from spmdctx.lowering.rewrite.rewriter import constrain
+from spmdctx.lowering.rewrite.constrain import constrain
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.specs import make_mesh, named_sharding
 

@@ -9,7 +9,7 @@ import pytest
 
 import spmdctx
 from spmdctx.ir.analysis.gradient_order import carriers, gradient_order
-from spmdctx.step.planning import planner
+from spmdctx.step.planning import assemble
 from tests.road import trace
 from tests.zoo import UNSPLIT, case
 
@@ -125,7 +125,8 @@ def test_buckets_that_find_no_gradient_are_said_to_have_no_effect():
 
 def test_gradients_that_nothing_groups_are_found_when_they_are_read(monkeypatch):
     calls = []
-    monkeypatch.setattr(planner, "gradient_order", lambda graph: calls.append(graph) or gradient_order(graph))
+    monkeypatch.setattr("spmdctx.cost.price.gradients.gradient_order", lambda graph: calls.append(graph) or gradient_order(graph))
+    monkeypatch.setattr(assemble, "gradient_order", lambda graph: calls.append(graph) or gradient_order(graph))
 
     def step(weights, x):
         return jax.tree.map(lambda one, more: one - more, weights, jax.grad(loss)(weights, x))
