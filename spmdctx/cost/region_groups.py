@@ -1,4 +1,4 @@
-"""What of `shard(fusion=)` no backend groups; the groups themselves are found in `cost.price.groups`."""
+"""Names the collectives of `shard(fusion=)` that no backend groups; `cost.price.groups` finds the groups."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def directives_of(assigned: Assigned, context: AutoParallelContext, *, has_regio
 
 
 def asks_for_groups(context: AutoParallelContext, mesh: LogicalMesh, *, has_regions: bool) -> bool:
-    """Whether anybody asked for gradients to be reduced in buckets."""
+    """Says whether anybody asked for gradients to be reduced in buckets."""
     return mesh.num_devices > 1 and (context.fuses_by_index or has_regions)
 
 

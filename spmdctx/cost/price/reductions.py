@@ -46,9 +46,9 @@ class Reductions:
             self._memory.keep_unreduced(op, value, natural, in_place=False, scattered=False)
             self._gather_candidates(op, value, natural, need.partial)
             return natural
-        held = self._directives.loop_sums.axes.get(value, ())
+        later = self._directives.loop_sums.axes.get(value, ())
         stored = self._assigned.assignment.values[value]
-        plan = reduction_plan(op, natural, stored, tuple([name for name in need.partial if name not in held]))
+        plan = reduction_plan(op, natural, stored, tuple([name for name in need.partial if name not in later]))
         if self._assigned.mesh.num_slices((*plan.scattered, *plan.reduced)) > 1:
             in_place = natural == plan.after and self._memory.is_reduced_in_place(value, natural)
             self._memory.keep_unreduced(op, value, natural, in_place=in_place, scattered=bool(plan.scattered))

@@ -1,4 +1,4 @@
-"""The equations of one body under construction."""
+"""Builds the equations of one body."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Block:
         self._repeated: dict[tuple[Any, tuple[int, ...]], Any] = {}
 
     def narrowed(self, var: Any, dtype: Any) -> Any:
-        """A float32 variable cast to a type; readers that can take it as it is find it in `wide`."""
+        """Returns a float32 variable cast to a type; readers that can take it as it is find it in `wide`."""
         if var.aval.dtype == dtype:
             return var
         self.eqns.append(cast(var, dtype, self.eqns[-1].source_info))
@@ -79,7 +79,7 @@ class Block:
         return narrow
 
     def note(self, op: Op, eqn: Any, results: Sequence[Any]) -> None:
-        """Remembers what an op makes, where it belongs to a bucket."""
+        """Remembers what an op makes if it belongs to a bucket."""
         axes = self._sharded.assignment.ops[op.id].axes
         for value, var in zip(op.results, results, strict=True):
             record = self._values[value]
@@ -101,7 +101,7 @@ class Block:
         return made[1]
 
     def finish(self, outputs: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The equations and results of the body, its buckets tied."""
+        """Returns the equations and results of the body, its buckets tied."""
         sums = []
         for value, eqn in self._sums.items():
             reduced = self._reduced.get(self._values.carriers.get(value, value), self._reduced[value])
@@ -115,7 +115,7 @@ class Block:
         return tied.eqns, tied.outputs
 
     def constrain(self, var: Any, sharding: TensorSharding) -> Any:
-        """`var` constrained to `sharding`, written once."""
+        """Returns `var` constrained to `sharding`; the constraint is written once."""
         if isinstance(var, jexc.Literal) or not sharding or not _is_tensor(var):
             return var
         known = self._done.get((var, sharding))
@@ -127,12 +127,12 @@ class Block:
         return known
 
     def part(self, var: Any) -> Any:
-        """`var` behind a barrier: it is made before anything is computed from it."""
+        """Returns `var` behind a barrier: it is made before anything is computed from it."""
         behind = jexc.Var(var.aval)
         return self.write(([barrier_of([var], [behind], self.eqns[-1].source_info)], behind))
 
     def repeat(self, var: Any, made: TensorSharding, eqn: Any) -> Any:
-        """`var` repeated to the shape of an equation's result, whole at first, and then split as that is made."""
+        """Returns `var` repeated to the shape of an equation's result, whole at first, and then split as that is."""
         shape = eqn.outvars[0].aval.shape
         known = self._repeated.get((var, shape))
         if known is None:
@@ -141,7 +141,7 @@ class Block:
         return self.constrain(self.constrain(known, whole(made, var.aval.shape, shape)), made)
 
     def reshard(self, var: Any, value: int, source: TensorSharding, target: TensorSharding) -> Any:
-        """`var` taken from one sharding to the other, one constraint per step."""
+        """Returns `var` taken from one sharding to the other, with one constraint per step."""
         for sharding in self._constraints.steps(value, source, target):
             var = self.constrain(var, sharding)
         return var

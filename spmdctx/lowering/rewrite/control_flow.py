@@ -23,7 +23,7 @@ def _inline(rewriter: Rewriter, eqn: Any, operands: list[Any], block: Block) -> 
     operands = [operands[index] for index in call_operands(name, eqn.params, len(operands))]
     operands = _explicit(rewriter, eqn.params.get("in_shardings", ()), operands, block)
     if consts:
-        # Its constants can only be held by a call of its own.
+        # Its constants can only be kept by a call of its own.
         results = _kept_call(rewriter, eqn, operands, block)
     else:
         results = rewriter.rewrite(jaxpr, dict(zip(jaxpr.invars, operands, strict=True)), block, eqn.source_info)
@@ -86,21 +86,21 @@ def _kept_call(rewriter: Rewriter, eqn: Any, operands: list[Any], block: Block) 
 
 
 def _remat(rewriter: Rewriter, eqn: Any, operands: list[Any], block: Block) -> list[Any]:
-    """A remat; where gradients have buckets dissolved, as JAX does it when it lowers one, or no barrier could reach inside."""
+    """Rewrites a remat; if sums have buckets it is dissolved, as JAX lowers it, or no barrier could reach inside."""
     jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
     if not rewriter.values.tied or consts:
         return _kept_call(rewriter, eqn, operands, block)
     prevents = eqn.params["prevent_cse"]
     prevents = prevents if isinstance(prevents, tuple) else (prevents,) * len(operands)
-    held = [
+    kept = [
         place
         for place, atom in enumerate(operands)
         if prevents[place] and not isinstance(atom, jexc.Literal) and eqn.params["differentiated"]
     ]
-    if held:
-        fresh = [jexc.Var(operands[place].aval) for place in held]
-        block.eqns.append(barrier_of([operands[place] for place in held], fresh, eqn.source_info))
-        for place, var in zip(held, fresh, strict=True):
+    if kept:
+        fresh = [jexc.Var(operands[place].aval) for place in kept]
+        block.eqns.append(barrier_of([operands[place] for place in kept], fresh, eqn.source_info))
+        for place, var in zip(kept, fresh, strict=True):
             operands[place] = var
     return rewriter.rewrite(jaxpr, dict(zip(jaxpr.invars, operands, strict=True)), rewriter.block(block), eqn.source_info)
 
@@ -187,4 +187,4 @@ BODIES: dict[str, Body] = {
     "while": _while,
     "cond": _cond,
 }
-"""What rewrites an equation that holds bodies, by its primitive."""
+"""By primitive, the function that rewrites an equation that holds bodies."""

@@ -41,7 +41,7 @@ Most become custom calls, which the partitioner keeps whole; select_and_scatter 
 
 
 def local_op(eqn: Any, operands: Sequence[TensorSharding], results: Sequence[TensorSharding], mesh: Mesh) -> Any:
-    """An equation like `eqn` that works on each device's block; operands and results must be in the given shardings."""
+    """Returns an equation like `eqn` that works on each device's block; operands and results must be in the given shardings."""
 
     def local(*blocks: Any) -> Any:
         found = eqn.primitive.bind(*blocks, **eqn.params)

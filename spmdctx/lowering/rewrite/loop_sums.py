@@ -30,7 +30,7 @@ class LoopSums:
         self._terms = frozenset(term for total in self._sums.totals.values() for term in total.terms)
 
     def concerns(self, op: Op) -> bool:
-        """Whether an op makes such a value, or the total."""
+        """Says whether an op makes such a value, or the total."""
         return bool(op.results) and (self._values[op.results[0]].is_partial or op.results[0] in self._sums.totals)
 
     def axes_of(self, value: int) -> AxisNames:
@@ -38,7 +38,7 @@ class LoopSums:
         return self._sums.totals[value].axes if value in self._sums.totals else self._sums.axes[value]
 
     def is_whole(self, op: Op) -> bool:
-        """Whether a term is partial over none of the axes that its sum is: it is reduced where it is made, and added by one device."""
+        """Says whether a term is partial over none of the axes of its sum: it is reduced where it is made, and one device adds it."""
         value = op.results[0]
         partial = partial_axes(op.rule, self._ops[op.id].axes)
         return value in self._terms and set(self._sums.axes[value]).isdisjoint(partial)
@@ -65,14 +65,14 @@ class LoopSums:
         return self._settled(block, op, block.write(made))
 
     def added_by_one(self, block: Block, op: Op, var: Any, source_info: Any) -> Any:
-        """A whole term as one of the first device alone."""
+        """Returns a whole term as one of the first device alone."""
         value = op.results[0]
         axes, shape = self._sums.axes[value], self._graph.values[value].shape
         lifted = block.write(whole_term(var, shape, axes, self._mesh, source_info))
         return block.constrain(lifted, (axes, *self._stored[value]))
 
     def handed_on(self, block: Block, op: Op, atom: Any, source_info: Any) -> Any:
-        """What an op that changes nothing, or the end of a loop's turn, makes of its operand; the loop's carry has the total's type."""
+        """Writes an op that changes nothing, or the end of a loop's turn; the loop's carry has the total's type."""
         value, shape = op.results[0], self._graph.values[op.operands[0]].shape
         var = self._taken(block, op, 0, atom, self.axes_of(value), shape, source_info)
         if op.primitive != "scan.next":
@@ -81,13 +81,13 @@ class LoopSums:
         return self._settled(block, op, var)
 
     def started(self, block: Block, op: Op, atom: Any, source_info: Any) -> Any:
-        """What a loop's first turn adds to."""
+        """Writes what a loop's first turn adds to."""
         value = op.results[0]
         axes, shape = self._sums.axes[value], self._graph.values[value].shape
         return self._settled(block, op, self._taken(block, op, 0, atom, axes, shape, source_info))
 
     def left(self, block: Block, op: Op, var: Any, source_info: Any) -> Any:
-        """What a loop leaves: a total, or a part of one that a loop around it adds up."""
+        """Writes what a loop leaves: a total, or a part of one that a loop around it adds up."""
         value = op.results[0]
         if op.primitive == "scan.exit":
             var = self._settled(block, op, block.write(unstacked(var, source_info)))
@@ -102,7 +102,7 @@ class LoopSums:
         return block.write(of_type(reduced, own, source_info))
 
     def _taken(self, block: Block, op: Op, place: int, atom: Any, axes: AxisNames, shape: Sequence[int], source_info: Any) -> Any:
-        """An operand as its op takes it; where it is no such value, one device adds it."""
+        """Returns an operand as its op takes it; one device adds an operand that is no such value."""
         value, wanted = op.operands[place], project(op.rule.operands[place], self._ops[op.id].axes)
         if value != LITERAL and self._values[value].is_partial:
             return self._moved(block, atom, value, axes, self._stored[value], wanted)
@@ -112,7 +112,7 @@ class LoopSums:
         return block.constrain(var, (axes, *(wanted if value != LITERAL else ((),) * len(shape))))
 
     def _settled(self, block: Block, op: Op, var: Any) -> Any:
-        """A result in its stored sharding."""
+        """Returns a result in its stored sharding."""
         value = op.results[0]
         axes, natural = self.axes_of(value), project(op.rule.results[0], self._ops[op.id].axes)
         return self._moved(block, block.constrain(var, (axes, *natural)), value, axes, natural, self._stored[value])

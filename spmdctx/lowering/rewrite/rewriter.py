@@ -59,7 +59,7 @@ class Rewriter:
         return self._graph.ops[index] if index >= 0 else None
 
     def use(self, block: Block, op: Op, position: int, atom: Any, *, recomputes: bool = True) -> Any:
-        """The operand at `position` in the sharding in which the op takes it; slices may be recomputed."""
+        """Returns the operand at `position` in the sharding in which the op takes it; slices may be recomputed."""
         value = op.operands[position]
         if value == LITERAL or isinstance(atom, jexc.Literal):
             return atom
@@ -82,7 +82,7 @@ class Rewriter:
         return block.reshard(atom, value, stored, target)
 
     def _recomputed(self, block: Block, value: int, target: TensorSharding) -> Any:
-        """A slice of a value that only exists on the way into its readers, from slices of its operands; None where they are none."""
+        """Computes a slice of a value from slices of its operands; returns None if they are no slices."""
         known = block.slices.get((value, target))
         if known is not None:
             return known
@@ -99,7 +99,7 @@ class Rewriter:
         return made
 
     def _spread(self, block: Block, op: Op, eqn: Any, operands: list[Any], made: TensorSharding) -> list[Any]:
-        """The operands of an equation whose result is split as `made`: those repeated where readers want different splits of them."""
+        """Returns the operands of an equation whose result is split as `made`, repeated if readers split them differently."""
         shape, values = getattr(eqn.outvars[0].aval, "shape", ()), self.values
         return [
             block.repeat(atom, made, eqn)
@@ -109,7 +109,7 @@ class Rewriter:
         ]
 
     def settle(self, block: Block, op: Op, position: int, var: Any) -> Any:
-        """The result at `position` reduced and brought into its stored sharding."""
+        """Returns the result at `position`, reduced and in its stored sharding."""
         value, record = op.results[position], self.values[op.results[position]]
         axes = self.assignment.ops[op.id].axes
         natural = project(op.rule.results[position], axes)
@@ -182,7 +182,7 @@ class Rewriter:
         return [self.loop_sums.added_by_one(block, op, results[0], eqn.source_info)] if record.is_partial else results
 
     def _widened(self, eqn: Any, op: Op, operands: list[Any], block: Block) -> Any:
-        """The op's result in float32 where that is what is reduced, or what it passes on of such; None elsewhere."""
+        """Returns the op's result in float32 if that is reduced, or passed on from such a result; else None."""
         if op.results and self.values[op.results[0]].is_widened and partial_axes(op.rule, self.assignment.ops[op.id].axes):
             written = wide(eqn, operands)
         elif op.primitive in PASSED_ON and operands and all(not isinstance(atom, jexc.Literal) and atom in block.wide for atom in operands):
@@ -194,7 +194,7 @@ class Rewriter:
         return written[-1].outvars[0] if written else operands[0]
 
     def _as_local(self, eqn: Any, op: Op) -> Any:
-        """The equation, made to work per block where the partitioner would not split it."""
+        """Returns the equation, made to work on blocks if the partitioner would not split it."""
         axes = self.assignment.ops[op.id].axes
         if op.primitive not in LOCAL_OPS or not any(axes):
             return eqn
@@ -221,7 +221,7 @@ class Rewriter:
 
 
 def _repeats(eqn: Any) -> bool:
-    """Whether an equation repeats an operand along dimensions of size 1.
+    """Says whether an equation repeats an operand along dimensions of size 1.
 
     XLA makes the repeated operand once for all copies of the equation, and moves it between their shardings, by all-to-all too.
     """

@@ -102,7 +102,7 @@ def test_the_planner_derives_directives_once_and_hands_them_on(monkeypatch):
     monkeypatch.setattr(planner, "directives_of", lambda *args, **kwargs: made.append(directives_of(*args, **kwargs)) or made[-1])
     context = by_index(1)
     captured = capture(step, (WEIGHTS, X))
-    found = plan_program(captured, Settings(context=context, num_devices=8, mesh=None, topology=CPU))
+    found = plan_program(captured, Settings(context=context, num_devices=8, mesh=None, topology=PRESETS["h100"]))
     (derived,) = made
     assert found.directives == replace(derived, waits=found.plan.early)
     assert [one.bucket for one in found.plan.gradients] == list(derived.gradients.buckets)
