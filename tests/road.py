@@ -9,6 +9,7 @@ import numpy as np
 from spmdctx.audit.collectives import parse_collectives
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.price import price
+from spmdctx.cost.step import Step
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
@@ -46,7 +47,7 @@ def spread(program, pins, mesh=MESH, seeds=None, forced=None):
 def bill_of(program, assignment, mesh=MESH):
     """What the assignment costs."""
     written = [row for region in program.manual for row in region.collectives]
-    return price(program.graph, program.scopes, program.loose, written, assignment, mesh, CPU)
+    return price(Step(program.graph, program.scopes, program.loose), assignment, mesh, CPU, written=written)
 
 
 @dataclass

@@ -89,9 +89,15 @@ class AutoParallelContext:
         return "sharding_propagation" if self.sharding_propagation else self.search_mode
 
     @property
+    def bucket_indices(self) -> tuple[int, ...] | None:
+        """The indices at which buckets of gradients begin; None where gradients have no buckets by index."""
+        asked = self.index_fusion and self.comm_fusion.openstate and self.parallel_mode != "stand_alone"
+        return self.all_reduce_fusion_config if asked else None
+
+    @property
     def fuses_by_index(self) -> bool:
         """True if gradients are reduced in buckets by index."""
-        return self.index_fusion and self.comm_fusion.openstate and self.parallel_mode != "stand_alone"
+        return self.bucket_indices is not None
 
     @property
     def batch_is_pinned(self) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import step_memory
 from spmdctx.cost.price import price
+from spmdctx.cost.price.assigned import Step
 from spmdctx.ir.collective import CauseForm
 from spmdctx.ir.graph import Graph, Op, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, axes_of, replicated
@@ -35,7 +36,7 @@ def add_bodies(bill: Bill, graph: Graph, bodies: Iterable[Body], assignment: Ass
     """Adds to a bill the compute of the bodies, and at their ops the memory that they need beside operands and results."""
     alive = list(bill.memory_profile)
     for body in bodies:
-        own = price(body.graph, body.scopes, body.loose, (), _whole(body.graph), _ONE, topology)
+        own = price(Step(body.graph, body.scopes, body.loose), _whole(body.graph), _ONE, topology)
         bill.compute_s += own.compute_s * body.repeats
         bill.flops += own.flops * body.repeats * mesh.num_devices
         bill.split_flops += own.flops * body.repeats * mesh.num_devices

@@ -1,45 +1,13 @@
-"""Which sums of `shard(fusion=)` are reduced together in the forward and the backward pass: those that do not wait for each other.
-
-Gradients have buckets of their own (`gradient_order`). Everything else that ops leave partial belongs to the group of its number (0
-outside of such regions) and of its level, which counts the sums that it is computed from, one after the other.
-"""
+"""Names the collectives of `shard(fusion=)` that no backend groups; `cost.price.groups` finds the groups."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 from spmdctx.cost.bill import Bill
-from spmdctx.ir.graph import LITERAL, Graph, item_bytes
+from spmdctx.ir.graph import Graph, item_bytes
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.ir.projection import partial_axes
-from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.reshard import reshard_steps
-
-
-def region_groups(graph: Graph, assignment: Assignment, mesh: LogicalMesh, gradients: Container[int]) -> dict[int, int]:
-    """Per sum the number of its group; the first that runs has the highest. Levels without a region's sum have no groups.
-
-    Args:
-        graph: the step.
-        assignment: its shardings.
-        mesh: the mesh.
-        gradients: sums that make up gradients.
-    """
-    if not any(graph.origins[op.id].fusion for op in graph.ops):
-        return {}
-    level = [0] * len(graph.values)
-    groups: dict[tuple[int, int], list[int]] = {}
-    for op in graph.ops:
-        deepest = max((level[value] for value in op.operands if value != LITERAL), default=0)
-        partial = any(mesh.sizes[name] > 1 for name in partial_axes(op.rule, assignment.ops[op.id].axes))
-        is_member = partial and op.rule.combiner == "add" and len(op.results) == 1 and op.results[0] not in gradients
-        for value in op.results:
-            level[value] = deepest + is_member
-        if is_member:
-            groups.setdefault((deepest, graph.origins[op.id].fusion), []).append(op.results[0])
-    numbered = {deepest for deepest, number in groups if number}
-    kept = [own for (deepest, _), own in sorted(groups.items()) if deepest in numbered]
-    return {value: len(kept) - 1 - place for place, own in enumerate(kept) for value in own}
 
 
 def ungrouped_note(graph: Graph, bill: Bill, mesh: LogicalMesh, *, all_to_all: bool) -> list[str]:

@@ -69,11 +69,6 @@ def gradient_options(context: AutoParallelContext, num_devices: int, mesh: Logic
         float32=context.gradient_fp32_sync,
         repeated_mean=context.loss_repeated_mean,
         micro_batches=context.grad_accumulation_step,
-        buckets=_buckets(context),
+        buckets=context.bucket_indices,
         optimizer=optimizer_sharding(context),
     )
-
-
-def _buckets(context: AutoParallelContext) -> tuple[int, ...] | None:
-    is_off = context.is_set("comm_fusion") and not context.comm_fusion.openstate
-    return context.all_reduce_fusion_config if context.index_fusion and not is_off else None

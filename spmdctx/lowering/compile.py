@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jexc
 from jax.sharding import Mesh, NamedSharding
 
+from spmdctx.cost.price.directives import Directives
 from spmdctx.ir.graph import LITERAL
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
-from spmdctx.lowering.rewrite.directives import NO_WISHES, Wishes
-from spmdctx.lowering.rewrite.rewriter import constrain
+from spmdctx.lowering.rewrite.constrain import constrain
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.specs import make_mesh, named_sharding
 
@@ -29,16 +29,30 @@ class CompiledProgram:
     mesh: Mesh
 
 
+class JitOptions(NamedTuple):
+    """How a program is jitted.
+
+    Attributes:
+        donated: indices of the input leaves whose buffers the step may reuse.
+        compiler_options: options for XLA, for this program only.
+        name: name of the function in profiles and dumps.
+    """
+
+    donated: Sequence[int] = ()
+    compiler_options: Mapping[str, Any] | None = None
+    name: str = "step"
+
+
+DEFAULT_OPTIONS = JitOptions()
+
+
 def jit_program(
     program: Program,
     assignment: Assignment,
     mesh: LogicalMesh,
     devices: Sequence[Any],
-    *,
-    donated: Sequence[int] = (),
-    compiler_options: Mapping[str, Any] | None = None,
-    wishes: Wishes = NO_WISHES,
-    name: str = "step",
+    directives: Directives | None = None,
+    options: JitOptions = DEFAULT_OPTIONS,
 ) -> CompiledProgram:
     """Writes the assignment into the program and jits it; nothing is compiled yet.
 
@@ -47,10 +61,8 @@ def jit_program(
         assignment: a sharding for each of its ops and values.
         mesh: the logical mesh that the assignment is for.
         devices: at least as many as the mesh has.
-        donated: indices of the input leaves whose buffers the step may reuse.
-        compiler_options: options for XLA, for this program only.
-        wishes: what the context says of the program's collectives.
-        name: name of the function in profiles and dumps.
+        directives: what the plan says besides shardings; where None, what follows from the assignment alone.
+        options: how the program is jitted.
 
     Raises:
         ContextError: fewer devices than the mesh has.
@@ -59,13 +71,13 @@ def jit_program(
     graph, values = program.graph, assignment.values
     inputs = tuple(named_sharding(jax_mesh, values[value]) for value in graph.inputs)
     outputs = tuple(named_sharding(jax_mesh, values[value] if value != LITERAL else ()) for value in graph.outputs)
-    closed = constrain(program, assignment, mesh, jax_mesh, wishes) if mesh.num_devices > 1 else program.jaxpr
+    closed = constrain(program, assignment, mesh, jax_mesh, directives) if mesh.num_devices > 1 else program.jaxpr
     jitted = jax.jit(
-        _evaluator(closed, name),
+        _evaluator(closed, options.name),
         in_shardings=inputs,
         out_shardings=outputs,
-        donate_argnums=tuple(donated),
-        compiler_options=dict(compiler_options) if compiler_options else None,
+        donate_argnums=tuple(options.donated),
+        compiler_options=dict(options.compiler_options) if options.compiler_options else None,
     )
     return CompiledProgram(jitted, inputs, outputs, jax_mesh)
 

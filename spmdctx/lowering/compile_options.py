@@ -35,7 +35,7 @@ def fusion_bytes(context: AutoParallelContext) -> FusionBytes:
     if chosen is not None and not chosen.openstate:
         return FusionBytes(0, 0, 0)
     gathers, scatters = (None, None) if chosen is None else (_entry_bytes(chosen.allgather), _entry_bytes(chosen.reducescatter))
-    if context.index_fusion:
+    if context.fuses_by_index:
         return FusionBytes(UNLIMITED, gathers, scatters)
     return FusionBytes(None if chosen is None else _entry_bytes(chosen.allreduce), gathers, scatters)
 

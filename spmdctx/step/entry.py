@@ -10,12 +10,9 @@ from typing import Any
 
 import jax
 
-from spmdctx.cost.region_groups import region_groups
-from spmdctx.cost.shared_reads import shared_reads
 from spmdctx.errors import UnsupportedError
-from spmdctx.lowering.compile import CompiledProgram, jit_program
+from spmdctx.lowering.compile import CompiledProgram, JitOptions, jit_program
 from spmdctx.lowering.compile_options import compile_options
-from spmdctx.lowering.rewrite.directives import Wishes, wishes_of
 from spmdctx.lowering.scheduler_limit import scheduler_options
 from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import agree_on_plan, spans_processes
@@ -112,17 +109,8 @@ class Entry:
         sums = [row for row in planned.plan.collectives if row.kind in ("reduce_scatter", "all_reduce")]
         largest = max(sums, key=lambda row: (row.kind == "reduce_scatter", row.payload_bytes), default=None)
         ways = 1 if largest is None else planned.mesh.num_slices(largest.axes)
-        grouped = bool(self._wishes.groups) or any(one.bucket is not None for one in planned.plan.gradients)
+        grouped = bool(planned.directives.groups) or any(one.bucket is not None for one in planned.plan.gradients)
         return compile_options(devices, self.environment.context, ways, grouped)
-
-    @cached_property
-    def _wishes(self) -> Wishes:
-        planned, machine = self.planned, self.environment.settings.topology
-        program, assignment, mesh = planned.program, planned.assignment, planned.mesh
-        routes = shared_reads(program.graph, program.scopes, assignment, mesh, machine)
-        wishes = wishes_of(program, self.environment.context, routes, machine.compiler.scratch_bytes)
-        groups = region_groups(program.graph, assignment, mesh, wishes.buckets) if program.region_ops else {}
-        return wishes._replace(groups=groups, early=planned.plan.early or ())
 
     @cached_property
     def program(self) -> CompiledProgram:
@@ -152,10 +140,8 @@ class Entry:
             planned.assignment,
             planned.mesh,
             devices,
-            donated=donated,
-            compiler_options=compiler_options,
-            wishes=self._wishes,
-            name=self.captured.name,
+            planned.directives,
+            JitOptions(donated, compiler_options, self.captured.name),
         )
 
     @cached_property

@@ -9,12 +9,12 @@ import pytest
 import spmdctx
 from spmdctx.cost.evaluate import evaluate, sharing_ids
 from spmdctx.cost.price import price
+from spmdctx.cost.price.directives import Directives, completed
 from spmdctx.cost.shared_reads import shared_reads
 from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh, replicated
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.lowering.compile import jit_program
-from spmdctx.lowering.rewrite.directives import Wishes
 from spmdctx.machine.presets import PRESETS
 from spmdctx.machine.xla.narrowing import sharing_ops
 from spmdctx.search.dynamic.results import DynamicOptions
@@ -54,7 +54,7 @@ def routes_of(program, assignment):
 def test_what_one_product_takes_is_on_the_way_to_the_other():
     program, assignment = assigned(("model",))
     assert list(routes_of(program, assignment).values()) == [SHARED]
-    bill = price(program.graph, program.scopes, program.loose, (), assignment, MESH, MACHINE)
+    bill = price(Step(program.graph, program.scopes, program.loose), assignment, MESH, MACHINE)
     assert [row.axes for row in bill.collectives if row.kind == "all_gather"] == [("data",), ("model",)]
 
 
@@ -63,7 +63,7 @@ def test_what_several_products_read_takes_the_cheapest_way_though_only_one_shard
     # Gathers over 2 and then 4 devices have 4 steps, one over 8 has 7.
     program, assignment = assigned(second)
     assert list(routes_of(program, assignment).values()) == [SHARED]
-    bill = price(program.graph, program.scopes, program.loose, (), assignment, MESH, MACHINE)
+    bill = price(Step(program.graph, program.scopes, program.loose), assignment, MESH, MACHINE)
     assert [row.axes for row in bill.collectives if row.kind == "all_gather"] == [("data",), ("model",)]
 
 
@@ -75,7 +75,8 @@ def test_what_one_product_reads_is_brought_there_at_once():
 def test_the_compiled_program_gathers_along_the_way(backend):
     program, assignment = assigned(("model",))
     devices = need_tpu() if backend == "tpu" else jax.devices()
-    made = jit_program(program, assignment, MESH, devices, wishes=Wishes(routes=routes_of(program, assignment)))
+    directives = completed(Directives(routes=routes_of(program, assignment)), program.graph, assignment, MESH)
+    made = jit_program(program, assignment, MESH, devices, directives)
     text = made.jitted.lower(X, X, W).compile().as_text()
     gathers = [one.shapes for one in combined(text) if one.kind == "all_gather"]
     assert sorted(shape[0] for (shape,) in gathers) == [32, 64]
@@ -107,7 +108,7 @@ def test_a_weight_that_is_read_transposed_too_is_gathered_once(shape, machine):
     assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9)
     assert found.cost_s == found.lower_bound_s
     assert evaluate(program.graph, program.scopes, program.loose, found.assignment, mesh, machine).total_s == pytest.approx(truth.cost_s)
-    bill = price(program.graph, program.scopes, program.loose, (), found.assignment, mesh, machine)
+    bill = price(Step(program.graph, program.scopes, program.loose), found.assignment, mesh, machine)
     assert bill.compute_s + bill.exposed_communication_s == pytest.approx(truth.cost_s, rel=1e-9)
 
 

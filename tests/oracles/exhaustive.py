@@ -19,6 +19,7 @@ from spmdctx.cost.evaluate import Eligible, all_shardings, candidates_gather_s, 
 from spmdctx.cost.memory.lives import profile, step_memory
 from spmdctx.cost.price import price
 from spmdctx.cost.roofline import compute_time_s, passing_values, written_s
+from spmdctx.cost.step import Step
 from spmdctx.ir.analysis.loop_sums import AT_ONCE, Summed, later_reductions, loop_sums
 from spmdctx.ir.analysis.repeats import made_repeats, read_repeats
 from spmdctx.ir.arrays import FloatArray
@@ -186,7 +187,7 @@ class _Everything:
             pairs = zip(self.graph.values, assignment.values, strict=True)
             sizes = [int(local_bytes(known, own, self.mesh) * self._share(known)) for known, own in pairs]
             return int(profile(self.memory.lives, sizes, len(self.graph.ops), (), self.topology.compiler.scratch_bytes).max())
-        return price(self.graph, self.scopes, self.loose, (), assignment, self.mesh, self.topology, donated).memory_bytes
+        return price(Step(self.graph, self.scopes, self.loose), assignment, self.mesh, self.topology, donated).memory_bytes
 
     def _share(self, value: Value) -> float:
         """The part of its own bytes that a value takes in memory."""

@@ -1,1 +1,1 @@
-"""Writes an assignment into the jaxpr: constraints, barriers, buckets and held sums."""
+"""Writes an assignment into the jaxpr: constraints, barriers, buckets and the sums of loops."""

@@ -1,38 +1,68 @@
-"""The equations of one body under construction."""
+"""Builds the equations of one body."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
 import jax.extend.core as jexc
 
 from spmdctx.errors import ContextWarning
-from spmdctx.ir.graph import Op
+from spmdctx.ir.graph import Op, item_bytes
 from spmdctx.ir.projection import partial_axes
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.lowering.rewrite.buckets import Sum, tie_buckets
 from spmdctx.lowering.rewrite.equations import barrier_of, repetition
 from spmdctx.lowering.rewrite.precision import cast
+from spmdctx.lowering.rewrite.values import ShardedProgram, Values
+from spmdctx.machine.reshard import reshard_steps
 from spmdctx.machine.xla.partitioner.repetition import whole
-
-if TYPE_CHECKING:
-    from spmdctx.lowering.rewrite.rewriter import _Rewriter
+from spmdctx.trace.specs import named_sharding
 
 
-class _Block:
+class Constraints:
+    """Makes the equations that constrain variables, at the source line that is being rewritten (`source_info`)."""
+
+    def __init__(self, sharded: ShardedProgram) -> None:
+        self._sharded = sharded
+        self._templates: dict[Any, Any] = {}
+        self.source_info: Any = None
+
+    def equation(self, source: Any, target: Any, sharding: TensorSharding) -> Any:
+        """Returns an equation that constrains `source` to `sharding` and calls the result `target`."""
+        aval = source.aval
+        key = (aval.shape, aval.dtype, aval.weak_type, sharding)
+        template = self._templates.get(key)
+        if template is None:
+            named = named_sharding(self._sharded.jax_mesh, sharding)
+            struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+            template = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, named))(struct).jaxpr.eqns[0]
+            self._templates[key] = template
+        return template.replace(invars=[source], outvars=[target], source_info=self.source_info)
+
+    def steps(self, value: int, source: TensorSharding, target: TensorSharding) -> list[TensorSharding]:
+        """Returns the shardings that a value passes through between two shardings."""
+        if source == target:
+            return []
+        known, sharded = self._sharded.program.graph.values[value], self._sharded
+        steps = reshard_steps(known.shape, item_bytes(known.dtype), source, target, sharded.mesh, sharded.directives.all_to_all)
+        return [step.sharding for step in steps]
+
+
+class Block:
     """The equations of one body under construction, and the reshards already written in it.
 
     A body that is dissolved into `outer` writes there, and shares no reshards with it.
     """
 
-    def __init__(self, rewriter: _Rewriter, outer: _Block | None = None) -> None:
+    def __init__(self, constraints: Constraints, sharded: ShardedProgram, values: Values, outer: Block | None = None) -> None:
         self.eqns: list[Any] = [] if outer is None else outer.eqns
         self._sums: dict[int, Any] = {} if outer is None else outer._sums
-        self._held: dict[int, Any] = {} if outer is None else outer._held
+        self._reduced: dict[int, Any] = {} if outer is None else outer._reduced
         self.wide: dict[Any, Any] = {}
-        self._rewriter = rewriter
+        self._constraints, self._sharded, self._values = constraints, sharded, values
         self._done: dict[tuple[Any, TensorSharding], Any] = {}
         # What computes a value on the way into its readers, and the slices of such values.
         self.recipes: dict[int, tuple[Op, Any, list[Any]]] = {}
@@ -40,7 +70,7 @@ class _Block:
         self._repeated: dict[tuple[Any, tuple[int, ...]], Any] = {}
 
     def narrowed(self, var: Any, dtype: Any) -> Any:
-        """A float32 variable cast to a type; readers that can take it as it is find it in `wide`."""
+        """Returns a float32 variable cast to a type; readers that can take it as it is find it in `wide`."""
         if var.aval.dtype == dtype:
             return var
         self.eqns.append(cast(var, dtype, self.eqns[-1].source_info))
@@ -49,20 +79,21 @@ class _Block:
         return narrow
 
     def note(self, op: Op, eqn: Any, results: Sequence[Any]) -> None:
-        """Remembers what an op makes, where it belongs to a bucket."""
-        rewriter = self._rewriter
+        """Remembers what an op makes if it belongs to a bucket."""
+        axes = self._sharded.assignment.ops[op.id].axes
         for value, var in zip(op.results, results, strict=True):
-            if value in rewriter.held:
+            record = self._values[value]
+            if record.is_partial:
                 continue
-            if value in rewriter.tied and partial_axes(op.rule, rewriter.assignment.ops[op.id].axes):
+            if record.is_tied and partial_axes(op.rule, axes):
                 self._sums[value] = eqn
-            if value in rewriter.tied or value in rewriter.carried:
-                self._held[value] = var
+            if record.is_tied or record.is_carrier:
+                self._reduced[value] = var
 
     def note_total(self, value: int, eqn: Any, var: Any) -> None:
         """Remembers the total of a loop."""
-        if self._rewriter.bucket(value) is not None:
-            self._sums[value], self._held[value] = eqn, var
+        if self._values.bucket(value) is not None:
+            self._sums[value], self._reduced[value] = eqn, var
 
     def write(self, made: tuple[list[Any], Any]) -> Any:
         """Appends equations; returns the variable of their result."""
@@ -70,12 +101,11 @@ class _Block:
         return made[1]
 
     def finish(self, outputs: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The equations and results of the body, its buckets tied."""
-        rewriter = self._rewriter
+        """Returns the equations and results of the body, its buckets tied."""
         sums = []
         for value, eqn in self._sums.items():
-            reduced = self._held.get(rewriter.carriers.get(value, value), self._held[value])
-            sums.append(Sum(rewriter.bucket(value) or 0, eqn, reduced))
+            reduced = self._reduced.get(self._values.carriers.get(value, value), self._reduced[value])
+            sums.append(Sum(self._values.bucket(value) or 0, eqn, reduced))
         if not sums:
             return self.eqns, outputs
         tied = tie_buckets(self.eqns, outputs, sums)
@@ -85,7 +115,7 @@ class _Block:
         return tied.eqns, tied.outputs
 
     def constrain(self, var: Any, sharding: TensorSharding) -> Any:
-        """`var` constrained to `sharding`, written once."""
+        """Returns `var` constrained to `sharding`; the constraint is written once."""
         if isinstance(var, jexc.Literal) or not sharding or not _is_tensor(var):
             return var
         known = self._done.get((var, sharding))
@@ -93,16 +123,16 @@ class _Block:
             known = self._done[var, sharding] = jexc.Var(var.aval)
             # Once more on the result would be a chain, and the partitioner gives the end of a chain to all readers of its start.
             self._done[known, sharding] = known
-            self.eqns.append(self._rewriter.constraint(var, known, sharding))
+            self.eqns.append(self._constraints.equation(var, known, sharding))
         return known
 
     def part(self, var: Any) -> Any:
-        """`var` behind a barrier: it is made before anything is computed from it."""
+        """Returns `var` behind a barrier: it is made before anything is computed from it."""
         behind = jexc.Var(var.aval)
         return self.write(([barrier_of([var], [behind], self.eqns[-1].source_info)], behind))
 
     def repeat(self, var: Any, made: TensorSharding, eqn: Any) -> Any:
-        """`var` repeated to the shape of an equation's result, whole at first, and then split as that is made."""
+        """Returns `var` repeated to the shape of an equation's result, whole at first, and then split as that is."""
         shape = eqn.outvars[0].aval.shape
         known = self._repeated.get((var, shape))
         if known is None:
@@ -111,8 +141,8 @@ class _Block:
         return self.constrain(self.constrain(known, whole(made, var.aval.shape, shape)), made)
 
     def reshard(self, var: Any, value: int, source: TensorSharding, target: TensorSharding) -> Any:
-        """`var` taken from one sharding to the other, one constraint per step."""
-        for sharding in self._rewriter.steps(value, source, target):
+        """Returns `var` taken from one sharding to the other, with one constraint per step."""
+        for sharding in self._constraints.steps(value, source, target):
             var = self.constrain(var, sharding)
         return var
 

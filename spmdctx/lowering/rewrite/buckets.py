@@ -33,7 +33,7 @@ class Tied(NamedTuple):
 
 
 def tie_buckets(eqns: Sequence[Any], outputs: Sequence[Any], sums: Sequence[Sum]) -> Tied:
-    """The equations of a body with barriers between its buckets, in an order in which they can run.
+    """Returns the equations of a body with barriers between its buckets, in an order in which they can run.
 
     Args:
         eqns: the equations of the body.
@@ -56,12 +56,12 @@ def tie_buckets(eqns: Sequence[Any], outputs: Sequence[Any], sums: Sequence[Sum]
 
 
 def _barrier(eqns: list[Any], outputs: list[Any], sums: list[Sum], first: list[Sum], second: list[Sum]) -> tuple[Any, Any, list[Sum]]:
-    """One barrier between two buckets."""
+    """Writes one barrier between two buckets."""
     made = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
     after_first = computed_from(eqns, [one.reduced for one in first])
-    held = [_latest(one.eqn, made) for one in second]
+    latest = [_latest(one.eqn, made) for one in second]
     # What is computed from the first bucket waits for it as it is.
-    waiting = list(dict.fromkeys(var for var in held if var is not None and var not in after_first))
+    waiting = list(dict.fromkeys(var for var in latest if var is not None and var not in after_first))
     reduced = list(dict.fromkeys(one.reduced for one in first if not isinstance(one.reduced, jexc.Literal)))
     after = {var: jexc.Var(var.aval) for var in (*waiting, *reduced)}
     barrier = barrier_of(list(after), list(after.values()), first[0].eqn.source_info)
@@ -81,6 +81,6 @@ def _barrier(eqns: list[Any], outputs: list[Any], sums: list[Sum], first: list[S
 
 
 def _latest(eqn: Any, made: dict[Any, int]) -> Any:
-    """The operand of an equation that is there last: the cotangent."""
+    """Returns the operand of an equation that is there last: the cotangent."""
     own = variables(eqn)
     return max(own, key=lambda var: made.get(var, -1), default=None)

@@ -11,12 +11,12 @@ import jax.extend.core as jexc
 
 
 def variables(eqn: Any) -> list[Any]:
-    """What an equation reads, without literals."""
+    """Returns what an equation reads, without literals."""
     return [atom for atom in eqn.invars if not isinstance(atom, jexc.Literal)]
 
 
 def computed_from(eqns: Sequence[Any], some: Iterable[Any]) -> set[Any]:
-    """Some variables and all that depend on them."""
+    """Returns some variables and all that depend on them."""
     found = {var for var in some if not isinstance(var, jexc.Literal)}
     for eqn in in_order(eqns):
         if not found.isdisjoint(variables(eqn)):
@@ -25,12 +25,12 @@ def computed_from(eqns: Sequence[Any], some: Iterable[Any]) -> set[Any]:
 
 
 def renamed(atom: Any, names: Mapping[Any, Any]) -> Any:
-    """Another variable for one that `names` has."""
+    """Returns another variable for one that `names` has."""
     return atom if isinstance(atom, jexc.Literal) else names.get(atom, atom)
 
 
 def ancestors(eqns: Sequence[Any], some: Iterable[Any]) -> set[int]:
-    """The identities of the equations that some variables depend on."""
+    """Returns the identities of the equations that some variables depend on."""
     wanted = {var for var in some if not isinstance(var, jexc.Literal)}
     found = set()
     for eqn in reversed(in_order(eqns)):
@@ -41,7 +41,7 @@ def ancestors(eqns: Sequence[Any], some: Iterable[Any]) -> set[int]:
 
 
 def in_order(eqns: Sequence[Any]) -> list[Any]:
-    """The equations in an order in which they can run, as near to the given one as can be."""
+    """Returns the equations in an order in which they can run, as near to the given one as can be."""
     made = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
     missing = [len({made[var] for var in variables(eqn) if var in made}) for eqn in eqns]
     readers: list[list[int]] = [[] for _ in eqns]
@@ -62,14 +62,14 @@ def in_order(eqns: Sequence[Any]) -> list[Any]:
 
 
 def barrier_of(operands: Sequence[Any], results: Sequence[Any], source_info: Any) -> Any:
-    """An optimization barrier from some variables to others."""
+    """Returns an optimization barrier from some variables to others."""
     structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type) for var in operands]
     template = jax.make_jaxpr(lambda *values: jax.lax.optimization_barrier(values))(*structs).jaxpr.eqns[0]
     return template.replace(invars=list(operands), outvars=list(results), source_info=source_info)
 
 
 def repetition(atom: Any, shape: tuple[int, ...], source_info: Any) -> Any:
-    """An equation that repeats an operand along its dimensions of size 1."""
+    """Returns an equation that repeats an operand along its dimensions of size 1."""
     struct = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
     template = jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim(x, shape, range(len(shape))))(struct).jaxpr.eqns[0]
     return template.replace(invars=[atom], outvars=[jexc.Var(template.outvars[0].aval)], source_info=source_info)

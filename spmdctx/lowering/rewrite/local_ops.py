@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.trace.specs import partition_spec
 
-ISLANDS = frozenset(
+LOCAL_OPS = frozenset(
     {
         "approx_top_k",
         "cholesky",
@@ -40,8 +40,8 @@ Most become custom calls, which the partitioner keeps whole; select_and_scatter 
 """
 
 
-def island(eqn: Any, operands: Sequence[TensorSharding], results: Sequence[TensorSharding], mesh: Mesh) -> Any:
-    """An equation like `eqn` that works on each device's block; operands and results must be in the given shardings."""
+def local_op(eqn: Any, operands: Sequence[TensorSharding], results: Sequence[TensorSharding], mesh: Mesh) -> Any:
+    """Returns an equation like `eqn` that works on each device's block; operands and results must be in the given shardings."""
 
     def local(*blocks: Any) -> Any:
         found = eqn.primitive.bind(*blocks, **eqn.params)

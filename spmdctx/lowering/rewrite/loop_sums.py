@@ -2,78 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.extend.core as jexc
-from jax.sharding import Mesh
 
-from spmdctx.ir.analysis.loop_sums import Holds, reduced_dtype
-from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.analysis.loop_sums import reduced_dtype
+from spmdctx.ir.graph import LITERAL, Op
 from spmdctx.ir.primitives import ADDITIONS, Boundary
 from spmdctx.ir.projection import partial_axes, project
-from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
-from spmdctx.lowering.rewrite.directives import Wishes
+from spmdctx.ir.sharding import AxisNames, TensorSharding
+from spmdctx.lowering.rewrite.block import Block, Constraints
 from spmdctx.lowering.rewrite.partial_terms import added, complete, linear, of_type, partial_term, unstacked, whole_term
+from spmdctx.lowering.rewrite.values import ShardedProgram, Values
+
+Take = Callable[[Block, Op, int, Any], Any]
+"""Gives the operand of an op, at a position, as the op takes it; no slice of it is computed again."""
 
 
-class _Block(Protocol):
-    """The body that is written to."""
+class LoopSums:
+    """Writes the values that hold on to partial sums; each has a leading dimension, split over the axes of its sum."""
 
-    def write(self, made: tuple[list[Any], Any]) -> Any: ...
+    def __init__(self, sharded: ShardedProgram, values: Values, constraints: Constraints, take: Take) -> None:
+        self._values, self._constraints, self._take = values, constraints, take
+        self._directives, self._mesh, self._sums = sharded.directives, sharded.jax_mesh, sharded.directives.loop_sums
+        self._graph, self._stored, self._ops = sharded.program.graph, sharded.assignment.values, sharded.assignment.ops
+        self._terms = frozenset(term for total in self._sums.totals.values() for term in total.terms)
 
-    def constrain(self, var: Any, sharding: TensorSharding) -> Any: ...
-
-    def note_total(self, value: int, eqn: Any, var: Any) -> None: ...
-
-
-class _Rewriter(Protocol):
-    """What knows the shardings of values."""
-
-    graph: Graph
-    assignment: Assignment
-    wishes: Wishes
-    jax_mesh: Mesh
-
-    def steps(self, value: int, source: TensorSharding, target: TensorSharding) -> list[TensorSharding]: ...
-
-    def use(self, block: Any, op: Op, position: int, atom: Any, *, recomputes: bool) -> Any: ...
-
-
-class HeldSums:
-    """The values that hold on to partial sums; each has a leading dimension, split over the axes of its sum."""
-
-    def __init__(self, rewriter: _Rewriter, holds: Holds) -> None:
-        self._rewriter, self._holds = rewriter, holds
-        self._graph, self._stored, self._ops = rewriter.graph, rewriter.assignment.values, rewriter.assignment.ops
-        self._terms = frozenset(term for total in holds.totals.values() for term in total.terms)
-        self.totals = holds.totals
-
-    def __contains__(self, value: int) -> bool:
-        """Whether a value is one of them."""
-        return value in self._holds.axes
+    def concerns(self, op: Op) -> bool:
+        """Says whether an op makes such a value, or the total."""
+        return bool(op.results) and (self._values[op.results[0]].is_partial or op.results[0] in self._sums.totals)
 
     def axes_of(self, value: int) -> AxisNames:
-        """The axes over which a value, or what a total is made from, is partial."""
-        return self.totals[value].axes if value in self.totals else self._holds.axes[value]
+        """Returns the axes over which a value, or what a total is made from, is partial."""
+        return self._sums.totals[value].axes if value in self._sums.totals else self._sums.axes[value]
 
     def is_whole(self, op: Op) -> bool:
-        """Whether a term is partial over none of the axes that its sum is: it is reduced where it is made, and added by one device."""
+        """Says whether a term is partial over none of the axes of its sum: it is reduced where it is made, and one device adds it."""
         value = op.results[0]
         partial = partial_axes(op.rule, self._ops[op.id].axes)
-        return value in self._terms and set(self._holds.axes[value]).isdisjoint(partial)
+        return value in self._terms and set(self._sums.axes[value]).isdisjoint(partial)
 
-    def equation(self, block: _Block, op: Op, eqn: Any, operands: Sequence[Any]) -> Any:
+    def equation(self, block: Block, op: Op, eqn: Any, operands: Sequence[Any]) -> Any:
         """Writes an op that makes such a value."""
-        value, axes = op.results[0], self._holds.axes[op.results[0]]
+        value, axes = op.results[0], self._sums.axes[op.results[0]]
         if value in self._terms:
             shardings = [project(dims, self._ops[op.id].axes) for dims in op.rule.operands]
             # Beside a slice that is computed again XLA would gather the whole from such slices.
-            taken = [self._rewriter.use(block, op, position, atom, recomputes=False) for position, atom in enumerate(operands)]
-            is_wide = value in self._rewriter.wishes.widened
+            taken = [self._take(block, op, position, atom) for position, atom in enumerate(operands)]
+            is_wide = self._values[value].is_widened
             partial = partial_axes(op.rule, self._ops[op.id].axes)
             alike = tuple(name for name in axes if name not in partial)
-            made = partial_term(eqn, taken, shardings, axes, alike, self._rewriter.jax_mesh, is_wide=is_wide)
+            made = partial_term(eqn, taken, shardings, axes, alike, self._mesh, is_wide=is_wide)
         elif op.primitive in ADDITIONS:
             shape = self._graph.values[value].shape
             first, second = (self._taken(block, op, place, atom, axes, shape, eqn.source_info) for place, atom in enumerate(operands))
@@ -84,15 +64,15 @@ class HeldSums:
             made = linear(eqn, self._taken(block, op, place, operands[place], axes, shape, eqn.source_info), place)
         return self._settled(block, op, block.write(made))
 
-    def added_by_one(self, block: _Block, op: Op, var: Any, source_info: Any) -> Any:
-        """A whole term as one of the first device alone."""
+    def added_by_one(self, block: Block, op: Op, var: Any, source_info: Any) -> Any:
+        """Returns a whole term as one of the first device alone."""
         value = op.results[0]
-        axes, shape = self._holds.axes[value], self._graph.values[value].shape
-        lifted = block.write(whole_term(var, shape, axes, self._rewriter.jax_mesh, source_info))
+        axes, shape = self._sums.axes[value], self._graph.values[value].shape
+        lifted = block.write(whole_term(var, shape, axes, self._mesh, source_info))
         return block.constrain(lifted, (axes, *self._stored[value]))
 
-    def handed_on(self, block: _Block, op: Op, atom: Any, source_info: Any) -> Any:
-        """What an op that changes nothing, or the end of a loop's turn, makes of its operand; the loop's carry has the total's type."""
+    def handed_on(self, block: Block, op: Op, atom: Any, source_info: Any) -> Any:
+        """Writes an op that changes nothing, or the end of a loop's turn; the loop's carry has the total's type."""
         value, shape = op.results[0], self._graph.values[op.operands[0]].shape
         var = self._taken(block, op, 0, atom, self.axes_of(value), shape, source_info)
         if op.boundary is not Boundary.NEXT:
@@ -100,44 +80,44 @@ class HeldSums:
         var = block.write(of_type(var, self._graph.values[value].dtype, source_info))
         return self._settled(block, op, var)
 
-    def started(self, block: _Block, op: Op, atom: Any, source_info: Any) -> Any:
-        """What a loop's first turn adds to."""
+    def started(self, block: Block, op: Op, atom: Any, source_info: Any) -> Any:
+        """Writes what a loop's first turn adds to."""
         value = op.results[0]
-        axes, shape = self._holds.axes[value], self._graph.values[value].shape
+        axes, shape = self._sums.axes[value], self._graph.values[value].shape
         return self._settled(block, op, self._taken(block, op, 0, atom, axes, shape, source_info))
 
-    def left(self, block: _Block, op: Op, var: Any, source_info: Any) -> Any:
-        """What a loop leaves: a total, or a part of one that a loop around it adds up."""
+    def left(self, block: Block, op: Op, var: Any, source_info: Any) -> Any:
+        """Writes what a loop leaves: a total, or a part of one that a loop around it adds up."""
         value = op.results[0]
         if op.boundary is Boundary.EXIT:
             var = self._settled(block, op, block.write(unstacked(var, source_info)))
-        if value not in self.totals:
+        if value not in self._sums.totals:
             return var
         own = self._graph.values[value].dtype
-        asked = reduced_dtype(self._graph, value, self.totals[value].terms, self._rewriter.wishes.widened)
+        asked = reduced_dtype(self._graph, value, self._sums.totals[value].terms, self._directives.widened)
         eqns, result = complete(block.write(of_type(var, asked, source_info)), source_info)
         block.write((eqns, result))
         reduced = block.constrain(result, self._stored[value])
         block.note_total(value, eqns[-1], reduced)
         return block.write(of_type(reduced, own, source_info))
 
-    def _taken(self, block: _Block, op: Op, place: int, atom: Any, axes: AxisNames, shape: Sequence[int], source_info: Any) -> Any:
-        """An operand as its op takes it; where it is no such value, one device adds it."""
+    def _taken(self, block: Block, op: Op, place: int, atom: Any, axes: AxisNames, shape: Sequence[int], source_info: Any) -> Any:
+        """Returns an operand as its op takes it; one device adds an operand that is no such value."""
         value, wanted = op.operands[place], project(op.rule.operands[place], self._ops[op.id].axes)
-        if value in self:
+        if value != LITERAL and self._values[value].is_partial:
             return self._moved(block, atom, value, axes, self._stored[value], wanted)
         if value != LITERAL and not isinstance(atom, jexc.Literal):
-            atom = self._rewriter.use(block, op, place, atom, recomputes=False)
-        var = block.write(whole_term(atom, shape, axes, self._rewriter.jax_mesh, source_info))
+            atom = self._take(block, op, place, atom)
+        var = block.write(whole_term(atom, shape, axes, self._mesh, source_info))
         return block.constrain(var, (axes, *(wanted if value != LITERAL else ((),) * len(shape))))
 
-    def _settled(self, block: _Block, op: Op, var: Any) -> Any:
-        """A result in its stored sharding."""
+    def _settled(self, block: Block, op: Op, var: Any) -> Any:
+        """Returns a result in its stored sharding."""
         value = op.results[0]
         axes, natural = self.axes_of(value), project(op.rule.results[0], self._ops[op.id].axes)
         return self._moved(block, block.constrain(var, (axes, *natural)), value, axes, natural, self._stored[value])
 
-    def _moved(self, block: _Block, var: Any, value: int, axes: AxisNames, source: TensorSharding, target: TensorSharding) -> Any:
-        for sharding in self._rewriter.steps(value, source, target):
+    def _moved(self, block: Block, var: Any, value: int, axes: AxisNames, source: TensorSharding, target: TensorSharding) -> Any:
+        for sharding in self._constraints.steps(value, source, target):
             var = block.constrain(var, (axes, *sharding))
         return var

@@ -18,7 +18,7 @@ from spmdctx.lowering.rewrite.precision import computing_wide
 
 
 def written(fn: Callable[..., Any], atoms: Sequence[Any], source_info: Any) -> tuple[list[Any], Any]:
-    """The equations of `fn` on some atoms, and the variable of its result."""
+    """Returns the equations of `fn` on some atoms, and the variable of its result."""
     structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in atoms]
     closed = jax.make_jaxpr(fn)(*structs)
     names: dict[Any, Any] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
@@ -35,7 +35,7 @@ def written(fn: Callable[..., Any], atoms: Sequence[Any], source_info: Any) -> t
 def partial_term(
     eqn: Any, operands: Sequence[Any], specs: Sequence[TensorSharding], axes: AxisNames, alike: AxisNames, mesh: Mesh, *, is_wide: bool
 ) -> Any:
-    """What writes the partial results of `eqn` on each device of `axes`, over which `specs` split the operands.
+    """Writes the partial results of `eqn` on each device of `axes`, over which `specs` split the operands.
 
     Over those of the axes that are `alike` all devices have the same result, which the first of them adds. Over axes that split a
     dimension together with the others the results are reduced here; the rest is left to the partitioner.
@@ -70,7 +70,7 @@ def partial_term(
 
 
 def _is_first(number: Any, axes: AxisNames, alike: AxisNames, mesh: Mesh) -> Any:
-    """Whether a device, by its number along `axes`, is the first along those that are `alike`."""
+    """Says whether a device, by its number along `axes`, is the first along those that are `alike`."""
     is_first, stride = True, 1
     for name in reversed(axes):
         if name in alike:
@@ -80,7 +80,7 @@ def _is_first(number: Any, axes: AxisNames, alike: AxisNames, mesh: Mesh) -> Any
 
 
 def _spec(sharding: TensorSharding, axes: AxisNames) -> PartitionSpec:
-    """The part of a sharding that lies along some axes."""
+    """Returns the part of a sharding that lies along some axes."""
     return PartitionSpec(*[tuple(name for name in names if name in axes) or None for names in sharding])
 
 
@@ -92,7 +92,7 @@ def _count(axes: AxisNames, mesh: Mesh) -> int:
 
 
 def whole_term(atom: Any, shape: Sequence[int], axes: AxisNames, mesh: Mesh, source_info: Any) -> Any:
-    """What writes a value that is whole on all devices as one of the first of them alone."""
+    """Writes a value that is whole on all devices as one of the first of them alone."""
     count = _count(axes, mesh)
 
     def lifted(value: Any) -> Any:
@@ -104,7 +104,7 @@ def whole_term(atom: Any, shape: Sequence[int], axes: AxisNames, mesh: Mesh, sou
 
 
 def linear(eqn: Any, operand: Any, place: int) -> Any:
-    """What writes an equation on every element of its one operand that is no literal, at `place`."""
+    """Writes an equation on every element of its one operand that is no literal, at `place`."""
     name, params = eqn.primitive.name, dict(eqn.params)
     if name == "convert_element_type" and operand.aval.dtype == params["new_dtype"]:
         return [], operand
@@ -118,7 +118,7 @@ def linear(eqn: Any, operand: Any, place: int) -> Any:
 
 
 def added(first: Any, second: Any, source_info: Any) -> Any:
-    """What writes a sum, in the wider of two types."""
+    """Writes a sum, in the wider of two types."""
 
     def total(one: Any, other: Any) -> Any:
         dtype = jnp.promote_types(one.dtype, other.dtype)
@@ -128,15 +128,15 @@ def added(first: Any, second: Any, source_info: Any) -> Any:
 
 
 def unstacked(var: Any, source_info: Any) -> Any:
-    """What writes the values that a loop has stacked with the devices first."""
+    """Writes the values that a loop has stacked with the devices first."""
     return written(lambda stack: jnp.moveaxis(stack, 1, 0), [var], source_info)
 
 
 def of_type(var: Any, dtype: Any, source_info: Any) -> Any:
-    """What writes a value in a type."""
+    """Writes a value in a type."""
     return ([], var) if var.aval.dtype == dtype else written(lambda value: value.astype(dtype), [var], source_info)
 
 
 def complete(var: Any, source_info: Any) -> Any:
-    """What writes the sum over the devices, in the type of its terms."""
+    """Writes the sum over the devices, in the type of its terms."""
     return written(lambda value: jax.lax.reduce_sum(value, (0,)), [var], source_info)

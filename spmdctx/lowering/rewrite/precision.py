@@ -23,7 +23,7 @@ PASSED_ON = ADDITIONS | REARRANGED | {"neg", "convert_element_type"}
 
 
 def wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Equations that compute in float32 what `eqn` computes of `operands` in low precision; the last makes the result."""
+    """Returns equations that compute in float32 what `eqn` computes of `operands` in low precision; the last makes the result."""
     written, taken = [], []
     for atom in operands:
         if eqn.primitive.name in _BY_RESULT or not _is_low(atom.aval.dtype):
@@ -35,7 +35,7 @@ def wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def computing_wide(eqn: Any) -> Callable[..., Any]:
-    """The same as a function of arrays."""
+    """Returns the same as a function of arrays."""
     bind = _binder(eqn, _wide_params(eqn))
     keeps = eqn.primitive.name in _BY_RESULT
 
@@ -55,7 +55,7 @@ def _wide_params(eqn: Any) -> dict[str, Any]:
 
 
 def passed_on(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """`eqn` on operands that are float32 now; none for a cast to float32 or less: to a low precision those cast who read the result."""
+    """Returns `eqn` on operands that are float32 now; none for a cast to float32 or less, which readers of the result do."""
     if eqn.primitive.name != "convert_element_type":
         return [_bound(eqn, dict(eqn.params), operands)]
     dtype = jnp.dtype(eqn.params["new_dtype"])
@@ -64,14 +64,14 @@ def passed_on(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def cast(atom: Any, dtype: Any, source_info: Any) -> Any:
-    """An equation that casts."""
+    """Returns an equation that casts."""
     struct = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
     template = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(struct).jaxpr.eqns[0]
     return template.replace(invars=[atom], outvars=[jexc.Var(template.outvars[0].aval)], source_info=source_info)
 
 
 def _bound(eqn: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
-    """The primitive bound anew, so that its result has the type that it now makes."""
+    """Returns the primitive bound anew, so that its result has the type that it now makes."""
     structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in operands]
     bind = _binder(eqn, params)
     template = jax.make_jaxpr(bind)(*structs).jaxpr.eqns[-1]
@@ -80,7 +80,7 @@ def _bound(eqn: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
 
 
 def _binder(eqn: Any, params: dict[str, Any]) -> Callable[..., Any]:
-    """The primitive on operands of any type."""
+    """Returns the primitive on operands of any type."""
     if eqn.primitive.name == "scatter-add":
         # Its parameters hold the addition itself, as a function of the old type.
         kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")

@@ -17,7 +17,7 @@ from spmdctx.lowering.rewrite.equations import ancestors, barrier_of, in_order, 
 
 
 def wait_for(eqns: Sequence[Any], outputs: Sequence[Any], gate: Any, *results: Any) -> tuple[list[Any], list[Any]]:
-    """The equations of a body, and its results, in which all that reads `gate` waits for `results`.
+    """Returns the equations of a body, and its results, in which all that reads `gate` waits for `results`.
 
     Args:
         eqns: the equations of the body.

@@ -23,14 +23,17 @@ from spmdctx.machine.xla.overlap import sides
 from spmdctx.rules.elementwise import ELEMENTWISE
 
 
-def kept_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_bytes: int) -> frozenset[int]:
-    """The gradients after which a barrier stands; none where `scratch_bytes`, what the chip holds of an operand, is 0."""
+def kept_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_bytes: int) -> dict[int, int]:
+    """Returns by matrix product the gradient after which a barrier stands.
+
+    There is none where `scratch_bytes`, what the chip holds of an operand, is 0.
+    """
     if not scratch_bytes:
-        return frozenset()
+        return {}
     terminal = sides(graph).terminal
     products = [op for op in ops_of(graph, ("dot_general",)) if terminal[op.results[0]]]
-    found = [gradient_apart(graph, assignment, mesh, scratch_bytes, op) for op in products]
-    return frozenset(value for value in found if value is not None)
+    found = {op.id: gradient_apart(graph, assignment, mesh, scratch_bytes, op) for op in products}
+    return {op: value for op, value in found.items() if value is not None}
 
 
 def gradient_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_bytes: int, op: Op) -> int | None:

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.price import price
+from spmdctx.cost.step import Step
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.graph import LITERAL, Graph
 from spmdctx.ir.mesh import LogicalMesh, divides
@@ -165,7 +166,7 @@ class PricedAlternatives:
 
     def _price(self, assignment: Assignment, graph: Graph | None = None) -> Bill:
         graph = graph or self.graph
-        return price(graph, self.scopes, self.loose, self.manual, assignment, self.mesh, self.topology, self.donated)
+        return price(Step(graph, self.scopes, self.loose, self.donated), assignment, self.mesh, self.topology, written=self.manual)
 
     def _priced(self, value: int, op: int | None, options: list[_Option]) -> list[Alternative]:
         """The best few options by the prices of the ops around, then by the price of the whole step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from spmdctx.cost.bill import Bill, Moved
 from spmdctx.ir.analysis.gradient_order import gradient_order
@@ -15,7 +16,7 @@ from spmdctx.plan.plan import Plan
 from spmdctx.plan.rows import LateRows
 from spmdctx.search.dynamic.certificate import Certificate, gap_of
 from spmdctx.search.setup.request import Setup
-from spmdctx.step.planning.request import _search_mode
+from spmdctx.step.planning.request import search_mode
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
@@ -23,27 +24,29 @@ from spmdctx.trace.scope.settings import Settings
 _SEARCHED = ("dynamic_programming", "recursive_programming")
 
 
-def _certified(plan: Plan, certificate: Certificate) -> Plan:
+def certified(plan: Plan, certificate: Certificate) -> Plan:
+    """Returns the plan with what a certificate proves of its price."""
     bound_s, note = certificate.of_price(plan.cost.total_s)
     notes = (*plan.notes, note) if note else plan.notes
     return replace(plan, lower_bound_s=bound_s, gap=gap_of(plan.cost.total_s, bound_s), notes=notes)
 
 
-def _gradients(program: Program, setup: Setup) -> Sequence[PlannedGradient]:
+def plain_gradients(program: Program, setup: Setup) -> Sequence[PlannedGradient]:
     """Returns the gradients of a plan without buckets."""
     return LateRows(lambda: [PlannedGradient(one.path) for one in gradient_order(program.graph)]) if setup.mesh.num_devices > 1 else ()
 
 
-def _assemble(
-    program: Program,
-    captured: Captured,
-    settings: Settings,
-    setup: Setup,
-    assignment: Assignment,
-    bill: Bill,
-    notes: tuple[str, ...],
-    timing: Timing,
-) -> Plan:
+class Decided(NamedTuple):
+    """What a search decided for a step, and what that costs."""
+
+    setup: Setup
+    assignment: Assignment
+    bill: Bill
+
+
+def assembled(program: Program, captured: Captured, settings: Settings, decided: Decided, notes: tuple[str, ...], timing: Timing) -> Plan:
+    """Returns the plan, whose gradients have no buckets yet."""
+    setup, assignment, bill = decided
     graph, context, moves = program.graph, settings.context, tuple(bill.moves)
     inputs = tuple(
         PlannedTensor(leaf.path, leaf.role, leaf.shape, leaf.dtype, assignment.values[value], _reason(setup, assignment, value))
@@ -62,7 +65,7 @@ def _assemble(
     return Plan(
         fingerprint=graph.fingerprint,
         mode=context.parallel_mode,
-        search_mode=_search_mode(settings),
+        search_mode=search_mode(settings),
         options=context.plan_options(),
         logical_mesh=setup.mesh,
         topology=settings.topology.device,
@@ -71,9 +74,9 @@ def _assemble(
         op_table=OpTable.of(graph, assignment),
         memory_limit_bytes=settings.memory_bytes,
         assignment=assignment,
-        reshards=LateRows(lambda: _reshards(graph, moves)),
+        reshards=LateRows(lambda: reshards_of(graph, moves)),
         collectives=tuple(bill.collectives),
-        cost=_cost(bill),
+        cost=cost_of(bill),
         notes=notes,
         timing=timing,
         memory_profile=bill.memory_profile,
@@ -81,7 +84,8 @@ def _assemble(
     )
 
 
-def _cost(bill: Bill) -> Cost:
+def cost_of(bill: Bill) -> Cost:
+    """Returns the totals of a bill."""
     total_s = bill.compute_s + bill.exposed_communication_s
     return Cost(bill.compute_s, bill.communication_s, total_s, bill.memory_bytes, bill.hidden_communication_s)
 
@@ -98,7 +102,8 @@ def _reason(setup: Setup, assignment: Assignment, value: int) -> str:
     return "spread from what is pinned" if any(assignment.values[value]) else "nothing pinned reaches it"
 
 
-def _reshards(graph: Graph, moves: Sequence[Moved]) -> Iterator[Reshard]:
+def reshards_of(graph: Graph, moves: Sequence[Moved]) -> Iterator[Reshard]:
+    """Gives the moves of a bill as the plan lists them."""
     for move in moves:
         origin = graph.origins[move.op]
         name = graph.values[move.value].path or f"value of {origin.name or graph.ops[move.op].primitive}"

@@ -20,7 +20,7 @@ from spmdctx.machine.topology import as_asked
 from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS, NO_GROUPS
 from spmdctx.rules import has_rule
 from spmdctx.search.setup.request import Setup
-from spmdctx.step.planning.assemble import _cost
+from spmdctx.step.planning.assemble import cost_of
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.layerwise import _matches
@@ -172,7 +172,7 @@ def _all_to_all_notes(program: Program, setup: Setup, settings: Settings, bill: 
             known = program.graph.values[move.value]
             ends = known.shape, item_bytes(known.dtype), move.source, move.target, setup.mesh
             saved_s += move.time_s * (1 - reshard_time_s(*ends, allowed) / reshard_time_s(*ends, machine))
-    if saved_s < _WORTH_A_WORD * _cost(bill).total_s:
+    if saved_s < _WORTH_A_WORD * cost_of(bill).total_s:
         return []
     return [f"enable_alltoall=True would save about {saved_s * 1e6:.3g} µs of a step: tensors are moved between dimensions by all-gathers."]
 

@@ -19,12 +19,14 @@ from spmdctx.trace.capture.layerwise import is_layerwise
 from spmdctx.trace.scope.settings import Settings
 
 
-def _step(program: Program, captured: Captured) -> Step:
+def step_of(program: Program, captured: Captured) -> Step:
+    """Returns a captured step as searches see it."""
     donated = frozenset([value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if leaf.donated])
     return Step(program.graph, program.scopes, program.loose, donated)
 
 
-def _request(program: Program, captured: Captured, settings: Settings) -> Request:
+def request_of(program: Program, captured: Captured, settings: Settings) -> Request:
+    """Returns what a search is asked for a step."""
     context = settings.context
     pins = [ValuePin(pin.value, pin.mesh_axes, pin.dims, "a sharding constraint") for pin in program.user_pins]
     for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True):
@@ -36,7 +38,7 @@ def _request(program: Program, captured: Captured, settings: Settings) -> Reques
         value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if is_layerwise(leaf, settings.layerwise_parallel)
     )
     optimizer = _optimizer(program, context)
-    searches = optimizer is not None and _search_mode(settings) == "dynamic_programming"
+    searches = optimizer is not None and search_mode(settings) == "dynamic_programming"
     coupled = couplings(program.graph, settings.num_devices, optimizer, layerwise) if optimizer is not None and searches else ()
     return Request(
         parallel_mode=context.parallel_mode,
@@ -77,16 +79,17 @@ def _dataset(context: AutoParallelContext) -> str | tuple[object, ...] | None:
     return "full_batch" if context.full_batch else context.dataset_strategy
 
 
-def _search_mode(settings: Settings) -> str:
+def search_mode(settings: Settings) -> str:
     """Returns the search mode, or an empty string if the parallel mode leaves nothing to search."""
     context = settings.context
     return context.effective_search_mode if context.parallel_mode == "auto_parallel" else ""
 
 
-def _search_options(settings: Settings) -> SearchOptions:
+def search_options(settings: Settings) -> SearchOptions:
+    """Returns how a search works, and within which limits."""
     context = settings.context
     return SearchOptions(
-        search_mode=_search_mode(settings),
+        search_mode=search_mode(settings),
         topology=settings.topology,
         memory_bytes=settings.memory_bytes,
         max_mesh_axes=settings.max_mesh_axes,

@@ -73,10 +73,11 @@ def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
     program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
     wanted = _wanted(settings)
     check_plan(found, replace(wanted, memory_bytes=None), program.graph, load)
-    used = _with_price(found, priced_here(found, program, captured, settings), settings)
+    here = priced_here(found, program, captured, settings)
+    used = _with_price(found, here.plan, settings)
     check_plan(used, wanted, program.graph, load)
     timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
-    return with_insight(Planned(replace(used, timing=timing), program, used.assignment, used.logical_mesh), captured, settings)
+    return with_insight(replace(here, plan=replace(used, timing=timing)), captured, settings)
 
 
 def _with_price(plan: Plan, here: Plan, settings: Settings) -> Plan:

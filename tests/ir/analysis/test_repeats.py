@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spmdctx.cost.price import price
+from spmdctx.cost.step import Step
 from spmdctx.ir.analysis.repeats import made_repeats, read_repeats
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.rule import FactorKind, OpRule
@@ -52,6 +53,6 @@ def test_the_bill_counts_a_reshard_as_often_as_its_value_is_there(place, repeats
         values[op.results[0]] = ((), ())
         values[op.operands[0]] = (("data",),)
         ops[split] = OpSharding(((), ()))
-    bill = price(graph, [0] * len(graph.ops), frozenset(), (), Assignment(tuple(ops), tuple(values), "made"), MESH, machine)
+    bill = price(Step(graph, (0,) * len(graph.ops), frozenset()), Assignment(tuple(ops), tuple(values), "made"), MESH, machine)
     gathers = [row.repeats for row in bill.collectives if row.kind == "all_gather"]
     assert repeats in gathers

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdctx.lowering.rewrite.rewriter import constrain
+from spmdctx.lowering.rewrite.constrain import constrain
 from spmdctx.trace.specs import make_mesh, named_sharding
 from tests.road import MESH, ops, run, spread, trace
 

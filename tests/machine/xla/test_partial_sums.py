@@ -3,6 +3,7 @@
 import pytest
 
 from spmdctx.cost.price import price
+from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import Assignment, OpSharding
@@ -54,7 +55,7 @@ class Plan:
     def collectives(self, topology, *outputs):
         graph = self.make.graph(*outputs)
         assignment = Assignment(tuple(self.axes), tuple(self.values), "by hand")
-        found = price(graph, [0] * len(graph.ops), frozenset(), (), assignment, self.mesh, topology)
+        found = price(Step(graph, (0,) * len(graph.ops), frozenset()), assignment, self.mesh, topology)
         return [(row.kind, row.axes, row.payload_bytes) for row in found.collectives]
 
     def readers(self, *outputs):

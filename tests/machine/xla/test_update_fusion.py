@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from spmdctx.cost.price.directives import Directives
 from spmdctx.lowering.compile import jit_program
-from spmdctx.lowering.rewrite.directives import Wishes
 from spmdctx.machine.xla.update_fusion import kept_apart
 from tests.audit.compile_only import need_tpu
 from tests.road import MESH, spread, trace
@@ -26,7 +26,7 @@ def momentum(x, y, moment):
 def apart(function, scratch_bytes, pins):
     program = trace(function, X, Y, STATE)
     found = kept_apart(program.graph, spread(program, pins), MESH, scratch_bytes)
-    return [op.primitive for op in program.graph.ops if op.results[0] in found]
+    return [op.primitive for op in program.graph.ops if op.results[0] in found.values()]
 
 
 @pytest.mark.parametrize(("scratch_bytes", "want"), [(0, []), (SMALLER - 1, ["transpose"]), (SMALLER, [])])
@@ -49,6 +49,7 @@ def test_no_compiled_fusion_multiplies_and_updates(scratch_bytes, want):
     x, y, state = jnp.ones((2048, 1024), jnp.bfloat16), jnp.ones((2048, 1024), jnp.bfloat16), jnp.ones((1024, 1024))
     program = trace(momentum, x, y, state)
     assignment = spread(program, {0: WHOLE, 1: COLUMNS, 2: COLUMNS})
-    lowered = jit_program(program, assignment, MESH, need_tpu(), wishes=Wishes(scratch_bytes=scratch_bytes)).jitted.lower(x, y, state)
+    directives = Directives(apart=kept_apart(program.graph, assignment, MESH, scratch_bytes))
+    lowered = jit_program(program, assignment, MESH, need_tpu(), directives).jitted.lower(x, y, state)
     bodies = re.findall(r"^%fused_computation.*?^}", lowered.compile().as_text(), re.MULTILINE | re.DOTALL)
     assert sum(" convolution(" in body and " add(" in body for body in bodies) == want

@@ -1,9 +1,13 @@
 """Harder random graphs: dynamic_programming, the truth, plain evaluation and the bill have one number."""
 
+from dataclasses import replace
+
 import pytest
 
 from spmdctx.cost.evaluate import evaluate
 from spmdctx.cost.price import price
+from spmdctx.cost.price.assigned import Assigned
+from spmdctx.cost.price.directives import priced_directives
 from spmdctx.cost.step import Step
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.analysis.loop_sums import holds_of, loop_sums
@@ -24,13 +28,15 @@ def _check(seed):
         truth = exhaustive(graph, made.scopes, made.loose, mesh, machine, Conditions(pins=pins)).cost_s
     except UnsupportedError:
         return False
-    found = Searcher(Step(graph, made.scopes, made.loose, frozenset()), machine, DynamicOptions()).search(setup)
+    step = Step(graph, made.scopes, made.loose)
+    found = Searcher(step, machine, DynamicOptions()).search(setup)
     assert found.cost_s == pytest.approx(truth, rel=1e-9), seed
     assert truth * (1 - 1e-9) <= found.lower_bound_s <= truth * (1 + 1e-9), seed
     seconds = evaluate(graph, made.scopes, made.loose, found.assignment, mesh, machine, frozenset(pins)).total_s
     assert seconds == pytest.approx(truth, rel=1e-9), seed
     holds = holds_of(graph, loop_sums(graph), found.assignment, mesh)
-    bill = price(graph, made.scopes, made.loose, (), found.assignment, mesh, machine, holds=holds)
+    directives = replace(priced_directives(Assigned(step, found.assignment, mesh, machine)), loop_sums=holds)
+    bill = price(step, found.assignment, mesh, machine, directives)
     assert bill.compute_s + bill.exposed_communication_s <= truth * (1 + 1e-9), seed
     return True
 

@@ -65,7 +65,7 @@ def test_the_plan_is_the_cheapest_of_all(first):
     for seed in range(first, first + TOGETHER):
         made, mesh, machine = random_step(seed), random_mesh(seed), random_machine(seed)
         found = _check(made, mesh, machine)
-        bill = price(made.graph, made.scopes, made.loose, (), found.assignment, mesh, machine)
+        bill = price(Step(made.graph, made.scopes, made.loose), found.assignment, mesh, machine)
         assert bill.compute_s + bill.exposed_communication_s <= found.cost_s * (1 + 1e-9)
 
 
@@ -76,7 +76,7 @@ def test_seconds_that_were_once_counted_otherwise_by_one_of_three_are_equal(seed
     made, mesh, machine = random_step(seed, num_ops), random_mesh(seed), random_machine(seed)
     made = fused(made) if seed % 2 else made
     found = _check(made, mesh, machine)
-    bill = price(made.graph, made.scopes, made.loose, (), found.assignment, mesh, machine)
+    bill = price(Step(made.graph, made.scopes, made.loose), found.assignment, mesh, machine)
     assert bill.compute_s + bill.exposed_communication_s <= found.cost_s * (1 + 1e-9)
 
 
@@ -112,7 +112,7 @@ def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
         if made.loose:
             continue
         free = _search(made, mesh, machine)
-        peak = price(made.graph, made.scopes, made.loose, (), free.assignment, mesh, machine).memory_bytes
+        peak = price(Step(made.graph, made.scopes, made.loose), free.assignment, mesh, machine).memory_bytes
         budget = int(peak * random.Random(seed).choice((0.95, 0.9, 0.7)))
         found = _search(made, mesh, machine, memory_bytes=budget)
         try:
@@ -154,7 +154,7 @@ def test_no_limit_is_tried_of_which_the_solver_has_said_that_it_is_too_low(monke
 
 
 def _peak(made, mesh, machine, assignment):
-    return price(made.graph, made.scopes, made.loose, (), assignment, mesh, machine).memory_bytes
+    return price(Step(made.graph, made.scopes, made.loose), assignment, mesh, machine).memory_bytes
 
 
 def _step_on(seed):

@@ -36,7 +36,7 @@ def test_the_budget_that_is_named_works_and_with_one_byte_less_no_plan_is_found(
     error = shortfall.infeasible(step, request, machine, options, plan_dynamic(step, request, machine, options))
     budget = int(re.search(r"need: +memory_bytes=(\d+)", str(error)).group(1))
     enough = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=budget))
-    peak = price(made.graph, made.scopes, made.loose, (), enough.assignment, request.mesh, machine).memory_bytes
+    peak = price(Step(made.graph, made.scopes, made.loose), enough.assignment, request.mesh, machine).memory_bytes
     assert peak == budget
     assert isinstance(plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=budget - 1)), Shortfall)
 
@@ -57,7 +57,7 @@ def _tight(seed, small):
     made, machine = random_step(seed, 6), random_machine(seed)
     step = Step(made.graph, made.scopes, made.loose, frozenset())
     free = plan_dynamic(step, _request(2), machine, DynamicOptions(small_program=small))
-    peak = price(made.graph, made.scopes, made.loose, (), free.assignment, free.setup.mesh, machine).memory_bytes
+    peak = price(Step(made.graph, made.scopes, made.loose), free.assignment, free.setup.mesh, machine).memory_bytes
     return step, machine, DynamicOptions(memory_bytes=int(peak * 0.3), small_program=small)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import spmdctx
 from spmdctx.cost.price import price
+from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.presets import topology
@@ -50,7 +51,7 @@ def test_an_argument_is_split_as_far_as_all_of_its_readers_split_it(splits, stor
     found = store_as_read(space, assignment, {})
     argument = step.graph.inputs[0]
     assert found.values[argument] == expected
-    bills = [price(step.graph, step.scopes, step.loose, (), one, MESH, topology("h100")) for one in (assignment, found)]
+    bills = [price(Step(step.graph, step.scopes, step.loose), one, MESH, topology("h100")) for one in (assignment, found)]
     assert bills[1].communication_s == bills[0].communication_s
     assert bills[1].memory_bytes <= bills[0].memory_bytes
     assert store_as_read(space, assignment, {space.slot_of[argument]: (None, None)}) == assignment

@@ -12,6 +12,8 @@ import pytest
 from spmdctx import plan
 from spmdctx.cost.evaluate import evaluate
 from spmdctx.cost.price import price
+from spmdctx.cost.price.assigned import Assigned
+from spmdctx.cost.price.directives import priced_directives
 from spmdctx.cost.step import Step
 from spmdctx.ir.analysis.loop_sums import holds_of, loop_sums
 from spmdctx.ir.mesh import LogicalMesh
@@ -63,7 +65,8 @@ def test_search_evaluation_and_bill_have_one_number(model: str, machine: str) ->
     found = Searcher(step, topology, DynamicOptions()).search(Setup(mesh))
     seconds = evaluate(step.graph, step.scopes, step.loose, found.assignment, mesh, topology).total_s
     holds = holds_of(step.graph, loop_sums(step.graph), found.assignment, mesh)
-    bill = price(step.graph, step.scopes, step.loose, (), found.assignment, mesh, topology, holds=holds)
+    directives = replace(priced_directives(Assigned(step, found.assignment, mesh, topology)), loop_sums=holds)
+    bill = price(step, found.assignment, mesh, topology, directives)
     assert seconds == pytest.approx(found.cost_s, rel=1e-9)
     # The bill moves values straight to where they are read; the search may price a stop on the way.
     assert found.cost_s * (1 - 5e-3) <= bill.compute_s + bill.exposed_communication_s <= found.cost_s * 1.02

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from spmdctx.cost.price import price
+from spmdctx.cost.step import Step
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.projection import project
@@ -49,7 +50,7 @@ def alternatives(program, assignment, **changes):
 
 
 def total_s(program, assignment, topology=H100, graph=None):
-    bill = price(graph or program.graph, program.scopes, program.loose, (), assignment, MESH, topology)
+    bill = price(Step(graph or program.graph, program.scopes, program.loose), assignment, MESH, topology)
     return bill.compute_s + bill.exposed_communication_s
 
 
@@ -185,7 +186,7 @@ def test_what_is_faster_but_does_not_fit_comes_last_and_says_what_it_needs():
     program, assignment = problem()
     free = alternatives(program, assignment)
     slim = free.of_value(program.graph.inputs[0])[0].assignment
-    budget = price(program.graph, program.scopes, program.loose, (), slim, MESH, H100).memory_bytes
+    budget = price(Step(program.graph, program.scopes, program.loose), slim, MESH, H100).memory_bytes
     tight = alternatives(program, slim, memory_bytes=budget)
     rows = [row for value in program.graph.inputs for row in tight.of_value(value)]
     too_large = [row for row in rows if row.bill.memory_bytes > budget]

@@ -29,7 +29,7 @@ _HANDING_ON = frozenset(
 """Ops through which the partitioner hands on how their operands are split."""
 
 
-class Anchors:
+class NeededConstraints:
     """Says of an assignment's ops which need a constraint; `moved` holds the values that some reader takes in another sharding."""
 
     def __init__(self, assignment: Assignment, mesh: LogicalMesh, moved: Container[int]) -> None:

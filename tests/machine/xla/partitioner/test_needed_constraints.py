@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from spmdctx.machine.xla.partitioner.needed_constraints import Anchors
+from spmdctx.machine.xla.partitioner.needed_constraints import NeededConstraints
 from tests.road import MESH, ops, spread, trace
 
 X, W = jnp.ones((32, 64)), jnp.ones((64, 64))
@@ -13,7 +13,7 @@ BOTH, D, M = ("data", "model"), ("data",), ("model",)
 def anchors(function, pins, moved=()):
     """The primitives of the ops that need a constraint."""
     program = trace(function, X, W)
-    found = Anchors(spread(program, pins), MESH, moved)
+    found = NeededConstraints(spread(program, pins), MESH, moved)
     return [op.primitive for op in program.graph.ops if op in found]
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdctx.lowering.rewrite.rewriter import constrain
+from spmdctx.lowering.rewrite.constrain import constrain
 from spmdctx.machine.xla.partitioner.recompute import is_recomputed, operand_shardings, refines, sliced_values
 from spmdctx.trace.specs import make_mesh
 from tests.road import MESH, ops, run, trace

@@ -1,11 +1,13 @@
 """Operands that readers repeat in different shardings are repeated whole, and sliced."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 
 from spmdctx.audit.collectives import parse_collectives
+from spmdctx.cost.price.directives import Directives, completed
 from spmdctx.lowering.compile import jit_program
-from spmdctx.lowering.rewrite import rewriter as constrain
 from spmdctx.machine.xla.partitioner.repetition import is_repeated, repeated_values, whole
 from tests.audit.compile_only import need_tpu
 from tests.road import MESH, ops, run, spread, trace
@@ -32,11 +34,12 @@ def test_a_column_repeated_for_two_readers_gives_what_it_gives_on_one_device():
 
 
 @pytest.mark.parametrize(("knows", "want"), [(True, []), (False, ["all_gather"])])
-def test_the_compiler_gathers_nothing_where_the_column_is_repeated_whole(monkeypatch, knows, want):
-    if not knows:
-        monkeypatch.setattr(constrain, "repeated_values", lambda *_: frozenset())
+def test_the_compiler_gathers_nothing_where_the_column_is_repeated_whole(knows, want):
     program = trace(scaled, X, ROW, COLUMN)
-    lowered = jit_program(program, spread(program, pins(program)), MESH, need_tpu()).jitted.lower(X, ROW, COLUMN)
+    assignment = spread(program, pins(program))
+    directives = completed(Directives(), program.graph, assignment, MESH)
+    directives = directives if knows else replace(directives, repeated=frozenset())
+    lowered = jit_program(program, assignment, MESH, need_tpu(), directives).jitted.lower(X, ROW, COLUMN)
     assert [one.kind for one in parse_collectives(lowered.compile().as_text(), MESH)] == want
 
 

@@ -1,0 +1,135 @@
+"""Everything that a program says besides shardings: decided once, priced here, written by lowering, and listed in the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from spmdctx.context.state import AutoParallelContext
+from spmdctx.cost.memory.early_updates import EarlyUpdate
+from spmdctx.cost.price.assigned import Assigned
+from spmdctx.cost.price.gradients import NO_GRADIENTS, BucketedGradients, bucketed_gradients
+from spmdctx.cost.price.groups import region_groups
+from spmdctx.cost.shared_reads import Routes, shared_reads
+from spmdctx.ir.analysis.kinds import ops_of
+from spmdctx.ir.analysis.loop_sums import NO_HOLDS, Holds, holds_of, loop_sums
+from spmdctx.ir.graph import LOW, Graph
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.primitives import WIDENED
+from spmdctx.ir.sharding import Assignment
+from spmdctx.machine.xla.bias_sums import written_once
+from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.partitioner.equal_values import moved_values
+from spmdctx.machine.xla.partitioner.recompute import is_recomputed, sliced_values
+from spmdctx.machine.xla.partitioner.repetition import repeated_values
+from spmdctx.machine.xla.update_fusion import kept_apart
+
+
+@dataclass(frozen=True)
+class Directives:
+    """What a program says besides shardings.
+
+    Attributes:
+        all_to_all: whether a reshard may be one.
+        widened: values whose partial results are added up and reduced in float32.
+        gradients: the gradients of the step, and the bucket in which each is reduced.
+        groups: of sums of `shard(fusion=)` that make up no gradients, the number of the group in which they are reduced.
+        loop_sums: what loops add up, and leave partial until it is complete.
+        routes: shardings through which values get to the matrix products of a computation.
+        apart: by matrix product, the gradient that a barrier keeps apart from the update of its state.
+        written_once: sums of a product and a bias that a barrier puts in the product's place.
+        waits: updates of state for which the rest of the step waits; decided where memory is counted.
+        moved: values that some op takes otherwise than they are stored, so that all readers take them from one constraint.
+        recomputed: values that exist only on the way into their readers, which compute slices of them for themselves.
+        repeated: values that are repeated, whole, for readers that split the repetition differently.
+    """
+
+    all_to_all: bool = True
+    widened: frozenset[int] = frozenset()
+    gradients: BucketedGradients = NO_GRADIENTS
+    groups: Mapping[int, int] = field(default_factory=dict)
+    loop_sums: Holds = NO_HOLDS
+    routes: Routes = field(default_factory=dict)
+    apart: Mapping[int, int] = field(default_factory=dict)
+    written_once: frozenset[int] = frozenset()
+    waits: tuple[EarlyUpdate, ...] = ()
+    moved: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
+    repeated: frozenset[int] = frozenset()
+
+    @property
+    def buckets(self) -> Mapping[int, int]:
+        """By sum that makes up a gradient, the bucket in which it is reduced."""
+        return self.gradients.by_sum
+
+    @property
+    def tied(self) -> Mapping[int, int]:
+        """The groups of all sums that have one; those of gradients are reduced last."""
+        first = max(self.buckets.values(), default=-1) + 1
+        return {**self.buckets, **{value: first + number for value, number in self.groups.items()}} if self.groups else self.buckets
+
+    @property
+    def barriers(self) -> frozenset[int]:
+        """The values behind which a barrier stands."""
+        return self.written_once.union(self.apart.values())
+
+
+def directives_of(assigned: Assigned, context: AutoParallelContext, *, has_regions: bool) -> Directives:
+    """Returns all directives of a plan but for its waits, which its price decides.
+
+    Args:
+        assigned: the step and its assignment.
+        context: the options of the step.
+        has_regions: whether any op is inside of a `shard()` region.
+    """
+    graph, assignment, mesh = assigned.graph, assigned.assignment, assigned.mesh
+    directives = priced_directives(assigned)
+    if mesh.num_devices == 1:
+        return directives
+    if asks_for_groups(context, mesh, has_regions=has_regions):
+        gradients = bucketed_gradients(graph, context)
+        groups = region_groups(graph, assignment, mesh, gradients.by_sum) if has_regions else {}
+        directives = replace(directives, gradients=gradients, groups=groups)
+    # Only TPU's compiler, which has such memory, was seen to keep both.
+    if assigned.topology.compiler.scratch_bytes:
+        directives = replace(directives, written_once=written_once(graph, assignment))
+    return completed(directives, graph, assignment, mesh)
+
+
+def asks_for_groups(context: AutoParallelContext, mesh: LogicalMesh, *, has_regions: bool) -> bool:
+    """Says whether anybody asked for gradients to be reduced in buckets."""
+    return mesh.num_devices > 1 and (context.fuses_by_index or has_regions)
+
+
+def priced_directives(assigned: Assigned) -> Directives:
+    """Returns the directives that searches price: those that follow from the machine, with every sum reduced where it is made."""
+    graph, assignment, mesh, topology = assigned.graph, assigned.assignment, assigned.mesh, assigned.topology
+    return Directives(
+        all_to_all=topology.preferences.allows_all_to_all,
+        widened=_widened(graph) if topology.preferences.widens_gradients else frozenset(),
+        routes=shared_reads(graph, assigned.step.scopes, assignment, mesh, topology),
+        apart=kept_apart(graph, assignment, mesh, topology.compiler.scratch_bytes),
+    )
+
+
+def completed(directives: Directives, graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> Directives:
+    """Returns directives with what follows from them and the assignment: the sums that wait for their loop, and the copies of values."""
+    routed = [(value, target) for (_, value), target in directives.routes.items()]
+    moved = moved_values(graph.ops, assignment) | sliced_values(graph.ops, assignment, routed)
+    return replace(
+        directives,
+        loop_sums=holds_of(graph, loop_sums(graph, directives.buckets), assignment, mesh),
+        moved=moved,
+        recomputed=frozenset(op.results[0] for op in graph.ops if is_recomputed(op)),
+        repeated=repeated_values(graph, assignment, moved),
+    )
+
+
+def _widened(graph: Graph) -> frozenset[int]:
+    """Returns the low-precision sums that end in gradients, and in nothing that a matrix product reads."""
+    adding = [op for op in ops_of(graph, WIDENED) if op.rule.combiner == "add"]
+    found = [value for op in adding for value in op.results if graph.values[value].dtype in LOW]
+    if not found:
+        return frozenset()
+    terminal = sides(graph).terminal
+    return frozenset(value for value in found if terminal[value])

@@ -1,0 +1,84 @@
+"""Counts the memory of an assignment: what is alive at each op, and the updates that the step waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from spmdctx.cost.bill import Bill
+from spmdctx.cost.memory.copies import Copies
+from spmdctx.cost.memory.early_updates import Late, early_updates
+from spmdctx.cost.memory.lives import profile, step_memory
+from spmdctx.cost.price.assigned import Assigned
+from spmdctx.cost.price.directives import Directives
+from spmdctx.ir.analysis.kinds import value_kinds
+from spmdctx.ir.analysis.numbering import Numbering
+from spmdctx.ir.arrays import IntArray
+from spmdctx.ir.graph import Op
+from spmdctx.ir.sharding import TensorSharding
+from spmdctx.machine.xla.late_products import GradientProduct
+from spmdctx.machine.xla.overlap import sides
+
+
+class MemoryCount:
+    """Collects the copies that moves and reductions make, and counts them with the values of the step."""
+
+    def __init__(self, assigned: Assigned, directives: Directives, stored_as: IntArray) -> None:
+        step, topology = assigned.step, assigned.topology
+        waits, fuses = assigned.mesh.num_devices > 1, topology.compiler.fuses_into_products
+        self._assigned, self._directives, self._stored_as = assigned, directives, stored_as
+        self._memory = step_memory(step.graph, step.scopes, step.donated, waits=waits, fuses_into_products=fuses)
+        self._terminal = sides(step.graph).terminal
+        self._reduced: set[int] = set()
+        self.copies = Copies(step.graph, self._memory)
+
+    def keep_unreduced(self, op: Op, value: int, natural: TensorSharding, *, in_place: bool, scattered: bool) -> None:
+        """Keeps a partial result in memory until it is reduced: a gradient that a loop makes until the end of the turn, with others.
+
+        One that is reduced `in_place` takes no more than it is wider than what it becomes.
+        """
+        is_gradient = bool(self._terminal[value])
+        widening = 2 if value in self._directives.widened else 1
+        combined = is_gradient and self._assigned.topology.compiler.combines_reductions
+        size = self._assigned.stored_bytes(value, natural)
+        self.copies.keep(op, value, size * (widening - in_place), to_the_end=combined, put_off=is_gradient and scattered)
+        self._reduced.add(op.id)
+        if in_place:
+            self.copies.reduce_in_place(op, size)
+
+    def is_reduced_in_place(self, value: int, natural: TensorSharding) -> bool:
+        """Whether a value that is stored as `natural` can take the place of its partial result, which has the same type."""
+        is_narrow = self._assigned.topology.compiler.narrows_matrix_operands and self.copies.narrow[value]
+        return self.copies.is_made_in_place(value) and natural == self._assigned.assignment.values[value] and not is_narrow
+
+    def count(self, bill: Bill) -> None:
+        """Writes what is alive at each op into a bill, and which updates the step waits for, when every op is known."""
+        graph, memory, scratch_bytes = self._assigned.graph, self._memory, self._assigned.topology.compiler.scratch_bytes
+        sizes, moved = self._sizes(), {row.value for row in bill.moves}
+
+        def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
+            return profile(memory.lives, sizes, len(graph.ops), self.copies.finish(moved, sizes, late), scratch_bytes)
+
+        def fuses(op: Op) -> bool:
+            return op.id not in self._directives.apart
+
+        products = self.copies.late(moved, self._reduced, sizes)
+        late = Late(products, alive_with(products), alive_with, partial(self.copies.waiting, sizes), fuses)
+        waits = self._assigned.topology.compiler.runs_barriers_in_order
+        bill.early, alive = early_updates(graph, self._assigned.step.scopes, memory, late) if waits else ((), late.alive)
+        bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
+
+    def _sizes(self) -> Sequence[int]:
+        """The bytes that each value takes in memory."""
+        graph, stored = self._assigned.graph, self._assigned.assignment.values
+        narrow = bytes(len(graph.values))
+        if self._assigned.topology.compiler.narrows_matrix_operands:
+            narrow = bytes(self.copies.narrow[:-1])
+        alike = Numbering(value_kinds(graph).numbers)
+        alike.refine(self._stored_as)
+        alike.refine(np.frombuffer(narrow, dtype=np.uint8))
+        firsts, numbers = alike.classes()
+        sizes = [self._assigned.stored_bytes(value, stored[value], bool(narrow[value])) for value in firsts]
+        return [sizes[number] for number in numbers.tolist()]

@@ -1,0 +1,141 @@
+"""Prices the moves of values between shardings.
+
+A move is made once per computation (top level, loop body, remat body) however many ops read the result, as the compiler merges equal
+ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from spmdctx.cost.bill import Moved
+from spmdctx.cost.price.assigned import Assigned
+from spmdctx.cost.price.collected import Collected, Hiding, Wanted
+from spmdctx.cost.price.directives import Directives
+from spmdctx.cost.price.memory import MemoryCount
+from spmdctx.cost.roofline import passing_values, written_s
+from spmdctx.ir.analysis.kinds import ops_of
+from spmdctx.ir.collective import Cause
+from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
+from spmdctx.ir.mesh import format_sharding
+from spmdctx.ir.primitives import IDENTITIES
+from spmdctx.ir.sharding import TensorSharding
+from spmdctx.machine.reshard import ReshardStep, reshard_steps
+from spmdctx.machine.xla.narrowing import sharers
+from spmdctx.machine.xla.overlap import sides
+
+
+class Move(NamedTuple):
+    """A value on its way to an op, as the operand at `position`, or from the op that makes it, where there is no position.
+
+    `narrow` says that it travels in the type of matrix operands; `repeats` is 0 where it moves as often as the op runs.
+    """
+
+    op: Op
+    value: int
+    source: TensorSharding
+    target: TensorSharding
+    narrow: bool
+    repeats: int
+    position: int | None = None
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the op makes the value."""
+        return self.position is None
+
+
+class _Written(NamedTuple):
+    """An op has a value moved that is only computed on the way, and written for that so many times a step."""
+
+    op: int
+    value: int
+    source: TensorSharding
+    target: TensorSharding
+    repeats: int
+
+
+class Moves:
+    """The moves of an assignment; `rows` has them all."""
+
+    def __init__(self, assigned: Assigned, directives: Directives, collected: Collected, memory: MemoryCount) -> None:
+        graph = assigned.graph
+        self._assigned, self._directives, self._collected = assigned, directives, collected
+        self._scopes, self._copies, self._sides = assigned.step.scopes, memory.copies, sides(graph)
+        self._sharers, self._passing, self._same = sharers(graph), passing_values(graph), _aliases(graph)
+        self._done: set[tuple[object, ...]] = set()
+        # What is only computed on the way and moved: it is written before.
+        self._written: list[_Written] = []
+        self.rows: list[Moved] = []
+
+    def add(self, move: Move) -> None:
+        """Adds what a move costs, and the copies that it makes."""
+        op, value, source, target = move.op, move.value, move.source, move.target
+        scope, known = self._scopes[op.id], self._assigned.graph.values[value]
+        time_s, current = 0.0, source
+        hiding = Hiding(self._sides.gather_share(value, self._assigned.topology))
+        direct = self._steps(move, source, target)
+        steps = direct
+        via = self._directives.routes.get((scope, value)) if self._sharers[op.id] and not move.is_result else None
+        if via is not None:
+            steps = (*self._steps(move, source, via), *self._steps(move, via, target))
+        if self._passing[value] and (scope, self._same[value], source, steps[0].sharding) not in self._done:
+            self._written.append(_Written(op.id, value, source, target, move.repeats or op.repeats))
+        for step in steps:
+            key = (scope, self._same[value], current, step.sharding)
+            if step.kind != "slice" and key not in self._done:
+                cause = Cause.move(move.position, op.primitive, known.path, format_sharding(current), format_sharding(step.sharding))
+                time_s += self._collected.add(op, Wanted(step.kind, step.axes, step.payload_bytes, cause), hiding, move.repeats)
+            self._done.add(key)
+            current = step.sharding
+        self._copy(move, scope, direct)
+        self.rows.append(Moved(value, source, target, op.id, time_s))
+
+    def written(self, scattered: Mapping[int, TensorSharding]) -> tuple[list[int], list[float]]:
+        """Returns the ops that have values written in order to move them, and the seconds that each takes.
+
+        A sum that is `scattered` is written as its slice, by the collective; what moves on from there is written once more.
+        """
+        return [one.op for one in self._written], [self._writing_s(one, scattered) for one in self._written]
+
+    def _writing_s(self, one: _Written, scattered: Mapping[int, TensorSharding]) -> float:
+        source, assigned = scattered.get(one.value, one.source), self._assigned
+        if source == one.target:
+            return 0.0
+        return written_s(assigned.graph.values[one.value], source, assigned.mesh, assigned.topology) * one.repeats
+
+    def _steps(self, move: Move, source: TensorSharding, target: TensorSharding) -> Sequence[ReshardStep]:
+        known = self._assigned.graph.values[move.value]
+        size = item_bytes("bfloat16" if move.narrow else known.dtype)
+        return reshard_steps(known.shape, size, source, target, self._assigned.mesh, self._directives.all_to_all)
+
+    def _copy(self, move: Move, scope: int, steps: Sequence[ReshardStep]) -> None:
+        """Adds the copies that are in memory on the way of a value; as if no other op shared them."""
+        op, value, current, copies = move.op, move.value, move.source, self._copies
+        overlaps = self._assigned.topology.compiler.gather_overlap > 0
+        gathered, last = None, max((place for place, step in enumerate(steps) if step.kind != "slice"), default=0)
+        for place, step in enumerate(steps):
+            key = (scope, self._same[value], current, step.sharding)
+            if step.kind == "slice":
+                if gathered is not None and (move.is_result or op.primitive in IDENTITIES):
+                    copies.slice_of(gathered, value if move.is_result else op.results[0])
+            elif not (step.sharding == self._assigned.assignment.values[value] and copies.is_held(value)):
+                size = self._assigned.stored_bytes(value, step.sharding, move.narrow)
+                if move.is_result and copies.is_held(value):
+                    copies.make_after(op, key, size)
+                elif place < last:
+                    copies.pass_through(op, key, size)
+                else:
+                    copies.make(op, value, key, size, gathered=step.kind == "all_gather" and overlaps)
+                gathered = key if step.kind == "all_gather" else None
+            current = step.sharding
+
+
+def _aliases(graph: Graph) -> list[int]:
+    """Value id to the value that it is another name of: marks and constraints change nothing but the sharding."""
+    same = list(range(len(graph.values)))
+    for op in ops_of(graph, IDENTITIES):
+        if op.operands[0] != LITERAL:
+            same[op.results[0]] = same[op.operands[0]]
+    return same

@@ -1,0 +1,34 @@
+"""Writes a plan into its program."""
+
+from __future__ import annotations
+
+import jax.extend.core as jexc
+from jax.sharding import Mesh
+
+from spmdctx.cost.price.directives import Directives, completed
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import Assignment
+from spmdctx.lowering.rewrite.control_flow import BODIES
+from spmdctx.lowering.rewrite.rewriter import Rewriter
+from spmdctx.lowering.rewrite.values import ShardedProgram
+from spmdctx.lowering.rewrite.waits import wait_for
+from spmdctx.trace.build.program import Program
+
+
+def constrain(
+    program: Program, assignment: Assignment, mesh: LogicalMesh, jax_mesh: Mesh, directives: Directives | None = None
+) -> jexc.ClosedJaxpr:
+    """Returns the program's jaxpr with the assignment's shardings as constraints, and the directives written into it.
+
+    Without directives those are written that follow from the assignment alone.
+    """
+    if directives is None:
+        directives = completed(Directives(), program.graph, assignment, mesh)
+    rewriter = Rewriter(ShardedProgram(program, assignment, mesh, jax_mesh, directives), BODIES)
+    closed = program.jaxpr
+    block = rewriter.block()
+    substitution = {var: var for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars)}
+    eqns, outputs = block.finish(rewriter.rewrite(closed.jaxpr, substitution, block, None))
+    for update in directives.waits:
+        eqns, outputs = wait_for(eqns, outputs, *[rewriter.waited_for.get(value) for value in (update.gate, *update.results)])
+    return jexc.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns, outvars=outputs), closed.consts)

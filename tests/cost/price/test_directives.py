@@ -1,0 +1,116 @@
+"""The directives of a plan are derived once: its price, its program and its lists all have them from one record."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmdctx
+from spmdctx.context.layers import current_context
+from spmdctx.cost.price import price
+from spmdctx.cost.price.assigned import Assigned, Step
+from spmdctx.cost.price.directives import Directives, completed, directives_of, priced_directives
+from spmdctx.cost.step import bill_of
+from spmdctx.ir.graph import Role
+from spmdctx.machine.presets import PRESETS
+from spmdctx.step.planning import planner
+from spmdctx.step.planning.planner import plan_program
+from spmdctx.trace.capture.capture import capture
+from spmdctx.trace.scope.settings import Settings
+from tests.road import CPU, MESH, spread, trace
+
+ROWS = (("data",), ())
+WEIGHTS = [jnp.ones((16, 16), jnp.bfloat16), jnp.ones((16, 16), jnp.bfloat16)]
+X = jnp.ones((32, 16), jnp.bfloat16)
+
+
+def step(weights, x):
+    """Two gradients, each reduced over the batch."""
+
+    def loss(weights):
+        return (jnp.tanh(x @ weights[0]) @ weights[1]).sum()
+
+    return [weight - 0.1 * slope for weight, slope in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+
+def assigned(machine=CPU):
+    roles = [Role.PARAMETER, Role.PARAMETER, Role.BATCH]
+    program = trace(step, WEIGHTS, X, carried=[(0, 0), (1, 1)], roles=roles)
+    return Assigned(Step(program.graph, program.scopes, program.loose), spread(program, {2: ROWS}), MESH, machine)
+
+
+def by_index(*ends):
+    return current_context().replace(all_reduce_fusion_config=list(ends), parallel_mode="semi_auto_parallel")
+
+
+def test_the_record_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        Directives().waits = ()
+
+
+def test_buckets_are_those_of_the_context_and_their_reductions_are_priced_by_number():
+    case = assigned()
+    directives = directives_of(case, by_index(1), has_regions=False)
+    assert directives.gradients.buckets == (0, 1)
+    assert sorted(set(directives.buckets.values())) == [0, 1]
+    bill = price(case.step, case.assignment, case.mesh, case.topology, directives)
+    assert sorted(row.cause[:8] for row in bill.collectives if row.cause.startswith("bucket")) == ["bucket 0", "bucket 1"]
+
+
+def test_nobody_who_asks_for_no_buckets_gets_any():
+    directives = directives_of(assigned(), current_context(), has_regions=False)
+    assert directives.gradients.ordered == ()
+    assert dict(directives.tied) == {}
+
+
+@pytest.mark.parametrize("widens", [False, True])
+def test_gradients_are_widened_where_the_machine_is_asked_to_and_the_price_reads_the_record(widens):
+    case = assigned(replace(CPU, widens_gradients=widens))
+    directives = priced_directives(case)
+    assert bool(directives.widened) == widens
+    payloads = [
+        row.payload_bytes
+        for row in price(case.step, case.assignment, MESH, CPU, directives).collectives
+        if row.cause == "partial result of dot_general"
+    ]
+    assert payloads == [16 * 16 * (4 if widens else 2)] * 2
+
+
+def test_groups_are_numbered_behind_the_buckets():
+    case = assigned()
+    directives = replace(directives_of(case, by_index(1), has_regions=False), groups={10**6: 0})
+    assert directives.tied[10**6] == 2
+
+
+def test_a_bill_without_directives_has_those_that_it_would_be_given():
+    case = assigned(PRESETS["tpu-v5e"])
+    own = bill_of(case.step, case.assignment, case.mesh, case.topology)
+    given = price(case.step, case.assignment, case.mesh, case.topology, priced_directives(case))
+    assert (own.collectives, own.memory_profile) == (given.collectives, given.memory_profile)
+
+
+def test_what_follows_from_the_assignment_alone_needs_no_machine():
+    case = assigned()
+    alone = completed(Directives(), case.graph, case.assignment, case.mesh)
+    full = directives_of(case, current_context(), has_regions=False)
+    assert (alone.moved, alone.recomputed, alone.repeated, alone.loop_sums) == (full.moved, full.recomputed, full.repeated, full.loop_sums)
+
+
+def test_the_planner_derives_directives_once_and_hands_them_on(monkeypatch):
+    made = []
+    monkeypatch.setattr(planner, "directives_of", lambda *args, **kwargs: made.append(directives_of(*args, **kwargs)) or made[-1])
+    context = by_index(1)
+    captured = capture(step, (WEIGHTS, X))
+    found = plan_program(captured, Settings(context=context, num_devices=8, mesh=None, topology=PRESETS["h100"]))
+    (derived,) = made
+    assert found.directives == replace(derived, waits=found.plan.early)
+    assert [one.bucket for one in found.plan.gradients] == list(derived.gradients.buckets)
+
+
+def test_a_compiled_step_derives_them_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(planner, "directives_of", lambda *args, **kwargs: made.append(directives_of(*args, **kwargs)) or made[-1])
+    parallel = spmdctx.parallel(step, parallel_mode="data_parallel", device_num=8)
+    parallel.lower(WEIGHTS, X)
+    assert len(made) == 1
