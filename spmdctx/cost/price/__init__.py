@@ -1,3 +1,3 @@
-"""Prices an assignment: every collective that it implies, with its cause; compute and peak memory. Knows no search."""
+"""The bill of an assignment, and the directives that a program follows besides its shardings."""
 
 from spmdctx.cost.price.price import price as price

@@ -14,11 +14,12 @@ from spmdctx.cost.price.directives import Directives, completed, directives_of, 
 from spmdctx.cost.step import bill_of
 from spmdctx.ir.graph import Role
 from spmdctx.machine.presets import PRESETS
+from spmdctx.machine.topology import Preferences, as_asked
 from spmdctx.step.planning import planner
 from spmdctx.step.planning.planner import plan_program
-from spmdctx.trace.capture.capture import capture
 from spmdctx.trace.scope.settings import Settings
 from tests.road import CPU, MESH, spread, trace
+from tests.trace.capture import capture
 
 ROWS = (("data",), ())
 WEIGHTS = [jnp.ones((16, 16), jnp.bfloat16), jnp.ones((16, 16), jnp.bfloat16)]
@@ -66,7 +67,7 @@ def test_nobody_who_asks_for_no_buckets_gets_any():
 
 @pytest.mark.parametrize("widens", [False, True])
 def test_gradients_are_widened_where_the_machine_is_asked_to_and_the_price_reads_the_record(widens):
-    case = assigned(replace(CPU, widens_gradients=widens))
+    case = assigned(as_asked(CPU, Preferences(widens_gradients=widens)))
     directives = priced_directives(case)
     assert bool(directives.widened) == widens
     payloads = [

@@ -5,8 +5,8 @@ Seen in: XLA on TPU and GPU: 33 all_reduces of a ViT step become 2, 14 reduce_sc
     combined on v5e:2x4 and v6e:2x4 (13 become 2 to 4), on v5p and v5e:4x4 not (12 and 18 stay); all are priced without latency.
 Switch: `Compiler.combines_reductions`
 Priced by: cost.price, cost.evaluate, cost.bodies, search.problem.states
-Written or prevented by: lowering.compile_options sets the combiners' thresholds (`machine.xla.options`).
-Checked by: tests/cost/test_price.py, tests/search/problem/test_states.py, tests/lowering/rewrite/test_buckets.py
+Written or prevented by: `lowering.compile_options` sets the combiners' thresholds (`machine.xla.options`).
+Checked by: tests/cost/price/test_price.py, tests/search/problem/test_states.py, tests/lowering/rewrite/test_buckets.py
 """
 
 from __future__ import annotations
