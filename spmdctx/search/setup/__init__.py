@@ -1,1 +1,1 @@
-"""What is fixed before a search: the parallel mode, the mesh, the user's marks and the dataset strategy."""
+"""The start of a search: the parallel mode, the mesh, the user's marks and the dataset strategy."""

@@ -1,4 +1,4 @@
-"""A dataset_strategy of slices or Layouts as marks on the batch leaves, so that it takes part in finding the mesh."""
+"""The marks of a dataset_strategy of slices or Layouts on the batch leaves, through which it helps to choose the mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spmdctx.search.setup.mark_checks import strategy_text
 
 
 def dataset_marks(graph: Graph, leaves: Sequence[int], dataset: object, num_devices: int) -> list[Mark]:
-    """Marks on the batch leaves for a tuple; none for a strategy given by name, which the mode applies to all leaves.
+    """Returns the marks of a tuple on the batch leaves; a strategy given by name has none, because the mode applies it to all leaves.
 
     Raises:
         StrategyError: entries that fit neither the leaves nor the devices.

@@ -1,4 +1,4 @@
-"""Device matrices of several `shard()` regions, brought onto one mesh.
+"""The placement of the device matrices of several `shard()` regions on one mesh.
 
 A device matrix numbers the devices row-major, so its axes are the intervals between the cumulative products of its sizes:
 [2, 4] cuts 8 devices at 2, [4, 2] cuts them at 4. Matrices whose cuts divide one another share a mesh that has all the cuts:
@@ -19,18 +19,18 @@ from spmdctx.ir.sharding import AxisNames
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """One axis of a device matrix, which may be cut into smaller ones; `name` is a Layout's alias, if it has one."""
+    """One axis of a device matrix, which may be cut into smaller ones; `name` is the alias of a Layout's axis, if it has one."""
 
     size: int
     name: str = ""
     parts: tuple[Piece, ...] = ()
 
     def leaves(self) -> list[Piece]:
-        """The uncut pieces it consists of, major first."""
+        """Lists the uncut pieces of this one, major first."""
         return [leaf for part in self.parts for leaf in part.leaves()] if self.parts else [self]
 
     def cut(self, major: int) -> Piece:
-        """Cuts the piece in two; the major one, of size `major`, is returned."""
+        """Cuts the piece in two, and returns the major one, which has the size `major`."""
         self.parts = (Piece(major, self.name), Piece(self.size // major, self.name))
         return self.parts[0]
 
@@ -48,7 +48,7 @@ class DeviceMatrix:
 
     @property
     def num_slices(self) -> int:
-        """Product of the axes."""
+        """The product of the axes' sizes."""
         return math.prod(piece.size for piece in self.pieces)
 
     def __str__(self) -> str:
@@ -64,12 +64,12 @@ class Placement:
     notes: tuple[str, ...]
 
     def axes_of(self, pieces: Iterable[Piece]) -> AxisNames:
-        """The mesh axes that `pieces` consist of, major first."""
+        """Returns the mesh axes of `pieces`, major first."""
         return tuple(name for piece in pieces for leaf in piece.leaves() for name in self.axes[leaf])
 
 
 def place(matrices: Sequence[DeviceMatrix], num_devices: int, mesh: LogicalMesh | None) -> Placement:
-    """One mesh for all matrices: the given one, or the coarsest that has an axis boundary wherever a matrix has one.
+    """Finds one mesh for all matrices: the given one, or the coarsest that has an axis boundary wherever a matrix has one.
 
     Raises:
         StrategyError: a matrix does not fit the axes of the given mesh.
@@ -84,7 +84,7 @@ def place(matrices: Sequence[DeviceMatrix], num_devices: int, mesh: LogicalMesh 
         if joined == cuts:
             in_order.append(matrix)
         elif matrix.num_slices < num_devices and _pick([leaf.size for leaf in matrix.leaves()], _sizes(cuts)) is not None:
-            # What repeats its calculation takes whole axes that others have made, rather than parts of them.
+            # A matrix that repeats its computation takes whole axes that others have made, rather than parts of them.
             by_size.append(matrix)
         elif all(minor % major == 0 for major, minor in itertools.pairwise(joined)):
             cuts = joined
@@ -119,7 +119,7 @@ def _cuts(matrix: DeviceMatrix) -> list[int]:
 
 
 def _in_order(matrix: DeviceMatrix, sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Indices of the mesh axes in the interval of each leaf; the mesh has a boundary at each of its cuts."""
+    """Returns the indices of the mesh axes in the interval of each leaf; the mesh has a boundary at each cut of the matrix."""
     found, index = [], 0
     for leaf in matrix.leaves():
         first, product = index, 1
@@ -131,7 +131,7 @@ def _in_order(matrix: DeviceMatrix, sizes: Sequence[int]) -> list[tuple[int, ...
 
 
 def _pick(wanted: Sequence[int], sizes: Sequence[int], taken: frozenset[int] = frozenset()) -> list[tuple[int, ...]] | None:
-    """Disjoint groups of mesh axes whose products are `wanted`, few axes and major ones first; None if there are none."""
+    """Returns disjoint groups of mesh axes whose products are `wanted`, few axes and major ones first; None if there are none."""
     if not wanted:
         return []
     free = [index for index in range(len(sizes)) if index not in taken and wanted[0] % sizes[index] == 0]
@@ -146,7 +146,7 @@ def _pick(wanted: Sequence[int], sizes: Sequence[int], taken: frozenset[int] = f
 
 
 def _place_on(matrices: Sequence[DeviceMatrix], mesh: LogicalMesh) -> Placement:
-    """The matrices on the user's mesh: by alias where all are axes of it, in order where the boundaries agree, else by size."""
+    """Places the matrices on the user's mesh: by alias if all are axes of it, in order if the boundaries agree, else by size."""
     axes: dict[Piece, AxisNames] = {}
     notes = []
     boundaries = {1, *itertools.accumulate(mesh.shape, lambda a, b: a * b)}
@@ -181,7 +181,7 @@ def _primes(number: int) -> list[int]:
 
 
 def _names(sizes: Sequence[int], chosen: Mapping[Piece, tuple[int, ...]]) -> list[str]:
-    """A name per mesh axis: the alias of the Layout axis it is, numbered where that was cut, else data, model, axis2, ..."""
+    """Names each mesh axis: by the alias of its Layout axis (numbered if that was cut), else data, model, axis2, ..."""
     names: dict[int, str] = {}
     for leaf, indices in chosen.items():
         for index in indices:

@@ -1,4 +1,4 @@
-"""What `set_algo_parameters` allows: predicates on candidate OpShardings that all searches share."""
+"""The limits of `set_algo_parameters`: predicates on candidate OpShardings that all searches share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AlgoLimits:
 
     @classmethod
     def of(cls, algo: AlgoParameters) -> AlgoLimits:
-        """From the parameters of the context; fully_use_devices counts only where the user set it."""
+        """Reads the limits from the parameters of the context; fully_use_devices counts only if the user set it."""
         return cls(
             fully_use_devices=algo.fully_use_devices and "fully_use_devices" in algo.explicit,
             elementwise_follow=algo.elementwise_op_strategy_follow,

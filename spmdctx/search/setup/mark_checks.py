@@ -1,4 +1,4 @@
-"""Checks of `shard()` strategies against their tensors, their op and the devices; every error proposes what would fit."""
+"""Checks of `shard()` strategies against their tensors, their op and the devices; every error proposes a strategy that fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmdctx.ir.layout import FREE, Layout, fitting_strategy
 from spmdctx.search.setup.regions import Links, base_side
 
 _REGION_SCOPE = re.compile(r"shard\d*:")
-"""How a region begins in name scopes."""
+"""The text with which a region begins in name scopes."""
 
 
 def check_mark(links: Links, members: Sequence[Mark], mark: Mark, op: Op | None, num_devices: int) -> None:
@@ -50,7 +50,7 @@ def check_mark(links: Links, members: Sequence[Mark], mark: Mark, op: Op | None,
 
 
 def check_single_op(links: Links, members: Sequence[Mark], op: Op, num_devices: int) -> None:
-    """MindSpore's rules for a region that is one op: operands agree on shared dimensions, and all slices fit at once.
+    """Checks MindSpore's rules for a region of one op: operands agree on shared dimensions, and all slices fit at once.
 
     Raises:
         StrategyError: two operands disagree, or the device matrix does not divide the devices.
@@ -92,7 +92,10 @@ def _splits(op: Op, members: Sequence[Mark]) -> list[_FactorSplit]:
 
 
 def _fitting_op(op: Op, members: Sequence[Mark], num_devices: int) -> dict[int, tuple[int, ...]]:
-    """Strategies that fit the op and the devices, by operand: the first operand's word counts for each factor."""
+    """Returns strategies that fit the op and the devices, by operand.
+
+    The first operand that names a factor decides its split.
+    """
     splits = _splits(op, members)
     wanted = {item.factor: item.slices for item in reversed(splits)}
     fitting = dict(
@@ -115,7 +118,7 @@ def _entries(count: int) -> str:
 
 
 def _verb(mark: Mark) -> str:
-    """The subject of a message."""
+    """Returns the words with which a message begins."""
     side = base_side(mark)
     if side == "parameter":
         return f"parameter_plan of '{mark.label.partition('/')[2]}'"
@@ -125,7 +128,7 @@ def _verb(mark: Mark) -> str:
 def _error(
     links: Links, members: Sequence[Mark], mark: Mark, fault: str, fixes: Mapping[int, tuple[int, ...]] | None = None
 ) -> StrategyError:
-    """The message: the op, what it got, and the same argument with the entries of `fixes` put in."""
+    """Builds the error: it names the op, the strategy it got, and the same argument with the entries of `fixes` put in."""
     side = base_side(mark)
     own = {member.position: member for member in reversed(members) if base_side(member) == side}
     if side == "parameter":
@@ -148,7 +151,7 @@ def _argument(side: str, texts: Mapping[int, str]) -> str:
 
 
 def strategy_text(strategy: object) -> str:
-    """A strategy as it is written in messages: `(1, 2, 4)`, `Layout(2, 4)(None, h, w)`."""
+    """Writes a strategy as messages show it: `(1, 2, 4)`, `Layout(2, 4)(None, h, w)`."""
     if isinstance(strategy, Layout):
         dims = ", ".join("None" if not dim else "+".join(dim) for dim in strategy.alias_tensor_map or ())
         return f"Layout{strategy.device_matrix}({dims})"

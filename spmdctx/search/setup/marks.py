@@ -1,7 +1,7 @@
-"""Marks of `shard()` regions in the graph, and what they pin: a common mesh, and a sharding per marked value.
+"""The shardings that the marks of `shard()` regions pin, and the mesh that all regions share.
 
 Each region has a device matrix with one axis per class of dimensions that belong together, in the order in which the
-strategies name them: operands, parameters, results. Where that would need more devices than there are, classes that never
+strategies name them: operands, parameters, results. If that needs more devices than there are, classes that never
 meet in one marked tensor share an axis (sequence and hidden dimension in Megatron's sequence parallelism). A result that is
 split further than its operands takes the axes of contracted dimensions first, which makes it a reduce-scatter.
 """
@@ -20,7 +20,7 @@ from spmdctx.search.setup.mark_checks import check_mark, check_single_op
 from spmdctx.search.setup.regions import DimClasses, Links, Node, base_side, node, single_op, spoken_dims
 
 PinnedDims = tuple[AxisNames | None, ...]
-"""Axes per dimension; None where the strategy leaves the dimension free (one that vmap added)."""
+"""Axes per dimension; None where the strategy leaves the dimension free (a dimension that vmap added)."""
 
 _SIDES = ("in", "parameter", "out")
 
@@ -77,7 +77,7 @@ def resolve_marks(graph: Graph, marks: Sequence[Mark], num_devices: int, mesh: L
 
 
 class _MarkedRegion:
-    """One region: its device matrices, and the pieces of them that split each dimension of each boundary tensor."""
+    """One region: its device matrices, and their pieces that split each dimension of each boundary tensor."""
 
     def __init__(
         self, links: Links, marks: Sequence[Mark], num_devices: int, layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMatrix]
@@ -99,7 +99,7 @@ class _MarkedRegion:
                 self._take_slices(key, tensors[key])
 
     def _take_layout(self, key: Key, mark: Mark, layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMatrix]) -> None:
-        """A Layout brings its own device matrix; the first of a region becomes the region's."""
+        """Takes the device matrix of a Layout; the first Layout of a region gives the region its matrix."""
         layout = mark.strategy
         if not isinstance(layout, Layout):
             return
@@ -120,7 +120,7 @@ class _MarkedRegion:
                 self._chains.setdefault(self._classes.find(node(mark.value, dim)), list(named))
 
     def _take_slices(self, key: Key, mark: Mark) -> None:
-        """A tuple of slices takes axes by the class of each dimension; a tensor that cannot gets a matrix of its own."""
+        """Takes axes for a tuple of slices by the class of each dimension; a tensor for which that fails gets a matrix of its own."""
         assert isinstance(mark.strategy, tuple)
         dims = [(self._classes.find(node(mark.value, dim)), mark.strategy[dim]) for dim in spoken_dims(mark)]
         later = {leaf for name, number in dims if number > 1 for piece in self._chains.get(name, ()) for leaf in piece.leaves()}
@@ -136,7 +136,7 @@ class _MarkedRegion:
         self.pieces[key] = result
 
     def _split(self, name: Node, number: int, used: set[Piece], later: set[Piece], side: str) -> tuple[Piece, ...] | None:
-        """Pieces with the product `number` for a dimension of class `name`, apart from those `used`; None if there are none."""
+        """Returns pieces with the product `number` for a dimension of class `name`, apart from those `used`; None if there are none."""
         chain = [leaf for piece in self._chains.get(name, ()) for leaf in piece.leaves()]
         if used.intersection(chain):
             chain, name = [], -1 - len(self._chains)
@@ -160,7 +160,10 @@ class _MarkedRegion:
         return (*taken, *new)
 
     def _allocate(self, size: int, barred: set[Piece], side: str) -> list[Piece] | None:
-        """A new axis of the device matrix; one that exists where a result can be scattered over it, or devices run out."""
+        """Returns a new axis of the device matrix.
+
+        Returns an existing one where a result can be scattered over it, or where the devices run out.
+        """
         fits = self._num_devices % (self._matrix.num_slices * size) == 0
         if side == "out" or not fits:
             leaves = self._matrix.leaves()

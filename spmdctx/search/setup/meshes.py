@@ -1,4 +1,4 @@
-"""The meshes that a search tries: every factorisation of the device count, but one of those that cost the same."""
+"""The meshes that a search tries: every factorisation of the device count, with one mesh for all that cost the same."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_AXES = 3
 
 
 def candidate_meshes(num_devices: int, topology: Topology, max_axes: int = MAX_AXES) -> list[LogicalMesh]:
-    """Ordered factorisations into at most `max_axes` axes, fewest axes first.
+    """Lists the ordered factorisations into at most `max_axes` axes, fewest axes first.
 
-    Two orders of the same sizes on which every collective costs the same are one mesh with other names; the ascending one is kept.
+    Two orders of the same sizes on which every collective costs the same differ only in names; the ascending one is kept.
     """
     kept: dict[tuple[object, ...], LogicalMesh] = {}
     for count in range(1, max_axes + 1):
@@ -27,7 +27,7 @@ def candidate_meshes(num_devices: int, topology: Topology, max_axes: int = MAX_A
 
 
 def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Ordered, in ascending lexicographic order, without factors of 1 (but for the number 1 itself)."""
+    """Yields the ordered factorisations in ascending lexicographic order, without factors of 1 (except for the number 1 itself)."""
     if count == 1:
         if number > 1:
             yield (number,)

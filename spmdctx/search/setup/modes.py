@@ -1,4 +1,4 @@
-"""What each parallel mode fixes before the search: the mesh, the pins, and the shardings that spread."""
+"""The set-up that each parallel mode makes before the search: the mesh, the pins, and the shardings that spread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmdctx.search.setup.request import LAYERWISE, ManualSpecs, Request, Setup
 
 
 def prepare(graph: Graph, request: Request) -> Setup:
-    """Mesh, pins and seeds of a mode.
+    """Prepares the mesh, pins and seeds of a mode.
 
     Raises:
         StrategyError: a strategy, batch or constraint that does not fit.
@@ -42,7 +42,10 @@ def prepare(graph: Graph, request: Request) -> Setup:
 
 
 def batch_parts(graph: Graph, setup: Setup) -> dict[int, TensorSharding]:
-    """Returns where propagation starts beside the pins: parts of a split batch, such as micro-batches, are split like the batch."""
+    """Returns the shardings from which propagation starts besides the pins.
+
+    Parts of a split batch, such as micro-batches, are split like the batch.
+    """
     split = {value: sharding[0] for value in batch_leaves(graph) if (sharding := setup.pins.get(value) or setup.seeds.get(value))}
     axes = next((own for own in split.values() if own), ())
     parts: dict[int, TensorSharding] = {}
@@ -56,7 +59,7 @@ def batch_parts(graph: Graph, setup: Setup) -> dict[int, TensorSharding]:
 
 
 def _reconcile(graph: Graph, setup: Setup) -> None:
-    """State comes out as it goes in, whatever a constraint on its next value says."""
+    """Makes state come out as it goes in, whatever a constraint on its next value says."""
     for before, after in graph.ties:
         kept, dropped = setup.pins.get(before), setup.pins.get(after)
         if kept is not None and dropped is not None and kept != dropped:
@@ -68,7 +71,7 @@ def _reconcile(graph: Graph, setup: Setup) -> None:
 
 
 def batch_leaves(graph: Graph) -> list[int]:
-    """Input values that are batch leaves, in flatten order."""
+    """Lists the input values that are batch leaves, in flatten order."""
     return [value for value in graph.inputs if graph.values[value].role is Role.BATCH]
 
 
@@ -104,7 +107,7 @@ def _mesh_of(graph: Graph, request: Request) -> tuple[LogicalMesh, dict[int, Pin
 
 
 def _mesh_for_batch(graph: Graph, num_devices: int) -> LogicalMesh:
-    """One axis; two where the batch divides over some of the devices only."""
+    """Returns a mesh of one axis, or of two if the batch divides over only some of the devices."""
     sizes = [graph.values[value].shape[0] for value in batch_leaves(graph) if graph.values[value].shape]
     common = math.gcd(num_devices, *sizes)
     return LogicalMesh.of((common, num_devices // common) if 1 < common < num_devices else (num_devices,))
@@ -156,7 +159,7 @@ def _pin_user_shardings(graph: Graph, request: Request, setup: Setup) -> None:
 
 
 def _fix(setup: Setup, value: int, dims: PinnedDims) -> None:
-    """A pin where every dimension is fixed; else a sharding to start from."""
+    """Pins a value whose every dimension is fixed; makes a seed of any other."""
     where = setup.seeds if None in dims else setup.pins
     where[value] = tuple(dim or () for dim in dims)
     if None in dims and any(dim is not None for dim in dims):
@@ -164,7 +167,7 @@ def _fix(setup: Setup, value: int, dims: PinnedDims) -> None:
 
 
 def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:
-    """Batch leaves split along dimension 0 over all devices, everything else that goes in whole."""
+    """Splits the batch leaves along dimension 0 over all devices, and keeps every other input whole."""
     for value in graph.inputs:
         known = graph.values[value]
         if known.role is Role.BATCH and known.shape:
@@ -187,19 +190,19 @@ def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:
 
 
 def _hybrid_parallel(graph: Graph, request: Request, setup: Setup) -> None:
-    """The user's shard_maps decide; a step without any is split like data_parallel."""
+    """Leaves the choice to the user's shard_maps; a step without any is split like data_parallel."""
     if all(specs.is_loss for specs in request.manual):
         _data_parallel(graph, request, setup)
 
 
 def _semi_auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
-    """Outside shard() regions every op that has the batch is split along it over all devices."""
+    """Splits every op outside shard() regions that has the batch along it, over all devices."""
     leaves = batch_leaves(graph)
     _split_batch(graph, request, setup, leaves, setup.mesh.names)
     traced = batch_dims(graph, leaves, setup.mesh).found
     if request.dataset == "full_batch":
         traced = {value: dim for value, dim in traced.items() if value not in leaves}
-    # What leaves a region does not decide what happens in it.
+    # A value that leaves a region does not decide what happens inside.
     setup.one_way.update({mark.op: mark.side == "out" for mark in request.marks if mark.side in ("out", "out_grad")})
     out_marks = {mark.value for mark in request.marks if mark.side == "out"}
     for op in graph.ops:
@@ -222,7 +225,7 @@ def _pin_batch(graph: Graph, setup: Setup, value: int, dim: int) -> None:
 
 
 def _auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
-    """The dataset strategy is a pin where it was set; else the batch takes the axes that no strategy uses."""
+    """Pins the dataset strategy if it was set; else gives the batch the axes that no strategy uses."""
     leaves = batch_leaves(graph)
     if request.dataset is not None:
         _split_batch(graph, request, setup, leaves, setup.mesh.names)

@@ -1,4 +1,4 @@
-"""Which dimensions of a `shard()` region's boundary belong together: the union of its ops' rules between the marks."""
+"""The classes of dimensions that belong together on a `shard()` region's boundary, joined by the rules of the ops between the marks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from spmdctx.ir.layout import FREE, Layout
 from spmdctx.ir.rule import OpRule
 
 Node = int
-"""A dimension of a value."""
+"""A value and the number of one of its dimensions."""
 
 _MAX_RANK = 256
 
 
 def node(value: int, dim: int) -> Node:
-    """The node of a value's dimension."""
+    """Returns the node of a value's dimension."""
     return value * _MAX_RANK + dim
 
 
@@ -25,12 +25,12 @@ _GRAD = "_grad"
 
 
 def base_side(mark: Mark) -> str:
-    """The side of the forward pass that a mark belongs to: a cotangent is split as its primal."""
+    """Returns the side of the forward pass that a mark belongs to: a cotangent is split like its primal."""
     return mark.side.removesuffix(_GRAD)
 
 
 def spoken_dims(mark: Mark) -> list[int]:
-    """Dimensions that the mark's strategy speaks of; those that vmap added are left out."""
+    """Lists the dimensions that the mark's strategy names; those that vmap added are left out."""
     if isinstance(mark.strategy, Layout):
         slices: Sequence[int] = mark.strategy.strategy
     elif isinstance(mark.strategy, tuple):
@@ -41,7 +41,7 @@ def spoken_dims(mark: Mark) -> list[int]:
 
 
 class Links:
-    """The facts of the graph that all regions need: readers and ties of values, and the op each mark stands on."""
+    """The facts of the graph that all regions need: readers and ties of values, and the op that each mark belongs to."""
 
     def __init__(self, graph: Graph, marks: Iterable[Mark]) -> None:
         self.graph = graph
@@ -49,7 +49,7 @@ class Links:
         self._joints: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = {}
 
     def joints(self, rule: OpRule) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Groups of (tensor, dimension) that belong together in an op; a compound dimension goes by its major factor."""
+        """Groups the (tensor, dimension) pairs that belong together in an op; a compound dimension counts by its major factor."""
         known = self._joints.get(id(rule))
         if known is None:
             groups: dict[int, list[tuple[int, int]]] = {}
@@ -62,7 +62,7 @@ class Links:
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
-        """Value id to the ids of the ops that read it."""
+        """The ids of the ops that read a value, by value id."""
         readers: dict[int, list[int]] = defaultdict(list)
         for op in self.graph.ops:
             for value in op.operands:
@@ -72,7 +72,7 @@ class Links:
 
     @cached_property
     def ties(self) -> dict[int, list[int]]:
-        """Value id to the values tied to it."""
+        """The values tied to a value, by value id."""
         ties: dict[int, list[int]] = defaultdict(list)
         for first, second in self.graph.ties:
             ties[first].append(second)
@@ -80,7 +80,7 @@ class Links:
         return ties
 
     def reader(self, mark: Mark) -> Op | None:
-        """The op that the marked value goes into, or for a result the op that it comes from; None where there is none."""
+        """Returns the op that the marked value goes into, or for a result the op that makes it; None if there is none."""
         if base_side(mark) == "out":
             maker = self.graph.producers.get(self.graph.ops[mark.op].operands[0])
             return None if maker is None else self.graph.ops[maker]
@@ -103,7 +103,7 @@ class DimClasses:
                 self._join(node(mark.value, own), node(other.value, theirs))
 
     def find(self, item: Node) -> Node:
-        """The class of a dimension."""
+        """Returns the root of a dimension's class."""
         parents = self._parents
         parent = parents.get(item, item)
         while parent != item:
@@ -115,7 +115,7 @@ class DimClasses:
         self._unite(self.find(a), self.find(b))
 
     def _unite(self, a: Node, b: Node) -> Node:
-        """Makes one class of two, given by their roots; returns its root."""
+        """Makes one class of two, given by their roots, and returns its root."""
         if a < b:
             self._parents[b] = a
             return a
@@ -152,7 +152,7 @@ class DimClasses:
                     pending.append(result)
 
     def _join_op(self, op: Op) -> None:
-        """Relates dimensions through the op's factors."""
+        """Joins dimensions through the op's factors."""
         tensors = (*op.operands, *op.results)
         for (first, dim), *others in self._links.joints(op.rule):
             root = self.find(node(tensors[first], dim))
@@ -161,7 +161,7 @@ class DimClasses:
 
 
 def single_op(links: Links, marks: Sequence[Mark]) -> Op | None:
-    """The op that is all of the region: it reads marked arguments only and makes the marked result; None otherwise."""
+    """Returns the op that is the whole region: it reads marked arguments only and makes the marked result. None if there is none."""
     arguments = {mark.value for mark in marks if mark.side == "in"}
     makers = {links.graph.producers.get(links.graph.ops[mark.op].operands[0], -1) for mark in marks if mark.side == "out"}
     if len(makers) != 1 or -1 in makers:

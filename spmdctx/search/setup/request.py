@@ -1,4 +1,4 @@
-"""What a search is asked: the mode, the mesh, the marks, the pins; and what is fixed once these are read."""
+"""The request to a search (mode, mesh, marks and pins), and the set-up that the mode makes of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MeshAxes = tuple[tuple[str, int], ...]
 
 
 class ValuePin(NamedTuple):
-    """A sharding fixed by the user's code for a mesh with `mesh_axes`; None leaves a dimension free. `origin` says what it is."""
+    """A sharding fixed by the user's code for a mesh with `mesh_axes`; None leaves a dimension free. `origin` names its source."""
 
     value: int
     mesh_axes: MeshAxes
@@ -26,7 +26,7 @@ class ValuePin(NamedTuple):
 
 
 class ManualSpecs(NamedTuple):
-    """The shardings that a shard_map fixes for one op; `is_loss` where it is none of the user's."""
+    """The shardings that a shard_map fixes for one op; `is_loss` if the shard_map is the library's own, around the loss."""
 
     op: int
     mesh_axes: MeshAxes
@@ -40,13 +40,13 @@ ALL_REPLICAS = -1
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSharding:
-    """The state that the parallel optimizer splits.
+    """The split that the user asked of the parallel optimizer.
 
     Attributes:
         level: 1 for optimizer state, 2 for gradients too, 3 for weights too.
         threshold_bytes: smaller parameters stay whole, and their state.
         shard_size: how many replicas share one copy; `ALL_REPLICAS` for all.
-        splits_accumulators: whether what loops over micro-batches sum up is split too.
+        splits_accumulators: whether the sums of loops over micro-batches are split too.
         layers: values that go into shard_maps whose bodies scan over them, with how many of their leading dimensions count layers.
     """
 
@@ -58,14 +58,18 @@ class OptimizerSharding:
 
 
 LAYERWISE = "layerwise_parallel: each device has its own"
-"""Why a parameter is split in data_parallel."""
+"""The reason for which data_parallel splits a parameter."""
 
 
 class Coupling(NamedTuple):
-    """A value whose sharding a search must choose by that of a parameter of its shape.
+    """A value whose sharding the search must choose by the sharding of a parameter of the same shape.
 
-    `how` is "further" (the parameter's, with all other axes added to dimension `dim`), "alike", "within" (no axis that the
-    parameter does not use), or "itself": the value is the parameter, and is stored as any sharding with all other axes added.
+    `how` names the relation:
+
+        further   the parameter's sharding, with all other axes added to dimension `dim`
+        alike     the parameter's sharding
+        within    no axis that the parameter does not use
+        itself    the value is the parameter, and is stored as any sharding with all other axes added
     """
 
     parameter: int
@@ -78,8 +82,9 @@ class Coupling(NamedTuple):
 class Request:
     """The user's request, without JAX.
 
-    `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf; `optimizer` None for no parallel optimizer,
-    and `couplings` what it asks of a search. `once` are sums of loops that are reduced when they are complete, and not before.
+    `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf. `optimizer` is None without the parallel optimizer;
+    `couplings` are the pairs that the parallel optimizer makes a search keep to. `once` are sums of loops that are reduced when they are
+    complete, and not before.
     """
 
     parallel_mode: str
@@ -98,15 +103,15 @@ class Request:
 
 @dataclass(slots=True)
 class Setup:
-    """The start of a search. Keys of `pins`, `seeds` and `reasons` are value ids, of `forced` and `one_way` op ids.
+    """The start of a search. Keys of `pins`, `seeds` and `reasons` are value ids, keys of `forced` and `one_way` are op ids.
 
-    `partial_pins` are those of the seeds that the user asked for, with None for the dimensions that the user left free.
+    `partial_pins` are the seeds that the user asked for, with None for the dimensions that the user left free.
 
-    Partial results that are `unscattered` are reduced in place, if at all where they are made.
+    Partial results that are `unscattered` are reduced in place, if they are reduced where they are made.
 
-    `reasons` says of a pinned or seeded value who asked for it; `layerwise` are values for which it holds however they are split.
+    `reasons` names for a pinned or seeded value who asked for it; for the values of `layerwise` the reason holds however they are split.
 
-    `parts` are, per axis of the mesh that the program was written for, its axes in this one; empty where the two are the same.
+    `parts` are, per axis of the mesh that the program was written for, its axes in this mesh; empty if the two are the same.
     """
 
     mesh: LogicalMesh
