@@ -1,1 +1,1 @@
-"""Choices: which mesh axes split which factor of each op, by propagation, dynamic or recursive programming."""
+"""The searches: they choose which mesh axes split which factor of each op, by propagation, dynamic or recursive programming."""

@@ -1,4 +1,4 @@
-"""Sharding propagation: spread what is pinned through the graph, then settle every conflict by predicted seconds.
+"""Sharding propagation, which spreads the pinned shardings through the graph and settles every conflict by predicted seconds.
 
 1. spread   a slot may only gain axes; op by op, forwards and backwards, first through ops that keep all dimensions,
             then through all, until nothing changes
@@ -54,7 +54,7 @@ def propagate(
 
 
 class Spreader:
-    """State of the spreading: a sharding number per slot, the fixed slots, and the ops that must be looked at again."""
+    """The state of the spreading: a sharding number per slot, the fixed slots, and the ops that must be visited again."""
 
     def __init__(
         self, space: Space, pins: Mapping[int, TensorSharding], forced: Mapping[int, FactorAxes], one_way: Mapping[int, bool]
@@ -82,7 +82,7 @@ class Spreader:
         self.dirty.update(self.space.neighbours[slot])
 
     def spread(self) -> None:
-        """First through ops that keep every dimension, then through all; alternately forwards and backwards."""
+        """Spreads first through ops that keep every dimension, then through all ops; alternates between forwards and backwards."""
         rules = {id(op.rule): op.rule for op in self.space.graph.ops}
         simple_kinds = [keeps_dimensions(rules[kind.rule]) for kind in self.space.kinds]
         simple = [simple_kinds[kind] for kind in self.space.kind_of]
@@ -100,7 +100,7 @@ class Spreader:
                 backwards = not backwards
 
     def _sweep(self, batch: list[int], allowed: list[bool] | None, backwards: bool) -> None:
-        """Visits the ops in order, and those that wake up further on in the same direction too."""
+        """Visits the ops in order, and in the same sweep the ops further on that a visit wakes."""
         sign = -1 if backwards else 1
         heap = [sign * index for index in batch]
         queued = set(batch)
@@ -177,7 +177,7 @@ def keeps_dimensions(rule: OpRule) -> bool:
 
 
 _Wanted = dict[tuple[int, ...], tuple[tuple[int, int], ...]]
-"""The wishes of an op by its key."""
+"""The shardings that an op wants, by the op's key."""
 
 
 def settle(space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes], suspects: list[int] | None = None) -> None:
@@ -203,7 +203,7 @@ def settle(space: Space, state: list[int], fixed: set[int], forced: Mapping[int,
 def _wishes(
     space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes], ops: list[int], memo: _Wanted
 ) -> dict[int, list[int]]:
-    """Slot to the numbers of other shardings that an op around it would take it in."""
+    """Returns for each slot the numbers of the other shardings in which an op around it would take it."""
     wishes: dict[int, dict[int, None]] = {}
     for index in ops:
         if index in forced:
@@ -220,7 +220,7 @@ def _wishes(
 
 
 def _wanted(space: Space, state: list[int], index: int, ways: list[FactorAxes]) -> tuple[tuple[int, int], ...]:
-    """Position and number of each sharding in which an op would take a slot otherwise than it is."""
+    """Returns the position and number of each sharding in which an op would take a slot other than in its present one."""
     rule = space.graph.ops[index].rule
     wanted = []
     for axes in ways:
@@ -231,7 +231,10 @@ def _wanted(space: Space, state: list[int], index: int, ways: list[FactorAxes]) 
 
 
 def _ways(space: Space, state: list[int], index: int) -> list[FactorAxes]:
-    """Returns the ways to do an op: the cheapest one, and where that reshards a result, the one that the result's sharding asks for."""
+    """Returns the ways to do an op: the cheapest one first.
+
+    Where the cheapest reshards a result, the way that the result's sharding suggests is tried too.
+    """
     op, slots = space.graph.ops[index], space.op_slots[index]
     own = space.choose(index, state).axes
     results = [(dims, space.shardings[state[slot]]) for slot, dims in zip(slots[len(op.operands) :], op.rule.results, strict=True)]
@@ -247,7 +250,7 @@ def _try_options(space: Space, state: list[int], slot: int, options: list[int], 
     num_slices = space.mesh.num_slices(name for dim in space.shardings[kept] for name in dim)
     for option in options:
         if space.mesh.num_slices(name for dim in space.shardings[option] for name in dim) < num_slices:
-            # Holding and computing more on every device is no way to save a collective.
+            # More memory and compute on every device would be a bad way to save a collective.
             continue
         if any(size % space.mesh.num_slices(dim) for size, dim in zip(space.shapes[slot], space.shardings[option], strict=True)):
             continue
@@ -260,7 +263,7 @@ def _try_options(space: Space, state: list[int], slot: int, options: list[int], 
 
 
 def free_loose_values(space: Space, state: list[int], fixed: set[int]) -> None:
-    """Values that depend on no input take the sharding on which all their readers agree, dimension by dimension."""
+    """Gives values that depend on no input the sharding on which all their readers agree, dimension by dimension."""
     if not space.free_slots:
         return
     touching = [index for index, kind in enumerate(space.kind_of) if space.kinds[kind].free]

@@ -1,7 +1,7 @@
-"""Gradients of micro-batches, reduced once per step: what a plan must not split, so that they can wait for their sum.
+"""Lets the gradients of micro-batches wait for their sum, so that each is reduced once per step.
 
-`grad_accumulation_step` promises one reduction per step. A search leaves out plans that would reduce in every turn; whatever chose a
-plan, the sums of its loops are stored here as whole over the axes that their terms are partial over.
+`grad_accumulation_step` promises one reduction per step. A search leaves out plans that would reduce a gradient in every turn.
+Whatever chose the plan, this file stores the sums of its loops whole over the axes over which their terms are partial.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from spmdctx.search.setup.request import Coupling, Setup
 
 
 class Mended(NamedTuple):
-    """An assignment whose sums wait, but for those totals that are `fixed` by the user."""
+    """An assignment whose sums wait for their reduction, except those whose totals the user has `fixed`."""
 
     assignment: Assignment
     fixed: tuple[int, ...]
 
 
 def sums_of_gradients(graph: Graph, couplings: Iterable[Coupling]) -> tuple[LoopSum, ...]:
-    """The sums that loops of a step add up and no matrix product reads; without those that are coupled, to be split in every turn."""
+    """Returns the sums that the loops of a step add up and no matrix product reads.
+
+    Coupled sums, which must be split in every turn, are left out.
+    """
     coupled = frozenset(one.value for one in couplings if one.how != "within")
     terminal = sides(graph).terminal
     return tuple(one for one in loop_sums(graph) if terminal[one.total] and one.total not in coupled)
 
 
 def reduced_once(graph: Graph, setup: Setup, assignment: Assignment, sums: Iterable[LoopSum]) -> Mended:
-    """The assignment in which all of the sums wait for their reduction."""
+    """Returns the assignment in which all of the sums wait for their reduction."""
     fixed = []
     for one in sums:
         partial: frozenset[str] = frozenset().union(*partial_over(graph, one, assignment, setup.mesh))
@@ -50,7 +53,7 @@ def reduced_once(graph: Graph, setup: Setup, assignment: Assignment, sums: Itera
 
 
 def _without(graph: Graph, assignment: Assignment, one: LoopSum, changed: Iterable[int], axes: frozenset[str]) -> Assignment:
-    """The assignment in which nothing on the way of a sum is split over some axes."""
+    """Returns the assignment in which no value or op on the way of a sum is split over some axes."""
     values, ops = list(assignment.values), list(assignment.ops)
     terms = frozenset(one.terms)
     for value in changed:
@@ -70,6 +73,6 @@ def _rest(names: AxisNames, axes: frozenset[str]) -> AxisNames:
 
 
 def _keeps_ties(graph: Graph, assignment: Assignment, changed: Iterable[int]) -> bool:
-    """Returns whether what is tied to something that changed is still stored like it."""
+    """Returns whether every value tied to a changed one is still stored like it."""
     values, own = assignment.values, frozenset(changed)
     return all(values[before] == values[after] for before, after in graph.ties if before in own or after in own)

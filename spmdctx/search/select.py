@@ -1,4 +1,4 @@
-"""Which search a mode runs: the one place where search modes are told apart."""
+"""The choice of the search that a mode runs: the one place that tells search modes apart."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SearchOptions:
 
 
 class Chosen(NamedTuple):
-    """The result of a search, and its certificate where it proved something."""
+    """The result of a search, and its certificate if it proved a bound."""
 
     setup: Setup
     assignment: Assignment
@@ -52,9 +52,9 @@ class Chosen(NamedTuple):
 
 
 def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
-    """Runs the search that the options name; where the parallel optimizer is asked for, its state is split in what was found.
+    """Runs the search that the options name, then splits the optimizer state if the parallel optimizer is on.
 
-    Dynamic programming splits it itself, but over a part of the replicas.
+    Dynamic programming splits the state itself, unless only a part of the replicas shares a copy.
 
     Raises:
         StrategyError: strategies, batch or constraints that do not fit the mesh.
@@ -93,13 +93,13 @@ def _peak(step: Step, setup: Setup, assignment: Assignment, options: SearchOptio
 
 
 def _search(step: Step, request: Request, options: SearchOptions) -> Chosen:
-    """Runs the search of the options' mode; on one device, and without ops, there is nothing to search."""
+    """Runs the search of the options' mode; one device, or a step without ops, leaves nothing to search."""
     is_searched = request.num_devices > 1 and bool(step.graph.ops)
     return (_SEARCHES.get(options.search_mode, _propagated) if is_searched else _propagated)(step, request, options)
 
 
 def _propagated(step: Step, request: Request, options: SearchOptions) -> Chosen:
-    """Spreads what is pinned."""
+    """Spreads the pinned shardings."""
     setup = prepare(step.graph, request)
     if setup.mesh.num_devices == 1:
         return Chosen(setup, _whole(step.graph, request.parallel_mode))
@@ -122,7 +122,7 @@ def _recursive(step: Step, request: Request, options: SearchOptions) -> Chosen:
 
 
 def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
-    """Keeps to the user's budget, or to the device's memory as far as that is possible."""
+    """Searches within the user's budget, or within the device's memory as far as that is possible."""
     asked = DynamicOptions(options.memory_bytes, options.limits, options.max_mesh_axes)
     own = asked if options.memory_bytes is not None else replace(asked, memory_bytes=options.topology.memory_bytes, is_soft=True)
     found = plan_dynamic(step, request, options.topology, own)
@@ -148,6 +148,6 @@ _SEARCHES: Mapping[str, Callable[[Step, Request, SearchOptions], Chosen]] = {
 
 
 def _whole(graph: Graph, mode: str) -> Assignment:
-    """Everything whole, as on one device."""
+    """Returns the assignment that keeps everything whole, as on one device."""
     ops = tuple([OpSharding(((),) * len(op.rule.sizes)) for op in graph.ops])
     return Assignment(ops, tuple([replicated(len(value.shape)) for value in graph.values]), mode)

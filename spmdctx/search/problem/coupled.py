@@ -1,4 +1,4 @@
-"""Which shardings of two tensors of one shape go together, as tables of a search; see `search.setup.request.Coupling`."""
+"""The tables that forbid pairs of shardings of coupled tensors; see `search.setup.request.Coupling`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmdctx.search.setup.request import Coupling
 
 
 def allowed_pairs(mesh: LogicalMesh, shape: tuple[int, ...], own: IntArray, other: IntArray, coupling: Coupling) -> FloatArray:
-    """0 where a parameter's sharding (rows) goes with that of a tensor of its shape (columns), infinite elsewhere."""
+    """Returns 0 where a parameter's sharding (rows) goes with the sharding of the coupled tensor (columns), else infinity."""
     if coupling.how == "within":
         bits = _bits(mesh, shape)
         fits = (bits[other][None, :] & ~bits[own][:, None]) == 0
@@ -24,13 +24,16 @@ def allowed_pairs(mesh: LogicalMesh, shape: tuple[int, ...], own: IntArray, othe
 
 
 def allowed_alone(mesh: LogicalMesh, shape: tuple[int, ...], numbers: IntArray, dim: int) -> FloatArray:
-    """0 for the shardings of a tensor that are some sharding with all other axes added, infinite for others."""
+    """Returns 0 for the shardings of a tensor that come from some sharding by adding all other axes to `dim`, else infinity."""
     return np.where(np.isin(numbers, _further(mesh, shape, dim)), 0.0, np.inf)
 
 
 @lru_cache(maxsize=1024)
 def _further(mesh: LogicalMesh, shape: tuple[int, ...], dim: int) -> IntArray:
-    """Returns for each sharding of a shape the one with all other axes added to a dimension; itself where that does not divide."""
+    """Returns for each sharding of a shape the number of the one that adds all other axes to a dimension.
+
+    A sharding stays itself if the dimension does not divide so.
+    """
     known = domain(mesh, shape)
     found = []
     for number, sharding in enumerate(known.shardings):

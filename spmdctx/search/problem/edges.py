@@ -1,4 +1,4 @@
-"""The edges of a network: one row per operand or result of the program, then summed where both ends are the same."""
+"""The edges of a network: one row per operand or result of the program, summed over the rows with the same ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmdctx.ir.primitives import OUTSIDE
 
 
 class EdgeRow(NamedTuple):
-    """Result `result` of `source` goes to operand `position` of `target`, `weight` times; `value` is one of those that do."""
+    """One row: `source` hands its result `result` to operand `position` of `target`, `weight` times a step; `value` is such a value."""
 
     source: int
     result: int
@@ -39,7 +39,7 @@ class EdgeRows(NamedTuple):
     values: IntArray
 
     def where(self, chosen: IntArray | BoolArray) -> EdgeRows:
-        """Returns some of the rows."""
+        """Returns the rows that are chosen."""
         ends = self.sources[chosen], self.results[chosen], self.targets[chosen], self.positions[chosen]
         return EdgeRows(*ends, self.narrow[chosen], self.weights[chosen], self.values[chosen])
 
@@ -51,7 +51,10 @@ class EdgeRows(NamedTuple):
         return EdgeRows(*columns).where(np.argsort(np.concatenate([2 * np.arange(len(self.values)) + 1, 2 * np.array(places)])))
 
     def summed(self) -> Iterator[EdgeRow]:
-        """Yields one row for all with the same ends, in their order: the sum of their weights, and the value of the first."""
+        """Yields one row for all rows with the same ends, in the order of their first rows.
+
+        Its weight is the sum of the weights, its value that of the first row.
+        """
         if not len(self.values):
             return
         _, key = np.unique(self.sources * (int(self.results.max()) + 1) + self.results, return_inverse=True)

@@ -1,11 +1,13 @@
-"""Folding: ops and slots that play the same part in repeated layers become one class, which is decided once.
+"""The fold of a program: ops and slots that play the same part in repeated layers become one class, which is decided once.
 
-Colours are refined a few rounds: an op's new colour says its own and those of its slots, a slot's new colour its own and those of
-the ops around it. After `Folding.rounds` rounds two ops have one colour where everything within that distance is alike, so layers in the
-middle share their classes while those near the ends of the program keep their own. What leads to no further matrix product (the
-update of one parameter, say) is no way from layer to layer, so it is refined further, and follows the gradient that it comes from.
-A fold only restricts the choices (all members
-of a class decide alike): the cost of every choice stays exact.
+Colours are refined a few rounds. An op's new colour hashes its own and those of its slots; a slot's new colour hashes its own and
+those of the ops around it. After `Folding.rounds` rounds, two ops share a colour if everything within that distance is alike. So layers
+in the middle of the program share their classes, while those near its ends keep their own.
+
+Ops whose results reach no further matrix product (the update of one parameter, say) connect no layers. The fold refines them further,
+so that they follow the gradient from which they come.
+
+A fold only restricts the choices, because all members of a class decide alike. The cost of every choice stays exact.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Folding(NamedTuple):
 FOLDING = Folding()
 
 _Colours = tuple[WordArray, WordArray]
-"""Of ops and of slots."""
+"""The colours of ops, and those of slots."""
 
 
 class _Around(NamedTuple):
@@ -95,7 +97,7 @@ def fold(
 
 
 def _refined(colours: _Colours, around: _Around) -> _Colours:
-    """One round: ops by their slots, then slots by their ops."""
+    """Runs one round: ops take in the colours of their slots, then slots those of their ops."""
     ops, slots, places = around
     op_colour, slot_colour = colours
     seen = np.zeros_like(op_colour)
@@ -107,7 +109,7 @@ def _refined(colours: _Colours, around: _Around) -> _Colours:
 
 
 def _with_updates(space: Space, colours: _Colours, around: _Around, terminal: Sequence[int]) -> _Colours:
-    """More rounds for the ops of which no result leads to a matrix product, and for slots that only they touch."""
+    """Runs more rounds for the ops whose results reach no matrix product, and for the slots that only such ops touch."""
     every = ends(space.graph)
     leads_on = ~np.array([*terminal, 0], dtype=bool)[every.values] & every.is_result
     inner = (every.num_results > 0) & (np.bincount(every.ops[leads_on], minlength=len(every.num_results)) == 0)
@@ -120,14 +122,14 @@ def _with_updates(space: Space, colours: _Colours, around: _Around, terminal: Se
 
 
 def _deciding(space: Space) -> list[int]:
-    """The ops that make anything that is not free to place, or nothing at all."""
+    """Lists the ops that make a value that is not free to place, or that make no value."""
     decides = ends(space.graph).num_results == 0
     decides[space.incidences.ops[space.incidences.is_result]] = True
     return np.flatnonzero(decides).tolist()
 
 
 def _around(space: Space) -> _Around:
-    """Op, slot and position of every operand and result that is not free to place."""
+    """Returns op, slot and position of every operand and result that is not free to place."""
     every = space.incidences
     places = np.where(every.is_result, every.positions + ends(space.graph).num_operands[every.ops], every.positions)
     return _Around(every.ops, every.slots, mixed(places.astype(np.uint64) + np.uint64(77)))
@@ -146,7 +148,7 @@ def _first_colours(space: Space, op_marks: Sequence[int] | IntArray, slot_marks:
 
 
 def _classes(colours: WordArray, members: list[int]) -> tuple[list[int], list[list[int]]]:
-    """Classes numbered by their first member."""
+    """Numbers the classes by their first members; returns each op's or slot's class, and the members of each class."""
     _, first, which = np.unique(colours[members], return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int64)
     rank[np.argsort(first)] = np.arange(len(first))

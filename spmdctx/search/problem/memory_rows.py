@@ -1,10 +1,10 @@
-"""The memory of a planning problem: what each node occupies in each state, and when.
+"""The memory of a planning problem: the bytes that each node occupies in each state, and the times at which it does.
 
-Some nodes get an auxiliary node that costs nothing and is tied to them by an edge of zeros and infinities, because a node has one usage:
-the copy that a use makes where it is not as stored, and, where asked for, the copies that an op makes for itself alone.
+A node has one usage per state. Other memory that its state causes needs an auxiliary node, which costs nothing and is tied to the node
+by an edge of zeros and infinities. Such memory is the copy that a use gathers, and on request the copies that an op makes for itself.
 
-Of what lives shortly, so much is on the chip and not in memory. That is two rows per op: one in which all is alive, with that much more
-memory, and one without what may be on the chip.
+Short-lived values are partly on the chip instead of in memory. Therefore every op has two rows. The first counts all live values and
+adds the chip's bytes to the limit; the second leaves out the values that may be on the chip.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from spmdctx.search.problem.tables import Tables
 from spmdctx.search.solver.problem.problem import Edge, Life, Memory, Problem
 
 Passing = Carry | Source
-"""What makes copies for one op alone: an edge into it, or from it to a slot, or a result that may be partial."""
+"""A source of copies for one op alone: an edge into an op, an edge from an op to a slot, or a result that may be partial."""
 
 
 def with_memory(
     tables: Tables, problem: Problem, memory: StepMemory, limit: float, passing: Collection[Passing] = (), *, only_stored: bool = False
 ) -> Problem:
-    """The problem with the budget `limit` in bytes; its states begin with those of the problem without it.
+    """Returns the problem with the budget `limit` in bytes; its states begin with those of the problem without a budget.
 
-    Counted are values as they are stored, and if not `only_stored` what uses gather, and the copies that are `passing`. The chip's
-    share (`on_chip`) is part of the limit.
+    The problem counts values as they are stored. Unless `only_stored`, it also counts what uses gather, and the copies of `passing`. The
+    chip's share (`on_chip`) is part of the limit.
     """
     builder = _RowBuilder(tables, problem)
     builder.add_values(memory)
@@ -55,12 +55,12 @@ def on_chip(topology: Topology) -> OnChip:
 
 
 def op_at(memory: StepMemory, time: int) -> int:
-    """The op at a time of the problem; -1 where there is none."""
+    """Returns the op that runs at a time of the problem; -1 if there is none."""
     return time if time < 0 else time % max(len(memory.times), 1)
 
 
 def completed(problem: Problem, states: Sequence[int]) -> tuple[int, ...]:
-    """Choices for the first nodes of a problem with memory, and the cheapest for the others, which only depend on them."""
+    """Completes the states of the first nodes of a problem with memory by the cheapest states of its auxiliary nodes."""
     found, totals = list(states), [np.array(costs) for costs in problem.costs[len(states) :]]
     for left, right, table in problem.edges:
         if left < len(found) <= right:
@@ -69,9 +69,9 @@ def completed(problem: Problem, states: Sequence[int]) -> tuple[int, ...]:
 
 
 def passing_at(network: Network, memory: StepMemory, time: int) -> list[Passing]:
-    """Lists all that may be alive at an op for that op alone."""
+    """Lists the edges and results that may have copies in memory for one op alone at this time."""
     ops, nodes = network.space.graph.ops, network.nodes
-    # A set of numbers is only asked what it holds.
+    # The set is only tested for membership, so its order does not matter.
     classes = {network.folded.op_class[op.id] for op in ops if memory.runs[op.id] <= time <= memory.times[op.id] + 1}
     found: list[Passing] = []
     for carry in network.carries:
@@ -85,7 +85,7 @@ def passing_at(network: Network, memory: StepMemory, time: int) -> list[Passing]
 
 
 def counted_bytes(problem: Problem, states: Sequence[int]) -> float:
-    """The most bytes alive at once in a choice of states, as the problem counts them."""
+    """Returns the most bytes alive at once in a choice of states, as the problem counts them."""
     memory = problem.memory
     if memory is None or not memory.lives:
         return 0.0
@@ -98,7 +98,7 @@ def counted_bytes(problem: Problem, states: Sequence[int]) -> float:
 
 
 def least_peak(problem: Problem) -> Peak:
-    """The time at which most is alive if every node occupies as little as it can, and how much that is."""
+    """Returns the time at which most bytes are alive if every node occupies as little as it can, and those bytes."""
     memory = problem.memory
     if memory is None or not memory.lives:
         return Peak(0, 0)
@@ -112,14 +112,14 @@ def least_peak(problem: Problem) -> Peak:
 
 
 def _may_be_elsewhere(memory: StepMemory) -> set[int]:
-    """Products that may run last, and do not do so anyway."""
+    """Returns the products that may run last, unless they run last in any case."""
     last = len(memory.times) - 1
     return {one.op for one in memory.gradients if memory.times[one.op] != last}
 
 
 _Way = list[tuple[int, BoolArray]]
 _Readers = frozenset[tuple[int, int]]
-"""Nodes and the positions at which they take a value."""
+"""The nodes that read a value, each with the position at which it takes it."""
 
 
 class _Reader(NamedTuple):
@@ -136,7 +136,7 @@ class _RowBuilder:
         self._auxiliary: dict[tuple[object, ...], int] = {}
         self._into_use = {carry.target: carry for carry in self._network.carries if self._network.nodes[carry.target].sort == "use"}
         self._slices: dict[tuple[object, ...], BoolArray] = {}
-        # Tables are shared by their objects' numbers, which must not be given to others.
+        # Tables are shared by the `id` of their arrays, so the arrays must stay alive.
         self._kept: list[object] = []
         self._lives: list[Life] = []
         self._memo: dict[tuple[object, ...], FloatArray] = {}
@@ -147,7 +147,7 @@ class _RowBuilder:
         return Problem(tuple(self._costs), tuple(self._edges), Memory(tuple(nothing), tuple(self._lives), limit))
 
     def add_rows_off_chip(self, memory: StepMemory) -> None:
-        """The same lives after the last op, without those that may be on the chip, and in their place all that it holds."""
+        """Adds the second rows: the same lives without those that may be on the chip, and in their place all bytes that the chip holds."""
         num_ops, chip = max(len(memory.times), 1), on_chip(self._space.topology)
         if not chip.total_bytes or not self._lives:
             return
@@ -181,14 +181,14 @@ class _RowBuilder:
             self._lives.append(Life(node, start, end + 1))
 
     def _bytes(self, value: int, numbers: IntArray | None) -> FloatArray:
-        """One device's bytes of a value per state; without numbers, for its whole domain."""
+        """Returns one device's bytes of a value for each of the sharding `numbers`; without numbers, for its whole domain."""
         known = self._space.graph.values[value]
         own = domain(self._space.mesh, known.shape)
         total = float(item_bytes(known.dtype) * math.prod(known.shape))
         return total / (own.slices if numbers is None else own.slices[numbers])
 
     def _unread_node(self, value: int) -> int:
-        """A node of one state for an input that no op reads: every device holds it whole."""
+        """Adds a node of one state for an input that no op reads: every device holds it whole."""
         self._costs.append(np.zeros(1))
         self._usages.append(self._bytes(value, np.zeros(1, dtype=np.int64)))
         return len(self._costs) - 1
@@ -201,7 +201,10 @@ class _RowBuilder:
         return auxiliary
 
     def add_copies(self, memory: StepMemory) -> None:
-        """Adds the copies that uses gather, from the first to the last product that takes them; products that may run last are left out."""
+        """Adds the copies that uses gather, from the first to the last product that takes them.
+
+        Products that may run last are left out.
+        """
         network = self._network
         readers: dict[tuple[int, int], list[_Reader]] = {}
         moves = _may_be_elsewhere(memory)
@@ -219,7 +222,10 @@ class _RowBuilder:
             self._lives.append(Life(self._gathered_node(node, key[0], (first, last)), min(times), max(times) + 1))
 
     def _gathered_node(self, node: int, value: int, ends: tuple[_Readers, _Readers]) -> int:
-        """Adds the node of a use: a copy unless it is a slice of what is stored, or the first or last readers take something else."""
+        """Adds the node of a use's gathered copy.
+
+        It occupies nothing where it is a slice of the stored value, or where the first or the last readers take another sharding.
+        """
         key = ("gathered", node, *ends)
         known = self._auxiliary.get(key)
         if known is not None:
@@ -233,7 +239,7 @@ class _RowBuilder:
         return self._excused(key, node, self._tables.choices[node].taken[0], size, ways)
 
     def add_own_copies(self, memory: StepMemory, passing: Collection[Passing]) -> None:
-        """Adds the copies that ops make for themselves while they run: operands as they take them, results before they are stored."""
+        """Adds the copies that ops make for themselves while they run: operands as ops take them, results before they are stored."""
         folded, nodes, ops = self._network.folded, self._network.nodes, self._space.graph.ops
         seen: dict[tuple[int, int], int] = {}
         moves = _may_be_elsewhere(memory)
@@ -259,7 +265,10 @@ class _RowBuilder:
                 self._lives += [Life(made, memory.runs[op], memory.runs[op] + 1) for op in members]
 
     def _copy_node(self, carry: Carry, value: int, into_op: bool) -> int:
-        """Adds the node of what takes a value: a copy unless it is a slice of what is stored, or something else has it so."""
+        """Adds the node of the copy that the target of an edge makes.
+
+        It occupies nothing where it is a slice of the stored value, or where another copy has the same sharding.
+        """
         node, position, key = carry.target, carry.position, ("copy", carry)
         known = self._auxiliary.get(key)
         if known is not None:
@@ -270,7 +279,7 @@ class _RowBuilder:
             numbers = np.arange(len(domain(self._space.mesh, self._space.graph.values[value].shape)))
             gathered = self._into_use.get(carry.source.node)
             if gathered is not None:
-                # Copies are made of what is stored, whatever others gather.
+                # Copies are made from the stored value, whatever other uses gather.
                 ways.append([(gathered.source.node, self._is_slice(gathered.source, value))])
             for use in self._uses_beside(carry):
                 ways.append([(use, self._tables.choices[use].taken[0][:, None] == numbers)])
@@ -280,7 +289,7 @@ class _RowBuilder:
         return self._excused(key, node, taken, self._copied_bytes(value, carry), ways)
 
     def _uses_beside(self, carry: Carry) -> list[int]:
-        """Uses of what an edge carries, of which its target is no reader."""
+        """Returns the use nodes of the value on an edge, except the one that the edge comes from."""
         network, ops = self._network, self._space.graph.ops
         if not network.uses:
             return []
@@ -288,12 +297,12 @@ class _RowBuilder:
         return sorted({network.uses[key] for key in keys if key in network.uses} - {carry.source.node})
 
     def _earlier(self, carry: Carry) -> list[int]:
-        """The positions before an edge's at which its target takes the same value."""
+        """Lists the earlier positions at which the target of an edge takes the same value."""
         operands = self._space.graph.ops[self._network.nodes[carry.target].member].operands
         return [position for position in range(carry.position) if operands[position] == operands[carry.position]]
 
     def _is_slice(self, source: Source, value: int) -> BoolArray:
-        """Returns whether no bytes move from each state of a value's store to each sharding: [state, sharding]."""
+        """Returns whether no bytes move from the stored sharding to another one, for each [state, sharding]."""
         stored, shape = self._tables.choices[source.node].stored[source.result], self._space.graph.values[value].shape
         key = ("slice", id(stored), shape)
         known = self._slices.get(key)
@@ -302,7 +311,7 @@ class _RowBuilder:
         return known
 
     def _copied_bytes(self, value: int, carry: Carry) -> FloatArray:
-        """Bytes of a copy of a value per sharding."""
+        """Returns the bytes of a copy of a value for each sharding."""
         known, topology = self._space.graph.values[value], self._space.topology
         is_result = self._network.nodes[carry.target].sort == "slot"
         # A result on its way is narrow if all of its readers are.
@@ -310,19 +319,22 @@ class _RowBuilder:
         return self._bytes(value, None) * (NARROW_BYTES / item_bytes(known.dtype) if narrow else 1.0)
 
     def _made_node(self, carry: Carry, value: int) -> int:
-        """Adds the node of an op's result: how it is made, first where it is stored so, then where it is moved, and in memory before."""
+        """Adds the node of an op's result before it is moved to where it is stored.
+
+        It occupies nothing where the op makes the result in the sharding in which it is stored.
+        """
         key, (node, result) = ("made", carry), carry.source
         known = self._auxiliary.get(key)
         if known is not None:
             return known
         stored, (before, made) = self._tables.choices[carry.target].taken[0], self._made(node, result)
-        # A partial result that is reduced in its own place is counted before (`_partial_node`).
+        # `_partial_node` counts a partial result that is reduced in its own place.
         kinds, kind = np.unique(np.where(before == made, -1, made), return_inverse=True)
         size = np.where(kinds >= 0, self._bytes(value, None)[kinds], 0.0)
         return self._excused(key, node, kind, size, [[(carry.target, stored[:, None] == kinds)]])
 
     def _partial_node(self, source: Source, memory: StepMemory) -> int:
-        """Adds the node of an op's result that is in memory before its reduction, if that is not done in place."""
+        """Adds the node of an op's partial result, which is in memory before its reduction unless the op reduces it in place."""
         key = ("partial", source)
         known = self._auxiliary.get(key)
         if known is not None:
@@ -333,7 +345,7 @@ class _RowBuilder:
         return self._excused(key, source.node, kind, np.where(kinds >= 0, size[kinds], 0.0), [])
 
     def _excused(self, key: tuple[object, ...], node: int, numbers: IntArray, size: FloatArray, ways: Sequence[_Way]) -> int:
-        """Adds a node beside one whose states have `numbers`: each number once for every way to take no bytes, at last with its bytes.
+        """Adds an auxiliary node for one whose states have `numbers`: each number once for every way to take no bytes, then with bytes.
 
         A way is open where all of its nodes, each with a table of its states by numbers, allow it.
         """
@@ -351,7 +363,7 @@ class _RowBuilder:
         return copy
 
     def _made(self, node: int, result: int) -> tuple[IntArray, IntArray]:
-        """Returns for each state of an op the sharding of a partial result before its reduction (-1 for others), and after it."""
+        """Returns for each state of an op the sharding of a partial result before its reduction (-1 if it is not partial), and after it."""
         choices = self._tables.choices[node]
         assert choices.split is not None
         assert choices.states is not None

@@ -1,10 +1,10 @@
-"""The planning problem as nodes and edges: who hands which value to whom, how often. Knows no mesh and no seconds.
+"""The planning problem as nodes and edges: which node hands which value to which, and how often. It knows no mesh and no seconds.
 
-    op node    one class of ops; its results are stored as its state says
+    op node    one class of ops; its state says how the results are stored
     slot node  one class of slots: where a value is stored, or over which axes it is handed on unreduced
-    use node   one class of values that are read for several matrix products of one computation: they share what is gathered for them
+    use node   one class of values that are read for several matrix products of one computation: they share one gathered copy
 
-An edge carries a value from the op that makes it to its slot, and from there to those that read it, `weight` times a step.
+An edge carries a value from the op that makes it to its slot, and from there to its readers, `weight` times a step.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Source(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """An edge: `source` hands a value to operand `position` of `target`; slot and use nodes take at position 0.
+    """An edge: `source` hands a value to operand `position` of `target`; slot and use nodes take values at position 0.
 
-    A `narrow` one communicates float32 values as bfloat16.
+    A `narrow` edge communicates float32 values as bfloat16.
     """
 
     source: Source
@@ -54,7 +54,7 @@ class Carry(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of an edge: how often it is taken in a step, and one of its values."""
+    """The load of an edge: its weight in a step, and one of the values that it carries."""
 
     weight: float
     value: int
@@ -77,10 +77,10 @@ class Node(NamedTuple):
 
 @dataclass
 class Network:
-    """Nodes and edges of a folded graph. `carries` maps an edge to its weight and a value that it carries.
+    """The nodes and edges of a folded graph. `carries` maps an edge to its weight and one of its values.
 
-    `slot_nodes` maps classes of slots to their nodes; `fixed_slots` are those that no single op decides: arguments, tied and pinned
-    values. `summed` are the sums of loops that wait for their reduction.
+    `slot_nodes` maps classes of slots to their nodes. `fixed_slots` are the classes whose sharding no single op decides: arguments, tied
+    and pinned values. `summed` are the sums of loops that wait for their reduction.
 
     The weight counts executions, each by the share of its time that cannot hide behind compute.
     """
@@ -99,7 +99,7 @@ class Network:
 def build_network(
     space: Space, scopes: tuple[int, ...], slot_marks: Mapping[int, int], forced: Mapping[int, FactorAxes], folding: Folding = FOLDING
 ) -> Network:
-    """The network of a space.
+    """Builds the network of a space.
 
     Args:
         space: the graph; only its slots and kinds matter.
@@ -158,14 +158,14 @@ def _joins_of_maker(network: Network, slot_class: int) -> Joins:
 
 
 def _terminal(space: Space, found: Sides) -> IntArray:
-    """Returns for each op 1 where its first result reaches no matrix product, else 0."""
+    """Returns for each op 1 if its first result reaches no matrix product, else 0."""
     every = ends(space.graph)
     terminal = np.frombuffer(found.terminal, dtype=np.uint8).astype(np.int64)
     return np.where(every.num_results > 0, terminal[every.first_results], 0)
 
 
 def _joins(space: Space, slot_marks: Mapping[int, int]) -> IntArray:
-    """Finds the additions that may take terms unreduced and the ops that may hand them on: for each op a place in `_JOINS`."""
+    """Finds the additions that may take terms unreduced and the ops that may hand them on; returns for each op its place in `_JOINS`."""
     graph, every = space.graph, ends(space.graph)
     found = np.zeros(len(graph.ops), dtype=np.int64)
     if not space.topology.compiler.merges_partial_sums:
@@ -204,7 +204,7 @@ def _reduces(space: Space, op: Op) -> bool:
 
 
 def _add_uses(network: Network) -> None:
-    """Use nodes for values that are read for several matrix products of a computation."""
+    """Adds a use node for every value that several matrix products of one computation read."""
     space, folded, scopes = network.space, network.folded, network.scopes
     readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for op in sharing_ops(space.graph):
@@ -225,13 +225,16 @@ def _add_uses(network: Network) -> None:
 
 
 def _add_carries(network: Network, found: Sides) -> None:
-    """An edge for all that is handed over alike, in the order of the ops that first do so."""
+    """Adds one edge for all rows with the same ends, in the order of the ops that first have them."""
     for source, result, target, position, slim, weight, value in _edge_rows(network, found).summed():
         network.carries[Carry(Source(source, result), target, position, slim)] = Load(weight, value)
 
 
 def _edge_rows(network: Network, found: Sides) -> EdgeRows:
-    """A row per operand, which its slot hands over, and per result, which its slot takes; and one for all that a use node feeds."""
+    """Returns a row for each operand, which comes from its slot, and one for each result, which goes to its slot.
+
+    Each use node adds one row, from the slot to the use.
+    """
     space, folded = network.space, network.folded
     every = space.incidences
     at_op = np.array(folded.op_class, dtype=np.int64)[every.ops]
@@ -263,7 +266,7 @@ def _is_narrow(space: Space, every: Incidences) -> BoolArray:
 
 
 def _by_uses(network: Network, rows: EdgeRows, every: Incidences) -> EdgeRows:
-    """Values with a use node go there once, and from there to their readers."""
+    """Redirects the operands whose values have a use node: the value goes to the use once, and from there to its readers."""
     if not network.uses:
         return rows
     shares = np.frombuffer(sharers(network.space.graph), dtype=np.uint8).astype(bool)

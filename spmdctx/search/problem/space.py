@@ -1,4 +1,4 @@
-"""The planning problem as the searches see it: slots of tied values, interned shardings, and memoised prices of ops.
+"""The planning problem as propagation prices it: slots of tied values, interned shardings, and memoised prices of ops.
 
 A slot is a class of values that must share one sharding. The price of an op, given the shardings of its slots, is
 
@@ -44,11 +44,10 @@ class OpChoice(NamedTuple):
 
 
 class OpKind(NamedTuple):
-    """The common properties of the ops of one kind: all that prices depend on, but for the shardings of their slots.
+    """The common properties of the ops of one kind: everything that prices depend on, except the shardings of the slots.
 
-    `rule` is the id of the rule object. `free` says for each operand and result whether it is loose; empty where none is.
-    `fused` and `work` are the ops' own, `passing` says
-    which of its values are only computed on the way.
+    `rule` is the id of the rule object. `free` says for each operand and result whether it is loose; it is empty if none is.
+    `fused` and `work` are the ops' own. `passing` says which of its values are only computed on the way.
     """
 
     rule: int
@@ -63,7 +62,7 @@ class OpKind(NamedTuple):
 class Space:
     """A graph on a mesh. Shardings and kinds of ops are numbered, so that memo keys are tuples of small integers.
 
-    A state is a list with the number of each slot's sharding, and `NO_SLOT` at its end, which so answers for literals.
+    A state is a list with the number of each slot's sharding. `NO_SLOT`, its last place, stands for literals.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Space:
         self.whole = self._whole()
 
     def on(self, mesh: LogicalMesh) -> Space:
-        """The same graph on another mesh."""
+        """Returns the space of the same graph on another mesh."""
         other = copy(self)
         other.mesh, other.shardings, other._numbers, other._choices = mesh, [], {}, {}
         other.whole = other._whole()
@@ -98,7 +97,7 @@ class Space:
         return [*map(numbers.__getitem__, ranks), NO_SLOT]
 
     def number(self, sharding: TensorSharding) -> int:
-        """The sharding's number; equal shardings have equal numbers."""
+        """Returns the number of a sharding; equal shardings have equal numbers."""
         known = self._numbers.get(sharding)
         if known is None:
             known = self._numbers[sharding] = len(self.shardings)
@@ -106,7 +105,7 @@ class Space:
         return known
 
     def splittable(self, rule: OpRule) -> tuple[bool, ...]:
-        """`rule.splittable`, computed once per rule object."""
+        """Returns `rule.splittable`, computed once per rule object."""
         known = self._splittable.get(id(rule))
         if known is None:
             known = self._splittable[id(rule)] = rule.splittable
@@ -128,9 +127,9 @@ class Space:
         return incidences(self.graph, self.slot_of, self.free_slots)
 
     def _number_kinds(self) -> list[int]:
-        """The number of each op's kind."""
+        """Numbers the kinds of ops, and returns the number of each op's kind."""
         graph, every = self.graph, ends(self.graph)
-        # Per operand and result whether it passes, and whether it is loose; literals do neither.
+        # For each operand and result: does it pass, and is it loose? Literals do neither.
         flags = np.zeros(len(graph.values) + 1, dtype=np.uint64)
         flags[:-1] = np.frombuffer(self.passing, dtype=np.uint8)
         is_loose = np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.free_slots))
@@ -160,7 +159,7 @@ class Space:
         return (self.kind_of[index], *map(state.__getitem__, self.op_slots[index]))
 
     def choose(self, index: int, state: list[int]) -> OpChoice:
-        """The cheapest candidate of an op in a state."""
+        """Returns the cheapest candidate of an op in a state."""
         key = self.key(index, state)
         known = self._choices.get(key)
         if known is None:
@@ -198,7 +197,7 @@ class Space:
         return time_s
 
     def reshard_s(self, value: int, source: TensorSharding, target: TensorSharding) -> float:
-        """Seconds to bring a value from one sharding to another."""
+        """Returns the seconds that resharding a value takes."""
         if source == target:
             return 0.0
         size = item_bytes(self.graph.values[value].dtype)
@@ -206,7 +205,7 @@ class Space:
         return seconds + written_s(self.graph.values[value], source, self.mesh, self.topology) if self.passing[value] else seconds
 
     def _reduction_time_s(self, op: Op, value: int, natural: TensorSharding, stored: TensorSharding, partial: AxisNames) -> float:
-        """Seconds to turn an unreduced result into its stored sharding."""
+        """Returns the seconds that turning an unreduced result into its stored sharding takes."""
         plan = reduction_plan(op, natural, stored, partial)
         payload = self._local_bytes(value, natural)
         time_s = 0.0
@@ -223,7 +222,7 @@ class Space:
         return self.local_elements(value, sharding) * item_bytes(self.graph.values[value].dtype)
 
     def local_elements(self, value: int, sharding: TensorSharding) -> int:
-        """Elements of one device's block."""
+        """Returns the number of elements of one device's block."""
         count = 1
         for size in local_shape(self.shapes[value], sharding, self.mesh):
             count *= size
@@ -231,12 +230,12 @@ class Space:
 
 
 def candidates(op: Op, shardings: list[TensorSharding], splittable: tuple[bool, ...], mesh: LogicalMesh) -> list[FactorAxes]:
-    """Ways to split an op that its tensors' shardings suggest: each tensor once in the lead.
+    """Lists the ways to split an op that the shardings of its tensors suggest, each tensor in the lead once.
 
-    Where one of them takes all operands as they are (or a slice of them), only such are returned. Else a matrix product is split
-    as far as it can be, since computing it more than once per device is no way to save a collective; of other ops each axis is
-    left out once too, and last everything is kept whole. The boundary of a loop follows the tensor inside, so that what must be
-    resharded is resharded once, outside.
+    If some of them take all operands as they are stored (or slices of them), only those are returned. Else a matrix product is split
+    as far as possible, because computing it more than once per device is a bad way to save a collective. For any other op, candidates
+    that leave out one axis follow, and last the one that keeps everything whole. The boundary of a loop follows the tensor inside the
+    loop, so that a reshard happens once, outside.
     """
     rule = op.rule
     if op.primitive in OUTSIDE:
@@ -267,7 +266,7 @@ def _extends(wanted: TensorSharding, stored: TensorSharding) -> bool:
 
 
 def _union(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
-    """Representative (smallest member) of each element's class."""
+    """Returns for each element the representative (smallest member) of its class."""
     parent = list(range(count))
 
     def find(item: int) -> int:

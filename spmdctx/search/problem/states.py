@@ -1,4 +1,4 @@
-"""The states of an op: every legal way to split its factors, and what becomes of its results if they are partial.
+"""The states of an op: every legal way to split its factors, and how its results are reduced if they are partial.
 
 A partial result is reduced in place (all_reduce), reduced into a further split dimension (reduce_scatter), or handed on unreduced
 to an addition whose other term is unreduced too, which then reduces the sum.
@@ -30,7 +30,7 @@ from spmdctx.machine.xla.reductions import are_scattered, in_order
 
 
 class OpSplits(NamedTuple):
-    """All splits of an op's factors: a row of codes each, and the number of each tensor's sharding in its domain."""
+    """All splits of an op's factors: a row of codes for each split, and the numbers of the tensors' shardings in their domains."""
 
     rows: IntArray
     operands: tuple[IntArray, ...]
@@ -42,12 +42,12 @@ class States(NamedTuple):
 
     Attributes:
         split: the place of the state's split in `OpSplits.rows`.
-        wanted: per operand, the number of the sharding it is taken in.
+        wanted: per operand, the number of the sharding in which the op takes it.
         unreduced_in: the axes, as bits, over which the operands are taken unreduced.
-        stored: per result, the number of the sharding it is left in.
-        unreduced_out: the axes over which the results are left unreduced.
+        stored: per result, the number of the sharding in which the op leaves it.
+        unreduced_out: the axes, as bits, over which the results are left unreduced.
         seconds: one execution: compute and reductions.
-        follows: the operand that is taken as it is stored, -1 where none must be.
+        follows: the operand that is taken as it is stored, -1 if there is none.
     """
 
     split: IntArray
@@ -85,14 +85,14 @@ def split_of_rule(op: Op, shapes: Sequence[tuple[int, ...]], splittable: Sequenc
 
 
 def split_of_axes(op: Op, shapes: Sequence[tuple[int, ...]], axes: FactorAxes, mesh: LogicalMesh) -> OpSplits:
-    """The one split that the user's shard_map asks for."""
+    """Returns the one split that the user's shard_map asks for."""
     codes = axis_codes(mesh)
     rows = np.array([[codes.code(own) for own in axes]], dtype=np.int64).reshape(1, len(axes))
     return _with_numbers(_Dims(op.rule.operands, op.rule.results, op.rule.sizes), rows, shapes, mesh)
 
 
 class _Dims(NamedTuple):
-    """The part of a rule that its splits depend on, which the rules of many primitives share."""
+    """The part of a rule on which its splits depend; the rules of many primitives share it."""
 
     operands: tuple[tuple[DimFactors, ...], ...]
     results: tuple[tuple[DimFactors, ...], ...]
@@ -118,7 +118,7 @@ def _with_numbers(rule: _Dims, rows: IntArray, shapes: Sequence[tuple[int, ...]]
 
 
 def _projected(dims: Sequence[tuple[int, ...]], rows: IntArray, codes: AxisCodes) -> IntArray:
-    """The rows of one tensor of the op."""
+    """Returns the rows of one tensor of the op."""
     columns = np.zeros((len(rows), len(dims)), dtype=np.int64)
     for place, factors in enumerate(dims):
         for factor in factors:
@@ -163,12 +163,15 @@ class _State(NamedTuple):
 
 
 _Scatters = list[tuple[int, AxisNames, AxisNames]]
-"""What a reduce_scatter of partial results over some axes can scatter: codes with their axes, and the axes left to reduce."""
+"""The scatters of results that are partial over some axes: the code and axes to scatter over, and the axes left to reduce."""
 
 
 @lru_cache(maxsize=1024)
 def _extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> list[list[list[int]]]:
-    """[code, dim, number]: the sharding after a code's axes join a dimension, minor-most; -1 where there is none."""
+    """Returns the sharding after the axes of a code join a dimension, minor-most, as [code, dim, number].
+
+    It is -1 if there is no such sharding.
+    """
     known, codes = domain(mesh, shape), axis_codes(mesh)
     found = []
     for added in range(len(codes)):
@@ -181,7 +184,7 @@ def _extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> list[list[list[int]]
 
 @lru_cache(maxsize=1024)
 def _whole_words(mesh: LogicalMesh, shape: tuple[int, ...], num_bytes: int) -> list[list[bool]]:
-    """[dim, number]: whether what is scattered into a sharding along a dimension is so by a reduce_scatter."""
+    """Returns whether XLA scatters into a sharding along a dimension by a reduce_scatter, as [dim, number]."""
     slices = axis_codes(mesh).slices[domain(mesh, shape).rows]
     found: list[list[bool]] = are_scattered(-(-np.array(shape, dtype=np.int64) // slices), num_bytes).T.tolist()
     return found
@@ -206,12 +209,12 @@ class _StateBuilder:
         self._found: list[_State] = []
 
     def _whole_bytes(self, value: Value) -> int:
-        """Bytes of a whole result while it is partial."""
+        """Returns the bytes of a whole result while it is partial."""
         count = item_bytes(value.dtype) * widening(self._op, value.dtype, self._is_terminal, self._topology)
         return count * math.prod(value.shape)
 
     def _all_compute_s(self) -> list[float]:
-        """Seconds that each split computes, which depend on the factors' numbers of slices only."""
+        """Returns the seconds that each split computes, which depend only on the numbers of slices of the factors."""
         known: dict[tuple[int, ...], float] = {}
         found = []
         for slices in map(tuple, self._codes.slices[self._split.rows].tolist()):
@@ -222,7 +225,7 @@ class _StateBuilder:
         return found
 
     def add(self, hands_on: bool) -> None:
-        """The states of the splits whose operands are whole or split, but reduced."""
+        """Adds the states of the splits whose operands are reduced."""
         axes, summed = self._codes.axes, self._summed
         for place, (row, natural, compute_s) in enumerate(zip(self._rows, self._natural, self._compute_s, strict=True)):
             partial = tuple([name for factor in summed for name in axes[row[factor]]])
@@ -232,7 +235,7 @@ class _StateBuilder:
                 self._found.append(_State(place, 0, natural, 0, compute_s))
 
     def add_unreduced(self, hands_on: bool) -> None:
-        """The states in which an addition takes both of its terms unreduced over axes that it does not use."""
+        """Adds the states in which an addition takes both of its terms unreduced over axes that its split does not use."""
         every = [(bits, self._codes.names(bits)) for bits in range(1, 1 << len(self._codes.names(-1)))]
         taken = np.bitwise_or.reduce(self._codes.bits[self._split.rows], axis=1).tolist()
         for place, used in enumerate(taken):
@@ -260,7 +263,7 @@ class _StateBuilder:
         extended = _extended(self._mesh, shape)
         size = self._bytes[0] // max(1, math.prod(shape))
         whole_words = _whole_words(self._mesh, shape, size) if self._topology.compiler.scatters_strictly else None
-        # How a sum of unreduced terms is spread is theirs to say.
+        # The order of the axes in a sum of unreduced terms is up to the terms.
         order = () if unreduced_in else partial
         for added, scattered, rest in known:
             follows = in_order(scattered, order)
@@ -273,14 +276,14 @@ class _StateBuilder:
                     self._found.append(_State(place, unreduced_in, (stored,), 0, seconds))
 
     def _collective_s(self, kind: str, payload: int, axes: AxisNames) -> float:
-        """Seconds of a collective that reduces."""
+        """Returns the seconds of a collective that reduces."""
         price = self._prices.get((kind, axes))
         if price is None:
             price = self._prices[kind, axes] = collective_price(kind, axes, self._mesh, self._reducing)
         return price.fixed_s + payload * price.s_per_byte
 
     def _all_reduce_s(self, position: int, payload: int, partial: AxisNames) -> float:
-        """Seconds to reduce a result in place; of an argmax XLA gathers every device's best value and its index."""
+        """Returns the seconds to reduce a result in place; for an argmax XLA gathers every device's best value and its index."""
         if self._op.rule.combiner not in ("argmax", "argmin"):
             whole = round(payload * self._later.size)
             return self._collective_s("all_reduce", whole, partial) * self._later.times
@@ -290,7 +293,7 @@ class _StateBuilder:
         return sum(collective_time_s("all_gather", num_bytes, partial, self._mesh, self._topology) for num_bytes in gathered)
 
     def _scatters_over(self, partial: AxisNames) -> _Scatters:
-        """The codes that a reduce_scatter of results that are partial over some axes can leave them split by."""
+        """Lists the codes by which a reduce_scatter can split results that are partial over some axes."""
         wanted = set(partial)
         found: _Scatters = []
         some = self._op.primitive == "dot_general"
@@ -315,7 +318,7 @@ class _StateBuilder:
 
 
 def following(states: States, positions: Sequence[int]) -> States:
-    """Repeats every state once for each of some operands, which it then follows."""
+    """Repeats every state once for each of the given operands, which it then follows."""
     if not positions:
         return states
     count, times = len(states.seconds), len(positions)
@@ -326,5 +329,5 @@ def following(states: States, positions: Sequence[int]) -> States:
 
 
 def shapes_of(graph: Graph, op: Op) -> list[tuple[int, ...]]:
-    """The shapes of an op's operands and results; literals have none."""
+    """Returns the shapes of an op's operands and results; literals have none."""
     return [() if value == LITERAL else graph.values[value].shape for value in (*op.operands, *op.results)]

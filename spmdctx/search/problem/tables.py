@@ -1,4 +1,4 @@
-"""The solver's problem for a network on one mesh, and the assignment that its solution means."""
+"""The solver's problem for a network on one mesh, and the assignment that a solution of it stands for."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from spmdctx.search.solver.problem.problem import Edge, Problem
 
 
 class Choices(NamedTuple):
-    """The meaning of the states of one node. `split` and `states` are those of op nodes; `stored` and `taken` serve all.
+    """The meaning of the states of one node. Only op nodes have `split` and `states`; all nodes have `stored` and `taken`.
 
-    `unreduced` are the axes, as bits, over which a slot that may be handed on unreduced is.
+    `unreduced` are the axes, as bits, over which a slot is unreduced, if it may be handed on so.
     """
 
     stored: tuple[IntArray, ...]
@@ -42,17 +42,17 @@ class Choices(NamedTuple):
 
     @property
     def given(self) -> IntArray | None:
-        """The axes over which results are handed on unreduced; None where none is."""
+        """The axes over which results are handed on unreduced; None if the node has none."""
         return self.unreduced if self.states is None else self.states.unreduced_out
 
     @property
     def asked(self) -> IntArray | None:
-        """The axes over which operands are taken unreduced; None where none is."""
+        """The axes over which operands are taken unreduced; None if the node has none."""
         return self.unreduced if self.states is None else self.states.unreduced_in
 
 
 class Tables:
-    """Choices per node and the problem, for one mesh (that of the space)."""
+    """The choices of each node and the problem, for one mesh (that of the space)."""
 
     def __init__(self, network: Network, space: Space, setup: Setup, limits: AlgoLimits) -> None:
         self.network, self.space, self.forced, self._limits = network, space, setup.forced, limits
@@ -67,7 +67,7 @@ class Tables:
         self.choices = [self.choices_of(node) for node in network.nodes]
 
     def problem(self) -> Problem:
-        """The problem, without memory."""
+        """Builds the problem without memory."""
         costs = [choices.seconds * node.weight for choices, node in zip(self.choices, self.network.nodes, strict=True)]
         edges = []
         for carry, (weight, value) in self.network.carries.items():
@@ -86,7 +86,7 @@ class Tables:
         return Problem(tuple(costs), tuple(edges))
 
     def _coupled_nodes(self, couplings: Iterable[Coupling]) -> dict[tuple[int, int], Coupling]:
-        """Pairs of nodes that are coupled; what the search does not place has none."""
+        """Returns the pairs of nodes that are coupled; values that the search does not place have none."""
         found = {}
         for coupling in couplings:
             slots = [self.space.slot_of[value] for value in (coupling.parameter, coupling.value)]
@@ -96,7 +96,7 @@ class Tables:
         return found
 
     def choices_of(self, node: Node) -> Choices:
-        """Returns the choices of a node, which a search of fewer may narrow."""
+        """Returns the choices of a node; a subclass that searches fewer may narrow them."""
         if node.sort == "op":
             return self._op_choices(node)
         value = self.space.graph.values[node.member]
@@ -111,7 +111,10 @@ class Tables:
         return known
 
     def _with_partial(self, shape: tuple[int, ...], numbers: IntArray) -> tuple[IntArray, IntArray]:
-        """The shardings of a slot that may be handed on unreduced, and over which axes it is: none, or some that it is not split along."""
+        """Returns the shardings of a slot that may be handed on unreduced, and for each the axes over which it is unreduced.
+
+        They are no axes, or any along which the slot is not split.
+        """
         codes = axis_codes(self.space.mesh)
         used = np.bitwise_or.reduce(codes.bits[domain(self.space.mesh, shape).rows[numbers]], axis=1, initial=0)
         subsets = range(1 << len(codes.names(-1)))
@@ -119,7 +122,7 @@ class Tables:
         return np.concatenate(kept), np.repeat(np.array(subsets, dtype=np.int64), [len(own) for own in kept])
 
     def _numbers(self, shape: tuple[int, ...], pin: PinnedDims | None) -> IntArray:
-        """The shardings of a slot or use: all of its domain, or those that agree with a pin."""
+        """Returns the shardings of a slot or use: all of its domain, or those that agree with a pin."""
         known = domain(self.space.mesh, shape)
         kept = np.ones(len(known), dtype=bool)
         for dim, own in enumerate(pin or ()):
@@ -136,7 +139,7 @@ class Tables:
         space, op = self.space, self.space.graph.ops[node.member]
         shapes = shapes_of(space.graph, op)
         forced = self.forced.get(op.id)
-        # The kind of an op says nothing of its operands' types, on which its bytes depend.
+        # The kind of an op does not include its operands' types, on which its bytes depend.
         dtypes = tuple([space.graph.values[value].dtype for value in op.operands if value != LITERAL])
         later = node.later if self._unscattered.isdisjoint(op.results) else node.later._replace(scatters=False)
         key = (space.kind_of[op.id], tuple(shapes), dtypes, op.flops, forced, node.joins, node.terminal, later)
@@ -163,7 +166,7 @@ class Tables:
         return OpSplits(split.rows[places], operands, results)
 
     def _leaders(self, op: Op) -> list[int]:
-        """The operands of which an element-wise op must follow one; none where it need not."""
+        """Lists the operands of which an element-wise op must follow one; none if the op is free."""
         if not is_elementwise(op.rule):
             return []
         slots, loose = self.space.op_slots[op.id], self.space.free_slots
@@ -192,7 +195,7 @@ class Tables:
         )
         table = self._edges.get(key)
         if table is None:
-            # Weighted while it is small; columns before rows, which are then copied whole.
+            # Weighting comes first, while the table is small. Columns are taken before rows, so that rows are then copied whole.
             table = (self.reshard_s(known.shape, size) * weight).take(taken, axis=1).take(stored, axis=0)
             if self._passing[value]:
                 table += self._written_s(known.shape, item_bytes(known.dtype), stored, taken) * weight
@@ -209,7 +212,7 @@ class Tables:
 
     @staticmethod
     def _with_unreduced(table: FloatArray, source: Choices, target: Choices, stored: IntArray, taken: IntArray) -> FloatArray:
-        """Unreduced values only go where they are taken over the same axes, and as they are."""
+        """Forbids that an unreduced value goes to a target that takes it over other axes, or in another sharding."""
         given = np.zeros(len(stored), dtype=np.int64) if source.given is None else source.given
         asked = np.zeros(len(taken), dtype=np.int64) if target.asked is None else target.asked
         misfit = given[:, None] != asked[None, :]
@@ -223,9 +226,9 @@ class Tables:
         return np.where(used[taken][None, :] & ~used[stored][:, None], np.inf, table)
 
     def _with_reductions(self, table: FloatArray, made: Source, shape: tuple[int, ...], left: IntArray, stored: IntArray) -> FloatArray:
-        """Partial results are only left where lowering leaves them on the way to where they are stored (`space.reduction_plan`).
+        """Forbids stores that lowering does not reach from the state of a partial result (`reductions.reduction_plan`).
 
-        Sums of unreduced terms are scattered by the compiler: only into the split in which they are stored.
+        XLA scatters sums of unreduced terms, so these go only into the split in which they are stored.
         """
         source, op = self.choices[made.node], self.space.graph.ops[self.network.nodes[made.node].member]
         assert source.split is not None
@@ -255,7 +258,7 @@ class Tables:
         return table
 
     def reshard_s(self, shape: tuple[int, ...], size: int) -> FloatArray:
-        """Seconds from each sharding of a shape to each, with `size` bytes per element."""
+        """Returns the seconds from each sharding of a shape to each, with `size` bytes per element."""
         key = (shape, size)
         known = self._reshard_s.get(key)
         if known is None:
@@ -264,7 +267,7 @@ class Tables:
         return known
 
     def _written_s(self, shape: tuple[int, ...], size: int, stored: IntArray, taken: IntArray) -> FloatArray:
-        """`roofline.written_s` where a value that is only computed on the way changes its sharding."""
+        """Returns `roofline.written_s` for a value that is only computed on the way and changes its sharding."""
         slices = domain(self.space.mesh, shape).slices[stored]
         seconds = 2 * size * math.prod(shape) / slices / self.space.topology.memory_bytes_per_s
         return np.where(stored[:, None] != taken[None, :], seconds[:, None], 0.0)
@@ -273,14 +276,14 @@ class Tables:
         """Translates a choice of states to shardings of every op and value; values that are free to place are left whole."""
         space, folded = self.space, self.network.folded
         graph, mesh = space.graph, space.mesh
-        # Equal ones are one object, by which they are priced once.
+        # Equal shardings share one object, by which their prices are memoised.
         same: dict[OpSharding, OpSharding] = {}
         chosen = [self._op_sharding(node, states[node]) for node in range(len(folded.op_members))]
         shardings = [same.setdefault(own, own) for own in chosen]
         ops = []
         values: list[TensorSharding] = [space.shardings[space.whole[value.id]] for value in graph.values]
         for slot, dims in self.pins.items():
-            # What no op reads is no part of the search, but is where the user wants it.
+            # A value that no op reads is no part of the search, but lies where the user wants it.
             values[slot] = tuple([own or () for own in dims])
         for slot_class, node in self.network.slot_nodes.items():
             member = folded.slot_members[slot_class][0]
@@ -304,7 +307,10 @@ class Tables:
         return OpSharding(axis_codes(self.space.mesh).sharding(row))
 
     def _stored_sum(self, value: int, node: int, states: tuple[int, ...]) -> TensorSharding:
-        """Returns the sharding of a result that may be a sum of unreduced terms; only its readers slice it, if all of them do."""
+        """Returns the sharding of a result that may be a sum of unreduced terms.
+
+        If all readers slice the sum, it is left as the reduction makes it, and they slice it.
+        """
         choices, state, network = self.choices[node], states[node], self.network
         assert choices.split is not None
         assert choices.states is not None
