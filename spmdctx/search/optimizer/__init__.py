@@ -1,1 +1,1 @@
-"""The parallel optimizer (ZeRO): which optimizer state, gradients and weights are split, as pins and couplings."""
+"""The parallel optimizer (ZeRO): it splits optimizer state, gradients and weights, by pins and couplings."""

@@ -1,4 +1,4 @@
-"""What the context asks of the parallel optimizer."""
+"""The context's options of the parallel optimizer, read as the request to split its state."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""The parallel optimizer as part of a search: which tensors must be split like their parameter, and further, whatever its split is.
+"""The parallel optimizer as part of a search: the tensors that must be split like their parameter, and further, however it is split.
 
-    state(p)      is stored as p is, with all axes that p does not use added to one dimension of it (level 1)
-    gradient(p)   the same, where p has no state that would split it (level 2)
-    p             is stored as something with all other axes added to it; what it keeps is stored alike (level 3)
+    state(p)      is stored as p is, with all axes that p does not use added to one dimension of it (level 1 and 2)
+    p             is stored as something with all other axes added to it; its state is stored alike (level 3)
     sums(p)       of micro-batches: split like the state where accumulators are, else no further than p is
 
-What does not divide so stays as the parameter is. A search that keeps to these pairs finds the cheapest plan of all that the
-options allow, and its bound is one of them.
+A tensor that does not divide so stays as the parameter is. Gradients that no loop sums up are in no pair. A search that keeps to these
+pairs finds the cheapest plan of all that the options allow, and its bound holds for all of these.
 """
 
 from __future__ import annotations
@@ -23,7 +22,10 @@ from spmdctx.search.setup.request import ALL_REPLICAS, Coupling, OptimizerShardi
 
 
 def couplings(graph: Graph, num_devices: int, asked: OptimizerSharding, layerwise: frozenset[int]) -> tuple[Coupling, ...]:
-    """The pairs that a search must keep to; none where a part of the replicas shares a copy, for which the mesh is refined later."""
+    """Returns the pairs that a search must keep to.
+
+    There are none if only a part of the replicas shares a copy, for which the mesh is refined later.
+    """
     if asked.shard_size != ALL_REPLICAS or num_devices == 1:
         return ()
     whole = [replicated(len(value.shape)) for value in graph.values]
@@ -63,7 +65,7 @@ def _accumulators(graph: Graph, splits: Iterable[StateSplit]) -> dict[int, list[
 def name_what_is_split(
     graph: Graph, setup: Setup, assignment: Assignment, num_devices: int, asked: OptimizerSharding, layerwise: frozenset[int]
 ) -> None:
-    """Says in the set-up which inputs the parallel optimizer has split, and what it has left whole."""
+    """Adds to the set-up which inputs the parallel optimizer has split, and notes on those that it has left whole."""
     stored, inputs = assignment.values, frozenset(graph.inputs)
     whole = [replicated(len(value.shape)) for value in graph.values]
     _, small = splits_of(graph, whole, LogicalMesh.of({"replicas": num_devices}), asked, layerwise)

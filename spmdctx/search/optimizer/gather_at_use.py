@@ -1,4 +1,4 @@
-"""Weights that are stored split and gathered by what reads them: after they are made narrow, and one layer of a scan at a time."""
+"""Split weights that their readers gather late: after they are converted to a narrow type, and one layer of a scan at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmdctx.search.setup.request import Setup
 
 
 def readers_of(graph: Graph) -> dict[int, list[Op]]:
-    """Value id to the ops that read it, in order."""
+    """Returns the ops that read each value, in order, by value id."""
     readers: dict[int, list[Op]] = {}
     for op in graph.ops:
         for value in dict.fromkeys(op.operands):
@@ -24,14 +24,14 @@ def readers_of(graph: Graph) -> dict[int, list[Op]]:
 
 
 def is_slice(graph: Graph, op: Op) -> bool:
-    """Returns whether an op takes one layer of what a scan runs over."""
+    """Returns whether an op takes one layer of a value that a scan runs over."""
     return op.primitive == SCAN_ENTER and len(graph.values[op.results[0]].shape) < len(graph.values[op.operands[0]].shape)
 
 
 def keep_at_rest(
     graph: Graph, assignment: Assignment, weights: Mapping[int, TensorSharding], setup: Setup
 ) -> tuple[Assignment, frozenset[int]]:
-    """Lets what renames, narrows or slices a split weight pass the split on, so that it is gathered as late as possible.
+    """Lets ops that rename, narrow or slice a split weight pass the split on, so that it is gathered as late as possible.
 
     Returns:
         The assignment with those ops and their results split as the weights will be, and the ids of the ops.
@@ -55,7 +55,10 @@ def keep_at_rest(
 
 
 def _passed_on(graph: Graph, op: Op, sharding: TensorSharding) -> FactorAxes | None:
-    """The split of an op that hands on all of its operand's; None where it reads more than renames, or widens."""
+    """Returns the split of an op that hands on the whole split of its operand.
+
+    Returns None if the op does more than rename or slice its operand, or widens it.
+    """
     if not is_slice(graph, op) and (op.primitive not in RENAMES or len(op.operands) != 1):
         return None
     before, after = (item_bytes(graph.values[value].dtype) for value in (op.operands[0], op.results[0]))

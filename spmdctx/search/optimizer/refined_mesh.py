@@ -1,4 +1,4 @@
-"""A mesh with one of its axes in two, for state that is split over a part of the replicas only."""
+"""The refinement of a mesh that cuts one of its axes in two, for state that is split over only a part of the replicas."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorShardin
 from spmdctx.search.setup.request import Setup
 
 Parts = Mapping[str, AxisNames]
-"""Per axis of the old mesh, its axes in the new one, major first."""
+"""The axes of the new mesh for each axis of the old one, major first."""
 
 
 def refined(mesh: LogicalMesh, inner: Mapping[str, int]) -> tuple[LogicalMesh, Parts]:
-    """The mesh in which the neighbours along some axes have an axis of their own.
+    """Cuts axes of a mesh in two, so that neighbors along an axis get an axis of their own.
 
     Args:
         mesh: the mesh.
-        inner: per axis that is cut, the size of its minor part, which divides it.
+        inner: the size of the minor part of each axis that is cut, which divides it.
     """
     axes: list[tuple[str, int]] = []
     parts: dict[str, AxisNames] = {}
@@ -41,7 +41,7 @@ def _free_name(name: str, mesh: LogicalMesh) -> str:
 
 
 def refined_setup(setup: Setup, mesh: LogicalMesh, parts: Parts) -> Setup:
-    """The set-up on the refined mesh; every sharding splits what it did."""
+    """Translates a set-up to the refined mesh; every sharding splits what it did before."""
     if mesh == setup.mesh:
         return setup
     return replace(
@@ -58,7 +58,7 @@ def refined_setup(setup: Setup, mesh: LogicalMesh, parts: Parts) -> Setup:
 
 
 def refined_assignment(assignment: Assignment, parts: Parts) -> Assignment:
-    """The assignment on the refined mesh."""
+    """Translates an assignment to the refined mesh."""
     if all(own == (name,) for name, own in parts.items()):
         return assignment
     known: dict[TensorSharding, TensorSharding] = {}
@@ -72,7 +72,7 @@ def refined_assignment(assignment: Assignment, parts: Parts) -> Assignment:
 
 
 def refined_axes(axes: AxisNames, parts: Parts) -> AxisNames:
-    """Translates axes of the old mesh to the new one; returns them as they are where there is no new one."""
+    """Translates axes of the old mesh to the new one; returns them unchanged if the mesh has not changed."""
     return _names(axes, parts) if parts else axes
 
 

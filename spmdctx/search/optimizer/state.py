@@ -1,9 +1,10 @@
-"""The parallel optimizer: optimizer state, and weights where asked, split over the devices that would hold copies of them (ZeRO).
+"""The parallel optimizer: it splits optimizer state, and on request weights, over the devices that would hold copies of them (ZeRO).
 
-A search has said how every parameter is split; the mesh axes that are left are its replicas. Its state takes the parameter's own
+A search has said how every parameter is split. The mesh axes that are left are the parameter's replicas. Its state takes the parameter's
 sharding, with the replicas added to dimension 0 (dimension 1 of parameters stacked for a scan, whose dimension 0 counts layers).
-Then the update is planned again around it, and nothing else: gradients are reduce-scattered into it, and new weights gathered from
-it. With level 3 the weights are stored so too, and every op outside of the update still takes them as it did: it gathers them.
+
+Then only the update is planned again around the new state: gradients are reduce-scattered into it, and new weights are gathered from it.
+With level 3 the weights are stored split too. Every op outside the update still takes them whole, so it gathers them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REASON = "enable_parallel_optimizer splits it over the replicas"
 
 
 class StateSplit(NamedTuple):
-    """A parameter, the input values that are split like it (itself among them with level 3), its dimension and its replicas."""
+    """A parameter, the input values that are split like it (with level 3 itself too), the dimension that is split, and its replicas."""
 
     parameter: int
     values: tuple[int, ...]
@@ -41,13 +42,13 @@ class StateSplit(NamedTuple):
 def split_optimizer(
     step: Step, setup: Setup, assignment: Assignment, asked: OptimizerSharding, topology: Topology, layerwise: frozenset[int]
 ) -> tuple[Setup, Assignment]:
-    """The plan with the optimizer state split; the mesh is refined where `shard_size` cuts one of its axes.
+    """Splits the optimizer state of a plan; the mesh is refined if `shard_size` cuts one of its axes.
 
     Args:
         step: the step.
         setup: the set-up of the search.
-        assignment: what it found.
-        asked: what is split.
+        assignment: the plan that the search found.
+        asked: the split that the user asked for.
         topology: the machine.
         layerwise: parameters that have no replicas.
     """
@@ -67,7 +68,7 @@ def split_optimizer(
             unfit.append(graph.values[one.parameter])
             continue
         base = assignment.values[one.parameter]
-        # What the search has split on its own account stays so.
+        # A split that the search has made itself stays.
         stored |= {value: target for value in one.values if assignment.values[value] == base or not any(assignment.values[value])}
         if asked.level >= GRADIENTS_TOO and _is_weight(graph, one.parameter):
             gradients[one.parameter] = target
@@ -83,7 +84,7 @@ def split_optimizer(
 
 
 def scattered_gradients(graph: Graph, mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]) -> dict[int, int]:
-    """Parameters whose gradients may leave a loss of each device's own in pieces, where all inputs are whole, and along which dimension."""
+    """Returns the dimension along which a gradient may leave each device's loss in pieces, by parameter, if all inputs are whole."""
     whole = [replicated(len(value.shape)) for value in graph.values]
     splits, _ = splits_of(graph, whole, mesh, asked, layerwise)
     fitting = [one for one in splits if _is_weight(graph, one.parameter) and _target(graph, whole[one.parameter], mesh, one, one.replicas)]
@@ -91,7 +92,7 @@ def scattered_gradients(graph: Graph, mesh: LogicalMesh, asked: OptimizerShardin
 
 
 def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of a whole tensor."""
+    """Returns the bytes of a whole tensor."""
     return math.prod(shape) * item_bytes(dtype)
 
 
@@ -102,7 +103,7 @@ def _is_weight(graph: Graph, value: int) -> bool:
 def splits_of(
     graph: Graph, stored: Sequence[TensorSharding], mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]
 ) -> tuple[list[StateSplit], list[Value]]:
-    """The parameters that have replicas, with what of them is split; and those that are too small."""
+    """Returns the parameters that have replicas, each with the values to split; and the parameters that are too small."""
     readers = readers_of(graph)
     found, small = [], []
     for parameter, state in _owners(graph).items():
@@ -124,7 +125,10 @@ def splits_of(
 
 
 def _owners(graph: Graph) -> dict[int, list[int]]:
-    """Parameters in the order of the arguments with the state of their shape; state of a shape of its own owns itself."""
+    """Returns the state of each parameter, by parameter in the order of the arguments.
+
+    A state belongs to the parameter of its shape with the most similar path. State that belongs to none owns itself.
+    """
     inputs = [graph.values[value] for value in graph.inputs]
     owned: dict[int, list[int]] = {known.id: [] for known in inputs if known.role is Role.PARAMETER}
     by_shape: dict[tuple[int, ...], list[Value]] = {}
@@ -147,7 +151,7 @@ def _owners(graph: Graph) -> dict[int, list[int]]:
 
 
 def _common(first: str, second: str) -> int:
-    """Names that two paths have in common at their ends."""
+    """Counts the names that two paths have in common at their ends."""
     count = 0
     for own, other in zip(reversed(first.split("/")), reversed(second.split("/")), strict=False):
         if own != other:
@@ -157,13 +161,13 @@ def _common(first: str, second: str) -> int:
 
 
 def layer_dims(graph: Graph) -> list[int]:
-    """Counts the leading dimensions of each input that count layers of scans."""
+    """Counts for each input its leading dimensions that count layers of scans."""
     readers = readers_of(graph)
     return [_dim(graph, readers, value, {}) for value in graph.inputs]
 
 
 def _dim(graph: Graph, readers: Mapping[int, list[Op]], value: int, known: Mapping[int, int]) -> int:
-    """The first dimension that counts no layers of a scan; `known` has those of what goes into shard_maps."""
+    """Returns the first dimension that counts no layers of a scan; `known` holds the answers for values that go into shard_maps."""
     if value in known:
         return known[value]
     for op in readers.get(value, []):
@@ -189,7 +193,7 @@ def _inner_parts(splits: Iterable[StateSplit], mesh: LogicalMesh, size: int) -> 
 
 
 def _inner(replicas: AxisNames, mesh: LogicalMesh, size: int) -> AxisNames:
-    """The last of some axes, whose product is `size`; none where there are no such."""
+    """Returns the last of some axes whose product is `size`; none if there are no such axes."""
     for start in range(len(replicas)):
         if mesh.num_slices(replicas[start:]) == size:
             return replicas[start:]
@@ -197,20 +201,20 @@ def _inner(replicas: AxisNames, mesh: LogicalMesh, size: int) -> AxisNames:
 
 
 def _target(graph: Graph, base: TensorSharding, mesh: LogicalMesh, one: StateSplit, chosen: AxisNames) -> TensorSharding | None:
-    """The parameter's sharding with the chosen replicas added; None where there are none or they do not divide it."""
+    """Returns the parameter's sharding with the chosen replicas added; None if there are none, or they do not divide it."""
     target = (*base[: one.dim], base[one.dim] + chosen, *base[one.dim + 1 :])
     return target if chosen and divides(graph.values[one.parameter].shape, target, mesh) else None
 
 
 def small_note(small: Iterable[Value], threshold_bytes: int) -> list[str]:
-    """Says what is under the threshold."""
+    """Returns a note on the parameters below the threshold."""
     names = _names(small)
     limit = f"{threshold_bytes // 1024} KB (parallel_optimizer_threshold)"
     return [f"enable_parallel_optimizer leaves whole what holds less than {limit}: {names}."] if names else []
 
 
 def unfit_note(unfit: Iterable[Value], size: int) -> list[str]:
-    """Says what does not divide."""
+    """Returns a note on the values that do not divide."""
     names = _names(unfit)
     how = "over its replicas" if size == ALL_REPLICAS else f"over {size} of its replicas (optimizer_weight_shard_size)"
     return [f"enable_parallel_optimizer leaves whole what does not divide {how}: {names}."] if names else []

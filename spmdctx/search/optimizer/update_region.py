@@ -1,7 +1,7 @@
-"""The update of a step: the ops between the gradients and the next state, planned again around state that is split further.
+"""The update of a step, the ops between the gradients and the next state, planned again around state that is split further.
 
-An op belongs to it where no matrix product can be reached from it and none of its tensors has the batch in it. Only ops that hang
-together with the split state are planned again; all others, and what they read, stay as they are.
+An op belongs to the update if no matrix product can be reached from it and none of its tensors contains the batch. Only ops that hang
+together with the split state are planned again; all others, and the values that they read, stay as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def plan_update(
     *,
     splits_accumulators: bool,
 ) -> Assignment:
-    """The assignment with other shardings of some inputs, and an update that fits them.
+    """Returns the assignment with other shardings of some inputs, and an update that fits them.
 
     Args:
         space: the graph on its mesh.
@@ -35,7 +35,7 @@ def plan_update(
         stored: input values with their new shardings.
         gradients: parameters whose gradients must be split, and how.
         kept: ops whose split stands.
-        splits_accumulators: whether what a loop sums up may be split too.
+        splits_accumulators: whether the sums of loops may be split too.
     """
     graph, slot_of = space.graph, space.slot_of
     given = {slot_of[value]: sharding for value, sharding in stored.items()}
@@ -58,7 +58,7 @@ def plan_update(
 
 
 class _UpdateRegion:
-    """The ops and slots that may be planned again."""
+    """The ops and slots of the update that may be planned again."""
 
     def __init__(self, space: Space, kept: frozenset[int], splits_accumulators: bool) -> None:
         self._space = space
@@ -66,7 +66,7 @@ class _UpdateRegion:
         leaves = [value for value in graph.inputs if graph.values[value].role is Role.BATCH]
         self._batch = batch_dims(graph, leaves, space.mesh).found.keys()
         self._fixed = {space.slot_of[value] for value in graph.inputs}
-        # What the next turn of a loop over whole steps reads is no part of this turn's update.
+        # A value that the next turn of a loop over whole steps reads is no part of this turn's update.
         self._stored = frozenset([value for value, slot in enumerate(space.slot_of) if slot in self._fixed])
         terminal = terminal_values(graph, self._stored)
         self._fixed |= {slot for value, slot in enumerate(space.slot_of) if not terminal[value] or value in self._batch}
@@ -81,7 +81,10 @@ class _UpdateRegion:
         return self._batch.isdisjoint((*op.operands, *op.results))
 
     def gradient(self, parameter: int) -> int | None:
-        """The slot of the first value of a parameter's shape that its update is made of, after it is transposed, if it is."""
+        """Returns the slot of the first free value of a parameter's shape in its update: its gradient.
+
+        A value that only a transposition reads is skipped for the transposed one.
+        """
         space = self._space
         found, _ = self.around({parameter})
         alike = [slot for slot in found if space.shapes[slot] == space.shapes[parameter] and slot not in space.free_slots]
@@ -94,7 +97,7 @@ class _UpdateRegion:
         return bool(readers) and all(ops[index].primitive == "transpose" for index in readers)
 
     def around(self, start: set[int]) -> tuple[set[int], set[int]]:
-        """The free slots and the ops that hang together with some slots."""
+        """Returns the free slots and the ops that hang together with some slots."""
         space = self._space
         free: set[int] = set()
         ops: set[int] = set()
