@@ -1,7 +1,7 @@
-"""The cheapest choice of states that a test of the whole plan accepts, where the solver's problem only knows a part of the test.
+"""The cheapest choice of states that a test of the whole plan accepts, if the solver's problem only knows a part of the test.
 
-The cheapest choice is tested. If it fails, the choices that are left are divided by the first node that differs from it, each part is
-solved, and the cheapest of all parts is next. Exact where the parts are solved exactly, and the number of solutions is bounded.
+The search tests the cheapest choice. If it fails, the choices that are left are divided by the first node that differs from it. Each
+part is solved, and the cheapest of all parts is next. The result is exact if the parts are solved exactly and few enough are needed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from spmdctx.search.solver.unlimited.energy import EQUAL
 T = TypeVar("T")
 WORK = 2_000_000
 SHORT_WORK = WORK // 4
-"""Times a state is looked at beside a node, in all parts together; and as many where any plan will do."""
+"""Limits on the work of all parts together, as states times nodes looked at; the second is for searches for any plan."""
 
 
 class Accepted(NamedTuple, Generic[T]):
     """The accepted solution, or None, and a lower bound on all solutions that would be accepted (infinite if there are none).
 
-    Where it `is_cut`, too many solutions were left: the accepted one is the cheapest of those that were seen.
+    If it `is_cut`, too many solutions were left: the accepted one is the cheapest of those that were seen.
     """
 
     found: T | None
@@ -49,20 +49,20 @@ def cheapest_accepted(
     """Tries choices in the order of their cost.
 
     Args:
-        tables: what the states mean.
-        problem: what is minimised; its nodes begin with those of the tables.
+        tables: the meaning of the states.
+        problem: the problem to minimise; its nodes begin with those of the tables.
         first: its solution.
         solve: solves it with some states forbidden.
-        accept: what a solution is good for, None where it is not accepted.
-        work: states times nodes of all parts together that are looked at. What is found with less of it is found with more, or
-            something cheaper.
+        accept: turns a solution into a result, or None to reject it.
+        work: states times nodes of all parts together that are looked at. A search with more work finds the same solution, or a
+            cheaper one.
         tolerance: the gap, relative to the cost, at which to stop.
     """
     kinds = [_kinds(node, choices) for node, choices in zip(tables.network.nodes, tables.choices, strict=True)]
     most = max(1, work // max(1, len(problem.costs) * sum(map(len, problem.costs))))
     queue: list[tuple[float, int, Solution, Problem]] = [(first.lower_bound, 0, first, problem)]
     best: T | None = None
-    # No part that was given up without a proof has anything below `left`.
+    # A part that was given up without a proof has no solution below `left`.
     solved, cost, left = 0, float("inf"), float("inf")
     while queue and queue[0][0] < cost:
         bound, _, solution, part = heapq.heappop(queue)
@@ -84,14 +84,14 @@ def cheapest_accepted(
 
 
 def _cheapest(queue: Sequence[tuple[float, int, Solution, Problem]], cost: float, accept: Callable[[Solution], T | None]) -> T | None:
-    """The cheapest solution below a cost that is accepted."""
+    """Returns the cheapest solution below a cost that is accepted."""
     cheaper = sorted((one for one in queue if one[2].cost < cost), key=lambda one: (one[2].cost, one[1]))
     seen = (accept(one[2]) for one in cheaper)
     return next((one for one in seen if one is not None), None)
 
 
 def _kinds(node: Node, choices: Choices) -> IntArray | None:
-    """Numbers the states of a node by the plans that they lead to; returns None where the node is no part of the plan."""
+    """Numbers the states of a node by the plans that they lead to; returns None if the node is no part of the plan."""
     if node.sort == "use":
         return None
     if choices.states is None:
@@ -102,7 +102,7 @@ def _kinds(node: Node, choices: Choices) -> IntArray | None:
 
 
 def _divided(problem: Problem, kinds: Sequence[IntArray | None], states: Sequence[int]) -> list[Problem]:
-    """The problem without choices of which the same plan comes as of `states`, in parts."""
+    """Returns the problem, in parts, without the choices that lead to the same plan as `states`."""
     costs, parts = list(problem.costs), []
     for node, own in enumerate(kinds):
         if own is None:

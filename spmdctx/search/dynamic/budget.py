@@ -1,7 +1,7 @@
 """The cheapest plan of one mesh within a memory budget: the attempts of a schedule, each of which tries limits for the solver.
 
-The solver counts what is stored, what uses gather, and what the ops copy for themselves that run at the peak of a plan that does not
-fit. What else is alive there (values that are free to place, results on their way) is taken from its limit.
+The solver counts stored values, what uses gather, and the copies that ops make for themselves at the peak of a plan that does not
+fit. The bytes alive there beyond these (values that are free to place, results on their way) are taken from the solver's limit.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from spmdctx.search.solver.problem.problem import Infeasible, Known, Problem, So
 from spmdctx.search.solver.solve import may_be_proven, solve
 
 SAME_COST = 5e-10
-"""Share of a cost below which two costs are one."""
+"""Share of a cost below which two costs count as equal."""
 
 _LEAST_S = 1e-300
-"""Instead of a cost of nothing, of which no share can be told."""
+"""Takes the place of a cost of zero, of which no share can be taken."""
 
 _LIMIT_SPACING = 0.005
-"""Share of the budget by which the limits that are tried for a program that is not small differ at least."""
+"""Least share of the budget between two limits that are tried for a program that is not small."""
 
 
 class MeshProblem(NamedTuple):
     """A mesh whose fastest plan does not fit in the budget.
 
     Attributes:
-        tables: of the mesh.
-        problem: what the solver minimises, without memory.
+        tables: the tables of the mesh.
+        problem: the problem to minimise, without memory.
         fastest: the fastest plan on any mesh, with the set-up of this one.
         lower_bound_s: no plan on the mesh costs less, whatever memory it takes.
         starts: choices of states from which a search starts.
@@ -66,7 +66,8 @@ class Budget:
     def search_on(self, mesh: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan of a mesh whose peak is in the budget, if it can be below `known_s`.
 
-        What a short attempt finds is found by the long one: an error names budgets and device counts by short ones.
+        The long attempt finds a plan within every budget in which a short one does. Errors name budgets and device counts
+        that short attempts find, so these suffice.
         """
         standing, result, starts = Standing(known_s), None, mesh.starts
         for attempt in self.schedule.attempts:
@@ -93,14 +94,14 @@ class Budget:
             return solution
         bound_s = 0.0 if solution.is_proven else solution.lower_bound
         if math.isinf(solution.smallest_limit):
-            # Nothing is known to be enough but what the fastest plan takes.
+            # The bytes of the fastest plan are the only limit known to suffice.
             return _short_of(self.fastest_peak, fastest, bound_s)
         alive, enough = int(solution.least_usage + spare), int(solution.smallest_limit + spare)
         return Shortfall(op_at(memory, solution.time), alive, enough, fastest, lower_bound_s=bound_s)
 
 
 class _Limits:
-    """The limits that are left to try: those at most `low` are too low, and plans with `high` counted bytes are known."""
+    """The limits that are left to try: limits up to `low` are too low, and plans with `high` counted bytes are known."""
 
     def __init__(self, full: float, spacing: float) -> None:
         self.limit = self.high = self.full = full
@@ -108,7 +109,7 @@ class _Limits:
 
     @property
     def is_full(self) -> bool:
-        """Returns whether nothing is taken from the budget."""
+        """Returns whether the limit is the whole budget."""
         return self.limit == self.full
 
     @property
@@ -129,9 +130,9 @@ class _Limits:
 
 
 class _Run:
-    """One attempt. The last solution is where the next limit starts.
+    """One attempt. The next limit starts from the last solution.
 
-    After `result`, `fitting` holds the states of the plan that was found; `has_run_out` tells of a search that found none at any limit.
+    After `result`, `fitting` holds the states of the plan that was found. `has_run_out` says that no limit led to a plan.
     """
 
     def __init__(self, budget: Budget, mesh: MeshProblem, effort: Effort, known_s: float) -> None:
@@ -142,7 +143,7 @@ class _Run:
         full = float(budget.memory_bytes + on_chip(formulation.topology).total_bytes)
         self._limits = _Limits(full, 0.0 if small else _LIMIT_SPACING * full)
         self._level = effort.level
-        # Nothing that fits is cheaper than what need not.
+        # The bound without a budget holds within the budget too.
         self._bound_s = mesh.lower_bound_s
         self._nearest = Peak(0, 0)
         self._last: tuple[Sequence[int], ...] = ()
@@ -192,7 +193,7 @@ class _Run:
         limits = self._limits
         if limits.is_full and self._seen is None:
             return shortfall._replace(lower_bound_s=max(shortfall.lower_bound_s, self._bound_s))
-        # Too much was taken off for the copies of a plan that makes many; at most, what leaves the least that can be met.
+        # Too many bytes were taken off for a plan with many copies. Take off at most so many that the smallest feasible limit is left.
         return self._above(max(limits.limit, shortfall.enough_bytes - (self._budget.memory_bytes - limits.limit)))
 
     def _above(self, low: float) -> Found | Shortfall | None:
@@ -200,7 +201,7 @@ class _Run:
         return self._out_of_limits() if self._limits.is_exhausted else None
 
     def _counts_more(self, peak: Peak) -> bool:
-        """Counts what the ops at the peak of a plan that does not fit copy; false where that is counted already."""
+        """Adds the copies that ops make at the peak of a plan that does not fit; returns whether any was not counted yet."""
         if not self._nearest.bytes or peak.bytes < self._nearest.bytes:
             self._nearest = peak
         copies = dict.fromkeys(passing_at(self._mesh.tables.network, self._formulation.memory, peak.time))
@@ -210,7 +211,10 @@ class _Run:
         return True
 
     def _proves_more(self, solution: Solution) -> bool:
-        """Goes one level higher where that is likely to prove the solution; the first problem for which it is worth it is the last."""
+        """Raises the effort by one level if that is likely to prove the solution, and returns whether it did.
+
+        Only the first problem that is worth it gets the level, which then stays.
+        """
         is_proven = solution.cost - solution.lower_bound <= max(self._tolerance, SAME_COST) * solution.cost
         is_first = self._effort.proves and self._level == self._effort.level
         if is_proven or not is_first or not may_be_proven(solution, self._level + 1):
@@ -219,7 +223,7 @@ class _Run:
         return True
 
     def _with_plan(self, found: Found) -> Found | None:
-        """Keeps a plan that fits; returns the best one where more effort is not worth it."""
+        """Keeps a plan that fits; returns the best one if more effort is not worth it."""
         if self._seen is None or found.cost_s <= self._seen.cost_s:
             self._seen, self.fitting = found, self._last[0]
         gap_s = self._seen.cost_s - self._bound_s
@@ -229,7 +233,7 @@ class _Run:
         return None
 
     def _without_plan(self, limited: Problem, solution: Solution, peak: Peak) -> Found | Shortfall | None:
-        """Tries plans one by one where the effort allows it, then goes on at a lower limit."""
+        """Tries plans one by one if the effort allows it, then goes on at a lower limit."""
         if self._seen is not None and self._level > self._effort.level:
             return self._seen._replace(lower_bound_s=self._bound_s)
         limits = self._limits
@@ -260,7 +264,7 @@ class _Run:
 
 
 def _better(earlier: Found | Shortfall | Beaten | None, later: Found | Shortfall | Beaten, known_s: float) -> Found | Shortfall | Beaten:
-    """Returns the better result of two attempts, both of whose bounds hold."""
+    """Returns the better result of two attempts; the bounds of both hold."""
     if not isinstance(earlier, Found) or (isinstance(later, Found) and later.cost_s <= earlier.cost_s):
         return later
     bound_s = max(earlier.lower_bound_s, later.lower_bound_s)
@@ -274,5 +278,5 @@ def _standing(result: Found | Shortfall | Beaten, known_s: float, *, has_run_out
 
 
 def _short_of(nearest: Peak, fastest: Found, bound_s: float) -> Shortfall:
-    """Returns the shortfall where no plan was found, and the nearest had this peak."""
+    """Returns the shortfall if no plan was found; `nearest` is the lowest peak seen."""
     return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest, lower_bound_s=bound_s)

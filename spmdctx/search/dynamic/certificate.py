@@ -1,4 +1,4 @@
-"""What a search proved, as a bound of the plan's own price."""
+"""The certificate of a search: the bound that it proved, stated as a bound of the plan's own price."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ _WORTH_A_WORD = 1e-3
 
 
 class Certificate(NamedTuple):
-    """A bound of what a search minimised, and what it counted for the plan that it chose.
+    """A bound on the costs that a search minimised, and the cost that it counted for the plan that it chose.
 
     Attributes:
-        lower_bound_s: Nothing in the searched space is counted below it.
-        counted_s: What the search counted for the plan; None where the plan was changed after the search.
+        lower_bound_s: The search counts no assignment in its space below it.
+        counted_s: The cost that the search counted for the plan; None if the plan was changed after the search.
     """
 
     lower_bound_s: float
     counted_s: float | None = None
 
     def of_price(self, total_s: float) -> tuple[float, str]:
-        """The bound of the price, and what there is to say of it; empty where both count alike.
+        """Returns the bound of the price, and a sentence on the difference; the sentence is empty if both count alike.
 
-        Moves and sums that the compiler shares may make a plan cheaper than the search counted. What is counted too much for
-        this plan may be for others, so the bound is lowered by as much.
+        Moves and sums that XLA shares may make a plan cheaper than the search counted. Other plans may be cheaper by the same surplus,
+        so the bound is lowered by it.
 
         Args:
             total_s: Price of the plan.
@@ -39,6 +39,6 @@ class Certificate(NamedTuple):
 
 
 def gap_of(total_s: float, bound_s: float) -> float:
-    """Relative distance of a price from its bound; 0 where only the order of additions differs."""
+    """Returns the relative distance of a price from its bound; 0 if only the order of additions differs."""
     gap = total_s / bound_s - 1 if bound_s else 0.0
     return 0.0 if abs(gap) < _ROUNDING else gap

@@ -1,4 +1,4 @@
-"""How much work a search within a memory budget is worth: the efforts, and the attempts that are made on each mesh, as data."""
+"""The efforts of a search within a memory budget, and the schedules of attempts on each mesh, as data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Effort(NamedTuple):
     """The limits of one attempt.
 
     Attributes:
-        rounds: limits that are tried for what the solver does not count.
+        rounds: limits that are tried to make room for what the solver does not count.
         level: effort of the solver.
         tolerance: the gap, relative to the cost, that is near enough.
-        only_stored: whether the solver counts only what is stored.
-        counts_copies: whether it counts what ops copy for themselves, where that is too much.
-        branches: whether plans are tried one by one where what is counted does not suffice.
+        only_stored: whether the solver counts only stored values.
+        counts_copies: whether it counts the copies that ops make for themselves, if these do not fit.
+        branches: whether plans are tried one by one if the counted bytes fit and the plan does not.
         work: of the branching.
-        proves: whether what is left to prove of the plan is worth one more level.
+        proves: whether a plan's remaining gap is worth one more level.
         insists: the gap, relative to the cost, above which the plan's problem is solved once more, one level higher.
     """
 
@@ -49,7 +49,7 @@ THOROUGH = Effort(insists=0.01)
 """For the plan of a program that is not small."""
 
 SOFT = Effort(level=1, counts_copies=False)
-"""For a small program's plan within a budget that nobody set."""
+"""For a small program's plan within a budget that the user did not set."""
 
 QUICK = SOFT._replace(rounds=4, tolerance=0.005)
 """The same for a program that is not small."""
@@ -117,8 +117,8 @@ class Schedule(NamedTuple):
 
     Attributes:
         attempts: those made on each mesh, in this order.
-        stops_at_first: whether the first mesh with a plan will do.
-        enough: the gap, relative to the bound, of a plan that is not worth the search of another mesh.
+        stops_at_first: whether the search ends at the first mesh with a plan.
+        enough: the gap, relative to the bound, at which a plan makes the search of another mesh not worthwhile.
     """
 
     attempts: tuple[Attempt, ...]
@@ -132,7 +132,7 @@ HASTY_PLAN = Schedule((Attempt(HASTY),), stops_at_first=True)
 # An error names the budget of a plan that is found without proofs.
 PROVEN_PLAN = Schedule((Attempt(PROVEN), Attempt(ANY, out_of_limits)))
 
-# The first attempt is that of HASTY_PLAN: a budget that an error names is met. Where another mesh has a plan, this one must beat it.
+# The first attempt is that of HASTY_PLAN, so it meets a budget that an error names. If another mesh has a plan, this one must beat it.
 THOROUGH_PLAN = Schedule(
     (
         Attempt(HASTY, first_of_all),
@@ -149,5 +149,5 @@ _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolera
 
 QUICK_PLAN = Schedule((*_SHORT_ATTEMPTS, Attempt(QUICK, partial(unsettled, enough=_ENOUGH))), enough=_ENOUGH)
 
-# A large program has no plan within a budget that nobody set where a short attempt finds none.
+# If a short attempt finds no plan of a large program within a budget that the user did not set, the search gives up.
 QUICK_PLAN_OR_NONE = Schedule((*_SHORT_ATTEMPTS, Attempt(QUICK, partial(improvable, enough=_ENOUGH))), enough=_ENOUGH)

@@ -1,4 +1,4 @@
-"""One step as a problem for the solver, mesh by mesh, and plans from its solutions: what the searches of all modes share."""
+"""One step stated as a problem for the solver, mesh by mesh, and the plans read from its solutions; all searches with states share it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Formulation(Generic[TablesT]):
 
     @cached_property
     def memory(self) -> StepMemory:
-        """When the step's values are in memory."""
+        """The times at which the step's values are in memory."""
         step, fuses = self.step, self.topology.compiler.fuses_into_products
         return step_memory(step.graph, step.scopes, step.donated, fuses_into_products=fuses)
 
@@ -86,42 +86,42 @@ class Formulation(Generic[TablesT]):
         return self._make_tables(self.network(space, setup), space, setup, self.limits)
 
     def sought(self, problem: Problem) -> Sought:
-        """Returns a problem without memory that may be solved in several steps."""
+        """Returns the search of a problem without memory, which may be solved in several steps."""
         return Sought(problem, tolerance=self.limits.tolerance)
 
     def solve(self, sought: Sought, cutoff: float) -> Solution:
-        """Solves a problem without memory, as far as its solutions may be below the cutoff.
+        """Solves a problem without memory, as far as its solutions may cost less than the cutoff.
 
         Raises:
             StrategyError: no choice keeps all pins and parameters of the search.
         """
         solution = sought.solve(cutoff)
         if isinstance(solution, Infeasible):
-            # Everything whole is always possible; only pins and limits of the search can make that hard to see.
+            # Keeping everything whole is always possible. Only pins and limits of the search can hide that.
             solution = solve(sought.problem, effort=_LAST_EFFORT, tolerance=self.limits.tolerance)
         if isinstance(solution, Infeasible):
             raise StrategyError("The search found no way to keep all pins and algo parameters.", fix="leave some of them out")
         return solution
 
     def plan_of(self, setup: Setup, tables: Tables, solution: Solution) -> Found:
-        """Reads the plan from a solution, and places what the solver leaves open."""
+        """Reads the plan from a solution, and places the values that the solver leaves open."""
         states = solution.states[: len(tables.choices)]
         space, chosen = tables.space, tables.assignment(states, self.mode)
         entered = enter_as_stored(space, chosen)
         ways = [entered] if entered is chosen else [entered, chosen]
         placed = [place_free_values(space, store_as_read(space, way, tables.pins), tables.pins) for way in ways]
         assignment = placed[0] if len(placed) == 1 else min(placed, key=partial(self._price_s, mesh=setup.mesh))
-        # The batch lies as the plan has it; nobody asked for anything else.
+        # The batch lies as the plan has it; the user asked for nothing else.
         asked = {value: sharding for value, sharding in setup.seeds.items() if value in setup.partial_pins}
         return Found(replace(setup, seeds=asked), assignment, solution.cost, solution.lower_bound, solution.counts)
 
     def peak_of(self, found: Found) -> Peak:
-        """Returns the op at which most bytes are alive, copies and all, and how many."""
+        """Returns the op at which most bytes are alive, copies included, and how many."""
         bill = bill_of(self.step, found.assignment, found.setup.mesh, self.topology)
         return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes)
 
     def fits(self, found: Found, memory_bytes: int | None) -> bool:
-        """Says whether a plan's peak is in a budget."""
+        """Returns whether a plan's peak is within a budget."""
         return memory_bytes is None or self.peak_of(found).bytes <= memory_bytes
 
     def _price_s(self, assignment: Assignment, mesh: LogicalMesh) -> float:
@@ -130,6 +130,6 @@ class Formulation(Generic[TablesT]):
 
 
 def _numbered(pins: Mapping[int, object]) -> dict[int, int]:
-    """Numbers pins from 1 on, equal ones equally."""
+    """Numbers pins from 1 on; equal pins get equal numbers."""
     numbers: dict[object, int] = {}
     return {slot: numbers.setdefault(sharding, len(numbers) + 1) for slot, sharding in pins.items()}

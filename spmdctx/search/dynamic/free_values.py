@@ -1,4 +1,7 @@
-"""Values that depend on no input (positions, masks, tables): every device can make any block of them, so they go as their readers ask."""
+"""The placement of values that depend on no input (positions, masks, tables).
+
+Every device can make any block of such a value, so each takes the sharding that its readers want.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def place_free_values(space: Space, assignment: Assignment, pins: Mapping[int, P
     demands: dict[int, TensorSharding] = {}
     ops, values = list(assignment.ops), list(assignment.values)
     splits: dict[tuple[object, ...], OpSharding] = {}
-    # Equal ones are one object, by which they are priced once.
+    # Equal shardings share one object, by which their prices are memoised.
     same: dict[TensorSharding, TensorSharding] = {}
     fitting: dict[tuple[object, ...], TensorSharding] = {}
     for index in _around(space):
@@ -57,7 +60,7 @@ def place_free_values(space: Space, assignment: Assignment, pins: Mapping[int, P
 
 
 def _around(space: Space) -> list[int]:
-    """The ops that read or make what is free to place, the last one first."""
+    """Returns the ops that read or make a value that is free to place, the last one first."""
     every = ends(space.graph)
     free = np.zeros(len(space.slot_of) + 1, dtype=bool)
     free[list(space.free_slots)] = True

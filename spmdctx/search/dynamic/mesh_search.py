@@ -1,4 +1,4 @@
-"""The search of one mesh after the other: a first, short search, the fastest plan, and the cheapest one within a budget."""
+"""The search of one mesh after the other: a first, short search, the fastest plan, and the cheapest plan within a budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORTH_THREE = 1e-3
 
 
 class _Begun(NamedTuple):
-    """A mesh's problem without memory, and what a first, short search found, if there was one."""
+    """A mesh's problem without memory, and the solution of a first, short search, if there was one."""
 
     tables: Tables
     sought: Sought
@@ -33,7 +33,7 @@ class _Begun(NamedTuple):
 
 
 class MeshSearch:
-    """Searches single meshes, and keeps what later searches of them start from."""
+    """Searches single meshes, and keeps the solutions from which later searches of them start."""
 
     def __init__(self, step: Step, topology: Topology, options: DynamicOptions) -> None:
         self.formulation: Formulation[Tables] = Formulation(step, topology, options.limits, Tables, mode=MODE, folding=options.folding)
@@ -63,12 +63,15 @@ class MeshSearch:
         self._starts[setup.mesh] = solution.states
         if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - SAME_COST):
             return Beaten(solution.lower_bound)
-        # Of one mesh, most often the best one, which is the last that is not beaten.
+        # Of one mesh only: mostly the best one, which is the last that is not beaten.
         self._solved = {setup.mesh: (tables, sought.problem)}
         return self.formulation.plan_of(setup, tables, solution)
 
     def bound_in_any_order(self, setup: Setup, meshes: Sequence[LogicalMesh], known_s: float) -> float | None:
-        """Searches meshes of the same axes in several orders as one; returns their bound where none has a plan below `known_s`."""
+        """Searches meshes of the same axes in several orders as one.
+
+        Returns their bound if none of them has a plan below `known_s`, else None.
+        """
         cutoff = self._cutoff(setup.mesh, known_s)
         begun = self._begin(replace(setup, mesh=AnyOrder.of_meshes(meshes)))
         bound = self.formulation.solve(begun.sought, cutoff).lower_bound

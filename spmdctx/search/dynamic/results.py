@@ -1,4 +1,4 @@
-"""The options of dynamic programming, what a search returns, and the protocol of all searches."""
+"""The options of dynamic programming, the results of a search, and the protocol of all searches."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class DynamicOptions:
     Attributes:
         memory_bytes: budget per device, None for none.
         limits: parameters of the search.
-        max_axes: of the meshes that are tried; None for three where the program has at most `small_program` ops, else two.
-        is_soft: whether nobody set the budget, so that little time is spent on it.
-        wants_any: whether the first plan within the budget will do.
-        small_program: ops up to which meshes of three axes are tried unasked, and budgets are worth every proof.
-        large_program: ops from which a budget that nobody set is given up where a hasty attempt finds no plan.
-        schedule: the attempts within a budget; None for those that the program's size and the other options suggest.
-        folding: which ops are decided together.
+        max_axes: of the meshes that are tried; None for three if the program has at most `small_program` ops, else two.
+        is_soft: whether the budget is not the user's, so that little time is spent on it.
+        wants_any: whether any plan within the budget will do.
+        small_program: ops up to which meshes of three axes are tried by default, and budgets are worth every proof.
+        large_program: ops from which a budget that the user did not set is given up if a hasty attempt finds no plan.
+        schedule: the attempts within a budget; None to derive them from the program's size and the other options.
+        folding: the options of the fold that decides ops together.
     """
 
     memory_bytes: int | None = None
@@ -68,7 +68,7 @@ class DynamicOptions:
 class Found(NamedTuple):
     """The best assignment on one mesh.
 
-    `cost_s` is what the search minimises, `lower_bound_s` what no assignment in its space goes below.
+    `cost_s` is the cost that the search minimises; no assignment in its space costs less than `lower_bound_s`.
     """
 
     setup: Setup
@@ -81,8 +81,8 @@ class Found(NamedTuple):
 class Shortfall(NamedTuple):
     """No plan on the mesh fits: the op at which memory runs out, the least bytes alive there, and a budget that may suffice.
 
-    `fastest` is the best plan without the budget. `is_proven` where no plan at all takes fewer than `least_bytes` at its peak; else
-    no such plan was found. No plan within the budget that was missed is below `lower_bound_s`.
+    `fastest` is the best plan without the budget. If `is_proven`, every plan takes at least `least_bytes` at its peak; else the search
+    found no smaller one. No plan within the budget that the search missed costs less than `lower_bound_s`.
     """
 
     time: int
@@ -94,7 +94,7 @@ class Shortfall(NamedTuple):
 
 
 class Beaten(NamedTuple):
-    """Nothing on the mesh is cheaper than what was found on another one."""
+    """No plan on the mesh is cheaper than one that was found on another mesh."""
 
     lower_bound_s: float
 

@@ -1,11 +1,11 @@
 """dynamic_programming: the cheapest choice of a split for every op, with a proof.
 
-With one state `x_n` per node of the network (an op's split and what becomes of its results, a slot's sharding, a use's sharding)
+With one state `x_n` per node of the network (an op's split and the treatment of its results, a slot's sharding, a use's sharding)
 
     minimise    sum_n weight_n seconds_n(x_n)  +  sum of weight * reshard seconds over the edges
     subject to  bytes alive at every op  <=  memory_bytes
 
-over every legal split on every mesh that is tried. The solver minimises exactly; what it cannot prove it bounds.
+over every legal split on every mesh that is tried. The solver minimises exactly; where it cannot prove a minimum it gives a bound.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmdctx.search.setup.request import Request, Setup
 
 
 def plan_dynamic(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> Found | Shortfall:
-    """Finds the cheapest assignment over all meshes that may be tried: the user's, where the request names one."""
+    """Finds the cheapest assignment over all meshes that may be tried; only the user's, if the request names one."""
     return Searcher(step, topology, options).plan(request)
 
 
@@ -44,7 +44,7 @@ def lower_bound_s(step: Step, request: Request, topology: Topology, options: Dyn
 
 
 def mesh_is_fixed(request: Request) -> bool:
-    """Says whether the user or their strategies name a mesh."""
+    """Returns whether the user or their strategies fix a mesh."""
     named = request.marks or request.value_pins or request.manual or isinstance(request.dataset, tuple)
     return request.mesh is not None or bool(named)
 
@@ -87,9 +87,9 @@ class Searcher(Search):
 
 
 class Budgets:
-    """The cheapest plans of one request within budgets; what no budget changes is done once.
+    """The cheapest plans of one request within several budgets; the work that no budget changes is done once.
 
-    What is proven within one budget says nothing of others, and a budget that an error names is met by a search that knows no other.
+    A proof within one budget says nothing of other budgets. So a budget that an error names is met by a search of its own too.
     """
 
     def __init__(self, meshes: MeshSearch, setups: list[Setup]) -> None:
@@ -109,7 +109,7 @@ class Budgets:
         """Sorts the set-ups by the costs that a first, short search finds on their meshes."""
         if len(setups) <= 2:
             return setups
-        # A first search on three axes takes as long as all of the others, and says less.
+        # A first search on three axes takes as long as all the others together, and says less.
         few = [setup for setup in setups if len(setup.mesh.axes) < MAX_AXES]
         costs_s = {setup.mesh: self._meshes.first_cost_s(setup) for setup in few}
         few.sort(key=lambda setup: costs_s[setup.mesh])
@@ -130,7 +130,7 @@ class Budgets:
         return best._replace(lower_bound_s=min([best.cost_s, *self._bounds.values()]))
 
     def _beaten_in_any_order(self, setup: Setup, known_s: float) -> Beaten | None:
-        """Tries the meshes of three axes of the same sizes as one, before the first of them."""
+        """Bounds the meshes of three axes of the same sizes together, before the first of them is searched."""
         sizes = sorted(setup.mesh.shape)
         alike = [other.mesh for other in self._setups if sorted(other.mesh.shape) == sizes]
         is_free = not (setup.pins or setup.partial_pins or setup.forced)
@@ -143,12 +143,15 @@ class Budgets:
         return Beaten(bound)
 
     def _cheapest(self, budget: Budget) -> Found | Shortfall:
-        """Finds the cheapest assignment on any of the meshes whose peak is in the budget; that of the fastest one is not."""
+        """Finds the cheapest assignment on any of the meshes whose peak is in the budget.
+
+        The fastest plan's peak is not.
+        """
         schedule, fastest, bounds = budget.schedule, self._fastest, dict(self._bounds)
         best: Found | None = None
         least: Shortfall | None = None
         is_proven = True
-        # The most promising first, so that most of the others need no look.
+        # The most promising mesh comes first, so that most others need no search.
         for setup in sorted(self._setups, key=lambda setup: (setup.mesh != fastest.setup.mesh, bounds[setup.mesh])):
             known_s = float("inf") if best is None else best.cost_s * (1 - schedule.enough)
             if best is not None and (schedule.stops_at_first or bounds[setup.mesh] >= known_s):

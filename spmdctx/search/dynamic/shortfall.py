@@ -1,4 +1,4 @@
-"""The error where no plan fits in memory: what runs out where, and what would be enough."""
+"""The errors where no plan fits in memory: they name the op where it runs out, and a budget or device count that is enough."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ _LARGEST = 3
 _MOST_DEVICES = 4096
 _ATTEMPTS = 10
 _MOST_ATTEMPTS = 60
-"""Searches for the least budget: of a program that is not small, and of a small one, whose least is found to the byte."""
+"""Searches for the least budget. The first number is for programs that are not small, the second for small ones, to the byte."""
 
 _JUMPS = 2
-"""Failures in a row after which the bytes of a small program's smallest plan seen are no longer tried."""
+"""Failures in a row after which the search no longer tries the bytes of a small program's smallest plan seen."""
 
 _NEAR = 0.005
-"""Share of the budget that is not worth another search."""
+"""Share of the budget by which it may be too large without another search."""
 
 _STAYS = 0.9
-"""More devices are no help where the least that is alive does not get smaller by a tenth."""
+"""More devices are tried only if the least bytes alive shrink by a tenth."""
 
 
 def infeasible(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> InfeasibleError:
-    """The error for a budget that no plan meets; it searches on more devices for the smallest number that does."""
+    """Returns the error for a budget that no plan meets.
+
+    It searches on more devices for the smallest number that meets the budget.
+    """
     count = _enough_devices(step, request, topology, options)
     budget = _enough_bytes(step, request, topology, options, found)
     enough = f"memory_bytes={budget} ({bytes_text(budget)})"
@@ -50,7 +53,7 @@ def infeasible(step: Step, request: Request, topology: Topology, options: Dynami
 
 
 def over_device(step: Step, num_devices: int, topology: Topology, found: Shortfall) -> str:
-    """The note where nobody set a budget, and no plan fits in the memory of the devices."""
+    """Returns the note for a budget that the user did not set, where no plan fits in the memory of the devices."""
     devices, has = counted(num_devices, "device"), f"fits in the {bytes_text(topology.memory_bytes)} of a {topology.device}"
     alive = f"{bytes_text(found.least_bytes)} alive at {place_of(step, found.time)}"
     proven, seen = f"No plan on {devices} {has}: each has at least {alive}.", f"the smallest that was seen has {alive}."
@@ -59,7 +62,7 @@ def over_device(step: Step, num_devices: int, topology: Topology, found: Shortfa
 
 
 def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int, topology: Topology) -> InfeasibleError:
-    """The error where nothing was searched for memory (one device, propagation), and the plan is over the budget."""
+    """Returns the error for a plan over the budget that was not searched within it (one device, propagation)."""
     time = bill.memory_profile.index(bill.memory_bytes)
     what, fix = "The step on one device", "set device_num to more devices"
     if num_devices > 1:
@@ -74,14 +77,14 @@ def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int, top
 
 
 def place_of(step: Step, time: int) -> str:
-    """An op, its name where it has one, and its line."""
+    """Returns an op's primitive, its name if it has one, and its line."""
     origin = step.graph.origins[time]
     name = f" {origin.name!r}" if origin.name else ""
     return f"{step.graph.ops[time].primitive}{name} ({origin.source})"
 
 
 def _largest(step: Step, topology: Topology, time: int) -> str:
-    """The largest values alive at an op, by their whole size."""
+    """Returns the largest values alive at an op, by their whole size."""
     graph = step.graph
     memory = step_memory(graph, step.scopes, step.donated, fuses_into_products=topology.compiler.fuses_into_products)
     alive = [life.value for life in memory.lives if life.start <= time <= life.end]
@@ -108,7 +111,10 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _enough_bytes(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> int:
-    """The least budget that a plan is found for; of a program that is not small, as near to it as a few short searches get."""
+    """Returns the least budget within which the search finds a plan.
+
+    For a program that is not small, it comes as near to the least as a few short searches get.
+    """
     is_exact = options.is_small(step)
     enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
     attempt, failures = max(found.enough_bytes, short + 1), 0
@@ -121,7 +127,7 @@ def _enough_bytes(step: Step, request: Request, topology: Topology, options: Dyn
             break
         result = budgets.within(replace(any_plan, memory_bytes=attempt))
         if isinstance(result, Shortfall):
-            # The smallest plan that was seen is mostly found within its own bytes, or little more.
+            # The smallest plan seen is mostly found within its own bytes, or little more.
             short, failures = attempt, failures + 1
             attempt = result.enough_bytes
             if not is_exact:
@@ -129,7 +135,7 @@ def _enough_bytes(step: Step, request: Request, topology: Topology, options: Dyn
             elif failures > _JUMPS:
                 attempt = short
         else:
-            # What a plan takes is often the least already; only of a small program is it sure to be found within that.
+            # The bytes of a plan are often the least already. Only a small program's plan is sure to be found within its own bytes.
             taken, failures = _peak_bytes(step, topology, result), 0
             enough, attempt = (taken, taken - 1) if is_exact else (attempt, min(taken, (short + attempt) // 2))
     return enough
@@ -140,11 +146,14 @@ def _peak_bytes(step: Step, topology: Topology, found: Found) -> int:
 
 
 def _enough_devices(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> int | None:
-    """The first doubling of the devices on which the budget is met; None where the user's code fixes the mesh, or none does."""
+    """Returns the first doubling of the devices that meets the budget.
+
+    Returns None if the user's code fixes the mesh, or no doubling meets it.
+    """
     if mesh_is_fixed(request):
         return None
     count, least = request.num_devices, float("inf")
-    # Meshes of three axes are many, and little is gained by them.
+    # There are many meshes of three axes, and little is gained by them.
     any_plan = replace(options, wants_any=True, max_axes=min(2, options.max_axes or 2))
     while count < _MOST_DEVICES:
         count *= 2

@@ -1,6 +1,7 @@
-"""What every reader takes as a slice is stored so sliced, where nobody asks for more: whole it costs the same seconds and more memory.
+"""The placement of values that every reader takes as a slice: they are stored sliced unless the user asks for more.
 
-This is about arguments, and about what depends on no input and enters a loop.
+Stored whole, such a value costs the same seconds and more memory. This applies to arguments, and to values that depend on no input and
+enter a loop.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from spmdctx.search.setup.marks import PinnedDims
 
 
 def store_as_read(space: Space, assignment: Assignment, pins: Mapping[int, PinnedDims]) -> Assignment:
-    """Splits arguments, and what enters loops for nothing, as far as all of their readers do.
+    """Splits arguments, and values that enter loops for free, as far as all of their readers do.
 
     Left as they are: values that are tied to another one (state), that the step returns, that no op reads, or whose slots are in
     `pins`.
@@ -45,9 +46,9 @@ def store_as_read(space: Space, assignment: Assignment, pins: Mapping[int, Pinne
 
 
 def enter_as_stored(space: Space, assignment: Assignment) -> Assignment:
-    """Lets loops be entered in the split in which they keep what enters, where that is a slice on the way in.
+    """Lets loops take entering values in the split in which they keep them, where that is a slice on the way in.
 
-    It may have to be written for that. The same object where nothing changes.
+    The slice may have to be written for that. Returns the same object if nothing changes.
     """
     ops = list(assignment.ops)
     for op in space.graph.ops:
@@ -68,7 +69,7 @@ def _is_slice(whole: TensorSharding, part: TensorSharding) -> bool:
 
 
 def _is_free(space: Space, op: Op) -> bool:
-    """Returns whether a loop's entry takes what depends on no input, and hands it to ops that are part of the search."""
+    """Returns whether a loop's entry takes a value that depends on no input, and hands it to ops that are part of the search."""
     slots = space.op_slots[op.id]
     return slots[0] in space.free_slots and slots[1] not in space.free_slots
 
@@ -82,5 +83,5 @@ def _alone(space: Space, values: Sequence[int], pins: Mapping[int, PinnedDims]) 
 
 
 def _common(first: AxisNames, second: AxisNames) -> AxisNames:
-    """The axes with which both begin."""
+    """Returns the axes that two dimensions have in common at the start."""
     return tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
