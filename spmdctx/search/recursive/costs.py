@@ -9,7 +9,7 @@ With the local edges `i x k` and `k x j` of a matrix product, `c` = mem_coeff, a
     convolution       cut B (batch): |filter| h; where the batch cannot be cut any more, output channels: |in| h, and input
                       channels: |out| h
 
-J and K exclude each other. To each is added the redistribution: 16 times the local elements of every tensor whose producer
+J and K exclude each other. The redistribution is added to each count: 16 times the local elements of every tensor whose producer
 was decided before and cut otherwise (MindSpore, auto_parallel/rec_core; `mem_coeff` is its rp_matmul_mem_coef).
 """
 
@@ -28,10 +28,10 @@ _BATCHED_SHARE = 0.15
 
 
 class Roles(NamedTuple):
-    """Factors of a main op by the name of the cut, each in the order in which they are cut.
+    """The factors of a main op by the name of the cut, each in the order in which they are cut.
 
-    `kind` is "matmul", "batch_matmul" or "conv". `tensors` are the factors of A, B and C; where the weight is the left
-    operand, A is the right one.
+    `kind` is "matmul", "batch_matmul" or "conv". `tensors` are the factors of A, B and C. If the weight is the left operand, A is the right
+    one.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Roles(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One way to go on: the cut and its factor (-1: none), elements by the op itself and by redistribution; why it is forbidden."""
+    """One option of a round: the cut and its factor (-1: none), elements by the op and by redistribution, and why it is forbidden."""
 
     cut: str
     factor: int
@@ -51,7 +51,7 @@ class Option(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Elements in all."""
+        """The sum of both element counts."""
         return self.op_cost + self.rest_cost
 
 
@@ -82,13 +82,13 @@ def _factors(dims: Sequence[tuple[int, ...]]) -> dict[int, None]:
 
 
 def op_costs(roles: Roles, elements: Sequence[float], local: Sequence[int], parts: int, mem_coeff: float) -> dict[str, float]:
-    """Elements that each cut costs by itself, no cut last.
+    """Returns the elements that each cut costs by itself, the option of no cut last.
 
     Args:
         roles: of the op.
         elements: local elements of A, B and C.
         local: local size per factor.
-        parts: into how many parts the cut divides.
+        parts: the number of parts into which the cut divides.
         mem_coeff: price of cutting I.
     """
     share = (parts - 1) / parts
@@ -107,7 +107,7 @@ def op_costs(roles: Roles, elements: Sequence[float], local: Sequence[int], part
 
 
 def describe(option: Option, parts: int) -> str:
-    """One line of the log, as MindFormers' guide quotes it."""
+    """Writes an option as one line of the log, as MindFormers' guide quotes it."""
     axis = f"{option.cut}-axis"
     if option.forbidden:
         return f"The {axis} is forbidden: {option.forbidden}."
@@ -116,5 +116,5 @@ def describe(option: Option, parts: int) -> str:
 
 
 def describe_choice(option: Option) -> str:
-    """The line that says what was chosen."""
+    """Writes the line that names the chosen option."""
     return "Choose NOT to cut" if option.cut == NO_CUT else f"Choose to cut the {option.cut}-axis"

@@ -1,4 +1,4 @@
-"""The folded program as a graph of its own, on which the rounds run: one op per class, one value per class of slots."""
+"""The folded program as a graph of its own, on which the rounds run: one op per class of ops, one value per class of slots."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Folded:
     Attributes:
         graph: one op per class. A value may have several producers, as a loop's carry does.
         loose: its values that depend on no input.
-        members: per op of the graph those that it stands for, in order.
+        members: per op of the graph, the ops of the program that it stands for, in order.
         value_of: slot of the program to value of the graph.
         followers: ops of the graph that are backward products.
-        inputs: what the operands of the main ops are.
+        inputs: the kinds of the main ops' operands.
     """
 
     graph: Graph
@@ -32,7 +32,7 @@ class Folded:
     inputs: dict[int, Inputs]
 
     def setup(self, setup: Setup, space: Space) -> Setup:
-        """The same pins, seeds and directions for the folded graph."""
+        """Translates the pins, seeds and directions of a set-up to the folded graph."""
         op_of = {members[0]: index for index, members in enumerate(self.members)}
         pins, seeds = (
             {self.value_of[slot]: sharding for value, sharding in given.items() if (slot := space.slot_of[value]) in self.value_of}
@@ -44,7 +44,7 @@ class Folded:
 
 
 def folded_program(space: Space, found: Fold) -> Folded:
-    """The graph of a fold; each class has its first member's shapes and rule, and the repeats of all."""
+    """Returns the graph of a fold; each class has its first member's shapes and rule, and the sum of all members' repeats."""
     value_of = {slot: number for number, own in enumerate(found.slot_members) for slot in own}
     values = [_value(space, number, own[0], Role.INTERMEDIATE) for number, own in enumerate(found.slot_members)]
     inputs: dict[int, None] = {}

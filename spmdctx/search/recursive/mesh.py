@@ -1,4 +1,4 @@
-"""The mesh of recursive_programming: one axis per round, then rounds that cut alike are joined into one axis."""
+"""The mesh of recursive_programming: one axis per round; then rounds that cut alike are joined into one axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_AXES = 3
 
 
 def round_mesh(num_devices: int) -> LogicalMesh:
-    """One axis per prime factor, the largest first, so that odd parts are dealt out while dimensions are still long."""
+    """Returns a mesh of one axis per prime factor, the largest first, so that odd parts are dealt out while dimensions are still long."""
     primes, rest, divisor = [], num_devices, 2
     while rest > 1:
         if rest % divisor:
@@ -25,12 +25,12 @@ def round_mesh(num_devices: int) -> LogicalMesh:
 
 
 def join_axes(mesh: LogicalMesh, uses: Iterable[tuple[AxisNames, float]], most: int = MOST_AXES) -> list[AxisNames]:
-    """Groups of neighbouring axes that are used as one.
+    """Returns groups of neighbouring axes that are used as one.
 
     Args:
         mesh: the mesh of the rounds.
-        uses: axes that split a factor or a dimension, with the weight of the op; infinite where they must stay.
-        most: the number of groups that is wanted; joins that break uses are made, the lightest first, as long as there are more.
+        uses: axes that split a factor or a dimension, with the weight of the op; infinite for axes that must stay.
+        most: the number of groups that is wanted. While there are more, joins that break uses are made, the lightest first.
     """
     broken = dict.fromkeys(pairwise(mesh.names), 0.0)
     for names, weight in uses:
@@ -54,16 +54,16 @@ def join_axes(mesh: LogicalMesh, uses: Iterable[tuple[AxisNames, float]], most: 
 
 
 def joined_mesh(mesh: LogicalMesh, groups: list[AxisNames]) -> LogicalMesh:
-    """One axis per group, under the default names."""
+    """Returns a mesh with one axis per group, under the default names."""
     return LogicalMesh.of([mesh.num_slices(group) for group in groups])
 
 
 def translate(names: AxisNames, groups: Mapping[str, tuple[str, AxisNames]]) -> AxisNames:
-    """Axes of the joined mesh for axes of the rounds; a group of which a part is missing splits nothing any more.
+    """Returns the axes of the joined mesh for axes of the rounds; a group with a missing part splits nothing any more.
 
     Args:
         names: axes of one dimension or factor, in the order of the mesh.
-        groups: per axis of the rounds the joined axis and all of its parts.
+        groups: per axis of the rounds, the joined axis and all of its parts.
     """
     found: list[str] = []
     position = 0
@@ -77,5 +77,5 @@ def translate(names: AxisNames, groups: Mapping[str, tuple[str, AxisNames]]) -> 
 
 
 def translate_all(sharding: TensorSharding, groups: Mapping[str, tuple[str, AxisNames]]) -> TensorSharding:
-    """`translate` for each dimension or factor."""
+    """Applies `translate` to each dimension or factor."""
     return tuple([translate(names, groups) for names in sharding])

@@ -1,4 +1,4 @@
-"""recursive_programming from request to plan: the search, the memory budget, and the suggested stage count."""
+"""The way of recursive_programming from request to plan: the search, the memory budget, and the suggested stage count."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from spmdctx.search.recursive.stages import suggest_stages
 from spmdctx.search.setup.request import Request, Setup
 
 _ATTEMPTS = 6
-"""Budgets that are tried before an error names what the fastest plan takes."""
+"""Budgets that are tried before an error names the bytes of the fastest plan."""
 
 
 def plan_recursive(step: Step, request: Request, topology: Topology, options: RecursiveOptions) -> tuple[Setup, Assignment]:
-    """Finds the mesh, where the user gave none, and an assignment on it.
+    """Finds the mesh, unless the user gave one, and an assignment on it.
 
     Args:
         step: the traced step.
-        request: what the user asked for; more than one device.
+        request: the user's request; more than one device.
         topology: the machine.
         options: see there.
 
@@ -58,7 +58,10 @@ def _infeasible(step: Step, request: Request, topology: Topology, options: Recur
 
 
 def _enough_bytes(step: Step, request: Request, topology: Topology, options: RecursiveOptions, found: Shortfall) -> int:
-    """A budget that this search finds a plan in: the first of those that its failures name, else what its fastest plan takes."""
+    """Returns a budget within which this search finds a plan.
+
+    It tries the budgets that the search's failures name, and takes the first with a plan, else the bytes of the fastest plan.
+    """
     budget = found.enough_bytes
     for _ in range(_ATTEMPTS):
         tried = RecursiveSearcher(step, topology, replace(options, memory_bytes=budget)).plan(request)

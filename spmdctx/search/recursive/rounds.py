@@ -1,7 +1,7 @@
 """The rounds of recursive_programming: each mesh axis in turn cuts one factor of each main op, in topological order.
 
-A round looks only at what came before it in the same round, so all rounds of one op are decided before the next op: the
-decisions are the same. Ops that are no main ops pass on what their operands have, at no cost. A product of the backward pass
+A round depends only on decisions that came before it in the same round. So all rounds of one op can be decided before the next op, with
+the same decisions. Ops that are no main ops pass on the shardings of their operands, at no cost. A product of the backward pass
 follows the forward product with which it shares an operand.
 """
 
@@ -27,7 +27,7 @@ _OTHER_FORMS = RENAMES | {"optimization_barrier"}
 
 
 Inputs = tuple[int, int]
-"""What the two operands of a main op are: `_ARGUMENT`, `_WEIGHT` or `_OTHER`."""
+"""The kinds of a main op's two operands: `_ARGUMENT`, `_WEIGHT` or `_OTHER`."""
 
 
 class Round(NamedTuple):
@@ -47,7 +47,7 @@ class Decision(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """The end of all rounds: decisions by op id, and the sharding number of each slot as far as they spread forwards."""
+    """The result of all rounds: decisions by op id, and a sharding number for each slot as far as the decisions spread forwards."""
 
     space: Space
     decisions: dict[int, Decision]
@@ -59,10 +59,10 @@ def decide(space: Space, setup: Setup, mem_coeff: float, followers: frozenset[in
 
     Args:
         space: the graph on a mesh with one axis per round.
-        setup: pins and forced ops, which stand; seeds, which spread like the cuts of an op that came before.
+        setup: pins and forced ops, which stand; seeds, which spread like the cuts of an earlier op.
         mem_coeff: price of cutting the rows of a matrix product.
         followers: op ids of products that are not decided by themselves.
-        inputs: what the operands of each main op are.
+        inputs: the kinds of each main op's operands.
     """
     spreader = Spreader(space, setup.pins, setup.forced, setup.one_way)
     if setup.forced or setup.pins:
@@ -83,7 +83,7 @@ def decide(space: Space, setup: Setup, mem_coeff: float, followers: frozenset[in
 
 
 def main_ops(graph: Graph) -> list[int]:
-    """Ids of products and convolutions with two operands."""
+    """Lists the ids of products and convolutions with two operands."""
     return [op.id for op in graph.ops if op.primitive in MATRIX_PRODUCTS and LITERAL not in op.operands[:2] and not op.rule.reason]
 
 
@@ -97,7 +97,7 @@ class _Rounds:
         self._memo: dict[tuple[int, ...], Decision] = {}
 
     def take(self, index: int) -> None:
-        """Decides one op, and gives its tensors the sharding that follows."""
+        """Decides one op, and gives its tensors the shardings that follow."""
         space, state = self.space, self.spreader.state
         op = space.graph.ops[index]
         inputs = self.inputs[index]
@@ -122,7 +122,7 @@ class _Rounds:
         splittable = space.splittable(rule)
         taken = merge(rule, [pair for pair in tensors if any(pair[1])], splittable, space.mesh)
         roles = self._roles_of(op, splittable, swapped=inputs == (_WEIGHT, _OTHER))
-        # Tensors that an op before has cut or left whole; arguments are whatever their first reader makes of them.
+        # Tensors that an earlier op has cut or left whole. Arguments take the sharding that their first reader needs.
         decided = [
             (dims, self._sharding(number))
             for dims, number, kind in zip(rule.operands, numbers, inputs, strict=False)
@@ -189,7 +189,7 @@ class _Rounds:
         return _batch_first(options) if roles.kind == "conv" else tuple(options)
 
     def _factor(self, op: Op, roles: Roles, cut: str, axes: list[list[str]], local: list[int], parts: int) -> int:
-        """The first factor of a cut that divides once more, and that the limits let be cut; -1 if there is none."""
+        """Returns the first factor of a cut that divides once more and that the limits let be cut; -1 if there is none."""
         for factor in roles.cuts[cut]:
             if local[factor] < parts or local[factor] % parts:
                 continue
@@ -213,7 +213,10 @@ class _Rounds:
 
 
 def _batch_first(options: list[Option]) -> tuple[Option, ...]:
-    """A convolution is cut along the batch; along channels where that is exhausted, and not at all where nothing divides."""
+    """Orders the options of a convolution, forbidden ones first.
+
+    Of the others only the cut along the batch is left; without one the cuts along channels; and no cut only if nothing divides.
+    """
     allowed = [one for one in options if not one.forbidden]
     batch = [one for one in allowed if one.cut == "B"]
     return tuple([one for one in options if one.forbidden] + (batch or [one for one in allowed if one.cut != NO_CUT] or allowed))
@@ -232,7 +235,7 @@ def _edges(roles: Roles, local: list[int]) -> str:
 
 
 def _forbidden(roles: Roles, cut: str, factor: int, axes: list[list[str]], local: list[int], parts: int) -> str:
-    """Why a cut is forbidden; empty where it is not."""
+    """Returns why a cut is forbidden; an empty string if it is not."""
     other = {"J": "K", "K": "J"}.get(cut) if roles.kind == "matmul" else None
     if other is not None and any(axes[one] for one in roles.cuts[other]):
         return f"the {other}-axis is cut already"
@@ -242,18 +245,18 @@ def _forbidden(roles: Roles, cut: str, factor: int, axes: list[list[str]], local
 
 
 def _redistribution(dims: tuple[tuple[int, ...], ...], sharding: TensorSharding, factor: int, name: str, local: list[int]) -> float:
-    """16 times the local elements of a tensor that was cut otherwise in this round."""
+    """Returns 16 times the local elements of a tensor that was cut otherwise in this round, else 0."""
     there = next((dim for dim, names in enumerate(sharding) if name in names), -1)
     here = next((dim for dim, factors in enumerate(dims) if factor in factors), -1)
     return 0.0 if there == here else float(REDISTRIBUTION * _product(local, [f for factors in dims for f in factors]))
 
 
 _ARGUMENT, _WEIGHT, _OTHER = 0, 1, 2
-"""What an operand is: an argument of the step, one that is a parameter, or the result of an op."""
+"""The kind of an operand: an argument of the step, a parameter among these, or the result of an op."""
 
 
 class Roots:
-    """The origins of operands, through ops that only rename, convert, stack or unstack."""
+    """The origins of operands, found through ops that only rename, convert, stack or unstack."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -261,7 +264,7 @@ class Roots:
         self._simple: dict[int, bool] = {}
 
     def of(self, value: int) -> int:
-        """The value that a value is another form of."""
+        """Returns the value of which a value is another form."""
         trail = []
         while value not in self._known:
             trail.append(value)
@@ -296,10 +299,10 @@ class Roots:
 
 
 def backward_products(graph: Graph) -> frozenset[int]:
-    """The two products of the backward pass of each main op.
+    """Returns the two products of the backward pass of each main op.
 
-    They share an operand with it, contract dimensions of that operand which it keeps and keep those it contracts, and their
-    other operand has the shape of its result.
+    They share an operand with the main op. Of this operand they contract dimensions that the main op keeps, and keep those that it
+    contracts. Their other operand has the shape of the main op's result.
     """
     roots = Roots(graph)
     before: dict[int, list[tuple[frozenset[int], list[int]]]] = {}
@@ -323,7 +326,7 @@ def backward_products(graph: Graph) -> frozenset[int]:
 
 
 def _contracted(op: Op, position: int) -> frozenset[int]:
-    """Contracted dimensions of an operand, counted from the last."""
+    """Returns the contracted dimensions of an operand, counted from the last."""
     kept = {factor for factors in op.rule.results[0] for factor in factors}
     dims = op.rule.operands[position]
     return frozenset(len(dims) - dim for dim, factors in enumerate(dims) if factors and kept.isdisjoint(factors))

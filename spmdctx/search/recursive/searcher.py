@@ -3,14 +3,14 @@
 1. fold      repeated layers decide alike: `problem.network`, `fold`
 2. rounds    one per prime factor of the device count (or per axis of the user's mesh): `rounds`
 3. mesh      rounds that cut alike become one axis, three axes at most: `mesh`
-4. exact     what dynamic programming searches, restricted to few splits on few meshes: `splits`
-5. stages    a stage count for a pipeline, where the user asked for one: `stages`
+4. exact     the search of dynamic programming, restricted to few splits on few meshes: `splits`
+5. stages    a stage count for a pipeline, if the user asked for one: `stages`
 
 `plan` takes all steps, this file 1 to 4.
 
-Where the user set mem_coeff, the cuts of step 2 stand, on the mesh of step 3, and step 4 decides the other ops. Else step 4
-decides all ops. A large program is then searched on two axes of about one size, which together serve as one too: its plans are a
-few hundredths dearer at most than those on the best mesh. A small program is searched on all meshes of one or two axes.
+If the user set mem_coeff, the cuts of step 2 stand, on the mesh of step 3, and step 4 decides the other ops. Else step 4
+decides all ops. A large program is then searched on two axes of about one size, which together serve as one too: its plans cost a
+few hundredths more at most than those on the best mesh. A small program is searched on all meshes of one or two axes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ LOG = logging.getLogger("spmdctx")
 MODE = "recursive_programming"
 DEFAULT_MEM_COEFF = 0.1
 _TOLERANCE = 0.02
-"""How far above the optimum a search may end."""
+"""The gap above the optimum at which a search may end."""
 
 _FOLDING = Folding(rounds=1)
-"""The first layers and the last are split as those between: there are half as many nodes, and plans are as good."""
+"""Lets the first and last layers be split like those between. That halves the nodes, and plans are as good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class RecursiveSearcher(Search):
         )
 
     def plan(self, request: Request) -> Found | Shortfall:
-        """Finds the cheapest assignment of this search, or what it lacks memory for.
+        """Finds the cheapest assignment of this search, or the memory that it lacks.
 
         Raises:
             StrategyError: pins that do not fit the devices.
@@ -125,10 +125,10 @@ class RecursiveSearcher(Search):
         return found
 
     def _setups(self, request: Request) -> list[Setup]:
-        """Lists the meshes to search: that of the rounds only, where the user, their strategies or their mem_coeff decide it."""
+        """Lists the meshes to search: only that of the rounds if the user, their strategies or their mem_coeff decide it."""
         setup, is_free = _prepare(self._step.graph, request)
         is_decided = not is_free or self._options.binding or mesh_is_fixed(request)
-        # What would not be used is worked out for the log only.
+        # Rounds whose result is not used still run for the log.
         own = self._rounds(request, setup, is_free=is_free) if is_decided or LOG.isEnabledFor(logging.INFO) else setup
         if is_decided:
             return [own]
@@ -146,7 +146,7 @@ class RecursiveSearcher(Search):
         return self._formulation.plan_of(setup, tables, joined.of_nodes(solution))
 
     def _rounds(self, request: Request, setup: Setup, *, is_free: bool) -> Setup:
-        """Steps 1 to 3; keeps the cuts where they stand."""
+        """Runs steps 1 to 3, and keeps the cuts if they stand."""
         space = self._formulation.space_on(setup.mesh)
         folded = folded_program(space, self._formulation.network(space, setup).folded)
         small = Space(folded.graph, setup.mesh, self._topology, folded.loose, self._options.limits)
@@ -172,7 +172,7 @@ class RecursiveSearcher(Search):
         return decide(small, own, self._options.mem_coeff, folded.followers, folded.inputs)
 
     def _keep(self, folded: Folded, decided: Decided, names: Mapping[str, tuple[str, AxisNames]]) -> None:
-        """Keeps the cuts; a backward product is cut as its operands are."""
+        """Keeps the cuts; a backward product is cut like its operands."""
         cuts = {index: decision.axes for index, decision in decided.decisions.items()}
         cuts.update((index, decided.space.choose(index, decided.spreader.state).axes) for index in sorted(folded.followers))
         for index, axes in cuts.items():
@@ -180,7 +180,10 @@ class RecursiveSearcher(Search):
 
 
 def _prepare(graph: Graph, request: Request) -> tuple[Setup, bool]:
-    """The set-up on one axis per round; on the user's own axes where there are any, which are then not joined either."""
+    """Prepares the set-up on one axis per round; returns it, and whether its axes may be joined.
+
+    If the user's mesh, shard_maps or constraints name axes, the set-up is on these, and they are not joined.
+    """
     if request.mesh is not None or request.manual or any(pin.mesh_axes for pin in request.value_pins):
         return prepare(graph, request), False
     try:

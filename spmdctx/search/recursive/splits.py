@@ -1,9 +1,9 @@
-"""Which splits recursive_programming searches: axes in the order of the mesh, and of the ops that the rounds decided only their cuts.
+"""The splits that recursive_programming searches: axes in the order of the mesh, and for ops that the rounds decided only their cuts.
 
-An element-wise op goes with what it computes: it is split as its result lies, and so is an operand of the same shape that an op made.
-All nodes that so depend on each other are one for the solver, which leaves it a quarter of the nodes.
+An element-wise op goes with its result: it is split as the result lies, and so is an operand of the same shape that an op made.
+All nodes that depend on each other in this way are one node for the solver, which leaves it a quarter of the nodes.
 
-An argument that lies split costs a trifle less than one that lies whole, so that it lies as it is read where that is free.
+An argument stored split costs a trifle less than one stored whole. So it is stored as it is read where that is free.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _TRIFLE_S = 1e-15
 
 
 class Joined(NamedTuple):
-    """A problem in which several nodes are one; `groups` says of each node of the network which."""
+    """A problem that joins nodes of the network; `groups` gives the joined node of each node of the network."""
 
     problem: Problem
     groups: tuple[int, ...]
 
     def of_nodes(self, solution: Solution) -> Solution:
-        """The solution for the nodes of the network."""
+        """Translates a solution to the nodes of the network."""
         return solution._replace(states=tuple([solution.states[group] for group in self.groups]))
 
 
 class FewSplits(Tables):
-    """Tables of few splits. `cuts` are by op id the only split of an op, where pins and limits of the search let it have that."""
+    """Tables of few splits. `cuts` gives by op id the only split of an op, if pins and limits of the search allow it."""
 
     def __init__(self, network: Network, space: Space, setup: Setup, limits: AlgoLimits, cuts: Mapping[int, FactorAxes]) -> None:
         self._cuts = cuts
@@ -55,12 +55,12 @@ class FewSplits(Tables):
         super().__init__(network, space, setup, limits)
 
     def problem(self) -> Problem:
-        """The restricted problem, without memory."""
+        """Builds the restricted problem, without memory."""
         every = super().problem()
         return Problem(tuple(self._restricted(every.costs)), every.edges)
 
     def joined(self) -> Joined:
-        """The problem in which element-wise ops go with what they compute."""
+        """Builds the problem in which element-wise ops go with their results."""
         groups = self._groups()
         costs: dict[int, FloatArray] = {}
         own = self._restricted([choices.seconds * node.weight for choices, node in zip(self.choices, self.network.nodes, strict=True)])
@@ -80,7 +80,7 @@ class FewSplits(Tables):
         return Joined(Problem(tuple(costs.values()), tuple(edges)), groups)
 
     def _groups(self) -> tuple[int, ...]:
-        """The group of each node, numbered by their first nodes."""
+        """Returns the group of each node, numbered by the groups' first nodes."""
         leader = list(range(len(self.network.nodes)))
 
         def first(node: int) -> int:
@@ -96,7 +96,7 @@ class FewSplits(Tables):
         return tuple([numbers.setdefault(first(node), len(numbers)) for node in range(len(leader))])
 
     def _goes_with(self, carry: Carry) -> bool:
-        """Returns whether the ends of an edge are nodes that go together, each state of one with the same of the other."""
+        """Returns whether the nodes of an edge go together, each state of one with the same state of the other."""
         source, target = carry.source.node, carry.target
         if not (self._follows[source] and self._follows[target]):
             return False
@@ -109,7 +109,7 @@ class FewSplits(Tables):
 
     @cached_property
     def _follows(self) -> list[bool]:
-        """Tells for each node whether it may go with others: element-wise ops, and values that single ops make."""
+        """For each node, whether it may go with others: an element-wise op, or a value that a single op makes."""
         network, ops = self.network, self.space.graph.ops
         fixed = {network.slot_nodes[own] for own in network.fixed_slots if own in network.slot_nodes}
         known: dict[int, bool] = {}
@@ -145,7 +145,7 @@ class FewSplits(Tables):
         return known
 
     def _among(self, node: Node, every: Choices) -> Choices:
-        """The choices whose results lie on axes in the order of the mesh; all where that leaves none."""
+        """Returns the choices whose results lie on axes in the order of the mesh; all choices if that leaves none."""
         mesh, graph = self.space.mesh, self.space.graph
         kept = np.ones(len(every.seconds), dtype=bool)
         values = graph.ops[node.member].results if node.sort == "op" else (node.member,)
@@ -161,7 +161,7 @@ class FewSplits(Tables):
         return Choices(states.stored, states.wanted, states.seconds, every.split, states)
 
     def _restricted(self, costs: Iterable[FloatArray]) -> Iterator[FloatArray]:
-        """The costs of the nodes' states, infinite where an op has another cut."""
+        """Yields the costs of the nodes' states, infinite where an op has another cut."""
         for node, choices, own in zip(self.network.nodes, self.choices, costs, strict=True):
             if node.sort == "slot" and self.space.graph.values[node.member].role is not Role.INTERMEDIATE:
                 known = domain(self.space.mesh, self.space.graph.values[node.member].shape)
@@ -170,7 +170,7 @@ class FewSplits(Tables):
             if cut is not None and choices.split is not None and choices.states is not None:
                 codes = axis_codes(self.space.mesh)
                 kept = (choices.split.rows[choices.states.split] == np.array([codes.code(axes) for axes in cut])).all(axis=1)
-                # Pins and limits of the search may leave nothing else.
+                # Pins and limits of the search may rule out the cut.
                 own = np.where(kept, own, np.inf) if np.isfinite(own[kept]).any() else own
             yield own
 

@@ -1,7 +1,7 @@
-"""How many pipeline stages recursive_programming would use: as few as fit.
+"""The number of pipeline stages that recursive_programming would use: as few as fit.
 
-With `s` stages a device holds the stored tensors of 1 / s of the layers. Those that the plan splits already are spread over s
-times fewer devices then, so only those that every device holds whole get smaller:
+With `s` stages a device holds the stored tensors of 1 / s of the layers. Tensors that the plan splits already are then spread over s
+times fewer devices. So only the tensors that every device holds whole get smaller:
 
     bytes(s) = whole / s + the rest of the plan's peak
 
@@ -23,7 +23,7 @@ _MARGIN = 1.1
 
 
 def suggest_stages(graph: Graph, assignment: Assignment, mesh: LogicalMesh, peak_bytes: int, most: int, capacity_bytes: int) -> int:
-    """The suggestion, which is logged at level INFO too.
+    """Suggests a number of stages, and logs it at level INFO.
 
     Args:
         graph: the step.
@@ -31,7 +31,7 @@ def suggest_stages(graph: Graph, assignment: Assignment, mesh: LogicalMesh, peak
         mesh: the mesh of the plan.
         peak_bytes: the plan's peak per device.
         most: the user's pipeline_stages.
-        capacity_bytes: what a device may hold.
+        capacity_bytes: the bytes that a device may hold.
     """
     whole = sum(
         local_bytes(graph.values[value], assignment.values[value], mesh)
