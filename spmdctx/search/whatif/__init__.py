@@ -1,1 +1,1 @@
-"""What other plans would cost, and which link, budget or batch would make one of them win."""
+"""Other plans than the chosen one: what they cost, and which link, budget or batch would make one of them win."""

@@ -1,10 +1,10 @@
-"""What else could have been chosen, what that would cost the whole step, and what would have to change for it to win.
+"""The alternatives to a plan's choices: what each costs the whole step, and which changes would let it win.
 
 An alternative is a whole assignment with one value (or op) forced. Its price is that of `cost.price`, like the plan's own:
 
     delta = price(alternative) - price(plan)
 
-Those that split into other numbers of slices come before mere permutations of the plan's axes, which seldom differ in price.
+Alternatives that split into other numbers of slices come before mere permutations of the plan's axes, which seldom differ in price.
 
 A flip is a figure of the machine or of the program at which the sign of delta changes; both assignments are priced again there.
 """
@@ -40,16 +40,16 @@ BATCH_SCALES = (Fraction(2), Fraction(4), Fraction(16))
 BISECTIONS = 24
 
 ROUNDING_S = 1e-9
-"""A difference of step times below this, or below a millionth of the step, is none."""
+"""A difference of step times below this, or below a millionth of the step, counts as zero."""
 
 Force = Callable[[Mapping[int, TensorSharding], Mapping[int, FactorAxes]], Assignment]
-"""Value to sharding and op to axes that are forced, to the best assignment that has them."""
+"""Finds the best assignment for forced shardings (by value) and forced axes (by op)."""
 
 _T = TypeVar("_T")
 
 
 class _TimedCollective(NamedTuple):
-    """A collective, its seconds, and the share of them that hides."""
+    """A collective, its seconds, and the share of them that hides behind compute."""
 
     kind: str
     axes: AxisNames
@@ -58,17 +58,15 @@ class _TimedCollective(NamedTuple):
     share: float
 
 
-"""Kind, axes and bytes of a collective, and the share of it that hides behind compute."""
-
 _Option = tuple[dict[int, TensorSharding], FactorAxes | None]
-"""Shardings that are forced, and the axes of the op that they are for."""
+"""Shardings to force, and the axes of the op that they are for."""
 
 
 class Alternative(NamedTuple):
-    """Another way for one value or op, with everything that follows from it.
+    """Another choice for one value or op, with everything that follows from it.
 
     `sharding` is the value's (of an op's first result), `axes` the op's, None for a value. `delta_s` and `delta_bytes` are
-    seconds of the step (0 where only rounding differs) and bytes at the peak of one device more than the plan's. `num_moved`
+    the seconds of the step (0 if only rounding differs) and the bytes at the peak of one device beyond the plan's. `num_moved`
     counts the other values that change their sharding along; `bill` is the price of the whole assignment.
     """
 
@@ -82,7 +80,7 @@ class Alternative(NamedTuple):
 
 
 class Flip(NamedTuple):
-    """A `figure` at which the alternative wins: below or above `value`, where it is `now`.
+    """A `figure` at which the alternative wins: below or above `value`, while it is `now`.
 
     `figure` is "link_bytes_per_s", "memory_bytes" or "batch". The threshold of a batch is the first size tried at which the
     alternative is faster; `delta_s` is its lead there (negative), 0 at a threshold that was found exactly.
@@ -97,14 +95,14 @@ class Flip(NamedTuple):
 
 @dataclass(frozen=True)
 class PricedAlternatives:
-    """The alternatives of one plan, worked out when they are asked for.
+    """The alternatives of one plan, computed on demand.
 
     Attributes:
         graph, scopes, loose, manual, assignment, mesh, topology, donated: as for `price`.
-        pinned: values that the user fixed; they move only when they are themselves asked about.
+        pinned: values that the user fixed; they move only if the question is about them.
         forced: ops whose axes the user fixed.
         memory_bytes: the budget per device, if there is one.
-        force: the search that finds what follows from a forced value or op; a local one where it is None.
+        force: the search that finds what follows from a forced value or op; None for a local one.
     """
 
     graph: Graph
@@ -123,7 +121,10 @@ class PricedAlternatives:
     _batches: dict[Fraction, tuple[Graph, float] | None] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of_value(self, value: int) -> tuple[Alternative, ...]:
-        """The best other shardings of a value: other numbers of slices first, each the fastest first; last what does not fit."""
+        """Returns the best other shardings of a value, each group the fastest first.
+
+        Other numbers of slices come first; alternatives that do not fit come last.
+        """
         key = ("value", value)
         if key not in self._known:
             options: list[_Option] = [({value: sharding}, None) for sharding in self._around.options(value)]
@@ -131,7 +132,7 @@ class PricedAlternatives:
         return self._known[key]
 
     def of_op(self, op: int) -> tuple[Alternative, ...]:
-        """The best other ways to split an op, in the order of `of_value`."""
+        """Returns the best other ways to split an op, in the order of `of_value`."""
         key = ("op", op)
         if key not in self._known:
             results = self.graph.ops[op].results
@@ -139,14 +140,14 @@ class PricedAlternatives:
         return self._known[key]
 
     def fits(self, alternative: Alternative) -> bool:
-        """Returns whether the alternative keeps to the budget, where the plan does."""
+        """Returns whether the alternative keeps to the budget; over a plan that does not, it needs no more memory than the plan."""
         limit = self.memory_bytes
         return limit is None or alternative.bill.memory_bytes <= max(limit, self._bill.memory_bytes)
 
     def flips(self, alternative: Alternative) -> tuple[Flip, ...]:
-        """Lists the changes that would make the alternative the better choice; none where it already is.
+        """Lists the changes that would make the alternative the better choice; none if it already is.
 
-        Of one that is as fast only a budget and a batch are asked: links tell the two apart by rounding.
+        For one that is as fast, only budgets and batches are tried: links would tell the two apart by rounding.
         """
         if alternative.delta_s < 0 and self.fits(alternative):
             return ()
@@ -169,7 +170,7 @@ class PricedAlternatives:
         return price(Step(graph, self.scopes, self.loose, self.donated), assignment, self.mesh, self.topology, written=self.manual)
 
     def _priced(self, value: int, op: int | None, options: list[_Option]) -> list[Alternative]:
-        """The best few options by the prices of the ops around, then by the price of the whole step."""
+        """Ranks the options by the prices of the ops around, then prices the whole step for the best few."""
         own = self.assignment.values[value] if op is None else self.assignment.ops[op].axes
 
         def counts(option: _Option) -> tuple[int, ...]:
@@ -191,7 +192,10 @@ class PricedAlternatives:
         return (not self.fits(row), same and row.delta_s >= 0, row.delta_s, row.delta_bytes, row.sharding)
 
     def _forced(self, value: int, op: int | None, option: _Option, changes: Changes) -> Alternative:
-        """The alternative of one option, whose op has exactly the axes that were asked for, unless a search was."""
+        """Returns the alternative of one option.
+
+        Its op has exactly the axes of the option, unless the search `force` chose others.
+        """
         wanted, axes = option
         if self.force is not None:
             assignment = self.force({} if op is not None else wanted, {op: axes} if op is not None and axes is not None else {})
@@ -210,7 +214,7 @@ class PricedAlternatives:
         return Alternative(assignment.values[value], axes, delta_s, bill.memory_bytes - self._bill.memory_bytes, moved, assignment, bill)
 
     def _ways(self, op: int) -> Iterator[_Option]:
-        """Each axis of an op moved to another factor, or left out; a free axis added: with the shardings that this suggests."""
+        """Yields options that move an axis of an op to another factor, leave it out, or add a free one, with the shardings that follow."""
         known = self.graph.ops[op]
         own = self.assignment.ops[op].axes
         for axes in dict.fromkeys(_moved_axes(own, known.rule.splittable, [name for name, size in self.mesh.axes if size > 1])):
@@ -231,7 +235,7 @@ class PricedAlternatives:
             yield Flip("memory_bytes", True, float(self._bill.memory_bytes), self.memory_bytes, alternative.delta_s)
 
     def _bandwidth_flips(self, alternative: Alternative) -> Iterator[Flip]:
-        """Finds the bandwidths at which links make up for the difference; compute stays as it is."""
+        """Yields the bandwidths at which links make up for the difference; compute stays as it is."""
         mine, its = self._bill, alternative.bill
         rows = _difference(its, mine)
         compute_s = its.compute_s - mine.compute_s
@@ -257,7 +261,10 @@ class PricedAlternatives:
                 yield Flip("link_bytes_per_s", scale < 1, now * scale, now, 0.0)
 
     def _batch_flips(self, alternative: Alternative) -> Iterator[Flip]:
-        """The nearest batch tried at which the alternative wins; none is looked for where it does not win at the farthest."""
+        """Yields the nearest batch tried at which the alternative wins, above and below.
+
+        No batch is looked for if the alternative does not win at the farthest one.
+        """
         size = batch_size(self.graph)
         for below in (False, True):
             scales = [1 / scale if below else scale for scale in BATCH_SCALES] if size else []
@@ -269,12 +276,12 @@ class PricedAlternatives:
                 yield Flip("batch", below, float(size * scale), size, delta_s)
 
     def _delta_at(self, scale: Fraction, alternative: Alternative) -> float:
-        """Returns what the alternative costs more than the plan with another batch; 0 where there is no such batch."""
+        """Returns the alternative's extra cost over the plan with another batch; 0 if there is no such batch."""
         scaled = self._scaled(scale)
         return 0.0 if scaled is None else rounded_s(_total_s(self._price(alternative.assignment, scaled[0])) - scaled[1], scaled[1])
 
     def _scaled(self, scale: Fraction) -> tuple[Graph, float] | None:
-        """The step with another batch, and what the plan costs there; None where the batch does not divide."""
+        """Returns the step with another batch, and the plan's cost there; None if the batch does not divide."""
         if scale not in self._batches:
             graph = with_batch(self.graph, scale)
             self._batches[scale] = None if graph is None else (graph, _total_s(self._price(self.assignment, graph)))
@@ -282,17 +289,17 @@ class PricedAlternatives:
 
 
 def rounded_s(delta_s: float, total_s: float) -> float:
-    """A difference of step times; 0 where it is one of rounding only."""
+    """Returns a difference of step times; 0 if it is only rounding."""
     return 0.0 if abs(delta_s) < max(ROUNDING_S, 1e-6 * total_s) else delta_s
 
 
 def slices(axes: FactorAxes, mesh: LogicalMesh) -> tuple[int, ...]:
-    """Into how many slices each dimension (or factor) is split, whatever the axes are called."""
+    """Returns the number of slices of each dimension (or factor), whatever the axes are called."""
     return tuple(map(mesh.num_slices, axes))
 
 
 def varied(rows: Iterable[_T], counts: Callable[[_T], tuple[int, ...]], own: tuple[int, ...]) -> list[_T]:
-    """The rows anew: the first of each other split, then those that only permute the axes of one before them or of `own`."""
+    """Reorders the rows: the first of each other split, then those that only permute the axes of an earlier one or of `own`."""
     seen = {own}
     others: list[_T] = []
     same: list[_T] = []
@@ -303,7 +310,7 @@ def varied(rows: Iterable[_T], counts: Callable[[_T], tuple[int, ...]], own: tup
 
 
 def _moved_axes(own: FactorAxes, splittable: Collection[bool], names: Iterable[str]) -> Iterator[FactorAxes]:
-    """Lists every way in which one axis is elsewhere: on another factor, on none, or on one where it was on none."""
+    """Yields every way to put one axis elsewhere: on another factor, on none, or on one if it was on none."""
     for name in names:
         without = tuple(tuple(axis for axis in axes if axis != name) for axes in own)
         yield without
@@ -321,7 +328,7 @@ def _total_s(bill: Bill) -> float:
 
 
 def _difference(its: Bill, mine: Bill) -> list[tuple[_TimedCollective, int]]:
-    """Executions per row that only one bill has, negative where it is `mine`."""
+    """Returns the executions per row that only one bill has, negative for those of `mine`."""
     counts: Counter[_TimedCollective] = Counter()
     for bill, sign in ((its, 1), (mine, -1)):
         for row, share in zip(bill.collectives, bill.shares, strict=True):
@@ -330,7 +337,7 @@ def _difference(its: Bill, mine: Bill) -> list[tuple[_TimedCollective, int]]:
 
 
 def _bisected(delta_s: Callable[[float], float], near: float, far: float) -> float:
-    """The scale between `near`, where the plan wins, and `far`, where the alternative does, at which both are even."""
+    """Returns the scale between `near`, where the plan wins, and `far`, where the alternative does, at which both are even."""
     for _ in range(BISECTIONS):
         middle = math.sqrt(near * far)
         near, far = (middle, far) if delta_s(middle) >= 0 else (near, middle)

@@ -1,10 +1,10 @@
-"""What follows when some values of an assignment are forced into other shardings: the ops around and the values that come along.
+"""The changes that follow if some values of an assignment are forced into other shardings: the ops around, and values that come along.
 
     1. force     the given slots; as a second variant with them all slots of equal shape and sharding that element-wise ops link
     2. polish    slots next to a change try what the ops around them want, as long as the sum of these ops gets cheaper
     3. choose    ops next to a change take their cheapest candidate
 
-Everything else stays as it is. Slots that are fixed stay too, unless they are the ones that are forced.
+Everything else stays as it is. Slots that are fixed stay too, unless they are among the forced ones.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from spmdctx.search.problem.space import NO_SLOT, Space
 MAX_TRIALS = 120
 
 Changes = dict[int, int]
-"""Slot to the number of its new sharding."""
+"""The number of the new sharding of each changed slot."""
 
 
 class Neighbourhood:
-    """An assignment of a space, and what changes in it when slots are forced.
+    """An assignment of a space, and its changes when slots are forced.
 
     Args:
         space: the graph on its mesh.
@@ -42,7 +42,10 @@ class Neighbourhood:
         self._simple: dict[int, bool] = {}
 
     def move(self, wanted: Mapping[int, TensorSharding], *, polish: bool = True) -> tuple[float, Changes]:
-        """Seconds per step that forcing `wanted` (value to sharding) costs by the prices of the ops around, and what changes."""
+        """Forces the shardings `wanted`, by value.
+
+        Returns the seconds per step that this costs by the prices of the ops around, and the changes.
+        """
         own: Changes = {self.space.slot_of[value]: self.space.number(sharding) for value, sharding in wanted.items()}
         variants = [own]
         followers = self._followers(own)
@@ -54,7 +57,7 @@ class Neighbourhood:
         return self._delta_s(best), best
 
     def assignment_with(self, changes: Changes) -> Assignment:
-        """The assignment with the changes, ops next to them chosen anew."""
+        """Returns the assignment with the changes, and with the ops next to them chosen anew."""
         state = self._state_with(changes)
         ops = list(self.assignment.ops)
         for index in self._around(changes):
@@ -67,7 +70,7 @@ class Neighbourhood:
         return Assignment(tuple(ops), tuple(values), self.assignment.mode)
 
     def options(self, value: int) -> list[TensorSharding]:
-        """Other shardings of a value: one axis or two anywhere, none at all, and what the ops around would have it in."""
+        """Lists other shardings of a value: one axis or two anywhere, none at all, and those that the ops around want."""
         space = self.space
         slot = space.slot_of[value]
         shape, names = space.shapes[slot], [name for name, size in space.mesh.axes if size > 1]
@@ -103,7 +106,7 @@ class Neighbourhood:
         return self._cost_s(around, self._state_with(changes)) - self._cost_s(around, self.state)
 
     def _followers(self, own: Changes) -> Changes:
-        """Free slots that element-wise ops link to a forced one of the same shape and sharding: they would go with it."""
+        """Returns the free slots that would go with a forced one: element-wise ops link them, and shape and sharding are equal."""
         space = self.space
         found: Changes = {}
         for start, number in own.items():
@@ -132,7 +135,7 @@ class Neighbourhood:
         return known
 
     def _wishes(self, slot: int, state: list[int]) -> list[int]:
-        """Numbers of the shardings in which the ops around a slot would take it, as they are cheapest now."""
+        """Returns the numbers of the shardings in which the ops around a slot would take it, as they are cheapest now."""
         space = self.space
         found: dict[int, None] = {}
         for index in space.neighbours[slot]:
@@ -145,7 +148,7 @@ class Neighbourhood:
         return [number for number in found if number != state[slot]]
 
     def _polished(self, changes: Changes, own: frozenset[int]) -> Changes:
-        """Lets the free slots around try what their ops want; counted trials, so that it ends soon and the same everywhere."""
+        """Lets the free slots around try what their ops want. It counts its trials, so it ends soon, and the same on every machine."""
         space, state = self.space, self._state_with(changes)
         changes = dict(changes)
         queue = self._next_to(changes)

@@ -1,4 +1,4 @@
-"""The same step with a batch of another size, without tracing it again."""
+"""The same step with a batch of another size, derived without tracing the step again."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from spmdctx.ir.graph import Graph, Op, Role, Value
 from spmdctx.ir.rule import DimFactors, OpRule
 
 Dims = frozenset[int]
-"""The dimensions of one value that are led by the batch."""
+"""The dimensions of one value that the batch leads."""
 
 _NONE: Dims = frozenset()
 
 
 def batch_size(graph: Graph) -> int:
-    """The size of the batch dimension of the first batch leaf; 0 where there is no batch."""
+    """Returns the size of the batch dimension of the first batch leaf; 0 if there is no batch."""
     return next((graph.values[value].shape[0] for value in graph.inputs if _is_batch(graph.values[value])), 0)
 
 
 def with_batch(graph: Graph, scale: Fraction) -> Graph | None:
-    """The graph with the batch `scale` times as large.
+    """Returns the graph with the batch `scale` times as large.
 
-    Every dimension led by the batch is scaled, with the factors behind it and the FLOPs of their ops. None where there is no
-    batch, a size would not be a whole number, or an op needs the batch to have the size it has (a slice of it, say).
+    Every dimension that the batch leads is scaled, with the factors behind it and the FLOPs of their ops. Returns None if there is no
+    batch, a size would not be a whole number, or an op needs the batch to have its present size (a slice of it, say).
     """
     dims = _batch_dims(graph)
     if not dims:
@@ -50,7 +50,10 @@ def with_batch(graph: Graph, scale: Fraction) -> Graph | None:
 
 
 def _batch_dims(graph: Graph) -> dict[int, Dims]:
-    """Value id to its dimensions that share a leading factor with the batch, forwards and backwards, until nothing changes."""
+    """Returns for each value its dimensions that share a leading factor with the batch.
+
+    It follows the ops forwards and backwards until nothing changes.
+    """
     found = {value: frozenset((0,)) for value in graph.inputs if _is_batch(graph.values[value])}
     tied: dict[int, list[int]] = {}
     for left, right in graph.ties:
@@ -87,7 +90,7 @@ def _grown(rule: OpRule, known: Sequence[Dims]) -> tuple[Dims, ...]:
 
 
 def _factors(op: Op, known: Sequence[Dims]) -> tuple[int, ...]:
-    """Factors of an op that lead a batch dimension of one of its tensors, each once, in order."""
+    """Returns the factors of an op that lead a batch dimension of one of its tensors, each once, in order."""
     sides = (*op.rule.operands, *op.rule.results)
     return tuple(sorted({dims[dim][0] for dims, own in zip(sides, known, strict=True) for dim in own if dims[dim]}))
 
@@ -109,7 +112,7 @@ def _scaled_rule(rule: OpRule, factors: tuple[int, ...], scale: Fraction) -> OpR
 
 
 def _fits(op: Op, rule: OpRule, before: Sequence[Value], after: Sequence[Value | None]) -> bool:
-    """Returns whether every dimension is still as large as its factors say, where it was so before."""
+    """Returns whether every dimension is still as large as its factors say, if it was so before."""
     for value, dims in zip((*op.operands, *op.results), (*rule.operands, *rule.results), strict=True):
         new = after[value] if value >= 0 else None
         if new is None:
