@@ -1,1 +1,1 @@
-"""The package's own solver: pairwise costs over finite states, subject to memory; it knows numbers only."""
+"""The solver: pairwise costs over finite states, subject to memory. It knows numbers only."""

@@ -17,7 +17,7 @@ from spmdctx.search.solver.unlimited.dominance import supported
 from spmdctx.search.solver.unlimited.energy import SWEEPS, WORK, Minimisation, Minimum, SolverRun, minimise, shrink
 
 HOPELESS = Infeasible(-1, 0.0, float("inf"))
-"""No choice of states has a finite cost, whatever the memory."""
+"""The answer if no choice of states has a finite cost, whatever the memory."""
 
 
 def solve(
@@ -65,15 +65,15 @@ def solve(
 
 
 def may_be_proven(found: Solution, effort: int) -> bool:
-    """Returns whether more effort, up to this one, has good prospects of closing the gap that was left within memory, in little time."""
+    """Returns whether more effort, up to this one, is likely to close the gap that was left within memory, in little time."""
     return found.counts.get("variables", 0) <= most_variables(effort) // 2
 
 
 class Sought:
-    """A problem without memory of which the solution may be sought in several steps.
+    """A problem without memory that may be solved in several steps.
 
     Args:
-        problem: Costs and tables; a memory is not looked at.
+        problem: Costs and tables; its memory is ignored.
         effort: As in `solve`.
         tolerance: As in `solve`.
     """
@@ -86,7 +86,7 @@ class Sought:
             self._minimisation = Minimisation(self._graph, self._search) if supported(self._graph) else None
 
     def solve(self, cutoff: float = float("inf")) -> Solution | Infeasible:
-        """Finds what `solve` finds with this cutoff; with a higher one than before it goes on where it stopped."""
+        """Finds the solution that `solve` finds with this cutoff; with a higher cutoff than before it goes on where it stopped."""
         self._search.cutoff = cutoff
         with np.errstate(invalid="ignore"):
             found = None if self._minimisation is None else self._minimisation.run()
@@ -105,18 +105,21 @@ def _solution(problem: Problem, graph: CostGraph, found: Minimum | Infeasible | 
         return found
     states = tuple(graph.complete(found.states))
     cost = cost_of(problem.costs, problem.edges, states)
-    # The same cost summed in another order; a proven optimum stays proven.
+    # The cost is summed in another order than the bound; a proven optimum stays proven.
     bound = cost if found.bound == found.cost else min(cost, found.bound)
     return Solution(states, cost, bound, dict(search.counts))
 
 
 def _present(graph: CostGraph, rows: Rows, known: Known) -> Known:
-    """The same in present states."""
+    """Translates the known choices to present states."""
     return Known(tuple(_choice_in(graph, rows, states) for states in known.choices), known.lower_bound)
 
 
 def _choice_in(graph: CostGraph, rows: Rows, choice: tuple[int, ...]) -> tuple[int, ...]:
-    """A choice in present states; in place of one that was discarded, the best that uses no more beside its neighbours."""
+    """Translates a choice to present states.
+
+    A state that was discarded is replaced by the best that uses no more, given its neighbours.
+    """
     states, missing = [0] * len(graph.origin), []
     for node, (origin, state) in enumerate(zip(graph.origin, choice, strict=True)):
         place = int(np.searchsorted(origin, state))
@@ -134,7 +137,7 @@ def _choice_in(graph: CostGraph, rows: Rows, choice: tuple[int, ...]) -> tuple[i
 
 
 def _clock(deadline: float | Callable[[], bool] | None) -> tuple[Callable[[], float], Callable[[], float | None]]:
-    """Functions that say which share of the time is over, and how many seconds are left."""
+    """Returns functions for the share of the time that is over and for the seconds that are left."""
     if deadline is None:
         return lambda: 0.0, lambda: None
     if callable(deadline):

@@ -1,4 +1,4 @@
-"""Prices for memory and messages on the edges together, where every exact minimum would take too long."""
+"""The joint ascent of memory prices and edge messages, for graphs on which every exact minimum would take too long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmdctx.search.solver.unlimited.dual import Bound, Dual
 from spmdctx.search.solver.unlimited.energy import SolverRun
 
 SHARPENINGS = 4
-"""How often the shape of the first prices is squared."""
+"""Number of times that the shape of the first prices is squared."""
 START_SWEEPS = 10
 FIRST_STEP = 0.2
 LAST_STEP = 1e-4
@@ -28,8 +28,8 @@ MEMORY_OF_DIRECTION = 0.7
 class Ascent:
     """Raises the bound of a graph with memory: one sweep of messages, then a step of the prices along the excess of the decoded states.
 
-    `best` is the highest bound found with its bounds by state, `prices` those of the last step; all without the graph's constant. It stops
-    when `share` of the time is over.
+    `best` is the highest bound found, with its bounds by state; `prices` are those of the last step. All are without the graph's constant.
+    It stops when `share` of the time is over.
     """
 
     def __init__(self, graph: CostGraph, amounts: Amounts, search: SolverRun, share: float = 1.0) -> None:
@@ -46,7 +46,7 @@ class Ascent:
         self._fixed[[node for node in amounts.live if graph.alive[node]]] = 0.0
 
     def set_prices(self, prices: FloatArray) -> None:
-        """Charges other prices; the messages stay."""
+        """Charges other prices, and keeps the messages."""
         weights = self.amounts.rows.weights(prices)
         for node in self.dual.nodes:
             used, change = self.amounts.of[node], weights[node] - self._weights[node]
@@ -55,7 +55,7 @@ class Ascent:
         self.prices, self._weights = prices, weights
 
     def measure(self) -> float:
-        """The bound at the present prices and messages."""
+        """Returns the bound at the present prices and messages."""
         found = self.dual.bound()
         paid = float(self.prices.sum()) * self.amounts.rows.limit - dot(self._weights, self._fixed)
         value = found.value - paid - 1e-13 * abs(paid)
@@ -87,9 +87,10 @@ class Ascent:
             scale *= 3.0
 
     def run(self, num_steps: int, offer: Callable[[list[int], bool], float]) -> None:
-        """Takes steps of the prices along the excess, relative to their length; a step that fails is taken back and the next is shorter.
+        """Takes steps of the prices along the excess, relative to their length.
 
-        `offer` is shown the decoded states, with True if they are worth a repair, and returns the least cost known.
+        A step that fails is taken back, and the next is shorter. `offer` is shown the decoded states, with True if they are worth a repair,
+        and returns the least cost known.
         """
         limit, unit = self.amounts.rows.limit, self.amounts.rows.unit
         step, best, direction = FIRST_STEP, self.prices, np.zeros(len(self.prices))

@@ -1,4 +1,4 @@
-"""The choice that uses the least memory at its worst time, where some states exclude each other."""
+"""The choice of states that uses the least memory at its worst time, for problems in which some states exclude each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def has_hard_tables(graph: CostGraph) -> bool:
 
 
 def smallest(graph: CostGraph, amounts: Amounts, search: SolverRun) -> list[int] | None:
-    """Present states whose highest usage is as low as found; None if nothing is finite.
+    """Returns present states with the lowest peak usage that is found; None if nothing is finite.
 
     Prices per row move to the rows that are used most (multiplicative weights); with one row the first step is exact.
     """
@@ -45,7 +45,7 @@ def smallest(graph: CostGraph, amounts: Amounts, search: SolverRun) -> list[int]
 
 
 def without_costs(graph: CostGraph) -> CostGraph:
-    """The graph with costs of zero, where they are finite."""
+    """Returns the graph with zero in place of all finite costs."""
     bare = graph.copy()
     bare.base = 0.0
     pool = graph.pool

@@ -1,4 +1,4 @@
-"""Small problems with memory, exactly: all choices at once, or an integer program."""
+"""The exact solution of very small problems with memory: all choices at once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def enumerate_choices(graph: CostGraph, rows: Rows) -> Enumerated | None:
 
 
 def states_at(choices: Enumerated, index: int, num_nodes: int) -> list[int]:
-    """The present states of one of the choices."""
+    """Returns the present states of one of the choices."""
     states = [0] * num_nodes
     for node, state in zip(choices.nodes, np.unravel_index(index, choices.shape), strict=True):
         states[node] = int(state)
@@ -58,7 +58,7 @@ def states_at(choices: Enumerated, index: int, num_nodes: int) -> list[int]:
 
 
 def fixed_usage(graph: CostGraph, rows: Rows) -> FloatArray:
-    """The usage of every row by the nodes that have one state."""
+    """Returns the usage of every row by the nodes that have one state."""
     usage = np.zeros(len(rows.times))
     for node, ranges in enumerate(rows.ranges):
         if ranges and graph.size(node) == 1:

@@ -1,4 +1,7 @@
-"""The least cost that fits the memory: prices for the bound, flips and repair for the states, enumeration where it is small."""
+"""The least cost that fits the memory.
+
+Prices give the bound; flips and repair give the states; enumeration or an integer program closes small problems.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from spmdctx.search.solver.unlimited.energy import EQUAL, Minimum, SolverRun, is
 PRICE_STEPS = 30
 MAX_REPAIRS = 12
 MAX_FREE = 3000
-"""Nodes up to which a wide problem is first solved without memory."""
+"""The most nodes of a wide problem that is first solved without memory."""
 ASCENT_SHARE = 0.35
 FOREST_PASSES = 6
 PRUNING_SWEEPS = 15
@@ -36,13 +39,13 @@ MAX_VARIABLES = 1000
 
 
 def most_variables(effort: int) -> int:
-    """Variables up to which an integer program is tried."""
+    """Returns the most variables with which an integer program is tried."""
     found: int = MAX_VARIABLES * 4**effort
     return found
 
 
 class Constrained:
-    """One problem whose memory may bind. States are present states of `graph`, which is reduced with regard to memory."""
+    """One problem whose memory may bind. States are present states of `graph`, which was reduced with regard to memory."""
 
     def __init__(self, graph: CostGraph, rows: Rows, search: SolverRun, known: Known | None = None, cutoff: float = np.inf) -> None:
         self.known = known
@@ -59,7 +62,7 @@ class Constrained:
         self._is_whole = is_whole(graph)
 
     def run(self) -> Minimum | Infeasible:
-        """The best choice that fits with its bound, or what cannot be met."""
+        """Returns the best choice that fits with its bound, or the memory that cannot be met."""
         choices = enumerate_choices(self.graph, self.rows)
         if choices is not None:
             return self._enumerated(self.graph, choices)
@@ -83,13 +86,16 @@ class Constrained:
         return self.best._replace(bound=self.best.cost if self._gap() <= EQUAL else self.bound)
 
     def _raise(self, bound: float) -> None:
-        """Takes over a bound if it is higher; where all costs are whole numbers so is the optimum."""
+        """Takes over a bound if it is higher, rounded up if all costs are whole numbers."""
         if self._is_whole and np.isfinite(bound):
             bound = float(np.ceil(bound - EQUAL * abs(bound)))
         self.bound = max(self.bound, bound)
 
     def _narrow(self) -> None:
-        """Solves a narrow graph, whose minima are exact and cheap: cutting planes for prices, flips between the choices that they meet."""
+        """Solves a narrow graph, whose minima are exact and cheap.
+
+        Cutting planes give prices; flips combine the choices that they meet.
+        """
         prices = Prices(self.graph, self.amounts, self.search)
         free = prices.evaluate(np.zeros(len(self.rows.times)))
         self._offer_repaired(self.amounts.least())
@@ -115,7 +121,10 @@ class Constrained:
                 self._offer(found.states)
 
     def _wide(self) -> None:
-        """Minima are dear: prices and messages together, forests from the decoded states, then rounds of improvement."""
+        """Solves a wide graph, whose minima are expensive.
+
+        Prices and messages rise together, then forests start from the decoded states, then rounds of improvement follow.
+        """
         known = self.known
         if known is None and len(self.graph.nodes()) <= MAX_FREE:
             free = minimise(self.graph, self.search)
@@ -147,14 +156,14 @@ class Constrained:
         self.active = np.flatnonzero(self.prices).tolist()
 
     def _polish(self) -> None:
-        """Rounds of improvement: as many as the effort allows, or as the time does."""
+        """Runs rounds of improvement: as many as the effort allows, or with a deadline as many as the time allows."""
         if self.best is not None:
             polish = Polish(self.graph, self.amounts, self.rows.weights(self.prices), self.best.states, self.search)
             polish.run(4**self.search.effort // 4 if self.search.left() is None else MAX_ROUNDS, self.bound)
             self._offer(polish.best.states)
 
     def _close(self) -> None:
-        """Drops states that are in no better choice; then tries all choices, or an integer program if it is small enough."""
+        """Drops states that no better choice has; then tries all choices, or an integer program if it is small enough."""
         if self.search.expired():
             return
         core = self.graph.copy()
@@ -165,7 +174,7 @@ class Constrained:
         if left and not (is_smaller or self._is_closable(core) or order_for(core, self.rows)):
             return
         if not left or not shrink(core, self.search, self.rows):
-            # Nothing is as cheap as what is known.
+            # No choice costs less than the known one.
             self.bound = known
         elif self._is_exhausted(core, known):
             self.bound = min(known, np.inf if self.best is None else self.best.cost)
@@ -179,7 +188,7 @@ class Constrained:
             self._descend(core, known)
 
     def _is_exhausted(self, core: CostGraph, known: float) -> bool:
-        """Offers the best of all choices, if they are few enough to look at."""
+        """Offers the best of all choices if they are few enough; returns whether they were."""
         choices = enumerate_choices(core, self.rows)
         if choices is not None:
             found = self._enumerated(core, choices)
@@ -192,11 +201,11 @@ class Constrained:
         return best is not None
 
     def _descend(self, core: CostGraph, known: float) -> None:
-        """Solves what pruning left as a problem of its own: what was too wide may be narrow now."""
+        """Solves the pruned graph as a problem of its own, because a graph that was too wide may be narrow now."""
         inner = Constrained(core, self.rows, self.search, cutoff=self.cutoff)
         found = inner.run()
         if isinstance(found, Infeasible):
-            # Only a search that ended says that nothing is left.
+            # The inner search may have ended early, so only its bound counts.
             self._raise(min(inner.bound, known))
             return
         self._offer(core.complete(found.states))
@@ -211,7 +220,7 @@ class Constrained:
         return num_variables(graph) <= most_variables(self.search.effort)
 
     def _prune(self, core: CostGraph, known: float) -> bool:
-        """Removes the states whose bound is above the cost of a choice that is known; False if a node has none left."""
+        """Removes the states whose bound is above the cost of a known choice; returns False if a node has none left."""
         if np.isinf(known):
             return True
         if self.beliefs is None:
@@ -252,11 +261,11 @@ class Constrained:
         return (self.best.cost - self.bound) / max(abs(self.best.cost), 1e-300)
 
     def _is_proven(self) -> bool:
-        """Returns whether the best is near enough, or nothing is below the cutoff."""
+        """Returns whether the best choice is near enough, or no choice is below the cutoff."""
         return self.bound >= self.cutoff or self._gap() <= max(self.search.tolerance, EQUAL)
 
     def _enumerated(self, graph: CostGraph, choices: Enumerated) -> Minimum | Infeasible:
-        """The best of all choices, as present states of the graph."""
+        """Returns the best of all choices, as present states of the graph."""
         self.search.count("enumerated", len(choices.costs))
         finite = np.isfinite(choices.costs)
         usage = np.where(finite, choices.usage, np.inf)
@@ -267,7 +276,10 @@ class Constrained:
         return infeasible(self.rows, usage.min(axis=1), usage[:, int(usage.max(axis=0).argmin())])
 
     def _infeasible(self, least: FloatArray) -> Infeasible:
-        """Names the memory that cannot be met; sets `best` if the search for the smallest limit finds a choice that fits after all."""
+        """Names the memory that cannot be met.
+
+        Sets `best` if the search for the smallest limit finds a choice that fits after all.
+        """
         if not has_hard_tables(self.graph):
             return infeasible(self.rows, least, least)
         if self.search.expired():
@@ -282,7 +294,10 @@ class Constrained:
 
 
 def infeasible(rows: Rows, least: FloatArray, smallest: FloatArray) -> Infeasible:
-    """Names the row that cannot be met: that of the highest least usage, or if each can be met alone the highest of the smallest choice."""
+    """Names the row that cannot be met: the one with the highest least usage.
+
+    If each row can be met alone, it is the row with the highest usage in the smallest choice.
+    """
     row = int(least.argmax())
     if least[row] <= rows.most:
         row, least = int(smallest.argmax()), smallest

@@ -1,4 +1,4 @@
-"""Exact changes of many nodes at once: a forest in the graph, all other nodes as they are."""
+"""The exact change of many nodes at once: a forest in the graph, while all other nodes keep their states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Forest = list[tuple[int, int]]
 
 
 def forest(graph: CostGraph, order: Iterable[int]) -> Forest:
-    """The nodes, in the order given, that have at most one neighbour among those taken before."""
+    """Returns the nodes, in the order given, that have at most one neighbour among those taken before."""
     taken: set[int] = set()
     found: Forest = []
     for node in order:
@@ -27,7 +27,7 @@ def forest(graph: CostGraph, order: Iterable[int]) -> Forest:
 
 
 def tree(graph: CostGraph, seed: int, size: int) -> Forest:
-    """A tree of at most `size` nodes around a node, breadth first."""
+    """Returns a tree of at most `size` nodes around a node, breadth first."""
     taken, left, found, waiting = {seed}, {seed}, [(seed, -1)], [seed]
     for node in waiting:
         for other in graph.links[node]:
@@ -45,9 +45,9 @@ def tree(graph: CostGraph, seed: int, size: int) -> Forest:
 
 
 def best_states(graph: CostGraph, amounts: Amounts, weights: FloatArray, nodes: Forest, states: Sequence[int]) -> dict[int, int]:
-    """The states of the nodes of a forest that cost least with usage at `weights` per node, the others as in `states`.
+    """Returns the states of a forest's nodes that cost least with usage at `weights` per node, the others as in `states`.
 
-    Of equal states the present one stays.
+    Among equal states the present one stays.
     """
     arrays, links = graph.pool.arrays, graph.links
     parents = dict(nodes)

@@ -1,8 +1,9 @@
-"""The least cost that fits the memory, exactly, where there are few rows: all choices that may still become the best, node by node.
+"""The least cost that fits the memory, exactly, for few rows: all choices that may still become the best, extended node by node.
 
-Nodes get their states in the reverse of an order of elimination. With the tables of an elimination the least is known that a choice for
-some nodes can still come to: its cost, its usage of every row, and its cost with the usage at prices. So a choice is given up as soon as
-one of them is too high, or another one that is the same for the nodes ahead is no worse in cost and in every row.
+Nodes get their states in the reverse of an order of elimination. The tables of an elimination tell the least that a choice for some
+nodes can still come to: its cost, its usage of every row, and its cost with the usage at prices. A choice is given up as soon as
+one of these is too high. It is also given up if another choice, with the same states where the nodes ahead depend on them, is no worse
+in cost and in every row.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ MAX_WORK = 600_000_000
 """Additions of all eliminations together: one for the cost, one for each row's usage, and one for both."""
 
 _AT_ONCE = 4_000_000
-"""Entries of one array."""
+"""The most entries of one array."""
 
 _RIVALS = 24
-"""So many of the cheapest choices are compared with those that are the same for the nodes ahead."""
+"""The number of cheapest choices with which others that are the same for the nodes ahead are compared."""
 
 _ONE_ROW = 3
-"""Measures where memory has one row."""
+"""Number of measures if the memory has one row."""
 
 _ROUNDING = 1e-12
 
 
 class CheapestFitting(NamedTuple):
-    """Present states of the cheapest choice that fits and costs less than what was known; None where there is none."""
+    """Present states of the cheapest choice that fits and costs less than the known one; None if there is none."""
 
     states: list[int] | None
 
@@ -47,20 +48,20 @@ class CheapestFitting(NamedTuple):
 def cheapest_fitting(
     graph: CostGraph, amounts: Amounts, prices: FloatArray, most: float, expired: Callable[[], bool]
 ) -> CheapestFitting | None:
-    """The cheapest choice that fits, if it costs less than `most`; None if that is too much work.
+    """Returns the cheapest choice that fits, if it costs less than `most`; None if that is too much work.
 
     Args:
         graph: The costs; all nodes of several states that have a row must be left.
         amounts: The usage of its states.
         prices: Of each row's usage.
-        most: A cost that need not be met.
+        most: The cost below which a choice is wanted.
         expired: Asked now and then.
     """
     found, num_rows = order_for(graph, amounts.rows), len(amounts.rows.times)
     if found is None:
         return None
     bare = without_costs(graph)
-    # The first measure is the cost, then each row's usage, at last the cost with usage at prices.
+    # The first measure is the cost, then comes each row's usage, and last the cost with usage at prices.
     graphs = [graph, *(priced(bare, amounts, unit) for unit in np.eye(num_rows)), priced(graph, amounts, prices)]
     memo: Memo = {}
     parts = [elimination(own, found.nodes, memo, expired) for own in graphs]
@@ -75,13 +76,13 @@ def cheapest_fitting(
 
 
 def order_for(graph: CostGraph, rows: Rows) -> Order | None:
-    """An order of elimination with small tables; None if there is none, or the rows are many."""
+    """Returns an order of elimination with small tables; None if there is none, or there are many rows."""
     num_rows = len(rows.times)
     return order(graph, MAX_TABLE, MAX_WORK // (num_rows + 2)) if num_rows <= MAX_ROWS else None
 
 
 class _Extension(NamedTuple):
-    """A node that got its states: of each choice the one before that it continues, and the node's state."""
+    """A node that got its states: for each choice, the earlier choice that it continues and the node's state."""
 
     node: int
     before: IntArray
@@ -98,7 +99,7 @@ class _PartialChoices:
         self._steps: list[_Extension] = []
 
     def best(self, amounts: Amounts, expired: Callable[[], bool]) -> CheapestFitting | None:
-        """The cheapest choice for all nodes."""
+        """Returns the cheapest choice for all nodes."""
         if (self._least[:, 0] > self._limits).any():
             return CheapestFitting(None)
         places = _depth_first(self._parts[0])
@@ -123,7 +124,7 @@ class _PartialChoices:
         return found[::-1]
 
     def _extend(self, place: int, ahead: set[int]) -> bool:
-        """Gives the node of a step of the elimination its states; False if the choices are too many."""
+        """Gives the node of an elimination step its states; returns False if there are too many choices."""
         node = self._parts[0].steps[place][0]
         size, count = self._graph.size(node), self._least.shape[1]
         at_once = max(1, _AT_ONCE // (size * len(self._parts)))
@@ -146,7 +147,10 @@ class _PartialChoices:
         return len(kept) <= MAX_CHOICES
 
     def _continued(self, place: int, node: int, chosen: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
-        """The choices `chosen` with every state of a node that keeps them within the limits: the ones before, the states, the least."""
+        """Extends the choices `chosen` by every state of a node that keeps them within the limits.
+
+        Returns the earlier choices, the states, and the measures.
+        """
         own = {other: states[chosen] for other, states in self._states.items()}
         rises = [self._rise(part.steps[place][1], node, own) for part in self._parts]
         shape = (len(chosen), self._graph.size(node))
@@ -160,7 +164,7 @@ class _PartialChoices:
         return chosen[befores], states, least
 
     def _rise(self, around: Factors, node: int, states: dict[int, IntArray]) -> FloatArray:
-        """By how much each state of a node raises the least of each choice. [choice or 1, state]"""
+        """Returns by how much each state of a node raises the least of each choice, as [choice or 1, state]."""
         total: FloatArray = np.zeros((1, self._graph.size(node)))
         for scope, number in around.items():
             table = np.moveaxis(self._graph.pool.arrays[number], scope.index(node), -1)
@@ -170,7 +174,10 @@ class _PartialChoices:
         return np.where(np.isfinite(total), rise, np.inf)
 
     def _undominated(self, columns: dict[int, IntArray], least: FloatArray) -> IntArray:
-        """The choices of which none is found that is no worse in cost and in every row, and the same for the nodes ahead."""
+        """Returns the choices without those that another choice is found to dominate.
+
+        A dominating choice is no worse in cost and in every row, and the same for the nodes ahead.
+        """
         count = least.shape[1]
         key = np.zeros(count, dtype=np.int64)
         for node in sorted(columns):
@@ -191,7 +198,7 @@ class _PartialChoices:
         return kept
 
     def _traced(self, index: int) -> list[int]:
-        """The states of a choice for all nodes."""
+        """Returns the states of a choice for all nodes."""
         states = [0] * len(self._graph.unary)
         for node, before, own in reversed(self._steps):
             states[node], index = int(own[index]), int(before[index])
@@ -199,9 +206,9 @@ class _PartialChoices:
 
 
 def _depth_first(part: Elimination) -> list[int]:
-    """The steps of an elimination in an order in which each comes after those of the nodes that its tables hold.
+    """Orders the steps of an elimination so that each comes after those of the nodes in its tables.
 
-    What hangs together comes together and what is small first, so that few nodes matter for the ones ahead at any time.
+    Connected steps come together, and small parts first, so that few nodes matter for those ahead at any time.
     """
     place_of = {node: place for place, (node, _) in enumerate(part.steps)}
     below: list[list[int]] = [[] for _ in part.steps]
@@ -224,7 +231,7 @@ def _depth_first(part: Elimination) -> list[int]:
 def _is_lower(key: IntArray, used: FloatArray) -> BoolArray:
     """Finds the entries that are lower than all before them with the same key; keys ascend."""
     rank = np.unique(used, return_inverse=True)[1].reshape(-1)
-    # Ranks of a key are all below those of the keys before it.
+    # The values of a key are all below those of the keys before it.
     lowered = rank - key * (len(used) + 1)
     before = np.minimum.accumulate(lowered)
     found: BoolArray = np.ones(len(used), dtype=bool)

@@ -1,4 +1,4 @@
-"""Prices for memory: the bound that they give, and the choices that are best at them."""
+"""The prices for memory: the bound that they give, and the choices that are best at them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
 
 
 def priced(graph: CostGraph, amounts: Amounts, prices: FloatArray) -> CostGraph:
-    """The graph with usage at prices per row added to the costs."""
+    """Returns the graph with usage at prices per row added to the costs."""
     other = graph.copy()
     weights = amounts.rows.weights(prices)
     for node in amounts.live:
@@ -38,9 +38,10 @@ def priced(graph: CostGraph, amounts: Amounts, prices: FloatArray) -> CostGraph:
 
 
 class Prices:
-    """Kelley's cutting planes for the prices: every choice found cuts the dual function from above, the next prices maximise what is left.
+    """Kelley's cutting planes for the prices.
 
-    Only rows that some choice found exceeds have a price.
+    Every choice found cuts the dual function from above; the next prices maximise what is left. Only rows that a found choice exceeds
+    have a price.
     """
 
     def __init__(self, graph: CostGraph, amounts: Amounts, search: SolverRun) -> None:
@@ -63,7 +64,7 @@ class Prices:
                 break
             if row not in self.active:
                 self.active.append(row)
-            # Rows beside it that fall with it are no peaks of their own.
+            # Rows beside it, as far as usage stays above the limit, are no peaks of their own.
             usage[self._hill(usage, row)] = 0.0
         return choice
 
@@ -73,13 +74,13 @@ class Prices:
         return slice(int(before[-1]) if len(before) else 0, row + int(after[0]) if len(after) else len(usage))
 
     def evaluate(self, prices: FloatArray) -> Candidate | None:
-        """The best choice at prices, which may raise the bound; None if the time is over."""
+        """Returns the best choice at prices, which may raise the bound; None if no choice was found in time."""
         found = minimise(priced(self.graph, self.amounts, prices), self.search, narrow=True)
         if found is None:
             return None
         self.search.count("prices", 1)
         paid = float(prices.sum()) * self.amounts.rows.limit
-        # The choice may differ from the least by rounding; so does the bound.
+        # The choice may differ from the minimum by rounding, and so may the bound.
         bound = found.bound - paid - 1e-13 * (abs(found.bound) + paid)
         if bound > self.bound:
             self.bound, self.best = bound, prices
@@ -95,7 +96,7 @@ class Prices:
                 return
 
     def _master(self) -> tuple[FloatArray, float]:
-        """Prices that maximise the least of all cuts, and that least, which the bound cannot exceed."""
+        """Returns the prices that maximise the least of all cuts, and that least, which the bound cannot exceed."""
         limit, unit = self.amounts.rows.limit, self.amounts.rows.unit
         slopes = np.array([choice.usage[self.active] - limit for choice in self.choices]) / unit
         costs = np.array([choice.cost for choice in self.choices])

@@ -1,4 +1,7 @@
-"""Improving a choice that fits: trees and forests at scaled prices, taken over where they fit, and repaired where they do not."""
+"""The improvement of a choice that fits, by trees and forests at scaled prices.
+
+Trees are taken over if they fit; forests are repaired if they do not.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.unlimited.energy import SolverRun
 
 TREE_SCALES = (0.5, 0.25, 0.0, 2.0, 1.0)
-"""Trees are solved at these multiples of the prices in turn: low prices use up room, high ones make it."""
+"""Multiples of the prices at which trees are solved in turn: low prices use up room, high ones make it."""
 TREE_SIZES = (30, 100, 300)
 FOREST_SCALES = (1.0, 0.5, 0.25, 0.7)
 MIN_TREES, MAX_TREES = 20, 100
 
 
 class Polish:
-    """Rounds of improvement for one choice; `best` is the cheapest that fits. The order of things is random but always the same."""
+    """Rounds of improvement for one choice; `best` is the cheapest that fits. The order is random but always the same."""
 
     def __init__(self, graph: CostGraph, amounts: Amounts, weights: FloatArray, states: list[int], search: SolverRun) -> None:
         self.graph = graph
@@ -33,7 +36,7 @@ class Polish:
         self._turn = 0
 
     def run(self, num_rounds: int, target: float) -> None:
-        """Improves the choice by trees, then in each round disturbs it by a forest, repairs it, improves it and keeps it if cheaper.
+        """Improves the choice by trees; then each round disturbs it by a forest, repairs it, improves it, and keeps it if cheaper.
 
         Stops at a cost of `target`.
         """
@@ -46,7 +49,7 @@ class Polish:
             if other is None:
                 continue
             self._trees(other)
-            # Parts of the disturbed choice may be better even if it is not.
+            # Parts of the disturbed choice may be better even if the whole is not.
             self.best.flip(other.states)
             self.cost = self.best.cost()
             other.flip(self.best.states)
@@ -65,7 +68,7 @@ class Polish:
         return other
 
     def _trees(self, found: Selection) -> None:
-        """Solves trees around random nodes and takes over what is cheaper and fits."""
+        """Solves trees around random nodes, and takes over states that are cheaper and fit."""
         for _ in range(min(max(len(self._seeds) // 2, MIN_TREES), MAX_TREES)):
             if self.search.expired():
                 return

@@ -1,7 +1,7 @@
 """The problem as an integer program with tight edge rows, for SciPy's HiGHS.
 
-A variable per state and per finite entry of an edge's table; the entries of a row of a table sum to the variable of its state, so
-that the linear relaxation is almost always integral.
+There is a variable for each state and for each finite entry of an edge's table. The entries of a row of a table sum to the variable of
+its state, so the linear relaxation is almost always integral.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from spmdctx.search.solver.problem.graph import CostGraph
 
 NODE_LIMIT = 10_000
 PRECISION = 1e-6
-"""HiGHS calls a choice optimal when it is this near to its bound, in units of the scaled objective."""
+"""The distance from its bound at which HiGHS calls a choice optimal, in units of the scaled objective."""
 SCALE = 1e4
 ROW_ROUNDS = 8
 ROWS_AT_ONCE = 100
-"""So many rows cost HiGHS less than another round does."""
+"""The number of rows that cost HiGHS less than another round does."""
 
 
 class Program(NamedTuple):
@@ -37,13 +37,13 @@ class Program(NamedTuple):
 
 
 def num_variables(graph: CostGraph) -> int:
-    """The number of variables of a graph's program."""
+    """Returns the number of variables of a graph's program."""
     pairs = sum(graph.size(node) * graph.size(other) for node in graph.nodes() for other in graph.links[node] if node < other)
     return pairs + sum(graph.size(node) for node in graph.nodes())
 
 
 def program(graph: CostGraph, most: float = np.inf) -> Program:
-    """The program without memory, and without the entries of tables that a choice of a cost of at most `most` cannot have."""
+    """Builds the program without memory, and without the entries of tables that no choice of a cost of at most `most` can have."""
     nodes = graph.nodes()
     spare = most - graph.base - _least_sum(graph)
     starts, start = {}, 0
@@ -76,7 +76,7 @@ def program(graph: CostGraph, most: float = np.inf) -> Program:
 
 
 def _least_sum(graph: CostGraph) -> float:
-    """The sum of all least costs."""
+    """Returns the sum of all least costs."""
     total = 0.0
     for node in graph.nodes():
         total += float(graph.costs(node).min())
@@ -85,7 +85,7 @@ def _least_sum(graph: CostGraph) -> float:
 
 
 def memory_rows(graph: CostGraph, amounts: Amounts, chosen: IntArray, starts: dict[int, int], num_variables: int) -> LinearConstraint:
-    """The memory of some rows over the variables, as shares of the limit."""
+    """Returns the memory constraints of some rows over the variables, as shares of the limit."""
     lines, columns, values = [], [], []
     limit, unit = amounts.rows.limit, amounts.rows.unit
     for node, start in starts.items():
@@ -101,21 +101,23 @@ def memory_rows(graph: CostGraph, amounts: Amounts, chosen: IntArray, starts: di
     room = limit - fixed_usage(graph, amounts.rows)[chosen]
     index = (np.concatenate(lines), np.concatenate(columns)) if lines else (np.zeros(0, int), np.zeros(0, int))
     scaled = np.concatenate(values) if values else np.zeros(0)
-    # Bytes are large; as shares of the limit the rows have HiGHS's precision.
+    # Bytes are large. As shares of the limit the rows have HiGHS's precision.
     return LinearConstraint(csr_array((scaled / unit, index), shape=(len(chosen), num_variables)), -np.inf, room / unit)
 
 
 def integer_optimum(
     graph: CostGraph, amounts: Amounts, active: list[int], most: float, seconds: float | None
 ) -> tuple[list[list[int]], float]:
-    """Choices that HiGHS found, the last one the best if it is proven, and a bound (infinite if nothing as cheap as `most` fits).
+    """Finds choices by HiGHS, and a bound.
+
+    The last choice is the best if it is proven. The bound is infinite if no choice as cheap as `most` fits.
 
     Args:
         graph: The costs; every node that has a row and several states must be left.
         amounts: The usage of the graph's states.
-        active: Rows to start with where there are many; rows join as choices exceed them.
+        active: The rows to start with, if there are many; rows join as choices exceed them.
         most: A cost that some choice has, or infinite.
-        seconds: HiGHS's time limit, for benchmarks; else its nodes are limited.
+        seconds: HiGHS's time limit, for benchmarks; without it HiGHS's nodes are limited.
     """
     model = program(graph, most)
     scale = SCALE / max(float(np.abs(model.costs).max()), 1e-300)
@@ -147,18 +149,21 @@ def integer_optimum(
 
 
 def _first_rows(count: int, active: list[int]) -> list[int]:
-    """Returns all rows, or where they are many the active ones."""
+    """Returns all rows, or if there are many the active ones."""
     return list(range(count)) if count <= ROWS_AT_ONCE else sorted(set(active))
 
 
 def lowest_peak(graph: CostGraph, amounts: Amounts) -> list[int] | None:
-    """Present states whose highest usage is the least possible, to HiGHS's precision; None if it finds none. Costs do not count."""
+    """Returns present states whose highest usage is the least possible, to HiGHS's precision; None if it finds none.
+
+    Costs do not count.
+    """
     if not graph.nodes():
         return [0] * len(graph.unary)
     model = program(graph)
     count = len(model.costs)
     memory = memory_rows(graph, amounts, np.arange(len(amounts.rows.times)), model.starts, count)
-    # One more variable: the excess over the limit, as a share of it.
+    # One more variable: the excess over the limit, as a share of the limit.
     excess = csr_array(-np.ones((len(amounts.rows.times), 1)))
     rows = [
         LinearConstraint(hstack([model.rows, csr_array((model.rows.shape[0], 1))], format="csr"), model.sums, model.sums),
@@ -173,7 +178,7 @@ def lowest_peak(graph: CostGraph, amounts: Amounts) -> list[int] | None:
 
 
 def _states(graph: CostGraph, model: Program, values: FloatArray) -> list[int]:
-    """The states that the variables choose."""
+    """Returns the states that the variables choose."""
     states = [0] * len(graph.unary)
     for node, start in model.starts.items():
         states[node] = int(values[start : start + graph.size(node)].argmax())
@@ -181,7 +186,7 @@ def _states(graph: CostGraph, model: Program, values: FloatArray) -> list[int]:
 
 
 def _peaks(usage: FloatArray, most: float, known: list[int]) -> list[int]:
-    """The highest row of every run of rows above the limit, without those known."""
+    """Returns the highest row of every run of rows above the limit, without the known ones."""
     above = np.flatnonzero(usage > most)
     runs = np.split(above, np.flatnonzero(np.diff(above) > 1) + 1)
     return [row for row in (int(run[usage[run].argmax()]) for run in runs if len(run)) if row not in known]

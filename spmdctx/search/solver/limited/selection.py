@@ -12,11 +12,11 @@ from spmdctx.search.solver.problem.local import cost, totals
 from spmdctx.search.solver.problem.memory import Rows
 
 MAX_MOVES = 0.25
-"""Share of the offered changes that one pass of a repair makes."""
+"""The share of the offered changes that one pass of a repair makes."""
 
 
 class Amounts:
-    """The usage of a graph's present states; `of[v]` is None where node v has no row."""
+    """The usage of a graph's present states; `of[v]` is None if node v has no row."""
 
     def __init__(self, graph: CostGraph, rows: Rows) -> None:
         self.rows = rows
@@ -24,23 +24,23 @@ class Amounts:
         self.live = [node for node, used in enumerate(self.of) if used is not None]
 
     def chosen(self, states: Sequence[int]) -> FloatArray:
-        """Usage of each node in its present state."""
+        """Returns the usage of each node in its present state."""
         amounts = np.zeros(len(self.of))
         for node in self.live:
             amounts[node] = self.of[node][states[node]]  # type: ignore[index]  # limited to nodes that have usages
         return amounts
 
     def usage(self, states: Sequence[int]) -> FloatArray:
-        """Usage of each row."""
+        """Returns the usage of each row."""
         return self.rows.usage(self.chosen(states))
 
     def least(self) -> list[int]:
-        """The states of least usage."""
+        """Returns the states of least usage."""
         return [0 if used is None else int(used.argmin()) for used in self.of]
 
 
 class Selection:
-    """States with their usage of every row and, by node, the cost of every state given the neighbours."""
+    """A choice of states with its usage of every row and, by node, the cost of every state given the neighbours."""
 
     def __init__(self, graph: CostGraph, amounts: Amounts, states: Sequence[int]) -> None:
         self.graph = graph
@@ -48,12 +48,12 @@ class Selection:
         self.states = list(states)
         self.usage = amounts.usage(states)
         self._totals: dict[int, FloatArray] = {}
-        # Gains below this may be none.
+        # A smaller gain may be rounding.
         value = self.cost()
         self._rounding = 1e-13 * abs(value) if np.isfinite(value) else 0.0
 
     def cost(self) -> float:
-        """The cost, with the graph's constant."""
+        """Returns the cost, with the graph's constant."""
         return cost(self.graph, self.states) + self.graph.base
 
     def fits(self) -> bool:
@@ -61,14 +61,14 @@ class Selection:
         return self.amounts.rows.excess(self.usage) <= 0
 
     def totals(self, node: int) -> FloatArray:
-        """The cost of a node's states with its neighbours as they are."""
+        """Returns the costs of a node's states beside its neighbours' present ones."""
         total = self._totals.get(node)
         if total is None:
             total = self._totals[node] = totals(self.graph, node, self.states)
         return total
 
     def room(self, node: int) -> float:
-        """Returns how much more a node may use."""
+        """Returns the usage that a node may add."""
         most = self.amounts.rows.most
         pieces = self.amounts.rows.ranges[node]
         return min(((most - float(self.usage[first:last].max())) / count for first, last, count in pieces), default=np.inf)
@@ -86,7 +86,7 @@ class Selection:
             self._totals.pop(other, None)
 
     def repair(self, expired: Callable[[], bool]) -> bool:
-        """Lowers usage until all rows fit, cheapest per unit first; False if no change of one node helps.
+        """Lowers usage until all rows fit, cheapest per unit first; returns False if no change of one node helps.
 
         Every pass sorts the changes by cost per unit of excess that they save, and makes each that still saves something.
         """
@@ -109,7 +109,7 @@ class Selection:
         return rows.excess(self.usage) <= 0
 
     def _saving(self, node: int, weight: float) -> tuple[float, int, int] | None:
-        """The change of a node that saves usage at the least cost per unit: that rate, the node, the state."""
+        """Finds the change of a node that saves usage at the least cost per unit; returns that rate, the node and the state."""
         used = self.amounts.of[node]
         if used is None or len(used) == 1:
             return None
@@ -152,7 +152,7 @@ class Selection:
         return True
 
     def flip(self, other: Sequence[int]) -> None:
-        """Takes over the states of another choice, component by component of the nodes that differ, where that is cheaper and fits."""
+        """Takes over the states of another choice, component by component of the differing nodes, where that is cheaper and fits."""
         gains = []
         for component in components(self.graph, self.states, other):
             gain, change = self._exchange(component, other)
@@ -195,7 +195,7 @@ class Selection:
 
 
 def components(graph: CostGraph, states: Sequence[int], other: Sequence[int]) -> list[list[int]]:
-    """The connected components of the nodes that differ in two choices, by their lowest node."""
+    """Returns the connected components of the nodes that differ in two choices, by their lowest node."""
     differing = {node for node in graph.nodes() if states[node] != other[node]}
     found = []
     for seed in sorted(differing):

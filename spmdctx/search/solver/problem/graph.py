@@ -1,4 +1,4 @@
-"""The problem as a graph of interned costs, and the exact steps that make it smaller."""
+"""The problem as a graph of interned costs, and the exact steps that make the graph smaller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmdctx.search.solver.problem.pool import Pool
 from spmdctx.search.solver.problem.problem import Edge
 
 PEEL_WORK = 40_000_000
-"""Most additions that removing one node with two neighbours may take."""
+"""The limit on the additions that removing one node with two neighbours takes."""
 
 
 class Peeled(NamedTuple):
@@ -25,7 +25,7 @@ class Peeled(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A node that was left only some of its states."""
+    """A node that kept only some of its states."""
 
     node: int
     states: IntArray
@@ -34,8 +34,8 @@ class Kept(NamedTuple):
 class CostGraph:
     """Pairwise costs over the nodes that are left.
 
-    `unary[v]` is the pool's number of the costs of node v, `links[v][u]` that of the table [state of v, state of u]; `origin[v]` lists the
-    original states that node v still has. `base` is a constant cost, `history` what was removed, in order.
+    `unary[v]` is the pool's number for the costs of node v, `links[v][u]` its number for the table [state of v, state of u].
+    `origin[v]` lists the original states that node v still has. `base` is a constant cost; `history` lists the removals in order.
     """
 
     def __init__(self, pool: Pool, unary: list[int], links: list[dict[int, int]], origin: list[IntArray]) -> None:
@@ -50,7 +50,7 @@ class CostGraph:
 
     @classmethod
     def of(cls, costs: Sequence[FloatArray], edges: Sequence[Edge], pool: Pool) -> CostGraph:
-        """The graph of a problem: parallel edges are summed, an edge from a node to itself joins the node's costs."""
+        """Builds the graph of a problem: parallel edges are summed, and an edge from a node to itself joins the node's costs."""
         unary = [pool.intern_object(array) for array in costs]
         ranges: dict[int, IntArray] = {}
         origin = [ranges.setdefault(len(array), np.arange(len(array))) for array in costs]
@@ -64,26 +64,29 @@ class CostGraph:
         return graph
 
     def copy(self) -> CostGraph:
-        """A graph that can be changed alone. The pool is shared; `complete` of the copy gives present states of this one."""
+        """Copies the graph, so that it can be changed alone.
+
+        The pool is shared; the copy's `complete` gives present states of this graph.
+        """
         other = CostGraph(self.pool, list(self.unary), [dict(links) for links in self.links], list(self.origin))
         other.alive = list(self.alive)
         other.base = self.base
         return other
 
     def nodes(self) -> list[int]:
-        """The nodes that are left."""
+        """Lists the nodes that are left."""
         return [node for node, alive in enumerate(self.alive) if alive]
 
     def size(self, node: int) -> int:
-        """The number of states that a node has left."""
+        """Returns the number of states that a node has left."""
         return len(self.pool.arrays[self.unary[node]])
 
     def costs(self, node: int) -> FloatArray:
-        """The costs of a node's states."""
+        """Returns the costs of a node's states."""
         return self.pool.arrays[self.unary[node]]
 
     def table(self, left: int, right: int) -> FloatArray:
-        """The table of an edge as [state of left, state of right]."""
+        """Returns the table of an edge as [state of left, state of right]."""
         return self.pool.arrays[self.links[left][right]]
 
     def add_unary(self, node: int, number: int) -> None:
@@ -100,7 +103,7 @@ class CostGraph:
         self.links[right][left] = self.pool.transposed(number)
 
     def unlink(self, left: int, right: int) -> None:
-        """Takes an edge away."""
+        """Removes an edge."""
         del self.links[left][right], self.links[right][left]
 
     def restrict(self, kept: dict[int, IntArray]) -> None:
@@ -121,7 +124,7 @@ class CostGraph:
                     self.links[other][node] = pool.transposed(number)
 
     def peel(self, stays: Sequence[bool] | None = None) -> None:
-        """Removes nodes of one state or at most two neighbours, which keeps the costs pairwise and the optimum exact.
+        """Removes nodes with one state or with at most two neighbours, which keeps the costs pairwise and the optimum exact.
 
         Nodes of several states that are true in `stays` are left.
         """
@@ -141,7 +144,7 @@ class CostGraph:
                     heappush(queue, (weight, other))
 
     def _weight(self, node: int) -> int:
-        """The additions that removing a node takes, -1 if it must stay."""
+        """Returns the additions that removing a node takes, -1 if it must stay."""
         size, links = self.size(node), self.links[node]
         if size == 1:
             return 0
@@ -188,7 +191,10 @@ class CostGraph:
                         self.add_unary(other, parts[1])
 
     def complete(self, states: Sequence[int]) -> list[int]:
-        """The states that the nodes had at first, given the present states of the nodes that are left (others are ignored)."""
+        """Returns the original states of all nodes, given the present states of the nodes that are left.
+
+        States of removed nodes are ignored.
+        """
         arrays, first = self.pool.arrays, list(states)
         for step in reversed(self.history):
             if isinstance(step, Kept):
@@ -211,6 +217,6 @@ def is_whole(graph: CostGraph) -> bool:
 
 
 def cost_of(costs: Sequence[FloatArray], edges: Sequence[Edge], states: Sequence[int]) -> float:
-    """The cost of a choice of states, without any memory."""
+    """Returns the cost of a choice of states, without any memory."""
     total = sum(float(array[state]) for array, state in zip(costs, states, strict=True))
     return total + sum(float(table[states[left], states[right]]) for left, right, table in edges)

@@ -1,7 +1,7 @@
-"""Tables with equal rows or columns: a small table with each of them once, and which row and column every state has.
+"""Tables with equal rows or columns: a small table that has each of them once, and the row and column of every state.
 
-States of an op that take an operand alike have one column, states that leave a result alike have one row. A minimum over rows can
-first be taken among the rows that are equal: adding is monotone in floating point too, so nothing changes, not even the last bit.
+States of an op that take an operand alike have equal columns; states that leave a result alike have equal rows. A minimum over rows
+can be taken among equal rows first: adding is monotone in floating point too, so the result is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 from spmdctx.ir.arrays import FloatArray, IntArray, WordArray
 
 MIN_SIZE = 4096
-"""Entries from which a table is looked at."""
+"""Entries from which a table is searched for equal lines."""
 WORTH = 0.6
-"""Share of its entries that a table must shrink to."""
+"""Share of its entries to which a table must shrink."""
 
 
 class Classes(NamedTuple):
-    """Equal lines of a table: the lines sorted by class, where each class starts among them, and each line's class."""
+    """Equal lines of a table: the lines sorted by class, the start of each class among them, and the class of each line."""
 
     order: IntArray
     starts: IntArray
     of: IntArray
 
     def firsts(self) -> IntArray:
-        """One line of each class."""
+        """Returns one line of each class."""
         firsts: IntArray = self.order[self.starts]
         return firsts
 
@@ -40,12 +40,12 @@ class Groups(NamedTuple):
     columns: Classes
 
     def transposed(self) -> Groups:
-        """The same for the transposed table."""
+        """Returns the groups of the transposed table."""
         return Groups(np.ascontiguousarray(self.small.T), self.columns, self.rows)
 
 
 def grouped(table: FloatArray) -> Groups | None:
-    """The groups of a table, None where there is little to gain."""
+    """Returns the groups of a table; None if they save little."""
     if table.size < MIN_SIZE:
         return None
     rows = _classes(table)
@@ -54,19 +54,19 @@ def grouped(table: FloatArray) -> Groups | None:
     small = lines.take(columns.firsts(), axis=1)
     if small.size > WORTH * table.size:
         return None
-    # Different lines could have one hash.
+    # Different lines may share a hash.
     equal = (small.take(columns.of, axis=1).take(rows.of, axis=0) == table).all()
     return Groups(small, rows, columns) if equal else None
 
 
 def content_hash(array: FloatArray) -> int:
-    """A number that equal arrays share; different ones hardly ever do."""
+    """Returns a number that equal arrays share and different ones hardly ever do."""
     lines = array.reshape(-1, array.shape[-1])
     return int(_mixed(_line_hashes(lines)) @ _weights(len(lines)))
 
 
 def _classes(table: FloatArray) -> Classes:
-    """The rows of a table by their hashes."""
+    """Groups the rows of a table by their hashes."""
     hashes = _line_hashes(table)
     order = hashes.argsort()
     hashes = hashes[order]
@@ -84,7 +84,7 @@ def _line_hashes(table: FloatArray) -> WordArray:
 
 
 def _mixed(words: WordArray) -> WordArray:
-    """Words whose low bits depend on the high ones, in which floats of few digits differ."""
+    """Mixes the high bits of words into the low ones, since floats of few digits differ only in the high ones."""
     mixed: WordArray = words ^ (words >> np.uint64(32))
     return mixed
 
@@ -95,7 +95,7 @@ def _weights(count: int) -> WordArray:
 
 @lru_cache(maxsize=32)
 def _all_weights(count: int) -> WordArray:
-    """Odd numbers without a pattern: the outputs of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Returns odd numbers without a pattern: the outputs of splitmix64 (Steele, Lea and Flood, 2014)."""
     words = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

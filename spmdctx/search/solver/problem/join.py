@@ -1,4 +1,4 @@
-"""The least of a sum of tables over one of their variables."""
+"""The minimum of a sum of tables over one of their variables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from spmdctx.ir.arrays import FloatArray
 
 CHUNK = 1 << 17
-"""Entries that are formed at a time: they stay in the processor's cache."""
+"""Entries that are formed at a time, so that they stay in the processor's cache."""
 _WIDE = 1 << 14
-"""Entries of a result from which one state of the variable is added at a time, in place."""
+"""Entries of a result from which the states of the variable are added one at a time, in place."""
 
 
 def least(factors: Sequence[tuple[tuple[int, ...], FloatArray]], num_places: int) -> FloatArray:
@@ -40,7 +40,7 @@ def least(factors: Sequence[tuple[tuple[int, ...], FloatArray]], num_places: int
 
 
 def _least_of_wide(views: list[FloatArray], shape: tuple[int, ...]) -> FloatArray:
-    """The same sums in the same order, without a new array for each."""
+    """Forms the same sums in the same order, without a new array for each."""
     result, total = np.full(shape[1:], np.inf), np.empty(shape[1:])
     for state in range(shape[0]):
         parts = [view[state if len(view) > 1 else 0] for view in views]
@@ -50,7 +50,7 @@ def _least_of_wide(views: list[FloatArray], shape: tuple[int, ...]) -> FloatArra
 
 
 def _view(places: tuple[int, ...], array: FloatArray, num_places: int) -> FloatArray:
-    """The array with an axis for the variable and for every place, of length 1 where it has none."""
+    """Returns the array with an axis for the variable and for every place, of length 1 for those that it lacks."""
     shape = [1] * (num_places + 1)
     for place, length in zip(places, array.shape, strict=True):
         shape[place + 1] = length

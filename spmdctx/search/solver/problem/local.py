@@ -1,4 +1,4 @@
-"""Improving a choice of states by changing one node at a time."""
+"""The improvement of a choice of states by changing one node at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from spmdctx.search.solver.problem.graph import CostGraph
 
 
 def descend(graph: CostGraph, states: list[int]) -> float:
-    """Gives nodes their best state, given their neighbours, until none improves. Changes `states`; returns the cost less `graph.base`."""
+    """Gives each node its best state, given its neighbours, until none improves.
+
+    Changes `states`; returns the cost less `graph.base`.
+    """
     waiting = graph.nodes()
     queued = set(waiting)
     heapify(waiting)
@@ -30,7 +33,7 @@ def descend(graph: CostGraph, states: list[int]) -> float:
 
 
 def totals(graph: CostGraph, node: int, states: Sequence[int]) -> FloatArray:
-    """The cost of a node's states beside its neighbours' present ones."""
+    """Returns the costs of a node's states beside its neighbours' present ones."""
     total, arrays = graph.costs(node), graph.pool.arrays
     for other, number in graph.links[node].items():
         total = total + arrays[number][:, states[other]]
@@ -38,7 +41,7 @@ def totals(graph: CostGraph, node: int, states: Sequence[int]) -> FloatArray:
 
 
 def cost(graph: CostGraph, states: list[int]) -> float:
-    """The cost of the nodes that are left, in their present states, less `graph.base`."""
+    """Returns the cost of the nodes that are left, in their present states, less `graph.base`."""
     total = 0.0
     for node in graph.nodes():
         total += float(graph.costs(node)[states[node]])

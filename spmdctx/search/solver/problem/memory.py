@@ -1,4 +1,4 @@
-"""Memory as rows: one for every time at which the set of live nodes is maximal and could exceed the limit."""
+"""The memory as rows: one for each time at which the set of live nodes is maximal and could exceed the limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.search.solver.problem.problem import Memory
 
 ROUNDING = 1e-12
-"""Usage above the limit by less than this share is rounding."""
+"""The share of the limit by which a usage may exceed it through rounding."""
 
 
 class Rows:
@@ -19,7 +19,7 @@ class Rows:
 
     Attributes:
         times: A time of each row, ascending.
-        nodes, firsts, lasts, counts: Of each piece its node, its rows `firsts <= row < lasts`, and how often it counts.
+        nodes, firsts, lasts, counts: For each piece its node, its rows `firsts <= row < lasts`, and how often it counts.
         limit: The most usage per row.
         usages: Usage by node and original state.
         live: Whether a node has any row.
@@ -28,7 +28,7 @@ class Rows:
     """
 
     def __init__(self, memory: Memory, possible: Sequence[IntArray]) -> None:
-        """The rows that some choice among the `possible` states of each node violates."""
+        """Makes the rows that some choice among the `possible` states of each node violates."""
         self.limit = float(memory.limit)
         self.usages = memory.usages
         lives = np.array([(node, start, end) for node, start, end in memory.lives if start < end], dtype=np.int64).reshape(-1, 3)
@@ -45,12 +45,12 @@ class Rows:
 
     @property
     def unit(self) -> float:
-        """The limit as a unit of usage; 1 where the limit is none."""
+        """The limit as a unit of usage; 1 if the limit is zero."""
         return self.limit if self.limit > 0 else 1.0
 
     @property
     def most(self) -> float:
-        """The limit with its rounding."""
+        """The limit plus its rounding."""
         return self.limit + ROUNDING * abs(self.limit)
 
     def _placed(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
@@ -63,22 +63,22 @@ class Rows:
         return summed
 
     def usage(self, amounts: FloatArray) -> FloatArray:
-        """Usage of each row, given the usage of each node."""
+        """Returns the usage of each row, given the usage of each node."""
         return self._summed(amounts[self.nodes] * self.counts)
 
     def excess(self, usage: FloatArray) -> float:
-        """Returns how far the usage of the rows exceeds the limit, at most 0 if it fits."""
+        """Returns the excess of the rows' usage over the limit, at most 0 if it fits."""
         return float((usage - self.most).max(initial=-np.inf))
 
     def weights(self, prices: FloatArray) -> FloatArray:
-        """The price of one unit of usage of each node, given prices per row."""
+        """Returns the price of one unit of usage of each node, given prices per row."""
         summed = np.concatenate([[0.0], np.cumsum(prices)])
         weights = np.bincount(self.nodes, (summed[self.lasts] - summed[self.firsts]) * self.counts, len(self.live))
         return weights.astype(np.float64)
 
 
 def _maximal(starts: IntArray, ends: IntArray) -> IntArray:
-    """The times at which something starts and before the next start something ends."""
+    """Returns the times at which a life starts and before the next start a life ends."""
     times = np.unique(starts)
     bounds = np.searchsorted(times, np.unique(ends) - 1, side="right") - 1
     # An end after time s and no later than the next start: s is the last start before that end.
@@ -86,7 +86,7 @@ def _maximal(starts: IntArray, ends: IntArray) -> IntArray:
 
 
 def _merged(nodes: IntArray, firsts: IntArray, lasts: IntArray, num_nodes: int) -> list[list[tuple[int, int, int]]]:
-    """The pieces of each node, without the lives that have no row."""
+    """Returns the pieces of each node, without the lives that have no row."""
     lives: list[list[tuple[int, int]]] = [[] for _ in range(num_nodes)]
     for node, first, last in zip(nodes.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
         if first < last:
@@ -95,7 +95,7 @@ def _merged(nodes: IntArray, firsts: IntArray, lasts: IntArray, num_nodes: int) 
 
 
 def _pieces(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Ranges cut where one starts or ends, with the number that cover each piece."""
+    """Cuts ranges wherever one starts or ends, and counts the ranges that cover each piece."""
     cuts = sorted({cut for pair in ranges for cut in pair})
     pieces = []
     for first, last in pairwise(cuts):

@@ -1,4 +1,4 @@
-"""Interned arrays: equal costs get one number, so that repeated structure is computed once."""
+"""The pool of interned arrays: equal costs get one number, so that repeated structure is computed once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spmdctx.search.solver.problem.groups import Groups, content_hash, grouped
 from spmdctx.search.solver.problem.join import least
 
 MAX_COMPARED = 1 << 16
-"""Entries up to which results are compared with those known before."""
+"""Entries up to which results are compared with known ones."""
 _PLAIN = 64
 """Entries up to which an array is its own key."""
 _WIDE = 1 << 18
@@ -21,7 +21,7 @@ _WIDE = 1 << 18
 class Pool:
     """Arrays by number. Operations on them are memoised by the numbers of their operands.
 
-    `arrays[i]` is the array of number i; none is changed after it is added.
+    `arrays[i]` is the array of number i; no array changes after it is added.
     """
 
     def __init__(self) -> None:
@@ -47,34 +47,34 @@ class Pool:
         return len(self.arrays) - 1
 
     def intern(self, array: FloatArray) -> int:
-        """The number of an array, the same for equal contents."""
+        """Returns the number of an array, the same for equal contents."""
         data = np.ascontiguousarray(array)
         if data.size <= _PLAIN:
             return self._known((data.shape, data.tobytes()), data)
         value = content_hash(data)
-        # Another array may have this hash.
+        # Another array may have the same hash.
         while not _same(self.arrays[self._known((data.shape, value), data)], data):
             value += 1
         return self._contents[data.shape, value]
 
     def _known(self, key: tuple[tuple[int, ...], bytes | int], data: FloatArray) -> int:
-        """The number of a key, which is new where nothing has it."""
+        """Returns the number of a key, a new one if no array has the key."""
         number = self._contents.get(key)
         if number is None:
             number = self._contents[key] = self.new(data)
         return number
 
     def intern_object(self, array: FloatArray) -> int:
-        """Like `intern`, and looks at the contents of one object only once."""
+        """Interns like `intern`, but looks at the contents of one object only once."""
         number = self._objects.get(id(array))
         if number is None:
             number = self._objects[id(array)] = self.intern(np.asarray(array, dtype=np.float64))
-            # An object that dies could leave its address to another array.
+            # If an object dies, another array may get its address.
             self._held.append(array)
         return number
 
     def transposed(self, number: int) -> int:
-        """The number of the transposed table."""
+        """Returns the number of the transposed table."""
         found = self._transposed.get(number)
         if found is None:
             found = self.new(np.ascontiguousarray(self.arrays[number].T))
@@ -82,7 +82,7 @@ class Pool:
         return found
 
     def groups(self, number: int) -> Groups | None:
-        """The equal rows and columns of a table; None where there are few."""
+        """Returns the equal rows and columns of a table; None if there are few."""
         if number not in self._groups:
             other = self._transposed.get(number, -1)
             if other in self._groups:
@@ -93,7 +93,7 @@ class Pool:
         return self._groups[number]
 
     def total(self, first: int, second: int) -> int:
-        """The number of the sum of two arrays of one shape."""
+        """Returns the number of the sum of two arrays of one shape."""
         key = (first, second) if first <= second else (second, first)
         found = self._totals.get(key)
         if found is None:
@@ -101,14 +101,17 @@ class Pool:
         return found
 
     def row(self, number: int, state: int) -> int:
-        """The number of one row of a table."""
+        """Returns the number of one row of a table."""
         found = self._rows.get((number, state))
         if found is None:
             found = self._rows[number, state] = self.intern(self.arrays[number][state])
         return found
 
     def lowered(self, array: FloatArray) -> tuple[int, float]:
-        """The number of an array less its least entry, and that entry. So results that differ by a constant are one array."""
+        """Returns the number of an array less its least entry, and that entry.
+
+        Results that differ by a constant are then one array.
+        """
         lowest = float(array.min())
         if not np.isfinite(lowest):
             return self.new(array), 0.0
@@ -116,7 +119,7 @@ class Pool:
         return (self.intern(array) if array.size <= MAX_COMPARED else self.new(array)), lowest
 
     def best(self, unary: int, tables: tuple[int, ...]) -> tuple[int, float]:
-        """The least of `unary[x] + tables[0][x, i] + tables[1][x, j]` over x, for one or two tables, as `lowered`."""
+        """Returns the minimum over x of `unary[x] + tables[0][x, i] + tables[1][x, j]`, for one or two tables, as `lowered`."""
         key = (unary, *tables)
         found = self._best.get(key)
         if found is None:
@@ -124,7 +127,7 @@ class Pool:
         return found
 
     def _least(self, costs: FloatArray, arrays: list[FloatArray], tables: tuple[int, ...]) -> FloatArray:
-        """The least for `best`; equal columns of a table are formed once."""
+        """Forms the minimum for `best`; equal columns of a table are formed once."""
         groups = [None] * len(tables) if costs.size * prod(array.shape[1] for array in arrays) < _WIDE else [*map(self.groups, tables)]
         for place, own in enumerate(groups):
             if own is not None:
@@ -136,7 +139,7 @@ class Pool:
         return found
 
     def choice(self, states: IntArray) -> int:
-        """The number of a list of states."""
+        """Returns the number of a list of states."""
         key = states.tobytes()
         found = self._choices.get(key)
         if found is None:
@@ -145,7 +148,7 @@ class Pool:
         return found
 
     def selected(self, number: int, left: int, right: int) -> int:
-        """The number of the rows `left` and columns `right` (numbers of choices; -1 keeps all) of a table."""
+        """Returns the number of a table reduced to the rows `left` and columns `right` (numbers of choices; -1 keeps all)."""
         key = (number, left, right)
         found = self._selected.get(key)
         if found is None:
@@ -165,11 +168,11 @@ class Pool:
         return self._supports[number]
 
     def worst(self, number: int) -> FloatArray:
-        """`D[a, b]`: the most that row a of a table can cost beyond row b. Rows must have a finite entry."""
+        """Returns `D[a, b]`: the most that row a of a table can cost beyond row b. Rows must have a finite entry."""
         found = self._worst.get(number)
         if found is None:
             table = self.arrays[number]
-            # Where b is forbidden, a is never worse.
+            # If b is forbidden, a is never worse.
             lower = np.where(np.isinf(table), -np.inf, -table)
             found = np.empty((len(table), len(table)))
             for state, row in enumerate(table):
@@ -178,7 +181,7 @@ class Pool:
         return found
 
     def parts(self, number: int) -> tuple[int, int] | None:
-        """If a table is exactly `rows[i] + columns[j]`: the numbers of both, else None."""
+        """Returns the numbers of both if a table is exactly `rows[i] + columns[j]`, else None."""
         if number not in self._parts:
             table = self.arrays[number]
             with np.errstate(invalid="ignore"):
@@ -194,6 +197,6 @@ def _same(first: FloatArray, second: FloatArray) -> bool:
 
 
 def _worst_row(row: FloatArray, lower: FloatArray) -> FloatArray:
-    """As in `worst` for a row with infinite entries: where both rows are infinite, neither is worse."""
+    """Handles a row with infinite entries for `worst`: if both rows are infinite, neither is worse."""
     worst: FloatArray = np.where(np.isneginf(lower), -np.inf, row + np.where(np.isneginf(lower), 0.0, lower)).max(axis=1)
     return worst

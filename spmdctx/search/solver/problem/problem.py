@@ -1,4 +1,4 @@
-"""What the solver solves, in numbers only: no graph, no mesh, no sharding.
+"""The problem that the solver solves, in numbers only: no graph, no mesh, no sharding.
 
 Choose one state `x_v` for every node `v`:
 
@@ -17,7 +17,7 @@ from spmdctx.ir.arrays import FloatArray
 
 
 class Edge(NamedTuple):
-    """A pairwise cost: `table[i, j]` where node `left` is in state i and `right` in state j.
+    """A pairwise cost: `table[i, j]` if node `left` is in state i and `right` in state j.
 
     Edges that cost the same may share one table object; the solver memoises by the object.
     """
@@ -37,7 +37,7 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Usage per node and state, and when nodes are live."""
+    """The usage of each node in each state, and the times at which nodes are live."""
 
     usages: tuple[FloatArray, ...]
     lives: tuple[Life, ...]
@@ -54,16 +54,16 @@ class Problem:
 
 
 class Known(NamedTuple):
-    """Choices of states to start from, which need not fit the memory, and a cost that no choice goes below."""
+    """Choices of states to start from, which need not fit the memory, and a lower bound on the cost of every choice."""
 
     choices: tuple[tuple[int, ...], ...]
     lower_bound: float
 
 
 class Solution(NamedTuple):
-    """A state per node, its cost, and a cost that no feasible choice of states goes below.
+    """A state per node, its cost, and a lower bound on the cost of every feasible choice.
 
-    `counts` says what the solver did (states discarded by dominance, nodes eliminated, largest table, ...).
+    `counts` describes the solver's work (states discarded by dominance, nodes eliminated, largest table, ...).
     """
 
     states: tuple[int, ...]
@@ -75,7 +75,7 @@ class Solution(NamedTuple):
 class Infeasible(NamedTuple):
     """No choice of states fits: the time that cannot be met, the least usage possible there, and a limit that can be met.
 
-    Where it is not `is_proven`, none was found, and none that fits costs less than `lower_bound`.
+    Unless it `is_proven`, the solver only found no choice, and no choice that fits costs less than `lower_bound`.
     """
 
     time: int

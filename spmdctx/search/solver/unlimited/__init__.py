@@ -1,1 +1,1 @@
-"""Solves without limits: dominated states, exact elimination, and the dual bound of what is left."""
+"""The solver without memory: dominated states, exact elimination, and the dual bound for what is left."""

@@ -1,4 +1,4 @@
-"""Edges whose messages are sent at once: arrays of indices and tables, one slice per edge."""
+"""The batches of edges whose messages are sent at once: arrays of indices and tables, one slice per edge."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.groups import Groups
 
 SMALL_TABLE = 4096
-"""Tables of at most this many entries are stacked even if they differ."""
+"""Entries up to which tables are stacked even if they differ."""
 BATCH_WORK = 12_000
-"""Additions that take as long as handling one batch more."""
+"""Additions that take as long as one more batch."""
 
 Link = tuple[int, int]
 """The node that sends, and the one that receives."""
 
 
 class Batch(NamedTuple):
-    """Edges whose messages are sent at once, from `left` to `right`. Edges are the last axis, which is the longest as a rule.
+    """Edges whose messages are sent at once, from `left` to `right`. Edges are the last axis, which is usually the longest.
 
-    `left`, `right` index the flat state arrays, [state, edge]; `into_left`, `into_right` the flat messages; `share` is the weight of the
-    sender; `tables` is [state of left, state of right, edge or 1], or with `groups` those of the one table that all edges share;
-    `is_apart` where no two edges have one receiver. Smaller tables are filled up: by their last row again, which changes no minimum, and
-    by columns for the state and the message past the last, which nobody reads.
+    `left`, `right` index the flat state arrays, [state, edge]; `into_left`, `into_right` the flat messages. `share` is the weight of the
+    sender. `tables` is [state of left, state of right, edge or 1]; with `groups` they are those of the one table that all edges share.
+    `is_apart` says that no two edges have the same receiver.
+
+    Smaller tables are filled up: with their last row again, which changes no minimum, and with columns for a state and message past the
+    last, which are never read.
     """
 
     left: IntArray
@@ -52,7 +54,7 @@ class Single(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The first state of each node, the first message of each sender to a receiver, and how many there are of both."""
+    """The first state of each node, the first message of each sender to a receiver, and the numbers of states and messages."""
 
     states: Mapping[int, int]
     messages: Mapping[Link, int]
@@ -63,15 +65,15 @@ class Places(NamedTuple):
 def batches_of(
     graph: CostGraph, links: Iterable[Link], level: Mapping[int, int], places: Places, share: Callable[[int], float], *, fills: bool = True
 ) -> list[Batch]:
-    """The links in batches, those of nodes of lower levels first.
+    """Returns the links in batches, those whose senders have lower levels first.
 
     Args:
         graph: the tables.
-        links: who sends to whom.
+        links: the sender and receiver of each message.
         level: by sender; one batch has links of one level.
         places: see there.
         share: the weight of a sender.
-        fills: whether tables of different shapes share a batch where that saves time.
+        fills: whether tables of different shapes share a batch if that saves time.
     """
     alike: dict[int, dict[tuple[int, ...], list[Link]]] = {}
     for node, other in links:
@@ -87,7 +89,10 @@ def batches_of(
 
 
 def _joined(alike: Mapping[tuple[int, ...], list[Link]]) -> list[list[Link]]:
-    """Links by the shape of their tables, several shapes together where filling up the smaller ones takes less than a batch more."""
+    """Groups links by the shape of their tables.
+
+    Several shapes share a group if filling up the smaller tables takes less time than one more batch.
+    """
     parts: list[list[Link]] = []
     shapes: list[tuple[int, int]] = []
     for rows, columns, same in sorted(alike, key=lambda key: (-key[0] * key[1], key)):
@@ -112,7 +117,7 @@ def _batch(graph: CostGraph, links: list[Link], places: Places, share: Callable[
     sizes = [graph.pool.arrays[number].shape for number in numbers]
     heights, widths = (np.array(own, dtype=np.int64) for own in zip(*sizes, strict=True))
     rows, columns = np.arange(heights.max())[:, None], np.arange(widths.max())[:, None]
-    # The last row again; columns past the last are nobody's.
+    # Rows repeat the last one; columns past the last belong to no state.
     repeated, beyond = np.minimum(rows, heights - 1), columns >= widths
     starts, messages = places.states, places.messages
     left = np.array([starts[node] for node, _ in links]) + repeated
@@ -131,7 +136,7 @@ def _batch(graph: CostGraph, links: list[Link], places: Places, share: Callable[
 
 
 def _filled(table: FloatArray, shape: tuple[int, int]) -> FloatArray:
-    """A table with its last row and column again and again."""
+    """Fills a table up to a shape by repeating its last row and column."""
     if table.shape == shape:
         return table
     rows, columns = (np.minimum(np.arange(size), own - 1) for size, own in zip(shape, table.shape, strict=True))
@@ -140,7 +145,7 @@ def _filled(table: FloatArray, shape: tuple[int, int]) -> FloatArray:
 
 
 def narrowed(batch: Batch) -> Batch | Single:
-    """A batch of one edge as such."""
+    """Returns a batch of one edge as a `Single`."""
     if batch.left.shape[1] > 1:
         return batch
     places = [slice(int(own[0, 0]), int(own[-1, 0]) + 1) for own in batch[:4]]

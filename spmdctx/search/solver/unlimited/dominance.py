@@ -1,4 +1,4 @@
-"""States that some other state of the same node is never worse than, and states that fit no neighbour."""
+"""The removal of dominated states, and of states that fit no neighbour."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.search.solver.problem.graph import CostGraph
 
 MAX_WORK = 20_000_000
-"""Most additions for comparing the rows of one table."""
+"""The limit on the additions for comparing the rows of one table."""
 MAX_PASSES = 6
 
 
 def supported(graph: CostGraph) -> bool:
-    """Removes the states of infinite cost, alone or with every state of a neighbour; False if a node has none left."""
+    """Removes the states of infinite cost, alone or with every state of a neighbour; returns False if a node has none left."""
     waiting = graph.nodes()
     while waiting:
         kept: dict[int, IntArray] = {}
@@ -46,8 +46,8 @@ def _fits(graph: CostGraph, node: int) -> BoolArray | None:
 def discard(graph: CostGraph, usages: Sequence[FloatArray | None] | None = None, is_over: Callable[[], bool] = lambda: False) -> int:
     """Removes dominated states, again as long as that uncovers more; returns their number.
 
-    A state is dominated if another costs no more whatever the neighbours do (Goldstein's criterion), and uses no more where `usages`
-    (by node and original state, None for nodes without) are given. Every state must be supported.
+    A state is dominated if another one costs no more whatever the neighbours do (Goldstein's criterion). With `usages` (by node and
+    original state, None for nodes without) the other one must also use no more. Every state must be supported.
     Stops early, which is sound, when `is_over`.
     """
     memo: dict[tuple[object, ...], IntArray | None] = {}
@@ -70,7 +70,7 @@ def discard(graph: CostGraph, usages: Sequence[FloatArray | None] | None = None,
 
 
 def _undominated(graph: CostGraph, node: int, usage: FloatArray | None, memo: dict[tuple[object, ...], IntArray | None]) -> IntArray | None:
-    """The states of a node that no other dominates; None if that is all of them, or if finding out takes too long."""
+    """Returns the states of a node that no other dominates; None if that is all of them, or if finding out takes too long."""
     numbers = sorted(graph.links[node].values())
     key = (graph.unary[node], *numbers, b"" if usage is None else usage.tobytes())
     if key in memo:
@@ -82,7 +82,7 @@ def _undominated(graph: CostGraph, node: int, usage: FloatArray | None, memo: di
     excess = costs[:, None] - costs
     for number in numbers:
         excess = excess + pool.worst(number)
-    # A forbidden pair can make a row infinite, never minus infinite: every state is supported.
+    # A forbidden pair can make a row infinite, never minus infinite, because every state is supported.
     better = excess <= 0
     if usage is not None:
         better &= usage[:, None] <= usage
@@ -92,8 +92,8 @@ def _undominated(graph: CostGraph, node: int, usage: FloatArray | None, memo: di
 
 
 def _left(better: BoolArray) -> IntArray | None:
-    """The states left after removing, one by one from the last, each that a state still left is at least as good as."""
-    # Of two states that are equally good the later goes.
+    """Removes states one by one from the last, each if a state still left is at least as good; returns those left, None if all are."""
+    # If two states are equally good, the later goes.
     mutual = better & better.T
     better &= ~np.tril(mutual)
     alive = np.ones(len(better), dtype=bool)

@@ -14,11 +14,11 @@ from spmdctx.search.solver.unlimited.batches import Batch, Link, Places, Single,
 
 CHUNK = 1 << 20
 MAX_NUMBERED = 1000
-"""Nodes up to which they send in the order of their numbers, which takes the fewest sweeps."""
+"""The most nodes that send in the order of their numbers, which takes the fewest sweeps."""
 
 
 class Bound(NamedTuple):
-    """A cost that nothing goes below, and for every node a cost that nothing with that state goes below."""
+    """A lower bound on the cost of every choice, and for every node and state a lower bound on the choices with that state."""
 
     value: float
     beliefs: dict[int, FloatArray]
@@ -27,18 +27,21 @@ class Bound(NamedTuple):
 class Dual:
     """Messages on the edges of a graph. Any messages give a valid bound; `sweep` improves it.
 
-    All costs must be finite where a state is alone, and every state must have a finite entry with each neighbour.
+    Each state's own cost must be finite, and every state must have a finite entry with each neighbour.
     """
 
     def __init__(self, graph: CostGraph, before: Dual | None = None, kept: Mapping[int, IntArray] | None = None) -> None:
-        """Messages that say nothing yet; or where its states are those `kept` of the graph of `before`, that one's messages."""
+        """Starts from empty messages.
+
+        If the graph is that of `before` with only the states `kept`, it starts from the messages of `before`.
+        """
         self._graph = graph
         self.nodes = _ordered(graph)
         self._rank = rank = {node: rank for rank, node in enumerate(self.nodes)}
         self._edges = [(node, other) for node in self.nodes for other in sorted(graph.links[node]) if rank[node] < rank[other]]
         self._places = places = _places(graph, self.nodes, self._edges)
         self._costs: FloatArray = np.concatenate([graph.costs(node) for node in self.nodes]) if self.nodes else np.zeros(0)
-        # The last one is of filled up tables.
+        # The last message belongs to the tables that are filled up.
         self._messages: FloatArray = np.zeros(places.num_messages + 1)
         self._owner: IntArray = np.full(len(self._messages), places.num_states)
         for (_, receiver), at in places.messages.items():
@@ -67,7 +70,7 @@ class Dual:
                 self._messages[at : at + len(states)] = before._messages[start + states]
 
     def _levels(self, forward: bool) -> dict[int, int]:
-        """Nodes of one level send after all of lower levels have sent, and not to each other."""
+        """Returns the level of each node: nodes of one level send after all lower levels, and not to each other."""
         level = dict.fromkeys(self.nodes, 0)
         for node in self.nodes if forward else reversed(self.nodes):
             for other in self._graph.links[node]:
@@ -76,7 +79,7 @@ class Dual:
         return level
 
     def _shared(self, node: int) -> float:
-        """The part of a node's costs that each chain through it has."""
+        """Returns the part of a node's costs that each chain through the node gets."""
         ahead = sum(self._rank[other] > self._rank[node] for other in self._graph.links[node])
         return 1.0 / max(ahead, len(self._graph.links[node]) - ahead, 1)
 
@@ -91,7 +94,7 @@ class Dual:
         self._costs[start : start + len(costs)] += costs
 
     def _totals(self) -> FloatArray:
-        """Costs of the states with all messages that they receive; the last one is nobody's."""
+        """Returns the costs of the states with all messages that they receive; the last entry belongs to no state."""
         totals = np.append(self._costs, 0.0)
         totals += np.bincount(self._owner, self._messages, len(totals))
         return totals
@@ -129,7 +132,7 @@ class Dual:
         known *= batch.share
         known -= messages.take(batch.into_left)
         sent = _least(batch.tables, known, batch.groups)
-        # Only differences matter; this keeps the numbers small.
+        # Only differences matter; subtracting the least keeps the numbers small.
         sent -= np.minimum.reduce(sent, axis=0)
         change = sent - messages.take(batch.into_right)
         if batch.is_apart:
@@ -139,7 +142,7 @@ class Dual:
         messages[batch.into_right] = sent
 
     def bound(self) -> Bound:
-        """The bound of the present messages."""
+        """Returns the bound of the present messages."""
         if not self.nodes:
             return Bound(0.0, {})
         totals = self._totals()[:-1]
@@ -162,12 +165,12 @@ class Dual:
         return Bound(value, {node: beliefs[start : start + self._graph.size(node)] for node, start in starts.items()})
 
     def _rounding(self, totals: FloatArray) -> float:
-        """More than the error of the bound's additions."""
+        """Returns more than the error of the bound's additions."""
         sizes = np.abs(np.minimum.reduceat(totals, self._firsts)).sum() + np.maximum.reduceat(totals, self._firsts).sum()
         return float(8 * np.finfo(np.float64).eps * (sizes + np.abs(self._messages[:-1]).sum()))
 
     def decode(self) -> list[int]:
-        """States chosen one node after the other, by the costs to the nodes before and the messages of the nodes after."""
+        """Chooses states one node after the other, by the costs to the nodes before and the messages of the nodes after."""
         totals = self._totals()
         for batch in self._forward:
             if isinstance(batch, Single):
@@ -184,7 +187,7 @@ class Dual:
 
 
 def _places(graph: CostGraph, nodes: Sequence[int], edges: Sequence[Link]) -> Places:
-    """States one node after the other, and messages one edge after the other, those back behind those ahead."""
+    """Places the states one node after the other, and the messages edge by edge: first the one ahead, then the one back."""
     states: dict[int, int] = {}
     num_states = 0
     for node in nodes:
@@ -200,7 +203,7 @@ def _places(graph: CostGraph, nodes: Sequence[int], edges: Sequence[Link]) -> Pl
 
 
 def _ordered(graph: CostGraph) -> list[int]:
-    """The order in which nodes send: as they are numbered, or for many nodes by colour, so that most can send at once."""
+    """Returns the order in which nodes send: by number, or for many nodes by colour, so that most can send at once."""
     nodes = graph.nodes()
     if len(nodes) <= MAX_NUMBERED:
         return nodes
@@ -215,7 +218,7 @@ def _ordered(graph: CostGraph) -> list[int]:
 
 
 def _rows(tables: FloatArray, chosen: IntArray, groups: Groups | None) -> FloatArray:
-    """One row of each table, [column, edge]."""
+    """Returns one row of each table, [column, edge]."""
     if groups is not None:
         chosen = groups.rows.of[chosen]
     edges = np.arange(len(chosen)) if tables.shape[2] > 1 else 0
@@ -224,7 +227,7 @@ def _rows(tables: FloatArray, chosen: IntArray, groups: Groups | None) -> FloatA
 
 
 def _least(tables: FloatArray, added: FloatArray, groups: Groups | None) -> FloatArray:
-    """The least over the rows of each table, [column, edge], after adding to its rows."""
+    """Returns the minimum over the rows of each table, [column, edge], after adding to its rows."""
     if groups is not None:
         added = np.minimum.reduceat(added.take(groups.rows.order, axis=0), groups.rows.starts, axis=0)
     step = max(1, CHUNK // (tables.shape[0] * added.shape[1]))
@@ -237,7 +240,7 @@ def _least(tables: FloatArray, added: FloatArray, groups: Groups | None) -> Floa
 
 
 def _least_of_rows(tables: FloatArray, removed: FloatArray, groups: Groups | None) -> FloatArray:
-    """The least over the columns of each table, [row, edge], after subtracting from its columns."""
+    """Returns the minimum over the columns of each table, [row, edge], after subtracting from its columns."""
     if groups is not None:
         removed = np.maximum.reduceat(removed.take(groups.columns.order, axis=0), groups.columns.starts, axis=0)
     step = max(1, CHUNK // (tables.shape[1] * removed.shape[1]))

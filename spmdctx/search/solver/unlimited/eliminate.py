@@ -26,12 +26,12 @@ class Order(NamedTuple):
 
 
 def order(graph: CostGraph, max_table: int, max_work: int, sizes: Mapping[int, int] | None = None) -> Order | None:
-    """The greedy order by the smallest table; None as soon as a table or the work would exceed its limit.
+    """Returns the greedy order by the smallest table; None as soon as a table or the work would exceed its limit.
 
-    `sizes` are how many states nodes have, where not as many as in the graph.
+    `sizes` are numbers of states per node that replace those of the graph.
     """
     sizes = sizes or {node: graph.size(node) for node in graph.nodes()}
-    # Nodes of one state hold no others together.
+    # Nodes of one state connect no others.
     near = {node: {other for other in graph.links[node] if sizes[other] > 1} if size > 1 else set() for node, size in sizes.items()}
     weights = {node: _product(sizes, near[node]) for node in sizes}
     queue = [(weight, node) for node, weight in weights.items()]
@@ -77,7 +77,7 @@ class Elimination(NamedTuple):
 
 
 def eliminate(graph: CostGraph, nodes: tuple[int, ...], memo: Memo, expired: Callable[[], bool]) -> tuple[list[int], float] | None:
-    """The best states of the nodes that are left, and their cost without `graph.base`; None if the time is over.
+    """Returns the best states of the nodes that are left, and their cost without `graph.base`; None if the time is over.
 
     Args:
         graph: The costs; left as they are.
@@ -95,7 +95,7 @@ def eliminate(graph: CostGraph, nodes: tuple[int, ...], memo: Memo, expired: Cal
 
 
 def elimination(graph: CostGraph, nodes: tuple[int, ...], memo: Memo, expired: Callable[[], bool]) -> Elimination | None:
-    """The same with all tables on the way, and no states."""
+    """Eliminates the same nodes; returns all tables on the way, and no states."""
     factors: list[Factors] = [{} for _ in graph.unary]
     pool = graph.pool
     for node in nodes:
@@ -126,7 +126,7 @@ def elimination(graph: CostGraph, nodes: tuple[int, ...], memo: Memo, expired: C
 
 
 def _minimised(node: int, factors: list[Factors], pool: Pool, memo: Memo) -> tuple[tuple[int, ...], int, float]:
-    """The neighbours of a node, the number of the table over them that is left when it is minimised out, and a constant to add."""
+    """Returns the neighbours of a node, the number of the table over them after it is minimised out, and a constant to add."""
     around = factors[node]
     near = tuple(sorted({other for scope in around for other in scope if other != node}))
     place = {other: position for position, other in enumerate(near)}
@@ -147,7 +147,7 @@ def _minimised(node: int, factors: list[Factors], pool: Pool, memo: Memo) -> tup
 
 
 def _state(node: int, around: Factors, pool: Pool, states: list[int]) -> int:
-    """The best state of a node, given its neighbours' states."""
+    """Returns the best state of a node, given its neighbours' states."""
     total: FloatArray = np.zeros(1)
     for scope, number in around.items():
         total = total + pool.arrays[number][tuple(slice(None) if other == node else states[other] for other in scope)]

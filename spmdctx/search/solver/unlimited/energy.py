@@ -1,4 +1,7 @@
-"""The least cost without memory: reduce and eliminate; where that is too wide, bound, keep a shell around the bound, and eliminate."""
+"""The least cost without memory: the graph is reduced and eliminated.
+
+If elimination is too wide, the solver bounds the cost, keeps a shell of states around the bound, and eliminates the shell.
+"""
 
 from __future__ import annotations
 
@@ -23,39 +26,44 @@ NARROW_WORK = 4 * DIRECT_WORK
 """Additions up to which elimination is cheaper than a bound."""
 WORK = 1_000_000_000
 EQUAL = 1e-9
-"""A bound this near to the cost, relative to it, is equal up to rounding."""
+"""Relative distance from the cost up to which a bound equals it except for rounding."""
 THOROUGH = 3
-"""Effort from which states are compared for dominance without memory (with memory from 1 on): on problems of a planner's size that takes
-longer than it saves."""
+"""Effort from which states are compared for dominance without memory (with memory from 1 on).
+
+On problems of a planner's size the comparison takes longer than it saves.
+"""
 SHELL_WORK = 30_000_000
 MAX_SHELLS = 8
 _WORTH = 0.7
-"""Share of its states that a core must lose to be made anew."""
+"""A core is made anew if it keeps at most this share of its states."""
 _NEAR = 8
-"""Times the allowed gap from which on shells are tried."""
+"""Multiple of the allowed gap from which on shells are tried."""
 _LOOSE = 4
-"""How much more elimination may take before a shell is made smaller than it takes afterwards."""
+"""Factor by which elimination may exceed its limits before a shell is made smaller."""
 REDUCING_SHARE = 0.1
 """Share of the time that one reduction may take."""
 SWEEPS = (30, 20, 50, 100)
 MORE_SWEEPS = 200
-"""Sweeps of each further round, where the effort allows all of those."""
+"""Sweeps of each further round, if the effort allows all rounds of `SWEEPS`."""
 MORE_WORK = 2e8
-"""Additions of all further rounds at effort 0; each effort may take four times as many."""
+"""Additions of all further rounds at effort 0; each effort may take four times as many as the one before."""
 WORTH_SWEEPS = 0.02
 """Share of the gap by which a further round must raise the bound to go on."""
 TRIPLES_WORK = 15_000_000
 MAX_TRIPLES = 10_000_000
-"""Entries that the triples added at one time may have."""
+"""Limit on the entries of the triples that are added at one time."""
 PASSES = 5
 FIRST_SHARE = 4e-5
-"""States this near to the bound, as a share of the gap, look as good as the best: few, so that few triples are formed at first."""
+"""Distance from the bound, as a share of the gap, up to which a state looks as good as the best.
+
+It is small, so that few triples are formed at first.
+"""
 WORTH_GAIN = 0.02
 """Share of the gap by which passes must raise the bound to go on with the same triples."""
 GOOD_GAP = 0.04
-"""Gap at effort 0, relative to the cost, that is not worth triples; each effort is content with a quarter."""
+"""Gap at effort 0, relative to the cost, that is not worth triples; each effort allows a quarter of the gap before."""
 FORBIDDEN = 4.0
-"""What stands for infinite costs, as a multiple of the best cost."""
+"""Replaces infinite costs, as a multiple of the best cost."""
 
 
 class Minimum(NamedTuple):
@@ -70,7 +78,7 @@ class Minimum(NamedTuple):
 class SolverRun:
     """The limits, memo and counts that all solves of one problem share.
 
-    `work` limits one elimination, `rounds` the times that a bound is improved; `progress` is the share of the time
+    `work` limits one elimination, `rounds` the times that a bound is improved. `progress` is the share of the time
     that is over, `left` the seconds that are left.
     """
 
@@ -93,12 +101,12 @@ class SolverRun:
         self.counts[name] = self.counts.get(name, 0) + number
 
     def reach(self, name: str, number: int) -> None:
-        """Raises a count to a number."""
+        """Raises a count to a number if it is lower."""
         self.counts[name] = max(self.counts.get(name, 0), number)
 
 
 def shrink(graph: CostGraph, search: SolverRun, rows: Rows | None = None) -> bool:
-    """Makes a graph smaller without changing its optimum, with the memory of `rows` if given; False if nothing is finite."""
+    """Makes a graph smaller without changing its optimum, with the memory of `rows` if given; returns False if nothing is finite."""
     over = search.progress() + REDUCING_SHARE
     while True:
         if not supported(graph):
@@ -114,7 +122,10 @@ def shrink(graph: CostGraph, search: SolverRun, rows: Rows | None = None) -> boo
 
 
 class Minimisation:
-    """The minimisation of one graph, which may be left early and go on with a higher cutoff in `search`. The graph is left as it is."""
+    """The minimisation of one graph, which may stop early and go on with a higher cutoff in `search`.
+
+    The graph is left as it is.
+    """
 
     def __init__(self, graph: CostGraph, search: SolverRun) -> None:
         self._core, self._search = graph.copy(), search
@@ -122,7 +133,7 @@ class Minimisation:
         self._shells: _Shells | None = None
 
     def run(self, *, narrow: bool = False) -> Minimum | None:
-        """The states of least cost, or the best found with its bound; None if every choice is infinite.
+        """Returns the states of least cost, or the best found with its bound; None if every choice is infinite.
 
         Args:
             narrow: Whether plain elimination comes first for all that `is_narrow`.
@@ -139,7 +150,10 @@ class Minimisation:
 
 
 def minimise(graph: CostGraph, search: SolverRun, *, narrow: bool = False) -> Minimum | None:
-    """The states of least cost, or the best found with its bound; None if every choice is infinite. `graph` is left as it is."""
+    """Returns the states of least cost, or the best found with its bound; None if every choice is infinite.
+
+    `graph` is left as it is.
+    """
     return Minimisation(graph, search).run(narrow=narrow)
 
 
@@ -149,7 +163,7 @@ def is_narrow(graph: CostGraph) -> bool:
 
 
 def _eliminated(graph: CostGraph, search: SolverRun, work: int) -> Minimum | None:
-    """The optimum by elimination; None if that is too much work."""
+    """Returns the optimum by elimination; None if that is too much work."""
     found = order(graph, MAX_TABLE, work)
     if found is None:
         return None
@@ -165,7 +179,7 @@ def _eliminated(graph: CostGraph, search: SolverRun, work: int) -> Minimum | Non
 class _Shells:
     """Shells around the dual bound of one graph, until the bound is reached or the rounds are spent.
 
-    `best` and `bound` count the graph's constant. `core` loses the states of which the bound says that they are of no use.
+    `best` and `bound` include the graph's constant. `core` loses the states that the bound shows to be useless.
     """
 
     def __init__(self, core: CostGraph, search: SolverRun) -> None:
@@ -173,7 +187,7 @@ class _Shells:
         self.search = search
         self.best: Minimum | None = None
         self.bound = -np.inf
-        # What was left out of the core costs at least this much.
+        # States left out of the core cost at least this much.
         self._outside = np.inf
         self._smaller: list[CostGraph] = []
         self._dual: Dual | None = Dual(core)
@@ -181,7 +195,7 @@ class _Shells:
         self._schedule = self._rounds()
 
     def run(self) -> Minimum | None:
-        """The best states; called again with a higher cutoff, it goes on where it stopped."""
+        """Returns the best states; called again with a higher cutoff, it goes on where it stopped."""
         while self._goes_on():
             num_sweeps = next(self._schedule, 0)
             if not num_sweeps:
@@ -210,7 +224,7 @@ class _Shells:
             return True
         if self._is_done():
             if self._gap() > EQUAL * abs(self.best.cost if self.best else 0.0) and self.bound < self.search.cutoff:
-                # Near enough; one look at the shells often finds much better states.
+                # The gap is small enough. One look at the shells often finds much better states.
                 self._closed(bound)
             return False
         return not ((self._is_near() and self._closed(bound)) or self.search.expired())
@@ -226,7 +240,10 @@ class _Shells:
         return bound
 
     def _rounds(self) -> Iterator[int]:
-        """Yields how often to sweep before each look at the bound: ever more often, and in the end for as long as the bound rises."""
+        """Yields the number of sweeps before each look at the bound.
+
+        The numbers rise, and at the end sweeps go on as long as the bound rises.
+        """
         yield from SWEEPS[: self.search.rounds]
         if self.search.rounds < len(SWEEPS) or self.best is None:
             return
@@ -242,7 +259,7 @@ class _Shells:
             before = self.bound
 
     def _tighten(self, dual: Dual, bound: Bound) -> None:
-        """Raises the bound by triples, more of them each time that it hardly rises; the states that cost too much are left out."""
+        """Raises the bound by triples, and by more of them each time it hardly rises; states that cost too much are left out."""
         if self.best is None:
             return
         triples = Triples(self.core, dual, FORBIDDEN * abs(self.best.cost))
@@ -267,7 +284,7 @@ class _Shells:
                 return
 
     def _spare(self, bound: Bound) -> float:
-        """Returns how far a bound is below the cost from which on choices are of no use."""
+        """Returns the distance of a bound below the cost from which choices are useless."""
         most = self.search.cutoff if self.best is None else min(self.search.cutoff, self.best.cost)
         return most - self.core.base - bound.value
 
@@ -279,25 +296,28 @@ class _Shells:
             self.best = found._replace(states=states)
 
     def _raise(self, bound: float) -> None:
-        """Takes over a bound on the core."""
+        """Raises the bound of the core, if this one is higher."""
         self.bound = max(self.bound, min(bound, self._outside))
 
     def _gap(self) -> float:
         return np.inf if self.best is None else self.best.cost - self.bound
 
     def _is_done(self) -> bool:
-        """Returns whether the best is proven, or cannot beat what the caller has. The caller gets some choice of states in any case."""
+        """Returns whether the best is proven, or cannot beat the caller's cost.
+
+        Without any choice it is not done: the caller gets some choice in any case.
+        """
         if self.best is None:
             return False
         return self.bound >= self.search.cutoff or self._gap() <= max(self.search.tolerance, EQUAL) * abs(self.best.cost)
 
     def _is_near(self) -> bool:
-        """Returns whether shells may well end the search; where a gap is allowed, that is cheaper to reach by more sweeps at first."""
+        """Returns whether shells may well end the search; if a gap is allowed, more sweeps are at first the cheaper way to reach it."""
         tolerance = self.search.tolerance
         return not tolerance or (self.best is not None and self._gap() <= _NEAR * tolerance * abs(self.best.cost))
 
     def _without_useless(self, dual: Dual, bound: Bound) -> Dual | None:
-        """The messages on a core without the states that cost too much; None if that leaves nothing."""
+        """Returns the messages on a core without the states that cost too much; None if that leaves nothing."""
         most = min(self.search.cutoff, np.inf if self.best is None else self.best.cost)
         kept = self._near(bound, most - self.core.base - bound.value)
         if sum(map(len, kept.values())) > _WORTH * sum(map(self.core.size, kept)):
@@ -312,10 +332,13 @@ class _Shells:
         return Dual(smaller, dual, kept)
 
     def _closed(self, bound: Bound) -> bool:
-        """Solves shells of the bound: as wide as the gap if that can be done, else narrower ones for better states and a better bound."""
+        """Solves shells of the bound, and returns whether the search is done.
+
+        A shell is as wide as the gap if that can be solved. Else it is narrower, and gives better states and a better bound.
+        """
         delta = max(1.0, abs(bound.value))
         if self.best is not None:
-            # What costs more than the caller has already is of no use.
+            # Choices that cost more than the caller's are useless.
             delta = min(self._gap(), self.search.cutoff - self.core.base - bound.value)
         too_wide = np.inf
         for _ in range(MAX_SHELLS):
@@ -340,16 +363,16 @@ class _Shells:
         return self._is_done()
 
     def _near(self, bound: Bound, delta: float) -> dict[int, IntArray]:
-        """The states whose bound is at most `delta` above the graph's."""
+        """Returns the states whose bound is at most `delta` above the graph's."""
         most = bound.value + delta + 1e-12 * abs(bound.value)
         return {node: np.flatnonzero(beliefs <= most) for node, beliefs in bound.beliefs.items()}
 
     def _may_be_narrow(self, kept: dict[int, IntArray]) -> bool:
-        """Returns whether elimination among these states is near enough to cheap for a closer look."""
+        """Returns whether elimination among these states may be cheap enough for a closer look."""
         return order(self.core, _LOOSE * MAX_TABLE, _LOOSE * SHELL_WORK, {node: len(states) for node, states in kept.items()}) is not None
 
     def _shell(self, kept: dict[int, IntArray]) -> CostGraph | None:
-        """The graph with only the states `kept`; None if nothing finite is left."""
+        """Returns the graph with only the states `kept`; None if nothing finite is left."""
         if any(not len(states) for states in kept.values()):
             return None
         shell = self.core.copy()

@@ -1,8 +1,8 @@
-"""A tighter bound where edges alone leave a gap: triples of nodes around the cycles on which the messages disagree.
+"""The bound by triples of nodes, which is tighter than that of edges, around the cycles on which the messages disagree.
 
 Costs move between nodes, edges and triples so that every choice keeps its cost, while the sum of all minima rises: the dual of Sontag
-and others, "Tightening LP relaxations for MAP using message passing" (2008), with triples from an elimination order of the nodes that
-are not decided.
+and others, "Tightening LP relaxations for MAP using message passing" (2008). The triples come from an elimination order of the nodes
+that are not decided.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.unlimited.dual import Bound, Dual
 
 MAX_WIDTH = 6
-"""Nodes with more neighbours in the order are in no triple with two of them."""
+"""A node with more neighbours than this in the order forms no triples with them."""
 MAX_ENTRIES = 200_000
-"""Entries of one triple."""
+"""The most entries of one triple."""
 PAIR = (1.0 / 2.0, 1.0 / 3.0, 1.0 / 2.0)
-"""What each edge of a triple is given of what is left, that of the two later nodes first: half, and an equal share of the rest."""
+"""The share of the rest that each edge of a triple gets in turn, the edge of the two later nodes first; the last two get equal parts."""
 
 SEND_WORK = 4000
-"""Additions in the time that sending costs along one small table takes, forward and backward."""
+"""Additions that take as long as sending costs along one small table, forward and backward."""
 
 _Pair = tuple[int, int]
 
 
 class _Triple(NamedTuple):
-    """Edges by number: that of the two later nodes, and of the first to each of them; whether their tables are the other way round.
+    """Edges by number: the edge of the two later nodes, then those of the first node to each of them.
 
-    `given` is what the triple gave to each.
+    `turned` says for each whether its table is the other way round, `given` what the triple gave to it.
     """
 
     edges: list[int]
@@ -41,13 +41,16 @@ class _Triple(NamedTuple):
 
 
 class Triples:
-    """Costs of one graph, spread over nodes, edges and triples. Any spread gives a valid bound; `run` improves it.
+    """The costs of one graph, spread over nodes, edges and triples. Any spread gives a valid bound; `run` improves it.
 
     A table is [state of the earlier node, state of the later node], in the order of the dual's nodes.
     """
 
     def __init__(self, graph: CostGraph, dual: Dual, forbidden: float) -> None:
-        """Starts from the messages of a dual of the graph, without triples; `forbidden`, more than any gap, stands for infinite costs."""
+        """Starts from the messages of a dual of the graph, without triples.
+
+        `forbidden`, which is more than any gap, stands for infinite costs.
+        """
         self._nodes = dual.nodes
         self._rank = {node: place for place, node in enumerate(self._nodes)}
         self._forbidden = forbidden
@@ -68,13 +71,16 @@ class Triples:
 
     @property
     def work(self) -> int:
-        """About how many additions one pass takes."""
+        """Returns about how many additions one pass takes."""
         return SEND_WORK * len(self._tables) + sum(
             sum(given.size for given in own.given) * len(own.given[1]) for own in self._triples.values()
         )
 
     def cover(self, undecided: dict[int, int], max_entries: int) -> None:
-        """Adds triples of nodes of which several states look best, as many as `undecided` says; at most `max_entries` in all."""
+        """Adds triples of nodes for which several states look best, at most `max_entries` in all.
+
+        `undecided` gives the number of these states by node.
+        """
         near: dict[int, set[int]] = {node: set() for node in undecided}
         for node, other in self._pairs:
             if node in near and other in near:
@@ -100,7 +106,10 @@ class Triples:
         return self._tables[number].T if turned else self._tables[number]
 
     def restrict(self, most: float) -> bool:
-        """Leaves out the states of which the bound is above `most`, and so every choice with one of them; False if that leaves none."""
+        """Leaves out the states whose bound is above `most`, and so every choice with one of them.
+
+        Returns False if a node has none left.
+        """
         beliefs = self.bound().beliefs
         kept = {node: np.flatnonzero(beliefs[node][self._kept[node]] <= most) for node in self._nodes}
         if any(not len(states) for states in kept.values()):
@@ -116,7 +125,7 @@ class Triples:
         return True
 
     def _edge(self, node: int, other: int, table: FloatArray) -> int:
-        """The number of an edge, which has this table if it is new."""
+        """Returns the number of an edge; a new edge gets this table."""
         number = self._number.setdefault((node, other), len(self._tables))
         if number == len(self._tables):
             self._tables.append(table)
@@ -126,7 +135,7 @@ class Triples:
         return number
 
     def run(self, num_passes: int) -> None:
-        """Sends costs along all edges forward and backward, then pools each triple, `num_passes` times; the bound hardly ever falls."""
+        """Pools each triple, then sends costs along all edges forward and backward, `num_passes` times; the bound hardly ever falls."""
         for _ in range(num_passes):
             for triple in self._triples.values():
                 self._pool(triple)
@@ -137,7 +146,7 @@ class Triples:
         self._passes += num_passes
 
     def _send(self, node: int, forward: bool) -> None:
-        """Gives a node's neighbours ahead what they cost at least on account of its share and of their edge."""
+        """Gives a node's neighbours ahead the costs that its share and the edge cause at least."""
         behind, ahead = self._near[node]
         share = self._costs[node] / max(len(behind), len(ahead), 1)
         for number in ahead if forward else behind:
@@ -147,14 +156,14 @@ class Triples:
             self._costs[self._pairs[number][forward]] += sent
 
     def _left(self, triple: _Triple) -> FloatArray:
-        """Returns the cost of a triple beyond what it has given, [first, second, third node]."""
+        """Returns the cost of a triple beyond what it has given, as [first, second, third node]."""
         later, second, third = triple.given
         left: FloatArray = -(second[:, :, None] + third[:, None, :])
         left -= later
         return left
 
     def _pool(self, triple: _Triple) -> None:
-        """Puts together the costs of a triple's edges, and gives each of them its part of the minima."""
+        """Pools the costs of a triple's edges, and gives each edge its part of the minima."""
         sides = list(zip(triple.edges, triple.turned, strict=True))
         shares = [self._share(number).T if turned else self._share(number) for number, turned in sides]
         tables = [self._view(number, turned) for number, turned in sides]
@@ -177,7 +186,7 @@ class Triples:
         return share
 
     def bound(self) -> Bound:
-        """The bound of the present spread."""
+        """Returns the bound of the present spread."""
         # After a backward pass a node's costs belong in equal shares to its edges to the nodes before.
         shares = {node: self._costs[node] / max(*map(len, self._near[node]), 1) for node in self._nodes}
         own = {node: self._costs[node] - len(self._near[node][0]) * shares[node] for node in self._nodes}
@@ -196,14 +205,14 @@ class Triples:
         return Bound(value, full)
 
     def _rounding(self) -> float:
-        """More than the error of all additions to the costs of a choice that is not forbidden."""
+        """Returns more than the error of all additions to the costs of a choice that is not forbidden."""
         sizes = sum(float(np.abs(costs).max()) for costs in self._costs.values())
         sizes += sum(float(np.abs(table).max(initial=0.0, where=table < self._forbidden / 2)) for table in self._tables)
         return float(16 * np.finfo(np.float64).eps * (self._passes + 1) * sizes)
 
 
 def _cover(near: dict[int, set[int]], sizes: dict[int, int]) -> list[tuple[int, int, int]]:
-    """The nodes in an order of elimination, each with two neighbours at its turn. Uses up `near`."""
+    """Returns the triples of an elimination order: each node with two neighbours at its turn. Uses up `near`."""
     found: list[tuple[int, int, int]] = []
     while near:
         node = min(near, key=lambda node: (len(near[node]), _product(sizes, near[node]), node))
