@@ -1,6 +1,6 @@
 """The cheapest plan of one mesh within a memory budget: the attempts of a schedule, each of which tries limits for the solver.
 
-The solver counts stored values, what uses gather, and the copies that ops make for themselves at the peak of a plan that does not
+The solver counts stored values, gathered copies, and the copies that ops make for themselves at the peak of a plan that does not
 fit. The bytes alive there beyond these (values that are free to place, results on their way) are taken from the solver's limit.
 """
 

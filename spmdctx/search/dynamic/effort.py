@@ -14,7 +14,7 @@ class Effort(NamedTuple):
     """The limits of one attempt.
 
     Attributes:
-        rounds: limits that are tried to make room for what the solver does not count.
+        rounds: limits that are tried to make room for bytes that the solver does not count.
         level: effort of the solver.
         tolerance: the gap, relative to the cost, that is near enough.
         only_stored: whether the solver counts only stored values.

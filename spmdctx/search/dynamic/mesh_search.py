@@ -43,7 +43,7 @@ class MeshSearch:
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
 
     def first_cost_s(self, setup: Setup) -> float:
-        """Searches a mesh for a short time, and returns the cost of what is found."""
+        """Searches a mesh for a short time, and returns the cost of the solution."""
         begun = self._begin(setup)
         solution = self.formulation.solve(begun.sought, float("-inf"))
         self._begun[setup.mesh] = begun._replace(solution=solution)

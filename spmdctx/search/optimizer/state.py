@@ -127,7 +127,7 @@ def splits_of(
 def _owners(graph: Graph) -> dict[int, list[int]]:
     """Returns the state of each parameter, by parameter in the order of the arguments.
 
-    A state belongs to the parameter of its shape with the most similar path. State that belongs to none owns itself.
+    A state belongs to the parameter of its shape with the most similar path. Optimizer state that belongs to none owns itself.
     """
     inputs = [graph.values[value] for value in graph.inputs]
     owned: dict[int, list[int]] = {known.id: [] for known in inputs if known.role is Role.PARAMETER}

@@ -16,7 +16,10 @@ from spmdctx.ir.primitives import OUTSIDE
 
 
 class EdgeRow(NamedTuple):
-    """One row: `source` hands its result `result` to operand `position` of `target`, `weight` times a step; `value` is such a value."""
+    """One row: result `result` of `source` goes to operand `position` of `target`, `weight` times a step.
+
+    `value` is one of the values that do.
+    """
 
     source: int
     result: int

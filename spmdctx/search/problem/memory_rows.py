@@ -37,7 +37,7 @@ def with_memory(
 ) -> Problem:
     """Returns the problem with the budget `limit` in bytes; its states begin with those of the problem without a budget.
 
-    The problem counts values as they are stored. Unless `only_stored`, it also counts what uses gather, and the copies of `passing`. The
+    The problem counts values as they are stored. Unless `only_stored`, it also counts gathered copies, and the copies of `passing`. The
     chip's share (`on_chip`) is part of the limit.
     """
     builder = _RowBuilder(tables, problem)

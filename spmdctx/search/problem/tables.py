@@ -166,7 +166,7 @@ class Tables:
         return OpSplits(split.rows[places], operands, results)
 
     def _leaders(self, op: Op) -> list[int]:
-        """Lists the operands of which an element-wise op must follow one; none if the op is free."""
+        """Lists the operands that an element-wise op may follow; it must follow one of them, unless the list is empty."""
         if not is_elementwise(op.rule):
             return []
         slots, loose = self.space.op_slots[op.id], self.space.free_slots

@@ -264,7 +264,7 @@ class Roots:
         self._simple: dict[int, bool] = {}
 
     def of(self, value: int) -> int:
-        """Returns the value of which a value is another form."""
+        """Returns the original value that a value is another form of."""
         trail = []
         while value not in self._known:
             trail.append(value)

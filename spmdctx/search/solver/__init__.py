@@ -1,1 +1,1 @@
-"""The solver: pairwise costs over finite states, subject to memory. It knows numbers only."""
+"""The solver, which knows numbers only: it minimises pairwise costs over finite states, subject to memory."""

@@ -43,7 +43,7 @@ def solve(
         deadline: Seconds from now, or a function that says that the time is over. For benchmarks.
 
     Returns:
-        A solution and its lower bound, equal to the cost if it is proven optimal, or what memory cannot be met. If nothing is finite,
+        A solution and its lower bound, equal to the cost if it is proven optimal, or the memory that cannot be met. If nothing is finite,
         `Infeasible` at time -1 with an infinite limit. The limit that it names works, and is the smallest if no pair of states is
         forbidden or the problem is small. A large problem with forbidden pairs may be called infeasible because none that fits was found.
     """

@@ -102,7 +102,7 @@ class PricedAlternatives:
         pinned: values that the user fixed; they move only if the question is about them.
         forced: ops whose axes the user fixed.
         memory_bytes: the budget per device, if there is one.
-        force: the search that finds what follows from a forced value or op; None for a local one.
+        force: the search for the plan that follows from a forced value or op; None for a local one.
     """
 
     graph: Graph

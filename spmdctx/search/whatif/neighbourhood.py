@@ -148,7 +148,7 @@ class Neighbourhood:
         return [number for number in found if number != state[slot]]
 
     def _polished(self, changes: Changes, own: frozenset[int]) -> Changes:
-        """Lets the free slots around try what their ops want. It counts its trials, so it ends soon, and the same on every machine."""
+        """Lets the free slots around try the shardings that their ops want; a limit on trials ends it early, alike on every machine."""
         space, state = self.space, self._state_with(changes)
         changes = dict(changes)
         queue = self._next_to(changes)

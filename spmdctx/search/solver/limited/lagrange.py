@@ -40,8 +40,8 @@ def priced(graph: CostGraph, amounts: Amounts, prices: FloatArray) -> CostGraph:
 class Prices:
     """Kelley's cutting planes for the prices.
 
-    Every choice found cuts the dual function from above; the next prices maximise what is left. Only rows that a found choice exceeds
-    have a price.
+    Every choice found cuts the dual function from above; the next prices maximise the least of all cuts. Only rows whose limit a found
+    choice exceeds have a price.
     """
 
     def __init__(self, graph: CostGraph, amounts: Amounts, search: SolverRun) -> None:

@@ -176,7 +176,7 @@ class Selection:
         return True
 
     def _exchange(self, component: list[int], other: Sequence[int] | dict[int, int]) -> tuple[float, FloatArray]:
-        """Returns what a component saves by taking over the other states, and how the rows' usage changes."""
+        """Returns the cost that a component saves by taking over the other states, and the change of the rows' usage."""
         arrays, inside = self.graph.pool.arrays, set(component)
         gain, change = 0.0, np.zeros(len(self.usage))
         for node in component:

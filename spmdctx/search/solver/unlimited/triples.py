@@ -32,7 +32,7 @@ _Pair = tuple[int, int]
 class _Triple(NamedTuple):
     """Edges by number: the edge of the two later nodes, then those of the first node to each of them.
 
-    `turned` says for each whether its table is the other way round, `given` what the triple gave to it.
+    `turned` says for each whether its table is the other way round, `given` the costs that the triple gave to it.
     """
 
     edges: list[int]
@@ -156,7 +156,7 @@ class Triples:
             self._costs[self._pairs[number][forward]] += sent
 
     def _left(self, triple: _Triple) -> FloatArray:
-        """Returns the cost of a triple beyond what it has given, as [first, second, third node]."""
+        """Returns the cost that a triple has left after its gifts to its edges, as [first, second, third node]."""
         later, second, third = triple.given
         left: FloatArray = -(second[:, :, None] + third[:, None, :])
         left -= later
