@@ -187,4 +187,4 @@ BODIES: dict[str, Body] = {
     "while": _while,
     "cond": _cond,
 }
-"""By primitive, the function that rewrites an equation that holds bodies."""
+"""The function that rewrites an equation with bodies, by primitive."""
