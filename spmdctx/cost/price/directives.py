@@ -27,7 +27,7 @@ from spmdctx.machine.xla.update_fusion import kept_apart
 
 @dataclass(frozen=True)
 class Directives:
-    """What a program says besides shardings.
+    """The directives of a program: everything that it says besides shardings.
 
     Attributes:
         all_to_all: whether a reshard may be one.
