@@ -1,9 +1,11 @@
 """Matches compiled collectives with planned ones, execution by execution, and names how each planned one was realised.
 
-A planned collective is found if a compiled one has its axes and its payload within 10 %, or if the compiler is known to write it
-otherwise. Each such way has a name, which the result carries together with the bytes really moved. The caller knows the ways that are one
-for one (`machine.xla.collectives.ways`). The functions below find the others: collectives over several axes done one axis at a time,
-collectives over one axis each done at once, collectives moved out of a loop, and partial results added up before they are reduced.
+A planned collective is found if a compiled one has its axes, and its payload within 10 %. It is also found if the compiler is known to
+write it in another way. Each such way has a name, which the result carries together with the bytes really moved.
+
+The caller knows the ways that are one for one (`machine.xla.collectives.ways`). The functions below find collectives over several axes
+that run one axis at a time, and those over one axis each that run at once. They also find collectives moved out of a loop, and partial
+results added up before they are reduced.
 """
 
 from __future__ import annotations

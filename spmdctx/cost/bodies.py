@@ -58,7 +58,7 @@ def _gathered(bill: Bill, graph: Graph, op: Op, mesh: LogicalMesh) -> dict[int, 
 def _own_peak(body: Body, own: Bill, gathered: Collection[int], topology: Topology) -> int:
     """Returns the peak bytes that a body needs beside its inputs.
 
-    An input in `gathered` counts from its first read to its last, and in a narrower type if all its readers cast it to one first.
+    An input in `gathered` counts from its first read to its last. It counts in a narrower type if all its readers first cast it to one.
     """
     graph, alive = body.graph, np.array(own.memory_profile, dtype=np.int64)
     memory = step_memory(graph, body.scopes, waits=False, fuses_into_products=topology.compiler.fuses_into_products)
@@ -76,7 +76,7 @@ def _own_peak(body: Body, own: Bill, gathered: Collection[int], topology: Topolo
 
 
 def _read_bytes(graph: Graph, value: int) -> int:
-    """Returns the bytes of one item of a value as its readers take it: fewer if all of them first cast it to a narrower type."""
+    """Returns the bytes of one item of a value as its readers take it; fewer if all of them first cast it."""
     read_as = [reader.results[0] if reader.primitive == "convert_element_type" else value for reader in graph.readers[value]]
     return max(item_bytes(graph.values[one].dtype) for one in read_as)
 

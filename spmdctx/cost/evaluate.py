@@ -3,11 +3,12 @@
     sum over ops that are not free to place, times their repeats:
         compute + reshards of the operands + reductions of partial results + reshards of the results
 
-Matrix products of one computation that read the same value get it through one sharding `u`, at the cost min over u of R(stored -> u) +
-sum R(u -> wanted). If the compiler merges partial sums, an addition that alone reads two unreduced terms adds them first, and their sum
-is reduced once. The compiler may also scatter a sum of which all readers take slices. Seconds of weight gathers and gradient reductions
-that hide behind compute (`machine.xla.overlap`) do not count. A value that exists only inside its readers' fusions is written where its
-sharding changes. If the compiler narrows operands of matrix products, float32 values that move for products alone move as bfloat16.
+Matrix products of one computation that read the same value get it through one sharding `u`. They cost the minimum over u of R(stored ->
+u) + sum R(u -> wanted). If the compiler merges partial sums, an addition that alone reads two unreduced terms adds them first, and their
+sum is reduced once. If all readers of a sum take slices of it, it may be scattered to them. Seconds of weight gathers and gradient
+reductions that hide behind compute (`machine.xla.overlap`) do not count. A value that exists only inside its readers' fusions is written
+where its sharding changes. If the compiler narrows operands of matrix products, float32 values that move for products alone move as
+bfloat16.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ __all__ = ["Step", "bill_of"]
 def bill_of(step: Step, assignment: Assignment, mesh: LogicalMesh, topology: Topology, directives: Directives | None = None) -> Bill:
     """Returns the bill of an assignment, without the collectives that the user wrote.
 
-    It keeps the last bill, because the planner asks for the one that the search asked for. So callers may pass only those `directives`
-    that `price` would find by itself.
+    It keeps the last bill, because the planner needs the one that the search made. So callers may pass only those `directives` that
+    `price` would find by itself.
     """
     known = step.graph.facts.get(bill_of)
     asked = (assignment, mesh, topology, step.donated)

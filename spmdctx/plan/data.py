@@ -96,7 +96,7 @@ class Timing(NamedTuple):
 
 
 class OpTable(Rows[PlannedOp]):
-    """The ops of a plan as columns; a row is made when it is asked for.
+    """The ops of a plan as columns; a row is made when it is read.
 
     `inputs` and `outputs` are the value ids of the plan's inputs and outputs.
     """

@@ -1,12 +1,12 @@
-"""Explains why a tensor or an op is split as it is: its readers, the runner-up, what that would cost, and what would make it win.
+"""Explains why a tensor or an op is split as it is: its readers, the runner-up, its price, and what would make it win.
 
 A plan that knows its program prices whole steps: it forces the tensor or op, and chooses everything around it anew. A plan from a file
-cannot do so. For an argument with chosen sharding `c`, another sharding `a`, and the shardings `r` that its readers and its writer need,
-it gives the first-order answer, with everything else as planned:
+cannot do so. It gives a first-order answer, with everything else as planned. An argument has the chosen sharding `c`, another sharding
+`a`, and the shardings `r` that its readers and its writer need. Then
 
     extra seconds of a = sum over distinct r of reshard(a, r) - reshard(c, r)
 
-That leaves out what moves along, so it gives no answer that contradicts a proven optimum.
+That leaves out what moves along, so the plan gives no answer that contradicts a proven optimum.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ MAX_PRICED = 4
 
 
 class Use(NamedTuple):
-    """A use of a tensor by ops at one place, which read (or write) it in the sharding `needs`; `cast` if they read a cast of it."""
+    """A use of a tensor by ops at one place, which read (or write) it in the sharding `needs`.
+
+    `cast` says that they read a cast of it.
+    """
 
     primitive: str
     source: str
@@ -166,7 +169,7 @@ def _instead(plan: PlanData, found: Sequence[Alternative], own: TensorSharding) 
     """Returns alternatives as rows, with what would flip the choice.
 
     Flips are found for alternatives that are faster but do not fit, and for the first that something flips. Those that only permute axes
-    are asked if there are no others.
+    are tried if there are no others.
     """
     mesh, total_s, bound_s = plan.logical_mesh, plan.cost.total_s, plan.lower_bound_s
     same = [slices(row.sharding if row.axes is None else row.axes, mesh) == slices(own, mesh) for row in found]

@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class ParetoPoint:
-    """One plan: the memory that it may need (None for no budget), the memory that it needs at the peak, and the time of a step.
+    """One plan: its budget (None for none), the memory that it needs at the peak, and the time of a step.
 
     `also_limit_bytes` are the other budgets under which the plan needs and takes the same, the largest first.
     """

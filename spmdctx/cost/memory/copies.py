@@ -150,8 +150,8 @@ class Copies:
     def _hide_gathers(self) -> None:
         """Finds the products that XLA fuses gathers with; results of these are not reduced in place.
 
-        XLA fuses the gather of a value that exists before them with the products that run before its reader, but not the gather of a
-        gradient.
+        XLA fuses a gather with the products that run before its reader, if the gathered value exists before them. It does not so fuse the
+        gather of a gradient.
         """
         runs, turns, products = self._memory.runs, self._memory.turns, self._memory.products
         hiding = set()

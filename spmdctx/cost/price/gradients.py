@@ -14,7 +14,7 @@ _PLANNED = ("semi_auto_parallel", "auto_parallel")
 
 
 class BucketedGradients(NamedTuple):
-    """The gradients of a step, the bucket of each (None where it has none), and the bucket of each sum that makes up a gradient.
+    """The gradients of a step, the bucket of each (None if it has none), and the bucket of each sum that makes up a gradient.
 
     A sum that is cut into several gradients has the bucket of the first.
     """
@@ -39,7 +39,7 @@ def bucketed_gradients(graph: Graph, context: AutoParallelContext) -> BucketedGr
 
 
 def _buckets(graph: Graph, context: AutoParallelContext, gradients: Sequence[Gradient]) -> tuple[int | None, ...]:
-    """Returns the bucket of each gradient, None where it has none.
+    """Returns the bucket of each gradient, None if it has none.
 
     Indices [3, 10] make three buckets: the first three gradients, the next seven, the rest. Gradients of what `shard(fusion=)` regions
     use have a bucket per number, and those with neither share one. Buckets are numbered by their first gradient.

@@ -120,7 +120,7 @@ class _Biller:
                 self._moves.add(Move(op, value, natural, stored, narrow, made_repeats(assigned.graph, op)))
 
     def _compute_s(self, needs: Needs) -> float:
-        """Returns the seconds of what all ops compute, and of what they write in order to move it."""
+        """Returns the seconds in which all ops compute, and in which they write values in order to move them."""
         graph, producers, loose = self._assigned.graph, self._assigned.graph.producers, self._assigned.step.loose
         own = needs.per_op(lambda need: need.compute_s)
         makers = [maker for maker in map(producers.get, loose) if maker is not None]

@@ -54,7 +54,7 @@ class Rewriter:
         return Block(self.constraints, self.sharded, self.values, outer)
 
     def next_op(self) -> Op | None:
-        """Returns the op of the next site, None where it is dead."""
+        """Returns the op of the next site, or None if it is dead."""
         index = next(self._sites)
         return self._graph.ops[index] if index >= 0 else None
 

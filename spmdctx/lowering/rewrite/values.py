@@ -81,7 +81,7 @@ class Values:
         return self.records[value]
 
     def bucket(self, value: int) -> int | None:
-        """Returns the bucket of a gradient's sum, None where it has none."""
+        """Returns the bucket of a gradient's sum, or None if it has none."""
         terms = self._totals[value].terms if value in self._totals else (value,)
         return next((self.tied[term] for term in terms if term in self.tied), None)
 

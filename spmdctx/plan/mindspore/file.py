@@ -5,8 +5,8 @@
      "parallel_layout_item": {"w": {"dev_matrix": [2, 4], "tensor_map": [-1, 0], "tensor_shape": [64, 128], "field": 0,
                                     "opt_weight_shard_step": 0, "opt_weight_shard_size": 0}}}
 
-A `tensor_map` holds for each dimension the device-matrix axis that splits it, counted from the right, -1 if it is whole, and in
-newer versions a list of axes, major first. `opt_weight_shard_size` devices that lie `opt_weight_shard_step` ranks apart hold
+A `tensor_map` holds for each dimension the device-matrix axis that splits it, counted from the right, or -1 if it is whole. In
+newer versions it may hold a list of axes, major first. `opt_weight_shard_size` devices that lie `opt_weight_shard_step` ranks apart hold
 further slices of dimension 0, which are gathered where the parameter is read.
 """
 
