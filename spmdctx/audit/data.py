@@ -1,4 +1,4 @@
-"""The figures of an audit: its rows, its totals, and the verdict that follows from them."""
+"""Holds the figures of an audit: its rows, its totals, and the verdict that follows from them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_UNPLANNED_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """All collectives of one kind over the same axes: executions and bytes in a step, planned, found, compiled.
+    """The collectives of one kind over the same axes: executions and bytes in a step, planned, found and compiled.
 
-    `compiled_bytes` is what realises the planned ones, whatever its kind; `ways` says how; `unplanned_*` is what the plan
-    does not know of.
+    `compiled_bytes` are those of the compiled collectives that realise planned ones, whatever their kind; `ways` says how. `unplanned_*`
+    count what the plan does not know of.
     """
 
     kind: str
@@ -36,9 +36,9 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes on one device: the plan's estimate, and what the compiler reserved.
+    """The bytes on one device: the plan's estimate, and what the compiler reserved.
 
-    `peak_bytes` is the compiler's own figure, or the sum, shared buffers counted once, where it has none.
+    `peak_bytes` is the compiler's own figure, or if it gives none, the sum with shared buffers counted once.
     """
 
     planned_bytes: int
@@ -61,17 +61,17 @@ class AuditData:
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes the plan communicates in a step, per device."""
+        """The bytes that the plan communicates in a step, per device."""
         return sum(row.planned_bytes for row in self.rows)
 
     @property
     def found_bytes(self) -> int:
-        """Of these, the bytes found in the compiled program."""
+        """The planned bytes that were found in the compiled program."""
         return sum(row.found_bytes for row in self.rows)
 
     @property
     def unplanned_bytes(self) -> int:
-        """Compiled bytes that the plan does not know of."""
+        """The compiled bytes that the plan does not know of."""
         return sum(row.unplanned_bytes for row in self.rows)
 
     @property
@@ -81,21 +81,21 @@ class AuditData:
 
     @property
     def found_share(self) -> float:
-        """Share of the planned bytes that was found; 1 where nothing was planned."""
+        """The share of the planned bytes that was found; 1 if nothing was planned."""
         return self.found_bytes / self.planned_bytes if self.planned_bytes else 1.0
 
     @property
     def unplanned_share(self) -> float:
-        """Share of the compiled bytes that the plan does not know of; 0 where nothing is communicated."""
+        """The share of the compiled bytes that the plan does not know of; 0 if nothing is communicated."""
         return self.unplanned_bytes / self.compiled_bytes if self.compiled_bytes else 0.0
 
     @property
     def ok(self) -> bool:
-        """Whether the compiled program is what the plan says, within the limits above."""
+        """Returns whether the compiled program is what the plan says, within the limits above."""
         return self.found_share >= MIN_FOUND_SHARE and self.unplanned_share <= MAX_UNPLANNED_SHARE
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Returns plain data, for JSON."""
         return {
             "ok": self.ok,
             "planned_bytes": self.planned_bytes,
@@ -110,5 +110,5 @@ class AuditData:
         }
 
     def to_json(self) -> str:
-        """`to_dict` as JSON text."""
+        """Returns `to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)

@@ -1,10 +1,11 @@
-"""Holds compiled collectives against planned ones, execution by execution, and names how each planned one was realised.
+"""Matches compiled collectives with planned ones, execution by execution, and names how each planned one was realised.
 
-A planned collective is found where a compiled one has its axes and its payload within 10 %, or where the compiler is known
-to write it otherwise. Each such way has a name, which the result carries together with the bytes really moved. The caller
-knows those that are one for one (`machine.xla.collectives.ways`); the functions below find collectives over several axes done
-one axis at a time, or those over one axis each done at once, those moved out of a loop, and partial results added up before
-they are reduced.
+A planned collective is found if a compiled one has its axes, and its payload within 10 %. It is also found if the compiler is known to
+write it in another way. Each such way has a name, which the result carries together with the bytes really moved.
+
+The caller knows the ways that are one for one (`machine.xla.collectives.ways`). The functions below find collectives over several axes
+that run one axis at a time, and those over one axis each that run at once. They also find collectives moved out of a loop, and partial
+results added up before they are reduced.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HALVES = "real and imaginary parts apart"
 
 @dataclass(slots=True)
 class _Planned:
-    """A planned collective and how many of its executions are not found yet."""
+    """A planned collective, and the number of its executions that are not found yet."""
 
     item: Collective
     axes: AxisNames
@@ -40,7 +41,7 @@ class _Planned:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A compiled collective and how many of its executions realise nothing yet; `spare` more may be inside its sums."""
+    """A compiled collective, and the number of its executions that realise nothing yet; its sums may hold `spare` more."""
 
     item: CompiledCollective
     left: int
@@ -59,7 +60,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The outcome: what was found, what of the plan is missing, what the plan does not know of (`repeats` left over)."""
+    """The outcome: the matches, the planned collectives that are missing, and the compiled ones that the plan does not know of.
+
+    The `repeats` of the last two are the executions left over.
+    """
 
     matches: tuple[Match, ...]
     missing: tuple[Collective, ...]
@@ -86,10 +90,10 @@ def compare(planned: Iterable[Collective], compiled: Iterable[CompiledCollective
     """Matches compiled with planned collectives; each execution is used once.
 
     Args:
-        planned: The plan's collectives. Those over axes of size 1, or without payload, count as none.
+        planned: The plan's collectives. Those over axes of size 1, or without payload, are left out.
         compiled: What `parse_collectives` found for the same mesh.
         mesh: The plan's mesh.
-        ways: How the compiler may write a planned collective as one other; those that are tried first come first.
+        ways: The ways in which the compiler may write a planned collective as one other, in the order to try them.
     """
     own = [_Planned(one, in_mesh_order(one.axes, mesh), one.repeats) for one in planned if one.payload_bytes]
     ledger = _Ledger(
@@ -210,7 +214,7 @@ def _match_hoisted_slices(ledger: _Ledger) -> None:
 
 
 def _match_joined(ledger: _Ledger, ways: Sequence[Way]) -> None:
-    """Several planned reductions of terms of one sum, compiled as one reduction of the sum."""
+    """Matches several planned reductions of terms of one sum with one compiled reduction of the sum."""
     for planned in ledger.planned:
         for one in ledger.compiled if planned.item.kind in ("all_reduce", "reduce_scatter") else ():
             count = min(planned.left, one.spare)
@@ -243,7 +247,7 @@ def _writes(compiled: CompiledCollective, kind: str, payload: int) -> bool:
 
 
 def _realises(compiled: CompiledCollective, planned: Collective, ways: Sequence[Way]) -> bool:
-    """Whether some way writes the planned collective so."""
+    """Returns whether a compiled collective realises a planned one in some way."""
     return any(
         (way.planned, way.compiled) == (planned.kind, compiled.kind)
         and (not way.dtypes or compiled.dtype in way.dtypes)

@@ -11,7 +11,7 @@ from spmdctx.ir.sharding import TensorSharding
 
 
 class Moved(NamedTuple):
-    """A value that changes its sharding on the way to an op (or from it), and the seconds per step that it takes."""
+    """A value that changes its sharding on the way to or from an op, and the seconds per step that the move takes."""
 
     value: int
     source: TensorSharding
@@ -22,10 +22,10 @@ class Moved(NamedTuple):
 
 @dataclass(slots=True)
 class Bill:
-    """All that an assignment costs in one step, per device.
+    """All costs of an assignment in one step, per device.
 
-    `shares` says of each collective how much of it hides behind compute, `memory_profile` holds the bytes alive at each op, `early`
-    the updates that it counts as run right behind their gradients.
+    `shares` has the share of each collective that hides behind compute, `memory_profile` the bytes alive at each op. `early` has the
+    updates that the bill counts as run right behind their gradients.
     """
 
     collectives: list[Collective] = field(default_factory=list)
@@ -41,10 +41,10 @@ class Bill:
 
     @property
     def communication_s(self) -> float:
-        """Seconds of all collectives of a step, one after the other."""
+        """The seconds of all collectives of a step, one after the other."""
         return sum(row.time_s * row.repeats for row in self.collectives)
 
     @property
     def exposed_communication_s(self) -> float:
-        """What is left of them where weight gathers and gradient reductions hide behind matrix products as far as they can."""
+        """The seconds that are left when weight gathers and gradient reductions hide behind matrix products as far as they can."""
         return self.communication_s - self.hidden_communication_s

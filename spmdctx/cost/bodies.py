@@ -1,4 +1,4 @@
-"""What the bodies of shard_maps cost: one device's own program, priced as a step on one device."""
+"""Prices the bodies of shard_maps: each is one device's own program, priced as a step on one device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spmdctx.machine.xla.collectives.combining import reduction_machine
 
 
 class Body(NamedTuple):
-    """A body as a graph over one device's shapes; `op` is the op of the step that stands for it, run `repeats` times."""
+    """A shard_map's body as a graph over one device's shapes; the op `op` of the step stands for it and runs `repeats` times."""
 
     op: int
     repeats: int
@@ -33,7 +33,7 @@ class Body(NamedTuple):
 
 
 def add_bodies(bill: Bill, graph: Graph, bodies: Iterable[Body], assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> None:
-    """Adds to a bill the compute of the bodies, and at their ops the memory that they need beside operands and results."""
+    """Adds to a bill the compute of the bodies and, at their ops, the memory that they need beside operands and results."""
     alive = list(bill.memory_profile)
     for body in bodies:
         own = price(Step(body.graph, body.scopes, body.loose), _whole(body.graph), _ONE, topology)
@@ -49,14 +49,17 @@ def add_bodies(bill: Bill, graph: Graph, bodies: Iterable[Body], assignment: Ass
 
 
 def _gathered(bill: Bill, graph: Graph, op: Op, mesh: LogicalMesh) -> dict[int, int]:
-    """The positions of the operands that are gathered for an op, with the bytes of what is gathered."""
+    """Returns the gathered bytes of the operands that are gathered for an op, by operand position."""
     targets = {row.value: row.target for row in bill.moves if row.op == op.id and len(axes_of(row.target)) < len(axes_of(row.source))}
     found = [(position, graph.values[value], targets[value]) for position, value in enumerate(op.operands) if value in targets]
     return {position: local_bytes(value, target, mesh) for position, value, target in found}
 
 
 def _own_peak(body: Body, own: Bill, gathered: Collection[int], topology: Topology) -> int:
-    """The bytes that a body needs beside what it is given; what is `gathered` for it is there while it is read, and narrow if read so."""
+    """Returns the peak bytes that a body needs beside its inputs.
+
+    An input in `gathered` counts from its first read to its last. It counts in a narrower type if all its readers first cast it to one.
+    """
     graph, alive = body.graph, np.array(own.memory_profile, dtype=np.int64)
     memory = step_memory(graph, body.scopes, waits=False, fuses_into_products=topology.compiler.fuses_into_products)
     reads = {read.value: read for read in memory.reads}
@@ -73,13 +76,13 @@ def _own_peak(body: Body, own: Bill, gathered: Collection[int], topology: Topolo
 
 
 def _read_bytes(graph: Graph, value: int) -> int:
-    """Bytes of an item of a value as it is read: narrow where all that read it make it so first."""
+    """Returns the bytes of one item of a value as its readers take it; fewer if all of them first cast it."""
     read_as = [reader.results[0] if reader.primitive == "convert_element_type" else value for reader in graph.readers[value]]
     return max(item_bytes(graph.values[one].dtype) for one in read_as)
 
 
 def _combine_reductions(bill: Bill, mesh: LogicalMesh, topology: Topology) -> None:
-    """The reductions at the end of a loss are combined where the compiler does so, as those of other gradients are."""
+    """Prices the reductions at the end of a loss like those of other gradients, which the compiler may combine."""
     machine = reduction_machine(True, topology)
     for place, row in enumerate(bill.collectives):
         if row.cause.form is CauseForm.LOSS:

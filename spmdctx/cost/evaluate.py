@@ -1,14 +1,14 @@
-"""The objective of all searches, written plainly: the seconds of an assignment, op by op. Knows no search and no candidates.
+"""Evaluates the objective of all searches op by op, in plain code that knows no search and no candidates.
 
     sum over ops that are not free to place, times their repeats:
         compute + reshards of the operands + reductions of partial results + reshards of the results
 
-A value that is read for several matrix products of one computation goes through one sharding `u`: min over u of
-R(stored -> u) + sum R(u -> wanted). Where the compiler merges partial sums, two unreduced terms that only an addition reads are
-added first and reduced once, and a sum may be scattered to where its readers take slices of it. The share of weight gathers and gradient
-reductions that hides behind compute (`overlap`) is left out. A value that is only computed on the way into its readers is written
-where its sharding changes. Where the compiler narrows operands of matrix products, float32 values
-that are moved for products alone move as bfloat16.
+Matrix products of one computation that read the same value get it through one sharding `u`. They cost the minimum over u of R(stored ->
+u) + sum R(u -> wanted). If the compiler merges partial sums, an addition that alone reads two unreduced terms adds them first, and their
+sum is reduced once. If all readers of a sum take slices of it, it may be scattered to them. Seconds of weight gathers and gradient
+reductions that hide behind compute (`machine.xla.overlap`) do not count. A value that exists only inside its readers' fusions is written
+where its sharding changes. If the compiler narrows operands of matrix products, float32 values that move for products alone move as
+bfloat16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spmdctx.machine.xla.reductions import reduction_plan, scattered_by
 
 
 class Seconds(NamedTuple):
-    """Predicted seconds of one step, without what hides behind compute."""
+    """The predicted seconds of one step, without those that hide behind compute."""
 
     compute_s: float
     reshard_s: float
@@ -42,12 +42,12 @@ class Seconds(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """All of them, one after the other."""
+        """The sum of all three, which run one after the other."""
         return self.compute_s + self.reshard_s + self.reduction_s
 
 
 class _Read(NamedTuple):
-    """An op takes a value in a sharding, so many times a step; products of one `scope` share what they take."""
+    """A read by an op that wants a value in a sharding, `repeats` times a step; products of one `scope` share what they read."""
 
     wanted: TensorSharding
     repeats: int
@@ -56,7 +56,7 @@ class _Read(NamedTuple):
 
 
 class _Partial(NamedTuple):
-    """A result before its reduction: how it is split, and over which axes its terms are spread."""
+    """A result before its reduction: its sharding, and the axes over which its terms are spread."""
 
     natural: TensorSharding
     axes: AxisNames
@@ -71,7 +71,7 @@ def evaluate(
     topology: Topology,
     pinned: frozenset[int] = frozenset(),
 ) -> Seconds:
-    """The seconds of an assignment.
+    """Returns the predicted seconds of an assignment.
 
     Args:
         graph: the step.
@@ -87,7 +87,7 @@ def evaluate(
 
 @lru_cache(maxsize=4096)
 def all_shardings(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[TensorSharding, ...]:
-    """Every sharding of a shape that divides it, with the axes of a dimension in every order."""
+    """Returns every sharding of a shape that divides it, with the axes of a dimension in every order."""
     found: list[TensorSharding] = [()]
     for size in shape:
         found = [(*known, own) for known in found for own in _choices(size, mesh) if not {*own} & {name for dim in known for name in dim}]
@@ -103,7 +103,7 @@ def _choices(size: int, mesh: LogicalMesh) -> list[AxisNames]:
 def reductions(
     op: Op, shape: tuple[int, ...], natural: TensorSharding, partial: AxisNames, mesh: LogicalMesh
 ) -> Iterator[tuple[TensorSharding, AxisNames, AxisNames]]:
-    """How partial results can become whole: the sharding after it, the axes that are scattered, and those that are all-reduced."""
+    """Gives the ways to reduce a partial result: the sharding after it, the axes that scatter it, and those that all-reduce it."""
     yield natural, (), partial
     for dim, own in enumerate(natural):
         for count in range(1, len(partial) + 1):
@@ -115,7 +115,10 @@ def reductions(
 
 
 def candidates_gather_s(graph: Graph, op: Op, value: int, payload: int, axes: AxisNames, mesh: LogicalMesh, topology: Topology) -> float:
-    """Seconds of an argmax over a split dimension: every device's best value and its index are gathered and compared."""
+    """Returns the seconds of an argmax over a split dimension.
+
+    XLA gathers every device's best value and its index, and compares them.
+    """
     result = item_bytes(graph.values[value].dtype)
     count = payload // result * mesh.num_slices(axes)
     sizes = (item_bytes(graph.values[op.operands[0]].dtype), result)
@@ -123,7 +126,7 @@ def candidates_gather_s(graph: Graph, op: Op, value: int, payload: int, axes: Ax
 
 
 def _readers(graph: Graph) -> dict[int, list[Op]]:
-    """The ops that read each value."""
+    """Returns the ops that read each value."""
     readers: dict[int, list[Op]] = {}
     for op in graph.ops:
         for value in op.operands:
@@ -132,7 +135,7 @@ def _readers(graph: Graph) -> dict[int, list[Op]]:
 
 
 def sharing_ids(graph: Graph) -> frozenset[int]:
-    """The ops that share copies of what they read: matrix products, and transposes and the like that lead to nothing else."""
+    """Returns the ops that share copies of what they read: matrix products, and transposes and the like that lead only to these."""
     readers = _readers(graph)
 
     def shares(op: Op) -> bool:
@@ -144,7 +147,7 @@ def sharing_ids(graph: Graph) -> frozenset[int]:
 
 
 def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
-    """Bytes per element in which an op (first of the pair) is brought a value (second)."""
+    """Returns the bytes per element in which a value reaches an op; the keys are pairs of op and value."""
     readers = _readers(graph)
 
     def is_for_products(op: Op) -> bool:
@@ -164,9 +167,10 @@ def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
 
 
 def leads_to(op: Op, own: AxisNames, natural: TensorSharding, after: TensorSharding, stored: TensorSharding) -> bool:
-    """Whether a result that is partial over its `own` axes and stored so is in `after` once it is reduced, as lowering has it.
+    """Returns whether lowering reduces a result that it stores as `stored` into the sharding `after`.
 
-    A sum of unreduced terms, partial over no axes of its own, is scattered by the compiler, into the split that it is to have.
+    The op leaves the result partial over its `own` axes. If there are none, the result is a sum of unreduced terms, which the compiler
+    scatters into the split that the result is to have.
     """
     if own:
         return reduction_plan(op, natural, stored, own).after == after
@@ -174,7 +178,7 @@ def leads_to(op: Op, own: AxisNames, natural: TensorSharding, after: TensorShard
 
 
 class Eligible:
-    """Which values of a graph can be handed on unreduced: those that one op reads, untied, and that nobody pinned."""
+    """The values of a graph that can be passed on unreduced: only one op reads them, and they are not tied, pinned or `loose`."""
 
     def __init__(self, graph: Graph, loose: frozenset[int], pinned: frozenset[int]) -> None:
         reads = [0] * len(graph.values)
@@ -246,7 +250,7 @@ class _Evaluator:
         return reads
 
     def _partial_results(self) -> dict[int, _Partial | None]:
-        """The results that are partial where they are made, None for those that an addition takes so."""
+        """Returns the results that are partial where they are made, with None for those that an addition takes unreduced."""
         found: dict[int, _Partial | None] = {}
         kept: dict[int, _Partial] = {}
         for op in self.ops:
@@ -265,7 +269,7 @@ class _Evaluator:
         return found
 
     def _joined(self, op: Op, kept: dict[int, _Partial]) -> AxisNames:
-        """The axes over which both terms of an addition are unreduced, if they are and it takes them as they are."""
+        """Returns the axes over which both terms of an addition are unreduced, if the addition takes both as they are; else ()."""
         if op.primitive not in ADDITIONS or op.operands[0] == op.operands[1] or any(value not in kept for value in op.operands):
             return ()
         first, second = (kept[value] for value in op.operands)
@@ -276,7 +280,7 @@ class _Evaluator:
         return first.axes if same and not own & {*first.axes} else ()
 
     def _reduce(self, op: Op, value: int, partial: _Partial) -> tuple[float, float]:
-        """Seconds of reducing a result and of what is moved after it: of all ways, the cheapest."""
+        """Returns the seconds of the cheapest way to reduce a result, and of the moves that follow it."""
         stored = self.assignment.values[value]
         loose = value in self.free
         as_made = self.topology.compiler.merges_partial_sums and stored == partial.natural and value not in self.decided
@@ -316,7 +320,7 @@ class _Evaluator:
         return collective_time_s(kind, payload, axes, self.mesh, machine) if axes else 0.0
 
     def _read(self, value: int, source: TensorSharding) -> float:
-        """Seconds in which all readers of a value get it from `source`."""
+        """Returns the seconds in which all readers of a value get it from `source`."""
         reads = self.reads.get(value, [])
         products: dict[int, list[_Read]] = {}
         seconds = 0.0
@@ -328,7 +332,7 @@ class _Evaluator:
         return seconds + sum(self._shared(value, source, own) for own in products.values())
 
     def _shared(self, value: int, source: TensorSharding, reads: list[_Read]) -> float:
-        """Through the best one sharding for all of them."""
+        """Returns the seconds in which products of one computation get a value through the one sharding that is cheapest for all."""
         if all(read.wanted == source for read in reads):
             return 0.0
         if len(reads) == 1:
@@ -355,7 +359,7 @@ class _Evaluator:
 
 
 def tied_with(graph: Graph, values: frozenset[int]) -> frozenset[int]:
-    """The values and all that are tied to them."""
+    """Returns the values and all values that are tied to them, directly or through others."""
     found, grown = values, values
     while grown:
         grown = frozenset(other for a, b in graph.ties for one, other in ((a, b), (b, a)) if one in found and other not in found)

@@ -1,4 +1,4 @@
-"""What the ops of a step need in one assignment: found once for all of a kind whose shardings are the same."""
+"""Finds what the ops of a step need in an assignment, once for all ops of one kind with the same shardings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from spmdctx.machine.topology import Topology
 
 
 class Need(NamedTuple):
-    """What ops need: operands and results to reshard, reductions; and seconds of compute and FLOPs, in a step.
+    """The needs of ops in a step: operands and results to reshard, axes to reduce over, seconds of compute, and FLOPs.
 
-    `split_flops` are those FLOPs times the part of the devices that share them.
+    `split_flops` are those FLOPs times the fraction of the devices that share them.
     """
 
     operands: tuple[tuple[int, TensorSharding], ...]
@@ -34,27 +34,30 @@ class Need(NamedTuple):
 
     @property
     def communicates(self) -> bool:
-        """Whether anything is moved or reduced."""
+        """Returns whether anything is moved or reduced."""
         return bool(self.operands or self.results or self.partial)
 
 
 class Needs(NamedTuple):
-    """Per op the number of what it needs, and what that is."""
+    """The distinct needs of a step's ops (`each`), and the place there of each op's needs (`numbers`)."""
 
     numbers: IntArray
     each: list[Need]
 
     def per_op(self, figure: Callable[[Need], float]) -> FloatArray:
-        """A figure of each op."""
+        """Returns a figure of each op."""
         return np.array([*map(figure, self.each)], dtype=np.float64)[self.numbers]
 
     def communicating(self) -> BoolArray:
-        """Per op whether it moves or reduces anything."""
+        """Returns whether each op moves or reduces anything."""
         return np.array([need.communicates for need in self.each], dtype=bool)[self.numbers]
 
 
 def needs_of(graph: Graph, assignment: Assignment, stored_as: IntArray, splits: Splits, mesh: LogicalMesh, topology: Topology) -> Needs:
-    """What all ops need in an assignment, which splits them as `splits` says; values of equal `stored_as` are stored alike."""
+    """Returns the needs of all ops in an assignment, which splits them as `splits` says.
+
+    Values with equal numbers in `stored_as` are stored in the same sharding.
+    """
     firsts, numbers = _alike(graph, assignment, stored_as).classes()
     ops = [graph.ops[first] for first in firsts]
     return Needs(numbers, [_need(graph, op, splits.taken(op), assignment, mesh, topology) for op in ops])
@@ -80,11 +83,14 @@ def _need(graph: Graph, op: Op, taken: Taken, assignment: Assignment, mesh: Logi
 
 
 def _alike(graph: Graph, assignment: Assignment, stored_as: IntArray) -> Numbering:
-    """By kind, how often they are executed, the object that says how they are split, and how their values are stored."""
+    """Numbers the ops so that ops with equal numbers have equal needs.
+
+    Such ops have the same kind, run equally often, share the object that says how they are split, and store their values alike.
+    """
     found = Numbering(op_kinds(graph).numbers)
     found.refine(executions(graph))
     found.refine(numbered([*map(id, assignment.ops)]))
-    # Where literals are the kind says.
+    # The kind says which operands are literals.
     stored = np.append(stored_as, 0)
     ops, values, places, _, _ = ends(graph)
     for place in range(int(places.max(initial=-1)) + 1):

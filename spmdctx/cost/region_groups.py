@@ -11,7 +11,7 @@ from spmdctx.machine.reshard import reshard_steps
 
 
 def ungrouped_note(graph: Graph, bill: Bill, mesh: LogicalMesh, *, all_to_all: bool) -> list[str]:
-    """Names what regions with a fusion number move otherwise than by a sum, which no backend groups by number."""
+    """Returns a note on each fusion number whose regions move values by anything but a sum, which no backend groups by number."""
     kinds: dict[int, dict[str, int]] = {}
     for move in bill.moves:
         number = graph.origins[move.op].fusion

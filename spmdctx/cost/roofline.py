@@ -1,8 +1,8 @@
-"""One device's share of an op: its bytes, and the seconds it computes.
+"""Times one device's share of an op by a roofline: the bytes that it moves, and the seconds that it computes.
 
-An op takes the longest of three times: its multiplications on the matrix unit, with what pads them to whole tiles; its other
-arithmetic on the vector unit; and what it reads and writes in memory. Tensors that exist only inside a fusion (`Op.fused`) are
-neither read nor written. A fusion takes its time as a whole (`Op.work`), at the op that it is built around.
+An op takes the longest of three times. The matrix unit multiplies, on operands padded to whole tiles. The vector unit does all other
+arithmetic. The memory is read and written; tensors that exist only inside a fusion (`Op.fused`) are neither read nor written. A fusion's
+time counts as a whole (`Op.work`), at the op that the fusion is built around.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from spmdctx.machine.xla.fusion import CHAINED
 from spmdctx.machine.xla.fusion_work import NAMING, vector_flops
 
 Slices = Sequence[int]
-"""Per factor of an op's rule, into how many slices it is split."""
+"""The number of slices of each factor of an op's rule."""
 
 
 def compute_time_s(graph: Graph, op: Op, axes: FactorAxes, mesh: LogicalMesh, topology: Topology) -> float:
-    """Seconds of one execution, of an op whose factors are split along `axes`."""
+    """Returns the seconds of one execution of an op whose factors are split along `axes`."""
     return sliced_time_s(graph, op, [mesh.num_slices(own) if own else 1 for own in axes], topology)
 
 
 def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> float:
-    """Seconds of one execution. Depends on the op's rule, primitive, `fused`, `work` and dtypes, on `slices`, and on nothing else."""
+    """Returns the seconds of one execution of an op whose factors are split into `slices`.
+
+    They depend on the op's rule, primitive, `fused`, `work` and dtypes, on `slices`, and on nothing else.
+    """
     if op.primitive in NAMING:
         return 0.0
     is_product, work = op.primitive in MATRIX_PRODUCTS, op.work
@@ -45,7 +48,7 @@ def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> f
 
 
 def passing_values(graph: Graph) -> bytearray:
-    """Per value 1 where it is only computed on the way into its readers, by the element-wise ops of their fusions."""
+    """Returns 1 for each value that exists only inside its readers' fusions, which compute it by their element-wise ops, else 0."""
     known: bytearray | None = graph.facts.get(passing_values)
     if known is None:
         found = np.zeros(len(graph.values), dtype=np.uint8)
@@ -59,10 +62,7 @@ def _hands_on(op: Op) -> bool:
 
 
 def written_s(value: Value, sharding: TensorSharding, mesh: LogicalMesh, topology: Topology) -> float:
-    """Seconds to write a value that is only computed on the way, and to read it again, as it takes where its sharding changes.
-
-    XLA computes such a value apart for readers that want it differently split, or merges what they compute in its wider type.
-    """
+    """Returns the seconds to write a value that exists only inside fusions, and to read it again, as a change of its sharding takes."""
     return 2 * local_bytes(value, sharding, mesh) / topology.memory_bytes_per_s
 
 
@@ -78,7 +78,7 @@ def _moved_by_fusion(graph: Graph, op: Op, work: Work, slices: Slices) -> float:
 
 
 def _elements(shape: Sequence[int], dims: Sequence[DimFactors], slices: Slices) -> int:
-    """Elements of one device's block of a tensor of the op."""
+    """Returns the number of elements of one device's block of a tensor of the op."""
     count = 1
     for size, factors in zip(shape, dims, strict=True):
         ways = 1
@@ -89,13 +89,13 @@ def _elements(shape: Sequence[int], dims: Sequence[DimFactors], slices: Slices) 
 
 
 def _block_bytes(graph: Graph, value: int, dims: Sequence[DimFactors], slices: Slices) -> int:
-    """Bytes of one device's block of a tensor of the op."""
+    """Returns the bytes of one device's block of a tensor of the op."""
     known = graph.values[value]
     return item_bytes(known.dtype) * _elements(known.shape, dims, slices)
 
 
 def _moved_bytes(graph: Graph, op: Op, slices: Slices) -> int:
-    """Bytes that the op reads and writes in memory."""
+    """Returns the bytes that the op reads and writes in memory."""
     count, rule = len(op.operands), op.rule
     written = read = 0
     for position, (value, dims) in enumerate(zip(op.results, rule.results, strict=True), count):
@@ -105,7 +105,7 @@ def _moved_bytes(graph: Graph, op: Op, slices: Slices) -> int:
         # A slice that is in memory already is copied into its stack.
         return written if op.fused & 1 else 2 * written
     if op.boundary is Boundary.ENTER:
-        # What each turn reads is counted where it is read, but a stack's slices are read once each.
+        # The ops inside a loop count what each turn reads, but each slice of a stack is read only once.
         stacked = len(rule.operands[0]) > len(rule.results[0])
         return _block_bytes(graph, op.operands[0], rule.operands[0], slices) if stacked and op.operands[0] >= 0 else 0
     for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):
@@ -119,7 +119,10 @@ def _moved_bytes(graph: Graph, op: Op, slices: Slices) -> int:
 
 
 def _product_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> float:
-    """A matrix product on tiles: of its two free dimensions the smaller is held in the unit with the contracted one."""
+    """Returns the seconds of a matrix product on tiles.
+
+    The unit holds the smaller of the product's two free dimensions, and the contracted one.
+    """
     rule = op.rule
     left, right, out = ({factor for dim in dims for factor in dim} for dims in (*rule.operands[:2], rule.results[0]))
     rows = columns = inner = 1
@@ -143,7 +146,7 @@ def _product_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) ->
 
 
 def _apart(graph: Graph, op: Op, place: int) -> int:
-    """Elements of a convolution's kernel (1) or result (2) along dimensions that are no factors: its window, its pixels."""
+    """Returns the elements of a convolution's kernel (1) or result (2) along dimensions that are no factors: its window, its pixels."""
     value, dims = ((op.operands[1], op.rule.operands[1]), (op.results[0], op.rule.results[0]))[place - 1]
     return math.prod(size for size, factors in zip(graph.values[value].shape, dims, strict=True) if not factors)
 
@@ -152,5 +155,5 @@ _SUBLANES = 8
 
 
 def _filled(size: int, tile: int) -> float:
-    """Share of whole tiles that a dimension fills."""
+    """Returns the share of whole tiles that a dimension fills."""
     return size / (math.ceil(size / tile) * tile) if size else 1.0

@@ -1,4 +1,7 @@
-"""What is read for several matrix products of one computation: a copy on the way to all that do not take it as stored, which they share."""
+"""Finds shardings through which several matrix products of one computation get the same value.
+
+The products that do not take the value as it is stored share one copy of it on the way.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.narrowing import sharing_ops
 
 Routes = Mapping[tuple[int, int], TensorSharding]
-"""By computation and value, the sharding through which the value gets to its products."""
+"""The sharding through which a value gets to its products, by computation and value."""
 
 _WORTH_IT = 1 - 1e-9
 
 
 def shared_reads(graph: Graph, scopes: Sequence[int], assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> Routes:
-    """The values that are cheaper to bring to several products by way of one more sharding, or of one that some reader takes.
+    """Returns the values that reach several products at less cost by way of one more sharding, or of one that some reader takes.
 
     Args:
         graph: the step.
@@ -53,7 +56,7 @@ def shared_reads(graph: Graph, scopes: Sequence[int], assignment: Assignment, me
 def _best(
     known: Value, stored: TensorSharding, targets: tuple[TensorSharding, ...], mesh: LogicalMesh, topology: Topology
 ) -> TensorSharding:
-    """The sharding of the shared copy; the stored one where none is cheaper."""
+    """Returns the sharding of the shared copy, or the stored one if no copy is cheaper."""
     narrow = topology.compiler.narrows_matrix_operands and known.dtype == "float32"
     size = item_bytes("bfloat16" if narrow else known.dtype)
 

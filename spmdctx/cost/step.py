@@ -1,4 +1,4 @@
-"""The step as the searches see it, and what an assignment of it costs."""
+"""Bills an assignment of the step as the searches see it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["Step", "bill_of"]
 
 
 def bill_of(step: Step, assignment: Assignment, mesh: LogicalMesh, topology: Topology, directives: Directives | None = None) -> Bill:
-    """Returns the bill of an assignment, without collectives of the user's own, with its `directives` where they are known.
+    """Returns the bill of an assignment, without the collectives that the user wrote.
 
-    The last bill is kept: a search asks, and then the planner. So only directives that `price` would find by itself may be given.
+    It keeps the last bill, because the planner needs the one that the search made. So callers may pass only those `directives` that
+    `price` would find by itself.
     """
     known = step.graph.facts.get(bill_of)
     asked = (assignment, mesh, topology, step.donated)

@@ -1,1 +1,1 @@
-"""From an assignment to a jitted program: the jaxpr with constraints, the compiler's options, compile-only devices."""
+"""Turns an assignment into a jitted program: the jaxpr with constraints, the compiler's options, compile-only devices."""

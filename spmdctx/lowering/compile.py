@@ -1,4 +1,4 @@
-"""A planned program to one jitted function over flat leaves, with shardings on every argument and result."""
+"""Turns a planned program into one jitted function over flat leaves, with shardings on every argument and result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CompiledProgram:
 
 
 class JitOptions(NamedTuple):
-    """How a program is jitted.
+    """Options for jitting a program.
 
     Attributes:
         donated: indices of the input leaves whose buffers the step may reuse.
@@ -61,8 +61,8 @@ def jit_program(
         assignment: a sharding for each of its ops and values.
         mesh: the logical mesh that the assignment is for.
         devices: at least as many as the mesh has.
-        directives: what the plan says besides shardings; where None, what follows from the assignment alone.
-        options: how the program is jitted.
+        directives: what the plan says besides shardings; if None, what follows from the assignment alone.
+        options: options for jitting the program.
 
     Raises:
         ContextError: fewer devices than the mesh has.

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 
 from spmdctx.errors import UnsupportedError
 
-# Without chips libtpu would ask the cloud's metadata server what it runs on; these answer for it. The accelerator type
+# Without chips, libtpu would ask the cloud's metadata server what it runs on; these answer in its place. The accelerator type
 # names the machine only: any topology compiles under it.
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -28,9 +28,9 @@ _GPU_KINDS = {"h100": "h100.txtpb"}
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:
-    """Compile-only TPU devices, to be used as `devices=`.
+    """Returns compile-only TPU devices, for use as `devices=`.
 
-    Sets the environment variables that libtpu needs on a machine without TPUs, where they are not set already.
+    On a machine without TPUs, sets the environment variables that libtpu needs, unless they are set already.
 
     Args:
         topology: Generation and chip grid as Cloud TPU writes them: "v5e:2x4", "v6e:16x16", "v5p:2x2x2".
@@ -58,7 +58,9 @@ def tpu_devices(topology: str) -> list[jax.Device]:
 
 
 def gpu_devices(num_devices: int, *, kind: str = "h100", devices_per_host: int = 8) -> list[jax.Device]:
-    """Compile-only GPU devices, to be used as `devices=`; needs JAX's CUDA plugin, but no driver, no GPU, no CUDA libraries.
+    """Returns compile-only GPU devices, for use as `devices=`.
+
+    They need JAX's CUDA plugin, but no driver, no GPU and no CUDA libraries.
 
     Args:
         num_devices: How many; more than `devices_per_host` must be whole hosts.
@@ -66,7 +68,7 @@ def gpu_devices(num_devices: int, *, kind: str = "h100", devices_per_host: int =
         devices_per_host: GPUs that NVLink joins.
 
     Raises:
-        UnsupportedError: The plugin is not installed, or `kind` or the number of devices is none that can be made.
+        UnsupportedError: The plugin is not installed, `kind` is unknown, or the GPUs do not fill whole hosts.
     """
     if kind not in _GPU_KINDS:
         raise UnsupportedError("There is no description of this GPU.", got=repr(kind), need=", ".join(map(repr, _GPU_KINDS)))
@@ -86,7 +88,7 @@ def gpu_devices(num_devices: int, *, kind: str = "h100", devices_per_host: int =
 
 
 def _register_cuda() -> None:
-    """Makes JAX know the CUDA plugin, whatever JAX_PLATFORMS says; JAX itself gives up on it where there is no driver."""
+    """Registers the CUDA plugin with JAX, whatever JAX_PLATFORMS says; JAX itself gives up on it if there is no driver."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if _cuda_is_registered():
         return

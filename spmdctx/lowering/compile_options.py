@@ -1,6 +1,6 @@
-"""Compile options per backend: the compilers know different names, and refuse those they do not know.
+"""Makes the compile options of each backend; the compilers know different names, and refuse those that they do not know.
 
-The table from the context's fusion of collectives to the compilers' combiners, and how these count, is in `machine.xla.options`.
+`machine.xla.options` has the table from the context's fusion of collectives to the compilers' combiners, and tells how these count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Options = dict[str, int | str]
 
 
 class FusionBytes(NamedTuple):
-    """The largest combined collective of each kind; 0 combines nothing, None leaves it to the compiler."""
+    """The largest combined collective of each kind, in bytes; 0 combines nothing, None leaves it to the compiler."""
 
     all_reduce: int | None
     all_gather: int | None
@@ -28,7 +28,10 @@ class FusionBytes(NamedTuple):
 
 
 def fusion_bytes(context: AutoParallelContext) -> FusionBytes:
-    """What comm_fusion and all_reduce_fusion_config ask for in bytes; buckets by index are made apart, so nothing limits them."""
+    """Returns the bytes that comm_fusion and all_reduce_fusion_config ask for.
+
+    Buckets by index are kept apart by the program, so no size limits them.
+    """
     if context.parallel_mode == "stand_alone":
         return FusionBytes(None, None, None)
     chosen = context.comm_fusion if context.is_set("comm_fusion") else None
@@ -45,12 +48,12 @@ def _entry_bytes(entry: FusionEntry) -> int:
 
 
 def compile_options(devices: Iterable[_Device], context: AutoParallelContext, scatter_ways: int = 1, has_buckets: bool = False) -> Options:
-    """`compiler_options=` of `jax.jit` for these devices; its keys are the backend's own.
+    """Returns the `compiler_options=` of `jax.jit` for these devices; the keys are the backend's own.
 
     Args:
-        devices: what is compiled for.
+        devices: the devices to compile for.
         context: the context of the step.
-        scatter_ways: into how many pieces the step's reduce_scatters cut a gradient.
+        scatter_ways: the number of pieces into which the step's reduce_scatters cut a gradient.
         has_buckets: whether gradients are reduced in buckets, whose size must not be limited.
     """
     backend = backend_of(devices)
@@ -69,7 +72,7 @@ def compile_options(devices: Iterable[_Device], context: AutoParallelContext, sc
 
 
 def without_option(backend: str, context: AutoParallelContext) -> tuple[str, ...]:
-    """One sentence per kind of collective whose fusion the user asked for by size, or off, where the backend has no option for it."""
+    """Returns a sentence for each kind of collective whose fusion the user set by size, or off, but the backend has no option for."""
     asked = context.comm_fusion
     if context.parallel_mode == "stand_alone" or not context.is_set("comm_fusion"):
         return ()
@@ -82,7 +85,7 @@ def without_option(backend: str, context: AutoParallelContext) -> tuple[str, ...
 
 
 def warn_without_option(backend: str, context: AutoParallelContext, stacklevel: int = 2) -> tuple[str, ...]:
-    """Gives a ContextWarning per sentence of `without_option`, and returns them for the plan's notes."""
+    """Warns with a ContextWarning for each sentence of `without_option`, and returns the sentences for the plan's notes."""
     sentences = without_option(backend, context)
     for sentence in sentences:
         warnings.warn(sentence, ContextWarning, stacklevel=stacklevel)

@@ -1,7 +1,7 @@
 """Tells XLA's scheduler how much memory the plan foresees, so that it hides communication within that.
 
-How the scheduler behaves with and without a limit is told in `machine.xla.memory.scheduler_limit`. Other backends than TPU are told
-nothing: on GPU the option of that kind changed little, CPU has none.
+`machine.xla.memory.scheduler_limit` tells how the scheduler behaves with and without a limit. Backends other than TPU get no limit: on
+GPU the option of that kind changed little, and CPU has none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spmdctx.lowering.compile_options import Options
 from spmdctx.machine.xla.memory.scheduler_limit import LIMIT, MOST_RERUNS, OWN_PERCENT, RERUNS
 
 _SLACK = 1.08
-"""A schedule may exceed what a plan foresees by so much: no plan took longer then, and some took 5 % longer at 1.0.
+"""The factor by which a schedule may exceed what a plan foresees. No plan took longer at 1.08; some took 5 % longer at 1.0.
 
 Measured on: 40 plans for v5e:2x4 that are not random.
 Checked by: benchmarks/fidelity_plans.py
@@ -28,13 +28,13 @@ Checked by: benchmarks/fidelity_plans.py
 
 
 def scheduler_options(devices: Sequence[Any], peak_bytes: int, device_bytes: int, budget_bytes: int | None = None) -> Options:
-    """`compiler_options=` that hold the schedule to a plan's memory; none where there is nothing to be held to, or no option for it.
+    """Returns the `compiler_options=` that hold the schedule to a plan's memory; none if no limit is needed or the compiler has no option.
 
     Args:
-        devices: what is compiled for, all of one kind.
-        peak_bytes: what the plan foresees of one device's memory.
-        device_bytes: what the compiler knows a device to have.
-        budget_bytes: what the user allows.
+        devices: the devices to compile for, all of one kind.
+        peak_bytes: the memory of one device that the plan foresees.
+        device_bytes: the memory that the compiler knows a device to have.
+        budget_bytes: the memory that the user allows.
     """
     if len(devices) < 2 or devices[0].platform != "tpu":
         return {}
@@ -46,7 +46,7 @@ def scheduler_options(devices: Sequence[Any], peak_bytes: int, device_bytes: int
 
 
 def _nearest(devices: Sequence[Any]) -> Any:
-    """A device that this process can compile for alone."""
+    """Returns a device that this process can compile for alone."""
     if is_compile_only(devices[0]):
         return devices[0]
     return next((device for device in devices if device.process_index == jax.process_index()), devices[0])
@@ -54,7 +54,10 @@ def _nearest(devices: Sequence[Any]) -> Any:
 
 @cache
 def _knows(device: Any, names: tuple[str, ...]) -> bool:
-    """Whether the device's compiler has these options: it refuses programs with others, and other versions may have others."""
+    """Returns whether the device's compiler has these options.
+
+    A compiler refuses programs with options that it does not know, and other versions may have others.
+    """
     place = NamedSharding(Mesh(np.array([device]), ("all",)), PartitionSpec())
     probe = jax.jit(lambda value: value, in_shardings=place, out_shardings=place, compiler_options=dict.fromkeys(names, 1))
     try:

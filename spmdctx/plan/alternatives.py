@@ -1,4 +1,4 @@
-"""What a plan asks of whoever made it: alternatives of a value or an op, and what would make one of them win."""
+"""Declares what a plan asks of its search: alternatives of a value or an op, and what would make one of them win."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["Alternative", "Alternatives", "Flip"]
 
 
 class Alternatives(Protocol):
-    """Alternatives of one plan, worked out when they are asked for; `search.whatif.alternatives.PricedAlternatives` is one.
+    """The alternatives of one plan, priced on request; `search.whatif.alternatives.PricedAlternatives` implements it.
 
-    Deltas are those of the whole step when the value (or op) is forced and everything that may move is chosen anew.
+    A delta is that of the whole step: the value or op is forced, and everything that may move is chosen anew.
     """
 
     def of_value(self, value: int) -> Sequence[Alternative]:
-        """Other shardings of a value of the graph, the fastest first."""
+        """Returns other shardings of a value of the graph, the fastest first."""
 
     def of_op(self, op: int) -> Sequence[Alternative]:
-        """Other ways to split an op, the fastest first."""
+        """Returns other ways to split an op, the fastest first."""
 
     def flips(self, alternative: Alternative) -> Sequence[Flip]:
-        """What would make the alternative the better choice."""
+        """Returns the changes that would make the alternative the better choice."""

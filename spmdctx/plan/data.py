@@ -1,4 +1,4 @@
-"""What a plan holds: the rows of its tables and the fields of the plan itself."""
+"""Holds the data of a plan: the rows of its tables, and the fields of the plan itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmdctx.plan.rows import Rows
 from spmdctx.search.problem.fold import ROUNDS, SMALL
 
 FORMAT_VERSION = 1
-"""Of plan files; a file of another version is refused."""
+"""The version of plan files; readers refuse other versions."""
 
 
 class PlannedTensor(NamedTuple):
@@ -32,16 +32,16 @@ class PlannedTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The bytes of the whole tensor."""
         return _num_bytes(self.shape, self.dtype)
 
     def local_bytes(self, mesh: LogicalMesh) -> int:
-        """Bytes of one device's block."""
+        """Returns the bytes of one device's block."""
         return _num_bytes(local_shape(self.shape, self.sharding, mesh), self.dtype)
 
 
 class PlannedGradient(NamedTuple):
-    """The gradient of the parameter at `path`; `bucket` is that of the index mode of fusion, None without it."""
+    """The gradient of the parameter at `path`, and the bucket in which it is reduced, None if it has none."""
 
     path: str
     bucket: int | None = None
@@ -73,7 +73,7 @@ class Reshard(NamedTuple):
 class Cost(NamedTuple):
     """Predicted seconds of one step and peak bytes of one device.
 
-    `communication_s` is raw, one collective after the other; `total_s` counts what does not hide behind compute.
+    `communication_s` counts all collectives, one after the other; `total_s` only what does not hide behind compute.
     """
 
     compute_s: float
@@ -84,19 +84,19 @@ class Cost(NamedTuple):
 
     @property
     def exposed_communication_s(self) -> float:
-        """Communication that does not hide behind compute."""
+        """The seconds of communication that do not hide behind compute."""
         return self.communication_s - self.hidden_communication_s
 
 
 class Timing(NamedTuple):
-    """Seconds spent on making the plan."""
+    """The seconds spent on making the plan."""
 
     trace_s: float = 0.0
     search_s: float = 0.0
 
 
 class OpTable(Rows[PlannedOp]):
-    """The ops of a plan as columns; a row is made when it is asked for.
+    """The ops of a plan as columns; a row is made when it is read.
 
     `inputs` and `outputs` are the value ids of the plan's inputs and outputs.
     """
@@ -118,14 +118,14 @@ class OpTable(Rows[PlannedOp]):
 
     @classmethod
     def of(cls, graph: Graph, assignment: Assignment) -> OpTable:
-        """The table of a graph under an assignment; takes no time, whatever the size of the graph."""
+        """Returns the table of a graph under an assignment, in no time, whatever the size of the graph."""
         return cls(graph.ops, graph.origins, assignment.ops, graph.inputs, graph.outputs)
 
     def __len__(self) -> int:
         return len(self.operations)
 
     def row(self, index: int) -> PlannedOp:
-        """The op at a place."""
+        """Returns the op at a place."""
         op, origin = self.operations[index], self.origins[index]
         sharding = sharding_text(self.choices[index])
         return PlannedOp(origin.name, op.primitive, origin.source, op.rule, sharding, op.repeats, op.flops)
@@ -145,31 +145,31 @@ class OpTable(Rows[PlannedOp]):
 
 @dataclass(frozen=True)
 class PlanData:
-    """The fields of a plan: how one step runs on one mesh.
+    """The fields of a plan of one step on one mesh.
 
     Attributes:
-        fingerprint: Of the traced program; a plan is lowered for that program only.
+        fingerprint: The fingerprint of the traced program; a plan is lowered for that program only.
         mode: The parallel mode.
-        search_mode: What searched, empty where nothing did.
+        search_mode: The search that made the plan, empty if there was none.
         logical_mesh: Axes and sizes; `mesh` gives them as a dictionary.
-        topology: Name of the machine the prices are for.
+        topology: Name of the machine that the prices are for.
         inputs, outputs: The leaves of the step's arguments and results.
         op_table: The ops; `ops` gives them as rows.
         assignment: All shardings, enough to lower the plan without a search.
         reshards, collectives: Predicted communication, by value and by collective.
-        gradients: In the order of the parameters' first use in the forward pass; a gradient's index is its place here.
+        gradients: The gradients in the order of the parameters' first use in the forward pass; a gradient's index is its place here.
         cost: Predicted time and memory.
         options: Context options that differ from their defaults.
         memory_limit_bytes: The budget per device, if there was one.
-        lower_bound_s, gap: The search counts no plan of `declared_space` below it, less what it counts too much for this one (moves that
-            the compiler shares); `gap` is total / lower bound - 1. None where not computed.
+        lower_bound_s, gap: The search counts every plan of `declared_space` at this bound or above. Moves that the compiler shares, which
+            the search overcounts for this plan, are subtracted. `gap` is total / lower bound - 1. None if not computed.
         notes: Every guess, fallback, padding and replication.
         timing: How long planning took.
-        alternatives: What else could have been chosen, worked out when it is asked for.
+        alternatives: The other choices, priced on request.
         memory_profile: Bytes of one device that are alive at each op.
         early: Updates of state for which the rest of the step waits, to spare memory.
-        replan: The same step under another budget or on another number of devices: `replan(memory_bytes=..., num_devices=...)`,
-            None for a value that stays. Raises InfeasibleError where nothing fits.
+        replan: Plans the step again for a budget and a number of devices: `replan(memory_bytes=..., num_devices=...)`, None for no
+            budget and for as many devices as before. Raises InfeasibleError if nothing fits.
         certifier: Returns this plan with `lower_bound_s` and `gap`.
 
     The last six are neither compared nor saved; all but `timing` are None for plans from files.
@@ -209,27 +209,27 @@ class PlanData:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Axis names to sizes."""
+        """The size of each axis, by name."""
         return dict(self.logical_mesh.axes)
 
     @property
     def ops(self) -> Sequence[PlannedOp]:
-        """One row per op, made when it is asked for."""
+        """The ops as rows, which are made when they are read."""
         return self.op_table
 
     @property
     def declared_space(self) -> str:
-        """What the certificate is about, in words."""
+        """The space of plans that the certificate covers, in words."""
         alike = f" (ops that look alike for {ROUNDS} ops around are split alike)" if len(self.ops) > SMALL else ""
         return f"every legal split of every op and tensor{alike}, on the meshes that were tried"
 
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
-"""The class of plan that a reader makes or a search is asked for again."""
+"""The class of plan that a reader returns, or that is planned again."""
 
 
 def sharding_text(choice: OpSharding) -> str:
-    """`i=data, k=model+axis2`: the split factors of an op; empty where none is."""
+    """Returns the split factors of an op, such as `i=data, k=model+axis2`; empty if no factor is split."""
     return ", ".join(f"{factor_name(index)}={'+'.join(axes)}" for index, axes in enumerate(choice.axes) if axes)
 
 
@@ -241,7 +241,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def plain_option(value: Any) -> Any:
-    """An option's value as JSON could hold it, with tuples for lists; anything else becomes its text."""
+    """Returns an option's value as JSON could hold it, with tuples for lists; anything else becomes its text."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What changes from one plan to another."""
+"""Compares two plans: their settings, costs, tensors, collectives and notes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class CommunicationChange:
-    """All collectives of one kind over the same axes, in whatever order, in a step, before and after."""
+    """The collectives of a step of one kind over the same axes, in any order, before and after."""
 
     kind: str
     axes: AxisNames
@@ -36,15 +36,15 @@ class CommunicationChange:
 
 @dataclass(frozen=True, slots=True)
 class PlanDiffData:
-    """Differences of two plans; false where there are none.
+    """The differences of two plans; false if there are none.
 
     Attributes:
         settings: program, mesh, modes, machine and options that differ.
         costs: predicted time and memory that differ, and bytes that one device stores of the arguments, by role.
         tensors: argument leaves whose shape or sharding differs, or that only one plan has.
         communication: collectives that differ.
-        num_ops: ops that are split otherwise; None where the plans are for different programs.
-        notes_added, notes_removed: what the plans say that the other does not.
+        num_ops: number of ops that are split differently; None if the plans are for different programs.
+        notes_added, notes_removed: notes that only the later plan has, and that only the earlier one has.
         same: whether the plans are equal in everything, ops and reshards included.
     """
 
@@ -65,7 +65,7 @@ Difference = TypeVar("Difference", bound=PlanDiffData)
 
 
 def diff_plans(before: PlanData, after: PlanData, kind: type[Difference]) -> Difference:
-    """Compares two plans; the answer is of the class `kind`."""
+    """Compares two plans; returns an object of the class `kind`."""
     if not isinstance(after, PlanData):
         raise TypeError(message("A plan is compared with another plan.", got=repr(after), need="a Plan, of plan(...) or Plan.load(...)"))
     num_ops = None
@@ -98,7 +98,10 @@ def _settings(before: PlanData, after: PlanData) -> Iterator[Change]:
 
 
 def _costs(before: PlanData, after: PlanData) -> Iterator[Change]:
-    """Time and memory of the step, then what one device stores of the arguments, by their role; what changes by 0.0 % is not told."""
+    """Gives the changes in time and memory of the step, then those in what one device stores of the arguments, by role.
+
+    Changes that round to 0.0 % are left out.
+    """
     for name in ("total_s", "compute_s", "communication_s", "hidden_communication_s", "memory_bytes"):
         unit = bytes_text if name == "memory_bytes" else seconds_text
         label = name.rsplit("_", 1)[0].replace("total", "step").replace("_", " ")
@@ -123,7 +126,7 @@ def _stored_bytes(plan: PlanData) -> dict[Role, int]:
 
 
 def _tensors(before: PlanData, after: PlanData) -> Iterator[Change]:
-    """Grouped by what they were and what they are, so that equal layers make one row."""
+    """Gives the changes of tensors, grouped by what they were and what they are, so that equal layers make one row."""
     new = {tensor.path: tensor for tensor in after.inputs}
     old = {tensor.path: tensor for tensor in before.inputs}
     pairs: dict[tuple[str, str], list[PlannedTensor]] = {}
@@ -163,7 +166,7 @@ def _communication(before: PlanData, after: PlanData) -> Iterator[CommunicationC
 
 
 def verdict(diff: PlanDiffData) -> str:
-    """What is said where there is nothing to list; empty where there is."""
+    """Returns the sentence to show if there is nothing to list; empty if there is."""
     if diff.same:
         return "The plans are equal."
     if any((diff.settings, diff.costs, diff.tensors, diff.communication, diff.num_ops, diff.notes_added, diff.notes_removed)):
@@ -172,5 +175,5 @@ def verdict(diff: PlanDiffData) -> str:
 
 
 def ops_text(num_ops: int) -> str:
-    """How many ops are split otherwise, as a sentence."""
+    """Returns a sentence with the number of ops that are split differently."""
     return f"{counted(num_ops, 'op')} {'is' if num_ops == 1 else 'are'} split otherwise."

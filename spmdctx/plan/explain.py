@@ -1,12 +1,12 @@
-"""Why a tensor or an op is split as it is: what reads it, the runner-up, what that would cost, and what would make it win.
+"""Explains why a tensor or an op is split as it is: its readers, the runner-up, its price, and what would make it win.
 
-A plan that knows its program prices whole steps: the tensor or op is forced, what is around it is chosen anew. A plan from a
-file does not. For an argument with chosen sharding `c`, other sharding `a`, and the shardings `r` that its readers and its
-writer need, it then gives the first-order answer, with everything else as planned:
+A plan that knows its program prices whole steps: it forces the tensor or op, and chooses everything around it anew. A plan from a file
+cannot do so. It gives a first-order answer, with everything else as planned. An argument has the chosen sharding `c`, another sharding
+`a`, and the shardings `r` that its readers and its writer need. Then
 
     extra seconds of a = sum over distinct r of reshard(a, r) - reshard(c, r)
 
-That leaves out what moves along, so an answer that contradicts a proven optimum is not given.
+That leaves out what moves along, so the plan gives no answer that contradicts a proven optimum.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from spmdctx.search.whatif.alternatives import rounded_s, slices
 from spmdctx.wording import bytes_text, place_text, seconds_text
 
 MAX_PRICED = 4
-"""Groups of tensors or kinds of ops whose alternatives are priced as whole steps, which takes a moment each."""
+"""The number of groups of tensors, or kinds of ops, whose alternatives are priced as whole steps; each takes a moment."""
 
 
 class Use(NamedTuple):
-    """How ops at one place read (or write) a tensor: `needs` is the sharding they work on; `cast` says that they read a cast of it."""
+    """A use of a tensor by ops at one place, which read (or write) it in the sharding `needs`.
+
+    `cast` says that they read a cast of it.
+    """
 
     primitive: str
     source: str
@@ -47,11 +50,11 @@ class Use(NamedTuple):
 
 
 class Instead(NamedTuple):
-    """Another choice: seconds per step and bytes per device more than the chosen one (less if negative).
+    """Another choice, and the seconds per step and bytes per device that it takes more than the chosen one (less if negative).
 
-    `split` is an op's axes as text, empty for a tensor. `num_moved` counts the tensors that move along, and `flips` says what
+    `split` is an op's axes as text, empty for a tensor. `num_moved` counts the tensors that move along, and `flips` tells what
     would make this the better choice; both are known for whole steps only. `same_slices`: only the axes' places differ from the
-    chosen ones, not the numbers of slices. `outside`: it costs less than the plan's lower bound, so it was not to be searched.
+    chosen ones, not the numbers of slices. `outside`: it costs less than the plan's lower bound, so the search did not cover it.
     """
 
     sharding: TensorSharding
@@ -66,9 +69,9 @@ class Instead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorExplanation:
-    """One argument, or equal ones of all layers (`paths`); alternatives come cheapest first.
+    """The explanation of one argument, or of equal ones of all layers (`paths`); alternatives come cheapest first.
 
-    `whole_step` says whether they are priced with everything that follows from them.
+    `whole_step` says whether alternatives are priced with everything that follows from them.
     """
 
     pattern: str
@@ -82,9 +85,9 @@ class TensorExplanation:
 
 @dataclass(frozen=True, slots=True)
 class OpExplanation:
-    """Ops of one kind at one place that are split alike: the first one, how often they run, and its alternatives.
+    """The explanation of ops of one kind at one place that are split alike: the first one, their runs, and its alternatives.
 
-    `missing` says why there are none.
+    `missing` says why there are no alternatives.
     """
 
     op: PlannedOp
@@ -95,7 +98,7 @@ class OpExplanation:
 
 @dataclass(frozen=True, slots=True)
 class ExplanationData:
-    """What `Plan.explain` found for a pattern; false where nothing matched."""
+    """The answer of `Plan.explain` for a pattern; false if nothing matched."""
 
     pattern: str
     plan: PlanData
@@ -112,7 +115,7 @@ Answer = TypeVar("Answer", bound=ExplanationData)
 
 
 def explain_plan(plan: PlanData, pattern: str, kind: type[Answer]) -> Answer:
-    """Explains the tensors whose path matches; where none does, the ops whose name or source line does.
+    """Explains the tensors whose path matches; if none does, the ops whose primitive, name or source line matches.
 
     The answer is of the class `kind`.
     """
@@ -135,7 +138,7 @@ def explain_plan(plan: PlanData, pattern: str, kind: type[Answer]) -> Answer:
 
 
 def _op_kinds(plan: PlanData, ops: Sequence[int]) -> Iterator[OpExplanation]:
-    """The heaviest kinds are explained with their alternatives, the others without."""
+    """Explains kinds of ops, the heaviest with their alternatives, the others without."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for number in ops:
         op = plan.ops[number]
@@ -152,7 +155,7 @@ def _op_kinds(plan: PlanData, ops: Sequence[int]) -> Iterator[OpExplanation]:
 
 
 def _missing(plan: PlanData, heavy: bool) -> str:
-    """Why an op has no runner-up."""
+    """Returns the reason why an op has no runner-up."""
     if plan.logical_mesh.num_devices == 1:
         return "there is one device"
     if plan.alternatives is None:
@@ -163,10 +166,10 @@ def _missing(plan: PlanData, heavy: bool) -> str:
 
 
 def _instead(plan: PlanData, found: Sequence[Alternative], own: TensorSharding) -> tuple[Instead, ...]:
-    """Alternatives as rows, with what would flip the choice.
+    """Returns alternatives as rows, with what would flip the choice.
 
-    That is worked out for what is faster but does not fit, and for the first that something flips; those that only permute
-    axes are asked where there are no others.
+    Flips are found for alternatives that are faster but do not fit, and for the first that something flips. Those that only permute axes
+    are tried if there are no others.
     """
     mesh, total_s, bound_s = plan.logical_mesh, plan.cost.total_s, plan.lower_bound_s
     same = [slices(row.sharding if row.axes is None else row.axes, mesh) == slices(own, mesh) for row in found]
@@ -182,7 +185,7 @@ def _instead(plan: PlanData, found: Sequence[Alternative], own: TensorSharding) 
 
 
 def flip_text(flip: Flip) -> str:
-    """A flip as the condition under which it holds: `with links below 12.5 GB/s (now 45 GB/s)`."""
+    """Returns a flip as the condition under which it holds: `with links below 12.5 GB/s (now 45 GB/s)`."""
     side = "below" if flip.below else "above"
     if flip.figure == "link_bytes_per_s":
         return f"with links {side} {flip.value / 1e9:.3g} GB/s (now {(flip.now or 0) / 1e9:.3g} GB/s)"
@@ -198,7 +201,7 @@ def _matches(text: str, pattern: str) -> bool:
 
 
 def described_tensors(plan: PlanData) -> Iterator[TensorExplanation]:
-    """All argument leaves, explained without whole-step prices: that takes no time to speak of."""
+    """Explains all argument leaves without whole-step prices, which takes next to no time."""
     return _explain_tensors(plan, range(len(plan.inputs)), 0)
 
 
@@ -219,7 +222,7 @@ def _explain_tensors(plan: PlanData, indices: Sequence[int], num_priced: int) ->
 
 
 def _values_of(plan: PlanData, index: int) -> tuple[int, ...]:
-    """The argument's value, and that of the result that carries it to the next step."""
+    """Returns the argument's value, and that of the result that carries it to the next step."""
     table = plan.op_table
     if index >= len(table.inputs):
         return ()
@@ -245,7 +248,7 @@ def _ops_by_value(plan: PlanData) -> dict[int, list[int]]:
 def _uses(plan: PlanData, values: Sequence[int], touching: dict[int, list[int]]) -> Iterator[Use]:
     counts: dict[tuple[str, str, TensorSharding, bool, bool], int] = {}
     table = plan.op_table
-    # Of a carried result only the writing counts: its readers are the next step's.
+    # A carried result is only written here: its readers are the next step's.
     visits = [(value, position > 0, False) for position, value in enumerate(values)]
     for value, writes, cast in visits:
         for number in touching.get(value, ()):
@@ -261,7 +264,7 @@ def _uses(plan: PlanData, values: Sequence[int], touching: dict[int, list[int]])
 
 
 def _first_order(plan: PlanData, tensor: PlannedTensor, uses: Sequence[Use]) -> Iterator[Instead]:
-    """Whole, and every single axis on every dimension, if it divides."""
+    """Gives the whole tensor, and every single axis on every dimension that it divides, with first-order prices."""
     mesh, topology = plan.logical_mesh, PRESETS.get(plan.topology)
     if topology is None or not tensor.shape or not uses:
         return
@@ -285,7 +288,7 @@ def _first_order(plan: PlanData, tensor: PlannedTensor, uses: Sequence[Use]) -> 
 
 
 def _contradicts(plan: PlanData, extra_s: float, extra_bytes: int) -> bool:
-    """Whether a choice that keeps to the budget would cost less than the plan's lower bound."""
+    """Returns whether a choice that keeps to the budget would cost less than the plan's lower bound."""
     if plan.lower_bound_s is None or extra_s >= 0:
         return False
     limit = plan.memory_limit_bytes

@@ -1,4 +1,4 @@
-"""Plans as files: sorted JSON whose tables hold each sharding, rule and text once, with a checksum over everything."""
+"""Reads and writes plans as files: sorted JSON whose tables hold each sharding, rule and text once, with a checksum over everything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Table(Generic[T]):
 
 
 def plan_json(plan: PlanData) -> str:
-    """The plan as the text of its file."""
+    """Returns the text of a plan's file."""
     body = _encode(plan)
     body["sha256"] = _checksum(body)
     return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False) + "\n"
@@ -78,7 +78,7 @@ def parse_plan(text: str | bytes, where: str, kind: type[AnyPlan]) -> AnyPlan:
 def read_strategy(path: str | os.PathLike[str], kind: type[AnyPlan]) -> AnyPlan | MindSporeStrategy:
     """Reads a plan file, as a plan of the class `kind`, or a strategy file of MindSpore in JSON.
 
-    What the file holds decides, and not its name.
+    The content of the file decides which it is, and not its name.
 
     Raises:
         PlanFormatError: the file is neither, is damaged, or has another format version.
@@ -189,7 +189,7 @@ def _encode_ops(table: OpTable) -> dict[str, Any]:
     rules: _Table[OpRule] = _Table(_encode_rule)
     choices: _Table[tuple[AxisNames, ...]] = _Table(lambda axes: axes)
     texts: _Table[str] = _Table(str)
-    # Rules are shared objects; asking by identity first spares hashing one for each op.
+    # Rules are shared objects; a look-up by identity first spares hashing one for each op.
     numbers = {id(op.rule): op.rule for op in table.operations}
     known = {key: rules.add(rule) for key, rule in numbers.items()}
     origins = list(table.origins)
@@ -278,7 +278,7 @@ def _decode_rule(row: list[Any]) -> OpRule:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, all the way down."""
+    """Returns lists as tuples, all the way down."""
     if isinstance(value, list):
         return tuple(_tuples(item) for item in value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Rows that say the same thing, joined: tensors of identical layers, collectives of one kind, collectives of one cause."""
+"""Joins rows that say the same thing: tensors of identical layers, collectives of one kind, collectives of one cause."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TensorGroup(NamedTuple):
 
     @property
     def first(self) -> PlannedTensor:
-        """Any of them: they differ in their paths only."""
+        """The first of the tensors, which differ in their paths only."""
         return self.tensors[0]
 
 
@@ -80,13 +80,13 @@ def _joined_names(groups: Sequence[TensorGroup], position: int) -> TensorGroup:
 
 
 def by_kind(collectives: Iterable[Collective]) -> tuple[CommunicationGroup, ...]:
-    """One row per kind and axes, the most expensive first."""
+    """Returns one row per kind and axes, the most expensive first."""
     groups = _gather(collectives, lambda row: (row.kind, frozenset(row.axes)))
     return _ranked(_joined(rows, "", "") for rows in groups.values())
 
 
 def by_cause(collectives: Iterable[Collective]) -> tuple[CommunicationGroup, ...]:
-    """One row per kind, axes, cause and source line, the most expensive first; layers count as one cause."""
+    """Returns one row per kind, axes, cause and source line, the most expensive first; layers count as one cause."""
     groups = _gather(collectives, lambda row: (row.kind, frozenset(row.axes), _of_layers(row.cause), row.source))
     return _ranked(_joined(rows, _of_layers(rows[0].cause), rows[0].source) for rows in groups.values())
 
@@ -120,7 +120,7 @@ def _of_layers(cause: Cause) -> Cause:
 
 
 def _pattern(paths: Sequence[str], complete: bool) -> str:
-    """`layers/*/w`, or `layers/0-2,5/w` where other groups hold the rest."""
+    """Returns a pattern such as `layers/*/w`, or `layers/0-2,5/w` if other groups hold the rest."""
     columns = list(zip(*(_NUMBER.findall(path) for path in paths), strict=True))
     parts = _NUMBER.split(paths[0])
     text = parts[0]

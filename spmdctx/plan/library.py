@@ -1,4 +1,4 @@
-"""The library of ready strategies: where its folder is, which models and device counts it has, and where their files are."""
+"""The library of ready strategies: its folder, its models and device counts, and the places of its files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmdctx.errors import PlanError, PlanFormatError
 
 ROWS_FILE = "rows.yaml"
 _PLACES = (Path(__file__).parents[1] / "strategies", Path(__file__).parents[2] / "strategies")
-"""Inside the installed package, and beside it in a checkout, which an editable install points to."""
+"""The folder inside the installed package, and the one beside it in a checkout, which an editable install points to."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Row:
 
     Attributes:
         model: name of the model.
-        device_num: devices.
+        device_num: number of devices.
         hand: slices of the batch and of the weights, one pair per hand strategy.
         batch_size: sequences per step.
         seq: tokens per sequence.
-        layers: layers, None for all that the model has.
-        source: where the hand strategies come from.
+        layers: number of layers, None for all that the model has.
+        source: the origin of the hand strategies.
     """
 
     model: str
@@ -40,25 +40,25 @@ class Row:
 
     @property
     def folder(self) -> Path:
-        """Where the row's files are, in the library's folder."""
+        """The folder of the row's files, relative to the library's folder."""
         return Path(self.model) / str(self.device_num)
 
     def hand_file(self, data: int, model: int) -> Path:
-        """The hand strategy with these slices, in the library's folder."""
+        """Returns the path of the hand strategy with these slices, relative to the library's folder."""
         return self.folder / f"hand_dp{data}_mp{model}.yaml"
 
     def hand_context_file(self, data: int, model: int) -> Path:
-        """The context that a hand strategy is used in."""
+        """Returns the path of the context in which a hand strategy is used."""
         return self.folder / f"hand_dp{data}_mp{model}.context.yaml"
 
     @property
     def searched_file(self) -> Path:
-        """The searched plan."""
+        """The path of the searched plan."""
         return self.folder / "searched.json"
 
     @property
     def searched_context_file(self) -> Path:
-        """The context that the plan was searched in."""
+        """The path of the context in which the plan was searched."""
         return self.folder / "searched.context.yaml"
 
 
@@ -67,11 +67,11 @@ class Library:
     """The library's table.
 
     Attributes:
-        folder: where the files are.
+        folder: the folder of the files.
         rows: models and device counts.
         program: options of the decoder that all rows share.
-        search_mode: what searched the plans.
-        topology: the machine they are for.
+        search_mode: the search that made the plans.
+        topology: the machine that they are for.
         max_device_memory: budget per device, as MindFormers writes it.
     """
 
@@ -83,10 +83,10 @@ class Library:
     max_device_memory: str
 
     def row(self, model: str, device_num: int) -> Row:
-        """The row of a model on a number of devices.
+        """Returns the row of a model on a number of devices.
 
         Raises:
-            PlanError: there is none; the message names those there are.
+            PlanError: there is no such row; the message names those that there are.
         """
         found = [row for row in self.rows if row.model == model]
         for row in found:
@@ -100,10 +100,10 @@ class Library:
 
 
 def strategies_folder() -> Path:
-    """The library's folder: in a wheel inside the package, otherwise beside it.
+    """Returns the library's folder: inside the package in a wheel, otherwise beside it.
 
     Raises:
-        PlanError: the installation came without it.
+        PlanError: the installation came without the library.
     """
     for place in _PLACES:
         if (place / ROWS_FILE).is_file():
@@ -112,12 +112,12 @@ def strategies_folder() -> Path:
 
 
 def read_library(folder: Path | None = None) -> Library:
-    """Reads the table of a library, by default of the one that is shipped.
+    """Reads the table of a library, by default that of the shipped one.
 
     Raises:
         PlanError: there is no shipped library.
-        PlanFormatError: the table is none.
-        OSError: it cannot be read.
+        PlanFormatError: the file is no such table.
+        OSError: the file cannot be read.
     """
     folder = strategies_folder() if folder is None else folder
     path = folder / ROWS_FILE

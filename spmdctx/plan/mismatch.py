@@ -1,4 +1,4 @@
-"""Whether a plan is for this program, on this machine, in this context; and if not, the first things that differ."""
+"""Checks that a plan is for this program, on this machine, in this context, and names the first things that differ."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ SEARCH_OPTIONS = frozenset(
         "algo_approxi_epsilon",
     }
 )
-"""Options that say how a plan is found, and nothing about what it must be."""
+"""Options that say how a search finds a plan, and nothing about the plan itself."""
 
 
 LeafKind = tuple[str, tuple[int, ...], str]
-"""Path, shape and dtype of one argument leaf."""
+"""The path, shape and dtype of one argument leaf."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a plan is to be used for; `mesh` is None where any mesh of `num_devices` will do."""
+    """The step that a plan is wanted for; `mesh` is None if any mesh of `num_devices` will do."""
 
     num_devices: int
     mesh: LogicalMesh | None
@@ -52,12 +52,12 @@ def check_plan(plan: PlanData, wanted: Wanted, graph: Graph | None, where: str) 
 
     Args:
         plan: the plan, from a file.
-        wanted: what it is to be used for.
-        graph: the traced step; None where only the machine and the context can be compared.
-        where: the file, for the message.
+        wanted: the step that it is wanted for.
+        graph: the traced step; None if only the machine and the context can be compared.
+        where: name of the file, for the message.
 
     Raises:
-        PlanMismatchError: it names the first things that differ.
+        PlanMismatchError: the plan does not fit; the message names the first things that differ.
     """
     parts = {
         "program": [] if graph is None else list(program_differences(plan, graph)),
@@ -77,12 +77,12 @@ def check_plan(plan: PlanData, wanted: Wanted, graph: Graph | None, where: str) 
 
 
 def differences_text(rows: Sequence[str]) -> str:
-    """One row per line, aligned with the label of the message they stand in."""
+    """Returns one row per line, aligned with the label of the message that holds them."""
     return "\n         ".join(rows)
 
 
 def program_differences(plan: PlanData, graph: Graph) -> Iterator[str]:
-    """Inputs, then ops, then all else in which a traced program is not the one of a plan; nothing where it is the one."""
+    """Gives the differences of a traced program from that of a plan: inputs, then ops, then all else."""
     if plan.fingerprint == graph.fingerprint:
         return
     here = [(value.path, value.shape, value.dtype) for value in map(graph.values.__getitem__, graph.inputs)]
@@ -100,7 +100,7 @@ def program_differences(plan: PlanData, graph: Graph) -> Iterator[str]:
 
 
 def leaf_differences(saved: Iterable[LeafKind], here: Iterable[LeafKind]) -> Iterator[str]:
-    """Argument leaves that differ in shape or dtype, or that only one side has."""
+    """Gives the argument leaves that differ in shape or dtype, or that only one side has."""
     old = {path: (shape, dtype) for path, shape, dtype in saved}
     new = {path: (shape, dtype) for path, shape, dtype in here}
     for path, kind in old.items():
@@ -114,7 +114,7 @@ def leaf_differences(saved: Iterable[LeafKind], here: Iterable[LeafKind]) -> Ite
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` (nearest: 'a', 'b')`, empty where nothing is near."""
+    """Returns ` (nearest: 'a', 'b')`, empty if no name is near."""
     close = difflib.get_close_matches(name, list(names), n=2, cutoff=0.6)
     return f" (nearest: {', '.join(map(repr, close))})" if close else ""
 
@@ -129,7 +129,10 @@ def _role_differences(plan: PlanData, graph: Graph) -> list[str]:
 
 
 def _op_difference(plan: PlanData, graph: Graph, *, by_size: bool) -> str:
-    """The first op, in execution order, that is not the plan's; with inputs of other sizes its own sizes say nothing new."""
+    """Names the first op, in execution order, that is not the plan's.
+
+    Sizes of ops are compared only `by_size`: if inputs have other sizes, those of ops say nothing new.
+    """
     table = plan.op_table
     for index, (old, new) in enumerate(zip(table.operations, graph.ops, strict=False)):
         if old.primitive != new.primitive:

@@ -1,6 +1,6 @@
-"""Time against memory: one step planned under several budgets on several numbers of devices, and which of these plans count.
+"""Weighs time against memory: plans a step under several budgets on several numbers of devices, and finds the plans on the front.
 
-A point is on the front where no other point on at most as many devices needs at most as much memory and at most as much time.
+A point is on the front if no other point on at most as many devices needs at most as much memory and at most as much time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.plan.data import AnyPlan
 
 FRACTIONS = (0.75, 0.5, 0.375, 0.25, 0.125)
-"""Default budgets, as parts of what the fastest plan on that many devices needs."""
+"""The default budgets, as fractions of what the fastest plan on that many devices needs."""
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
 class ParetoPoint:
-    """One plan: what it was allowed to need (None for no budget), what it needs at the peak, and how long a step takes.
+    """One plan: its budget (None for none), the memory that it needs at the peak, and the time of a step.
 
     `also_limit_bytes` are the other budgets under which the plan needs and takes the same, the largest first.
     """
@@ -35,13 +35,13 @@ class ParetoPoint:
 
     @property
     def device_s(self) -> float:
-        """Device-seconds of a step: what it costs, as against how long it takes."""
+        """The device-seconds of a step: what it costs, as opposed to how long it takes."""
         return self.num_devices * self.total_s
 
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """A budget that no plan meets on that many devices, or strategies that do not fit them, and what the planner said."""
+    """A budget that no plan meets on that many devices, or strategies that do not fit them, and the planner's reason."""
 
     num_devices: int
     memory_limit_bytes: int | None
@@ -50,7 +50,7 @@ class Unmet:
 
 @dataclass(frozen=True, slots=True)
 class ParetoData(Generic[AnyPlan]):
-    """All points, by number of devices, then the fastest first; `plans` are theirs, in the same order."""
+    """All points, by number of devices, then the fastest first; `plans` has their plans in the same order."""
 
     points: tuple[ParetoPoint, ...]
     unmet: tuple[Unmet, ...]
@@ -58,7 +58,7 @@ class ParetoData(Generic[AnyPlan]):
 
     @property
     def front(self) -> tuple[ParetoPoint, ...]:
-        """Points that no other one beats in devices, memory and time together."""
+        """The points that no other one beats in devices, memory and time together."""
         return tuple(point for point in self.points if not any(_beats(other, point) for other in self.points))
 
 
@@ -73,10 +73,10 @@ def plan_again(
 
     Args:
         replan: plans the step again, as `PlanData.replan` does.
-        own: the number of devices of the plan that is asked.
+        own: the number of devices of the first plan.
         memory_bytes: budgets per device.
         num_devices: device counts.
-        answer: makes the result of the points, the budgets that no plan meets, and the plans.
+        answer: makes the result from the points, the budgets that no plan meets, and the plans.
     """
     counts = tuple(num_devices) or tuple(dict.fromkeys((max(own // 2, 1), own, own * 2)))
     rows: list[tuple[ParetoPoint, AnyPlan]] = []
@@ -87,9 +87,10 @@ def plan_again(
 
 
 def _on(replan: Callable[..., AnyPlan], count: int, budgets: tuple[int, ...], unmet: list[Unmet]) -> list[tuple[ParetoPoint, AnyPlan]]:
-    """The points on one number of devices, the one without a budget among them; one below another that nothing met is not tried.
+    """Returns the points on one number of devices, with the one without a budget.
 
-    Without a budget a search keeps to the memory of the machine, so a larger one may still give another plan.
+    Budgets below one that no plan met are not tried. Without a budget a search keeps to the memory of the machine, so a larger budget may
+    still give another plan.
     """
     found: dict[tuple[int, float], tuple[ParetoPoint, AnyPlan]] = {}
 

@@ -1,4 +1,4 @@
-"""The Plan: every decision about one step on one mesh, with what it is predicted to cost."""
+"""The Plan: every decision about one step on one mesh, with its predicted cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlanData):
-    """How one step runs on one mesh; the attributes are those of `PlanData`.
+    """The plan of one step on one mesh; the attributes are those of `PlanData`.
 
     A plan compares, explains, draws and saves itself.
     """
@@ -62,11 +62,11 @@ class Plan(PlanData):
         return read_plan(path, cls)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What changes from this plan to `other`."""
+        """Returns the changes from this plan to `other`."""
         return diff_plans(self, other, PlanDiff)
 
     def explain(self, pattern: str) -> Explanation:
-        """Why the arguments or ops that match `pattern` are split as they are, the runner-up, and what would make it win.
+        """Explains why the arguments or ops that match `pattern` are split as they are, with the runner-up and what would make it win.
 
         Args:
             pattern: part of a path ("layers/3/attn/q"), a glob over whole paths ("*/attn/*"), or an op's primitive
@@ -75,7 +75,7 @@ class Plan(PlanData):
         return explain_plan(self, pattern, Explanation)
 
     def certify(self) -> Plan:
-        """This plan with its certificate: `lower_bound_s`, below which nothing of the declared space is counted, and `gap`.
+        """Returns this plan with its certificate: `lower_bound_s`, below which no plan of the declared space is counted, and `gap`.
 
         A plan that has one is returned as it is.
 
@@ -95,7 +95,7 @@ class Plan(PlanData):
         return self.certifier()
 
     def pareto(self, memory_bytes: Sequence[int] = (), num_devices: Sequence[int] = ()) -> Pareto[Plan]:
-        """Time against memory: the step planned again under each budget, and under none, on each number of devices.
+        """Weighs time against memory: plans the step again under each budget, and under none, on each number of devices.
 
         Args:
             memory_bytes: budgets per device; empty for this plan's memory and fractions of it, down to where nothing fits.

@@ -1,4 +1,4 @@
-"""Rows of a plan that are made when somebody asks for them."""
+"""Sequences of a plan's rows that are made when they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Rows(Sequence[Row], Generic[Row]):
 
     @abstractmethod
     def row(self, index: int) -> Row:
-        """The row at a place."""
+        """Returns the row at a place."""
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -30,7 +30,10 @@ class Rows(Sequence[Row], Generic[Row]):
 
 
 class LateRows(Rows[Row]):
-    """Equal to the tuple of what `find` finds, which is called once: it walks through the whole program."""
+    """Rows equal to the tuple of what `find` finds.
+
+    `find` is called once, when the first row is read, because it walks through the whole program.
+    """
 
     def __init__(self, find: Callable[[], Iterable[Row]]) -> None:
         self._find = find
@@ -43,7 +46,7 @@ class LateRows(Rows[Row]):
         return len(self._rows)
 
     def row(self, index: int) -> Row:
-        """The row at a place."""
+        """Returns the row at a place."""
         return self._rows[index]
 
     def __eq__(self, other: object) -> bool:

@@ -1,6 +1,7 @@
-"""What a plan has in memory beside its values as they are stored, and when: copies in other shardings, results on their way, delays.
+"""Counts what a plan has in memory beside its values as they are stored, and when.
 
-What XLA does there is told in `machine.xla.collectives.placing` and `machine.xla.late_products`.
+That is copies in other shardings, results that wait for their reduction, and what products that run last keep alive.
+`machine.xla.collectives.placing` and `machine.xla.late_products` tell what XLA does there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from spmdctx.machine.xla.overlap import sides
 
 
 class _LateRead(NamedTuple):
-    """A product that may run last reads the copy `key` of a value."""
+    """A read of a value's copy `key` by a product that may run last."""
 
     op: int
     value: int
@@ -26,7 +27,7 @@ class _LateRead(NamedTuple):
 
 
 class Copies:
-    """The copies of values in other shardings than their own, each alive from its first reader to its last."""
+    """The copies of values in other shardings than their own; each is alive from its first reader to its last."""
 
     def __init__(self, graph: Graph, memory: StepMemory) -> None:
         self._graph, self._memory = graph, memory
@@ -42,12 +43,12 @@ class Copies:
         self._passes: list[tuple[int, object, int]] = []
 
     def finish(self, moved: Collection[int], sizes: Sequence[int], late: Mapping[int, GradientProduct]) -> list[Copy]:
-        """All of them, when every op is known; may be asked again.
+        """Returns all copies when every op is known; may be called again.
 
         Args:
             moved: values that are moved anywhere.
             sizes: bytes of each value as it is stored.
-            late: of `late`.
+            late: the products that run last, from `late`.
         """
         self._of = dict(self._gathered)
         for read in self._reads:
@@ -57,12 +58,12 @@ class Copies:
         until = self._read_late(late)
         ends = {life.value: life.end for life in self._memory.lives if life.value in until} if until else {}
         found = [Copy(ends[value] + 1, time, sizes[value]) for value, time in until.items() if ends.get(value, time) < time]
-        # Where it is moved, the next value of a carry is not made in the carry's memory.
+        # The next value of a carry is not made in the carry's memory if it is moved.
         found += [Copy(start, end, sizes[value]) for value, start, end in self._memory.in_carries if value in moved]
         return [*found, *self._of.values(), *self._on_the_way()]
 
     def _on_the_way(self) -> list[Copy]:
-        """The largest of the copies on the way to others at each time; one that is read as it is counts there."""
+        """Returns, for each time, the largest copy on the way to another one; a copy that is also read itself counts as such there."""
         largest: dict[int, int] = {}
         for time, key, num_bytes in self._passes:
             known = self._of.get(key)
@@ -71,7 +72,7 @@ class Copies:
         return [Copy(time, time, num_bytes) for time, num_bytes in largest.items()]
 
     def late(self, moved: Collection[int], reduced: Collection[int], sizes: Sequence[int]) -> dict[int, GradientProduct]:
-        """The products that run last, by their ops.
+        """Returns the products that run last, by their ops.
 
         Args:
             moved: values that are moved anywhere.
@@ -83,25 +84,29 @@ class Copies:
         return {one.op: one for one in here if sum(sizes[value] for value in one.made if held[value]) <= LARGEST_UPDATE}
 
     def is_held(self, value: int) -> bool:
-        """Whether the value exists in memory in its own sharding."""
+        """Returns whether the value exists in memory in its own sharding."""
         return bool(self._memory.held[value])
 
     def is_made_in_place(self, value: int) -> bool:
-        """Whether the value, or all that is made of it by transposing, exists in memory in its own sharding."""
+        """Returns whether the value, or everything that is made of it by transposing, exists in memory in its own sharding."""
         return bool(self._memory.settled[value])
 
     @property
     def narrow(self) -> bytearray:
-        """Values that are kept in the type of matrix operands where the compiler does so."""
+        """The flags of the values that are kept in the type of matrix operands if the compiler narrows these."""
         return self._memory.narrow
 
     def pass_on(self, op: Op, value: int, num_bytes: int) -> None:
-        """`op` makes the value in another sharding than its own."""
+        """Adds the copy of a value that `op` makes in another sharding than the value's own."""
         time = self._memory.runs[op.id]
         self._of["made", value] = Copy(time, self._after(time), num_bytes)
 
     def keep(self, op: Op, value: int, num_bytes: int, *, to_the_end: bool, put_off: bool) -> None:
-        """`op` makes of the value what is reduced after it, at the end of the loop's turn that it is in, or `put_off` outside of loops."""
+        """Adds the partial result that `op` makes, which stays in memory until XLA reduces it.
+
+        XLA reduces it right after the op, or `to_the_end` of the turn of the loop that the op is in. With `put_off`, outside of loops, it
+        waits for some more matrix products (`PRODUCTS_WAITED`).
+        """
         time, products = self._memory.times[op.id], self._memory.products
         until = max(time, self._memory.turns[op.id]) if to_the_end else time
         if put_off and products and self._memory.turns[op.id] == op.id:
@@ -110,11 +115,11 @@ class Copies:
         self._of["unreduced", value] = Copy(self._memory.runs[op.id], until, num_bytes)
 
     def reduce_in_place(self, op: Op, num_bytes: int) -> None:
-        """What `op` makes is reduced where it is, if no gather is fused with the op."""
+        """Notes that XLA reduces the result of `op` in place, unless it fuses a gather with the op."""
         self._in_place.append((op.id, num_bytes))
 
     def make(self, op: Op, value: int, key: object, num_bytes: int, *, gathered: bool) -> None:
-        """`op` reads the copy of a value that `key` names."""
+        """Adds a read by `op` of the copy of a value that `key` names."""
         if gathered and not self._terminal[value]:
             self._gathers.append((key, op.id, self._graph.producers.get(value, -1)))
         if op.id in self._may_be_last and value in op.operands:
@@ -123,16 +128,16 @@ class Copies:
             self._read(key, self._memory.firsts[op.id], self._memory.times[op.id], num_bytes)
 
     def make_after(self, op: Op, key: object, num_bytes: int) -> None:
-        """The copy is made of what `op` has made, when what only `op` reads is gone."""
+        """Adds the copy that is made of the result of `op`, when values that only `op` reads are gone."""
         time = self._after(self._memory.runs[op.id])
         self._read(key, time, time, num_bytes)
 
     def pass_through(self, op: Op, key: object, num_bytes: int) -> None:
-        """The copy is made on the way to another one that `op` reads; of those made at one time one is there, after the other."""
+        """Adds a copy on the way to another one that `op` reads; of those made at the same time, memory holds one after the other."""
         self._passes.append((self._memory.firsts[op.id], key, num_bytes))
 
     def slice_of(self, key: object, value: int) -> None:
-        """A value is a slice of a gathered copy, which whoever reads the value reads in its place."""
+        """Notes that a value is a slice of a gathered copy, and that readers of the value read the copy in its place."""
         self._slices.append((key, value))
 
     def _read(self, key: object, start: int, end: int, num_bytes: int) -> None:
@@ -143,7 +148,11 @@ class Copies:
         return min(time + 1, self._last)
 
     def _hide_gathers(self) -> None:
-        """The gather of what is there before them is fused with the products that run before its reader; not that of a gradient."""
+        """Finds the products that XLA fuses gathers with; results of these are not reduced in place.
+
+        XLA fuses a gather with the products that run before its reader, if the gathered value exists before them. It does not so fuse the
+        gather of a gradient.
+        """
         runs, turns, products = self._memory.runs, self._memory.turns, self._memory.products
         hiding = set()
         for key, reader, maker in self._gathers:
@@ -158,7 +167,10 @@ class Copies:
                 self._of["unreduced, hides a gather", op] = Copy(runs[op], self._memory.times[op], num_bytes)
 
     def waiting(self, sizes: Sequence[int], late: Mapping[int, GradientProduct], time: int) -> dict[int, int]:
-        """Bytes that each of the products that run last keeps alive at a time for itself, after the lives of what it reads."""
+        """Returns the bytes that each of the products that run last keeps alive at a time for itself.
+
+        These are values that it reads after the end of their lives, and copies.
+        """
         ends = {life.value: life.end for life in self._memory.lives}
         found = dict.fromkeys(late, 0)
         for one in late.values():
@@ -169,7 +181,10 @@ class Copies:
         return found
 
     def _read_late(self, late: Mapping[int, GradientProduct]) -> dict[int, int]:
-        """Until when values are read by the products that run last, or copied for them."""
+        """Returns until when the products that run last read values, or until when values are copied for them.
+
+        Also prolongs the gathered copies whose slices are read later.
+        """
         until: dict[int, int] = {}
 
         def extend(values: Iterable[int], time: int) -> None:

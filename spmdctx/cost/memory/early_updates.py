@@ -1,8 +1,7 @@
-"""Which updates of state run right behind the product that makes their gradient, and not at the end of the step.
+"""Chooses the updates of state that run right behind the product that makes their gradient, and not at the end of the step.
 
-XLA would run such a product last (`machine.xla.late_products`), and what it reads stays in memory until then: the logits' gradient
-through the whole backward pass. Where that makes the peak of a step, the rest of the step waits for the update
-(`lowering.rewrite.waits`).
+XLA would run such a product last (`machine.xla.late_products`). What it reads would stay in memory until then: the logits' gradient
+through the whole backward pass. If that makes the peak of a step, the rest of the step waits for the update (`lowering.rewrite.waits`).
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from spmdctx.machine.xla.late_products import GradientProduct
 from spmdctx.machine.xla.overlap import sides
 
 _LEAST_SAVED = 1 / 6
-"""The part of the peak that has to be saved, since what waits can hide no communication: 0.8 % of the time in the mean.
+"""The part of the peak that early updates must save; what waits can hide no communication, which costs 0.8 % of the time in the mean.
 
 Measured on: 120 plans for v5e:2x4, of which 17 wait; at a tenth 29 would, at a quarter 8.
 Checked by: benchmarks/fidelity_plans.py
 """
 
 _LEAST_SHARE = 0.02
-"""The part of the peak that one product keeps alive, if it is to wait no more.
+"""The part of the peak that one product must keep alive for its update to run early.
 
 Measured on: not measured.
 Checked by: tests/cost/memory/test_early_updates.py
@@ -36,7 +35,10 @@ _MOST_ROUNDS = 8
 
 
 class EarlyUpdate(NamedTuple):
-    """An update of state for which all wait that read the value `gate`: the op that makes its gradient, and the new state."""
+    """An update of state that runs early: all ops that read the value `gate` wait for it.
+
+    The op `op` makes its gradient, and `results` are the new state.
+    """
 
     op: int
     gate: int
@@ -44,9 +46,11 @@ class EarlyUpdate(NamedTuple):
 
 
 class Late(NamedTuple):
-    """The products that run last in a plan, what is `alive` at each op then, and with others (`alive_with`), and what they keep alive.
+    """The products that run last in a plan, and the memory that they keep alive.
 
-    `fuses` says of an op whether the update is computed in the product: apart from it (`update_fusion.kept_apart`) little was saved.
+    `alive` has the bytes at each op with these products, and `alive_with` returns them for others. `waiting` returns the bytes that each
+    product keeps alive at a time. `fuses` says of an op whether XLA computes the update in the product: where they are apart
+    (`update_fusion.kept_apart`) little was saved.
     """
 
     products: Mapping[int, GradientProduct]
@@ -57,13 +61,13 @@ class Late(NamedTuple):
 
 
 def early_updates(graph: Graph, scopes: Sequence[int], memory: StepMemory, late: Late) -> tuple[tuple[EarlyUpdate, ...], IntArray]:
-    """The updates that shall run early, and what is alive at each op then; none where that saves little of the peak.
+    """Returns the updates that run early, and the bytes alive at each op then; no updates if they would save little of the peak.
 
     Args:
         graph: the step.
         scopes: per op the computation that it belongs to (`Program.scopes`).
-        memory: what is known of the step's memory before its shardings are.
-        late: the products that run last where none is early.
+        memory: what is known of the step's memory before its shardings are known.
+        late: the products that run last if no update runs early.
     """
     found: dict[int, EarlyUpdate] = {}
     left, alive = dict(late.products), late.alive
@@ -83,7 +87,7 @@ def early_updates(graph: Graph, scopes: Sequence[int], memory: StepMemory, late:
 
 
 def _early(graph: Graph, scopes: Sequence[int], memory: StepMemory, product: GradientProduct) -> EarlyUpdate | None:
-    """The update with a product's gradient, and what can wait for it; None where nothing can."""
+    """Returns the update with a product's gradient and the value that waits for it; None if nothing can wait."""
     outputs = set(graph.outputs)
     results = tuple(value for value in product.made if value in outputs)
     gate = _gate(graph, scopes, memory, product)
@@ -93,7 +97,7 @@ def _early(graph: Graph, scopes: Sequence[int], memory: StepMemory, product: Gra
 
 
 def _gate(graph: Graph, scopes: Sequence[int], memory: StepMemory, product: GradientProduct) -> int | None:
-    """What the first later product makes that reads what this one does, and whose result others wait for."""
+    """Returns the result of the first later product that reads what this one does and that other ops wait for; None without one."""
     terminal, readers = sides(graph).terminal, graph.readers
     ready = max((graph.producers.get(value, -1) for value in graph.ops[product.op].operands if value != LITERAL), default=-1)
     walk, found = Walk([*product.read, *product.read_inside]), list[Op]()
@@ -107,7 +111,7 @@ def _gate(graph: Graph, scopes: Sequence[int], memory: StepMemory, product: Grad
 
 
 def _depends(graph: Graph, product: GradientProduct, gate: int) -> bool:
-    """Whether the update reads, beside the gradient, anything that is computed from the gate; also where that is far to see."""
+    """Returns whether the update reads, beside the gradient, anything computed from the gate; also if that is too far to see."""
     made = set(product.made)
     beside = {value for result in made - {*graph.ops[product.op].results} for value in _operands(graph, result)} - made
     walk = Walk(beside)

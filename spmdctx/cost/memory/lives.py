@@ -1,12 +1,12 @@
-"""Memory over a step: which values exist in memory from when to when, whatever their shardings, and how much that is.
+"""Finds which values exist in memory from when to when in a step, whatever their shardings, and counts their bytes.
 
 With the values `v` that are materialised, each alive from op `start(v)` to op `end(v)`, the peak of an assignment is
 
     max over ops t of  sum of bytes(v) over v with start(v) <= t <= end(v)
 
-Lives depend on the program alone, bytes on the assignment alone. Arguments and what the step closes over live throughout; a
-donated argument lends its memory to the state it becomes. A loop keeps what it reads and what it stacks up as long as it runs,
-and carries its state in place. An element-wise op writes over an operand that nothing reads later. Ops run in the order of
+Lives depend on the program alone, bytes on the assignment alone. Arguments, and arrays that the step closes over, live throughout. A
+donated argument lends its memory to the state that it becomes. A loop keeps what it reads and what it stacks up as long as it runs, and
+carries its state in place. An element-wise op writes over an operand that nothing reads later. Ops run in the order of
 `machine.xla.schedule`; a time is the place of an op in the traced step.
 """
 
@@ -32,7 +32,7 @@ _IN_PLACE = ("scatter", "dynamic_update_slice")
 
 
 class ValueLife(NamedTuple):
-    """A value is in memory from the op `start` to the op `end`, both included."""
+    """A value that is in memory from the op `start` to the op `end`, both included."""
 
     value: int
     start: int
@@ -40,7 +40,7 @@ class ValueLife(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Bytes that a resharded copy of a value takes from the op `start` to the op `end`, both included."""
+    """The bytes that a resharded copy of a value takes from the op `start` to the op `end`, both included."""
 
     start: int
     end: int
@@ -48,14 +48,21 @@ class Copy(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """All that is known of a step's memory before its shardings are.
+    """Everything known of a step's memory before its shardings are known.
 
-    `held` says per value whether it exists in memory (a last 0 stands for literals), `settled` whether it or its transpose does,
-    `narrow` which of them are kept in the type of matrix operands where the compiler does so. `runs` says when each op runs; `times`
-    too, but for a fused op when that runs which it is fused into, the last one where these are several, and `firsts` for the first
-    one; `turns` where the turn of a loop ends that an op is in. `products` are the matrix products that others need, `gradients` those
-    that may run last; none where nothing is moved.
-    `reads` says from when to when inputs are read, `in_carries` which values are in the memory of a loop's carry that they replace.
+    Attributes:
+        lives: the lives of values in memory.
+        held: for each value, whether it exists in memory; a last 0 stands for literals.
+        settled: for each value, whether it or its transpose does.
+        narrow: for each value, whether it is kept in the type of matrix operands if the compiler narrows these.
+        runs: when each op runs.
+        times: the same, but for a fused op when the op runs that it is fused into, the last one if there are several.
+        firsts: the same with the first of several.
+        turns: for each op, where the turn of its loop ends.
+        products: the matrix products that others need.
+        gradients: the products that may run last; none on one device.
+        reads: from when to when inputs are read.
+        in_carries: the values in the memory of a loop's carry, which they replace.
     """
 
     lives: tuple[ValueLife, ...]
@@ -73,14 +80,14 @@ class StepMemory(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The op at which most bytes are alive, and how many those are."""
+    """The op at which most bytes are alive, and their number."""
 
     time: int
     bytes: int
 
 
 def lives(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset()) -> tuple[ValueLife, ...]:
-    """The lives of all values that exist in memory.
+    """Returns the lives of all values that exist in memory.
 
     Args:
         graph: the step.
@@ -93,7 +100,7 @@ def lives(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozens
 def step_memory(
     graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset(), *, waits: bool = True, fuses_into_products: bool = True
 ) -> StepMemory:
-    """The same, with what else is known before the shardings are; `waits` says whether there is more than one device."""
+    """Returns everything known of a step's memory before its shardings are; `waits` says whether there is more than one device."""
     key = (step_memory, tuple(scopes), donated, waits, fuses_into_products)
     known: StepMemory | None = graph.facts.get(key)
     if known is None:
@@ -104,14 +111,14 @@ def step_memory(
 def profile(
     found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int, copies: Sequence[Copy] = (), scratch_bytes: int = 0
 ) -> IntArray:
-    """Bytes alive at each op.
+    """Returns the bytes alive at each op.
 
     Args:
         found: the lives.
         sizes: one device's bytes of each value of the graph.
-        num_ops: of the graph.
-        copies: what lives beside the values.
-        scratch_bytes: `Compiler.scratch_bytes`: as much of the small and short-lived is on the chip.
+        num_ops: number of ops of the graph.
+        copies: the copies that live beside the values.
+        scratch_bytes: `Compiler.scratch_bytes`, the memory on the chip that holds small and short-lived values.
     """
     table = np.array([(start, end, sizes[value]) for value, start, end in found] + [tuple(copy) for copy in copies], dtype=np.int64)
     if not table.size:
@@ -125,7 +132,7 @@ def profile(
 
 
 def _alive(table: IntArray, num_ops: int) -> IntArray:
-    """The sum of rows of start, end and bytes, at each op."""
+    """Returns the sum, at each op, of rows of start, end and bytes."""
     change = np.zeros(num_ops + 2, dtype=np.int64)
     np.add.at(change, table[:, 0], table[:, 2])
     np.subtract.at(change, table[:, 1] + 1, table[:, 2])
@@ -133,14 +140,14 @@ def _alive(table: IntArray, num_ops: int) -> IntArray:
 
 
 def peak(found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int, copies: Sequence[Copy] = ()) -> Peak:
-    """The largest entry of `profile`, the first where there are several."""
+    """Returns the largest entry of `profile`, the first if there are several."""
     alive = profile(found, sizes, num_ops, copies)
     time = int(alive.argmax())
     return Peak(time, int(alive[time]))
 
 
 class _Loops:
-    """Where loops begin and end: `last[i]` of an op that enters one, `first[i]` of one that leaves one, else the op itself."""
+    """The bounds of loops: `last[i]` of an op that enters one, `first[i]` of one that leaves one, else the op itself."""
 
     def __init__(self, graph: Graph, scopes: Sequence[int]) -> None:
         count = len(graph.ops)
@@ -223,7 +230,7 @@ class _Liveness:
         return tuple([ValueLife(value, min(firsts[op.id] for op in readers[value]), self.end[value]) for value in read])
 
     def _hoisted(self) -> list[ValueLife]:
-        """What loops narrow of values that stay the same: made once, before the first turn, and kept."""
+        """Returns the lives of narrow copies of values that loops do not change: XLA makes them once, before the first turn."""
         values, found = self.graph.values, []
         for op in ops_of(self.graph, ENTERING):
             if op.results[0] in self.carried or op.operands[0] == LITERAL:
@@ -238,12 +245,12 @@ class _Liveness:
         return found
 
     def _becomes(self, value: int) -> bool:
-        """Whether a donated input has a next value of its kind to lend its memory to."""
+        """Returns whether a donated input has a next value of its kind to lend its memory to."""
         after = self.carried.get(value)
         return after is not None and self.graph.values[after][1:3] == self.graph.values[value][1:3]
 
     def _find_ends(self) -> None:
-        """Last op by which each value is read; what a chain reads is read when its last reader runs."""
+        """Finds the last op that reads each value; a chain reads its operands when its last reader runs."""
         end, held, runs, times = self.end, self.held, self.runs, self.times
         for index, name, operands, results, _, _, _, _, _, _ in reversed(self.graph.ops):
             if name in ENTERING:
@@ -264,7 +271,7 @@ class _Liveness:
                     end[value] = time
 
     def _enter(self, op: Op) -> None:
-        """What a loop reads it keeps to its end; what it carries is in the memory of what it starts from."""
+        """Ends lives at a loop's entry: the loop keeps what it reads to its end, and carries state in the memory of its start value."""
         value, result = op.operands[0], op.results[0]
         after = self.carried.get(result)
         if after is not None:
@@ -281,7 +288,10 @@ class _Liveness:
             self.end[value] = time
 
     def _replace(self, op: Op, carry: int, after: int) -> None:
-        """The next value of a carry takes its memory if nothing reads the carry any more, or only the element-wise op that makes it."""
+        """Puts the next value of a carry into its memory if nothing else reads the carry any more.
+
+        The element-wise op that makes the next value may still read the carry.
+        """
         graph = self.graph
         producer = graph.producers.get(after)
         if producer is None or graph.ops[producer].primitive not in CARRYING:
@@ -295,7 +305,7 @@ class _Liveness:
             self.replacing.add(following)
 
     def _leave(self, op: Op) -> None:
-        """A carry is copied at the end of each turn; a slice is written into its stack at once."""
+        """Ends lives at a loop's exit: a carry is copied at the end of each turn, a slice is written into its stack at once."""
         value, result = op.operands[0], op.results[0]
         if op.primitive in CARRYING:
             self.held[result] = 0
@@ -310,7 +320,7 @@ class _Liveness:
         """Ends the life of an operand one op earlier where a result of its kind takes its memory."""
         held, end, runs = self.held, self.end, self.runs
         kinds = self._kinds()
-        # The value whose memory a value of the same kind, itself not in memory, would take.
+        # For each value, the value in memory whose place a result of the same kind would take.
         roots = list(range(len(kinds)))
         done = -1
         for index, operand, result in self._of_one_kind(kinds):
@@ -323,7 +333,7 @@ class _Liveness:
                 end[root], done = end[root] - 1, index
 
     def _of_one_kind(self, kinds: IntArray) -> Iterable[tuple[int, int, int]]:
-        """Of ops that can write over what they read, operands with the result that is of their kind."""
+        """Gives the ops that can write over what they read, each with an operand and the result that is of the operand's kind."""
         every, simple = ends(self.graph), op_kinds(self.graph).flags(_writes_in_place)
         results = every.first_results
         kept = ~every.is_result & simple[every.ops] & (kinds[every.values] == kinds[results[every.ops]])
@@ -331,7 +341,7 @@ class _Liveness:
         return zip(ops.tolist(), every.values[kept].tolist(), results[ops].tolist(), strict=True)
 
     def _kinds(self) -> IntArray:
-        """Equal numbers for values of one shape and size; the last, for literals, and those of inputs are like no other."""
+        """Returns equal numbers for values of one shape and size; those of inputs and of literals (the last) match no other value."""
         numbers, firsts = value_kinds(self.graph)
         count = dict[tuple[tuple[int, ...], int], int]()
         sizes = [count.setdefault((value.shape, item_bytes(value.dtype)), len(count)) for value in firsts]
@@ -341,14 +351,14 @@ class _Liveness:
 
 
 def _given(graph: Graph) -> list[int]:
-    """Arguments, and the arrays that the step closes over, which are part of the program."""
+    """Returns the arguments, and the arrays that the step closes over, which are part of the program."""
     values, is_made = graph.values, np.zeros(len(graph.values), dtype=bool)
     is_made[ends(graph).results[1]] = True
     return [*graph.inputs, *(value for value in np.flatnonzero(~is_made).tolist() if values[value].role is Role.CONSTANT)]
 
 
 def _held(graph: Graph, given: Sequence[int]) -> bytearray:
-    """Per value whether it exists in memory; a last 0 stands for literals."""
+    """Returns for each value whether it exists in memory; a last 0 stands for literals."""
     held, made = np.zeros(len(graph.values) + 1, dtype=np.uint8), ends(graph).results[1]
     held[given] = 1
     held[made] = ~inside(graph)[made]
@@ -356,7 +366,7 @@ def _held(graph: Graph, given: Sequence[int]) -> bytearray:
 
 
 def _hold_operands(graph: Graph, held: bytearray) -> None:
-    """Puts what matrix products read into memory; marks are but other names."""
+    """Puts the operands of matrix products into memory; marks are only other names of their operands."""
     for op in ops_of(graph, HEAVY):
         for value in op.operands:
             while value != LITERAL and not held[value]:
@@ -368,7 +378,7 @@ def _hold_operands(graph: Graph, held: bytearray) -> None:
 
 
 def _settled(graph: Graph, held: bytearray) -> bytearray:
-    """Per value whether it exists in memory, or is written there by the op that makes it, under a mark or transposed."""
+    """Returns for each value whether it exists in memory, or the op that makes it writes it there, under a mark or transposed."""
     found = bytearray(held)
     for op in reversed(ops_of(graph, ("transpose", *ANNOTATIONS))):
         if found[op.results[0]]:

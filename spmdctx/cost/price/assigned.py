@@ -1,4 +1,4 @@
-"""What is priced: a step, an assignment of it, and the mesh and the machine that it runs on."""
+"""Holds what a price is for: a step, an assignment of it, and the mesh and the machine that it runs on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Assigned:
         return local_bytes(self.step.graph.values[value], sharding, self.mesh)
 
     def stored_bytes(self, value: int, sharding: TensorSharding, narrow: bool = False) -> int:
-        """Returns the bytes that a block takes in memory; `narrow` where it is kept in the type of matrix operands."""
+        """Returns the bytes that a block takes in memory; `narrow` if it is kept in the type of matrix operands."""
         known = self.step.graph.values[value]
         key = (known.shape, known.dtype, narrow, sharding)
         size = self._stored.get(key)

@@ -13,7 +13,7 @@ from spmdctx.machine.topology import Topology
 
 
 class Wanted(NamedTuple):
-    """A collective that an op needs; `priced` is the kind by which it is priced where that is another one."""
+    """A collective that an op needs; `priced` is the kind that prices it if that is another one."""
 
     kind: str
     axes: AxisNames
@@ -23,7 +23,7 @@ class Wanted(NamedTuple):
 
 
 class Hiding(NamedTuple):
-    """The share of a collective that hides behind compute, and the machine that prices it where it is not the plan's."""
+    """The share of a collective that hides behind compute, and the machine that prices it if that is not the plan's."""
 
     share: float = 0.0
     machine: Topology | None = None
@@ -54,6 +54,6 @@ class Collected:
         return time_s * repeats
 
     def drop(self, places: set[int]) -> None:
-        """Takes the collectives at some places out."""
+        """Removes the collectives at some places."""
         kept = [place for place in range(len(self.rows)) if place not in places]
         self.rows, self.shares = [self.rows[place] for place in kept], [self.shares[place] for place in kept]

@@ -27,19 +27,19 @@ from spmdctx.machine.xla.update_fusion import kept_apart
 
 @dataclass(frozen=True)
 class Directives:
-    """What a program says besides shardings.
+    """The directives of a program: everything that it says besides shardings.
 
     Attributes:
         all_to_all: whether a reshard may be one.
         widened: values whose partial results are added up and reduced in float32.
         gradients: the gradients of the step, and the bucket in which each is reduced.
-        groups: of sums of `shard(fusion=)` that make up no gradients, the number of the group in which they are reduced.
-        loop_sums: what loops add up, and leave partial until it is complete.
+        groups: for sums of `shard(fusion=)` that make up no gradients, the number of the group in which they are reduced.
+        loop_sums: the sums that loops leave partial until they are complete.
         routes: shardings through which values get to the matrix products of a computation.
-        apart: by matrix product, the gradient that a barrier keeps apart from the update of its state.
+        apart: for matrix products, the gradient that a barrier keeps apart from the update of its state.
         written_once: sums of a product and a bias that a barrier puts in the product's place.
         waits: updates of state for which the rest of the step waits; decided where memory is counted.
-        moved: values that some op takes otherwise than they are stored, so that all readers take them from one constraint.
+        moved: values that some op takes in another sharding than the stored one; all readers take them from one constraint.
         recomputed: values that exist only on the way into their readers, which compute slices of them for themselves.
         repeated: values that are repeated, whole, for readers that split the repetition differently.
     """
@@ -59,7 +59,7 @@ class Directives:
 
     @property
     def buckets(self) -> Mapping[int, int]:
-        """By sum that makes up a gradient, the bucket in which it is reduced."""
+        """The bucket in which each sum that makes up a gradient is reduced."""
         return self.gradients.by_sum
 
     @property
@@ -75,12 +75,12 @@ class Directives:
 
 
 def directives_of(assigned: Assigned, context: AutoParallelContext, *, has_regions: bool) -> Directives:
-    """Returns all directives of a plan but for its waits, which its price decides.
+    """Returns all directives of a plan except its waits, which its price decides.
 
     Args:
         assigned: the step and its assignment.
         context: the options of the step.
-        has_regions: whether any op is inside of a `shard()` region.
+        has_regions: whether any op is inside a `shard()` region.
     """
     graph, assignment, mesh = assigned.graph, assigned.assignment, assigned.mesh
     directives = priced_directives(assigned)
@@ -97,7 +97,7 @@ def directives_of(assigned: Assigned, context: AutoParallelContext, *, has_regio
 
 
 def asks_for_groups(context: AutoParallelContext, mesh: LogicalMesh, *, has_regions: bool) -> bool:
-    """Says whether anybody asked for gradients to be reduced in buckets."""
+    """Returns whether the context or a `shard()` region asks for gradients to be reduced in buckets."""
     return mesh.num_devices > 1 and (context.fuses_by_index or has_regions)
 
 

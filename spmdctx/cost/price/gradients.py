@@ -14,7 +14,7 @@ _PLANNED = ("semi_auto_parallel", "auto_parallel")
 
 
 class BucketedGradients(NamedTuple):
-    """The gradients of a step, the bucket of each (None where it has none), and by sum that makes one up the bucket of that gradient.
+    """The gradients of a step, the bucket of each (None if it has none), and the bucket of each sum that makes up a gradient.
 
     A sum that is cut into several gradients has the bucket of the first.
     """
@@ -39,10 +39,10 @@ def bucketed_gradients(graph: Graph, context: AutoParallelContext) -> BucketedGr
 
 
 def _buckets(graph: Graph, context: AutoParallelContext, gradients: Sequence[Gradient]) -> tuple[int | None, ...]:
-    """Returns the bucket of each gradient, None where it has none.
+    """Returns the bucket of each gradient, None if it has none.
 
-    [3, 10] is the first three, the next seven, the rest. What is used inside of a `shard(fusion=)` has a bucket per number, and what is
-    left without either shares one. Buckets are numbered by their first gradient.
+    Indices [3, 10] make three buckets: the first three gradients, the next seven, the rest. Gradients of what `shard(fusion=)` regions
+    use have a bucket per number, and those with neither share one. Buckets are numbered by their first gradient.
     """
     by_index = context.bucket_indices or ()
     by_number = [0] * len(gradients)

@@ -1,7 +1,7 @@
-"""Which sums of `shard(fusion=)` are reduced together in the forward and the backward pass: those that do not wait for each other.
+"""Groups the sums of `shard(fusion=)` in the forward and the backward pass: those that do not wait for each other are reduced together.
 
-Gradients have buckets of their own (`gradient_order`). Everything else that ops leave partial belongs to the group of its number (0
-outside of such regions) and of its level, which counts the sums that it is computed from, one after the other.
+Gradients have buckets of their own (`cost.price.gradients`). Every other sum that ops leave partial belongs to the group of its number (0
+outside of such regions) and of its level. The level counts the sums that it is computed from, one after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spmdctx.ir.sharding import Assignment
 
 
 def region_groups(graph: Graph, assignment: Assignment, mesh: LogicalMesh, gradients: Container[int]) -> dict[int, int]:
-    """Per sum the number of its group; the first that runs has the highest. Levels without a region's sum have no groups.
+    """Returns the group of each sum; the group that runs first has the highest number. Levels without a region's sum have no groups.
 
     Args:
         graph: the step.

@@ -1,4 +1,4 @@
-"""Counts the memory of an assignment: what is alive at each op, and the updates that the step waits for."""
+"""Counts the memory of an assignment: the bytes alive at each op, and the updates that the step waits for."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class MemoryCount:
         self.copies = Copies(step.graph, self._memory)
 
     def keep_unreduced(self, op: Op, value: int, natural: TensorSharding, *, in_place: bool, scattered: bool) -> None:
-        """Keeps a partial result in memory until it is reduced: a gradient that a loop makes until the end of the turn, with others.
+        """Keeps a partial result in memory until it is reduced.
 
-        One that is reduced `in_place` takes no more than it is wider than what it becomes.
+        A gradient that a loop makes stays to the end of the turn, if the compiler combines its reduction with others. A result that is
+        reduced `in_place` takes only the bytes by which it is wider than what it becomes.
         """
         is_gradient = bool(self._terminal[value])
         widening = 2 if value in self._directives.widened else 1
@@ -49,12 +50,12 @@ class MemoryCount:
             self.copies.reduce_in_place(op, size)
 
     def is_reduced_in_place(self, value: int, natural: TensorSharding) -> bool:
-        """Whether a value that is stored as `natural` can take the place of its partial result, which has the same type."""
+        """Returns whether a value that is made as `natural` can take the place of its partial result, which has the same type."""
         is_narrow = self._assigned.topology.compiler.narrows_matrix_operands and self.copies.narrow[value]
         return self.copies.is_made_in_place(value) and natural == self._assigned.assignment.values[value] and not is_narrow
 
     def count(self, bill: Bill) -> None:
-        """Writes what is alive at each op into a bill, and which updates the step waits for, when every op is known."""
+        """Writes the bytes alive at each op, and the updates that the step waits for, into a bill, when every op is known."""
         graph, memory, scratch_bytes = self._assigned.graph, self._memory, self._assigned.topology.compiler.scratch_bytes
         sizes, moved = self._sizes(), {row.value for row in bill.moves}
 
@@ -71,7 +72,7 @@ class MemoryCount:
         bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
 
     def _sizes(self) -> Sequence[int]:
-        """The bytes that each value takes in memory."""
+        """Returns the bytes that each value takes in memory."""
         graph, stored = self._assigned.graph, self._assigned.assignment.values
         narrow = bytes(len(graph.values))
         if self._assigned.topology.compiler.narrows_matrix_operands:

@@ -1,7 +1,6 @@
 """Prices the moves of values between shardings.
 
-A move is made once per computation (top level, loop body, remat body) however many ops read the result, as the compiler merges equal
-ones.
+A move is made once per computation (top level, loop body, remat body), however many ops read the result: the compiler merges equal ones.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from spmdctx.machine.xla.overlap import sides
 
 
 class Move(NamedTuple):
-    """A value on its way to an op, as the operand at `position`, or from the op that makes it, where there is no position.
+    """A value on its way to an op, as the operand at `position`, or from the op that makes it if there is no position.
 
-    `narrow` says that it travels in the type of matrix operands; `repeats` is 0 where it moves as often as the op runs.
+    `narrow` says that it travels in the type of matrix operands; `repeats` is 0 if it moves as often as the op runs.
     """
 
     op: Op
@@ -42,12 +41,12 @@ class Move(NamedTuple):
 
     @property
     def is_result(self) -> bool:
-        """Whether the op makes the value."""
+        """Returns whether the op makes the value."""
         return self.position is None
 
 
 class _Written(NamedTuple):
-    """An op has a value moved that is only computed on the way, and written for that so many times a step."""
+    """A value that exists only inside fusions and is written, `repeats` times a step, because an op has it moved."""
 
     op: int
     value: int
@@ -65,7 +64,7 @@ class Moves:
         self._scopes, self._copies, self._sides = assigned.step.scopes, memory.copies, sides(graph)
         self._sharers, self._passing, self._same = sharers(graph), passing_values(graph), _aliases(graph)
         self._done: set[tuple[object, ...]] = set()
-        # What is only computed on the way and moved: it is written before.
+        # Values that exist only inside fusions are written before they move.
         self._written: list[_Written] = []
         self.rows: list[Moved] = []
 
@@ -93,9 +92,9 @@ class Moves:
         self.rows.append(Moved(value, source, target, op.id, time_s))
 
     def written(self, scattered: Mapping[int, TensorSharding]) -> tuple[list[int], list[float]]:
-        """Returns the ops that have values written in order to move them, and the seconds that each takes.
+        """Returns the ops that have values written in order to move them, and the seconds that each writing takes.
 
-        A sum that is `scattered` is written as its slice, by the collective; what moves on from there is written once more.
+        The collective writes a `scattered` sum as its slice. A slice that moves on from there is written once more.
         """
         return [one.op for one in self._written], [self._writing_s(one, scattered) for one in self._written]
 
@@ -111,7 +110,7 @@ class Moves:
         return reshard_steps(known.shape, size, source, target, self._assigned.mesh, self._directives.all_to_all)
 
     def _copy(self, move: Move, scope: int, steps: Sequence[ReshardStep]) -> None:
-        """Adds the copies that are in memory on the way of a value; as if no other op shared them."""
+        """Adds the copies that a value leaves in memory on its way, as if no other op shared them."""
         op, value, current, copies = move.op, move.value, move.source, self._copies
         overlaps = self._assigned.topology.compiler.gather_overlap > 0
         gathered, last = None, max((place for place, step in enumerate(steps) if step.kind != "slice"), default=0)
@@ -133,7 +132,7 @@ class Moves:
 
 
 def _aliases(graph: Graph) -> list[int]:
-    """Value id to the value that it is another name of: marks and constraints change nothing but the sharding."""
+    """Returns, for each value, the value that it is another name of: marks and constraints change nothing but the sharding."""
     same = list(range(len(graph.values)))
     for op in ops_of(graph, IDENTITIES):
         if op.operands[0] != LITERAL:

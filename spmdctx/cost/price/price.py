@@ -35,15 +35,15 @@ def price(
     directives: Directives | None = None,
     written: Iterable[Collective] = (),
 ) -> Bill:
-    """Returns what an assignment costs.
+    """Returns the bill of an assignment.
 
     Args:
         step: the step.
         assignment: a sharding for each of its ops and values.
         mesh: the mesh.
         topology: the machine.
-        directives: what the program says besides; where None, that every sum is reduced where it is made, and in no bucket.
-        written: the collectives that stand in the program itself.
+        directives: what the program says besides shardings; if None, every sum is reduced where it is made, and in no bucket.
+        written: the collectives that the user wrote into the program.
     """
     assigned = Assigned(step, assignment, mesh, topology)
     bill = _Biller(assigned, directives or priced_directives(assigned)).bill()
@@ -120,16 +120,16 @@ class _Biller:
                 self._moves.add(Move(op, value, natural, stored, narrow, made_repeats(assigned.graph, op)))
 
     def _compute_s(self, needs: Needs) -> float:
-        """Returns the seconds of what all ops compute, and of what they write in order to move it."""
+        """Returns the seconds in which all ops compute, and in which they write values in order to move them."""
         graph, producers, loose = self._assigned.graph, self._assigned.graph.producers, self._assigned.step.loose
         own = needs.per_op(lambda need: need.compute_s)
         makers = [maker for maker in map(producers.get, loose) if maker is not None]
-        # What depends on no input is computed on the way into its readers.
+        # Values that depend on no input are computed inside their readers' fusions.
         own[[maker for maker in makers if loose.issuperset(graph.ops[maker].results)]] = 0
         ops, seconds = self._moves.written(self._reductions.scattered)
         return _sum_in_order(np.insert(own, [op + 1 for op in ops], seconds))
 
 
 def _sum_in_order(figures: FloatArray) -> float:
-    """Returns the sum from first to last, which is that of no other order."""
+    """Returns the sum from first to last; other orders round differently."""
     return float(np.add.accumulate(figures)[-1]) if len(figures) else 0.0

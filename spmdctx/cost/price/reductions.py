@@ -25,7 +25,7 @@ from spmdctx.machine.xla.reductions import ReductionPlan, reduction_plan, scatte
 class Reductions:
     """The reductions of an assignment.
 
-    `scattered` has the sums that are reduce-scattered in the end, and the slice that is left of each.
+    `scattered` has the sums that XLA reduce-scatters in the end, each with the slice that is left of it.
     """
 
     def __init__(self, assigned: Assigned, directives: Directives, readers: Readers, collected: Collected, memory: MemoryCount) -> None:
@@ -38,7 +38,7 @@ class Reductions:
 
     @property
     def joins_terms(self) -> bool:
-        """Whether a sum of two reduced values may be reduced in their place."""
+        """Returns whether a sum of two reduced values may be reduced in their place."""
         return self._sums is not None
 
     def reduce(self, op: Op, value: int, natural: TensorSharding, need: Need) -> TensorSharding:
@@ -71,7 +71,7 @@ class Reductions:
                 self._sums.reduced(value, self._collected.last, plan.after)
 
     def reduce_total(self, op: Op, value: int) -> None:
-        """Adds the reduction of what a loop has added up, where `op` completes it."""
+        """Adds the reduction of a loop's total, if `op` completes it."""
         total = self._directives.loop_sums.totals.get(value)
         if total is None:
             return
@@ -88,7 +88,7 @@ class Reductions:
             self._sums.reduced(value, self._collected.last, stored)
 
     def join_terms(self, op: Op, need: Need) -> None:
-        """Reduces a sum of two reduced values once, after it."""
+        """Reduces the sum of two reduced values once, after the addition."""
         if self._sums is None or op.primitive not in ADDITIONS or need.operands or need.partial:
             return
         places = self._sums.terms(op)
@@ -99,7 +99,7 @@ class Reductions:
                 self._sums.join(op, *places)
 
     def settle(self) -> None:
-        """Takes joined all_reduces out of the bill, and makes reduce_scatters of those that are only sliced."""
+        """Removes joined all_reduces from the bill, and turns all_reduces whose results are only sliced into reduce_scatters."""
         if self._sums is None:
             return
         rows, mesh = self._collected.rows, self._assigned.mesh

@@ -64,7 +64,7 @@ class Block:
         self.wide: dict[Any, Any] = {}
         self._constraints, self._sharded, self._values = constraints, sharded, values
         self._done: dict[tuple[Any, TensorSharding], Any] = {}
-        # What computes a value on the way into its readers, and the slices of such values.
+        # The equations that compute values inside their readers' fusions, and the slices of such values.
         self.recipes: dict[int, tuple[Op, Any, list[Any]]] = {}
         self.slices: dict[tuple[int, TensorSharding], Any] = {}
         self._repeated: dict[tuple[Any, tuple[int, ...]], Any] = {}
@@ -121,7 +121,7 @@ class Block:
         known = self._done.get((var, sharding))
         if known is None:
             known = self._done[var, sharding] = jexc.Var(var.aval)
-            # Once more on the result would be a chain, and the partitioner gives the end of a chain to all readers of its start.
+            # A second constraint on the result would make a chain: the partitioner gives the end of a chain to all readers of its start.
             self._done[known, sharding] = known
             self.eqns.append(self._constraints.equation(var, known, sharding))
         return known
@@ -132,7 +132,7 @@ class Block:
         return self.write(([barrier_of([var], [behind], self.eqns[-1].source_info)], behind))
 
     def repeat(self, var: Any, made: TensorSharding, eqn: Any) -> Any:
-        """Returns `var` repeated to the shape of an equation's result, whole at first, and then split as that is."""
+        """Returns `var` repeated to the shape of an equation's result: whole at first, and then split as `made`, like the result."""
         shape = eqn.outvars[0].aval.shape
         known = self._repeated.get((var, shape))
         if known is None:

@@ -1,8 +1,8 @@
-"""Buckets of gradient reductions: equations are tied so that XLA combines within a bucket and never across.
+"""Ties the reductions of gradients in buckets, so that XLA combines within a bucket and never across.
 
-Nothing but data dependence keeps XLA's combiner from joining two all-reduces. So what makes a bucket's sums waits, through an
-optimization barrier, for the reduced sums of the bucket before it; the first is the one of the highest index, whose gradients the
-backward pass makes first. Later readers take the reduced sums from the barrier, or XLA would drop them from it.
+Nothing but data dependence keeps XLA's combiner from joining two all-reduces. So the equations that make a bucket's sums wait, through an
+optimization barrier, for the reduced sums of the bucket before it. The bucket with the highest index comes first, because the backward
+pass makes its gradients first. Later readers take the reduced sums from the barrier, or XLA would drop them from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Sum(NamedTuple):
 
 
 class Tied(NamedTuple):
-    """A body whose buckets wait for each other; `joined` are those that could not be kept apart from the one above."""
+    """A body whose buckets wait for each other; `joined` are the buckets that could not be kept apart from the one above."""
 
     eqns: list[Any]
     outputs: list[Any]
@@ -48,7 +48,7 @@ def tie_buckets(eqns: Sequence[Any], outputs: Sequence[Any], sums: Sequence[Sum]
         first = [one for one in sums if one.bucket == above]
         second = [one for one in sums if one.bucket == bucket]
         if not ancestors(written, [one.reduced for one in first]).isdisjoint(id(one.eqn) for one in second):
-            joined.append(bucket)  # they would wait for each other
+            joined.append(bucket)  # the two would wait for each other
             sums = [one._replace(bucket=bucket) if one.bucket == above else one for one in sums]
             continue
         written, results, sums = _barrier(written, results, sums, first, second)
@@ -60,7 +60,7 @@ def _barrier(eqns: list[Any], outputs: list[Any], sums: list[Sum], first: list[S
     made = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
     after_first = computed_from(eqns, [one.reduced for one in first])
     latest = [_latest(one.eqn, made) for one in second]
-    # What is computed from the first bucket waits for it as it is.
+    # Operands that are computed from the first bucket wait for it anyway.
     waiting = list(dict.fromkeys(var for var in latest if var is not None and var not in after_first))
     reduced = list(dict.fromkeys(one.reduced for one in first if not isinstance(one.reduced, jexc.Literal)))
     after = {var: jexc.Var(var.aval) for var in (*waiting, *reduced)}
@@ -75,12 +75,12 @@ def _barrier(eqns: list[Any], outputs: list[Any], sums: list[Sum], first: list[S
         rewrites[id(eqn)] = new
         rewritten.append(new)
     outputs = [renamed(atom, swapped) for atom in outputs]
-    # Where its inputs are there: after all that could run before it, it would be the last.
+    # Right behind its last input: after everything that could run before it, it would run last.
     rewritten.insert(max(made.get(var, -1) for var in after) + 1, barrier)
     return rewritten, outputs, [one._replace(eqn=rewrites[id(one.eqn)]) for one in sums]
 
 
 def _latest(eqn: Any, made: dict[Any, int]) -> Any:
-    """Returns the operand of an equation that is there last: the cotangent."""
+    """Returns the operand of an equation that is made last: the cotangent."""
     own = variables(eqn)
     return max(own, key=lambda var: made.get(var, -1), default=None)

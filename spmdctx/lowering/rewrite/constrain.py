@@ -20,7 +20,7 @@ def constrain(
 ) -> jexc.ClosedJaxpr:
     """Returns the program's jaxpr with the assignment's shardings as constraints, and the directives written into it.
 
-    Without directives those are written that follow from the assignment alone.
+    If no directives are given, the program gets those that follow from the assignment alone.
     """
     if directives is None:
         directives = completed(Directives(), program.graph, assignment, mesh)

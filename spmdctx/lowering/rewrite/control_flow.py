@@ -23,7 +23,7 @@ def _inline(rewriter: Rewriter, eqn: Any, operands: list[Any], block: Block) -> 
     operands = [operands[index] for index in call_operands(name, eqn.params, len(operands))]
     operands = _explicit(rewriter, eqn.params.get("in_shardings", ()), operands, block)
     if consts:
-        # Its constants can only be kept by a call of its own.
+        # Only a call of its own can keep its constants.
         results = _kept_call(rewriter, eqn, operands, block)
     else:
         results = rewriter.rewrite(jaxpr, dict(zip(jaxpr.invars, operands, strict=True)), block, eqn.source_info)
@@ -71,7 +71,7 @@ def _enter(rewriter: Rewriter, atom: Any, block: Block, inner: Block, fresh: Sub
     atom, stored = rewriter.use(block, op, 0, atom), rewriter.assignment.values[op.results[0]]
     natural = project(op.rule.results[0], rewriter.assignment.ops[op.id].axes)
     if getattr(atom.aval, "shape", ()) == getattr(var.aval, "shape", ()):
-        # What is the same in every turn, or the first turn's, is moved outside.
+        # Values that are the same in every turn, and those of the first turn, move outside of the loop.
         return block.reshard(atom, op.operands[0], natural, stored), inner.constrain(var, stored)
     return atom, inner.reshard(inner.constrain(var, natural), op.results[0], natural, stored)
 
@@ -86,7 +86,7 @@ def _kept_call(rewriter: Rewriter, eqn: Any, operands: list[Any], block: Block) 
 
 
 def _remat(rewriter: Rewriter, eqn: Any, operands: list[Any], block: Block) -> list[Any]:
-    """Rewrites a remat; if sums have buckets it is dissolved, as JAX lowers it, or no barrier could reach inside."""
+    """Rewrites a remat; if sums have buckets, dissolves it as JAX's lowering does, because no barrier could reach inside."""
     jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
     if not rewriter.values.tied or consts:
         return _kept_call(rewriter, eqn, operands, block)
@@ -187,4 +187,4 @@ BODIES: dict[str, Body] = {
     "while": _while,
     "cond": _cond,
 }
-"""By primitive, the function that rewrites an equation that holds bodies."""
+"""The function that rewrites an equation with bodies, by primitive."""

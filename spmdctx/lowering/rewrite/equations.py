@@ -11,7 +11,7 @@ import jax.extend.core as jexc
 
 
 def variables(eqn: Any) -> list[Any]:
-    """Returns what an equation reads, without literals."""
+    """Returns the variables that an equation reads."""
     return [atom for atom in eqn.invars if not isinstance(atom, jexc.Literal)]
 
 
@@ -25,7 +25,7 @@ def computed_from(eqns: Sequence[Any], some: Iterable[Any]) -> set[Any]:
 
 
 def renamed(atom: Any, names: Mapping[Any, Any]) -> Any:
-    """Returns another variable for one that `names` has."""
+    """Returns the new name of an atom, or the atom itself if `names` has none."""
     return atom if isinstance(atom, jexc.Literal) else names.get(atom, atom)
 
 

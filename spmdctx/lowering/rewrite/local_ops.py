@@ -1,4 +1,4 @@
-"""Ops that XLA's partitioner would gather although no device needs another's data: run per block, inside a shard_map."""
+"""Runs ops per block inside a shard_map if XLA's partitioner would gather them although no device needs another's data."""
 
 from __future__ import annotations
 

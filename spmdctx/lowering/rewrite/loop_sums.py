@@ -17,7 +17,7 @@ from spmdctx.lowering.rewrite.partial_terms import added, complete, linear, of_t
 from spmdctx.lowering.rewrite.values import ShardedProgram, Values
 
 Take = Callable[[Block, Op, int, Any], Any]
-"""Gives the operand of an op, at a position, as the op takes it; no slice of it is computed again."""
+"""Returns the operand of an op, at a position, as the op takes it; recomputes no slice of it."""
 
 
 class LoopSums:
@@ -30,25 +30,25 @@ class LoopSums:
         self._terms = frozenset(term for total in self._sums.totals.values() for term in total.terms)
 
     def concerns(self, op: Op) -> bool:
-        """Says whether an op makes such a value, or the total."""
+        """Returns whether an op makes a value that holds on to partial sums, or the total."""
         return bool(op.results) and (self._values[op.results[0]].is_partial or op.results[0] in self._sums.totals)
 
     def axes_of(self, value: int) -> AxisNames:
-        """Returns the axes over which a value, or what a total is made from, is partial."""
+        """Returns the axes over which a value, or the terms of a total, are partial."""
         return self._sums.totals[value].axes if value in self._sums.totals else self._sums.axes[value]
 
     def is_whole(self, op: Op) -> bool:
-        """Says whether a term is partial over none of the axes of its sum: it is reduced where it is made, and one device adds it."""
+        """Returns whether a term is partial over none of its sum's axes; it is then reduced where it is made, and one device adds it."""
         value = op.results[0]
         partial = partial_axes(op.rule, self._ops[op.id].axes)
         return value in self._terms and set(self._sums.axes[value]).isdisjoint(partial)
 
     def equation(self, block: Block, op: Op, eqn: Any, operands: Sequence[Any]) -> Any:
-        """Writes an op that makes such a value."""
+        """Writes an op that makes a value that holds on to partial sums."""
         value, axes = op.results[0], self._sums.axes[op.results[0]]
         if value in self._terms:
             shardings = [project(dims, self._ops[op.id].axes) for dims in op.rule.operands]
-            # Beside a slice that is computed again XLA would gather the whole from such slices.
+            # If operands were recomputed as slices, XLA would gather the whole value from these slices.
             taken = [self._take(block, op, position, atom) for position, atom in enumerate(operands)]
             is_wide = self._values[value].is_widened
             partial = partial_axes(op.rule, self._ops[op.id].axes)
@@ -65,7 +65,7 @@ class LoopSums:
         return self._settled(block, op, block.write(made))
 
     def added_by_one(self, block: Block, op: Op, var: Any, source_info: Any) -> Any:
-        """Returns a whole term as one of the first device alone."""
+        """Returns a whole term as a partial one that only the first device adds."""
         value = op.results[0]
         axes, shape = self._sums.axes[value], self._graph.values[value].shape
         lifted = block.write(whole_term(var, shape, axes, self._mesh, source_info))
@@ -81,13 +81,13 @@ class LoopSums:
         return self._settled(block, op, var)
 
     def started(self, block: Block, op: Op, atom: Any, source_info: Any) -> Any:
-        """Writes what a loop's first turn adds to."""
+        """Writes the value that a loop's first turn adds to."""
         value = op.results[0]
         axes, shape = self._sums.axes[value], self._graph.values[value].shape
         return self._settled(block, op, self._taken(block, op, 0, atom, axes, shape, source_info))
 
     def left(self, block: Block, op: Op, var: Any, source_info: Any) -> Any:
-        """Writes what a loop leaves: a total, or a part of one that a loop around it adds up."""
+        """Writes the result of a loop: a total, or a part of one that a loop around it adds up."""
         value = op.results[0]
         if op.boundary is Boundary.EXIT:
             var = self._settled(block, op, block.write(unstacked(var, source_info)))
@@ -102,7 +102,7 @@ class LoopSums:
         return block.write(of_type(reduced, own, source_info))
 
     def _taken(self, block: Block, op: Op, place: int, atom: Any, axes: AxisNames, shape: Sequence[int], source_info: Any) -> Any:
-        """Returns an operand as its op takes it; one device adds an operand that is no such value."""
+        """Returns an operand as its op takes it; one device adds an operand that is not partial."""
         value, wanted = op.operands[place], project(op.rule.operands[place], self._ops[op.id].axes)
         if value != LITERAL and self._values[value].is_partial:
             return self._moved(block, atom, value, axes, self._stored[value], wanted)

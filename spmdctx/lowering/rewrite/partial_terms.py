@@ -1,6 +1,7 @@
-"""Sums that loops add up unreduced: values with a leading dimension, of which each device that a sum is partial over holds one element.
+"""Writes the sums that loops add up unreduced.
 
-What is written here is the same for all compilers: no collective runs before the total is there. See `ir.analysis.loop_sums`.
+They are values with a leading dimension; each device that a sum is partial over holds one element of it. The equations are the same for
+all compilers: no collective runs before the total is complete. See `ir.analysis.loop_sums`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def partial_term(
 ) -> Any:
     """Writes the partial results of `eqn` on each device of `axes`, over which `specs` split the operands.
 
-    Over those of the axes that are `alike` all devices have the same result, which the first of them adds. Over axes that split a
-    dimension together with the others the results are reduced here; the rest is left to the partitioner.
+    Along the axes in `alike` all devices have the same result, which only the first of them adds. Results are reduced here over other
+    axes that split a dimension together with some of `axes`; the rest is left to the partitioner.
     """
     near = [names for spec in specs for names in spec if not set(axes).isdisjoint(names)]
     others = tuple(dict.fromkeys(name for names in near for name in names if name not in axes))
@@ -47,7 +48,7 @@ def partial_term(
 
     def local(number: Any, *blocks: Any) -> Any:
         if adds_to_first:
-            # All devices would add to what is there already; one does.
+            # Only one device adds to the value that is there already.
             start = blocks[0]
             kept = jnp.broadcast_to(number[0] == 0, start.shape)
             blocks = (jax.lax.select(kept, start, jnp.zeros_like(start)), *blocks[1:])
@@ -70,7 +71,7 @@ def partial_term(
 
 
 def _is_first(number: Any, axes: AxisNames, alike: AxisNames, mesh: Mesh) -> Any:
-    """Says whether a device, by its number along `axes`, is the first along those that are `alike`."""
+    """Returns whether a device, by its number along `axes`, is the first along those that are `alike`."""
     is_first, stride = True, 1
     for name in reversed(axes):
         if name in alike:
@@ -92,7 +93,7 @@ def _count(axes: AxisNames, mesh: Mesh) -> int:
 
 
 def whole_term(atom: Any, shape: Sequence[int], axes: AxisNames, mesh: Mesh, source_info: Any) -> Any:
-    """Writes a value that is whole on all devices as one of the first of them alone."""
+    """Writes a value that is whole on all devices as a term that only the first device adds."""
     count = _count(axes, mesh)
 
     def lifted(value: Any) -> Any:
@@ -104,7 +105,7 @@ def whole_term(atom: Any, shape: Sequence[int], axes: AxisNames, mesh: Mesh, sou
 
 
 def linear(eqn: Any, operand: Any, place: int) -> Any:
-    """Writes an equation on every element of its one operand that is no literal, at `place`."""
+    """Writes an equation on every element of its only operand that is no literal, at `place`."""
     name, params = eqn.primitive.name, dict(eqn.params)
     if name == "convert_element_type" and operand.aval.dtype == params["new_dtype"]:
         return [], operand
@@ -118,7 +119,7 @@ def linear(eqn: Any, operand: Any, place: int) -> Any:
 
 
 def added(first: Any, second: Any, source_info: Any) -> Any:
-    """Writes a sum, in the wider of two types."""
+    """Writes the sum of two values, in the wider of their types."""
 
     def total(one: Any, other: Any) -> Any:
         dtype = jnp.promote_types(one.dtype, other.dtype)
@@ -133,7 +134,7 @@ def unstacked(var: Any, source_info: Any) -> Any:
 
 
 def of_type(var: Any, dtype: Any, source_info: Any) -> Any:
-    """Writes a value in a type."""
+    """Writes the cast of a value to a type."""
     return ([], var) if var.aval.dtype == dtype else written(lambda value: value.astype(dtype), [var], source_info)
 
 

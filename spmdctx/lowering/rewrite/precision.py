@@ -1,6 +1,6 @@
-"""Sums of low-precision gradients in float32: equations that make partial results are widened, and so are those that only pass them on.
+"""Widens sums of low-precision gradients to float32: the equations that make partial results, and those that only pass them on.
 
-What is reduced across devices is then float32, and is cast back where it is first used for something else.
+Devices then reduce float32. The sum is cast back where it is first used for something else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BY_RESULT = frozenset({"dot_general", "conv_general_dilated"})
 """Primitives that multiply low-precision operands and say in which type they add up."""
 
 PASSED_ON = ADDITIONS | REARRANGED | {"neg", "convert_element_type"}
-"""Primitives that take sums as they are, float32 for low precision too."""
+"""Primitives that pass sums on as they are, also in float32 where the program has low precision."""
 
 
 def wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -35,7 +35,7 @@ def wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def computing_wide(eqn: Any) -> Callable[..., Any]:
-    """Returns the same as a function of arrays."""
+    """Returns a function of arrays that computes `eqn` in float32, like the equations of `wide`."""
     bind = _binder(eqn, _wide_params(eqn))
     keeps = eqn.primitive.name in _BY_RESULT
 
@@ -55,7 +55,7 @@ def _wide_params(eqn: Any) -> dict[str, Any]:
 
 
 def passed_on(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Returns `eqn` on operands that are float32 now; none for a cast to float32 or less, which readers of the result do."""
+    """Returns `eqn` on operands that are now float32; nothing for a cast to float32 or less, which readers of the result make."""
     if eqn.primitive.name != "convert_element_type":
         return [_bound(eqn, dict(eqn.params), operands)]
     dtype = jnp.dtype(eqn.params["new_dtype"])
@@ -71,7 +71,7 @@ def cast(atom: Any, dtype: Any, source_info: Any) -> Any:
 
 
 def _bound(eqn: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
-    """Returns the primitive bound anew, so that its result has the type that it now makes."""
+    """Returns the primitive bound anew, so that its result has the type that it makes now."""
     structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in operands]
     bind = _binder(eqn, params)
     template = jax.make_jaxpr(bind)(*structs).jaxpr.eqns[-1]

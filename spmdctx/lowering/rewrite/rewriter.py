@@ -1,7 +1,7 @@
 """Writes an assignment into the jaxpr: sharding constraints at every op where the partitioner could choose otherwise.
 
-A data rewrite: equations are copied with fresh variables, calls are dissolved, loop and remat bodies are rewritten too. The
-order in which equations and body boundaries are met is that of `trace.build.control_flow`, which is how ops are found again.
+The rewriter copies equations with fresh variables, dissolves calls, and rewrites loop and remat bodies too. It meets equations and body
+boundaries in the order of `trace.build.control_flow`, and so finds their ops again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Body = Callable[["Rewriter", Any, list[Any], Block], list[Any]]
 
 
 class Rewriter:
-    """Writes equations and their bodies into blocks; `bodies` has what rewrites those that hold any."""
+    """Writes equations and their bodies into blocks; `bodies` has the functions that rewrite equations with bodies."""
 
     def __init__(self, sharded: ShardedProgram, bodies: Mapping[str, Body]) -> None:
         program = sharded.program
@@ -46,7 +46,7 @@ class Rewriter:
         self._made: dict[int, list[Any]] = {}
         self.values, self.constraints = Values(sharded), Constraints(sharded)
         self.loop_sums = LoopSums(sharded, self.values, self.constraints, partial(self.use, recomputes=False))
-        # The variables of what waits, and of what is waited for.
+        # The variables of values that wait, or that others wait for.
         self.waited_for: dict[int, Any] = {}
 
     def block(self, outer: Block | None = None) -> Block:
@@ -54,7 +54,7 @@ class Rewriter:
         return Block(self.constraints, self.sharded, self.values, outer)
 
     def next_op(self) -> Op | None:
-        """Returns the op of the next site, None where it is dead."""
+        """Returns the op of the next site, or None if it is dead."""
         index = next(self._sites)
         return self._graph.ops[index] if index >= 0 else None
 
@@ -77,7 +77,7 @@ class Rewriter:
             if made is not None:
                 return made
         if record.is_moved or target != stored:
-            # All readers take the value from here, or the partitioner would give them what one of them asks for.
+            # All readers take the value from here, or the partitioner would give all of them what one asks for.
             atom = block.constrain(atom, stored)
         return block.reshard(atom, value, stored, target)
 
@@ -120,7 +120,7 @@ class Rewriter:
         if partial:
             reduction = reduction_plan(op, natural, stored, partial)
             if reduction.scattered and not reduction.reduced:
-                # Asked for the scattered result alone, XLA may use idle axes and permute instead.
+                # With a constraint on the scattered result alone, XLA may use idle axes and permute instead.
                 var = block.constrain(var, natural)
             natural = reduction.after
         if partial or natural != stored or record.is_constrained:
@@ -203,7 +203,7 @@ class Rewriter:
         return template.replace(outvars=eqn.outvars, source_info=eqn.source_info)
 
     def emit(self, eqn: Any, operands: Sequence[Any], block: Block, avals: Sequence[Any] = (), **params: Any) -> list[Any]:
-        """Writes the equation with new operands and fresh results, of `avals` where they are other ones."""
+        """Writes the equation with new operands and fresh results, which are of the types `avals` if these are given."""
         fresh: list[Any] = [jexc.Var(aval) for aval in avals or [var.aval for var in eqn.outvars]]
         block.eqns.append(eqn.replace(invars=list(operands), outvars=fresh, params={**eqn.params, **params}))
         return fresh
@@ -221,7 +221,7 @@ class Rewriter:
 
 
 def _repeats(eqn: Any) -> bool:
-    """Says whether an equation repeats an operand along dimensions of size 1.
+    """Returns whether an equation repeats an operand along dimensions of size 1.
 
     XLA makes the repeated operand once for all copies of the equation, and moves it between their shardings, by all-to-all too.
     """

@@ -1,4 +1,4 @@
-"""What is written where a value is made and where it is read: one record per value, gathered once from the plan's directives."""
+"""Records what the rewriter writes where a value is made and where it is read, gathered once from the plan's directives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spmdctx.trace.build.program import Program
 
 @dataclass(frozen=True)
 class ShardedProgram:
-    """A program with what is written into it."""
+    """A program, and everything that is written into it."""
 
     program: Program
     assignment: Assignment
@@ -29,7 +29,7 @@ class ShardedProgram:
 
 
 class ValueRecord(NamedTuple):
-    """What is written for one value.
+    """The record of one value: what the rewriter writes for it.
 
     Where it is made:
         is_open: nothing, if it is made as it is stored.
@@ -63,7 +63,7 @@ class ValueRecord(NamedTuple):
 
 
 NO_RECORD = ValueRecord()
-"""What is written for a value of which nothing is said."""
+"""The record of a value for which nothing is written."""
 
 
 class Values:
@@ -77,11 +77,11 @@ class Values:
         self.records = _records(sharded, self.tied, self.carriers.values())
 
     def __getitem__(self, value: int) -> ValueRecord:
-        """The record of a value."""
+        """Returns the record of a value."""
         return self.records[value]
 
     def bucket(self, value: int) -> int | None:
-        """Returns the bucket of a gradient's sum, None where it has none."""
+        """Returns the bucket of a gradient's sum, or None if it has none."""
         terms = self._totals[value].terms if value in self._totals else (value,)
         return next((self.tied[term] for term in terms if term in self.tied), None)
 
@@ -109,6 +109,6 @@ def _records(sharded: ShardedProgram, tied: Iterable[int], carried: Iterable[int
     for place, name in enumerate(ValueRecord._fields):
         for value in by_field[name]:
             flags[value] |= 1 << place
-    # Few differ: values alike share one record.
+    # Few records differ, so equal values share one.
     known = {own: ValueRecord(*(bool(own >> place & 1) for place in range(len(ValueRecord._fields)))) for own in set(flags)}
     return tuple([known[own] for own in flags])

@@ -1,7 +1,7 @@
-"""Makes the rest of a step wait for an update of state, so that what only its gradient's product reads is freed.
+"""Makes the rest of a step wait for an update of state, so that XLA frees what only the gradient's product reads.
 
-Which updates those are is found where memory is counted (`cost.memory.early_updates`). TPU's compiler runs what is behind an optimization
-barrier after what is before it; left alone it runs the product and the update, which it fuses, at the end.
+`cost.memory.early_updates` chooses these updates where it counts memory. TPU's compiler runs equations behind an optimization barrier
+after those before it. Left alone, it fuses the product with the update, and runs both at the end.
 """
 
 from __future__ import annotations

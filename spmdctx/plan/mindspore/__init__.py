@@ -1,1 +1,1 @@
-"""MindSpore's strategy files: written from plans, and read as pins."""
+"""Reads MindSpore's strategy files as pins, and writes them from plans."""

@@ -1,13 +1,13 @@
-"""MindSpore's strategy files in JSON: read into layouts and strategies by name, and written from a plan.
+"""Reads MindSpore's strategy files in JSON into layouts and strategies by name, and writes them from plans.
 
     {"current_stage": 0,
      "parallel_strategy_item": {"MatMul_w": {"stage": 0, "parallel_strategy": [[2, 1], [1, 4]]}},
      "parallel_layout_item": {"w": {"dev_matrix": [2, 4], "tensor_map": [-1, 0], "tensor_shape": [64, 128], "field": 0,
                                     "opt_weight_shard_step": 0, "opt_weight_shard_size": 0}}}
 
-A `tensor_map` holds per dimension the device-matrix axis that splits it, counted from the right, -1 where it is whole, and in
-newer versions a list of axes, major first. `opt_weight_shard_size` devices that lie `opt_weight_shard_step` ranks apart hold
-further slices of dimension 0, gathered where the parameter is read.
+A `tensor_map` holds for each dimension the device-matrix axis that splits it, counted from the right, or -1 if it is whole. In
+newer versions it may hold a list of axes, major first. `opt_weight_shard_size` devices that lie `opt_weight_shard_step` ranks apart hold
+further slices of dimension 0, which are gathered where the parameter is read.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WHOLE = -1
 _OP_TYPES = {"gather": "Gather", "conv_general_dilated": "Conv2D", "sub": "Sub", "add_any": "Add"}
 
 TensorMap = tuple[tuple[int, ...], ...]
-"""Device-matrix axes per dimension, counted from the right, major first; empty where the dimension is whole."""
+"""The device-matrix axes of each dimension, counted from the right, major first; empty if the dimension is whole."""
 
 
 class ParameterLayout(NamedTuple):
-    """One entry of `parallel_layout_item`; `shard_step` and `shard_size` are 0 where no optimizer shards the parameter."""
+    """One entry of `parallel_layout_item`; `shard_step` and `shard_size` are 0 if no optimizer shards the parameter."""
 
     device_matrix: tuple[int, ...]
     tensor_map: TensorMap
@@ -49,21 +49,21 @@ class ParameterLayout(NamedTuple):
 
 
 class OpStrategy(NamedTuple):
-    """One entry of `parallel_strategy_item`: slices per dimension of each operand."""
+    """One entry of `parallel_strategy_item`: the slices of each operand's dimensions."""
 
     stage: int
     operands: tuple[tuple[int, ...], ...]
 
 
 class MindSporeStrategy(NamedTuple):
-    """What a strategy file says. Keys of `strategies` are an op type and a parameter's name, joined by an underscore."""
+    """The content of a strategy file. A key of `strategies` joins an op type and a parameter's name by an underscore."""
 
     layouts: Mapping[str, ParameterLayout]
     strategies: Mapping[str, OpStrategy]
 
 
 def is_mindspore(body: Any) -> bool:
-    """Whether parsed JSON is one of MindSpore's strategy files."""
+    """Returns whether parsed JSON is one of MindSpore's strategy files."""
     return isinstance(body, dict) and (LAYOUTS in body or STRATEGIES in body)
 
 
@@ -71,7 +71,7 @@ def parse_mindspore(body: Mapping[str, Any], where: str) -> MindSporeStrategy:
     """Reads a parsed strategy file.
 
     Raises:
-        PlanFormatError: an entry does not have the parts it must have; the message names it.
+        PlanFormatError: an entry lacks a part that it must have; the message names the entry.
     """
     parsed: dict[str, dict[str, Any]] = {LAYOUTS: {}, STRATEGIES: {}}
     for section, read in ((LAYOUTS, _layout), (STRATEGIES, _strategy)):
@@ -118,7 +118,7 @@ def write_mindspore(plan: PlanData, path: str | os.PathLike[str], *, only_parame
 
     Args:
         plan: any plan.
-        path: the file; MindSpore takes the form from the suffix, which must be `.json`.
+        path: the file; MindSpore tells the format by the suffix, which must be `.json`.
         only_parameters: leave out optimizer state and other state.
         several_axes: allow dimensions that are split over device-matrix axes which do not lie side by side. Only newer
             versions of MindSpore read these.
@@ -135,7 +135,7 @@ def write_mindspore(plan: PlanData, path: str | os.PathLike[str], *, only_parame
 
 
 def _text(body: Mapping[str, Any]) -> str:
-    """JSON with one line per entry."""
+    """Returns JSON with one line per entry."""
     parts = [f'"current_stage": {body["current_stage"]}']
     for section in (STRATEGIES, LAYOUTS):
         rows = ",\n".join(f"    {json.dumps(name, ensure_ascii=False)}: {json.dumps(entry)}" for name, entry in body[section].items())
@@ -144,7 +144,7 @@ def _text(body: Mapping[str, Any]) -> str:
 
 
 def mindspore_body(plan: PlanData, *, only_parameters: bool = True, several_axes: bool = False) -> dict[str, Any]:
-    """The strategy file of a plan as plain data; arguments as for `write_mindspore`."""
+    """Returns the strategy file of a plan as plain data; arguments as for `write_mindspore`."""
     layouts: dict[str, Any] = {}
     strategies: dict[str, Any] = {}
     refused = []
@@ -171,12 +171,12 @@ def mindspore_body(plan: PlanData, *, only_parameters: bool = True, several_axes
 
 
 def mindspore_name(path: str) -> str:
-    """A path in MindSpore's way of writing: dots between its parts."""
+    """Returns a path as MindSpore writes it: with dots between its parts."""
     return path.replace("/", ".")
 
 
 def _first_readers(table: OpTable) -> dict[int, tuple[int, int]]:
-    """Value id to the first op that computes with the value (or a cast of it), and at which operand."""
+    """Returns, for each input, the first op that computes with it (or with a cast of it), and the position of the operand."""
     same = {value: value for value in table.inputs}
     found: dict[int, tuple[int, int]] = {}
     for index, op in enumerate(table.operations):
@@ -211,12 +211,12 @@ def _op_type(op: Op) -> str:
 
 
 def tensor_layout(tensor: PlannedTensor, mesh: LogicalMesh) -> ParameterLayout:
-    """The layout of one leaf on its own, without asking what of it is the optimizer's sharding."""
+    """Returns the layout of one leaf on its own, all of whose split counts as the tensor's rather than the optimizer's."""
     return _layout(_layout_entry(tensor, mesh, None))
 
 
 def layout_entry(layout: ParameterLayout) -> dict[str, Any]:
-    """A layout as an entry of `parallel_layout_item`."""
+    """Returns a layout as an entry of `parallel_layout_item`."""
     return {
         "dev_matrix": list(layout.device_matrix),
         "tensor_map": [list(axes) if len(axes) > 1 else axes[0] if axes else WHOLE for axes in layout.tensor_map],
@@ -237,12 +237,15 @@ def write_layouts(layouts: Mapping[str, ParameterLayout], path: str | os.PathLik
 
 
 def _layout_entry(tensor: PlannedTensor, mesh: LogicalMesh, needs: TensorSharding | None) -> dict[str, Any]:
-    """The layout of a tensor; what dimension 0 is split further than its reader needs it is the optimizer's sharding."""
+    """Returns the layout of a tensor as an entry.
+
+    Dimension 0 may be split further than its reader needs it; that part is the optimizer's sharding.
+    """
     stored = tensor.sharding or ((),)
     count = len(stored[0])
     if needs is not None and len(needs) == len(stored) and needs[1:] == stored[1:] and stored[0][: len(needs[0])] == needs[0]:
         count = len(needs[0])
-    # What the map alone cannot hold may still be the optimizer's: the slices are the same.
+    # A split that the map alone cannot hold may be written as the optimizer's: the slices are the same.
     for kept in dict.fromkeys((count, *range(len(stored[0]), -1, -1))):
         own, extra = (stored[0][:kept], *stored[1:]), stored[0][kept:]
         matrix, tensor_map = _device_matrix(own, mesh)
@@ -262,13 +265,16 @@ def _layout_entry(tensor: PlannedTensor, mesh: LogicalMesh, needs: TensorShardin
 
 
 def _run(axes: AxisNames, mesh: LogicalMesh) -> bool:
-    """Whether axes lie side by side in the mesh, in its order."""
+    """Returns whether axes lie side by side in the mesh, in its order."""
     first = mesh.names.index(axes[0])
     return mesh.names[first : first + len(axes)] == axes
 
 
 def _device_matrix(sharding: TensorSharding, mesh: LogicalMesh) -> tuple[list[int], list[Any]]:
-    """The mesh without axes of size 1, side-by-side axes of one dimension joined, and the tensor map on it."""
+    """Returns the device matrix of a sharding, and the tensor map on it.
+
+    The matrix is the mesh without axes of size 1, and with side-by-side axes of one dimension joined.
+    """
     dims = [tuple(name for name in dim if mesh.sizes[name] > 1) for dim in sharding]
     pieces = [*_pieces([name for name, size in mesh.axes if size > 1], dims)]
     place = {name: len(pieces) - 1 - index for index, piece in enumerate(pieces) for name in piece}
@@ -280,7 +286,7 @@ def _device_matrix(sharding: TensorSharding, mesh: LogicalMesh) -> tuple[list[in
 
 
 def _pieces(names: list[str], dims: list[AxisNames]) -> Iterator[AxisNames]:
-    """Runs of mesh axes that one dimension uses in the mesh's order; every other axis on its own."""
+    """Gives the runs of mesh axes that one dimension uses in the mesh's order, and every other axis on its own."""
     follows = {after: before for dim in dims for before, after in itertools.pairwise(dim)}
     piece: AxisNames = ()
     for name in names:

@@ -1,4 +1,4 @@
-"""A MindSpore strategy file brought to a step: its parameters found by name, its device matrices joined into one mesh."""
+"""Brings a MindSpore strategy file to a step: finds its parameters by name, and joins its device matrices into one mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmdctx.search.setup.device_matrix import DeviceMatrix, Piece, place
 
 
 class Parameter(NamedTuple):
-    """One argument leaf of a step, as names are looked up."""
+    """One argument leaf of a step, which files name."""
 
     path: str
     role: Role
@@ -25,7 +25,7 @@ class Parameter(NamedTuple):
 
 
 class FilePins(NamedTuple):
-    """What a strategy file fixes: the mesh, and path to sharding. `notes` says what of the file has no effect."""
+    """The pins of a strategy file: the mesh, and the sharding of each path. `notes` tells which parts of the file have no effect."""
 
     mesh: LogicalMesh
     shardings: Mapping[str, TensorSharding]
@@ -33,7 +33,7 @@ class FilePins(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A layout whose device matrix is cut so that the optimizer's sharding has axes of its own: matrix and pieces per dimension."""
+    """A layout whose device matrix is cut so that the optimizer's sharding has axes of its own: the matrix, and each dimension's pieces."""
 
     matrix: DeviceMatrix
     dims: tuple[tuple[Piece, ...], ...]
@@ -78,7 +78,7 @@ def file_pins(
 def _found(
     strategy: MindSporeStrategy, parameters: Sequence[Parameter], num_devices: int, where: str
 ) -> tuple[list[tuple[Parameter, ParameterLayout]], list[str]]:
-    """Entries with their parameters, and a note on each that has none."""
+    """Returns entries with their parameters, and a note on each that has none."""
     found: list[tuple[Parameter, ParameterLayout]] = []
     unknown: list[str] = []
     for name, layout in strategy.layouts.items():
@@ -108,7 +108,7 @@ def _found(
 
 
 def _called(name: str, parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The leaves of that name; else those whose path ends in it, parameters before other state."""
+    """Returns the leaves of that name; if there are none, the parameters whose path ends in it; if there are none, other such leaves."""
     dotted = mindspore_name(name)
     exact = [one for one in parameters if mindspore_name(one.path) == dotted]
     if exact:
@@ -128,7 +128,10 @@ def _unknown(name: str, fitting: Sequence[Parameter], parameters: Sequence[Param
 
 
 def _layout_of(entry: OpStrategy, parameter: Parameter, num_devices: int) -> ParameterLayout | None:
-    """A layout from the slices of an op, whose parameter is the last operand of its rank that the slices divide."""
+    """Returns a layout from the slices of an op, or None if they fit no operand.
+
+    The parameter is the last operand of its rank whose slices divide it.
+    """
     for slices in reversed(entry.operands):
         fits = len(slices) == len(parameter.shape) and num_devices % math.prod(slices) == 0
         if fits and all(size % number == 0 for size, number in zip(parameter.shape, slices, strict=True)):
@@ -162,7 +165,7 @@ def _bad_slices(parameter: Parameter, layout: ParameterLayout) -> list[str]:
 
 
 def _placed(layout: ParameterLayout, path: str, matrices: dict[tuple[object, ...], tuple[DeviceMatrix, list[int]]]) -> _Placed:
-    """The pieces of each dimension; layouts of one device matrix share its pieces."""
+    """Returns the pieces of each dimension; layouts of one device matrix share its pieces."""
     key = (layout.device_matrix, layout.shard_step, layout.shard_size)
     if key not in matrices:
         strides = _strides(layout)
@@ -187,7 +190,7 @@ def _placed(layout: ParameterLayout, path: str, matrices: dict[tuple[object, ...
 
 
 def _strides(layout: ParameterLayout) -> list[int]:
-    """Boundaries between the axes of the device matrix, counted in ranks, largest first; the optimizer's among them."""
+    """Returns the boundaries between the axes of the device matrix and of the optimizer's sharding, in ranks, largest first."""
     bounds = {1, *itertools.accumulate(reversed(layout.device_matrix), lambda a, b: a * b)}
     if layout.shard_size:
         bounds |= {layout.shard_step, layout.shard_step * layout.shard_size}

@@ -1,1 +1,1 @@
-"""Plans as people see them: tables, explanations, charts and pages, without logic of their own."""
+"""Shows plans to people, as tables, explanations, charts and pages, without logic of its own."""

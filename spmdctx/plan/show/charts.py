@@ -1,4 +1,4 @@
-"""Small charts as inline SVG, in the colours of the page's style."""
+"""Draws small charts as inline SVG, in the colours of the page's style."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEFT, RIGHT, TOP, BOTTOM = 76, 12, 14, 24
 
 
 class Mark(NamedTuple):
-    """A point of a scatter chart: coordinates, a CSS class, what its tooltip says, and whether it is filled."""
+    """A point of a scatter chart: its coordinates, its CSS class, the text of its tooltip, and whether it is filled."""
 
     x: float
     y: float
@@ -21,7 +21,10 @@ class Mark(NamedTuple):
 
 
 def thinned(values: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """At most `count` pairs of position and value: of each equal run of positions the largest value, so that no peak is lost."""
+    """Returns at most `count` pairs of position and value.
+
+    Each of equal runs of positions gives its largest value, so that no peak is lost.
+    """
     size = len(values)
     runs = (
         [(size * part // count, size * (part + 1) // count) for part in range(count)] if size > count else [(i, i + 1) for i in range(size)]
@@ -30,13 +33,13 @@ def thinned(values: Sequence[int], count: int) -> list[tuple[int, int]]:
 
 
 def area_chart(values: Sequence[int], limit: float | None, labels: tuple[str, str, str], title: str) -> str:
-    """One value per position as a filled line from zero, its largest marked.
+    """Draws one value per position as a filled line from zero, and marks the largest.
 
     Args:
         values: one or more, not negative.
         limit: a line across, None for none.
-        labels: what the largest value, the limit and the horizontal axis are called.
-        title: for readers that see no picture.
+        labels: texts for the largest value, the limit and the horizontal axis.
+        title: text for readers who do not see the picture.
     """
     pairs = thinned(values, (WIDTH - LEFT - RIGHT) // 2)
     top = max(max(value for _, value in pairs), limit or 0.0, 1.0) * 1.08
@@ -67,7 +70,7 @@ def area_chart(values: Sequence[int], limit: float | None, labels: tuple[str, st
 
 
 def scatter_chart(marks: Sequence[Mark], labels: tuple[str, str, str, str], title: str) -> str:
-    """Marks from the origin outwards; `labels` are the largest x and y as text, and what the axes are called."""
+    """Draws marks from the origin outwards; `labels` are the largest x and y as text, and the names of the axes."""
     right, top = max(mark.x for mark in marks) * 1.08 or 1.0, max(mark.y for mark in marks) * 1.15 or 1.0
     base = HEIGHT - BOTTOM
     dots = []

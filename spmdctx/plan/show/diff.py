@@ -1,4 +1,4 @@
-"""What changes from one plan to another, as text for a terminal and as a page."""
+"""Shows the changes from one plan to another, as text for a terminal and as a page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff(PlanDiffData):
-    """What `Plan.diff` found; it prints itself, and draws itself in a notebook."""
+    """The answer of `Plan.diff`; it prints itself, and draws itself in a notebook."""
 
     def __rich__(self) -> Group:
         return Group(*_text_sections(self))
@@ -73,7 +73,7 @@ def _text_table(*columns: str) -> Table:
 
 
 def _page(diff: PlanDiff) -> str:
-    """The page as a fragment; its style reaches nothing outside."""
+    """Returns the page as a fragment; its style reaches nothing outside."""
     if verdict(diff):
         return styled(f"<p>{verdict(diff)}</p>")
     return styled("".join(_page_sections(diff)))

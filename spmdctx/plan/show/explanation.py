@@ -1,4 +1,4 @@
-"""An explanation as text for a terminal."""
+"""Shows an explanation as text for a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_OPS = 12
 
 @dataclass(frozen=True, slots=True)
 class Explanation(ExplanationData):
-    """What `Plan.explain` found; it prints itself."""
+    """The answer of `Plan.explain`; it prints itself."""
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -55,7 +55,7 @@ def _tensor_lines(one: TensorExplanation, plan: PlanData) -> Iterator[str]:
 
 
 def story(one: TensorExplanation, plan: PlanData) -> Iterator[tuple[str, str]]:
-    """Why a tensor is split as it is, who reads and writes it, and what moves: labels and texts."""
+    """Tells why a tensor is split as it is, who reads and writes it, and what moves, as labels and texts."""
     yield "because", one.tensor.reason or f"{plan.assignment.mode} found it"
     for label, writes in (("read", False), ("written", True)):
         uses = [use for use in one.uses if use.writes is writes]
@@ -94,7 +94,7 @@ def _price_text(row: Instead, several: bool) -> str:
 
 
 def _runners_up(rows: Sequence[Instead], names: Sequence[str], several: bool) -> Iterator[str]:
-    """Alternatives that are priced as whole steps, with what would make them win, or what was tried where nothing does."""
+    """Gives the lines of alternatives priced as whole steps, with what would make them win, or what was tried if nothing does."""
     shown = rows[:MAX_ALTERNATIVES]
     last = ""
     for row, name in zip(shown, names, strict=False):

@@ -1,4 +1,4 @@
-"""The plan as one self-contained page: for a notebook cell, or a file of its own."""
+"""Shows the plan as one self-contained page, for a notebook cell or a file of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOCUMENT_STYLE = (
 
 
 def plan_document(plan: PlanData) -> str:
-    """A whole HTML document."""
+    """Returns a whole HTML document."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -40,7 +40,7 @@ def plan_document(plan: PlanData) -> str:
 
 
 def plan_page(plan: PlanData) -> str:
-    """The page as a fragment; its style reaches nothing outside."""
+    """Returns the page as a fragment; its style reaches nothing outside."""
     parts = [
         _header(plan),
         _tiles(plan),
@@ -56,7 +56,7 @@ def plan_page(plan: PlanData) -> str:
 
 
 def styled(body: str) -> str:
-    """A fragment with the style of pages; the style reaches nothing outside."""
+    """Returns a fragment with the style of pages, which reaches nothing outside."""
     return f'<div class="spmdctx-plan"><style>{_style()}</style>{body}</div>'
 
 
@@ -131,7 +131,7 @@ def _memory(plan: PlanData) -> str:
 
 
 def _mesh(plan: PlanData) -> str:
-    """The devices as a grid: the last axis to the right, the others downwards."""
+    """Draws the devices as a grid: the last axis to the right, the others downwards."""
     mesh, colours = plan.logical_mesh, _colours(plan)
     if mesh.num_devices > MAX_CELLS or mesh.num_devices == 1:
         return ""
@@ -170,7 +170,7 @@ _INPUT_HEAD = (
 
 
 def _input_row(group: TensorGroup, plan: PlanData, told: TensorExplanation) -> str:
-    """A row that opens: why it is split so, who reads and writes it, what moves, and the paths it stands for."""
+    """Draws a row that opens: why the input is split so, who reads and writes it, what moves, and the paths that it stands for."""
     first, mesh = group.first, plan.logical_mesh
     shape = _shape(first.shape, first.sharding, first.dtype, plan)
     whole = bytes_text(sum(tensor.num_bytes for tensor in group.tensors))
@@ -187,7 +187,7 @@ def _input_row(group: TensorGroup, plan: PlanData, told: TensorExplanation) -> s
 
 
 def _shape(shape: Sequence[int], sharding: Iterable[AxisNames], dtype: str, plan: PlanData) -> str:
-    """One box per dimension, in its axis' colour where it is split."""
+    """Draws one box per dimension, in the colour of its axis if it is split."""
     colours = _colours(plan)
     dims = []
     for size, axes in zip(shape, sharding, strict=True):
@@ -198,7 +198,7 @@ def _shape(shape: Sequence[int], sharding: Iterable[AxisNames], dtype: str, plan
 
 
 def _ops(plan: PlanData) -> str:
-    """Ops that do the same work in the same way, the heaviest first."""
+    """Lists ops that do the same work in the same way, the heaviest first."""
     kinds: dict[tuple[int, tuple[AxisNames, ...]], list[int]] = {}
     for index, (op, choice) in enumerate(zip(plan.op_table.operations, plan.op_table.choices, strict=True)):
         if op.flops:

@@ -1,4 +1,4 @@
-"""The parts of the page that are drawn: where the time of a step goes, and the memory that is alive over it."""
+"""Draws parts of the page: where the time of a step goes, and the memory that is alive over it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWN = "collectives of the step itself"
 
 
 class Part(NamedTuple):
-    """A share of a step: what it is, its seconds, executions in a step, and its CSS class."""
+    """A share of a step: its name, its seconds, its executions in a step, and its CSS class."""
 
     name: str
     time_s: float
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 
 def time_parts(plan: PlanData) -> list[Part]:
-    """Compute first, then communication by what causes it, the longest first."""
+    """Returns compute first, then communication by its cause, the longest first."""
     roles = {tensor.path: tensor.role.value for tensor in plan.inputs}
     sums: dict[str, tuple[float, int]] = {}
     for row in plan.collectives:
@@ -41,7 +41,7 @@ def time_parts(plan: PlanData) -> list[Part]:
 
 
 def _cause(row: Collective, roles: dict[str, str]) -> str:
-    """What a collective is for, in a few words, and over which axes."""
+    """Returns in a few words what a collective is for, and over which axes it runs."""
     over = f" over {'+'.join(row.axes)}"
     if row.cause.form in SUMS:
         return row.cause + over
@@ -52,7 +52,7 @@ def _cause(row: Collective, roles: dict[str, str]) -> str:
 
 
 def time_bands(plan: PlanData) -> str:
-    """Compute and communication as one bar, with a legend; empty where nothing takes time."""
+    """Draws compute and communication as one bar, with a legend; empty if nothing takes time."""
     parts = time_parts(plan)
     total = sum(part.time_s for part in parts)
     if total <= 0:
@@ -73,7 +73,7 @@ def _legend(part: Part, total: float) -> str:
 
 
 def memory_chart(plan: PlanData) -> str:
-    """Bytes of one device that are alive at each op, with the budget across; empty where they are not known."""
+    """Draws the bytes of one device that are alive at each op, with the budget across; empty if they are not known."""
     profile: Sequence[int] | None = plan.memory_profile
     if profile is None or len(profile) < 2:
         return ""

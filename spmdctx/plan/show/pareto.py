@@ -1,4 +1,4 @@
-"""Time against memory: a table for a terminal, and a page with a chart of all plans."""
+"""Shows time against memory: as a table for a terminal, and as a page with a chart of all plans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEAD = ("devices", "mesh", "budget", "memory", "step", "device-seconds", "")
 
 @dataclass(frozen=True, slots=True)
 class Pareto(ParetoData[AnyPlan]):
-    """What `Plan.pareto` found; it prints itself, and draws itself in a notebook."""
+    """The answer of `Plan.pareto`; it prints itself, and draws itself in a notebook."""
 
     def __rich__(self) -> Table:
         return _table(self)
@@ -45,7 +45,7 @@ def _table(found: ParetoData[AnyPlan]) -> Table:
 
 
 def _rows(found: ParetoData[AnyPlan], front: set[ParetoPoint]) -> Iterator[tuple[tuple[str, ...], bool]]:
-    """Cells of one row per point and per unmet budget, and whether it is on the front."""
+    """Gives the cells of one row per point and per unmet budget, and whether it is on the front."""
     for point in found.points:
         limit = ", ".join(_limit_text(one) for one in (point.memory_limit_bytes, *point.also_limit_bytes))
         cost = (bytes_text(point.memory_bytes), seconds_text(point.total_s), f"{point.device_s:.3g}")
@@ -60,7 +60,7 @@ def _limit_text(limit: int | None) -> str:
 
 
 def _page(found: ParetoData[AnyPlan]) -> str:
-    """The page as a fragment; its style reaches nothing outside."""
+    """Returns the page as a fragment; its style reaches nothing outside."""
     front = set(found.front)
     counts = list(dict.fromkeys(point.num_devices for point in found.points))
     colours = {count: f"axis{index % NUM_COLOURS}" for index, count in enumerate(counts)}

@@ -1,4 +1,4 @@
-"""The plan as text for a terminal."""
+"""Shows the plan as text for a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AXIS_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 def plan_table(plan: PlanData) -> Group:
-    """The plan for a rich console, which adds colours."""
+    """Returns the plan for a rich console, which adds colours."""
     return Group(*_sections(plan))
 
 

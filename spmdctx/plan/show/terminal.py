@@ -1,4 +1,4 @@
-"""Plain text of what rich draws on a terminal."""
+"""Makes plain text of what rich draws on a terminal."""
 
 from __future__ import annotations
 

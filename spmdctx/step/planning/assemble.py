@@ -25,7 +25,7 @@ _SEARCHED = ("dynamic_programming", "recursive_programming")
 
 
 def certified(plan: Plan, certificate: Certificate) -> Plan:
-    """Returns the plan with what a certificate proves of its price."""
+    """Returns the plan with the bound that a certificate proves on its price."""
     bound_s, note = certificate.of_price(plan.cost.total_s)
     notes = (*plan.notes, note) if note else plan.notes
     return replace(plan, lower_bound_s=bound_s, gap=gap_of(plan.cost.total_s, bound_s), notes=notes)
@@ -37,7 +37,7 @@ def plain_gradients(program: Program, setup: Setup) -> Sequence[PlannedGradient]
 
 
 class Decided(NamedTuple):
-    """What a search decided for a step, and what that costs."""
+    """The decisions of a search for a step, and their bill."""
 
     setup: Setup
     assignment: Assignment

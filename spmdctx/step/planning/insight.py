@@ -1,4 +1,4 @@
-"""Insight into a plan beyond its decisions, computed on request from the program that was planned."""
+"""Adds insight into a plan beyond its decisions, computed on request from the program that was planned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdctx.trace.scope.settings import Settings
 
 
 def with_insight(planned: Planned, captured: Captured, settings: Settings) -> Planned:
-    """Adds alternatives, a certifier and a way to plan again if the search gave the plan none; nothing is computed yet."""
+    """Adds alternatives, a certifier and a way to plan again if the search gave the plan none; computes nothing yet."""
     plan = planned.plan
     if plan.replan is None:
         plan = replace(plan, replan=Replanner(captured, settings))

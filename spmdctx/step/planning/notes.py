@@ -1,4 +1,4 @@
-"""The notes of a plan: what was guessed, padded or replicated, and which options have no effect."""
+"""Collects the notes of a plan: what was guessed, padded or replicated, and which options have no effect."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _all_to_all_notes(program: Program, setup: Setup, settings: Settings, bill: 
 
 
 def _repeated_work(program: Program, setup: Setup, assignment: Assignment, bill: Bill) -> list[str]:
-    """Says so if devices repeat work that they could share."""
+    """Returns a note if devices repeat work that they could share."""
     if not bill.flops or bill.split_flops / bill.flops >= 0.5:
         return []
     graph, mesh = program.graph, setup.mesh

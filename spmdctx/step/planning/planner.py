@@ -42,7 +42,7 @@ from spmdctx.trace.scope.settings import Settings
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan together with what lowering needs."""
+    """A plan, and what lowering needs beside it."""
 
     plan: Plan
     program: Program
@@ -91,7 +91,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
 
 
 def priced_here(plan: Plan, program: Program, captured: Captured, settings: Settings) -> Planned:
-    """Returns a plan with its price for a captured step and a machine that may not be those for which it was made."""
+    """Returns a plan with its price for a captured step and a machine, which may not be those that it was made for."""
     parts = prepare(program.graph, request_of(program, captured, settings)).parts if program.manual else {}
     assigned = Assigned(step_of(program, captured), plan.assignment, plan.logical_mesh, settings.topology)
     bill, directives = _priced(program, assigned, settings.context, _written(program, parts))
@@ -107,7 +107,7 @@ def _written(program: Program, parts: Mapping[str, AxisNames]) -> list[Collectiv
 
 
 def _priced(program: Program, assigned: Assigned, context: AutoParallelContext, written: Sequence[Collective]) -> tuple[Bill, Directives]:
-    """Returns the price of an assignment, with the collectives that are `written` in the program, and the plan's directives."""
+    """Returns the bill of an assignment, with the collectives `written` in the program, and the plan's directives."""
     step, assignment, mesh, topology = assigned.step, assigned.assignment, assigned.mesh, assigned.topology
     directives = directives_of(assigned, context, has_regions=bool(program.region_ops))
     if written or directives.buckets or directives.loop_sums.totals:

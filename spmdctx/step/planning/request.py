@@ -26,7 +26,7 @@ def step_of(program: Program, captured: Captured) -> Step:
 
 
 def request_of(program: Program, captured: Captured, settings: Settings) -> Request:
-    """Returns what a search is asked for a step."""
+    """Returns the request that a step makes of a search."""
     context = settings.context
     pins = [ValuePin(pin.value, pin.mesh_axes, pin.dims, "a sharding constraint") for pin in program.user_pins]
     for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True):
@@ -86,7 +86,7 @@ def search_mode(settings: Settings) -> str:
 
 
 def search_options(settings: Settings) -> SearchOptions:
-    """Returns how a search works, and within which limits."""
+    """Returns the options and limits of a search."""
     context = settings.context
     return SearchOptions(
         search_mode=search_mode(settings),

@@ -1,4 +1,4 @@
-"""The options strategy_ckpt_save_file and strategy_ckpt_load_file: writes new plans, and uses saved ones instead of a search."""
+"""Writes new plans to strategy_ckpt_save_file, and uses those of strategy_ckpt_load_file instead of a search."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ REASON = "the strategy file"
 
 
 def planned_with_files(captured: Captured, settings: Settings) -> Planned:
-    """Plans a captured step as `planner.plan_program` does, with the strategy files of the context; the plan can be asked why.
+    """Plans a captured step with the strategy files of the context; the plan can explain itself (`with_insight`).
 
-    A plan in strategy_ckpt_load_file is used as it is, with no search; the layouts of a MindSpore strategy file are pins.
+    A plan in strategy_ckpt_load_file is used as it is, without a search; the layouts of a MindSpore strategy file are pins.
 
     Raises:
         PlanFormatError: the file is no plan and no strategy file, is damaged, or has another format version.
-        PlanMismatchError: it is for another program, mesh, machine or context.
-        OSError: a file that is not there or cannot be written.
+        PlanMismatchError: the file is for another program, mesh, machine or context.
+        OSError: a file is missing, or cannot be written.
     """
     context = settings.context
     if context.parallel_mode not in PLANNED_MODES:
@@ -53,7 +53,7 @@ def planned_with_files(captured: Captured, settings: Settings) -> Planned:
 
 
 def loaded_plan(settings: Settings) -> Plan | None:
-    """Returns the plan in strategy_ckpt_load_file, or None if there is none; checks what can be checked without the step."""
+    """Returns the plan in strategy_ckpt_load_file, or None if there is none; checks everything that needs no step."""
     context = settings.context
     load = context.strategy_ckpt_load_file
     if not load or context.parallel_mode not in PLANNED_MODES:
