@@ -8,7 +8,8 @@ Seen in: libtpu 0.0.42, v5e:2x4: one of 120 plans, a perceptron of 7.1 GB where 
     CPU: not measured.
 Switch: `Compiler.scratch_bytes`, which is 0 where no gradient is kept apart from what follows it.
 Priced by: nothing; the price counts the sum alone.
-Written or prevented by: lowering.rewrite.rewriter, which puts a barrier behind the sum; it takes the product's place.
+Written or prevented by: cost.price.directives chooses the sums; lowering.rewrite.rewriter puts a barrier behind each, which takes the
+    product's place.
 Checked by: tests/machine/xla/test_bias_sums.py, benchmarks/fidelity_plans.py
 """
 

@@ -7,7 +7,7 @@ Seen in: libtpu 0.0.42, scheduled programs: on v5e:2x4 39 % of the time of weigh
     (7 to 64 %), in searched plans 14 to 59 %; no reduction is asynchronous. On v5p:2x2x2 and v6e:2x4 nothing is. GPU and CPU: not
     measured.
 Switch: `Compiler.gather_overlap`, `Compiler.reduction_overlap`: the largest share of the time that hides.
-Priced by: cost.price, cost.evaluate, search.problem.states, search.problem.network
+Priced by: cost.price.moves, cost.price.reductions, cost.evaluate, search.problem.states, search.problem.network
 Written or prevented by: nothing
 Checked by: tests/machine/xla/test_overlap.py, tests/machine/test_topology.py, benchmarks/speedup_table.py
 """

@@ -7,7 +7,7 @@ Seen in: jax 0.10.2, v5e:2x4 (libtpu 0.0.42), 8 x H100 (CUDA plugin 0.10.2) and 
     all_reduce, on CPU three. Before this was counted, 27 % of the planned bytes of a tensor-parallel Llama were not found on TPU; now
     100 % are, on TPU and GPU (docs/decisions/0005-plans-know-the-compiler.md, benchmarks/RESULTS.md).
 Switch: `Compiler.merges_partial_sums`, `Compiler.sinks_slices`
-Priced by: cost.price, cost.evaluate, search.problem.network
+Priced by: cost.price.reductions, cost.evaluate, search.problem.network
 Written or prevented by: lowering.rewrite.rewriter constrains such a result whole first, then scattered.
 Checked by: tests/machine/xla/test_partial_sums.py, tests/audit/test_collectives_tpu.py, tests/audit/test_collectives_gpu.py,
     benchmarks/fidelity.py

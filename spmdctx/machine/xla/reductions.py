@@ -11,7 +11,7 @@ Seen in: libtpu 0.0.42, v5e:2x4, v6e:2x4 and v5p:2x2x2: bfloat16 [768, 3072] ove
     reduce_scatters for v5e:2x4, 4x8, 8x16, v6e:2x2 and 4x8, all_reduces for v5e:4x4, 8x8, 16x16, v6e:4x4, 8x8, v5p:2x2x2, 2x2x4, 2x4x4
     and 4x4x4. Over v5p:2x2x1 it scatters, but combines nothing, and plans with these were no faster.
 Switch: `Compiler.scatters_strictly`, `Compiler.scatters_over_all`
-Priced by: machine.collectives, cost.price, cost.evaluate, search.problem.states, search.problem.space
+Priced by: machine.collectives, cost.price.reductions, cost.evaluate, search.problem.states, search.problem.space
 Written or prevented by: lowering.rewrite.rewriter
 Checked by: tests/machine/xla/test_reductions.py, tests/machine/test_torus.py, tests/machine/test_collectives.py,
     benchmarks/fidelity_plans.py

@@ -7,7 +7,7 @@ Seen in: Shardy, jax 0.10.2, v5e:2x4 (libtpu 0.0.42): in 120 plans, 80 of them o
     planned became 246. Five random plans of a Llama for 8 x H100: 156 MiB became none.
 Switch: none: all backends
 Priced by: nothing
-Written or prevented by: lowering.rewrite.rewriter, which constrains all of them.
+Written or prevented by: lowering.rewrite.values notes the values; lowering.rewrite.rewriter constrains all of them.
 Checked by: tests/machine/xla/partitioner/test_equal_values.py, benchmarks/fidelity_plans.py
 """
 

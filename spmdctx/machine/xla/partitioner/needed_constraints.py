@@ -5,7 +5,7 @@ What XLA does: Shardy propagates constraints through ops to results that have no
 Seen in: libtpu 0.0.42: attention scores with a constraint are written once more. How much that costs: not measured.
 Switch: none: all backends
 Priced by: nothing
-Written or prevented by: lowering.rewrite.rewriter
+Written or prevented by: lowering.rewrite.values notes which values need one, and lowering.rewrite.rewriter writes it.
 Checked by: tests/machine/xla/partitioner/test_needed_constraints.py
 """
 
