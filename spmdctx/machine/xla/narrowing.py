@@ -1,8 +1,8 @@
 """XLA on TPU keeps and moves float32 values in the matrix unit's own precision where only products read them.
 
-What XLA does: a float32 value that only matrix products read, be it behind a chain of element-wise ops that leads nowhere else, is
-    communicated as bfloat16. A product whose result only such readers take is written as bfloat16; a sum over devices of that kind is
-    reduced in float32 first, and both are in memory then.
+What XLA does: it communicates a float32 value as bfloat16 if only matrix products read it, be it behind a chain of element-wise ops that
+    leads nowhere else. It writes a product as bfloat16 if only such readers take the result. It reduces a sum over devices of that kind in
+    float32 first, and both are in memory then.
 Seen in: libtpu 0.0.42, v5e:2x4: without narrow results 50 of 70 peaks are within 15 % instead of 54, and without the float32 of their
     sums four MoEs are 13 to 28 % too small (benchmarks/RESULTS.md). Sharded float32 weights are gathered as bfloat16. GPU and CPU do
     neither.
@@ -28,7 +28,7 @@ from spmdctx.rules.elementwise import ELEMENTWISE
 
 
 def narrow_values(graph: Graph, held: bytearray) -> bytearray:
-    """Per value 1 where it is kept narrow; `held` says which exist in memory."""
+    """Returns a flag for each value: 1 if XLA keeps it narrow. `held` says which values exist in memory."""
     found = bytearray(len(graph.values) + 1)
     if not any(value.dtype == "float32" and held[value.id] for value in graph.values):
         return found
@@ -54,12 +54,12 @@ def narrow_values(graph: Graph, held: bytearray) -> bytearray:
 
 
 def kept_share(value: Value, narrow: bytearray, topology: Topology) -> float:
-    """The part of its own bytes that a value takes in memory; `narrow` says which are kept narrow where the compiler does so."""
+    """Returns the part of its own bytes that a value takes in memory; `narrow` flags the values that such a compiler keeps narrow."""
     return NARROW_BYTES / item_bytes(value.dtype) if narrow[value.id] and topology.compiler.narrows_matrix_operands else 1.0
 
 
 class _Chains:
-    """Where values go through element-wise ops that do not exist in memory."""
+    """The ways of values through element-wise ops whose results do not exist in memory."""
 
     def __init__(self, graph: Graph, held: bytearray) -> None:
         self._narrow, self._readers = narrow_readers(graph), graph.readers
@@ -71,7 +71,7 @@ class _Chains:
         self._passes: list[bool] = (of_primitives(graph, ELEMENTWISE) & ~exists[ends(graph).first_results]).tolist()
 
     def lead_to_products(self, value: int) -> bool:
-        """Whether products alone read the value, or the one value that all chains from it end in."""
+        """Returns whether products alone read the value, or the one value in which all chains from it end."""
         if value in self._kept:
             return False
         walk = Walk([value])
@@ -86,9 +86,9 @@ NARROW_BYTES = item_bytes("bfloat16")
 
 
 def sharers(graph: Graph) -> bytearray:
-    """Per op, 1 for matrix products, and for transposes and the like of which only such ops read the result.
+    """Returns a flag for each op: 1 for matrix products, and for transposes and the like whose result only such ops read.
 
-    Those of one computation that read one value share the copies that are made of it.
+    Flagged ops of one computation that read the same value share the copies that are made of it.
     """
     known: bytearray | None = graph.facts.get(sharers)
     if known is None:
@@ -97,7 +97,7 @@ def sharers(graph: Graph) -> bytearray:
 
 
 def sharing_ops(graph: Graph) -> list[Op]:
-    """The ops that are `sharers`."""
+    """Returns the ops that `sharers` flags."""
     return [graph.ops[index] for index in np.flatnonzero(np.frombuffer(sharers(graph), dtype=np.uint8)).tolist()]
 
 
@@ -122,7 +122,10 @@ def _sharers(graph: Graph) -> bytearray:
 
 
 def narrow_readers(graph: Graph) -> bytearray:
-    """Per op, 1 for matrix products, and for changes of layout, ways into loops and look-ups of which only such ops read the result."""
+    """Returns a flag for each op: 1 for matrix products, and for other ops whose result only flagged ops read.
+
+    These other ops are changes of layout, entries of loops, and look-ups.
+    """
     known: bytearray | None = graph.facts.get(narrow_readers)
     if known is None:
         known = graph.facts[narrow_readers] = _narrow_readers(graph)
