@@ -84,7 +84,7 @@ def select_and_gather_add(operands: tuple[Shape, ...], results: tuple[Shape, ...
 
 @rule("select_and_scatter")
 def select_and_scatter(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Scatters, from (operand, source, initial value) to the operand's shape."""
+    """Selects and scatters, from (operand, source, initial value) to the operand's shape."""
     builder = RuleBuilder()
     dims, windows = _window_dims(builder, operands[0], operands[1], _trivial_windows(params))
     return builder.build([dims, windows, []], [dims])
