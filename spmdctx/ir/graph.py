@@ -89,8 +89,8 @@ class Op(NamedTuple):
 
     `operands` holds value ids, `LITERAL` for scalar literals. `repeats` counts executions in one step. `pinned` gives the
     sharding that the user fixed for each result, None for those that are free. `fused` has a bit per operand, then per
-    result. A bit is set where the tensor is a literal, is computed inside a fusion and never in memory, or was read or made by
-    the same fusion before. `work` is that of the op's fusion, None where the op is priced on its own.
+    result. A bit is set where the tensor is a literal, or never in memory because a fusion computes it inside, or was read or
+    made by the same fusion before. `work` is that of the op's fusion, None where the op is priced on its own.
     """
 
     id: int
@@ -135,7 +135,7 @@ def fusion_scope(fusion: int) -> str:
 
 
 class Origin(NamedTuple):
-    """Where an op comes from: its name scope and `file.py:line`."""
+    """The origin of an op: its name scope and `file.py:line`."""
 
     name: str
     source: str
@@ -175,7 +175,7 @@ class Graph:
         dtypes = [value.dtype for value in self.values]
         dtypes.append("")  # that of literals
         dtype, numbers = dtypes.__getitem__, dict[tuple[object, ...], int]()
-        # Equal rules and works are one object as a rule, and so spare hashing what they hold.
+        # Equal rules and works are usually one object: their ids spare hashing what they hold.
         keys = [
             (id(rule), primitive, flops, fused, id(work), *map(dtype, operands), *map(dtype, results))
             for _, primitive, operands, results, rule, flops, _, _, fused, work in self.ops

@@ -83,7 +83,7 @@ VIEWS = RENAMES | REARRANGED
 """Ops that only prepare an array for use: a model may cast all of its parameters before it computes with the first."""
 
 BROUGHT_IN = LAYOUT | {SCAN_ENTER}
-"""Ops in front of which the compiler moves a conversion to lower precision, also out of loops."""
+"""Ops that a conversion to lower precision passes: the compiler moves it in front of them, also out of loops."""
 
 LOOKED_UP = "gather"
 """A look-up; the compiler also moves such a conversion in front of it, if nothing else reads the table."""

@@ -37,7 +37,7 @@ def batch_dims(graph: Graph, leaves: Iterable[int], mesh: LogicalMesh) -> BatchD
         tied.setdefault(right, []).append(left)
     looped = {op.operands[0] for op in graph.ops if op.boundary is Boundary.ENTER and op.rule.blocked}
     memo: dict[tuple[int, ...], tuple[int | None, ...]] = {}
-    # Ops are in execution order, so that only what a tie carries back must be followed once more.
+    # Ops are in execution order: only a dimension that a tie carries back must be followed once more.
     again = True
     while again:
         again = False
