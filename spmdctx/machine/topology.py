@@ -31,7 +31,7 @@ class Compiler:
     Attributes:
         version: The compiler and the version that these values were measured with.
         merges_partial_sums: Adds partial results before it reduces them, so that a sum of unreduced values costs one
-            all_reduce, and reduce-scatters a sum of which every device keeps only its slice.
+            all_reduce. Reduce-scatters a sum if every device keeps only its slice.
         scatters_over_all: Reduce-scatters over all devices of any slice. If False, it does so only over some slices
             (`torus.scatters_over_slice`), and all-reduces and slices over the others.
         scatters_strictly: Reduce-scatters only certain blocks, and axes in one order (see `machine.xla.reductions`).

@@ -6,7 +6,7 @@ What XLA does: if a product is reduced between devices and a bias is added to it
     Then the product and the sum are both in memory to the end of the backward pass.
 Seen in: libtpu 0.0.42, v5e:2x4: one of 120 plans, a perceptron of 7.1 GB where 5.2 GB do (7066 and 5209 MiB), in the same time. GPU and
     CPU: not measured.
-Switch: `Compiler.scratch_bytes`, which is 0 if no barrier keeps a gradient apart from its update.
+Switch: `Compiler.scratch_bytes`, which is 0 on machines where no barrier keeps a gradient apart from its update.
 Priced by: nothing; the price counts the sum alone.
 Written or prevented by: cost.price.directives chooses the sums; lowering.rewrite.rewriter puts a barrier behind each, which takes the
     product's place.

@@ -110,7 +110,7 @@ class _Homes:
         self._elements, self._repeats = columns.elements.tolist(), columns.repeats.tolist()
         self._maker, self._starts, self._main = columns.maker_of.tolist(), columns.slot_starts.tolist(), columns.slot_ops.tolist()
         chained = columns.which(CHAINED.__contains__)
-        # Of one result, which is not in memory.
+        # Ops with one result that is not in memory.
         inside = (np.bincount(columns.makers, minlength=columns.num_ops) == 1) & fused[columns.slot_starts[1:] - 1]
         self._chained, self._inside = chained.tobytes(), inside.tobytes()
         self._origins: dict[tuple[int, int], tuple[int, int]] = {}

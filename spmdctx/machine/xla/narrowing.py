@@ -36,7 +36,7 @@ def narrow_values(graph: Graph, held: bytearray) -> bytearray:
     products = of_primitives(graph, MATRIX_PRODUCTS)
     every, may_take = ends(graph), products.copy()
     may_take[every.ops[~every.is_result & (np.frombuffer(held, dtype=np.uint8)[every.values] == 0)]] = True
-    # What is made of products on the way into other ops.
+    # Values made of products on the way into other ops.
     passed, makes = bytearray(len(graph.values) + 1), products.tolist()
     for index in np.flatnonzero(may_take).tolist():
         op, of_product = graph.ops[index], makes[index]
@@ -67,7 +67,7 @@ class _Chains:
         exists = np.frombuffer(held, dtype=np.uint8) == 1
         exists[list(self._kept)] = True
         self._graph = graph
-        # Per op whether a chain goes on behind it.
+        # A flag for each op: True if a chain goes on behind it.
         self._passes: list[bool] = (of_primitives(graph, ELEMENTWISE) & ~exists[ends(graph).first_results]).tolist()
 
     def lead_to_products(self, value: int) -> bool:
@@ -108,7 +108,7 @@ def _sharers(graph: Graph) -> bytearray:
         return found
     every = ends(graph)
     takes = ~every.is_result
-    # What some other op reads, or the step returns.
+    # Values that some other op reads, or the step returns.
     elsewhere = np.zeros(len(graph.values) + 1, dtype=np.uint8)
     elsewhere[list(graph.outputs)] = 1
     elsewhere[every.values[takes][~(np.frombuffer(found, dtype=np.uint8).astype(bool) | rearranging)[every.ops[takes]]]] = 1
@@ -140,7 +140,7 @@ def _narrow_readers(graph: Graph) -> bytearray:
     reads = np.bincount(read - LITERAL, minlength=len(graph.values) - LITERAL)
     for op in ops_of(graph, (LOOKED_UP,)):
         passing[op.id] = reads[op.operands[0] - LITERAL] == 1
-    # Other ops take what they read as it is; those that pass it on do as their readers do.
+    # Other ops read values in their own type; those that pass a value on do as their readers do.
     wide = np.zeros(len(graph.values) + 1, dtype=np.uint8)
     wide[list(graph.outputs)] = 1
     wide[read[~(products | passing)[ops]]] = 1

@@ -72,7 +72,7 @@ def terminal_values(graph: Graph, stops: frozenset[int]) -> bytearray:
 
 def _loops(graph: Graph) -> list[tuple[int, int]]:
     carries = {op.results[0] for op in ops_of(graph, CARRYING)}
-    # What a loop hands on may be the step's own next state; only the loop goes round within a step.
+    # The step's inputs may be tied to what a loop hands on, as its next state; within a step only the loop goes round.
     given = set(graph.inputs)
     return [pair for pair in graph.ties if pair[1] in carries and pair[0] not in given]
 

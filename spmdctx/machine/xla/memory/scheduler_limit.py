@@ -1,8 +1,8 @@
 """XLA's scheduler on TPU lets values live as long as it likes, up to a limit that can be set.
 
-What XLA does: ops that the scheduler puts off to fill a wait may hold gigabytes that no plan foresaw, as long as less than 95 % of the
-    device's memory is alive. With a lower limit the scheduler tries again while its schedule is above it, with a tenth less each time. The
-    limit is a goal, not a promise. It is a whole percentage of the device's memory.
+What XLA does: ops that the scheduler puts off to fill a wait may hold gigabytes that no plan foresaw. It allows that as long as less than
+    95 % of the device's memory is alive. With a lower limit the scheduler tries again while its schedule is above it, with a tenth less
+    each time. The limit is a goal, not a promise. It is a whole percentage of the device's memory.
 Seen in: libtpu 0.0.42, v5e:2x4: with a limit of 1.08 of the plan's peak 65 of 70 peaks are within 15 % instead of 61; 1.0 made some plans
     5 % slower (benchmarks/RESULTS.md). On 8 x H100 the option of that kind held one plan of 56; CPU has none.
 Switch: none: only TPU's compiler has the options, and it is asked whether it knows them.

@@ -3,8 +3,8 @@
 What XLA does: it merges equal equations before it splits anything. It hands the sharding that one reader asks for on to all others that
     have no constraint between them and the value. A first power, as in Adam's first moment, is equal to its operand. XLA writes values
     that depend on no input once for each reader, unless they are constrained.
-Seen in: Shardy, jax 0.10.2, v5e:2x4 (libtpu 0.0.42): in 120 plans, 80 of them of random pins, 3534 MiB of collectives that nobody had
-    planned became 246. Five random plans of a Llama for 8 x H100: 156 MiB became none.
+Seen in: Shardy, jax 0.10.2, v5e:2x4 (libtpu 0.0.42): in 120 plans, 80 of them of random pins, 3534 MiB of collectives that no plan had
+    became 246. Five random plans of a Llama for 8 x H100: 156 MiB became none.
 Switch: none: all backends
 Priced by: nothing
 Written or prevented by: lowering.rewrite.values notes the values; lowering.rewrite.rewriter constrains all of them.
@@ -48,7 +48,7 @@ def equal_values(graph: Graph, scopes: Sequence[int], assignment: Assignment, mo
 
     All of them are constrained. Otherwise the readers of one would get the sharding of the other, and move it back.
     """
-    # What a value is to its readers: the first that is equal to it and stored alike.
+    # By value, the first one that is equal to it and stored alike.
     first = [*range(len(graph.values)), LITERAL]
     alike: dict[tuple[object, ...], list[int]] = {}
     for op in graph.ops:

@@ -1,7 +1,7 @@
 """The partitioner gathers an operand that was repeated for readers which split it differently.
 
-What XLA does: it repeats an operand once for all equations that want the same shape, splits the result as one of them does, and then
-    gathers it for the others, although the plan moves no such tensor between devices.
+What XLA does: it repeats an operand once for all equations that want the same shape, and splits the result as one of them does. Then it
+    gathers the result for the others, although the plan moves no such tensor between devices.
 Seen in: libtpu 0.0.42, v5p, LLaMA2-70B on 8 devices: one float32 all_gather of 512 MiB that was not planned (2.6 ms).
 Switch: none: all backends
 Priced by: nothing
