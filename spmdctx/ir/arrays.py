@@ -1,4 +1,4 @@
-"""Names of the types of array that the package passes around."""
+"""Names of the types of arrays that modules hand to each other."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 WordArray = NDArray[np.uint64]
-"""Hashes: arithmetic on them wraps around."""
+"""The type of hashes: arithmetic on them wraps around."""

@@ -1,4 +1,4 @@
-"""One collective of a plan, why it runs, and one way to write it."""
+"""A collective of a plan, the reason why it runs, and the ways in which compilers write it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", 
 
 
 class CauseForm(Enum):
-    """The reasons for which collectives run, each as its sentence.
+    """The reasons why collectives run, each with its sentence.
 
-    Plan files keep the sentence: a form that is worded anew no longer reads the causes of older files.
+    Plan files keep the sentence: a form that gets new words no longer reads the causes of older files.
     """
 
     OPERAND = "operand {position} of {primitive}: {path} {source} -> {target}"
@@ -33,7 +33,7 @@ MOVES = frozenset({CauseForm.OPERAND, CauseForm.RESULT})
 """Causes of collectives that change the sharding of a value, which the gap `path` names."""
 
 SUMS = frozenset({CauseForm.SUM, CauseForm.LOOP_SUM})
-"""Causes of collectives that each reduce what one op or loop leaves partial."""
+"""Causes of collectives that reduce the partial result of one op or loop."""
 
 _SHARDING = r"\[[^\]]*\]"
 
@@ -41,7 +41,7 @@ _PATTERNS = {"position": r"\d+", "bucket": r"\d+", "primitive": r"\S+", "path": 
 
 
 class Cause(Sentence):
-    """Why a collective runs."""
+    """The reason why a collective runs."""
 
     form: CauseForm
 
@@ -62,7 +62,7 @@ class Cause(Sentence):
 
     @classmethod
     def sum(cls, primitive: str, bucket: int | None = None, *, in_loop: bool = False) -> Cause:
-        """Returns the cause of a reduction of what an op leaves partial, with the bucket if it is part of a gradient."""
+        """Returns the cause of the reduction of an op's partial result, with the bucket of the gradient if it has one."""
         if bucket is None:
             return cls(CauseForm.LOOP_SUM if in_loop else CauseForm.SUM, primitive=primitive)
         return cls(CauseForm.LOOP_BUCKET if in_loop else CauseForm.BUCKET, bucket=bucket, primitive=primitive)
@@ -73,7 +73,7 @@ class Cause(Sentence):
 
 
 LOSS_REDUCTION = Cause(CauseForm.LOSS)
-"""The cause of collectives that join what devices computed by losses of their own."""
+"""The cause of collectives that combine the results of losses which each device computes for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,10 @@ class Collective:
 
 
 class Way(NamedTuple):
-    """One way to write a planned kind: the compiled kind, its payload over the planned one's, and its dtype if that tells."""
+    """One way in which a compiler writes a planned kind.
+
+    `compiled` is the compiled kind, and `ratio` its payload over the planned one. `dtypes` has its types, if they tell the way.
+    """
 
     planned: str
     compiled: str

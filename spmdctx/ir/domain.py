@@ -1,4 +1,4 @@
-"""Shardings as rows of small integers, so that whole domains are handled by NumPy at once.
+"""Shardings as rows of small integers, so that NumPy handles whole domains at once.
 
 On a mesh with axes a, b the *codes* of one dimension are (), a, b, ab, ba: every ordered choice of axes, major first. A sharding
 is a row of codes whose axes are disjoint; the domain of a shape holds all rows that divide it.
@@ -21,7 +21,7 @@ MAX_ORDERED_AXES = 3
 
 
 class AxisCodes:
-    """The codes of one mesh: per code its axes, its number of slices, and its axes as bits. Code 0 is the empty one."""
+    """The codes of one mesh: the axes of each code, its number of slices, and its axes as bits. Code 0 is the empty one."""
 
     def __init__(self, mesh: LogicalMesh) -> None:
         self.mesh = mesh
@@ -61,19 +61,19 @@ class AxisCodes:
         return np.array(pairs, dtype=np.int64)
 
     def names(self, bits: int) -> AxisNames:
-        """The axes of a set of bits, in the order of the mesh, or three of them by size."""
+        """Returns the axes of a set of bits, in the order of the mesh; if the mesh has three, by size."""
         return tuple([name for place, name in enumerate(self._names) if bits >> place & 1])
 
     def code(self, axes: AxisNames) -> int:
-        """The code of some axes, -1 where the codes do not hold them; axes of size 1 split nothing."""
+        """Returns the code of some axes, -1 if there is none; axes of size 1 split nothing and are ignored."""
         return self.of.get(tuple([name for name in axes if self.mesh.sizes[name] > 1]), -1)
 
     def sharding(self, row: Sequence[int]) -> TensorSharding:
-        """The sharding that a row stands for."""
+        """Returns the sharding that a row stands for."""
         return tuple([self.axes[code] for code in row])
 
     def rows(self, sizes: Sequence[int], splittable: Sequence[bool] | None = None) -> IntArray:
-        """All rows of disjoint codes that divide `sizes`, in lexicographic order. [rows, dims]"""
+        """Returns all rows of disjoint codes that divide `sizes`, in lexicographic order. [rows, dims]"""
         rows = np.zeros((1, 0), dtype=np.int64)
         used = np.zeros(1, dtype=np.int64)
         for place, size in enumerate(sizes):
@@ -98,35 +98,35 @@ class Domain:
         return len(self.rows)
 
     def numbers(self, rows: IntArray) -> IntArray:
-        """The numbers of rows, -1 for those that do not divide the shape."""
+        """Returns the numbers of rows, -1 for those that do not divide the shape."""
         keys = rows @ self._weights
         found = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         return np.where((self._keys[found] == keys) & (rows >= 0).all(axis=1), found, -1)
 
     def number(self, sharding: TensorSharding) -> int:
-        """The number of a sharding, -1 where it is not in the domain."""
+        """Returns the number of a sharding, -1 if it is not in the domain."""
         row = np.array([[self.codes.code(axes) for axes in sharding]], dtype=np.int64).reshape(1, len(self.shape))
         return int(self.numbers(row)[0])
 
     @cached_property
     def shardings(self) -> tuple[TensorSharding, ...]:
-        """Per number, the sharding."""
+        """The sharding of each number."""
         return tuple([self.codes.sharding(row) for row in self.rows.tolist()])
 
     @cached_property
     def slices(self) -> IntArray:
-        """Per number, into how many blocks the tensor is cut."""
+        """The number of blocks into which the sharding of each number cuts the tensor."""
         found: IntArray = np.prod(self.codes.slices[self.rows], axis=1, dtype=np.int64)
         return found
 
 
 @lru_cache(maxsize=256)
 def axis_codes(mesh: LogicalMesh) -> AxisCodes:
-    """The codes of a mesh."""
+    """Returns the codes of a mesh."""
     return AxisCodes(mesh)
 
 
 @lru_cache(maxsize=4096)
 def domain(mesh: LogicalMesh, shape: tuple[int, ...]) -> Domain:
-    """The domain of a shape on a mesh."""
+    """Returns the domain of a shape on a mesh."""
     return Domain(axis_codes(mesh), shape)

@@ -42,7 +42,7 @@ LOW = frozenset({"bfloat16", "float16"})
 
 @cache
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element; PRNG keys count as their two uint32 words, float8 variants as one byte."""
+    """Returns the bytes of one element; PRNG keys count as their two uint32 words, float8 variants as one byte."""
     known = _ITEM_BYTES.get(dtype)
     if known is not None:
         return known
@@ -52,7 +52,7 @@ def item_bytes(dtype: str) -> int:
 
 
 class Role(StrEnum):
-    """What a value is to the step."""
+    """The role of a value in the step."""
 
     PARAMETER = "parameter"
     OPTIMIZER = "optimizer"
@@ -75,9 +75,9 @@ class Value(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the fusion around an op does, unsplit: bytes moved per element of each operand, then result, and vector operations.
+    """The work of the fusion around an op, unsplit: bytes moved per element of each operand, then result, and vector operations.
 
-    Of an op inside another's fusion `moved` is empty, and `vector_flops` what is left of its price.
+    For an op inside the fusion of another, `moved` is empty, and `vector_flops` is the part of its price that remains.
     """
 
     moved: tuple[float, ...]
@@ -88,9 +88,9 @@ class Op(NamedTuple):
     """One equation of the program, or one boundary of a control-flow body (`boundary`).
 
     `operands` holds value ids, `LITERAL` for scalar literals. `repeats` counts executions in one step. `pinned` gives the
-    sharding the user fixed per result, None for those that are free. `fused` has a bit per operand, then per result, set
-    where the tensor is literal, computed inside a fusion and never in memory, or read or made by the fusion before. `work` is
-    that of its fusion, None where the op is priced on its own.
+    sharding that the user fixed for each result, None for those that are free. `fused` has a bit per operand, then per
+    result. A bit is set where the tensor is a literal, or never in memory because a fusion computes it inside, or was read or
+    made by the same fusion before. `work` is that of the op's fusion, None where the op is priced on its own.
     """
 
     id: int
@@ -130,12 +130,12 @@ _FUSION = "~fusion"
 
 
 def fusion_scope(fusion: int) -> str:
-    """What a region's name scope ends in where `shard(fusion=)` gives its gradients a bucket of their own."""
+    """Returns the end of a region's name scope: the number of its bucket where `shard(fusion=)` gives it one, else nothing."""
     return f"{_FUSION}{fusion}" if fusion else ""
 
 
 class Origin(NamedTuple):
-    """Where an op comes from: its name scope and `file.py:line`."""
+    """The origin of an op: its name scope and `file.py:line`."""
 
     name: str
     source: str
@@ -166,16 +166,16 @@ class Graph:
 
     @cached_property
     def producers(self) -> dict[int, int]:
-        """Value id to the id of the op that makes it."""
+        """The id of the op that makes each value, by value id."""
         return {value: op.id for op in self.ops for value in op.results}
 
     @cached_property
     def kinds(self) -> list[int]:
-        """Per op a number that it shares with the ops of the same rule, primitive, types, FLOPs, `fused` and `work`."""
+        """A number for each op, shared by the ops of the same rule, primitive, types, FLOPs, `fused` and `work`."""
         dtypes = [value.dtype for value in self.values]
         dtypes.append("")  # that of literals
         dtype, numbers = dtypes.__getitem__, dict[tuple[object, ...], int]()
-        # Equal rules and works are one object as a rule, and so spare hashing what they hold.
+        # Equal rules and works are usually one object: their ids spare hashing what they hold.
         keys = [
             (id(rule), primitive, flops, fused, id(work), *map(dtype, operands), *map(dtype, results))
             for _, primitive, operands, results, rule, flops, _, _, fused, work in self.ops
@@ -184,7 +184,7 @@ class Graph:
 
     @cached_property
     def readers(self) -> tuple[tuple[Op, ...], ...]:
-        """Per value the ops that read it, one that reads it twice twice."""
+        """The ops that read each value; an op that reads it twice is there twice."""
         found: list[list[Op]] = [[] for _ in range(len(self.values) + 1)]
         for op in self.ops:
             for value in op.operands:
@@ -193,5 +193,8 @@ class Graph:
 
     @cached_property
     def facts(self) -> dict[object, Any]:
-        """What was worked out of the graph alone and is asked for again, by a key of whoever works it out."""
+        """Results kept for the next call, by a key of the function that computed them.
+
+        Nearly all depend on the graph alone; the last bill of the step is here too.
+        """
         return {}

@@ -14,10 +14,10 @@ from typing import Any
 from spmdctx.errors import StrategyError, UnsupportedError, message
 
 Strategy = tuple[int, ...]
-"""Slices per dimension."""
+"""The number of slices of each dimension."""
 
 FREE = 0
-"""Stands in a normalised strategy for a dimension that the user's strategy does not speak of (one added by vmap)."""
+"""Stands in a normalised strategy for a dimension that the user's strategy does not mention (one added by vmap)."""
 
 WHOLE = -1
 _NONE = "None"
@@ -25,12 +25,12 @@ _INTERLEAVED = "interleaved_parallel"
 
 
 def nearest_fit(size: int, wanted: int, num_devices: int) -> int:
-    """The largest number of slices up to `wanted` that divides both the dimension and the devices."""
+    """Returns the largest number of slices up to `wanted` that divides both the dimension and the devices."""
     return next(number for number in range(min(wanted, size, num_devices), 0, -1) if size % number == 0 and num_devices % number == 0)
 
 
 def fitting_strategy(sizes: Sequence[int], wanted: Sequence[int], num_devices: int) -> Strategy:
-    """A strategy below `wanted` whose entries divide `sizes` and whose product divides the devices; it keeps what fits already."""
+    """Returns a strategy of at most `wanted` whose entries divide `sizes` and whose product divides the devices; keeps what fits."""
     numbers = [nearest_fit(size, number, num_devices) if number else FREE for size, number in zip(sizes, wanted, strict=True)]
     while num_devices % math.prod(number for number in numbers if number):
         largest = max(range(len(numbers)), key=lambda index: (numbers[index] > 1, numbers[index] != wanted[index], numbers[index]))
@@ -68,7 +68,7 @@ class Layout:
             )
 
     def __call__(self, *tensor_map: str | tuple[str, ...]) -> Layout:
-        """The layout of a tensor, given an axis name, a tuple of names or "None" for each dimension."""
+        """Returns the layout of a tensor, given an axis name, a tuple of names or "None" for each dimension."""
         dims = tuple(self._dim(entry) for entry in tensor_map)
         used = [name for dim in dims for name in dim]
         for name in used:
@@ -87,19 +87,19 @@ class Layout:
 
     @property
     def strategy(self) -> Strategy:
-        """Slices per dimension."""
+        """The number of slices of each dimension."""
         sizes = dict(zip(self.alias_name, self.device_matrix, strict=True))
         return tuple(FREE if dim is None else math.prod(sizes[name] for name in dim) for dim in self._placed())
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
-        """Device-matrix axes per dimension, counted from the right; -1 where the dimension is whole."""
+        """The device-matrix axes of each dimension, counted from the right; -1 where the dimension is whole."""
         last = len(self.alias_name) - 1
         dims = [tuple(last - self.alias_name.index(name) for name in dim or ()) for dim in self._placed()]
         return tuple(dim if len(dim) > 1 else dim[0] if dim else WHOLE for dim in dims)
 
     def to_dict(self) -> dict[str, object]:
-        """The layout as MindSpore writes it."""
+        """Returns the layout as MindSpore writes it."""
         return {
             "device_matrix": self.device_matrix,
             "tensor_map": self.tensor_map,
@@ -110,11 +110,11 @@ class Layout:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Layout:
-        """The layout that `to_dict` wrote, lists standing for tuples.
+        """Returns the layout that `to_dict` wrote; lists may stand for tuples.
 
         Raises:
-            StrategyError: keys are missing, or the tensor map names axes that the device matrix does not have.
-            TypeError: values of a wrong type.
+            StrategyError: Keys are missing, or the tensor map names axes that the device matrix does not have.
+            TypeError: A value has a wrong type.
         """
         for name in ("device_matrix", "alias_name", "tensor_map"):
             if not isinstance(content.get(name), list | tuple):
@@ -138,7 +138,7 @@ class Layout:
         return self.alias_tensor_map
 
     def with_free_dim(self, dim: int) -> Layout:
-        """The layout of the same tensor with one more dimension, which it leaves free."""
+        """Returns the layout of the same tensor with one more dimension, which it leaves free."""
         dims = self._placed()
         return Layout(self.device_matrix, self.alias_name, self.rank_list, (*dims[:dim], None, *dims[dim:]))
 

@@ -1,4 +1,4 @@
-"""The logical mesh: named axes over devices, and what a sharding on it means for a tensor's shape."""
+"""The logical mesh: named axes over devices, and the blocks into which its axes cut a tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_AXIS_NAMES = ("data", "model")
 
 
 def axis_name(index: int) -> str:
-    """Name of the mesh axis at `index` where the user gave none: data, model, axis2, axis3, ..."""
+    """Returns the name of the mesh axis at `index` where the user gave none: data, model, axis2, axis3, ..."""
     return DEFAULT_AXIS_NAMES[index] if index < len(DEFAULT_AXIS_NAMES) else f"axis{index}"
 
 
@@ -32,43 +32,43 @@ class LogicalMesh:
 
     @classmethod
     def of(cls, axes: Mapping[str, int] | Iterable[int]) -> LogicalMesh:
-        """From {"name": size}, or from sizes alone, which get the default names."""
+        """Makes a mesh from {"name": size}, or from sizes alone; the axes then get the default names."""
         if isinstance(axes, Mapping):
             return cls(tuple(axes.items()))
         return cls(tuple((axis_name(index), size) for index, size in enumerate(axes)))
 
     @property
     def names(self) -> AxisNames:
-        """Axis names, major first."""
+        """The names of the axes, major first."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Axis sizes, major first."""
+        """The sizes of the axes, major first."""
         return tuple(size for _, size in self.axes)
 
     @property
     def num_devices(self) -> int:
-        """Product of the axis sizes."""
+        """The number of devices: the product of the axis sizes."""
         return math.prod(size for _, size in self.axes)
 
     def num_slices(self, axes: Iterable[str]) -> int:
-        """Into how many slices `axes` split a dimension."""
+        """Returns the number of slices into which `axes` split a dimension."""
         return math.prod(self.sizes[name] for name in axes)
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOrder(LogicalMesh):
-    """Meshes of the same axes in several orders at once, on which a collective costs what it costs on the best of them.
+    """Several orders of the same mesh axes at once; a collective costs as much as on the order that is best for it.
 
-    What is cheapest here is a lower bound for each of `orders`, the cheapest price of which may not be that of one of them.
+    The cheapest price on this mesh is a lower bound for the price on each of `orders`. No single order has to reach it.
     """
 
     orders: tuple[LogicalMesh, ...]
 
     @classmethod
     def of_meshes(cls, meshes: Sequence[LogicalMesh]) -> AnyOrder:
-        """From meshes of the same sizes in several orders; they get the names of the first one by size."""
+        """Makes one of meshes with the same sizes in several orders; axes get the names of the first mesh, matched by size."""
         by_size = [sorted(mesh.names, key=mesh.sizes.__getitem__) for mesh in meshes]
         names = [dict(zip(own, by_size[0], strict=True)) for own in by_size]
         orders = [LogicalMesh(tuple((new[name], size) for name, size in mesh.axes)) for mesh, new in zip(meshes, names, strict=True)]
@@ -76,34 +76,34 @@ class AnyOrder(LogicalMesh):
 
 
 def replicated(rank: int) -> TensorSharding:
-    """The sharding of a tensor of `rank` dimensions that every device holds whole."""
+    """Returns the sharding of a tensor of `rank` dimensions that every device holds whole."""
     return ((),) * rank
 
 
 def axes_of(sharding: TensorSharding) -> AxisNames:
-    """All axes that a sharding uses, in dimension order."""
+    """Returns all axes that a sharding uses, in the order of the dimensions."""
     return tuple(name for dim in sharding for name in dim)
 
 
 def local_shape(shape: tuple[int, ...], sharding: TensorSharding, mesh: LogicalMesh) -> tuple[int, ...]:
-    """Shape of one device's block; a dimension that does not divide is rounded up, as XLA pads it."""
+    """Returns the shape of one device's block; a dimension that does not divide is rounded up, as XLA pads it."""
     return tuple(-(-size // mesh.num_slices(dim)) if dim else size for size, dim in zip(shape, sharding, strict=True))
 
 
 def moved_axes(before: AxisNames, after: AxisNames, mesh: LogicalMesh) -> frozenset[str]:
-    """Axes along which blocks move where a dimension is split over `after` instead of `before`: those that do not keep their place.
+    """Returns the axes along which blocks move when `after` splits a dimension instead of `before`.
 
-    An axis keeps its place where as many slices are split off after it.
+    No block moves along an axis that keeps its place: the axes behind it split as many slices before and after.
     """
     old, new = ({name: mesh.num_slices(names[place + 1 :]) for place, name in enumerate(names)} for names in (before, after))
     return frozenset(name for name in (*before, *after) if old.get(name) != new.get(name))
 
 
 def divides(shape: tuple[int, ...], sharding: TensorSharding, mesh: LogicalMesh) -> bool:
-    """Whether every split dimension is a multiple of its number of slices."""
+    """Returns whether every split dimension is a multiple of its number of slices."""
     return all(size % mesh.num_slices(dim) == 0 for size, dim in zip(shape, sharding, strict=True) if dim)
 
 
 def format_sharding(sharding: TensorSharding) -> str:
-    """`[data, model+axis2, -]`: axes per dimension, `-` where it is whole."""
+    """Returns the axes of each dimension as text, `-` where it is whole: `[data, model+axis2, -]`."""
     return "[" + ", ".join("+".join(dim) or "-" for dim in sharding) + "]"

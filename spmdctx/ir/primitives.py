@@ -1,7 +1,7 @@
 """The vocabulary of primitives: every class of them that more than one module asks about.
 
-Ops of a graph go by the names of JAX's primitives. The boundaries of loops and branches, which JAX does not have as equations, have names
-of their own. A class that only one module asks about stands there, if no other has its members.
+Ops of a graph have the names of JAX's primitives. The boundaries of loops and branches, which are no equations in JAX, have names of their
+own. A class that only one module asks about stands in that module, unless another class has the same members.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ MARKER = "spmdctx_shard"
 """The marker of `shard()`: an identity that carries a strategy."""
 
 LOSS = "spmdctx_loss"
-"""The marker of what becomes of the loss in a step that is only looked at."""
+"""The marker of values that enter a call of `value_and_grad`; only the first trace of a step, which looks at its losses, has it."""
 
 # Boundaries of the bodies of loops and branches.
 
@@ -22,16 +22,16 @@ COND_EXIT = "cond.exit"
 
 
 class Boundary(Enum):
-    """The side of a body at which an op stands that is no equation of the program."""
+    """The side of a body at which a boundary stands: an op that is no equation of the program."""
 
     ENTER = auto()
-    """A loop is entered, with what it carries, reads in every turn, or takes slices of."""
+    """A loop begins, with the values that it carries, reads in every turn, or takes slices of."""
     NEXT = auto()
-    """A turn of a loop hands its carry on to the next one; the last turn, to what follows the loop."""
+    """A turn of a loop hands its carry on to the next turn, the last one to the ops behind the loop."""
     EXIT = auto()
-    """A scan stacks up what each of its turns makes."""
+    """A scan stacks the results of its turns."""
     JOIN = auto()
-    """The branches of a cond meet: the one boundary that is not a loop's."""
+    """The branches of a cond meet: the only boundary that is not one of a loop."""
 
 
 BOUNDARY_OF = {
@@ -45,7 +45,7 @@ BOUNDARY_OF = {
 """The boundary that an op of each of these primitives is; ops of other primitives are equations."""
 
 ENTERING = frozenset({SCAN_ENTER, WHILE_ENTER})
-"""Boundaries at which a loop is entered."""
+"""Boundaries at which a loop begins."""
 
 CARRYING = frozenset({SCAN_NEXT, WHILE_NEXT})
 """Boundaries at which a turn of a loop hands on its carry."""
@@ -62,10 +62,10 @@ OUTSIDE = ENTERING | {SCAN_EXIT}
 # Ops that compute nothing.
 
 IDENTITIES = frozenset({MARKER, "sharding_constraint", "reshard"})
-"""Ops that hand on their operand as it is, and say how it is split."""
+"""Ops that hand on their operand unchanged, and say how it is split."""
 
 ANNOTATIONS = IDENTITIES | {"name", "copy"}
-"""Ops that are nothing in the compiled program: JAX lowers a copy to what it copies."""
+"""Ops that vanish from the compiled program: JAX lowers a copy to its operand."""
 
 REARRANGED = frozenset({"reshape", "squeeze", "transpose", "copy"})
 """Ops that at most put the elements of their operand in another order."""
@@ -80,19 +80,19 @@ RENAMES = CASTS | ANNOTATIONS
 """Ops whose result has the dimensions of their operand, and each of its elements as far as the type can hold it."""
 
 VIEWS = RENAMES | REARRANGED
-"""Ops that only prepare an array for its use: a model may cast all of its parameters before it computes with the first."""
+"""Ops that only prepare an array for use: a model may cast all of its parameters before it computes with the first."""
 
 BROUGHT_IN = LAYOUT | {SCAN_ENTER}
-"""Ops that the compiler moves a conversion to lower precision in front of: out of loops too."""
+"""Ops that a conversion to lower precision passes: the compiler moves it in front of them, also out of loops."""
 
 LOOKED_UP = "gather"
-"""The compiler also moves such a conversion in front of a look-up in a table that nothing else reads."""
+"""A look-up; the compiler also moves such a conversion in front of it, if nothing else reads the table."""
 
 PICKING = frozenset({"slice", "dynamic_slice", "gather", "split"})
 """Ops that read no more of their operand than they return."""
 
 CUTTING = frozenset({"slice", "split", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad"})
-"""Ops that take a part of a tensor, or put tensors together; each element of the result comes from its own of an operand."""
+"""Ops that take a part of a tensor, or put tensors together; each element of the result is one element of an operand."""
 
 # Sums and what commutes with them.
 
@@ -106,10 +106,10 @@ LINEAR = LAYOUT | {"convert_element_type", "broadcast_in_dim", "neg"}
 """Ops that commute with sums; `reduce_precision` does not, as it is there to round the sum."""
 
 TERMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot_general"})
-"""Ops whose partial results lowering can write down, each device its own."""
+"""Ops whose partial results lowering can write into a program, one for each device."""
 
 WIDENED = TERMS - {"ragged_dot_general"}
-"""Ops that lowering can make add up in float32 what is of low precision; it asks no ragged product for another type."""
+"""Ops that lowering can make add up low-precision terms in float32; it asks no ragged product for another type."""
 
 # Products.
 
@@ -120,4 +120,4 @@ MATRIX_PRODUCTS = CONTRACTIONS | {"conv_general_dilated"}
 """Ops that run on the matrix unit."""
 
 HEAVY = MATRIX_PRODUCTS | {"shard_map"}
-"""Ops long enough to hide communication behind them: a region that the user wrote per device is taken for one that has products."""
+"""Ops long enough to hide communication behind them; a region that the user wrote per device counts as one with products."""

@@ -1,6 +1,6 @@
-"""Between tensor shardings and factor axes: what a rule says of one op on one mesh.
+"""Translates between tensor shardings and the axes of factors, by the rule of one op on one mesh.
 
-A dimension made of factors f1 f2 ... (major first) can hold axes of f2 only where f1 is split completely; otherwise the
+A dimension made of factors f1 f2 ... (major first) can hold axes of f2 only where f1 is split completely. Otherwise the
 slices of f2 would not be contiguous. `legal` enforces this over all tensors of a rule.
 """
 
@@ -34,9 +34,9 @@ def decompose(axes: AxisNames, factors: DimFactors, sizes: Sequence[int], mesh: 
 def merge(
     rule: OpRule, tensors: Sequence[tuple[tuple[DimFactors, ...], TensorSharding]], splittable: Sequence[bool], mesh: LogicalMesh
 ) -> FactorAxes:
-    """Axes per factor, taken from `tensors` in their order: an earlier tensor wins, a later one may extend.
+    """Returns the axes of each factor, taken from `tensors` in their order: an earlier tensor wins, a later one may extend.
 
-    No axis is used by two factors of the op.
+    No two factors of the op use the same axis.
     """
     axes: list[AxisNames] = [()] * len(rule.sizes)
     used: set[str] = set()
@@ -51,7 +51,7 @@ def merge(
 
 
 def _extend(axes: list[AxisNames], used: set[str], factor: int, offered: AxisNames) -> None:
-    """Lets `offered` extend what the factor has, up to the first axis that is taken."""
+    """Extends the axes of a factor by those of `offered`, up to the first that is already used."""
     known = axes[factor]
     if offered[: len(known)] != known:
         return
@@ -81,7 +81,7 @@ def legal(rule: OpRule, axes: FactorAxes, mesh: LogicalMesh) -> FactorAxes:
 
 
 def project(dims: Sequence[DimFactors], axes: FactorAxes) -> TensorSharding:
-    """The sharding of one tensor of an op whose factors are split along `axes`."""
+    """Returns the sharding of one tensor of an op whose factors are split along `axes`."""
     return tuple(
         axes[factors[0]] if len(factors) == 1 else tuple(name for factor in factors for name in axes[factor]) if factors else ()
         for factors in dims
@@ -89,12 +89,12 @@ def project(dims: Sequence[DimFactors], axes: FactorAxes) -> TensorSharding:
 
 
 def partial_axes(rule: OpRule, axes: FactorAxes) -> AxisNames:
-    """Axes over which the op's results are unreduced."""
+    """Returns the axes over which the op's results are unreduced."""
     return tuple(name for kind, own in zip(rule.kinds, axes, strict=True) if own and kind.value == "reduction" for name in own)
 
 
 def joined(base: TensorSharding, offered: TensorSharding, shape: tuple[int, ...], mesh: LogicalMesh) -> TensorSharding:
-    """`base` extended by what `offered` adds: longer axes per dimension, no axis twice, only where the dimension divides."""
+    """Returns `base` with the axes that `offered` has behind its own, as far as the dimension divides; no axis is used twice."""
     if base == offered:
         return base
     used = {name for dim in base for name in dim}
@@ -121,14 +121,17 @@ class Taken(NamedTuple):
 
 
 class Splits:
-    """What ops take and make, as an assignment splits them: worked out once for all of one rule that are split alike."""
+    """The shardings in which the ops of an assignment take operands and make results.
+
+    Ops of the same rule that are split alike share them, so they are computed once.
+    """
 
     def __init__(self, assignment: Assignment) -> None:
         self._of = assignment.ops
         self._known: dict[tuple[int, int], Taken] = {}
 
     def taken(self, op: Op) -> Taken:
-        """That of one op of the assignment's graph."""
+        """Returns the shardings of one op of the assignment's graph."""
         rule, split = op.rule, self._of[op.id]
         key = (id(rule), id(split))
         found = self._known.get(key)
@@ -140,7 +143,7 @@ class Splits:
 
 
 def local_bytes(value: Value, sharding: TensorSharding, mesh: LogicalMesh) -> int:
-    """Bytes of one device's block of a value."""
+    """Returns the bytes of one device's block of a value."""
     count = item_bytes(value.dtype)
     for size in local_shape(value.shape, sharding, mesh):
         count *= size

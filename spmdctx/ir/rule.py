@@ -10,7 +10,7 @@ DimFactors = tuple[int, ...]
 
 
 class FactorKind(StrEnum):
-    """What splitting a factor of an op's iteration space means (Shardy's four kinds)."""
+    """The meaning of a split of one factor of an op's iteration space: Shardy's four kinds."""
 
     PASS_THROUGH = "pass_through"
     REDUCTION = "reduction"
@@ -20,11 +20,12 @@ class FactorKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OpRule:
-    """Which dimensions of an op's operands and results belong together.
+    """The dimensions of an op's operands and results that belong together.
 
-    `operands[i][d]` and `results[i][d]` list the factors of dimension `d`, major first. `sizes` and `kinds` are per
-    factor. A `blocked` factor keeps dimensions related, but is never split (the touched dimension of a slice, say).
-    `combiner` is how partial results of a reduction factor combine. `reason` says why nothing can be split, if so.
+    `operands[i][d]` and `results[i][d]` list the factors of dimension `d`, major first. `sizes` and `kinds` have one entry
+    per factor. A `blocked` factor keeps dimensions related, but is never split (the touched dimension of a slice, say).
+    `combiner` names the operation that combines partial results of a reduction factor. `reason` says why nothing can be
+    split, if that is so.
     """
 
     operands: tuple[tuple[DimFactors, ...], ...]
@@ -37,7 +38,7 @@ class OpRule:
 
     @property
     def splittable(self) -> tuple[bool, ...]:
-        """Per factor: whether mesh axes may split it at all."""
+        """One flag per factor: True where mesh axes may split it."""
         return tuple(
             size > 1 and index not in self.blocked and kind in (FactorKind.PASS_THROUGH, FactorKind.REDUCTION)
             for index, (size, kind) in enumerate(zip(self.sizes, self.kinds, strict=True))
@@ -58,7 +59,7 @@ class OpRule:
 
 
 def factor_name(index: int) -> str:
-    """Shardy's names: i, j, k, ... z, then z_1, z_2, ..."""
+    """Returns the name that Shardy gives a factor: i, j, k, ... z, then z_1, z_2, ..."""
     return chr(ord("i") + index) if index < 18 else f"z_{index - 17}"
 
 

@@ -8,19 +8,19 @@ AxisNames = tuple[str, ...]
 """Mesh axes that split one dimension or factor, major first."""
 
 TensorSharding = tuple[AxisNames, ...]
-"""Axes per dimension; always as long as the tensor's rank."""
+"""The axes of each dimension; always as long as the tensor's rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpSharding:
-    """Axes per factor of the op's rule, major first."""
+    """The axes that split each factor of the op's rule, major first."""
 
     axes: tuple[AxisNames, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a search decides: an OpSharding per op, the sharding each value is stored in, and the mode that found it."""
+    """The result of a search: an OpSharding per op, the sharding in which each value is stored, and the mode that found both."""
 
     ops: tuple[OpSharding, ...]
     values: tuple[TensorSharding, ...]

@@ -1,1 +1,1 @@
-"""The machine that a step is planned for: its chips and links, and the time of collectives and reshards on it."""
+"""The machine to plan for: its chips and links, and the time of collectives and reshards on it."""

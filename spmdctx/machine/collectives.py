@@ -8,8 +8,8 @@ With payload `P`, group size `n` and bandwidth `B` (Thakur, Rabenseifner, Gropp 
     collective_permute            P / B of one link
 
 On a torus an all_reduce uses every direction that its group spans at once, two links of a closed one and one of an open one.
-The others run on one ring through the group, both ways: two links, or one where the group is an open line. A group that leaves
-its fast domain (host or slice) is done in two phases: inside and across domains.
+The other kinds run on one ring through the group, both ways: on two links, or on one if the group is an open line. A group that
+leaves its fast domain (host or slice) communicates in two phases: inside the domains, and across them.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from spmdctx.machine.torus import Span, scatters_over_slice, spans_of
 
 
 class LinearPrice(NamedTuple):
-    """`fixed_s + payload_bytes * s_per_byte`."""
+    """A price as a line over the payload: `fixed_s + payload_bytes * s_per_byte`."""
 
     fixed_s: float
     s_per_byte: float
 
 
 class Group(NamedTuple):
-    """The devices that talk to each other: how many in one fast domain, and over how many domains."""
+    """The size of a group of devices: `local` devices in each of so many fast `domains`."""
 
     local: int
     domains: int
 
 
 def collective_time_s(kind: str, payload_bytes: int, axes: AxisNames, mesh: LogicalMesh, topology: Topology) -> float:
-    """Seconds for one collective of `kind` over `axes`; the payload is counted as in `ir.collective.Collective`."""
+    """Returns the seconds of one collective of `kind` over `axes`; the payload is counted as in `ir.collective.Collective`."""
     fixed_s, s_per_byte = collective_price(kind, axes, mesh, topology)
     return fixed_s + payload_bytes * s_per_byte
 
 
 @lru_cache(maxsize=4096)
 def collective_price(kind: str, axes: AxisNames, mesh: LogicalMesh, topology: Topology) -> LinearPrice:
-    """The price of a collective as a line over its payload."""
+    """Returns the price of a collective as a line over its payload."""
     if kind not in COLLECTIVE_KINDS:
         raise ValueError(message(f"There is no collective called {kind!r}.", need=", ".join(COLLECTIVE_KINDS)))
     if isinstance(mesh, AnyOrder):
@@ -100,7 +100,7 @@ def _torus_price(kind: str, size: int, spans: tuple[Span, ...], topology: Topolo
 
 
 def _network_price(kind: str, group: Group, topology: Topology) -> LinearPrice:
-    """Each device carries its share of what the devices of its domain hold together."""
+    """Prices the phase across domains, in which each device carries its share of what its domain holds."""
     if group.domains == 1:
         return LinearPrice(0.0, 0.0)
     steps = math.ceil(math.log2(group.domains))

@@ -1,4 +1,4 @@
-"""From JAX devices, by their attributes alone, to the compiler's backend and the machine that is planned for."""
+"""Finds the compiler's backend and the machine to plan for, from the attributes of JAX devices alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Device(Protocol):
 
 
 def backend_of(devices: Iterable[_Device]) -> str:
-    """The compiler behind a list of devices, real or compile-only: "cpu", "gpu" or "tpu".
+    """Returns the compiler behind a list of devices, real or compile-only: "cpu", "gpu" or "tpu".
 
     Raises:
         UnsupportedError: The devices are of several backends, of an unknown one, or none at all.
@@ -46,7 +46,7 @@ _PRESET_OF_PLATFORM = {"tpu": "tpu-v5p", "gpu": "h100", "cuda": "h100"}
 
 
 def default_topology(device: Any) -> tuple[Topology, tuple[str, ...]]:
-    """The preset for a device, and a note where it is a guess."""
+    """Returns the preset for a device, and a note if it is a guess."""
     kind = str(getattr(device, "device_kind", "cpu")).lower()
     for word, name in _PRESET_OF_WORD:
         if word in kind:

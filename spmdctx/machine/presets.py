@@ -1,4 +1,4 @@
-"""The machines known by name, with the published figures of their chips and links."""
+"""The machines known by name: the published figures of their chips and links, and how their compilers behave."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from spmdctx.machine.topology import _SUFFIXES, Compiler, Interconnect, Topology
 MIB, GIB = 2**20, 2**30
 
 _V5E_GATHER_OVERLAP = 0.45
-"""Between what hides of weight gathers under ZeRO-3 and in searched plans; see `machine.xla.overlap`. On v5p and v6e nothing does.
+"""The share of weight gathers that hides on v5e, between ZeRO-3 and searched plans (`machine.xla.overlap`). On v5p and v6e none does.
 
 Measured on: scheduled programs of eight models for v5e:2x4 (libtpu 0.0.42).
 Checked by: benchmarks/speedup_table.py
 """
 
 _GPU_SHARE = 0.75
-"""The part of a GPU's memory that JAX takes for its arrays, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Of a TPU the compiler
-has the 16, 95 and 32 GB of the data sheets but for what it keeps: 15.75, 95.74 and 31.25 GiB.
+"""The part of a GPU's memory that JAX takes for its arrays, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. On a TPU the compiler
+has the 16, 95 and 32 GB of the data sheets, less what it reserves: 15.75, 95.74 and 31.25 GiB.
 
 Measured on: v5e, v5p and v6e (libtpu 0.0.42).
 Checked by: tests/step/test_out_of_memory.py
@@ -36,7 +36,7 @@ TPU = Compiler(
     fuses_into_products=True,
     runs_barriers_in_order=True,
 )
-"""XLA on TPU. What it keeps on the chip, and hides, is measured for each chip below."""
+"""XLA on TPU. The memory that it uses on the chip, and the share of gathers that it hides, are measured for each chip below."""
 
 GPU = Compiler(version="CUDA plugin 0.10.2")
 """XLA on GPU."""
@@ -172,7 +172,7 @@ PRESETS: dict[str, Topology] = {
 
 
 def topology(name: str | os.PathLike[str] | Topology) -> Topology:
-    """The preset called `name` ("tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu"), the topology in a file, or the one given.
+    """Returns a preset ("tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu"), the topology in a file, or the one given.
 
     Args:
         name: A preset, the path of a JSON or YAML file with the fields of a Topology (`spmdctx calibrate` writes one), or a Topology.

@@ -1,8 +1,8 @@
-"""How a tensor gets from one sharding to another: the cheapest chain of steps that XLA does in one collective each.
+"""Finds the cheapest chain of steps from one sharding of a tensor to another; XLA does each step in one collective.
 
-On meshes of up to three axes the chain is read from `reshard_table`, which says what the steps are and move. On larger ones, and
-where a dimension has to be padded, it is searched (Dijkstra) among the steps that lead towards the target; only the dimensions
-that change, and how the mesh divides them, matter for it, so it is found once per such pattern and then applied to every shape.
+On meshes of up to three axes the chain is read from `reshard_table`, which lists the steps and what they move. On larger meshes,
+and where a dimension has to be padded, Dijkstra's algorithm searches the steps that lead towards the target. Only the dimensions
+that change, and how the mesh divides them, matter. So each such pattern is searched once and its chain applied to every shape.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def reshard_steps(
     mesh: LogicalMesh,
     all_to_all: bool = True,
 ) -> tuple[ReshardStep, ...]:
-    """The steps that turn `source` into `target` for a tensor of `shape`; none where they are equal.
+    """Returns the steps that turn `source` into `target` for a tensor of `shape`; none if they are equal.
 
-    Without `all_to_all` no step is one: the tensor is gathered and sliced.
+    Without `all_to_all` no step is an all_to_all: the tensor is gathered and sliced.
     """
     if source == target:
         return ()
@@ -77,7 +77,7 @@ def reshard_steps(
 def _tabled_steps(
     shape: tuple[int, ...], item_bytes: int, source: TensorSharding, target: TensorSharding, mesh: LogicalMesh, all_to_all: bool
 ) -> tuple[ReshardStep, ...] | None:
-    """The steps of `reshard_table`, where the mesh is small enough for it and no dimension is padded."""
+    """Returns the steps of `reshard_table`, None if the mesh is too large for it or a dimension is padded."""
     if len(mesh.axes) > MAX_ORDERED_AXES:
         return None
     known = domain(mesh, shape)
@@ -108,7 +108,7 @@ def _with_payloads(
 def _without_single_axes(
     shape: tuple[int, ...], item_bytes: int, source: TensorSharding, target: TensorSharding, mesh: LogicalMesh, all_to_all: bool
 ) -> tuple[ReshardStep, ...]:
-    """Axes of size 1 split nothing: the steps are those of the mesh without them, and a free one sets the names right."""
+    """Finds the steps on the mesh without its axes of size 1, which split nothing; a free step sets the names right."""
     smaller = LogicalMesh(tuple((name, size) for name, size in mesh.axes if size > 1))
     ends = [tuple(tuple(name for name in names if name in smaller.sizes) for names in end) for end in (source, target)]
     steps = reshard_steps(shape, item_bytes, ends[0], ends[1], smaller, all_to_all)
@@ -119,7 +119,7 @@ def _without_single_axes(
 def reshard_time_s(
     shape: tuple[int, ...], item_bytes: int, source: TensorSharding, target: TensorSharding, mesh: LogicalMesh, topology: Topology
 ) -> float:
-    """Seconds that the steps from `source` to `target` take one after the other."""
+    """Returns the seconds that the steps from `source` to `target` take one after the other."""
     return sum(
         collective_time_s(step.kind, step.payload_bytes, step.axes, mesh, topology)
         for step in reshard_steps(shape, item_bytes, source, target, mesh, topology.preferences.allows_all_to_all)
@@ -152,7 +152,7 @@ def _payload_bytes(
 def _chain(
     source: TensorSharding, target: TensorSharding, common: tuple[int, ...], kept: frozenset[str], mesh: LogicalMesh, all_to_all: bool
 ) -> tuple[tuple[str, AxisNames, TensorSharding], ...]:
-    """Dijkstra over shardings; `common` holds per dimension its greatest common divisor with the number of devices."""
+    """Searches the shardings by Dijkstra's algorithm; `common` is the greatest common divisor of each dimension and the devices."""
     best: dict[TensorSharding, tuple[int, int]] = {source: (0, 0)}
     came: dict[TensorSharding, tuple[TensorSharding, _Move]] = {}
     queue: list[tuple[int, int, TensorSharding]] = [(0, 0, source)]
@@ -190,7 +190,7 @@ def _merge_slices(path: list[_Move]) -> tuple[tuple[str, AxisNames, TensorShardi
 def _moves(
     state: TensorSharding, target: TensorSharding, common: tuple[int, ...], kept: frozenset[str], mesh: LogicalMesh
 ) -> Iterator[_Move]:
-    """Steps worth taking from `state` on the way to `target`."""
+    """Yields the steps worth taking from `state` on the way to `target`."""
     # In units of the whole tensor over the number of devices, so that all prices are whole numbers.
     block = mesh.num_devices // mesh.num_slices(axes_of(state))
     used = frozenset(axes_of(state)) | kept
@@ -214,7 +214,7 @@ def _moves(
 def _slices_for_company(
     state: TensorSharding, target: TensorSharding, common: tuple[int, ...], used: frozenset[str], mesh: LogicalMesh
 ) -> Iterator[_Move]:
-    """An unused axis may first split a dimension whose last axis it follows elsewhere, so that one all_to_all moves both."""
+    """Yields slices by which an unused axis joins the axis that it follows in the target, so that one all_to_all moves both."""
     for dim, names in enumerate(state):
         for goal in target if names else ():
             if names[-1] in goal[:-1]:
@@ -251,7 +251,7 @@ def _permutes(state: TensorSharding, target: TensorSharding, used: frozenset[str
 
 
 def _order(names: AxisNames, goal: AxisNames, target: TensorSharding) -> AxisNames:
-    """Axes that stay come first, in the goal's order; then those to be gathered; those that move elsewhere come last."""
+    """Orders axes: first those that stay, in the goal's order, then those to be gathered, last those that move elsewhere."""
     staying = tuple(name for name in goal if name in names)
     moving = frozenset(axes_of(target))
     leaving = [name for name in names if name not in goal]
@@ -259,7 +259,7 @@ def _order(names: AxisNames, goal: AxisNames, target: TensorSharding) -> AxisNam
 
 
 def _fits(dim: int, held: AxisNames, added: AxisNames, target: TensorSharding, common: tuple[int, ...], mesh: LogicalMesh) -> bool:
-    """Whether the dimension divides with `added`; one that must be padded may only go from whole to its target at once."""
+    """Returns whether the dimension divides with `added`; one that must be padded may only go from whole to its target at once."""
     if common[dim] % mesh.num_slices((*held, *added)) == 0:
         return True
     return not held and added == target[dim]

@@ -1,4 +1,4 @@
-"""Resharding between all pairs of shardings of a shape at once.
+"""Finds the cheapest chains of reshards for all pairs of shardings of a shape at once, and their seconds.
 
 A state is a sharding. Steps out of it, with `b` the bytes of one device's block and `n` the devices of the step's group:
 
@@ -7,9 +7,9 @@ A state is a sharding. Steps out of it, with `b` the bytes of one device's block
     collective_permute  other axes or another order, the same slices per dimension   b
     all_gather          drop minor-most axes of one dimension                b (n - 1)
 
-The chain from one state to another moves the fewest bytes, where every collective counts as half a device's final share more,
-so that none is done for little. It is found for all pairs by Floyd and Warshall's recurrence over the domain, which for a few
-hundred shardings is a few hundred NumPy operations. Its seconds are a line over the bytes of the whole tensor.
+The chain from one state to another moves the fewest bytes. Every collective counts half a device's final share on top of its
+bytes, so that none is done for little. Floyd and Warshall's recurrence over the domain finds the chains of all pairs; for a few
+hundred shardings it takes a few hundred NumPy operations. The seconds of a chain are a line over the bytes of the whole tensor.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from spmdctx.machine.collectives import LinearPrice, collective_price
 from spmdctx.machine.topology import Topology
 
 _SLICE_PRICE = 1e-6
-"""Of two chains that move the same bytes, the one with fewer slices. In units of the whole tensor."""
+"""The price of a slice in units of the whole tensor: of two chains that move the same bytes, the one with fewer slices wins."""
 
 _STEP_PRICE = 0.51
-"""What a collective counts beside its bytes, in blocks of a tensor split over all devices; uneven, so that nothing ties."""
+"""The price of a collective on top of its bytes, in blocks of a tensor split over all devices; uneven, so that nothing ties."""
 
 _FREE = LinearPrice(0.0, 0.0)
 
@@ -52,14 +52,14 @@ class Paths(NamedTuple):
 
 
 class ReshardTable(NamedTuple):
-    """Seconds from sharding i to sharding j of a tensor of b bytes: `fixed_s[i, j] + s_per_byte[i, j] * b`."""
+    """The seconds from sharding i to sharding j of a tensor of b bytes: `fixed_s[i, j] + s_per_byte[i, j] * b`."""
 
     fixed_s: FloatArray
     s_per_byte: FloatArray
 
 
 def chain(known: Domain, source: int, target: int, all_to_all: bool = True) -> Iterator[Hop]:
-    """The steps from one sharding of a domain to another; without `all_to_all`, no such step."""
+    """Yields the steps from one sharding of a domain to another; without `all_to_all`, none of that kind."""
     paths = _paths(known.rows.tobytes(), len(known.shape), known.codes.mesh, all_to_all)
     while source != target:
         hop = paths.hops[source, int(paths.following[source, target])]
@@ -68,7 +68,7 @@ def chain(known: Domain, source: int, target: int, all_to_all: bool = True) -> I
 
 
 def reshard_table(known: Domain, topology: Topology) -> ReshardTable:
-    """The table of a domain; shapes that divide alike share one."""
+    """Returns the table of a domain; shapes that divide alike share one."""
     if not known.shape:
         return ReshardTable(np.zeros((1, 1)), np.zeros((1, 1)))
     return _table(known.rows.tobytes(), len(known.shape), known.codes.mesh, topology)
@@ -76,7 +76,7 @@ def reshard_table(known: Domain, topology: Topology) -> ReshardTable:
 
 @lru_cache(maxsize=1024)
 def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh, all_to_all: bool) -> Paths:
-    """All-pairs cheapest chains from single steps."""
+    """Finds the cheapest chains of all pairs from single steps."""
     codes = axis_codes(mesh)
     states = np.frombuffer(rows, dtype=np.int64).reshape(-1, num_dims)
     count = len(states)
@@ -107,7 +107,7 @@ def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh, all_to_all: bool) -> P
 
 @lru_cache(maxsize=1024)
 def _table(rows: bytes, num_dims: int, mesh: LogicalMesh, topology: Topology) -> ReshardTable:
-    """Seconds along the chains: every chain is its first step and the chain from there, so filled by number of steps."""
+    """Adds up the seconds along all chains at once, one step of each chain after the other."""
     paths = _paths(rows, num_dims, mesh, topology.preferences.allows_all_to_all)
     codes = axis_codes(mesh)
     states = np.frombuffer(rows, dtype=np.int64).reshape(-1, num_dims)
@@ -137,7 +137,7 @@ def _table(rows: bytes, num_dims: int, mesh: LogicalMesh, topology: Topology) ->
 
 
 def _single_steps(states: IntArray, codes: AxisCodes) -> Iterator[tuple[int, Hop, float]]:
-    """Every step out of every state, with the bytes that it moves in units of the whole tensor."""
+    """Yields every step out of every state, with the bytes that it moves in units of the whole tensor."""
     slices = np.prod(codes.slices[states], axis=1).tolist()
     places = {tuple(row): number for number, row in enumerate(states.tolist())}
     known = _known_steps(codes.mesh)
@@ -161,18 +161,18 @@ def _single_steps(states: IntArray, codes: AxisCodes) -> Iterator[tuple[int, Hop
 
 @lru_cache(maxsize=64)
 def _known_steps(mesh: LogicalMesh) -> dict[tuple[int, ...], list[tuple[str, AxisNames, tuple[int, ...], float]]]:
-    """The steps out of rows that were looked at before, each with the blocks that it moves."""
+    """Returns the cache of a mesh: the steps out of each row that was asked for, each with the blocks that it moves."""
     return {}
 
 
 def _moved(kind: str, axes: AxisNames, mesh: LogicalMesh) -> float:
-    """Blocks that one device moves."""
+    """Returns the number of blocks that one device moves."""
     group = mesh.num_slices(axes)
     return {"slice": 0.0, "all_gather": group - 1.0, "all_to_all": (group - 1) / group}[kind]
 
 
 def _steps(row: tuple[int, ...], codes: AxisCodes) -> Iterator[tuple[str, AxisNames, tuple[int, ...]]]:
-    """Slices, all_gathers and all_to_alls out of one sharding: kind, axes, and the row after."""
+    """Yields the slices, all_gathers and all_to_alls out of one sharding: kind, axes, and the row after."""
     held = [codes.axes[code] for code in row]
     used = {name for own in held for name in own}
     free = [own for own in codes.axes[1:] if len(own) == 1 and own[0] not in used]

@@ -1,4 +1,4 @@
-"""What a machine offers: peak rates, memory, links, and where each figure was published."""
+"""Describes a machine: its peak rates, memory and links, the source of each figure, and how its compiler behaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmdctx.errors import ContextError
 
 
 class Interconnect(StrEnum):
-    """How the devices of one fast domain are wired."""
+    """The wiring of the devices of one fast domain."""
 
     SWITCH = "switch"
     TORUS = "torus"
@@ -24,27 +24,27 @@ class Interconnect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """How the compiler of a backend treats a program, as far as prices and programs depend on it (see `machine.xla`).
+    """The behavior of a backend's compiler, as far as prices and programs depend on it (see `machine.xla`).
 
-    The values of the known backends are in `machine.presets`; `Topology.compiler` is that of a machine.
+    The values of the known backends are in `machine.presets`. `Topology.compiler` is the compiler of a machine.
 
     Attributes:
         version: The compiler and the version that these values were measured with.
         merges_partial_sums: Adds partial results before it reduces them, so that a sum of unreduced values costs one
-            all_reduce, and reduce-scatters a sum of which every device keeps only its slice.
-        scatters_over_all: Reduce-scatters over all devices of any slice. Else it does only over some slices
-            (`torus.scatters_over_slice`), and elsewhere reduces and slices.
+            all_reduce. Reduce-scatters a sum if every device keeps only its slice.
+        scatters_over_all: Reduce-scatters over all devices of any slice. If False, it does so only over some slices
+            (`torus.scatters_over_slice`), and all-reduces and slices over the others.
         scatters_strictly: Reduce-scatters only certain blocks, and axes in one order (see `machine.xla.reductions`).
-        sinks_slices: Does so too where element-wise ops stand between the sum and the slice.
+        sinks_slices: Reduce-scatters a sum also if element-wise ops stand between the sum and the slice.
         narrows_matrix_operands: Communicates float32 values that only matrix products read as bfloat16, the products' own precision.
-        fuses_into_products: Computes what is element-wise before a matrix product inside of it, and never in memory.
-        runs_barriers_in_order: Runs what is behind an optimization barrier after what is before it.
-        scratch_bytes: Memory on the chip that it keeps small, short-lived tensors in.
-        gather_overlap: Largest share of a weight gather's time that it hides behind matrix products.
-        reduction_overlap: The same of a gradient reduction.
+        fuses_into_products: Computes element-wise operands of a matrix product inside the product, and never in memory.
+        runs_barriers_in_order: Runs ops behind an optimization barrier after those before it.
+        scratch_bytes: Memory on the chip in which it keeps small, short-lived tensors.
+        gather_overlap: The largest share of a weight gather's time that it hides behind matrix products.
+        reduction_overlap: The largest share of a gradient reduction's time that it hides so.
         combines_reductions: Makes one collective of many reductions of gradients, so that none pays a latency of its own.
-        keeps_barriers: Keeps optimization barriers until it has combined collectives. A topology has no such field: its device's
-            name tells it.
+        keeps_barriers: Keeps optimization barriers until it has combined collectives. A topology has no such field: the name of its
+            device tells.
     """
 
     version: str = "user"
@@ -67,10 +67,10 @@ _BEHAVIOR = tuple(field.name for field in dataclasses.fields(Compiler) if field.
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """How the user wants a step to communicate.
+    """The user's preferences for the communication of a step.
 
     Attributes:
-        allows_all_to_all: Reshards may be all_to_alls; else a tensor is gathered and sliced (`enable_alltoall`).
+        allows_all_to_all: Reshards may be all_to_alls; if not, a tensor is gathered and sliced (`enable_alltoall`).
         widens_gradients: Low-precision gradients are reduced in float32 (`gradient_fp32_sync`).
     """
 
@@ -79,7 +79,7 @@ class Preferences:
 
 
 NO_PREFERENCES = Preferences()
-"""Those of a topology by itself."""
+"""The preferences of a topology by itself."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Topology:
     """One kind of device and the wires between its copies.
 
     Attributes:
-        device: Name shown in plans.
+        device: The name that plans show.
         peak_flops_per_s: Dense bf16 (CPU: float32) peak of one device.
         memory_bytes: Memory of one device that a program may use.
         memory_bytes_per_s: Bandwidth of that memory.
@@ -96,7 +96,7 @@ class Topology:
         devices_per_host: Devices of one fast domain: the GPUs of an NVLink host, the chips of a TPU slice.
         network_bytes_per_s: Per device, one direction, between fast domains.
         network_latency_s: Time of one step between fast domains.
-        interconnect: How the fast domain is wired.
+        interconnect: The wiring of the fast domain.
         torus_dims: Directions of the torus; 1 for a switch.
         ring_side: A direction of the torus closes into a ring where the slice's side is a multiple of this.
         merges_partial_sums: See `Compiler`, as for the six below. XLA does so on TPU and GPU, not on CPU.
@@ -105,7 +105,7 @@ class Topology:
         sinks_slices: XLA does so on TPU.
         narrows_matrix_operands: XLA does so on TPU.
         fuses_into_products: XLA does so on TPU; on GPU and CPU what a product reads is in memory.
-        runs_barriers_in_order: XLA does so on TPU; of GPU and CPU it is not known.
+        runs_barriers_in_order: XLA does so on TPU; for GPU and CPU it is not known.
         vector_flops_per_s: Arithmetic outside of matrix products; `peak_flops_per_s` where it is 0.
         float32_flops_per_s: Matrix products of float32 at JAX's default precision; `peak_flops_per_s` where it is 0.
         matrix_tile: Side of the matrix unit: dimensions of a product are padded to multiples of it.
@@ -181,13 +181,13 @@ class Topology:
 
     @property
     def preferences(self) -> Preferences:
-        """Those of the user whose step is planned."""
+        """The preferences of the user whose step is planned."""
         return NO_PREFERENCES
 
 
 @dataclass(frozen=True)
 class Machine(Topology):
-    """A topology as a step uses it: with the preferences of the step's context."""
+    """A topology with the preferences of a step's context."""
 
     preferences: Preferences = NO_PREFERENCES
 
@@ -205,14 +205,14 @@ def as_asked(machine: Topology, preferences: Preferences) -> Topology:
 
 @lru_cache(maxsize=64)
 def without_latency(machine: Topology) -> Topology:
-    """The machine as a collective meets it that is combined with others."""
+    """Returns the machine by which collectives are priced that XLA combines with others: it has no latency."""
     return replace(machine, latency_s=0.0, network_latency_s=0.0)
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Topology)}
 
 _RETIRED = ("uses_all_to_all", "widens_gradients")
-"""Fields in files of older versions. The context alone decides on them."""
+"""Fields that files of older versions may have; now the context alone decides on them."""
 
 _SUFFIXES = (".json", ".yaml", ".yml")
 
@@ -246,7 +246,7 @@ def read_topology(path: str | os.PathLike[str]) -> Topology:
 
 
 def _field_value(kind: object, value: Any) -> Any:
-    """A field as its annotation has it; YAML reads 1e9 as text."""
+    """Returns the value of a field in the type of its annotation; YAML reads 1e9 as text."""
     if kind in ("float", "int"):
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise TypeError(f"{value!r} is no number")
@@ -257,7 +257,7 @@ def _field_value(kind: object, value: Any) -> Any:
 
 
 def topology_text(found: Topology, *, as_json: bool = False) -> str:
-    """The topology as YAML or JSON, as `read_topology` takes it."""
+    """Returns the topology as YAML or JSON, in the form that `read_topology` reads."""
     fields = {name: getattr(found, name) for name in _FIELDS}
     fields["interconnect"] = found.interconnect.value
     return json.dumps(fields, indent=2) + "\n" if as_json else yaml.safe_dump(fields, sort_keys=False)

@@ -1,8 +1,8 @@
-"""Where the devices of a TPU slice sit, and what a group of them spans: directions of the torus, and whether they are closed.
+"""Places the devices of a TPU slice on its torus, and finds the directions that a group of them spans.
 
-A slice of `n` chips is taken to be as near to a cube as powers of two allow, the shorter sides first (8 chips are 2x4 on a 2-D
-torus, 2x2x2 on a 3-D one), its devices in JAX's order: the four chips of a host in a square, hosts along x, then y, then z.
-A direction closes into a ring where its side is a multiple of `Topology.ring_side`; on a 3-D torus all sides must be
+A slice of `n` chips is taken to be as near to a cube as powers of two allow, the shorter sides first: 8 chips are 2x4 on a 2-D
+torus, 2x2x2 on a 3-D one. Its devices are in JAX's order: the four chips of a host in a square, hosts along x, then y, then z.
+A direction closes into a ring if its side is a multiple of `Topology.ring_side`; on a 3-D torus all sides must be
 (cloud.google.com/tpu/docs/system-architecture-tpu-vm).
 """
 
@@ -22,7 +22,7 @@ _HOST_SIDE = 2
 
 
 class Span(NamedTuple):
-    """A direction that a group spans: how many chips from end to end, and whether a ring closes there for the group."""
+    """A direction that a group spans: the chips from end to end, and whether they close into a ring."""
 
     side: int
     is_closed: bool
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 @lru_cache(maxsize=256)
 def slice_sides(num_devices: int, num_dims: int) -> tuple[int, ...]:
-    """Sides of the slice, the shorter first; a count that has no such slice is one long line."""
+    """Returns the sides of the slice, the shorter first; a count that is no power of two is one long line."""
     if num_devices & (num_devices - 1):
         return (*(1,) * (num_dims - 1), num_devices)
     exponent = num_devices.bit_length() - 1
@@ -38,7 +38,7 @@ def slice_sides(num_devices: int, num_dims: int) -> tuple[int, ...]:
 
 
 def coordinates(index: IntArray, sides: tuple[int, ...]) -> list[IntArray]:
-    """Where the devices of some numbers sit, per direction."""
+    """Returns the coordinates of devices by their numbers, one array for each direction."""
     blocks = [min(side, _HOST_SIDE) if place < 2 else 1 for place, side in enumerate(sides)]
     inside, outside = [], []
     for block in blocks:
@@ -51,9 +51,9 @@ def coordinates(index: IntArray, sides: tuple[int, ...]) -> list[IntArray]:
 
 
 def scatters_over_slice(num_devices: int, num_dims: int) -> bool:
-    """Tells whether XLA reduce-scatters over all chips of a slice: not on a 3-D torus, nor over a square of more than four chips.
+    """Returns whether XLA reduce-scatters over all chips of a slice: not on a 3-D torus, nor over a square of more than four chips.
 
-    The evidence is in `machine.xla.reductions`. Over some of the chips it always does.
+    The evidence is in `machine.xla.reductions`. Over a part of the chips XLA always does.
     """
     sides = slice_sides(num_devices, num_dims)
     return num_dims < 3 and (num_devices <= 4 or sides[0] != sides[-1])
@@ -61,9 +61,9 @@ def scatters_over_slice(num_devices: int, num_dims: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def spans_of(axes: AxisNames, mesh: LogicalMesh, topology: Topology) -> tuple[Span, ...]:
-    """The directions that the group of `axes` spans inside one slice, the longest first.
+    """Returns the directions that the group of `axes` spans inside one slice, the longest first.
 
-    All groups of the same axes are taken to lie as the one of device 0 does.
+    All groups of the same axes are taken to lie like the group of device 0.
     """
     num_devices = min(mesh.num_devices, topology.devices_per_host)
     sides = slice_sides(num_devices, topology.torus_dims)

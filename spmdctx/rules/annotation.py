@@ -1,4 +1,4 @@
-"""Rules of primitives that say something about a value and leave its elements as they are."""
+"""Rules of primitives that annotate a value and leave its elements as they are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdctx.rules.registry import rule
     *("name", "relayout", "stage", "xla_metadata_value", "zeros_like"),
 )
 def annotate(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """Each operand passes through to its own result."""
+    """Lets each operand pass through to its own result."""
     builder = RuleBuilder()
     dims = [builder.factors(shape) for shape in operands]
     return builder.build(dims, dims[: len(results)])
@@ -23,13 +23,13 @@ def annotate(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: M
 
 @rule("shard_alike")
 def alike(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """Two values of one shape that are to be split in one way."""
+    """Splits two values of one shape in the same way."""
     return identity(operands[0], num_operands=2, num_results=len(results))
 
 
 @rule("tie")
 def tie(operands: tuple[Shape, ...], _results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """Gives its second operand and forgets the first."""
+    """Relates the result to the second operand, and to nothing of the first."""
     builder = RuleBuilder()
     dims = [builder.factors(shape) for shape in operands]
     return builder.build(dims, dims[1:])
@@ -37,14 +37,14 @@ def tie(operands: tuple[Shape, ...], _results: tuple[Shape, ...], _params: Mappi
 
 @rule("dce_sink")
 def sink(operands: tuple[Shape, ...], _results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """Keeps a value alive, however it is split."""
+    """Lets a value that is only kept alive split in any way."""
     builder = RuleBuilder()
     return builder.build([builder.factors(shape) for shape in operands], [])
 
 
 @rule("to_edtype", "from_edtype")
 def reinterpret(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """An extended dtype and its representation; an element's own words, the last dimensions of one side, stay together."""
+    """Relates an extended dtype to its representation. The words of one element, the last dimensions of one side, stay together."""
     builder = RuleBuilder()
     operand, result = operands[0], results[0]
     shared = builder.factors(operand if len(operand) < len(result) else result)

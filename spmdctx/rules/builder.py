@@ -1,4 +1,4 @@
-"""A small language to write sharding rules in: factors, and the dimensions that they make up."""
+"""The small language in which sharding rules are written: factors, and the dimensions that they make up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RuleBuilder:
         self._blocked: set[int] = set()
 
     def factor(self, size: int, kind: FactorKind = FactorKind.PASS_THROUGH, *, blocked: bool = False) -> DimFactors:
-        """A new factor as a dimension of its own; `()` for sizes 0 and 1, which nothing can split."""
+        """Returns a new factor as a dimension of its own, or `()` for sizes 0 and 1, which nothing can split."""
         if size <= 1:
             return ()
         index = len(self._sizes)
@@ -39,11 +39,11 @@ class RuleBuilder:
         return (index,)
 
     def factors(self, shape: Iterable[int], kind: FactorKind = FactorKind.PASS_THROUGH, *, blocked: bool = False) -> list[DimFactors]:
-        """A new factor for each dimension of `shape`."""
+        """Returns a new factor for each dimension of `shape`."""
         return [self.factor(size, kind, blocked=blocked) for size in shape]
 
     def build(self, operands: Iterable[Dims], results: Iterable[Dims], *, combiner: str = "add", reason: str = "") -> OpRule:
-        """The rule that relates `operands` and `results`, both given as the factors of each dimension."""
+        """Returns the rule that relates `operands` and `results`, both given as the factors of each dimension."""
         return OpRule(
             operands=tuple(tuple(dims) for dims in operands),
             results=tuple(tuple(dims) for dims in results),
@@ -56,19 +56,22 @@ class RuleBuilder:
 
 
 def identity(shape: Shape, *, num_operands: int = 1, num_results: int = 1) -> OpRule:
-    """Every dimension passes through, from operands to results that all have `shape`."""
+    """Returns a rule that lets every dimension pass through, from operands to results that all have `shape`."""
     builder = RuleBuilder()
     dims = builder.factors(shape)
     return builder.build([dims] * num_operands, [dims] * num_results)
 
 
 def broadcast_dims(dims: Sequence[DimFactors], shape: Shape, full: Shape) -> list[DimFactors]:
-    """Dimensions of an operand of `shape` that broadcasts to `full`, whose factors are `dims`: rank 0, or size 1 against more."""
+    """Returns the dimensions of an operand that broadcasts to `full`, whose factors are `dims`.
+
+    The operand has rank 0, or size 1 where `full` has more.
+    """
     if not shape:
         return []
     return [factors if size == whole else () for factors, size, whole in zip(dims, shape, full, strict=True)]
 
 
 def replicate(operands: Sequence[Shape], results: Sequence[Shape], reason: str) -> OpRule:
-    """No dimension can be split; `reason` says why."""
+    """Returns a rule that keeps every dimension whole; `reason` says why."""
     return RuleBuilder().build([((),) * len(shape) for shape in operands], [((),) * len(shape) for shape in results], reason=reason)

@@ -1,4 +1,7 @@
-"""Primitives of hand-written SPMD code: their shapes are one device's blocks inside `shard_map`, so no axis may split them again."""
+"""Rules of the primitives of hand-written SPMD code.
+
+Inside `shard_map` their shapes are those of one device's blocks, so no axis may split them again.
+"""
 
 from __future__ import annotations
 

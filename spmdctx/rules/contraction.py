@@ -21,7 +21,7 @@ class _Dot(NamedTuple):
 
 @rule("dot_general")
 def dot_general(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """`[batch, lhs free, rhs free]` from the two operands."""
+    """Multiplies two operands into `[batch, lhs free, rhs free]`."""
     builder = RuleBuilder()
     dot = _dot(builder, operands[0], operands[1], params["dimension_numbers"])
     return builder.build([dot.lhs, dot.rhs], [dot.result])
@@ -29,7 +29,7 @@ def dot_general(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params
 
 @rule("scaled_dot")
 def scaled_dot(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """A dot whose operands have a scale each: one element per block of the contracted dimension, where only whole blocks split."""
+    """Multiplies operands that have a scale each, with one element per block of the contracted dimension; only whole blocks split."""
     lhs, rhs, lhs_scale, rhs_scale = operands
     (lhs_contracting, rhs_contracting), _ = params["dimension_numbers"]
     blocks = [max(lhs_scale[left], rhs_scale[right]) for left, right in zip(lhs_contracting, rhs_contracting, strict=True)]
@@ -46,9 +46,9 @@ def scaled_dot(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params:
 
 @rule("ragged_dot_general")
 def ragged_dot_general(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """A dot whose ragged dimension is cut into groups; the group dimension leads the right operand or the result.
+    """Multiplies operands whose ragged dimension is cut into groups; the group dimension leads the right operand or the result.
 
-    XLA masks the rows of each group, so the ragged dimension splits like any other; the groups stay whole, which it would gather.
+    XLA masks the rows of each group, so the ragged dimension splits like any other. XLA would gather the groups, so they stay whole.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     lhs, rhs, *sizes = operands
@@ -61,7 +61,7 @@ def ragged_dot_general(operands: tuple[Shape, ...], results: tuple[Shape, ...], 
 
 
 def _dot(builder: RuleBuilder, lhs: Shape, rhs: Shape, numbers: Numbers, groups: Sequence[int] = ()) -> _Dot:
-    """Factors of both operands and the result; `groups` are dimensions of the right operand that the result lacks."""
+    """Returns the factors of both operands and the result; `groups` are dimensions of the right operand that the result lacks."""
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers
     lhs_dims: list[DimFactors] = [()] * len(lhs)
     rhs_dims: list[DimFactors] = [()] * len(rhs)

@@ -1,4 +1,4 @@
-"""Primitives that hold a jaxpr and so have no rule of their own: their bodies are walked, loop carries are tied."""
+"""Primitives that hold a jaxpr and therefore have no rule of their own: the trace walks their bodies and ties loop carries."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ CALLS: Mapping[str, str] = {
     "xla_metadata_call": "jaxpr",
     "compute_on": "jaxpr",
 }
-"""Calls, whose operands and results are those of one body, with the parameter that holds it."""
+"""Calls, whose operands and results are those of one body, with the name of the parameter that holds the body."""
 
 LOOPS = frozenset({"scan", "while"})
-"""Loops: what is carried in and what is carried out are tied."""
+"""Loops: the trace ties what they carry in to what they carry out."""
 
 BRANCHES = frozenset({"cond"})
-"""Branches: each result is tied to that of every branch."""
+"""Branches: the trace ties each result to the same result of every branch."""
 
 MANUAL = frozenset({"shard_map"})
-"""Regions that the user has split by hand; their rule comes from their own specs."""
+"""Regions that the user split by hand; their rule comes from their own specs."""
 
 CONTROL_FLOW = frozenset(CALLS) | LOOPS | BRANCHES | MANUAL
 """Everything that the trace handles by structure instead of by a rule."""
 
 
 def body_parameter(primitive: str, params: Mapping[str, Any]) -> str:
-    """The parameter of a call that holds its body; newer versions of JAX call that of a composite `call_jaxpr` too."""
+    """Returns the name of the parameter that holds the body of a call; newer versions of JAX use `call_jaxpr` for composites too."""
     name = CALLS[primitive]
     return name if name in params else "call_jaxpr"
 
 
 def call_body(primitive: str, params: Mapping[str, Any]) -> Any:
-    """The body that a call runs: of a linear solve, which carries four, the solver that its forward pass runs."""
+    """Returns the body that a call runs. A linear solve carries four: its forward pass runs the solver."""
     body = params[body_parameter(primitive, params)]
     return body.solve if primitive == "custom_linear_solve" else body
 
 
 def call_operands(primitive: str, params: Mapping[str, Any], num_operands: int) -> Sequence[int]:
-    """Which operands of a call its body takes, in order."""
+    """Returns the positions of the operands that the body of a call takes, in order."""
     if primitive != "custom_linear_solve":
         return range(num_operands)
     lengths = params["const_lengths"]

@@ -12,7 +12,7 @@ from spmdctx.rules.registry import rule
 
 @rule("conv_general_dilated")
 def conv_general_dilated(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Feature groups are the major factor of both features, batch groups that of the batch and of the output features."""
+    """Makes feature groups the major factor of both features, and batch groups that of the batch and of the output features."""
     lhs, rhs = operands
     numbers = params["dimension_numbers"]
     (lhs_batch, lhs_feature, *lhs_space) = numbers.lhs_spec

@@ -27,7 +27,7 @@ ELEMENTWISE = frozenset({*UNARY, *BINARY, *MANY})
 
 @rule(*UNARY, *BINARY, *MANY)
 def elementwise(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """One factor per result dimension; all results have one shape."""
+    """Gives each dimension of the results, which have one shape, a factor that the operands share."""
     builder = RuleBuilder()
     full = results[0]
     dims = builder.factors(full)
@@ -36,7 +36,7 @@ def elementwise(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params
 
 @rule("optimization_barrier")
 def optimization_barrier(operands: tuple[Shape, ...], _results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """Each operand passes through to its own result."""
+    """Lets each operand pass through to its own result."""
     builder = RuleBuilder()
     dims = [builder.factors(shape) for shape in operands]
     return builder.build(dims, dims)
@@ -44,7 +44,10 @@ def optimization_barrier(operands: tuple[Shape, ...], _results: tuple[Shape, ...
 
 @rule("bitcast_convert_type")
 def bitcast_convert_type(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """Shared leading dimensions pass through; where the item size changes, the last dimension of the longer side is the item's parts."""
+    """Lets the leading dimensions that both sides share pass through.
+
+    Where the item size changes, the last dimension of the longer side holds the parts of one item, and stays whole.
+    """
     (operand,), (result,) = operands, results
     builder = RuleBuilder()
     shared = min(len(operand), len(result))

@@ -1,4 +1,4 @@
-"""How many floating-point operations an op takes, from its rule and its shapes."""
+"""Counts the floating-point operations of an op from its rule and its shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WITHOUT_FLOPS = frozenset(
         "scatter",
     }
 )
-"""These move data and compute nothing."""
+"""Primitives that move data and compute nothing."""
 
 _READ_ALL = ("reduce", "arg", "cum", "select_and")
 
@@ -44,7 +44,7 @@ _MATRIX_FLOPS: dict[str, Callable[[int, int], float]] = {
 
 
 def op_flops(primitive: str, rule: OpRule, operands: _Shapes, results: _Shapes) -> int:
-    """Operations of the whole op on one device; a multiply-add counts as two, and moving data as none."""
+    """Returns the operations of the whole op on one device; a multiply-add counts as two, moving data as none."""
     if primitive in _WITHOUT_FLOPS:
         return 0
     if primitive in CONTRACTIONS:
@@ -66,20 +66,20 @@ def op_flops(primitive: str, rule: OpRule, operands: _Shapes, results: _Shapes) 
 
 
 def _contraction_flops(rule: OpRule) -> int:
-    """Two per point of the iteration space; each row of a ragged dot meets one group only."""
+    """Counts two operations per point of the iteration space; each row of a ragged dot meets one group only."""
     lhs, rhs = ({factor for factors in dims for factor in factors} for dims in rule.operands[:2])
     return 2 * math.prod(rule.sizes[factor] for factor in lhs | (rhs - rule.blocked))
 
 
 def _convolution_flops(rule: OpRule, operands: _Shapes, results: _Shapes) -> int:
-    """Each output element reads one window: the kernel's elements per output feature."""
+    """Counts one window per element of the output: the kernel's elements per output feature."""
     kernel = math.prod(operands[1])
     shared = (size for size, dim in zip(operands[1], rule.operands[1], strict=True) if dim and dim in rule.results[0])
     return 2 * _largest(results) * kernel // next(shared, 1)
 
 
 def _whole_size(shape: Shape, rule: OpRule) -> int:
-    """Elements along the dimensions that can't be split: those that are sorted or transformed; at least 2."""
+    """Returns the number of elements, at least 2, along the dimensions that are sorted or transformed: those that can't be split."""
     splittable = rule.splittable
     dims = zip(shape, rule.operands[0], strict=True)
     return max(2, math.prod(size for size, factors in dims if not any(splittable[factor] for factor in factors)))

@@ -1,17 +1,17 @@
 """Rules of gather and scatter: batch, index, offset, window and looked-up dimensions.
 
-What XLA's partitioner makes of a split of each (seen in compiled programs; `tests/rules/test_indexing.py` repeats it):
+XLA's partitioner handles a split of each as follows (seen in compiled programs; `tests/rules/test_indexing.py` repeats it):
 
-* index dimensions and batching dimensions of a gather, and full windows of both: no communication;
+* index dimensions and batching dimensions of a gather, and full windows of gathers and scatters: no communication;
 * the looked-up dimension of a gather (a vocabulary-parallel embedding): each device looks up what it holds and masks the
   rest; one all-reduce of the result's block, for every such dimension;
-* the written-into dimension of a scatter: each device drops what is not its own; no communication;
+* the written-into dimension of a scatter: each device drops the updates of other devices; no communication;
 * the updates of a scatter-add, -mul, -min, -max (an embedding's gradient over a split batch): one all-reduce of the
-  result's block, for every such dimension. Those of a plain scatter and a scatter-sub are all-gathered first, so they
-  stay whole, as do windows that cover a part of their dimension.
+  result's block, for every such dimension. XLA all-gathers the updates of a plain scatter and a scatter-sub first, so
+  they stay whole, as do windows that cover a part of their dimension.
 
-One exception: a scatter of a single update into a split dimension becomes a dynamic-slice that XLA may merge with the one
-that cut the operand, dropping a clamp, and devices that should write nothing write a wrong row (openxla/xla#49121, seen
+One exception: a scatter of a single update into a split dimension becomes a dynamic-slice. XLA may merge it with the one
+that cut the operand and drop a clamp; devices that should write nothing then write a wrong row (openxla/xla#49121, seen
 with jax 0.10.2). There the written-into dimensions stay whole.
 """
 
@@ -26,12 +26,12 @@ from spmdctx.rules.builder import RuleBuilder, Shape
 from spmdctx.rules.registry import RuleFn, rule
 
 COMBINER_OF_SCATTER = {"scatter-add": "add", "scatter-mul": "mul", "scatter-min": "min", "scatter-max": "max"}
-"""How updates of one element combine, for the scatters whose updates can be split."""
+"""The combiner of the updates of one element, for the scatters whose updates can be split."""
 
 
 @rule("gather")
 def gather(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """`[looked up, offset]` by `[index, coordinates]` to `[index, offset]`, with batching dimensions in both."""
+    """Looks up `[index, coordinates]` in `[looked up, offset]`, which gives `[index, offset]`; both have the batching dimensions."""
     numbers, windows = params["dimension_numbers"], params["slice_sizes"]
     operand, indices = operands[0], operands[1]
     builder = RuleBuilder()
@@ -50,7 +50,10 @@ def gather(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapp
 
 
 def _looked_up(builder: RuleBuilder, size: int, window: int) -> tuple[DimFactors, DimFactors]:
-    """Factors of an operand dimension and of its offset dimension in the result, by how much of it a window covers."""
+    """Returns the factors of an operand dimension and of its offset dimension in the result.
+
+    They depend on how much of the dimension a window covers.
+    """
     if window == size:
         shared = builder.factor(size)
         return shared, shared
@@ -61,13 +64,13 @@ def _looked_up(builder: RuleBuilder, size: int, window: int) -> tuple[DimFactors
 
 @rule("scatter", "scatter-sub")
 def scatter(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Updates that overwrite or subtract stay whole; the operand may be split where it is written into."""
+    """Keeps updates whole that overwrite or subtract; the operand may be split where it is written into."""
     return _scatter(operands, params, FactorKind.NEED_REPLICATION, "add")
 
 
 def _combining(combiner: str) -> RuleFn:
     def combining(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-        """Updates split over devices give partial results."""
+        """Lets updates split over devices, which gives partial results."""
         return _scatter(operands, params, FactorKind.REDUCTION, combiner)
 
     return combining
@@ -78,7 +81,7 @@ for _primitive, _combiner in COMBINER_OF_SCATTER.items():
 
 
 def _scatter(operands: tuple[Shape, ...], params: Mapping[str, Any], updates_kind: FactorKind, combiner: str) -> OpRule:
-    """`[written into, window]`, `[index, coordinates]`, `[index, window]` to the first one's shape."""
+    """Writes updates `[index, window]` at `[index, coordinates]` into `[written into, window]`; the result has the shape of the last."""
     numbers = params["dimension_numbers"]
     operand, indices, updates = operands
     builder = RuleBuilder()
@@ -103,7 +106,7 @@ def _scatter(operands: tuple[Shape, ...], params: Mapping[str, Any], updates_kin
 
 
 def _window(builder: RuleBuilder, size: int, window: int) -> tuple[DimFactors, DimFactors]:
-    """Factors of an operand dimension and of its window in the updates; a window that can move keeps both whole."""
+    """Returns the factors of an operand dimension and of its window in the updates; a window that can move keeps both whole."""
     if window == size:
         shared = builder.factor(size)
         return shared, shared
@@ -111,16 +114,16 @@ def _window(builder: RuleBuilder, size: int, window: int) -> tuple[DimFactors, D
 
 
 def _paired(operand_dims: Sequence[int], index_dims: Sequence[int], index: Sequence[DimFactors]) -> dict[int, DimFactors]:
-    """Batching dimensions of the operand with the factors of their partners in the indices."""
+    """Returns the batching dimensions of the operand with the factors of their partners in the indices."""
     return {int(dim): index[partner] for dim, partner in zip(operand_dims, index_dims, strict=True)}
 
 
 def _coordinates(builder: RuleBuilder, indices: Shape) -> DimFactors:
-    """The last dimension of the indices: one index's coordinates, which stay together."""
+    """Returns the factors of the last dimension of the indices: the coordinates of one index, which stay together."""
     return builder.factor(indices[-1], FactorKind.NEED_REPLICATION)
 
 
 def _interleaved(rank: int, own_positions: Collection[int], own: Sequence[DimFactors], rest: Sequence[DimFactors]) -> list[DimFactors]:
-    """`own` at `own_positions`, the rest in order around them."""
+    """Returns `own` at `own_positions`, with the rest in order around them."""
     own_left, rest_left = iter(own), iter(rest)
     return [next(own_left) if dim in own_positions else next(rest_left) for dim in range(rank)]

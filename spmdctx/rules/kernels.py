@@ -1,4 +1,4 @@
-"""Rules of kernels that know how to be split: custom_partitioning with a rule of its own, and cuDNN's attention."""
+"""Rules of kernels that can be split: custom_partitioning with a rule from the user, scaled matmuls, and cuDNN's attention."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from spmdctx.rules.builder import RuleBuilder, Shape, replicate
 from spmdctx.rules.registry import rule
 
 _LEADING = "\N{HORIZONTAL ELLIPSIS}"
-"""First character of a mapping's entry that stands for all leading dimensions."""
+"""The first character of a mapping's entry that stands for all leading dimensions."""
 
 
 @rule("custom_partitioning")
 def custom_partitioning(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """The rule that the user gave in Shardy's terms; one that is a function of MLIR types can't be asked here."""
+    """Translates the rule that the user gave in Shardy's notation.
+
+    A rule that is a function of MLIR types can't be called here: nothing is split then.
+    """
     given = params.get("sharding_rule")
     if given is None or callable(given):
         return replicate(operands, results, "custom_partitioning without a sharding_rule in einsum notation")
@@ -33,7 +36,7 @@ def custom_partitioning(operands: tuple[Shape, ...], results: tuple[Shape, ...],
 
 
 def _expanded(mapping: Sequence[Any], rank: int) -> list[tuple[str, ...]]:
-    """Names of the factors of each dimension, with leading dimensions written out."""
+    """Returns the names of the factors of each dimension, with the leading dimensions written out."""
     dims = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in mapping]
     if not dims or not dims[0][0].startswith(_LEADING):
         return dims
@@ -53,7 +56,10 @@ def _kind(given: Any, name: str) -> FactorKind:
 
 @rule("scaled_matmul", "scaled_matmul_wrapper")
 def scaled_matmul(operands: tuple[Shape, ...], _results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """`[batch, m, k]` by `[batch, n, k]` to `[batch, m, n]`; the contracted dimension has scales of its own and stays whole."""
+    """Multiplies `[batch, m, k]` by `[batch, n, k]` into `[batch, m, n]`.
+
+    The contracted dimension has scales of its own and stays whole.
+    """
     builder = RuleBuilder()
     batch, rows = builder.factors(operands[0][:2])
     columns = builder.factor(operands[1][1])
@@ -75,7 +81,7 @@ _BIAS, _OFFSETS, _PAGES = 3, 6, 8
 
 @rule(*_ATTENTION)
 def attention(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Batch and heads pass through; query heads are (key heads, group), and a group stays with its key head.
+    """Lets batch and heads pass through. Query heads are (key heads, group), and a group stays with its key head.
 
     Packed and paged sequences mix the batch, so it stays whole there. In the fp8 kernels the operands after the values are scalars.
     """

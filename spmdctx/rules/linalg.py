@@ -19,7 +19,7 @@ _DECOMPOSITIONS = (
 
 
 def _decomposition(name: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """The leading dimensions of the first operand are the batch of every operand and result."""
+    """Takes the leading dimensions of the first operand for the batch of every operand and result."""
     builder = RuleBuilder()
     num_batch = len(operands[0]) - _MATRIX
     batch = builder.factors(operands[0][:num_batch])
@@ -37,7 +37,7 @@ for _name in _DECOMPOSITIONS:
 
 @rule("lu_pivots_to_permutation")
 def lu_pivots_to_permutation(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """`[batch, pivots]` to `[batch, size]`."""
+    """Turns `[batch, pivots]` into `[batch, size]`."""
     builder = RuleBuilder()
     batch = builder.factors(operands[0][:-1])
     reason = "" if any(batch) else "a pivot depends on the ones before it"
@@ -46,7 +46,7 @@ def lu_pivots_to_permutation(operands: tuple[Shape, ...], results: tuple[Shape, 
 
 @rule("triangular_solve")
 def triangular_solve(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Batch dimensions pass through; the matrix and its right-hand sides stay whole, as in Shardy's rule."""
+    """Lets batch dimensions pass through; keeps the matrix and its right-hand sides whole, as Shardy's rule does."""
     builder = RuleBuilder()
     matrix, sides = operands
     batch = builder.factors(matrix[:-_MATRIX])
@@ -58,7 +58,7 @@ def triangular_solve(operands: tuple[Shape, ...], _results: tuple[Shape, ...], p
 
 @rule("tridiagonal_solve")
 def tridiagonal_solve(operands: tuple[Shape, ...], _results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """Three diagonals `[batch, order]` and right-hand sides `[batch, order, free]`."""
+    """Solves for three diagonals `[batch, order]` and right-hand sides `[batch, order, free]`; only the batch splits."""
     builder = RuleBuilder()
     *diagonals, sides = operands
     batch = builder.factors(sides[:-_MATRIX])
@@ -70,7 +70,7 @@ def tridiagonal_solve(operands: tuple[Shape, ...], _results: tuple[Shape, ...], 
 
 @rule("fft")
 def fft(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """The transformed dimensions, the last ones, stay whole."""
+    """Keeps the last dimensions, which are transformed, whole."""
     builder = RuleBuilder()
     (operand,), (result,) = operands, results
     num_batch = len(operand) - len(params["fft_lengths"])

@@ -1,4 +1,4 @@
-"""Primitives of which nothing can be split, each with its reason."""
+"""Rules of primitives that cannot be split at all, each with its reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _keep(reason: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], 
 
 
 REASONS: dict[str, str] = {}
-"""Why nothing of a primitive can be split, for each that is kept whole whatever its shapes; "<primitive> <reason>" is a sentence."""
+"""The reason why a primitive cannot be split, for each that is kept whole whatever its shapes; "<primitive> <reason>" is a sentence."""
 
 
 def keep_whole(reason: str, *primitives: str) -> None:

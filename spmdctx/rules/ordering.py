@@ -12,13 +12,13 @@ from spmdctx.rules.registry import rule
 
 @rule("sort")
 def sort(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """All operands, keys and values alike, have one shape."""
+    """Sorts operands, keys and values alike, that all have one shape."""
     return _along(operands, params["dimension"], FactorKind.NEED_REPLICATION)
 
 
 @rule("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")
 def cumulate(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Running totals."""
+    """Computes running totals."""
     return _along(operands, params["axis"], FactorKind.PERMUTATION)
 
 
@@ -30,13 +30,13 @@ def _along(operands: tuple[Shape, ...], axis: int, kind: FactorKind) -> OpRule:
 
 @rule("top_k")
 def top_k(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """The largest k values and their indices."""
+    """Selects the largest k values and their indices."""
     return _select(operands[0], params["axis"], params["k"])
 
 
 @rule("approx_top_k")
 def approx_top_k(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Like `top_k`; the result keeps as many candidates as it was told to."""
+    """Selects as `top_k` does; the shape of the result says how many candidates it keeps."""
     axis = params["reduction_dimension"] % len(operands[0])
     return _select(operands[0], axis, results[0][axis])
 

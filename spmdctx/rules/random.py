@@ -1,4 +1,4 @@
-"""Rules of random number generation: keys pass through, and the drawn dimensions split freely (counters are computed, not read)."""
+"""Rules of random number generation: keys pass through, and drawn dimensions split freely (each device computes its own counters)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ rule("threefry2x32", "threefry4x32", "philox2x32", "philox4x32")(elementwise)
 
 @rule("random_wrap", "random_unwrap")
 def random_wrap(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """Keys `[keys]` and their words `[keys, words]`, whichever way; the words stay together."""
+    """Turns keys `[keys]` into their words `[keys, words]`, or back; the words of a key stay together."""
     (operand,), (result,) = operands, results
     builder = RuleBuilder()
     keys = builder.factors(operand if len(operand) < len(result) else result)
@@ -29,7 +29,7 @@ def _words(keys: list[tuple[int, ...]], shape: Shape) -> list[tuple[int, ...]]:
 
 @rule("random_split", "random_bits")
 def random_bits(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """`[keys]` to `[keys, drawn]`."""
+    """Draws `[keys, drawn]` from `[keys]`."""
     (keys,), (result,) = operands, results
     builder = RuleBuilder()
     dims = builder.factors(result)
@@ -38,7 +38,7 @@ def random_bits(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params
 
 @rule("rng_bit_generator")
 def rng_bit_generator(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """A generator's state, whole, to its next state and the drawn bits."""
+    """Turns the state of a generator into its next state, both whole, and the drawn bits."""
     builder = RuleBuilder()
     state = [()] * len(operands[0])
     return builder.build([state], [state, builder.factors(results[1])])
@@ -46,7 +46,7 @@ def rng_bit_generator(operands: tuple[Shape, ...], results: tuple[Shape, ...], _
 
 @rule("random_gamma")
 def random_gamma(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """Keys and shape parameters, drawn flattened: only the leading dimension splits without gathering the parameters."""
+    """Draws from keys and shape parameters, flattened: only the leading dimension splits without a gather of the parameters."""
     builder = RuleBuilder()
     (full,) = results
     leading = next((dim for dim, size in enumerate(full) if size > 1), 0)
@@ -56,7 +56,7 @@ def random_gamma(operands: tuple[Shape, ...], results: tuple[Shape, ...], _param
 
 @rule("rng_uniform", "iota_2x32_shape")
 def draw(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """Results of one shape from nothing but scalars."""
+    """Makes results of one shape from scalars alone."""
     builder = RuleBuilder()
     dims = builder.factors(results[0])
     return builder.build([broadcast_dims(dims, shape, results[0]) for shape in operands], [dims] * len(results))

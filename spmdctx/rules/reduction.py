@@ -23,7 +23,7 @@ _COMBINER_OF_REDUCTION = {
 }
 
 _ALL_REDUCED = frozenset({"add", "max", "min", "mul", "and", "or", "argmax", "argmin"})
-"""What XLA can combine across devices: it has no all-reduce for xor or for a reducer of the user's own."""
+"""Combiners that XLA can apply across devices: it has no all-reduce for xor or for a reducer that the user wrote."""
 
 
 def _reduce_axes(combiner: str, operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
@@ -36,7 +36,7 @@ for _name, _combiner in _COMBINER_OF_REDUCTION.items():
 
 @rule("reduce")
 def reduce(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Any reducer, over several operands at once; its initial values are scalars."""
+    """Reduces several operands at once by any reducer; its initial values are scalars."""
     return _reduction(operands, params["dimensions"], len(results), _combiner_of(params["jaxpr"]))
 
 
@@ -52,7 +52,7 @@ def _reduction(operands: tuple[Shape, ...], axes: Sequence[int], num_results: in
 
 
 def _combiner_of(reducer: Any) -> str:
-    """The name of a reducer that is one known equation, else `custom`."""
+    """Returns the name of the combiner if the reducer is one known equation, else `custom`."""
     equations = getattr(reducer, "jaxpr", reducer).eqns
     name = equations[0].primitive.name if len(equations) == 1 else ""
     return name if name in _COMBINER_OF_REDUCTION.values() else "custom"
@@ -60,7 +60,7 @@ def _combiner_of(reducer: Any) -> str:
 
 @rule("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum")
 def reduce_window(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Dimensions with a window of one element pass through; the others stay whole."""
+    """Lets dimensions pass through whose windows have one element; keeps the others whole."""
     builder = RuleBuilder()
     dims, result = _window_dims(builder, operands[0], results[0], _trivial_windows(params))
     return builder.build([dims if shape else [] for shape in operands], [result] * len(results))
@@ -68,7 +68,7 @@ def reduce_window(operands: tuple[Shape, ...], results: tuple[Shape, ...], param
 
 @rule("select_and_scatter_add")
 def select_and_scatter_add(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """The gradient of a max pool: (source, operand) to the operand's shape; the source has the windows' shape."""
+    """Computes the gradient of a max pool, from (source, operand) to the operand's shape; the source has the windows' shape."""
     builder = RuleBuilder()
     dims, windows = _window_dims(builder, operands[1], operands[0], _trivial_windows(params))
     return builder.build([windows, dims], [dims])
@@ -76,7 +76,7 @@ def select_and_scatter_add(operands: tuple[Shape, ...], _results: tuple[Shape, .
 
 @rule("select_and_gather_add")
 def select_and_gather_add(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """The tangent of a max pool: (tangents, operand) of one shape to the windows' shape."""
+    """Computes the tangent of a max pool, from (tangents, operand) of one shape to the windows' shape."""
     builder = RuleBuilder()
     dims, windows = _window_dims(builder, operands[1], results[0], _trivial_windows(params))
     return builder.build([dims, dims], [windows])
@@ -84,7 +84,7 @@ def select_and_gather_add(operands: tuple[Shape, ...], results: tuple[Shape, ...
 
 @rule("select_and_scatter")
 def select_and_scatter(operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """(operand, source, initial value) to the operand's shape."""
+    """Selects and scatters, from (operand, source, initial value) to the operand's shape."""
     builder = RuleBuilder()
     dims, windows = _window_dims(builder, operands[0], operands[1], _trivial_windows(params))
     return builder.build([dims, windows, []], [dims])

@@ -9,7 +9,7 @@ from spmdctx.ir.rule import OpRule
 from spmdctx.rules.builder import Shape, replicate
 
 RuleFn = Callable[[tuple[Shape, ...], tuple[Shape, ...], Mapping[str, Any]], OpRule]
-"""Operand shapes (literals have rank 0), result shapes and the equation's parameters to the rule of that equation."""
+"""Makes the rule of an equation from its operand shapes (literals have rank 0), its result shapes and its parameters."""
 
 RULES: dict[str, RuleFn] = {}
 
@@ -33,7 +33,7 @@ def has_rule(primitive: str) -> bool:
 
 
 def rule_for(primitive: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """The rule of one equation; a primitive that has none is kept whole, and the rule's `reason` says so."""
+    """Returns the rule of one equation; a primitive without one is kept whole, and the rule's `reason` says so."""
     function = RULES.get(primitive)
     if function is None:
         return replicate(operands, results, f"no rule for primitive '{primitive}'")

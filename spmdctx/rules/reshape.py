@@ -1,13 +1,14 @@
 """The rule of reshape: the common refinement of the two factorisations of one element order.
 
-Both shapes are walked from the major end, taking out greatest common divisors, as Shardy does:
+The rule walks both shapes from the major end and takes out greatest common divisors, as Shardy does:
 
     [8, 4, 16] -> [32, 16]    ([i, j, k])->([(i j), k])             {i=8, j=4, k=16}
     [32, 16]   -> [8, 64]     ([(i j), k])->([i, (j k)])            {i=8, j=4, k=16}
     [6, 4]     -> [4, 6]      ([(i j), m])->([(i k), l])            {i=2, j=3, k=2, l=6, m=4}, only i can be split
 
 A split of a major factor cuts the elements in the same place on both sides, so it passes. Where the remainders share no
-divisor, no cut is common to both until their products meet again: those dimensions get blocked factors of their own.
+divisor, the two sides have no cut in common until their products meet again. Those dimensions get blocked factors of
+their own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from spmdctx.rules.registry import rule
 
 
 class _Walk:
-    """One shape, walked from its major dimension; `left` is what the factors found so far leave of the present one."""
+    """A walk over one shape from its major dimension; `left` is the part of the current dimension that has no factor yet."""
 
     def __init__(self, shape: Shape) -> None:
         self.dims: list[DimFactors] = [()] * len(shape)
@@ -31,7 +32,7 @@ class _Walk:
         self.left = 1
 
     def advance(self) -> bool:
-        """Goes to the next dimension if the present one is used up; false at the end."""
+        """Goes to the next dimension if the current one is used up; returns False at the end."""
         if self.left == 1:
             if not self._rest:
                 return False
@@ -43,7 +44,7 @@ class _Walk:
         self.left //= size
 
     def block(self, builder: RuleBuilder) -> int:
-        """Gives what is left of the dimension a factor of its own, which is never split."""
+        """Gives the rest of the dimension a factor of its own that is never split; returns its size."""
         size = self.left
         self.take(builder.factor(size, blocked=True), size)
         return size
@@ -51,7 +52,7 @@ class _Walk:
 
 @rule("reshape")
 def reshape(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Compound dimensions share their leading factors."""
+    """Relates the leading factors that compound dimensions of both sides share."""
     operand, result = operands[0], results[0]
     if 0 in operand:
         return replicate(operands, results, "a tensor without elements has nothing to split")
@@ -67,7 +68,7 @@ def reshape(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Map
 
 
 def _step(builder: RuleBuilder, source: _Walk, target: _Walk) -> None:
-    """Takes the common divisor of what is left; if neither side is then used up, blocks both until they meet."""
+    """Takes the common divisor of both rests; if neither side is then used up, blocks both until their products meet."""
     size = gcd(source.left, target.left)
     factor = builder.factor(size)
     source.take(factor, size)

@@ -14,7 +14,7 @@ Shapes = tuple[Shape, ...]
 
 
 class _Whole:
-    """Factors of dimensions that are never split, one per size: only dimensions of equal size are related."""
+    """The factors along one axis, one per size, so that only dimensions of equal size are related."""
 
     def __init__(self, builder: RuleBuilder, kind: FactorKind) -> None:
         self._builder = builder
@@ -29,7 +29,7 @@ class _Whole:
 
 @rule("broadcast_in_dim")
 def broadcast_in_dim(operands: Shapes, results: Shapes, params: Params) -> OpRule:
-    """New dimensions are free to split; a broadcast one takes no part in the operand."""
+    """Leaves new dimensions free to split; a dimension that is broadcast has no factor in the operand."""
     builder = RuleBuilder()
     dims = builder.factors(results[0])
     source = _picked(dims, operands[0], results[0], params["broadcast_dimensions"])
@@ -38,7 +38,7 @@ def broadcast_in_dim(operands: Shapes, results: Shapes, params: Params) -> OpRul
 
 @rule("broadcast_to")
 def broadcast_to(operands: Shapes, results: Shapes, _params: Params) -> OpRule:
-    """Dimensions aligned at the last one, as NumPy broadcasts."""
+    """Aligns dimensions at the last one, as NumPy broadcasts."""
     builder = RuleBuilder()
     dims = builder.factors(results[0])
     new = len(results[0]) - len(operands[0])
@@ -51,7 +51,7 @@ def _picked(dims: Sequence[DimFactors], source: Shape, full: Shape, positions: S
 
 @rule("transpose")
 def transpose(operands: Shapes, _results: Shapes, params: Params) -> OpRule:
-    """Result dimension i is operand dimension `permutation[i]`."""
+    """Relates result dimension i to operand dimension `permutation[i]`."""
     builder = RuleBuilder()
     dims = builder.factors(operands[0])
     return builder.build([dims], [[dims[source] for source in params["permutation"]]])
@@ -69,7 +69,7 @@ def squeeze(operands: Shapes, _results: Shapes, params: Params) -> OpRule:
 
 @rule("rev")
 def rev(operands: Shapes, _results: Shapes, params: Params) -> OpRule:
-    """A reversed dimension would swap blocks between devices, so it stays whole."""
+    """Keeps reversed dimensions whole: devices would have to swap their blocks."""
     builder = RuleBuilder()
     kinds = [FactorKind.PERMUTATION if dim in params["dimensions"] else FactorKind.PASS_THROUGH for dim in range(len(operands[0]))]
     dims = [builder.factor(size, kind) for size, kind in zip(operands[0], kinds, strict=True)]
@@ -78,14 +78,14 @@ def rev(operands: Shapes, _results: Shapes, params: Params) -> OpRule:
 
 @rule("iota", "empty")
 def fill(operands: Shapes, results: Shapes, _params: Params) -> OpRule:
-    """Every device makes its own block."""
+    """Lets every dimension of the result split: each device makes its own block."""
     builder = RuleBuilder()
     return builder.build([()] * len(operands), [builder.factors(results[0])])
 
 
 @rule("tile")
 def tile(operands: Shapes, _results: Shapes, params: Params) -> OpRule:
-    """A repeated dimension is compound: repetitions major, the operand's dimension minor."""
+    """Makes repeated dimensions compound: the repetitions are major, the operand's dimension minor."""
     builder = RuleBuilder()
     sizes = operands[0]
     dims = [(builder.factor(count), builder.factor(size)) for count, size in zip(params["reps"], sizes, strict=True)]
@@ -94,18 +94,18 @@ def tile(operands: Shapes, _results: Shapes, params: Params) -> OpRule:
 
 @rule("concatenate")
 def concatenate(operands: Shapes, results: Shapes, params: Params) -> OpRule:
-    """The joined dimension stays whole."""
+    """Keeps the joined dimension whole."""
     return _along(operands, results, params["dimension"], FactorKind.NEED_REPLICATION)
 
 
 @rule("split")
 def split(operands: Shapes, results: Shapes, params: Params) -> OpRule:
-    """The cut dimension stays whole; as a slice, it would move elements between neighbours."""
+    """Keeps the cut dimension whole: like a slice, it would move elements between neighbours."""
     return _along(operands, results, params["axis"], FactorKind.PERMUTATION)
 
 
 def _along(operands: Shapes, results: Shapes, axis: int, kind: FactorKind) -> OpRule:
-    """All tensors agree in every dimension but `axis`; with one operand and one result they agree in that too."""
+    """Relates all tensors in every dimension but `axis`; with one operand and one result, in that one too."""
     builder = RuleBuilder()
     trivial = len(operands) == len(results) == 1
     whole = _Whole(builder, FactorKind.PASS_THROUGH if trivial else kind)
@@ -119,7 +119,7 @@ def _along(operands: Shapes, results: Shapes, axis: int, kind: FactorKind) -> Op
 
 @rule("stack")
 def stack(operands: Shapes, results: Shapes, params: Params) -> OpRule:
-    """The new dimension stays whole, as the joined one of a concatenation does."""
+    """Keeps the new dimension whole, as `concatenate` does with the joined one."""
     builder = RuleBuilder()
     axis = params["axis"]
     joined = builder.factor(results[0][axis], FactorKind.NEED_REPLICATION)
@@ -129,7 +129,7 @@ def stack(operands: Shapes, results: Shapes, params: Params) -> OpRule:
 
 @rule("unstack")
 def unstack(operands: Shapes, results: Shapes, params: Params) -> OpRule:
-    """The dimension that is taken apart stays whole, as a sliced one does."""
+    """Keeps the dimension that is taken apart whole, as `slice` does with one that is cut."""
     builder = RuleBuilder()
     axis = params["axis"]
     cut = builder.factor(operands[0][axis], FactorKind.PERMUTATION)
@@ -139,27 +139,27 @@ def unstack(operands: Shapes, results: Shapes, params: Params) -> OpRule:
 
 @rule("slice")
 def slice_(operands: Shapes, results: Shapes, _params: Params) -> OpRule:
-    """A dimension that is cut stays whole; one of unchanged size was not cut."""
+    """Keeps dimensions that are cut whole; a dimension of unchanged size was not cut."""
     touched = [size != kept for size, kept in zip(operands[0], results[0], strict=True)]
     return _partial(operands, results, touched, FactorKind.PERMUTATION)
 
 
 @rule("dynamic_slice")
 def dynamic_slice(operands: Shapes, results: Shapes, _params: Params) -> OpRule:
-    """A dimension that is cut stays whole: no device knows beforehand who holds the slice."""
+    """Keeps dimensions that are cut whole: no device knows beforehand which one holds the slice."""
     touched = [size != kept for size, kept in zip(operands[0], results[0], strict=True)]
     return _partial(operands, results, touched, FactorKind.NEED_REPLICATION)
 
 
 @rule("pad")
 def pad(operands: Shapes, results: Shapes, params: Params) -> OpRule:
-    """A padded dimension stays whole, even where padding and cropping cancel: that is a shift between neighbours."""
+    """Keeps padded dimensions whole, even where padding and cropping cancel: that is a shift between neighbours."""
     touched = [any(config) for config in params["padding_config"]]
     return _partial(operands, results, touched, FactorKind.PERMUTATION)
 
 
 def _partial(operands: Shapes, results: Shapes, touched: Sequence[bool], kind: FactorKind) -> OpRule:
-    """First operand to result, whole where touched; further operands are scalars."""
+    """Relates the first operand to the result, with whole dimensions where they are `touched`; further operands are scalars."""
     builder = RuleBuilder()
     source: list[DimFactors] = []
     target: list[DimFactors] = []
@@ -172,10 +172,10 @@ def _partial(operands: Shapes, results: Shapes, touched: Sequence[bool], kind: F
 
 @rule("dynamic_update_slice")
 def dynamic_update_slice(operands: Shapes, _results: Shapes, _params: Params) -> OpRule:
-    """A dimension written one element at a time may be split: its owner writes, the others keep theirs.
+    """Lets dimensions split that are written one element at a time: the owner writes, the other devices keep what they have.
 
-    Longer updates may straddle two blocks. XLA then gathers the whole operand, so that dimension is kept whole here,
-    though Shardy would let it pass.
+    Longer updates may straddle two blocks. XLA then gathers the whole operand, so the dimension stays whole, though
+    Shardy would let it pass.
     """
     builder = RuleBuilder()
     target: list[DimFactors] = []

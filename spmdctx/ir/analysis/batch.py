@@ -1,4 +1,4 @@
-"""Where the batch goes: which dimension of which value traces back to dimension 0 of a batch leaf."""
+"""Follows the batch through a graph: the dimensions of values that trace back to dimension 0 of a batch leaf."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from spmdctx.ir.rule import FactorKind
 from spmdctx.ir.sharding import AxisNames
 
 _NEEDS_WHOLE = CUTTING | {"rev"}
-"""Ops that need the whole of a dimension that they cut, of whose results that dimension can be split anew."""
+"""Ops that need a dimension whole because they cut it; in their results that dimension can be split again."""
 
 
 class BatchDims(NamedTuple):
-    """Value id to the dimension whose major factor is the batch, and the same of values that an op can't hand the split on to.
+    """The batch dimensions of values by id.
 
-    Those are parts of a batch: of `x.reshape(4, -1)` the dimension of one micro-batch, where a loop takes the four one by one or
-    no mesh axis divides them; and the results of slices and concatenations.
+    `found` has every dimension whose major factor is the batch. `parts` has those of them that hold a part of a batch, because the
+    op that makes the value cannot hand the split on. Results of slices and concatenations are such parts. So is the dimension of
+    one micro-batch in `x.reshape(4, -1)`, where a loop takes the four one by one or no mesh axis divides them.
     """
 
     found: dict[int, int]
@@ -27,7 +28,7 @@ class BatchDims(NamedTuple):
 
 
 def batch_dims(graph: Graph, leaves: Iterable[int], mesh: LogicalMesh) -> BatchDims:
-    """Follows dimension 0 of the batch leaves through the graph; loop carries are followed until nothing changes."""
+    """Follows dimension 0 of the batch leaves through the graph, and through loop carries until nothing changes."""
     found = {value: 0 for value in leaves if graph.values[value].shape}
     parts: dict[int, int] = {}
     tied: dict[int, list[int]] = {}
@@ -36,7 +37,7 @@ def batch_dims(graph: Graph, leaves: Iterable[int], mesh: LogicalMesh) -> BatchD
         tied.setdefault(right, []).append(left)
     looped = {op.operands[0] for op in graph.ops if op.boundary is Boundary.ENTER and op.rule.blocked}
     memo: dict[tuple[int, ...], tuple[int | None, ...]] = {}
-    # Ops are in execution order, so that only what a tie carries back must be followed once more.
+    # Ops are in execution order: only a dimension that a tie carries back must be followed once more.
     again = True
     while again:
         again = False
@@ -61,7 +62,7 @@ def batch_dims(graph: Graph, leaves: Iterable[int], mesh: LogicalMesh) -> BatchD
 
 
 def _part(op: Op, positions: tuple[int, ...], dims: tuple[int | None, ...], looped: Set[int], mesh: LogicalMesh) -> int | None:
-    """The dimension of the results that a part of the batch has, None where the op hands the whole batch on, or nothing of it."""
+    """Returns the dimension of the results that holds a part of the batch, None if the op hands on the whole batch, or nothing of it."""
     if op.primitive in _NEEDS_WHOLE:
         return next(position for position in positions if position >= 0) if set(dims) == {None} else None
     if op.primitive != "reshape" or dims == (None,):
@@ -75,7 +76,7 @@ def _part(op: Op, positions: tuple[int, ...], dims: tuple[int | None, ...], loop
 
 
 def _result_dims(op: Op, positions: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Per result the dimension led by the factor that leads an operand's batch dimension."""
+    """Returns for each result the dimension whose first factor leads the batch dimension of an operand."""
     rule = op.rule
     leaders = {dims[position][0] for dims, position in zip(rule.operands, positions, strict=True) if position >= 0 and dims[position]}
     leaders = {factor for factor in leaders if rule.kinds[factor] is FactorKind.PASS_THROUGH and factor not in rule.blocked}
@@ -83,7 +84,7 @@ def _result_dims(op: Op, positions: tuple[int, ...]) -> tuple[int | None, ...]:
 
 
 def dividing_axes(size: int, axes: AxisNames, mesh: LogicalMesh) -> AxisNames:
-    """The longest leading part of `axes` that divides `size`."""
+    """Returns the longest leading part of `axes` that divides `size`."""
     taken: AxisNames = ()
     for name in axes:
         if size % mesh.num_slices((*taken, name)):

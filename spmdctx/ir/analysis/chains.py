@@ -1,4 +1,4 @@
-"""Walks along chains of ops: from a value to those computed from it, or to those it is computed from.
+"""Walks along chains of ops, from a value to the values computed from it, or back to those from which it is computed.
 
 A walk that meets more than `LONGEST` values is cut, so that its time is bounded. The caller decides what a cut walk means.
 """
@@ -14,11 +14,11 @@ LONGEST = 512
 
 
 class Walk:
-    """Meets each value once: iterating yields one after the other, and `reach` adds those that the last one leads to.
+    """A walk that meets each value once: iteration yields one after the other, and `reach` adds the values that the last one leads to.
 
     Attributes:
-        met: the values so far, in the order in which they were reached.
-        is_cut: whether the walk ended because there were too many.
+        met: The values so far, in the order in which the walk reached them.
+        is_cut: True if the walk ended because there were too many values.
     """
 
     def __init__(self, starts: Iterable[int], longest: int = LONGEST) -> None:
@@ -31,7 +31,7 @@ class Walk:
             yield self._left.pop()
 
     def reach(self, values: Iterable[int]) -> None:
-        """Adds values to the walk, but for those that it has met."""
+        """Adds the values that the walk has not met yet."""
         for value in values:
             if value in self.met:
                 continue
@@ -43,12 +43,12 @@ class Walk:
 
 
 def ends_below(graph: Graph, walk: Walk, passes: Sequence[bool]) -> Iterator[tuple[int, Op]]:
-    """Walks down through the ops that `passes` names, and yields the other readers of each value, with the value.
+    """Walks down through the ops that `passes` marks, and yields the other readers of each value, with the value.
 
     Args:
-        graph: the step.
-        walk: where the walk starts.
-        passes: per op whether the walk goes on to its results.
+        graph: The step.
+        walk: The walk, at its start.
+        passes: A flag for each op: True if the walk goes on to its results.
     """
     readers = graph.readers
     for value in walk:

@@ -1,4 +1,4 @@
-"""A program's ops and tensors as arrays: what is asked of every op is asked of each kind of op once, or of all ops at once."""
+"""A program's ops and tensors as arrays, so that a question is asked once per kind of op, or of all ops at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdctx.ir.rule import OpRule
 
 
 class Kind(NamedTuple):
-    """What ops of one primitive, on tensors of the same shapes and with the same parameters, have in common."""
+    """The properties that ops of one primitive share, if their tensors have the same shapes and their parameters are equal."""
 
     primitive: str
     rule: OpRule
@@ -23,7 +23,7 @@ class Kind(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """Shape and type of values."""
+    """The shape and the type of values."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -32,27 +32,27 @@ class Tensor(NamedTuple):
 class Columns:
     """Ops by their place in the order of execution, values by their number; a last value stands for literals.
 
-    The slots of an op are its operands, then its results; those of all ops lie one behind the other.
+    The slots of an op are its operands, then its results. The slots of all ops lie one behind the other.
 
     Attributes:
-        kinds: those of the ops.
-        kind_of: per op.
-        repeats: per op.
-        scopes: per op the computation that it belongs to.
-        operands: per op.
-        results: per op.
-        elements: per value.
-        sizes: bytes per value.
-        item_bytes: per value.
-        readers: per operand the op that reads it.
-        read: per operand its value.
-        makers: per result the op that makes it.
-        made: per result its value.
-        maker_of: per value its op, -1 for values that no op makes.
-        slot_starts: per op its first slot, with an end behind the last op.
-        slot_ops: per slot its op.
-        slot_values: per slot its value.
-        is_operand: per slot.
+        kinds: The kinds of the ops.
+        kind_of: The kind of each op, as a place in `kinds`.
+        repeats: The executions of each op in a step.
+        scopes: The computation to which each op belongs.
+        operands: The values that each op reads.
+        results: The values that each op makes.
+        elements: The number of elements of each value.
+        sizes: The bytes of each value.
+        item_bytes: The bytes of one element of each value.
+        readers: The op that reads each operand.
+        read: The value of each operand.
+        makers: The op that makes each result.
+        made: The value of each result.
+        maker_of: The op that makes each value, -1 for values that no op makes.
+        slot_starts: The first slot of each op, with an end behind the last op.
+        slot_ops: The op of each slot.
+        slot_values: The value of each slot.
+        is_operand: True for each slot of an operand.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Columns:
         results: Sequence[tuple[int, ...]],
         tensors: tuple[Sequence[Tensor], Sequence[int]],
     ) -> None:
-        """`places` are `repeats` and `scopes`; `tensors` are what the values may be, and which of them each value is."""
+        """Lays out a program; `places` are `repeats` and `scopes`, `tensors` the distinct tensors and the number of each value's own."""
         self.kinds, self.kind_of = kinds, np.array(kind_of, dtype=np.int64)
         self.repeats, self.scopes = (np.array(own, dtype=np.int64) for own in places)
         self.operands, self.results = operands, results
@@ -96,25 +96,25 @@ class Columns:
 
     @property
     def num_ops(self) -> int:
-        """Of the program."""
+        """The number of ops of the program."""
         return len(self.operands)
 
     @property
     def num_values(self) -> int:
-        """Of the program, the one for literals not counted."""
+        """The number of values of the program, without the one for literals."""
         return len(self.elements) - 1
 
     def which(self, test: Callable[[str], bool]) -> BoolArray:
-        """Per op whether its primitive passes a test."""
+        """Returns for each op whether its primitive passes a test."""
         passes: BoolArray = np.array([test(kind.primitive) for kind in self.kinds], dtype=bool)[self.kind_of]
         return passes
 
     def primitive(self, op: int) -> str:
-        """Of one op."""
+        """Returns the primitive of one op."""
         return self.kinds[int(self.kind_of[op])].primitive
 
     def have_result(self, is_such: BoolArray) -> BoolArray:
-        """Per op whether one of its results is such a value."""
+        """Returns for each op whether one of its results is a value marked in `is_such`."""
         return np.bincount(self.makers[is_such[self.made]], minlength=self.num_ops) > 0
 
 

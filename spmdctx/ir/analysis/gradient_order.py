@@ -1,8 +1,9 @@
-"""Which sums over the batch make up the gradient of which parameter, and the order of gradients: first use in the forward pass.
+"""The gradients of a step: the sums over the batch that make up each, in the order of first use in the forward pass.
 
-Found from the graph alone: a parameter is an input that comes out changed. From its new value back, through ops that keep every element
-(arithmetic of optimizers, casts, transpositions, loop boundaries), the sums that are met are its gradient. Of a step that returns its
-gradients and changes nothing, the results are followed instead, in the reverse of the order in which they are made.
+Both follow from the graph alone. A parameter is an input that comes out changed. Its gradient is found on the way back from its new value,
+through ops that keep every element (arithmetic of optimizers, casts, transpositions, loop boundaries): it is made up of the sums that
+this way ends in. If a step returns its gradients and changes nothing, the way starts at its results. Their order is then the reverse of
+that in which the step makes them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from spmdctx.ir.primitives import ADDITIONS, CUTTING, LAYOUT, SCAN_ENTER, SCAN_E
 from spmdctx.ir.rule import FactorKind
 
 _UNUSED = VIEWS | {SCAN_ENTER}
-"""Ops that are no use of a parameter yet."""
+"""Ops that only prepare a parameter, and do not count as its use."""
 
 _REDUCED_BEHIND = LAYOUT | ADDITIONS | {"convert_element_type"}
-"""Ops that the compiler may move a reduction behind."""
+"""Ops behind which the compiler may move a reduction."""
 
 _KEEPING = CUTTING | {SCAN_EXIT}
-"""Ops that put elements together or take some."""
+"""Ops that join tensors, or take a part of one, and change no element."""
 
 
 class Gradient(NamedTuple):
@@ -33,7 +34,7 @@ class Gradient(NamedTuple):
 
 
 def gradient_order(graph: Graph) -> tuple[Gradient, ...]:
-    """The gradients of a step; the place in the tuple is the gradient's index."""
+    """Returns the gradients of a step; the index of a gradient is its place in the tuple."""
     updated = [(before, after) for before, after in graph.ties if _is_parameter(graph, before) and after != before]
     if updated:
         sums = _sums(graph, [after for _, after in updated])
@@ -48,7 +49,7 @@ def gradient_order(graph: Graph) -> tuple[Gradient, ...]:
 
 
 def carriers(graph: Graph, sums: Iterable[int]) -> dict[int, int]:
-    """Per sum, the last value that its reduction may be done on: behind linear ops that alone read it."""
+    """Returns for each sum the last value on which its reduction may be done: each linear op on the way is the only reader."""
     readers: dict[int, list[Op]] = {}
     for op in graph.ops:
         for value in op.operands:
@@ -71,7 +72,7 @@ def _is_parameter(graph: Graph, value: int) -> bool:
 
 
 def _sums(graph: Graph, results: Sequence[int]) -> list[tuple[int, ...]]:
-    """Per result, the sums that its elements are computed from, in the order of the graph; one sum may be cut into several results."""
+    """Returns for each result the sums that it is computed from, in the order of the graph; one sum may be cut into several results."""
     fixed = {value: frozenset([number]) for number, value in reversed(list(enumerate(results)))}
     labels = dict(fixed)
     found: list[set[int]] = [set() for _ in results]
@@ -100,7 +101,7 @@ def _sums(graph: Graph, results: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _keeps(graph: Graph, op: Op, operand: int, result: int) -> bool:
-    """Whether every element of the result comes from its own of the operand, or from zeros around it; a loop stacks such elements."""
+    """Returns whether each element of the result comes from one of the operand, or from zeros around it; a loop stacks such elements."""
     if op.primitive in _KEEPING:
         return True
     shapes = graph.values[operand].shape, graph.values[result].shape
@@ -108,7 +109,7 @@ def _keeps(graph: Graph, op: Op, operand: int, result: int) -> bool:
 
 
 def _first_uses(graph: Graph, parameters: Sequence[int]) -> list[int]:
-    """Per parameter the first op that computes with it."""
+    """Returns for each parameter the first op that computes with it."""
     name: dict[int, int] = {value: number for number, value in enumerate(parameters)}
     first = [len(graph.ops)] * len(parameters)
     for op in graph.ops:

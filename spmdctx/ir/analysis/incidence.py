@@ -1,4 +1,4 @@
-"""Where values meet ops, as arrays: what is done for each operand of a large program is done for all of them at once."""
+"""The places where values meet ops, as arrays, so that work on each operand of a large program is done for all at once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _OPERANDS, _RESULTS, _REPEATS = itemgetter(2), itemgetter(3), itemgetter(6)
 
 
 class Incidences(NamedTuple):
-    """Operands and results of all ops, in the order of the ops, an op's operands before its results.
+    """Operands and results of all ops, in the order of the ops; the operands of an op come before its results.
 
-    `positions` counts the operands or the results of one op.
+    `positions` counts the operands or the results of one op. `slots` is the slot of each value.
     """
 
     ops: IntArray
@@ -28,14 +28,14 @@ class Incidences(NamedTuple):
     is_result: BoolArray
 
     def where(self, kept: BoolArray) -> Incidences:
-        """Some of them."""
+        """Returns the incidences that `kept` marks."""
         return Incidences(self.ops[kept], self.values[kept], self.slots[kept], self.positions[kept], self.is_result[kept])
 
 
 class Ends(NamedTuple):
-    """Operands and results of all ops, literals too, in the order of the ops; `places` counts those of one op, operands first.
+    """Operands and results of all ops, literals too, in the order of the ops.
 
-    `num_operands` and `num_results` are per op.
+    `places` counts the ends of one op, operands first. `num_operands` and `num_results` have one number per op.
     """
 
     ops: IntArray
@@ -46,26 +46,26 @@ class Ends(NamedTuple):
 
     @property
     def is_result(self) -> BoolArray:
-        """Which of them are results."""
+        """A flag for each end: True for results."""
         found: BoolArray = self.places >= self.num_operands[self.ops]
         return found
 
     @property
     def results(self) -> tuple[IntArray, IntArray]:
-        """Of the results of all ops, the op and the value."""
+        """The ops and the values of all results."""
         made = self.is_result
         return self.ops[made], self.values[made]
 
     @property
     def first_results(self) -> IntArray:
-        """Per op its first result, `LITERAL` where it has none."""
+        """The first result of each op, `LITERAL` for an op without results."""
         found, first = np.full(len(self.num_results), LITERAL, dtype=np.int64), self.places == self.num_operands[self.ops]
         found[self.ops[first]] = self.values[first]
         return found
 
 
 def ends(graph: Graph) -> Ends:
-    """The operands and results of a graph's ops."""
+    """Returns the operands and results of a graph's ops."""
     known: Ends | None = graph.facts.get(ends)
     if known is None:
         num_operands, num_results = (np.array([*map(len, map(side, graph.ops))], dtype=np.int64) for side in (_OPERANDS, _RESULTS))
@@ -79,12 +79,12 @@ def ends(graph: Graph) -> Ends:
 
 
 def executions(graph: Graph) -> IntArray:
-    """Per op how often it is executed in a step."""
+    """Returns for each op how often it is executed in a step."""
     return np.array([*map(_REPEATS, graph.ops)], dtype=np.int64)
 
 
 def incidences(graph: Graph, slot_of: Sequence[int], left_out: Collection[int]) -> Incidences:
-    """All but literals and those of the slots `left_out`."""
+    """Returns all incidences but those of literals and of the slots `left_out`."""
     every = ends(graph)
     ops, values, places, num_operands, _ = every
     is_result = every.is_result

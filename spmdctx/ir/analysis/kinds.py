@@ -1,4 +1,4 @@
-"""Kinds of ops and of values: what depends on the kind alone is asked once, and looked up for all of them at once."""
+"""Kinds of ops and of values. A question that depends on the kind alone is asked once per kind, and answered for all at once."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from spmdctx.ir.graph import Graph, Op, Value
 
 
 class OpKinds(NamedTuple):
-    """Per op the number of its kind (`Graph.kinds`), and of each kind the first op, which answers for all of them."""
+    """The number of each op's kind (`Graph.kinds`), and the first op of each kind, which answers for all of them."""
 
     numbers: IntArray
     firsts: list[Op]
 
     def flags(self, holds: Callable[[Op], bool]) -> BoolArray:
-        """Per op whether something holds that depends on its kind alone."""
+        """Returns for each op whether `holds`, which depends on the kind alone, is true."""
         return np.fromiter(map(holds, self.firsts), dtype=bool, count=len(self.firsts))[self.numbers]
 
 
 def op_kinds(graph: Graph) -> OpKinds:
-    """The kinds of a graph's ops."""
+    """Returns the kinds of a graph's ops."""
     known: OpKinds | None = graph.facts.get(op_kinds)
     if known is None:
         numbers = np.array(graph.kinds, dtype=np.int64)
@@ -34,18 +34,18 @@ def op_kinds(graph: Graph) -> OpKinds:
 
 
 def of_primitives(graph: Graph, primitives: Collection[str]) -> BoolArray:
-    """Per op whether it is of one of some primitives."""
+    """Returns for each op whether it has one of some primitives."""
     return op_kinds(graph).flags(lambda op: op.primitive in primitives)
 
 
 def ops_of(graph: Graph, primitives: Collection[str]) -> list[Op]:
-    """The ops of some primitives, in order."""
+    """Returns the ops that have one of some primitives, in order."""
     ops = graph.ops
     return [ops[index] for index in np.flatnonzero(of_primitives(graph, primitives)).tolist()]
 
 
 def inside(graph: Graph) -> BoolArray:
-    """Per value, and a last False for literals, whether the op that makes it hands it on inside a fusion."""
+    """Returns for each value whether the op that makes it hands it on inside a fusion; a last False stands for literals."""
     every, (numbers, firsts) = ends(graph), op_kinds(graph)
     bits = [op.fused >> place & 1 for op in firsts for place in range(len(op.operands) + len(op.results))]
     starts = np.cumsum([0, *(len(op.operands) + len(op.results) for op in firsts)])
@@ -56,14 +56,14 @@ def inside(graph: Graph) -> BoolArray:
 
 
 class ValueKinds(NamedTuple):
-    """Per value the number that it shares with those of its shape and type, and the first value of each number."""
+    """A number for each value, shared by the values of the same shape and type, and the first value of each number."""
 
     numbers: IntArray
     firsts: list[Value]
 
 
 def value_kinds(graph: Graph) -> ValueKinds:
-    """The kinds of a graph's values. Depends on no sharding."""
+    """Returns the kinds of a graph's values; they depend on no sharding."""
     known: ValueKinds | None = graph.facts.get(value_kinds)
     if known is None:
         count = dict[tuple[tuple[int, ...], str], int]()

@@ -1,12 +1,12 @@
 """Sums that loops only add up: they stay unreduced across devices in every turn, and are reduced once, when they are complete.
 
-    total      what a loop leaves of a carry to which each turn adds: gradients of micro-batches, say
+    total      the result of a loop for a carry to which each turn adds: gradients of micro-batches, say
     terms      the values that are partial where they are made, and go nowhere but into the total
-    way        all values from a term to the total: sums, casts, transpositions, what inner loops stack or carry
+    way        all values from a term to the total: sums, casts, transpositions, values that inner loops stack or carry
 
-Whatever an assignment says of them, terms can be handed on unreduced where nothing on the way is split over the axes that they are
-partial over. Lowering then writes every value on the way with a leading dimension for the devices of those axes, of which each holds
-its own element, so that all compilers do the same; those of TPU and GPU would move only the simplest of such reductions by themselves.
+In any assignment, terms can be handed on unreduced if nothing on the way is split over the axes over which they are partial. Lowering then
+gives every value on the way a leading dimension for the devices of those axes; each device holds its own element. So all compilers do the
+same: those of TPU and GPU would move only the simplest of these reductions by themselves.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FLOATS = ("float", "bfloat")
 
 
 class LoopSum(NamedTuple):
-    """A sum that one loop, or several in each other, add up; `repeats` is how often it is complete in a step.
+    """A sum that one loop adds up, or several nested ones; `repeats` says how often it is completed in a step.
 
-    `way` holds the terms too, `carries` what turns of loops start from.
+    `way` also holds the terms. `carries` holds the values from which turns of loops start.
     """
 
     total: int
@@ -40,9 +40,10 @@ class LoopSum(NamedTuple):
 
 
 class Later(NamedTuple):
-    """A reduction that is done on the total: so many `times` per execution of the op itself, of `size` times its elements.
+    """A reduction that is done on the total instead of on the result of an op.
 
-    Without `scatters` it is done in no other way.
+    It runs `times` times per execution of the op, on `size` times the elements of its result. If `scatters` is False, the op has no
+    choice: its result may not be scattered instead.
     """
 
     times: float
@@ -54,7 +55,7 @@ AT_ONCE = Later(1.0, 1.0)
 
 
 class Summed(NamedTuple):
-    """Values on the way of some sums, what the turns of their loops start from, and the totals."""
+    """The values on the way of some sums, those from which turns of their loops start, and the totals."""
 
     way: frozenset[int]
     carries: frozenset[int]
@@ -62,13 +63,16 @@ class Summed(NamedTuple):
 
     @classmethod
     def of(cls, sums: Iterable[LoopSum]) -> Summed:
-        """Those of some sums."""
+        """Collects the values of some sums."""
         sums = tuple(sums)
         way = frozenset(value for one in sums for value in one.way)
         return cls(way, frozenset(value for one in sums for value in one.carries), frozenset(one.total for one in sums))
 
     def keeps(self, value: int, *, is_made: bool) -> bool:
-        """Whether a value must not be cut further on its way, or its terms could not wait; `is_made` where its op hands it on."""
+        """Returns whether a value must not be split further where it is handed on, because its terms could not wait then.
+
+        `is_made` says that the op which makes the value hands it on.
+        """
         return value in self.way or value in (self.totals if is_made else self.carries)
 
 
@@ -76,7 +80,7 @@ NOTHING_SUMMED = Summed(frozenset(), frozenset(), frozenset())
 
 
 class Total(NamedTuple):
-    """A total that is reduced over some axes, how often in a step, and its terms."""
+    """The axes over which a total is reduced, how often that happens in a step, and the terms of the total."""
 
     axes: AxisNames
     repeats: int
@@ -84,7 +88,7 @@ class Total(NamedTuple):
 
 
 class Holds(NamedTuple):
-    """What an assignment leaves unreduced: values with the axes that they stay partial over, and the totals."""
+    """The sums that an assignment leaves unreduced: values with the axes over which they stay partial, and the totals."""
 
     axes: Mapping[int, AxisNames] = MappingProxyType({})
     totals: Mapping[int, Total] = MappingProxyType({})
@@ -94,11 +98,11 @@ NO_HOLDS = Holds()
 
 
 def loop_sums(graph: Graph, stacked: Iterable[int] = ()) -> tuple[LoopSum, ...]:
-    """The sums that loops of a graph only add up.
+    """Returns the sums that loops of a graph only add up.
 
     Args:
-        graph: the step.
-        stacked: terms that wait for their loop although it only stacks them up: those of a bucket, so that it is reduced as one.
+        graph: The step.
+        stacked: Terms of buckets. They wait for their loop even if it only stacks them, so that a bucket is reduced as a whole.
     """
     if not any(op.primitive == SCAN_NEXT or (stacked and op.primitive == SCAN_EXIT) for op in graph.ops):
         return ()
@@ -106,7 +110,7 @@ def loop_sums(graph: Graph, stacked: Iterable[int] = ()) -> tuple[LoopSum, ...]:
 
 
 def later_reductions(graph: Graph, sums: Iterable[LoopSum]) -> dict[int, Later]:
-    """What reducing later makes of the price of the reductions of values on the way; terms of one total share its reduction."""
+    """Returns for each value on the way how its reduction changes if it is done later; terms of one total share its reduction."""
     found = {}
     for one in sums:
         terms = frozenset(one.terms)
@@ -119,7 +123,7 @@ def later_reductions(graph: Graph, sums: Iterable[LoopSum]) -> dict[int, Later]:
 
 
 def holds_of(graph: Graph, sums: Iterable[LoopSum], assignment: Assignment, mesh: LogicalMesh) -> Holds:
-    """Which of the sums an assignment lets wait, and over which axes."""
+    """Returns the sums that an assignment lets wait, with the axes over which they do."""
     axes: dict[int, AxisNames] = {}
     totals = {}
     for one in sums:
@@ -131,14 +135,17 @@ def holds_of(graph: Graph, sums: Iterable[LoopSum], assignment: Assignment, mesh
 
 
 def partial_over(graph: Graph, one: LoopSum, assignment: Assignment, mesh: LogicalMesh) -> list[frozenset[str]]:
-    """Per partial term of a sum, the axes over which it is."""
+    """Returns for each partial term of a sum the axes over which it is partial."""
     ops = [graph.ops[graph.producers[value]] for value in one.terms]
     every = [frozenset(name for name in partial_axes(op.rule, assignment.ops[op.id].axes) if mesh.sizes[name] > 1) for op in ops]
     return [partial for partial in every if partial]
 
 
 def held_axes(graph: Graph, one: LoopSum, assignment: Assignment, mesh: LogicalMesh) -> AxisNames:
-    """The axes over which any term is partial, else over which all partial ones are; none where the way is split over one of them."""
+    """Returns the axes over which any term is partial, if the way is split over none of them.
+
+    Otherwise returns those over which all partial terms are, on the same condition, else none.
+    """
     producers, terms = graph.producers, frozenset(one.terms)
     partial = partial_over(graph, one, assignment, mesh)
     used: set[str] = set()
@@ -154,18 +161,18 @@ def held_axes(graph: Graph, one: LoopSum, assignment: Assignment, mesh: LogicalM
 
 
 def _unions(partial: Sequence[frozenset[str]]) -> tuple[frozenset[str], ...]:
-    """All axes of some sets, and those that are in each of them."""
+    """Returns the union and the intersection of some sets of axes; nothing if there are no sets."""
     return (frozenset.union(*partial), frozenset.intersection(*partial)) if partial else ()
 
 
 def reduced_dtype(graph: Graph, total: int, terms: Iterable[int], widened: Container[int]) -> str:
-    """The type in which a total is reduced: a low precision where all of its terms are of that, and none is `widened`."""
+    """Returns the type in which a total is reduced: a low-precision type if all terms have it and none is `widened`."""
     types = {"float32" if term in widened else graph.values[term].dtype for term in terms}
     return types.pop() if len(types) == 1 and types <= LOW else graph.values[total].dtype
 
 
 class _Open(NamedTuple):
-    """A loop whose carry is followed: what its turn starts from, which must be met once."""
+    """A loop whose carry is followed: the value from which its turn starts, and how often it was met, which must be once."""
 
     carry: int
     met: list[int]
@@ -203,13 +210,13 @@ class _Finder:
         return found[::-1]
 
     def _repeats(self, op: Op) -> int:
-        """How often the loop runs of which an op is the end."""
+        """Returns how often the loop runs that ends at an op."""
         if op.primitive == SCAN_EXIT:
             return op.repeats
         return self._graph.ops[self._graph.producers[self._before[op.results[0]]]].repeats
 
     def _carry(self, op: Op) -> bool:
-        """Whether a loop only adds to what it hands on, of which `op` is the end."""
+        """Returns whether the loop that ends at `op` only adds to the carry that it hands on."""
         graph, carry = self._graph, self._before.get(op.results[0], LITERAL)
         producer = graph.producers.get(carry)
         if producer is None or graph.ops[producer].primitive != SCAN_ENTER or self._reads[carry] != 1:
@@ -222,7 +229,7 @@ class _Finder:
         return len(loop.met) == 1
 
     def _follow(self, start: int, start_loop: _Open | None) -> None:
-        """Goes back from a value. A loop's carry is met on ways of additions alone; behind anything else `loop` is None."""
+        """Goes back from a value. Only additions lead to the carry of the loop; behind any other op `loop` is None."""
         graph, waiting = self._graph, [(start, start_loop)]
         while waiting:
             value, loop = waiting.pop()
@@ -245,7 +252,7 @@ class _Finder:
                 self._terms.append(value)
 
     def _follow_carry(self, op: Op) -> None:
-        """Goes into another loop that only adds up; what it hands on otherwise is a whole term."""
+        """Goes into an inner loop that only adds up; the result of any other loop is a whole term."""
         kept = len(self._terms), len(self._way), len(self._carries)
         if self._carry(op):
             self._way.append(op.results[0])
@@ -253,7 +260,7 @@ class _Finder:
             del self._terms[kept[0] :], self._way[kept[1] :], self._carries[kept[2] :]
 
     def _is_linear(self, op: Op) -> bool:
-        """Whether an op of a sum is the sum of that op of its terms, all elements kept."""
+        """Returns whether an op commutes with a sum of its operand and keeps all elements."""
         tensors = [value for value in op.operands if value != LITERAL]
         if len(tensors) != 1 or len(op.results) != 1:
             return False

@@ -1,7 +1,7 @@
-"""How often what an op reads and makes exists in a step: the slices of a scanned array exist once per turn of the loop.
+"""Counts how often the operands and the results of an op exist in a step: slices of a scanned array exist once per turn of the loop.
 
-The boundary of a loop is executed once, outside: but what `scan.enter` makes of a stacked array, and what `scan.exit` stacks up,
-is one slice per turn, and so is every reshard of it.
+The boundary of a loop is executed once, outside. But `scan.enter` makes one slice of a stacked array in every turn, and `scan.exit`
+stacks one slice of every turn. Reshards of these slices run once per turn too.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from spmdctx.ir.primitives import Boundary
 
 
 def read_repeats(graph: Graph, op: Op) -> int:
-    """How often an op's operands are taken."""
+    """Returns how often an op takes its operands in a step."""
     return op.repeats * _turns(graph, op.results[0], op.operands[0]) if op.boundary is Boundary.EXIT else op.repeats
 
 
 def made_repeats(graph: Graph, op: Op) -> int:
-    """How often an op's results are made."""
+    """Returns how often an op makes its results in a step."""
     return op.repeats * _turns(graph, op.operands[0], op.results[0]) if op.boundary is Boundary.ENTER else op.repeats
 
 
 def _turns(graph: Graph, outer: int, inner: int) -> int:
-    """The slices of a stacked array; 1 for what is carried, or the same in every turn."""
+    """Returns the number of slices of a stacked array; 1 for a value that is carried, or the same in every turn."""
     if outer == LITERAL or inner == LITERAL:
         return 1
     stacked, each = graph.values[outer].shape, graph.values[inner].shape

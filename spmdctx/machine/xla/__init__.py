@@ -1,1 +1,1 @@
-"""What XLA makes of a program: one file per behavior, with its evidence, its switch and where it is priced."""
+"""The behavior of XLA: one file for each, with its evidence, its switch, and the modules that price it."""

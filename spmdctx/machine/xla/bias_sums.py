@@ -1,14 +1,15 @@
 """XLA keeps some sums of a product and a bias in memory twice.
 
-What XLA does: where a product is reduced between devices and a bias is added, it computes the addition again inside of some readers,
-    which read the product. The sum over the batch in the bias's gradient is such a reader, if it is taken of another reduced product.
-    A gradient's product that takes a slice of what becomes of the sum is none: for it the sum is written. Then the product and the
-    sum are both in memory to the end of the backward pass.
+What XLA does: if a product is reduced between devices and a bias is added to it, XLA computes the addition again inside some readers,
+    which then read the product. The sum over the batch in the bias's gradient is such a reader, if it adds up values of another reduced
+    product. A matrix product that makes a gradient and takes a slice of a value computed from the sum is not: for it XLA writes the sum.
+    Then the product and the sum are both in memory to the end of the backward pass.
 Seen in: libtpu 0.0.42, v5e:2x4: one of 120 plans, a perceptron of 7.1 GB where 5.2 GB do (7066 and 5209 MiB), in the same time. GPU and
     CPU: not measured.
-Switch: `Compiler.scratch_bytes`, which is 0 where no gradient is kept apart from what follows it.
+Switch: `Compiler.scratch_bytes`, which is 0 on machines where no barrier keeps a gradient apart from its update.
 Priced by: nothing; the price counts the sum alone.
-Written or prevented by: lowering.rewrite.rewriter, which puts a barrier behind the sum; it takes the product's place.
+Written or prevented by: cost.price.directives chooses the sums; lowering.rewrite.rewriter puts a barrier behind each, which takes the
+    product's place.
 Checked by: tests/machine/xla/test_bias_sums.py, benchmarks/fidelity_plans.py
 """
 
@@ -28,7 +29,7 @@ from spmdctx.rules.elementwise import ELEMENTWISE
 
 
 def written_once(graph: Graph, assignment: Assignment) -> frozenset[int]:
-    """The sums behind which a barrier stands."""
+    """Returns the sums behind which a barrier stands."""
     biased = {op.results[0] for op in ops_of(graph, ADDITIONS) if _is_biased(graph, assignment, op)}
     if not biased:
         return frozenset()
@@ -38,7 +39,7 @@ def written_once(graph: Graph, assignment: Assignment) -> frozenset[int]:
 
 
 def _is_biased(graph: Graph, assignment: Assignment, op: Op) -> bool:
-    """Whether an op adds something smaller, repeated, to a product that is reduced and that nothing else reads."""
+    """Returns whether an op adds a smaller value, repeated, to a product that is reduced and that nothing else reads."""
     makers = [graph.ops[graph.producers[value]] if value in graph.producers else None for value in op.operands]
     for product, bias in (makers, makers[::-1]):
         if product is None or bias is None or bias.primitive != "broadcast_in_dim" or bias.operands[0] == LITERAL:
@@ -53,7 +54,7 @@ def _is_sum(assignment: Assignment, op: Op) -> bool:
 
 
 def _made_of_sums(graph: Graph, assignment: Assignment, biased: set[int]) -> set[int]:
-    """The reduced products and what element-wise ops make of them, but for the sums with a bias."""
+    """Returns the reduced products and the values that element-wise ops make of them, but not the sums with a bias."""
     found: set[int] = set()
     for op in graph.ops:
         if _is_sum(assignment, op) or (op.primitive in ELEMENTWISE and not found.isdisjoint(op.operands)):

@@ -1,13 +1,13 @@
 """XLA computes many values only on the way into other ops, and never stores them.
 
-What XLA does: it fuses chains of element-wise ops into the matrix products and reductions that read them, where it computes them again
-    for each reader, and into the op that makes their operand. In memory are arguments, results, what an op computes that is no such
-    chain (with the chain behind it, if that is its only reader), and what such an op must find in memory. A value that several ops read
-    is kept if it is made of many tensors of its size, or with a scatter.
+What XLA does: it fuses chains of element-wise ops into the matrix products and reductions that read them, and computes them again for each
+    reader. It also fuses chains into the op that makes their operand. In memory are arguments and results, and the results of ops that
+    are no such chains, with the chain behind each if that is its only reader. So are the operands that such an op must find in memory. XLA
+    keeps a value that several ops read if it is made of many tensors of its size, or with a scatter.
 Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: 70 plans whose peaks are within 15 % of those compiled; U-Nets of 128, 256 and 512 images in
     data parallelism, 1.02, 1.13 and 1.05 times those compiled (benchmarks/RESULTS.md). 8 x H100, CUDA plugin 0.10.2: 43 of 56 plans
     within 15 %.
-Switch: `Compiler.fuses_into_products`: on GPU and CPU a product finds in memory what it reads.
+Switch: `Compiler.fuses_into_products`: on GPU and CPU the operands of a product are in memory.
 Priced by: trace.build.build, which marks what is fused; cost.roofline, cost.memory.lives
 Written or prevented by: machine.xla.partitioner.recompute, machine.xla.partitioner.needed_constraints: a constraint makes a value exist.
 Checked by: tests/machine/xla/test_fusion.py, tests/cost/memory/test_lives.py, benchmarks/fidelity_plans.py
@@ -33,19 +33,19 @@ CHAINED = frozenset(
         *(*ENTERING, *CARRYING, "device_put", "random_wrap", "random_unwrap"),
     }
 )
-"""Ops that the compiler fuses with others."""
+"""Ops that XLA fuses with others."""
 
 
 _SPREAD = frozenset({"broadcast_in_dim", "convert_element_type"})
 
 _READS_CHAINS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce", "arg", SCAN_EXIT, "dynamic_update_slice")
-"""Beginnings of the names of ops that are not fused with each other, but take chains as operands."""
+"""Prefixes of the names of ops that XLA does not fuse with each other, but that take chains as operands."""
 
 _WIDEST = 52
-"""Slots of an op up to which a number of floating point holds a bit for each."""
+"""The most slots of an op for which one float64 holds a bit each."""
 
 _MOST_SOURCES = 3
-"""Tensors of a value's own size that it may be computed from, where several ops read it, before it is kept instead.
+"""The most tensors of its own size from which XLA computes a value again for several readers; if there are more, it keeps the value.
 
 Measured on: 70 plans for v5e:2x4, and U-Nets of 128 to 512 images.
 Checked by: benchmarks/fidelity_plans.py
@@ -53,11 +53,11 @@ Checked by: benchmarks/fidelity_plans.py
 
 
 def in_memory(columns: Columns, kept: Iterable[int]) -> BoolArray:
-    """Per value whether it exists in memory, and is not only computed on the way; a last False stands for literals.
+    """Returns for each value whether it exists in memory, and is not only computed on the way; a last False stands for literals.
 
     Args:
-        columns: of the step.
-        kept: inputs and outputs.
+        columns: The columns of the step.
+        kept: Its inputs and outputs.
     """
     held = np.zeros(columns.num_values + 1, dtype=bool)
     held[[value for value in kept if value != LITERAL]] = True
@@ -74,7 +74,7 @@ def in_memory(columns: Columns, kept: Iterable[int]) -> BoolArray:
 
 
 def _ahead(columns: Columns, made: BoolArray, can_be: BoolArray, last: IntArray) -> tuple[BoolArray, BoolArray]:
-    """Values computed by what makes their operand, and the ops that make such or are no chains, `made`; a value has one reader."""
+    """Returns the values whose one reader is fused into their maker, and the ops that are no chains (`made`) or are fused so."""
     left = np.flatnonzero(can_be & made[columns.maker_of]).tolist()
     found, done, open_, reader = bytearray(len(can_be)), bytearray(made), bytearray(can_be), last.tolist()
     for value in left:  # grows
@@ -87,7 +87,7 @@ def _ahead(columns: Columns, made: BoolArray, can_be: BoolArray, last: IntArray)
 
 
 def _keep_shared(columns: Columns, held: BoolArray, chains: BoolArray, readers: _FusedReaders) -> None:
-    """Adds to `held` those of `chains` that several ops read and that are made of many tensors, or with a scatter."""
+    """Adds to `held` the values of `chains` that several ops read and that are made of many tensors, or with a scatter."""
     kept, is_chain, shared, scatters = bytearray(held), bytearray(chains), bytearray(readers.count > 1), bytearray(readers.scatters)
     compared, compares = bytearray(len(held)), any(scatters)
     elements = columns.elements.tolist()
@@ -107,7 +107,7 @@ def _keep_shared(columns: Columns, held: BoolArray, chains: BoolArray, readers: 
 
 
 def _sources(operands: tuple[int, ...], size: int, held: bytearray, sources: list[frozenset[int]], elements: list[int]) -> frozenset[int]:
-    """The values in memory of at least `size` elements that a chain computes its result from."""
+    """Returns the values in memory of at least `size` elements from which a chain computes its result."""
     found: frozenset[int] = frozenset()
     for operand in operands:
         if held[operand]:
@@ -123,9 +123,9 @@ def _sources(operands: tuple[int, ...], size: int, held: bytearray, sources: lis
 
 
 def read_before(columns: Columns) -> BoolArray:
-    """Per operand whether the fusion that its op ends up in has read it, or made it, for an earlier op.
+    """Returns for each operand whether the fusion of its op has read it, or made it, for an earlier op.
 
-    Element-wise ops that lead to nothing but results, through element-wise ops alone, are such fusions: an optimizer's update
+    Element-wise ops that lead to nothing but results, through element-wise ops alone, make up such fusions. An optimizer's update
     reads each tensor of a parameter once, and writes all of its results.
     """
     last = _last_ops(columns)
@@ -136,7 +136,7 @@ def read_before(columns: Columns) -> BoolArray:
 
 
 def _last_ops(columns: Columns) -> BoolArray:
-    """Per op whether it is element-wise and leads to nothing but results, through element-wise ops alone."""
+    """Returns for each op whether it is element-wise and leads to nothing but results, through element-wise ops alone."""
     elementwise = columns.which(ELEMENTWISE.__contains__)
     leads_on = bytearray(~elementwise)
     makers = columns.maker_of.tolist()
@@ -149,14 +149,14 @@ def _last_ops(columns: Columns) -> BoolArray:
 
 
 def fused_slots(columns: Columns, held: BoolArray) -> BoolArray:
-    """Per slot whether `Op.fused` has its bit set; `held` says of each value whether it exists in memory."""
+    """Returns for each slot whether `Op.fused` has its bit set; `held` says for each value whether it exists in memory."""
     fused = ~held[columns.slot_values]
     fused[columns.is_operand] |= read_before(columns)
     return fused
 
 
 def fused_bits(columns: Columns, fused: BoolArray) -> list[int]:
-    """`Op.fused` of all ops, of what their slots are."""
+    """Returns `Op.fused` of all ops, whose bits are the flags `fused` of their slots."""
     starts, ops = columns.slot_starts, columns.slot_ops
     places = np.arange(len(ops)) - starts[ops]
     weights = np.where(fused, np.exp2(np.minimum(places, _WIDEST)), 0.0)
@@ -167,7 +167,7 @@ def fused_bits(columns: Columns, fused: BoolArray) -> list[int]:
 
 
 class _FusedReaders:
-    """Which ops are fused with others, how often each value is read, by which op last, and whether an op needs it in memory."""
+    """The ops that XLA fuses with others, and the readers of each value: their number, the last, and whether one needs it in memory."""
 
     def __init__(self, columns: Columns, kept: BoolArray) -> None:
         size = columns.num_values + 1  # the last one stands for literals
@@ -181,20 +181,20 @@ class _FusedReaders:
         self.last[read] = readers
         self.needed = np.zeros(size, dtype=bool)
         self.needed[columns.read[~self.takes_chains[columns.readers]]] = True
-        # A loop finds in memory what is computed before it.
+        # A loop reads values computed before it from memory.
         starts = columns.which(ENTERING.__contains__)
         if starts.any():
             entering = columns.read[starts[columns.readers]]
             self.needed[entering[~_simple(columns, kept)[entering]]] = True
 
     def passes_on(self) -> BoolArray:
-        """Per value whether its one reader is a chained op on as many elements, fused into the op that makes the value."""
+        """Returns for each value whether its one reader is a chained op on as many elements, fused into the op that makes the value."""
         columns, last = self._columns, self.last
         fits = self.chained & columns.which(lambda primitive: primitive not in BOUNDARY_OF)
         made = np.full(columns.num_ops, -1)
         made[columns.makers[::-1]] = columns.made[::-1]  # of several results the first
         made = made[last]
-        # What only makes numbers wider for several readers is done by each on its own.
+        # A cast that only makes numbers wider for several readers is done by each of them.
         widens = columns.which("convert_element_type".__eq__)[last] & (self.count[made] > 1)
         widens &= columns.item_bytes[made] > columns.item_bytes
         found: BoolArray = (self.count == 1) & fits[last] & ~widens & (columns.elements[made] == columns.elements)
@@ -202,7 +202,7 @@ class _FusedReaders:
 
 
 def _comparing_scatters(columns: Columns) -> BoolArray:
-    """Per op whether it is a scatter of one element per row, which becomes a comparison of indices."""
+    """Returns for each op whether it scatters one element per row, which XLA writes as a comparison of indices."""
     found = columns.which("scatter-add".__eq__)
     for op in np.flatnonzero(found).tolist():
         rule = columns.kinds[columns.kind_of[op]].rule
@@ -217,7 +217,7 @@ def _comparing_scatters(columns: Columns) -> BoolArray:
 
 
 def _simple(columns: Columns, kept: BoolArray) -> BoolArray:
-    """Per value whether it is a number that depends on no input, spread out or not: those are made where they are read."""
+    """Returns for each value whether it is one number, spread out or not, that depends on no input: XLA makes it where it is read."""
     simple: BoolArray = (columns.elements == 1) & ~kept
     simple[-1] = True
     spread = columns.which(_SPREAD.__contains__)[columns.makers] | (columns.elements[columns.made] == 1)

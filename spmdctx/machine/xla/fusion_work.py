@@ -1,10 +1,10 @@
 """XLA computes a fusion in one kernel, whose time is the longest of its products, arithmetic and traffic.
 
 What XLA does: it computes chains of element-wise ops on the way into the matrix product, the reduction or the stored result that needs
-    them. What the chain reads and computes hides behind the product's multiplications, or they hide behind it. All of a fusion is
-    charged to its one main op. A chain that leads to several is charged to the first: how the others read it is not followed.
+    them. The reads and the arithmetic of the chain hide behind the product's multiplications, or these hide behind the chain. The price
+    charges all of a fusion to its one main op. It charges a chain that leads to several to the first, and ignores how the others read it.
 Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: the step times of 70 plans have the order of those compiled (rank correlation 0.997, by the
-    roofline of the scheduled program). Where activations stay on the chip, compute is overrated: a ViT on v6e 0.44 ms for 0.19
+    roofline of the scheduled program). If activations stay on the chip, compute is overrated: a ViT on v6e 0.44 ms for 0.19
     (benchmarks/RESULTS.md). GPU and CPU: not measured.
 Switch: none: all backends
 Priced by: trace.build.build, cost.roofline
@@ -29,28 +29,28 @@ _COSTLY = frozenset(
     }
 )
 _COSTLY_FLOPS = 10
-"""Vector operations that one of them takes: a polynomial and what comes before and after it.
+"""The vector operations of one such function: a polynomial, and the steps before and after it.
 
 Measured on: not measured.
 Checked by: benchmarks/fidelity_plans.py
 """
 
 NAMING = ANNOTATIONS | CARRYING | {WHILE_ENTER}
-"""Ops that only name a tensor anew."""
+"""Ops that only give a tensor another name."""
 
 _APART = frozenset({SCAN_ENTER, SCAN_EXIT, "dynamic_update_slice", "gather", "shard_map"})
-"""Ops priced on their own: they take parts of what they read, write in place, or are whole programs."""
+"""Ops priced on their own: they take parts of their operands, write in place, or are whole programs."""
 
 _ALONE, _NO_ARITHMETIC = _APART | NAMING, MATRIX_PRODUCTS | NAMING
 
 _HIDDEN = 1 / 64
-"""What is left of the price of arithmetic that hides in a fusion, so that splitting it is better than not."""
+"""The part of its price that is left for arithmetic that hides in a fusion, so that a search still prefers to split it."""
 
 _NOWHERE = -1
 
 
 def fusion_works(columns: Columns, fused: BoolArray) -> list[Work | None]:
-    """`Op.work` of every op; `fused` says of each slot whether `Op.fused` has its bit set."""
+    """Returns `Op.work` of every op; `fused` says for each slot whether `Op.fused` has its bit set."""
     homes = np.array(_Homes(columns, fused).found, dtype=np.int64)
     at_home, numbers = homes >= 0, np.arange(columns.num_ops)
     mains = np.where(at_home, columns.slot_ops[homes], numbers) if len(homes) else numbers
@@ -69,14 +69,14 @@ def fusion_works(columns: Columns, fused: BoolArray) -> list[Work | None]:
 
 
 def vector_flops(op: Op | Kind) -> int:
-    """Operations of an op on the vector unit: none of matrix products, nor of ops that only name a tensor."""
+    """Returns the operations of an op on the vector unit; matrix products, and ops that only name a tensor, have none."""
     if op.primitive in _NO_ARITHMETIC:
         return 0
     return op.flops * _COSTLY_FLOPS if op.primitive in _COSTLY else op.flops
 
 
 def _moved(columns: Columns, fused: BoolArray, homes: IntArray, mains: IntArray) -> IntArray:
-    """Per slot the bytes of what its fusion moves that is computed there, each tensor once per fusion."""
+    """Returns for each slot the bytes that the ops computed there move, each tensor once per fusion."""
     sizes, ops = columns.sizes[columns.slot_values], columns.slot_ops
     written = np.zeros(columns.num_ops, dtype=np.int64)
     np.add.at(written, columns.makers, columns.sizes[columns.made])
@@ -91,7 +91,7 @@ def _moved(columns: Columns, fused: BoolArray, homes: IntArray, mains: IntArray)
 
 
 def _add_works(found: list[Work | None], mains: IntArray, starts: IntArray, rates: FloatArray, arithmetic: IntArray) -> None:
-    """The works of main ops; equal ones are one object."""
+    """Adds the works of main ops; equal works are one object."""
     known: dict[Work, Work] = {}
     every = rates.tolist()
     rows = zip(mains.tolist(), starts[mains].tolist(), starts[mains + 1].tolist(), arithmetic[mains].tolist(), strict=True)
@@ -101,7 +101,7 @@ def _add_works(found: list[Work | None], mains: IntArray, starts: IntArray, rate
 
 
 class _Homes:
-    """In which slot of which main op an op is computed; nowhere for main ops and those that are priced on their own."""
+    """The slot of a main op in which each op is computed; nowhere for main ops and those that are priced on their own."""
 
     def __init__(self, columns: Columns, fused: BoolArray) -> None:
         self.found = [_NOWHERE] * columns.num_ops
@@ -110,7 +110,7 @@ class _Homes:
         self._elements, self._repeats = columns.elements.tolist(), columns.repeats.tolist()
         self._maker, self._starts, self._main = columns.maker_of.tolist(), columns.slot_starts.tolist(), columns.slot_ops.tolist()
         chained = columns.which(CHAINED.__contains__)
-        # Of one result, which is not in memory.
+        # Ops with one result that is not in memory.
         inside = (np.bincount(columns.makers, minlength=columns.num_ops) == 1) & fused[columns.slot_starts[1:] - 1]
         self._chained, self._inside = chained.tobytes(), inside.tobytes()
         self._origins: dict[tuple[int, int], tuple[int, int]] = {}
@@ -118,7 +118,7 @@ class _Homes:
         self._before_main_ops(np.flatnonzero(chained & inside & ~columns.which(_APART.__contains__)))
 
     def _after_main_ops(self, ops: IntArray) -> None:
-        """Chains that begin with a main op, and reductions of what they end in."""
+        """Finds the chains that begin with a main op, and the reductions that read their ends."""
         found, repeats, main = self.found, self._repeats, self._main
         ahead: dict[int, int] = {}
         for op in ops.tolist():
@@ -134,7 +134,7 @@ class _Homes:
                 ahead[self._results[op][0]] = found[op] if found[op] != _NOWHERE else self._starts[op] + len(self._operands[op])
 
     def _ops_after(self, chained: BoolArray, inside: BoolArray) -> IntArray:
-        """The ops that may be computed after a main op, or be one that others are computed after."""
+        """Returns the ops that may be computed behind a main op, and the main ops behind which others may be."""
         columns = self._columns
         behind = np.zeros(columns.num_values + 1, dtype=bool)
         behind[columns.made[inside[columns.makers]]] = True
@@ -143,7 +143,7 @@ class _Homes:
         return np.flatnonzero(np.where(chained, follows, others))
 
     def _before_main_ops(self, ops: IntArray) -> None:
-        """Chains that lead to a main op, to the first of several."""
+        """Finds the chains that lead to a main op; one that leads to several belongs to the first."""
         columns, found, repeats, main = self._columns, self.found, self._repeats, self._main
         first, alone = self._first_reads().tolist(), bytearray(columns.which(_ALONE.__contains__))
         for op in ops[::-1].tolist():
@@ -160,7 +160,7 @@ class _Homes:
                 found[op] = home
 
     def _first_reads(self) -> IntArray:
-        """Per value the slot of the first op that reads it, the last one where it reads it several times."""
+        """Returns for each value the slot in which the first op reads it; if that op reads it several times, the last such slot."""
         columns = self._columns
         slots = np.flatnonzero(columns.is_operand)
         first = np.full(columns.num_values + 1, _NOWHERE)
@@ -170,7 +170,7 @@ class _Homes:
         return first
 
     def _joined(self, op: int) -> int:
-        """The fusion that makes the one tensor which a reduction reads, if the reduction needs nothing that comes later."""
+        """Returns the fusion that makes the one tensor which a reduction reads, if the reduction needs nothing that comes later."""
         source, last = self._origin(op, max((self._elements[value] for value in self._operands[op]), default=0))
         maker = self._maker[source] if source >= 0 else -1
         if maker < 0 or not self._chained[maker] or self._columns.primitive(maker) in _ALONE:
@@ -181,8 +181,10 @@ class _Homes:
         return home if fits else _NOWHERE
 
     def _origin(self, op: int, elements: int) -> tuple[int, int]:
-        """The one tensor in memory of that many elements that an op's chain starts from, -1 where there is none, and the last op
-        that makes anything else of what it needs; a number past all ops where there are several such tensors.
+        """Returns the one tensor in memory of that many elements from which an op's chain starts, and the last op that it needs.
+
+        The tensor is -1 if there is none. The op is the last that makes any other operand of the chain; if there are several such
+        tensors, it is a number past all ops.
         """
         left = [(op, elements)]
         while left:
@@ -195,7 +197,7 @@ class _Homes:
         return self._origins[op, elements]
 
     def _chains_before(self, op: int, elements: int) -> list[tuple[int, int]]:
-        """The ops of an op's chain that make what it reads, with how many elements a tensor may have at least."""
+        """Returns the ops of an op's chain that make its operands, each with the fewest elements that a tensor may have."""
         return [(self._maker[value], min(elements, self._elements[value])) for value in self._operands[op] if self._is_chain(value)]
 
     def _is_chain(self, value: int) -> bool:
@@ -203,7 +205,7 @@ class _Homes:
         return number >= 0 and bool(self._inside[number] and self._chained[number])
 
     def _joined_origins(self, op: int, elements: int) -> tuple[int, int]:
-        """The origin of an op, where those of the chains before it are known."""
+        """Returns the origin of an op from the known origins of the chains before it."""
         source, last = -1, -1
         for value in self._operands[op]:
             number = self._maker[value]

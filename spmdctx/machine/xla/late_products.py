@@ -1,13 +1,13 @@
 """XLA fuses a product with the update of the state that its gradient is for, and runs both last.
 
-What XLA does: a product that makes a gradient which an update takes as it is becomes one fusion with that update, if the update makes
-    128 MiB or less. In some programs it runs early, in others at the end of the step; what it reads is in memory until then. A gradient
-    that is reduced or moved before the update is none of these, and neither is what a loop makes: their products run where
+What XLA does: it fuses a product that makes a gradient with the update that takes this gradient unchanged, if the update makes 128 MiB or
+    less. In some programs the fusion runs early, in others at the end of the step; its operands are in memory until then. A gradient that
+    is reduced or moved before the update is not fused so, and neither is one that a loop makes: their products run where
     `machine.xla.schedule` says.
 Seen in: libtpu 0.0.42, v5e:2x4 (70 and 50 plans) and v5p:2x2x2: LLaMA2-7B, 13B and 70B split by 8 were planned 17 to 65 % too large with
-    larger updates, and are 2 to 18 % now. 8 x H100, CUDA plugin 0.10.2: 41 of 56 peaks within 15 %, without this rule 38.
+    larger updates counted too, and are 2 to 18 % now. 8 x H100, CUDA plugin 0.10.2: 41 of 56 peaks within 15 %, without this rule 38.
 Switch: none: all backends; only `Compiler.runs_barriers_in_order` makes a step wait.
-Priced by: cost.memory.lives, cost.memory.copies, cost.price
+Priced by: cost.memory.lives, cost.memory.copies, cost.price.memory
 Written or prevented by: cost.memory.early_updates chooses the updates that lowering.rewrite.waits makes the step wait for.
 Checked by: tests/machine/xla/test_late_products.py, tests/cost/memory/test_early_updates.py, tests/lowering/rewrite/test_waits.py,
     benchmarks/fidelity_plans.py
@@ -26,7 +26,7 @@ from spmdctx.machine.xla.fusion import CHAINED
 from spmdctx.machine.xla.overlap import sides
 
 LARGEST_UPDATE = 128 * 2**20
-"""Bytes that an update makes at most, if its product is to be fused with it: TPU's fast memory holds them.
+"""The most bytes that an update makes if XLA fuses its product with it: TPU's fast memory holds them.
 
 Measured on: updates of 0.2 to 1 GB (LLaMA2 split by 8 on v5p:2x2x2); of smaller ones the same in 120 plans for v5e:2x4.
 Checked by: benchmarks/fidelity_plans.py
@@ -36,8 +36,8 @@ Checked by: benchmarks/fidelity_plans.py
 class GradientProduct(NamedTuple):
     """A product that makes nothing but a gradient.
 
-    `made` are the values that become of it, on the way to the step's results. `read` are those in memory that the product takes
-    as they are, `read_inside` those that it takes on the way through chains which do not exist in memory.
+    `made` are the gradient and the values computed from it, on the way to the step's results. `read` are the values in memory that
+    the product takes unchanged. `read_inside` are those from which its other operands are computed, by chains that never exist in memory.
     """
 
     op: int
@@ -47,12 +47,12 @@ class GradientProduct(NamedTuple):
 
 
 def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tuple[GradientProduct, ...]:
-    """The products that may run last. Depends on no sharding.
+    """Returns the products that may run last; they depend on no sharding.
 
     Args:
-        graph: the step.
-        held: per value whether it exists in memory.
-        turns: of `schedule.turn_ends`.
+        graph: The step.
+        held: A flag for each value: 1 if it exists in memory.
+        turns: The result of `schedule.turn_ends`.
     """
     terminal = sides(graph).terminal
     chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and op.boundary is None).tolist()
@@ -67,7 +67,7 @@ def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tu
 
 
 def _becomes(graph: Graph, gradient: int, chained: Sequence[bool]) -> tuple[int, ...]:
-    """The values that chains of element-wise ops make of a gradient; none where something else reads one."""
+    """Returns the values that chains of element-wise ops make of a gradient; none if another op reads one of them."""
     walk = Walk([gradient])
     is_read = next(ends_below(graph, walk, chained), None) is not None
     return () if is_read or walk.is_cut else tuple(walk.met)

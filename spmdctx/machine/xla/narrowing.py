@@ -1,15 +1,15 @@
 """XLA on TPU keeps and moves float32 values in the matrix unit's own precision where only products read them.
 
-What XLA does: a float32 value that only matrix products read, be it behind a chain of element-wise ops that leads nowhere else, is
-    communicated as bfloat16. A product whose result only such readers take is written as bfloat16; a sum over devices of that kind is
-    reduced in float32 first, and both are in memory then.
+What XLA does: it communicates a float32 value as bfloat16 if only matrix products read it, be it behind a chain of element-wise ops that
+    leads nowhere else. It writes a product as bfloat16 if only such readers take the result. It reduces a sum over devices of that kind in
+    float32 first, and both are in memory then.
 Seen in: libtpu 0.0.42, v5e:2x4: without narrow results 50 of 70 peaks are within 15 % instead of 54, and without the float32 of their
     sums four MoEs are 13 to 28 % too small (benchmarks/RESULTS.md). Sharded float32 weights are gathered as bfloat16. GPU and CPU do
     neither.
 Switch: `Compiler.narrows_matrix_operands`
-Priced by: cost.price, cost.evaluate, cost.shared_reads, cost.bodies, cost.memory.lives, search.problem.memory_rows,
-    search.problem.network
-Written or prevented by: lowering.rewrite.rewriter
+Priced by: cost.price.price, cost.price.moves, cost.price.memory, cost.evaluate, cost.shared_reads, cost.bodies, cost.memory.lives,
+    search.problem.memory_rows, search.problem.network
+Written or prevented by: lowering.rewrite.rewriter takes values through the shardings that products share.
 Checked by: tests/machine/xla/test_narrowing.py, tests/machine/xla/test_partial_sums.py, tests/audit/test_collectives_tpu.py,
     benchmarks/fidelity_plans.py
 """
@@ -28,7 +28,7 @@ from spmdctx.rules.elementwise import ELEMENTWISE
 
 
 def narrow_values(graph: Graph, held: bytearray) -> bytearray:
-    """Per value 1 where it is kept narrow; `held` says which exist in memory."""
+    """Returns a flag for each value: 1 if XLA keeps it narrow. `held` says which values exist in memory."""
     found = bytearray(len(graph.values) + 1)
     if not any(value.dtype == "float32" and held[value.id] for value in graph.values):
         return found
@@ -36,7 +36,7 @@ def narrow_values(graph: Graph, held: bytearray) -> bytearray:
     products = of_primitives(graph, MATRIX_PRODUCTS)
     every, may_take = ends(graph), products.copy()
     may_take[every.ops[~every.is_result & (np.frombuffer(held, dtype=np.uint8)[every.values] == 0)]] = True
-    # What is made of products on the way into other ops.
+    # Values made of products on the way into other ops.
     passed, makes = bytearray(len(graph.values) + 1), products.tolist()
     for index in np.flatnonzero(may_take).tolist():
         op, of_product = graph.ops[index], makes[index]
@@ -54,12 +54,12 @@ def narrow_values(graph: Graph, held: bytearray) -> bytearray:
 
 
 def kept_share(value: Value, narrow: bytearray, topology: Topology) -> float:
-    """The part of its own bytes that a value takes in memory; `narrow` says which are kept narrow where the compiler does so."""
+    """Returns the part of its own bytes that a value takes in memory; `narrow` flags the values that such a compiler keeps narrow."""
     return NARROW_BYTES / item_bytes(value.dtype) if narrow[value.id] and topology.compiler.narrows_matrix_operands else 1.0
 
 
 class _Chains:
-    """Where values go through element-wise ops that do not exist in memory."""
+    """The ways of values through element-wise ops whose results do not exist in memory."""
 
     def __init__(self, graph: Graph, held: bytearray) -> None:
         self._narrow, self._readers = narrow_readers(graph), graph.readers
@@ -67,11 +67,11 @@ class _Chains:
         exists = np.frombuffer(held, dtype=np.uint8) == 1
         exists[list(self._kept)] = True
         self._graph = graph
-        # Per op whether a chain goes on behind it.
+        # A flag for each op: True if a chain goes on behind it.
         self._passes: list[bool] = (of_primitives(graph, ELEMENTWISE) & ~exists[ends(graph).first_results]).tolist()
 
     def lead_to_products(self, value: int) -> bool:
-        """Whether products alone read the value, or the one value that all chains from it end in."""
+        """Returns whether products alone read the value, or the one value in which all chains from it end."""
         if value in self._kept:
             return False
         walk = Walk([value])
@@ -86,9 +86,9 @@ NARROW_BYTES = item_bytes("bfloat16")
 
 
 def sharers(graph: Graph) -> bytearray:
-    """Per op, 1 for matrix products, and for transposes and the like of which only such ops read the result.
+    """Returns a flag for each op: 1 for matrix products, and for transposes and the like whose result only such ops read.
 
-    Those of one computation that read one value share the copies that are made of it.
+    Flagged ops of one computation that read the same value share the copies that are made of it.
     """
     known: bytearray | None = graph.facts.get(sharers)
     if known is None:
@@ -97,7 +97,7 @@ def sharers(graph: Graph) -> bytearray:
 
 
 def sharing_ops(graph: Graph) -> list[Op]:
-    """The ops that are `sharers`."""
+    """Returns the ops that `sharers` flags."""
     return [graph.ops[index] for index in np.flatnonzero(np.frombuffer(sharers(graph), dtype=np.uint8)).tolist()]
 
 
@@ -108,7 +108,7 @@ def _sharers(graph: Graph) -> bytearray:
         return found
     every = ends(graph)
     takes = ~every.is_result
-    # What some other op reads, or the step returns.
+    # Values that some other op reads, or the step returns.
     elsewhere = np.zeros(len(graph.values) + 1, dtype=np.uint8)
     elsewhere[list(graph.outputs)] = 1
     elsewhere[every.values[takes][~(np.frombuffer(found, dtype=np.uint8).astype(bool) | rearranging)[every.ops[takes]]]] = 1
@@ -122,7 +122,10 @@ def _sharers(graph: Graph) -> bytearray:
 
 
 def narrow_readers(graph: Graph) -> bytearray:
-    """Per op, 1 for matrix products, and for changes of layout, ways into loops and look-ups of which only such ops read the result."""
+    """Returns a flag for each op: 1 for matrix products, and for other ops whose result only flagged ops read.
+
+    These other ops are changes of layout, entries of loops, and look-ups.
+    """
     known: bytearray | None = graph.facts.get(narrow_readers)
     if known is None:
         known = graph.facts[narrow_readers] = _narrow_readers(graph)
@@ -137,7 +140,7 @@ def _narrow_readers(graph: Graph) -> bytearray:
     reads = np.bincount(read - LITERAL, minlength=len(graph.values) - LITERAL)
     for op in ops_of(graph, (LOOKED_UP,)):
         passing[op.id] = reads[op.operands[0] - LITERAL] == 1
-    # Other ops take what they read as it is; those that pass it on do as their readers do.
+    # Other ops read values in their own type; those that pass a value on do as their readers do.
     wide = np.zeros(len(graph.values) + 1, dtype=np.uint8)
     wide[list(graph.outputs)] = 1
     wide[read[~(products | passing)[ops]]] = 1

@@ -1,8 +1,8 @@
-"""XLA's combiners of collectives have options of other names, and other ways to count, on each backend.
+"""XLA's combiners of collectives have options with other names, and count in other ways, on each backend.
 
 What XLA does: a combiner makes one collective of several up to a threshold in bytes and a number of operands. It counts all bytes of the
-    operands for all_reduces and of the results for all_gathers. For reduce_scatters TPU counts the operands, of which at most some 9 MB
-    become one, and GPU counts what one device keeps. TPU combines no all_gathers, whatever its options say; CPU's combiner has no
+    operands for all_reduces and of the results for all_gathers. For reduce_scatters TPU counts the operands, of which it combines at most
+    some 9 MB, and GPU counts what one device keeps. TPU combines no all_gathers, whatever its options say; CPU's combiner has no
     options. Each backend refuses options that it does not know.
 Seen in: libtpu 0.0.42 for v5e:2x4 and CUDA plugin 0.10.2 for 8 x H100: 20 parameters of 1 MiB become 6 and 3 all_reduces at 4 and 8 MB on
     both (benchmarks/RESULTS.md, "Collectives as the context says").
@@ -15,7 +15,7 @@ Checked by: tests/lowering/test_compile_options.py, benchmarks/collective_option
 from __future__ import annotations
 
 UNLIMITED = 1 << 40
-"""A threshold that no program reaches: everything that can be combined is."""
+"""A threshold that no program reaches: XLA combines everything that it can."""
 
 _AUTO_MB = 64
 
@@ -28,9 +28,9 @@ _THRESHOLDS: dict[tuple[str, str], str] = {
     ("gpu", "reduce_scatter"): "xla_gpu_reduce_scatter_combine_threshold_bytes",
     ("gpu", "all_gather"): "xla_gpu_all_gather_combine_threshold_bytes",
 }
-"""The option by (backend, kind); what is not here has none."""
+"""The option by (backend, kind); other pairs have none."""
 
 _COUNTS = {"tpu": "xla_jf_crs_combiner_threshold_count", "gpu": "xla_gpu_collective_combine_threshold_count"}
-"""How many operands a combined collective may have; beside a threshold in bytes it must not matter."""
+"""The option that limits the operands of a combined collective; beside a threshold in bytes it must not matter."""
 
 _NAMES = {"all_reduce": "allreduce", "all_gather": "allgather", "reduce_scatter": "reducescatter"}

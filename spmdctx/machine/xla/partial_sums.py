@@ -1,13 +1,13 @@
-"""XLA adds partial results before it reduces them, and reduce-scatters what is sliced after.
+"""XLA adds partial results before it reduces them, and reduce-scatters sums that are sliced afterwards.
 
-What XLA does: sums of partial results are reduced once. A sum of which every device keeps only its slice is reduce-scattered, also if the
-    slice is moved on to another sharding. On TPU element-wise ops may stand between the sum and the slice. On CPU each partial result
-    is reduced, and a slice is taken of an all_reduce.
+What XLA does: it reduces a sum of partial results once. If every device keeps only its slice of a sum, XLA reduce-scatters the sum, even if
+    the slice is then moved to another sharding. On TPU element-wise ops may stand between the sum and the slice. On CPU XLA reduces each
+    partial result, and slices the result of an all_reduce.
 Seen in: jax 0.10.2, v5e:2x4 (libtpu 0.0.42), 8 x H100 (CUDA plugin 0.10.2) and CPU: the input gradients of q, k and v cost one
-    all_reduce, on CPU three. Before this was counted, 27 % of the planned bytes of a tensor-parallel Llama were not found on TPU; now
-    100 % are, on TPU and GPU (docs/decisions/0005-plans-know-the-compiler.md, benchmarks/RESULTS.md).
+    all_reduce, on CPU three. Before the price counted this, 27 % of the planned bytes of a tensor-parallel Llama were not found on TPU;
+    now 100 % are, on TPU and GPU (docs/decisions/0005-plans-know-the-compiler.md, benchmarks/RESULTS.md).
 Switch: `Compiler.merges_partial_sums`, `Compiler.sinks_slices`
-Priced by: cost.price, cost.evaluate, search.problem.network
+Priced by: cost.price.reductions, cost.evaluate, search.problem.network
 Written or prevented by: lowering.rewrite.rewriter constrains such a result whole first, then scattered.
 Checked by: tests/machine/xla/test_partial_sums.py, tests/audit/test_collectives_tpu.py, tests/audit/test_collectives_gpu.py,
     benchmarks/fidelity.py
@@ -30,7 +30,7 @@ from spmdctx.machine.topology import Topology
 
 
 class Readers:
-    """Who reads each value of a graph, and in which sharding."""
+    """The readers of each value of a graph, and the shardings in which they take it."""
 
     def __init__(self, graph: Graph, assignment: Assignment) -> None:
         self.graph, self.splits = graph, Splits(assignment)
@@ -39,11 +39,11 @@ class Readers:
         self.outputs = frozenset(graph.outputs)
 
     def of(self, value: int) -> tuple[Op, ...]:
-        """The ops that read a value, one that reads it twice twice."""
+        """Returns the ops that read a value; an op that reads it twice is there twice."""
         return self._of[value]
 
     def taken(self, op: Op, position: int) -> TensorSharding:
-        """The sharding in which an op takes an operand."""
+        """Returns the sharding in which an op takes an operand."""
         return self.splits.taken(op).operands[position]
 
     def _takes(self, op: Op, value: int, sharding: TensorSharding) -> bool:
@@ -53,9 +53,9 @@ class Readers:
         return False
 
     def are_matrix_products(self, value: int, sharding: TensorSharding | None = None) -> bool:
-        """Whether only matrix products read a float32 value, if need be in another layout.
+        """Returns whether only matrix products read a float32 value, be it in another layout.
 
-        With a sharding, only readers that take the value in it count.
+        If a sharding is given, only readers that take the value in it count.
         """
         key = (value, sharding)
         known = self._are_products.get(key)
@@ -78,7 +78,10 @@ class Readers:
 
 
 class Cut(NamedTuple):
-    """Of the all_reduce at `place`, which makes `value` in the sharding `whole`, only the slice `kept` is kept; it adds `axes`."""
+    """An all_reduce of whose result only a slice is kept.
+
+    The one at `place` makes `value` in the sharding `whole`. The slice has the sharding `kept`, which splits it over `axes` too.
+    """
 
     place: int
     axes: AxisNames
@@ -88,13 +91,13 @@ class Cut(NamedTuple):
 
 
 class Sums:
-    """The all_reduces of a bill by their place in it: which are joined to others, and which end as reduce_scatters.
+    """The all_reduces of a bill by their place in it: those that are joined to others, and those that end as reduce_scatters.
 
     Args:
-        readers: of the traced step.
-        assignment: its shardings.
-        mesh: the mesh.
-        topology: the machine; it says whether slices move up through element-wise ops.
+        readers: The readers of the traced step.
+        assignment: The shardings of the step.
+        mesh: The mesh.
+        topology: The machine, whose compiler may move slices up through element-wise ops.
     """
 
     def __init__(self, readers: Readers, assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> None:
@@ -105,7 +108,7 @@ class Sums:
         self.added: set[int] = set()
 
     def reduced(self, value: int, place: int, natural: TensorSharding) -> None:
-        """The all_reduce at `place` makes `value`, in the sharding `natural` and with nothing else before it."""
+        """Notes that the all_reduce at `place` makes `value` in the sharding `natural`, with no other collective before it."""
         self._made(value, place, natural)
 
     def _made(self, value: int, place: int, natural: TensorSharding) -> None:
@@ -118,11 +121,11 @@ class Sums:
                 self._cut[place] = Cut(place, self._extension(natural, kept), value, natural, kept)
 
     def is_read_once(self, value: int) -> bool:
-        """Whether one op reads the value, and the step does not return it."""
+        """Returns whether one op reads the value, and the step does not return it."""
         return len(self._readers.of(value)) == 1 and value not in self._readers.outputs
 
     def terms(self, op: Op) -> tuple[int, int] | None:
-        """The places of the two all_reduces whose results an op adds, if no other op reads them."""
+        """Returns the places of the two all_reduces whose results an op adds, None if another op reads one of them."""
         first, second = op.operands
         if first == second or first not in self._places or second not in self._places:
             return None
@@ -131,7 +134,7 @@ class Sums:
         return self._places[first], self._places[second]
 
     def join(self, op: Op, first: int, second: int) -> None:
-        """The all_reduce at `first` now reduces the op's sum, and the one at `second` is gone."""
+        """Lets the all_reduce at `first` reduce the op's sum, and drops the one at `second`."""
         self.joined.add(second)
         self.added.add(first)
         for value in op.operands:
@@ -139,7 +142,7 @@ class Sums:
         self._made(op.results[0], first, self._readers.splits.taken(op).results[0])
 
     def slices(self) -> Iterator[Cut]:
-        """The all_reduces of whose result only a slice is kept."""
+        """Yields the all_reduces of whose result only a slice is kept."""
         yield from self._cut.values()
         for value, place in self._places.items():
             kept, whole = self._kept(value), self._assignment.values[value]
@@ -147,7 +150,7 @@ class Sums:
                 yield Cut(place, self._extension(whole, kept), value, whole, kept)
 
     def _kept(self, start: int) -> TensorSharding | None:
-        """Returns the one slice that all readers keep of a value, None where they differ or one takes it as it is."""
+        """Returns the one slice that all readers keep of a value, None if they differ or one takes the whole value."""
         agreed: TensorSharding | None = None
         walk = Walk([start])
         for value in walk:
@@ -188,7 +191,7 @@ class Sums:
         return self._sliced(op.results[0], self._readers.splits.taken(op).results[0], stored[op.results[0]])
 
     def _sliced(self, value: int, source: TensorSharding, target: TensorSharding) -> TensorSharding | None:
-        """The slice that the way from one sharding to another begins with, if it does."""
+        """Returns the slice with which the way from one sharding to another begins, None if it begins otherwise."""
         known = self._readers.graph.values[value]
         steps = reshard_steps(
             known.shape, item_bytes(known.dtype), source, target, self._mesh, self._topology.preferences.allows_all_to_all
@@ -196,7 +199,7 @@ class Sums:
         return steps[0].sharding if steps and steps[0].kind == "slice" else None
 
     def _lets_pass(self, op: Op, position: int) -> bool:
-        """Whether a slice of the op's result is the op on slices of its operands, and the compiler computes it so."""
+        """Returns whether the op on slices of its operands gives a slice of its result, and the compiler computes it so."""
         if op.primitive in ANNOTATIONS:
             return True
         rule = op.rule
@@ -211,7 +214,7 @@ class Sums:
         )
 
     def _extension(self, stored: TensorSharding, kept: TensorSharding) -> AxisNames:
-        """The axes by which `kept` splits one dimension further than `stored`; none where it differs otherwise."""
+        """Returns the axes by which `kept` splits one dimension further than `stored`; none if the two differ otherwise."""
         sizes = self._mesh.sizes
         pairs = [[tuple(name for name in dim if sizes[name] > 1) for dim in dims] for dims in zip(stored, kept, strict=True)]
         changed = [(own, new) for own, new in pairs if own != new]

@@ -1,17 +1,17 @@
 """XLA on TPU reduce-scatters only slices that lie in its tiles, over axes in their order.
 
 What XLA does: a TPU keeps a block in tiles of 8 by 128 words of 4 bytes, narrower elements packed. The compiler lays the dimension along
-    the 128 lanes that fills them best, the last one where several do. Along that dimension it reduce-scatters only blocks of whole
-    words on all lanes; over several axes only where the slices lie in the order in which the sum is spread over the devices; and over
-    all chips of a slice not on a 3-D torus, nor on a square of more than four chips. Else it reduces whole tensors and slices them.
-    On every backend only dots are scattered over some of their axes and reduced over the others.
+    the 128 lanes that fills them best, the last one if several do. Along that dimension it reduce-scatters only blocks of whole words on
+    all lanes. Over several axes it does so only if the slices lie in the order in which the sum is spread over the devices. It does so over
+    all chips of a slice neither on a 3-D torus nor on a square of more than four chips. Else it reduces whole tensors and slices them. On
+    every backend, XLA scatters only dots over some of their axes and reduces them over the others.
 Seen in: libtpu 0.0.42, v5e:2x4, v6e:2x4 and v5p:2x2x2: bfloat16 [768, 3072] over 8 devices becomes [96, 3072] by a reduce_scatter and
     [768, 384] by an all_reduce, [3072, 768] both [384, 768] and [3072, 96] by reduce_scatters; float32 [768, 384] by one too,
     [96, 16, 48] by none. A sum over the batch split by (a, b) is scattered into (a, b), not into (b, a). Over whole slices:
     reduce_scatters for v5e:2x4, 4x8, 8x16, v6e:2x2 and 4x8, all_reduces for v5e:4x4, 8x8, 16x16, v6e:4x4, 8x8, v5p:2x2x2, 2x2x4, 2x4x4
     and 4x4x4. Over v5p:2x2x1 it scatters, but combines nothing, and plans with these were no faster.
 Switch: `Compiler.scatters_strictly`, `Compiler.scatters_over_all`
-Priced by: machine.collectives, cost.price, cost.evaluate, search.problem.states, search.problem.space
+Priced by: machine.collectives, cost.price.reductions, cost.evaluate, search.problem.states, search.problem.space
 Written or prevented by: lowering.rewrite.rewriter
 Checked by: tests/machine/xla/test_reductions.py, tests/machine/test_torus.py, tests/machine/test_collectives.py,
     benchmarks/fidelity_plans.py
@@ -35,18 +35,18 @@ _LANES, _WORD_BYTES = 128, 4
 
 
 def lanes_dim(block: Sequence[int]) -> int:
-    """The dimension of a block that lies along the lanes."""
+    """Returns the dimension of a block that lies along the lanes."""
     return max(range(len(block)), key=lambda dim: (block[dim] / (-(-block[dim] // _LANES) * _LANES) if block[dim] else 0.0, dim))
 
 
 @lru_cache(maxsize=65536)
 def is_scattered(block: tuple[int, ...], dim: int, num_bytes: int) -> bool:
-    """Whether blocks are reduce-scattered along a dimension; `num_bytes` of an element."""
+    """Returns whether XLA reduce-scatters such blocks along a dimension; `num_bytes` is the size of an element."""
     return dim != lanes_dim(block) or block[dim] * num_bytes % (_LANES * _WORD_BYTES) == 0
 
 
 def are_scattered(blocks: IntArray, num_bytes: int) -> BoolArray:
-    """The same of many blocks of one rank, along each of their dimensions. [blocks, dims]"""
+    """Returns `is_scattered` of many blocks of one rank, along each of their dimensions. [blocks, dims]"""
     if not blocks.shape[1]:
         return np.ones(blocks.shape, dtype=bool)
     fills = blocks / np.maximum(-(-blocks // _LANES) * _LANES, 1)
@@ -56,7 +56,7 @@ def are_scattered(blocks: IntArray, num_bytes: int) -> BoolArray:
 
 
 def in_order(scattered: AxisNames, partial: AxisNames) -> bool:
-    """Whether a sum that is spread over the axes `partial` can be scattered over these; without any in `partial` it can."""
+    """Returns whether a sum that is spread over the axes `partial` can be scattered over `scattered`; if `partial` is empty, it can."""
     return not partial or scattered == tuple([name for name in partial if name in scattered])
 
 
@@ -69,16 +69,16 @@ def scattered_by(
     mesh: LogicalMesh,
     topology: Topology,
 ) -> str:
-    """The kind of collective by which a partial result in the sharding `natural` becomes one in `after`, a slice of it in one dimension.
+    """Returns the kind of collective that reduces a partial result and leaves a slice of it in one dimension.
 
     Args:
-        shape: of the whole tensor.
-        num_bytes: of an element while it is reduced.
-        partial: the axes that the sum is spread over, in their order; empty for a sum of such sums.
-        natural: the sharding before.
-        after: the sharding after.
-        mesh: the mesh.
-        topology: the machine.
+        shape: The shape of the whole tensor.
+        num_bytes: The size of an element while it is reduced.
+        partial: The axes over which the sum is spread, in their order; empty for a sum of such sums.
+        natural: The sharding before.
+        after: The sharding after, which splits one dimension further.
+        mesh: The mesh.
+        topology: The machine.
     """
     if not topology.compiler.scatters_strictly:
         return "reduce_scatter"
@@ -88,7 +88,7 @@ def scattered_by(
 
 
 class ReductionPlan(NamedTuple):
-    """How partial results become whole: axes to all-reduce, axes to reduce-scatter, and the sharding after both."""
+    """The reduction of a partial result: axes to all-reduce, axes to reduce-scatter, and the sharding after both."""
 
     reduced: AxisNames
     scattered: AxisNames
@@ -96,9 +96,9 @@ class ReductionPlan(NamedTuple):
 
 
 def reduction_plan(op: Op, natural: TensorSharding, stored: TensorSharding, partial: AxisNames) -> ReductionPlan:
-    """Scatters over the axes by which `stored` extends `natural` in one dimension, and all-reduces over the rest.
+    """Returns a plan that scatters over the axes by which `stored` extends `natural` in one dimension, and all-reduces over the rest.
 
-    Only sums are scattered; and only for dots does XLA scatter over some axes and reduce over others.
+    Only sums are scattered. XLA scatters over some axes and reduces over others only for dots.
     """
     if op.rule.combiner == "add":
         for dim, (own, wanted) in enumerate(zip(natural, stored, strict=True)):

@@ -1,8 +1,8 @@
 """XLA runs the ops of a step in another order than the one in which they were traced.
 
-What XLA does: it updates state as soon as its gradient is there, which frees the gradient. It puts products that only make gradients off,
-    so that they run while others wait for their operands to be moved; none is put off past a loop. How far depends in the compiler on
-    more than the program: its scheduler fills the waits for communication from the step's end backwards.
+What XLA does: it updates state as soon as its gradient is there, which frees the gradient. It puts off products that only make gradients,
+    so that they run while others wait for their operands to be moved; it puts none off past a loop. How far depends on more than the
+    program: the scheduler fills the waits for communication from the step's end backwards.
 Seen in: libtpu 0.0.42, v5e:2x4: without products put off 50 of 70 peaks are within 15 % instead of 54, without early updates 35 of 40 of
     those that are not random instead of 36. 8 x H100, CUDA plugin 0.10.2: in the traced order 32 of 56, in this one 41
     (benchmarks/RESULTS.md).
@@ -30,8 +30,8 @@ from spmdctx.machine.xla.overlap import sides
 _MOST_PASSED = 6
 _LEAST_PASSED = 2
 _PART_PASSED = 9
-"""A product that only makes a gradient is put off behind so many of the step's other products at most, and a ninth of them; behind two
-where that is less, and they are four.
+"""A product that only makes a gradient is put off behind a ninth of the step's other products: behind at most six, and behind at least
+two if there are four.
 
 Measured on: 70 plans for v5e:2x4; 5, 8 or 10 in place of 6 fit about as well.
 Checked by: benchmarks/fidelity_plans.py
@@ -39,11 +39,11 @@ Checked by: benchmarks/fidelity_plans.py
 
 
 def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
-    """Per op the place at which it runs, counted in traced ops; several may have one place.
+    """Returns for each op the place at which it runs, counted in traced ops; several ops may have one place.
 
     Args:
-        graph: the step.
-        waits: whether values are moved between devices at all.
+        graph: The step.
+        waits: True if values are moved between devices at all.
     """
     runs = list(range(len(graph.ops)))
     products = of_primitives(graph, HEAVY)
@@ -77,11 +77,11 @@ def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
 
 
 def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
-    """Per op the last op of the turn of the innermost loop that it is in; itself outside of loops.
+    """Returns for each op the last op of its turn of the innermost loop around it; outside of loops, the op itself.
 
     Args:
-        graph: the step.
-        scopes: per op the computation that it belongs to (`Program.scopes`).
+        graph: The step.
+        scopes: The computation to which each op belongs (`Program.scopes`).
     """
     found = list(range(len(graph.ops)))
     if not _boundaries(graph).any():
@@ -105,12 +105,12 @@ def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
 
 
 def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int, ...]:
-    """Per op when it first runs: a fused one when the first op does that it is fused into.
+    """Returns for each op when it first runs; a fused op runs with the first of the ops into which it is fused.
 
     Args:
-        graph: the step.
-        held: per value whether it exists in memory.
-        runs: of `order`.
+        graph: The step.
+        held: A flag for each value: 1 if it exists in memory.
+        runs: The result of `order`.
     """
     first, never = list(runs), len(graph.ops)
     read = [never] * (len(graph.values) + 1)
@@ -133,15 +133,15 @@ def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int,
 
 
 def needed_products(graph: Graph) -> tuple[int, ...]:
-    """The matrix products that other products need."""
+    """Returns the matrix products that other products need."""
     terminal = sides(graph).terminal
     return tuple([op.id for op in ops_of(graph, HEAVY) if not all(map(terminal.__getitem__, op.results))])
 
 
 class _Others:
-    """The ops of a step that matrix products need: what they find in memory is what counts.
+    """The ops of a step that matrix products need; the memory that they find is what counts.
 
-    `next_after` says of each op which of them is the first one traced after it; the number of all ops where none is.
+    `next_after` has for each op the first of them that is traced after it, or the number of all ops if there is none.
     """
 
     def __init__(self, graph: Graph, terminal: BoolArray, products: BoolArray) -> None:
@@ -154,7 +154,7 @@ class _Others:
         self.next_after: list[int] = np.append(places, count)[np.searchsorted(places, np.arange(count), side="right")].tolist()
 
     def end_of_wait(self, place: int) -> int:
-        """Where a product at a place runs that is none of them."""
+        """Returns where a product runs that is traced at a place and is none of these ops."""
         if not self._passed:
             return place
         behind = bisect_right(self._products, place) + self._passed - 1
@@ -164,7 +164,7 @@ class _Others:
 
 
 def _terminal_ops(graph: Graph) -> BoolArray:
-    """Per op, whether it has results, none of which a matrix product needs."""
+    """Returns for each op whether it has results, and no matrix product needs any of them."""
     makers, made = ends(graph).results
     needed = np.frombuffer(sides(graph).terminal, dtype=np.uint8)[made] == 0
     found, leads = np.zeros(len(graph.ops), dtype=bool), np.zeros(len(graph.ops), dtype=bool)
@@ -174,5 +174,5 @@ def _terminal_ops(graph: Graph) -> BoolArray:
 
 
 def _boundaries(graph: Graph) -> BoolArray:
-    """Per op whether it is where a loop begins, hands on or ends."""
+    """Returns for each op whether it is a boundary at which a loop begins, hands on its carry, or ends."""
     return of_primitives(graph, LOOP_BOUNDARIES)

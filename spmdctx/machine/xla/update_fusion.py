@@ -1,14 +1,14 @@
 """XLA on TPU computes an update inside the product of its gradient, even where that is slower.
 
-What XLA does: where a gradient is not reduced between devices, the optimizer's update is computed in the matrix product that makes it. The
-    product's tiles then share the chip's memory with those of the parameter and its moments. As long as the product's smaller operand
-    stays on the chip whole that costs nothing; else operands are read again and again.
+What XLA does: if a gradient is not reduced between devices, XLA computes the optimizer's update inside the matrix product that makes the
+    gradient. The product's tiles then share the chip's memory with those of the parameter and its moments. That costs nothing as long as
+    the chip holds the whole of the product's smaller operand; otherwise XLA reads operands again and again.
 Seen in: libtpu 0.0.42, by the compiler's cycles, AdamW in float32: 1.71 to 2.03 times what the two take apart on v5p, 1.82 on v5e and 1.85
     on v6e, if the smaller operand exceeds the chip's memory; 0.66 to 0.97 if it does not. On v5p momentum 1.43, SGD 1.09. GPU and CPU:
     not measured.
-Switch: `Compiler.scratch_bytes`, what the chip holds of an operand
-Priced by: cost.price
-Written or prevented by: lowering.rewrite.rewriter, which puts a barrier behind the gradient.
+Switch: `Compiler.scratch_bytes`, the size of an operand that the chip can hold
+Priced by: cost.price.directives chooses the gradients; cost.price.memory counts their products as not fused with the updates.
+Written or prevented by: lowering.rewrite.rewriter puts a barrier behind the gradient.
 Checked by: tests/machine/xla/test_update_fusion.py, benchmarks/speedup_table.py
 """
 
@@ -24,9 +24,9 @@ from spmdctx.rules.elementwise import ELEMENTWISE
 
 
 def kept_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_bytes: int) -> dict[int, int]:
-    """Returns by matrix product the gradient after which a barrier stands.
+    """Returns the gradients behind which a barrier stands, by the matrix product that makes each.
 
-    There is none where `scratch_bytes`, what the chip holds of an operand, is 0.
+    There are none if `scratch_bytes`, the size of an operand that the chip can hold, is 0.
     """
     if not scratch_bytes:
         return {}
@@ -37,7 +37,7 @@ def kept_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_
 
 
 def gradient_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_bytes: int, op: Op) -> int | None:
-    """The gradient after which a barrier stands, of those that a matrix product `op` makes; None where none does."""
+    """Returns the gradient that a matrix product `op` makes, if a barrier stands behind it, else None."""
     if op.primitive != "dot_general" or LITERAL in op.operands:
         return None
     axes = assignment.ops[op.id].axes
@@ -51,14 +51,14 @@ def gradient_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scra
 
 
 def _turned(graph: Graph, value: int) -> int:
-    """The value, or what it becomes where all that is done with it is to transpose it."""
+    """Returns the value, or the last of its transposes, if a transpose is all that reads it."""
     while len(graph.readers[value]) == 1 and graph.readers[value][0].primitive == "transpose":
         (value,) = graph.readers[value][0].results
     return value
 
 
 def _is_added(graph: Graph, value: int) -> bool:
-    """Whether an element-wise op takes what becomes of a value together with another tensor of its shape."""
+    """Returns whether element-wise ops combine a value with another tensor of its shape."""
     shape, reached = graph.values[value].shape, [value]
     for known in reached:
         for op in graph.readers[known]:

@@ -1,1 +1,1 @@
-"""What XLA makes of a plan's collectives: how it writes, combines and places them."""
+"""The way in which XLA writes, combines and places a plan's collectives."""

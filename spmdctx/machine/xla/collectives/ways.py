@@ -1,8 +1,8 @@
 """XLA writes some planned collectives as other ones, or in another type.
 
 What XLA does: every backend may write a reduce_scatter as an all_reduce and a slice. TPU scatters some tensors in pieces that overlap by an
-    eighth, and then passes the overlaps on; it gathers small tensors by reducing shards padded with zeros; and it gathers float32 as
-    bfloat16 where only its matrix unit reads the result. CPU communicates bfloat16 as float32.
+    eighth, and then passes the overlaps on. It gathers small tensors by reducing shards padded with zeros, and float32 as bfloat16 if only
+    its matrix unit reads the result. CPU communicates bfloat16 as float32.
 Seen in: jax 0.10.2, libtpu 0.0.42 for v5e:2x4, CUDA plugin 0.10.2 for 8 x H100, and CPU. How often: not measured.
 Switch: none: all backends
 Priced by: machine.xla.reductions and machine.xla.narrowing tell which of these are foreseen; the others are not priced.
@@ -30,4 +30,4 @@ WAYS: tuple[Way, ...] = (
     Way("reduce_scatter", "all_reduce", 2.0, ("float32",), f"{SLICED}, {WIDENED}"),
     *(Way(kind, kind, 0.5, ("bfloat16", "float16"), NARROWED) for kind in COLLECTIVE_KINDS),
 )
-"""How a planned collective may appear in a compiled program, one for one; the first that fits counts."""
+"""The ways in which a planned collective may appear in a compiled program, one for one; the first that fits counts."""

@@ -1,1 +1,1 @@
-"""What XLA keeps on the chip, and how its scheduler is held to a limit."""
+"""The tensors that XLA keeps on the chip, and the limit to which its scheduler is held."""

@@ -1,7 +1,7 @@
 """XLA on TPU keeps small, short-lived tensors in the chip's own memory.
 
-What XLA does: what is small and read soon stays on the chip and takes no HBM. The rest of the chip's memory holds what is brought there
-    ahead of its use.
+What XLA does: a small tensor that is read soon stays on the chip and takes no HBM. The rest of the chip's memory holds tensors that XLA
+    brings there ahead of their use.
 Seen in: libtpu 0.0.42, v5e:2x4: with it 31 plans come to a median of 0.98 of the compiled memory, and those of a 0.1 to 0.4 GiB Llama step
     to 0.93 to 1.09 (benchmarks/RESULTS.md). v5p and v6e: not measured. GPU and CPU have no such memory.
 Switch: `Compiler.scratch_bytes`
@@ -17,14 +17,14 @@ from typing import NamedTuple
 from spmdctx.ir.arrays import BoolArray, IntArray
 
 _SCRATCH_PARTS = 3
-"""Values fill one part of so many of the chip's memory, and the largest one such a part of that.
+"""Values fill one part in so many of the chip's memory, and the largest value one part in so many of that.
 
 Measured on: compiled programs of 70 plans for v5e:2x4.
 Checked by: benchmarks/fidelity_plans.py
 """
 
 _SHORT = 200
-"""Ops that a value on the chip lives for at most.
+"""The most ops for which a value on the chip lives.
 
 Measured on: compiled programs of 70 plans for v5e:2x4.
 Checked by: benchmarks/fidelity_plans.py
@@ -32,18 +32,18 @@ Checked by: benchmarks/fidelity_plans.py
 
 
 class OnChip(NamedTuple):
-    """Of what lives shortly, `total_bytes` are on the chip and not in memory, if no piece is larger than `largest_bytes`."""
+    """The chip's part of short-lived values: `total_bytes` of them are not in memory, if none is larger than `largest_bytes`."""
 
     total_bytes: int
     largest_bytes: int
 
     @classmethod
     def of(cls, scratch_bytes: int) -> OnChip:
-        """Returns what fits on a chip with so much memory of its own."""
+        """Returns the part that fits on a chip with `scratch_bytes` of memory."""
         total = scratch_bytes // _SCRATCH_PARTS
         return cls(total, total // _SCRATCH_PARTS)
 
 
 def is_short(starts: IntArray, ends: IntArray, num_ops: int) -> BoolArray:
-    """Tells which lives, from the op `starts` to the op `ends`, are so short that what they hold may be on the chip."""
+    """Returns for each life, from the op `starts` to the op `ends`, whether it is so short that its value may be on the chip."""
     return (ends - starts <= _SHORT) & ((starts > 0) | (ends < num_ops - 1))

@@ -1,8 +1,8 @@
 """XLA's scheduler on TPU lets values live as long as it likes, up to a limit that can be set.
 
-What XLA does: what the scheduler puts off to fill a wait may hold gigabytes that no plan foresaw, as long as less than 95 % of the device's
-    memory is alive. With a lower limit it tries again, with a tenth less each time, while its schedule is above it. The limit is one to
-    be aimed at, not a promise. It is a whole number of percents of the device.
+What XLA does: ops that the scheduler puts off to fill a wait may hold gigabytes that no plan foresaw. It allows that as long as less than
+    95 % of the device's memory is alive. With a lower limit the scheduler tries again while its schedule is above it, with a tenth less
+    each time. The limit is a goal, not a promise. It is a whole percentage of the device's memory.
 Seen in: libtpu 0.0.42, v5e:2x4: with a limit of 1.08 of the plan's peak 65 of 70 peaks are within 15 % instead of 61; 1.0 made some plans
     5 % slower (benchmarks/RESULTS.md). On 8 x H100 the option of that kind held one plan of 56; CPU has none.
 Switch: none: only TPU's compiler has the options, and it is asked whether it knows them.
@@ -16,7 +16,7 @@ LIMIT = "xla_tpu_scheduler_percent_shared_memory_limit"
 RERUNS = "xla_latency_hiding_scheduler_rerun"
 
 OWN_PERCENT = 95
-"""The limit where none is given; one above it would be none.
+"""The limit if none is given; a higher one would not limit anything.
 
 Measured on: the scheduler's log for v5e:2x4.
 Checked by: tests/lowering/test_scheduler_limit.py

@@ -1,1 +1,1 @@
-"""What Shardy and the SPMD partitioner do unless the program tells them otherwise: one file per behavior."""
+"""The behavior of Shardy and the SPMD partitioner, unless the program tells them otherwise: one file for each."""

@@ -1,13 +1,13 @@
-"""The partitioner makes equal values one, and gives one reader what another asks for.
+"""The partitioner merges equal values, and gives one reader the sharding that another asks for.
 
-What XLA does: it makes equal equations one before it splits anything. It hands what one reader asks for on to all others that have no
-    constraint between them and the value. A first power, as in Adam's first moment, is equal to its operand. Values that depend on no
-    input are written once for each reader, unless they are constrained.
-Seen in: Shardy, jax 0.10.2, v5e:2x4 (libtpu 0.0.42): in 120 plans, 80 of them of random pins, 3534 MiB of collectives that nobody had
-    planned became 246. Five random plans of a Llama for 8 x H100: 156 MiB became none.
+What XLA does: it merges equal equations before it splits anything. It hands the sharding that one reader asks for on to all others that
+    have no constraint between them and the value. A first power, as in Adam's first moment, is equal to its operand. XLA writes values
+    that depend on no input once for each reader, unless they are constrained.
+Seen in: Shardy, jax 0.10.2, v5e:2x4 (libtpu 0.0.42): in 120 plans, 80 of them of random pins, 3534 MiB of collectives that no plan had
+    became 246. Five random plans of a Llama for 8 x H100: 156 MiB became none.
 Switch: none: all backends
 Priced by: nothing
-Written or prevented by: lowering.rewrite.rewriter, which constrains all of them.
+Written or prevented by: lowering.rewrite.values notes the values; lowering.rewrite.rewriter constrains all of them.
 Checked by: tests/machine/xla/partitioner/test_equal_values.py, benchmarks/fidelity_plans.py
 """
 
@@ -22,15 +22,15 @@ from spmdctx.ir.sharding import Assignment
 from spmdctx.rules.elementwise import ELEMENTWISE
 
 _REPEATED = ELEMENTWISE | {"iota", "broadcast_in_dim", "slice"}
-"""What the partitioner writes once more for each reader, where it is made of no input."""
+"""Ops that the partitioner writes again for each reader, if they depend on no input."""
 
 
 _MAYBE_ITS_OPERAND = frozenset({"copy", "name", "integer_pow"})
-"""Ops that may be no more than another name of their operand; a power is, if it is the first, as in Adam's first moment."""
+"""Ops that may be no more than another name of their operand; the first power is, as in Adam's first moment."""
 
 
 def moved_values(ops: Iterable[Op], assignment: Assignment) -> frozenset[int]:
-    """The values that some op takes in another sharding than they are stored in, or passes on in another."""
+    """Returns the values that some op takes, or passes on, in another sharding than that in which they are stored."""
     found = set()
     for op in ops:
         axes = assignment.ops[op.id].axes
@@ -44,11 +44,11 @@ def moved_values(ops: Iterable[Op], assignment: Assignment) -> frozenset[int]:
 
 
 def equal_values(graph: Graph, scopes: Sequence[int], assignment: Assignment, moved: Collection[int]) -> frozenset[int]:
-    """Values that become one in the compiler, of which one is stored otherwise than another, or `moved`.
+    """Returns the values that the compiler merges, if one of them is `moved` or stored otherwise than another.
 
-    All of them are constrained, or the readers of one would be given the sharding of the other, and move it back.
+    All of them are constrained. Otherwise the readers of one would get the sharding of the other, and move it back.
     """
-    # What a value is to its readers: the first that is equal to it and stored alike.
+    # By value, the first one that is equal to it and stored alike.
     first = [*range(len(graph.values)), LITERAL]
     alike: dict[tuple[object, ...], list[int]] = {}
     for op in graph.ops:
@@ -70,9 +70,9 @@ def equal_values(graph: Graph, scopes: Sequence[int], assignment: Assignment, mo
 
 
 def free_values(graph: Graph, loose: Collection[int], moved: Collection[int]) -> frozenset[int]:
-    """Those of the `loose` values, which depend on no input, that each reader is given as it asks for them.
+    """Returns the `loose` values, which depend on no input, that each reader gets in the sharding that it asks for.
 
-    A constraint would make one tensor of it, that readers who want other splits had to move.
+    A constraint would make one tensor of such a value, which readers that want other splits would have to move.
     """
     if not loose:
         return frozenset()
@@ -84,10 +84,10 @@ def free_values(graph: Graph, loose: Collection[int], moved: Collection[int]) ->
 
 
 def turned_products(graph: Graph, assignment: Assignment) -> frozenset[int]:
-    """Matrix products that only a transposition reads, and in the sharding in which they are stored.
+    """Returns the matrix products that only a transpose reads, in the sharding in which they are stored.
 
-    They are constrained after it, or the compiler would make them before it, reduced or not, and copy a gradient or all that is added
-    to it from one layout to another.
+    They are constrained behind it. Otherwise the compiler would make them before it, reduced or not. It would then copy a gradient, or
+    all that is added to it, from one layout to another.
     """
     found = set()
     for op in graph.ops:

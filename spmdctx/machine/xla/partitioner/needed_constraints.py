@@ -1,11 +1,11 @@
 """The partitioner may split a result that has no constraint as another reader's constraint suggests.
 
-What XLA does: Shardy propagates constraints through ops to results that have none. But a constraint also stands between ops that XLA would
-    fuse or merge, so results that can only be split as planned get none.
+What XLA does: Shardy propagates constraints through ops to results that have none. But a constraint also keeps XLA from fusing or merging
+    the ops on its sides, so results that can only be split as planned get none.
 Seen in: libtpu 0.0.42: attention scores with a constraint are written once more. How much that costs: not measured.
 Switch: none: all backends
 Priced by: nothing
-Written or prevented by: lowering.rewrite.rewriter
+Written or prevented by: lowering.rewrite.values notes which values need one, and lowering.rewrite.rewriter writes it.
 Checked by: tests/machine/xla/partitioner/test_needed_constraints.py
 """
 
@@ -30,14 +30,14 @@ _HANDING_ON = frozenset(
 
 
 class NeededConstraints:
-    """Says of an assignment's ops which need a constraint; `moved` holds the values that some reader takes in another sharding."""
+    """The ops of an assignment that need a constraint; `moved` holds the values that some reader takes in another sharding."""
 
     def __init__(self, assignment: Assignment, mesh: LogicalMesh, moved: Container[int]) -> None:
         self._assignment, self._moved = assignment, moved
         self._axes = frozenset(name for name, size in mesh.axes if size > 1)
 
     def __contains__(self, op: Op) -> bool:
-        """Whether the op is one: all are but plain element-wise ops, and those that can only be split as planned."""
+        """Returns whether an op needs one: all do but plain element-wise ops, and those that can only be split as planned."""
         rule = op.rule
         if self._is_implied(op):
             return False
@@ -53,7 +53,10 @@ class NeededConstraints:
         return all(value == LITERAL or stored[value] == project(dims, axes) for value, dims in pairs)
 
     def _is_implied(self, op: Op) -> bool:
-        """Whether its one result is split over all axes, each handed on by an operand or made of nothing, and so for every reader."""
+        """Returns whether an op's one result can only be split as planned, for every reader.
+
+        It is split over all axes, and each split is handed on by an operand or made by a broadcast.
+        """
         if op.primitive not in _HANDING_ON or len(op.results) != 1 or op.results[0] in self._moved:
             return False
         axes, (dims,) = self._assignment.ops[op.id].axes, op.rule.results

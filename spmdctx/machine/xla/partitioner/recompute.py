@@ -1,7 +1,7 @@
-"""The partitioner makes all of a constrained tensor for whoever wants a slice of it.
+"""The partitioner makes the whole of a constrained tensor, even for readers that want a slice of it.
 
-What XLA does: a tensor that element-wise ops compute only on the way into other ops is priced as if each reader computed it for itself
-    (`machine.xla.fusion`). A constraint makes it exist: XLA then writes all of it, converted values in their wider type.
+What XLA does: the price of a tensor that element-wise ops compute only on the way into other ops assumes that each reader computes it for
+    itself (`machine.xla.fusion`). A constraint makes it exist: XLA then writes all of it, converted values in their wider type.
 Seen in: libtpu 0.0.42. How much that costs: not measured.
 Switch: none: all backends
 Priced by: nothing
@@ -20,17 +20,20 @@ from spmdctx.rules.elementwise import ELEMENTWISE
 
 
 def is_recomputed(op: Op) -> bool:
-    """Whether an op is element-wise and its one result only exists on the way into other ops."""
+    """Returns whether an op is element-wise and its one result only exists on the way into other ops."""
     return len(op.results) == 1 and op.primitive in ELEMENTWISE and bool(op.fused >> len(op.operands) & 1)
 
 
 def refines(source: TensorSharding, target: TensorSharding) -> bool:
-    """Whether every device's block under `target` is a part of its block under `source`."""
+    """Returns whether every device's block under `target` is a part of its block under `source`."""
     return all(new[: len(own)] == own for own, new in zip(source, target, strict=True))
 
 
 def operand_shardings(op: Op, target: TensorSharding) -> tuple[TensorSharding, ...] | None:
-    """What an element-wise op reads to make its result in the sharding `target`; None where a dimension is made of several."""
+    """Returns the shardings of the operands from which an element-wise op makes its result in `target`.
+
+    Returns None if a split dimension has several factors, or none.
+    """
     axes: list[tuple[str, ...]] = [()] * len(op.rule.sizes)
     for own, factors in zip(target, op.rule.results[0], strict=True):
         if own and len(factors) != 1:
@@ -41,7 +44,10 @@ def operand_shardings(op: Op, target: TensorSharding) -> tuple[TensorSharding, .
 
 
 def slices(op: Op, target: TensorSharding, stored: Sequence[TensorSharding]) -> tuple[TensorSharding, ...] | None:
-    """What an op reads to make its result in the sharding `target`; None where that is not a part of what is `stored` of an operand."""
+    """Returns the shardings of the operands from which an op makes its result in `target`.
+
+    Returns None if one of them is not a part of what each device has `stored` of the operand.
+    """
     needed = operand_shardings(op, target)
     if needed is None:
         return None
@@ -50,9 +56,9 @@ def slices(op: Op, target: TensorSharding, stored: Sequence[TensorSharding]) -> 
 
 
 def sliced_values(ops: Sequence[Op], assignment: Assignment, routed: Iterable[tuple[int, TensorSharding]] = ()) -> frozenset[int]:
-    """The values that slices of others are computed from and that are themselves taken as they are stored, and then sliced.
+    """Returns the values from which slices of others are computed, and that are themselves taken as they are stored, then sliced.
 
-    `routed` are values that some op takes in a sharding which is not the one that it needs, but on the way to that.
+    `routed` are values that some op takes in a sharding on the way to the one that it needs.
     """
     stored, made = assignment.values, {op.results[0]: op for op in ops if is_recomputed(op)}
     wanted = [(value, target) for value, target in routed if value in made and target != stored[value]]
