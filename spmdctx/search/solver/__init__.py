@@ -1,1 +1,1 @@
-"""The package's own solver: pairwise costs over finite states, subject to memory; it knows numbers only."""
+"""Solves what `search/problem/` makes: pairwise costs over finite states, subject to memory; it knows numbers only."""
