@@ -1,4 +1,4 @@
-"""Automatic parallelism for JAX: decorate a single-device training step, run it split over a device mesh."""
+"""Automatic parallelism for JAX: traces a step for one device, plans its shardings, lowers it to `jax.jit`, runs it and audits it."""
 
 from spmdctx import communication, data, ops
 from spmdctx.api import ParallelStep, get_mesh, grad, parallel, plan, value_and_grad

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from spmdctx import AuditReport, ParallelStep, Plan
+from tests.architecture.test_rows import TOP, WITHOUT_JAX
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "spmdctx"
@@ -98,6 +99,24 @@ def test_a_page_for_newcomers_stays_short(path, most):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_map_names_every_package(package):
     assert re.search(rf"`{package}/", MAP.read_text())
+
+
+def test_the_map_has_the_rows_that_are_checked():
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", MAP.read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, len(TOP) + 1))
+    assert tuple(names.replace("`", "") for _, names in rows) == TOP
+
+
+@pytest.mark.parametrize("page", [MAP, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_a_page_names_all_packages_that_know_no_jax(page):
+    (line,) = [line for line in page.read_text().splitlines() if "import no JAX" in line]
+    assert set(re.findall(r"`(\w+)`", line.partition("import no JAX")[0].rpartition(". ")[2])) == WITHOUT_JAX
+
+
+def test_every_decision_has_a_line_in_their_list():
+    folder = ROOT / "docs" / "decisions"
+    listed = set(_LINK.findall((folder / "README.md").read_text()))
+    assert {(path.name, "") for path in folder.glob("0*.md")} <= listed
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

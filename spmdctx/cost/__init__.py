@@ -1,1 +1,1 @@
-"""Prices: the seconds and bytes of an assignment on a machine."""
+"""Prices an assignment: `cost/memory/` says what is alive when, `cost/price/` makes the bill, and `evaluate` is the searches' objective."""

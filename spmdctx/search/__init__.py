@@ -1,1 +1,1 @@
-"""The searches: they choose which mesh axes split which factor of each op, by propagation, dynamic or recursive programming."""
+"""Chooses how each op is split: `setup` fixes what is given, a mode searches, `optimizer` splits state, `whatif` finds runners-up."""

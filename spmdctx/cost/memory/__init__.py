@@ -1,1 +1,1 @@
-"""Memory: when each value is alive in a step, and how many bytes that takes on a device."""
+"""The memory part of a price: when each value and copy of a step is alive, from which `cost/price/` counts a device's peak."""

@@ -1,3 +1,3 @@
-"""The bill of an assignment, and the directives that a program follows besides its shardings."""
+"""The bill of an assignment (collectives, seconds, memory), and the directives that lowering writes besides shardings."""
 
 from spmdctx.cost.price.price import price as price

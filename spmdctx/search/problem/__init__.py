@@ -1,1 +1,1 @@
-"""The planning problem in numbers: slots, states, their costs, the network between them, and rows of memory."""
+"""Turns a step and a mesh into the solver's problem: slots, states of ops and their costs, a network, and rows of memory."""

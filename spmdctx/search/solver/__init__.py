@@ -1,1 +1,1 @@
-"""The solver, which knows numbers only: it minimises pairwise costs over finite states, subject to memory."""
+"""Solves what `search/problem/` makes: pairwise costs over finite states, subject to memory; it knows numbers only."""
