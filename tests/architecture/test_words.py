@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.architecture.tree import MODULES, PACKAGE, lines_of, place_of, tree_of, unit_of
+from tests.architecture.tree import MODULES, PACKAGE, lines_of, own_imports_of, place_of, tree_of, unit_of
 
 ONE_VOCABULARY = {"search", "cost", "machine", "ir"}
 COLLECTIONS = {"frozenset", "set", "tuple", "list", "dict"}
@@ -14,6 +14,12 @@ READS_A_SENTENCE = re.compile(r"""note.*startswith|cause\.startswith|\.find\("no
 NAMES_THE_COMPILER = {"machine/presets.py", "lowering/compile_only.py", "lowering/scheduler_limit.py"}
 XLA = PACKAGE / "machine" / "xla"
 HEADINGS = ("What XLA does:", "Seen in:", "Switch:", "Priced by:", "Written or prevented by:", "Checked by:")
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def is_private(name):
+    """Tells a name with one leading underscore, without those that every named tuple has."""
+    return name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLE
 
 
 def is_collection(value):
@@ -75,3 +81,15 @@ def test_a_behaviour_of_xla_comes_with_its_evidence_and_its_switch(path):
     text = ast.get_docstring(tree_of(path)) or ""
     missing = [heading for heading in HEADINGS if heading not in text]
     assert not missing, ", ".join(missing)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=place_of)
+def test_a_private_name_stays_in_its_module(path):
+    modules = {name for *_, name in own_imports_of(path)}
+    read = {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules and is_private(node.attr)
+    }
+    imported = {".".join(names) for names in own_imports_of(path) if any(is_private(name) and name != "_compat" for name in names)}
+    assert imported | read == set()
