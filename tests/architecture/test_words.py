@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.architecture.tree import MODULES, PACKAGE, lines_of, own_imports_of, place_of, tree_of, unit_of
+from tests.architecture.tree import MODULES, PACKAGE, ROOT, functions_of, lines_of, own_imports_of, place_of, tree_of, unit_of
 
 ONE_VOCABULARY = {"search", "cost", "machine", "ir"}
 COLLECTIONS = {"frozenset", "set", "tuple", "list", "dict"}
@@ -14,6 +14,7 @@ READS_A_SENTENCE = re.compile(r"""note.*startswith|cause\.startswith|\.find\("no
 NAMES_THE_COMPILER = {"machine/presets.py", "lowering/compile_only.py", "lowering/scheduler_limit.py"}
 XLA = PACKAGE / "machine" / "xla"
 HEADINGS = ("What XLA does:", "Seen in:", "Switch:", "Priced by:", "Written or prevented by:", "Checked by:")
+LONGEST_TEST_NAME = 80
 NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
 
 
@@ -93,3 +94,15 @@ def test_a_private_name_stays_in_its_module(path):
     }
     imported = {".".join(names) for names in own_imports_of(path) if any(is_private(name) and name != "_compat" for name in names)}
     assert imported | read == set()
+
+
+def test_the_name_of_a_test_is_a_short_sentence():
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    long = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in files
+        for node in functions_of(path)
+        if node.name.startswith("test_") and len(node.name) > LONGEST_TEST_NAME
+    ]
+    assert files
+    assert not long, "\n".join(long)

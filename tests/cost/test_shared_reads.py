@@ -59,7 +59,7 @@ def test_what_one_product_takes_is_on_the_way_to_the_other():
 
 
 @pytest.mark.parametrize("second", [(), ("model", "data")])
-def test_what_several_products_read_takes_the_cheapest_way_though_only_one_sharding_is_wanted(second):
+def test_what_several_products_read_takes_the_cheapest_route_to_one_sharding(second):
     # Gathers over 2 and then 4 devices have 4 steps, one over 8 has 7.
     program, assignment = assigned(second)
     assert list(routes_of(program, assignment).values()) == [SHARED]

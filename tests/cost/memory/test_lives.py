@@ -207,7 +207,7 @@ def test_a_carry_that_is_read_after_its_next_value_is_there_keeps_its_memory():
     assert step_memory(graph, program.scopes).in_carries == ()
 
 
-def test_a_loop_keeps_what_it_narrows_of_a_value_that_stays_the_same_from_its_start_to_its_end():
+def test_a_loop_keeps_a_narrowed_constant_for_all_of_its_iterations():
     program, graph = accumulated(lambda w: w.astype(jnp.bfloat16))
     narrowed = next(op.results[0] for op in graph.ops if op.primitive == "convert_element_type")
     memory = step_memory(graph, program.scopes)

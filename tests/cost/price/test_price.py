@@ -78,7 +78,7 @@ def test_a_scatter_that_the_compiler_does_not_make_costs_what_it_makes_instead()
         assert row.time_s == pytest.approx(collective_time_s(made, row.payload_bytes, M, MESH, alone))
 
 
-def test_a_partial_result_over_two_axes_is_scattered_over_one_and_reduced_over_the_other():
+def test_a_sum_over_two_axes_is_scattered_over_one_and_reduced_over_the_other():
     graph, axes = one_dot()
     both = ("data", "model")
     found = bill(graph, [axes(k=both)], [((), both), (both, ()), (D, ())])

@@ -39,7 +39,7 @@ def named(function=layers, *, sliced=True, summed=True, partial=True):
     return len(found)
 
 
-def test_a_sum_that_a_gradients_product_takes_a_slice_of_and_a_bias_is_added_up_of_is_written_once():
+def test_a_barrier_keeps_the_sum_that_a_weight_and_a_bias_gradient_read():
     assert named() == 1
 
 

@@ -71,7 +71,7 @@ def test_every_switch_is_told_of():
 
 
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in CONSTANTS.items() for name in names])
-def test_a_calibrated_constant_says_what_it_was_measured_on_and_what_measures_it_again(path, name):
+def test_a_calibrated_constant_names_its_measurement_and_what_repeats_it(path, name):
     body = ast.parse((PACKAGE / path).read_text()).body
     index = next(place for place, node in enumerate(body) if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name)
     found = re.search(r"^Measured on: (.+)\nChecked by: (.+)", ast.literal_eval(body[index + 1].value), flags=re.MULTILINE)

@@ -20,7 +20,7 @@ def looped(weights, x):
 
 
 @pytest.mark.parametrize(("step", "expected"), [(descent, 2), (clipped, 0), (looped, 1)])
-def test_a_product_may_run_last_if_nothing_but_an_update_outside_of_loops_reads_its_gradient(step, expected):
+def test_a_product_runs_last_if_only_an_update_outside_of_loops_reads_it(step, expected):
     program = trace(step, [W, W], X)
     graph, found = program.graph, step_memory(program.graph, program.scopes).gradients
     assert len(found) == expected

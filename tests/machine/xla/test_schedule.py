@@ -42,7 +42,7 @@ def passed(graph, runs):
 
 
 @pytest.mark.parametrize(("num_layers", "most"), [(1, 0), (2, 1), (3, 2), (12, 2), (20, 4), (40, 6)])
-def test_a_product_that_only_makes_a_gradient_is_put_off_behind_two_or_a_ninth_of_the_others(num_layers, most):
+def test_a_gradient_is_put_off_behind_two_or_a_ninth_of_the_other_products(num_layers, most):
     graph = deep(num_layers).graph
     found = passed(graph, order(graph))
     assert max(found) == most

@@ -180,7 +180,7 @@ def _check_budget(made, mesh, machine, budget):
 
 
 @pytest.mark.parametrize("first", range(5000, 5120, TOGETHER))
-def test_the_plan_is_the_cheapest_in_any_budget_between_the_least_and_what_the_fastest_plan_takes(first, monkeypatch):
+def test_the_plan_is_the_cheapest_in_every_budget_below_the_fastest_plan_s_peak(first, monkeypatch):
     _check_budgets(range(first, first + TOGETHER), 0.0, monkeypatch)
 
 
@@ -248,7 +248,7 @@ def test_the_best_mesh_is_the_best_of_all_meshes(seed):
     assert found.lower_bound_s <= min(truth.cost_s for truth in truths) * (1 + 1e-9)
 
 
-def test_a_budget_is_tried_on_the_most_promising_mesh_first_and_only_where_it_may_pay(monkeypatch):
+def test_a_budget_is_tried_only_where_it_may_pay_and_first_on_the_best_mesh(monkeypatch):
     looked, search_on = [], Budget.search_on
 
     def recorded(self, mesh, known_s):

@@ -62,7 +62,7 @@ def _tight(seed, small):
 
 
 @pytest.mark.parametrize(("small", "seeds"), [(0, range(6200, 6212)), (100, (6200, 6204, 6205))])
-def test_the_number_of_devices_that_is_named_is_the_first_doubling_on_which_a_plan_is_found(small, seeds):
+def test_the_number_of_devices_that_is_named_is_the_first_doubling_with_a_plan(small, seeds):
     axes = set()
     for seed in seeds:
         step, machine, options = _tight(seed, small)
@@ -77,7 +77,7 @@ def test_the_number_of_devices_that_is_named_is_the_first_doubling_on_which_a_pl
     assert max(axes) > 1
 
 
-def test_the_budget_that_is_named_for_a_larger_program_works_and_is_mostly_near_the_least():
+def test_the_budget_named_for_a_larger_program_works_and_is_mostly_near_the_least():
     excess = []
     for seed in range(6200, 6212):
         step, machine, options = _tight(seed, 0)
