@@ -65,7 +65,7 @@ class _Partial(NamedTuple):
 def evaluate(
     graph: Graph,
     scopes: Sequence[int],
-    loose: frozenset[int],
+    from_literals: frozenset[int],
     assignment: Assignment,
     mesh: LogicalMesh,
     topology: Topology,
@@ -76,13 +76,13 @@ def evaluate(
     Args:
         graph: the step.
         scopes: per op the computation that it belongs to.
-        loose: values that depend on no input; they and the ops that make only such cost nothing.
+        from_literals: values that depend on no input; they and the ops that make only such cost nothing.
         assignment: a split per op and a stored sharding per value, equal ones for tied values.
         mesh: the mesh.
         topology: the machine.
         pinned: values whose sharding the user fixed; they are reduced where they are made.
     """
-    return _Evaluator(graph, scopes, loose, assignment, mesh, topology, pinned).seconds()
+    return _Evaluator(graph, scopes, from_literals, assignment, mesh, topology, pinned).seconds()
 
 
 @lru_cache(maxsize=4096)
@@ -176,7 +176,7 @@ def leads_to(op: Op, own: AxisNames, natural: TensorSharding, after: TensorShard
 class Eligible:
     """Which values of a graph can be handed on unreduced: those that one op reads, untied, and that nobody pinned."""
 
-    def __init__(self, graph: Graph, loose: frozenset[int], pinned: frozenset[int]) -> None:
+    def __init__(self, graph: Graph, from_literals: frozenset[int], pinned: frozenset[int]) -> None:
         reads = [0] * len(graph.values)
         for op in graph.ops:
             for value in op.operands:
@@ -186,7 +186,7 @@ class Eligible:
             if value != LITERAL:
                 reads[value] += 1
         tied = {value for pair in graph.ties for value in pair}
-        self.values = [count == 1 and value not in tied | pinned | loose for value, count in enumerate(reads)]
+        self.values = [count == 1 and value not in tied | pinned | from_literals for value, count in enumerate(reads)]
 
 
 class _Evaluator:
@@ -194,14 +194,14 @@ class _Evaluator:
         self,
         graph: Graph,
         scopes: Sequence[int],
-        loose: frozenset[int],
+        from_literals: frozenset[int],
         assignment: Assignment,
         mesh: LogicalMesh,
         topology: Topology,
         pinned: frozenset[int],
     ) -> None:
         self.graph, self.assignment, self.mesh, self.topology = graph, assignment, mesh, topology
-        self.free = tied_with(graph, loose)
+        self.free = tied_with(graph, from_literals)
         self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
         self.eligible = Eligible(graph, self.free, pinned).values
         self.decided = {value for pair in graph.ties for value in pair} | pinned | set(graph.outputs)
@@ -278,12 +278,12 @@ class _Evaluator:
     def _reduce(self, op: Op, value: int, partial: _Partial) -> tuple[float, float]:
         """Seconds of reducing a result and of what is moved after it: of all ways, the cheapest."""
         stored = self.assignment.values[value]
-        loose = value in self.free
+        from_literals = value in self.free
         as_made = self.topology.compiler.merges_partial_sums and stored == partial.natural and value not in self.decided
         own = partial_axes(op.rule, self.assignment.ops[op.id].axes)
         ways = []
         for after, seconds in self._ways(op, value, partial):
-            if loose:
+            if from_literals:
                 moved_s = 0.0
             elif as_made:
                 moved_s = self._read(value, after)

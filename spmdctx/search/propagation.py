@@ -47,7 +47,7 @@ def propagate(
     spreader.spread()
     state, fixed = spreader.state, spreader.fixed
     settle(space, state, fixed, forced)
-    free_loose_values(space, state, fixed)
+    place_values_from_literals(space, state, fixed)
     chosen = [OpSharding(forced[i]) if i in forced else space.choose(i, state).sharding for i in range(len(space.op_slots))]
     values = tuple([space.shardings[state[slot]] for slot in space.slot_of])
     return Assignment(tuple(chosen), values, "sharding_propagation")
@@ -259,7 +259,7 @@ def _try_options(space: Space, state: list[int], slot: int, options: list[int], 
     return best
 
 
-def free_loose_values(space: Space, state: list[int], fixed: set[int]) -> None:
+def place_values_from_literals(space: Space, state: list[int], fixed: set[int]) -> None:
     """Values that depend on no input take the sharding on which all their readers agree, dimension by dimension."""
     if not space.free_slots:
         return

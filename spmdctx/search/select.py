@@ -109,7 +109,7 @@ def _propagated(step: Step, request: Request, options: SearchOptions) -> Chosen:
     if setup.mesh.num_devices == 1:
         return Chosen(setup, _whole(step.graph, request.parallel_mode))
     setup.notes += setup.guesses
-    space = Space(step.graph, setup.mesh, options.topology, step.loose, options.limits)
+    space = Space(step.graph, setup.mesh, options.topology, step.from_literals, options.limits)
     found = propagate(space, setup.pins, setup.forced, {**batch_parts(step.graph, setup), **setup.seeds}, setup.one_way)
     # Without ops nothing costs anything.
     return Chosen(setup, found, None if step.graph.ops else Certificate(0.0, 0.0))

@@ -87,7 +87,7 @@ class Way(NamedTuple):
 def exhaustive(
     graph: Graph,
     scopes: Sequence[int],
-    loose: frozenset[int],
+    from_literals: frozenset[int],
     mesh: LogicalMesh,
     topology: Topology,
     conditions: Conditions | None = None,
@@ -97,7 +97,7 @@ def exhaustive(
     Args:
         graph: a small step.
         scopes: per op the computation that it belongs to.
-        loose: values that depend on no input.
+        from_literals: values that depend on no input.
         mesh: the mesh.
         topology: the machine.
         conditions: pins, limits and memory.
@@ -105,7 +105,7 @@ def exhaustive(
     Raises:
         UnsupportedError: the graph is too large to try everything.
     """
-    return _Everything(graph, scopes, loose, mesh, topology, conditions or Conditions()).best()
+    return _Everything(graph, scopes, from_literals, mesh, topology, conditions or Conditions()).best()
 
 
 def all_splits(rule: OpRule, mesh: LogicalMesh) -> list[FactorAxes]:
@@ -133,13 +133,14 @@ class _Everything:
         self,
         graph: Graph,
         scopes: Sequence[int],
-        loose: frozenset[int],
+        from_literals: frozenset[int],
         mesh: LogicalMesh,
         topology: Topology,
         conditions: Conditions,
     ) -> None:
-        self.graph, self.scopes, self.loose, self.mesh, self.topology, self.conditions = graph, scopes, loose, mesh, topology, conditions
-        self.free = tied_with(graph, loose)
+        self.graph, self.scopes, self.from_literals = graph, scopes, from_literals
+        self.mesh, self.topology, self.conditions = mesh, topology, conditions
+        self.free = tied_with(graph, from_literals)
         tied = {value for pair in graph.ties for value in pair}
         self.slot_of = [min(tied_with(graph, frozenset({own.id}))) if own.id in tied else own.id for own in graph.values]
         self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
@@ -187,7 +188,7 @@ class _Everything:
             pairs = zip(self.graph.values, assignment.values, strict=True)
             sizes = [int(local_bytes(known, own, self.mesh) * self._share(known)) for known, own in pairs]
             return int(profile(self.memory.lives, sizes, len(self.graph.ops), (), self.topology.compiler.scratch_bytes).max())
-        return price(Step(self.graph, self.scopes, self.loose), assignment, self.mesh, self.topology, donated).memory_bytes
+        return price(Step(self.graph, self.scopes, self.from_literals), assignment, self.mesh, self.topology, donated).memory_bytes
 
     def _share(self, value: Value) -> float:
         """The part of its own bytes that a value takes in memory."""

@@ -16,4 +16,4 @@ def test_an_unknown_search_mode_is_an_error_that_names_the_known_ones(num_device
     request = Request("auto_parallel", num_devices, None, None, (), frozenset(), (), (), frozenset())
     known = "dynamic_programming, recursive_programming, sharding_propagation"
     with pytest.raises(ContextError, match=rf"no search mode 'simulated_annealing'\.\n.*{known}"):
-        search(Step(made.graph, made.scopes, made.loose), request, SearchOptions("simulated_annealing", topology("h100")))
+        search(Step(made.graph, made.scopes, made.from_literals), request, SearchOptions("simulated_annealing", topology("h100")))

@@ -92,7 +92,7 @@ def _records(sharded: ShardedProgram, tied: Iterable[int], carried: Iterable[int
     equal = equal_values(graph, program.scopes, assignment, moved)
     needed = NeededConstraints(assignment, sharded.mesh, moved)
     by_field: dict[str, Iterable[int]] = {
-        "is_open": turned_products(graph, assignment) | free_values(graph, program.loose, moved),
+        "is_open": turned_products(graph, assignment) | free_values(graph, program.from_literals, moved),
         "is_constrained": [*equal, *(value for op in graph.ops if op in needed for value in op.results)],
         "is_equal": equal,
         "has_barrier": directives.barriers,

@@ -77,7 +77,7 @@ def split_optimizer(
     setup.pins.update(stored)
     setup.reasons.update(dict.fromkeys(stored, REASON))
     assignment, moved = keep_at_rest(graph, assignment, {value: stored[value] for value in stored if _is_weight(graph, value)}, setup)
-    space = Space(graph, mesh, topology, step.loose)
+    space = Space(graph, mesh, topology, step.from_literals)
     kept = frozenset(setup.forced) | moved
     return setup, plan_update(space, assignment, stored, gradients, kept, splits_accumulators=asked.splits_accumulators)
 

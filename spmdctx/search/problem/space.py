@@ -46,7 +46,7 @@ class OpChoice(NamedTuple):
 class OpKind(NamedTuple):
     """The common properties of the ops of one kind: all that prices depend on, but for the shardings of their slots.
 
-    `rule` is the id of the rule object. `free` says for each operand and result whether it is loose; empty where none is.
+    `rule` is the id of the rule object. `free` says for each operand and result whether it comes from literals; empty where none is.
     `fused` and `work` are the ops' own, `passing` says
     which of its values are only computed on the way.
     """
@@ -67,7 +67,7 @@ class Space:
     """
 
     def __init__(
-        self, graph: Graph, mesh: LogicalMesh, topology: Topology, loose: frozenset[int], limits: AlgoLimits | None = None
+        self, graph: Graph, mesh: LogicalMesh, topology: Topology, from_literals: frozenset[int], limits: AlgoLimits | None = None
     ) -> None:
         self.graph, self.mesh, self.topology = graph, mesh, topology
         self.limits = limits if limits is not None and limits.restricts else None
@@ -76,7 +76,7 @@ class Space:
         self._splittable: dict[int, tuple[bool, ...]] = {}
         self._choices: dict[tuple[int, ...], OpChoice] = {}
         self.slot_of = _union(len(graph.values), graph.ties)
-        self.free_slots = frozenset(self.slot_of[value] for value in loose)
+        self.free_slots = frozenset(self.slot_of[value] for value in from_literals)
         slot = [*self.slot_of, NO_SLOT].__getitem__
         self.op_slots = [tuple(map(slot, op[2] + op[3])) for op in graph.ops]
         self.kinds: list[OpKind] = []
@@ -130,11 +130,11 @@ class Space:
     def _number_kinds(self) -> list[int]:
         """The number of each op's kind."""
         graph, every = self.graph, ends(self.graph)
-        # Per operand and result whether it passes, and whether it is loose; literals do neither.
+        # Per operand and result whether it passes, and whether it comes from literals; literals do neither.
         flags = np.zeros(len(graph.values) + 1, dtype=np.uint64)
         flags[:-1] = np.frombuffer(self.passing, dtype=np.uint8)
-        is_loose = np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.free_slots))
-        flags += np.uint64(2) * is_loose.astype(np.uint64)
+        is_from_literals = np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.free_slots))
+        flags += np.uint64(2) * is_from_literals.astype(np.uint64)
         own = flags[every.values]
         marked = own != 0
         spread = mixed(np.array(graph.kinds, dtype=np.uint64) + np.uint64(1))

@@ -166,9 +166,9 @@ class Tables:
         """The operands of which an element-wise op must follow one; none where it need not."""
         if not is_elementwise(op.rule):
             return []
-        slots, loose = self.space.op_slots[op.id], self.space.free_slots
+        slots, free = self.space.op_slots[op.id], self.space.free_slots
         alike = [place for place, dims in enumerate(op.rule.operands) if dims and dims == op.rule.results[0]]
-        return [] if any(slots[place] in loose for place in alike) else alike
+        return [] if any(slots[place] in free for place in alike) else alike
 
     def table(self, carry: Carry, value: int, weight: float) -> FloatArray:
         """Returns the seconds of an edge for each pair of states."""

@@ -127,14 +127,14 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         request = request_of(program, captured, settings)
         step, mesh, machine = step_of(program, captured), plan.logical_mesh, settings.topology
         bound = lower_bound_s(step, request, machine, options, mesh)
-        counted = evaluate(step.graph, step.scopes, step.loose, plan.assignment, mesh, machine).total_s
+        counted = evaluate(step.graph, step.scopes, step.from_literals, plan.assignment, mesh, machine).total_s
     return certified(plan, Certificate(bound, counted))
 
 
 def _bodies(program: Program) -> list[Body]:
     """Returns the bodies of the program's shard_maps."""
     return [
-        Body(region.op, region.repeats, region.body.graph, region.body.scopes, region.body.loose)
+        Body(region.op, region.repeats, region.body.graph, region.body.scopes, region.body.from_literals)
         for region in program.manual
         if region.op >= 0
     ]

@@ -38,7 +38,7 @@ def step(weights, x):
 def assigned(machine=CPU):
     roles = [Role.PARAMETER, Role.PARAMETER, Role.BATCH]
     program = trace(step, WEIGHTS, X, carried=[(0, 0), (1, 1)], roles=roles)
-    return Assigned(Step(program.graph, program.scopes, program.loose), spread(program, {2: ROWS}), MESH, machine)
+    return Assigned(Step(program.graph, program.scopes, program.from_literals), spread(program, {2: ROWS}), MESH, machine)
 
 
 def by_index(*ends):

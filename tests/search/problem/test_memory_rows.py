@@ -56,7 +56,7 @@ CASES = {"chained": (chained, [W, W], X), "deep": (chained, [W] * 5, LONG), "tie
 
 def _counted_and_billed(program, mesh, machine, times):
     """Bytes of plans for random seconds, as the solver counts them in full and as the bill does."""
-    step, setup = Step(program.graph, program.scopes, program.loose, frozenset()), Setup(mesh)
+    step, setup = Step(program.graph, program.scopes, program.from_literals, frozenset()), Setup(mesh)
     scale_s = Searcher(step, machine, DynamicOptions()).search(setup).cost_s
     tables = Formulation(step, machine, AlgoLimits(), Tables, mode="dynamic_programming").tables(setup)
     problem = tables.problem()

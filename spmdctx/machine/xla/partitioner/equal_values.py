@@ -69,17 +69,17 @@ def equal_values(graph: Graph, scopes: Sequence[int], assignment: Assignment, mo
     return frozenset(found)
 
 
-def free_values(graph: Graph, loose: Collection[int], moved: Collection[int]) -> frozenset[int]:
-    """Those of the `loose` values, which depend on no input, that each reader is given as it asks for them.
+def free_values(graph: Graph, from_literals: Collection[int], moved: Collection[int]) -> frozenset[int]:
+    """Those of the `from_literals` values, which depend on no input, that each reader is given as it asks for them.
 
     A constraint would make one tensor of it, that readers who want other splits had to move.
     """
-    if not loose:
+    if not from_literals:
         return frozenset()
     found: set[int] = {LITERAL}
     for op in graph.ops:
         if op.primitive in _REPEATED and found.issuperset(op.operands):
-            found.update(value for value in op.results if value in loose and value not in moved)
+            found.update(value for value in op.results if value in from_literals and value not in moved)
     return frozenset(found - {LITERAL})
 
 
