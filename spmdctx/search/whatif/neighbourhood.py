@@ -80,7 +80,7 @@ class Neighbourhood:
             for second in ones:
                 if first[1] != second[1] and (first[0] < second[0] or first[0] == second[0]):
                     found[_sharding(rank, first, second)] = None
-        for number in self._wishes(slot, self.state):
+        for number in self._proposals(slot, self.state):
             found[space.shardings[number]] = None
         own = self.assignment.values[value]
         return [sharding for sharding in found if sharding != own and divides(shape, sharding, space.mesh)]
@@ -131,7 +131,7 @@ class Neighbourhood:
             known = self._simple[id(rule)] = passes and len(sides) <= 1
         return known
 
-    def _wishes(self, slot: int, state: list[int]) -> list[int]:
+    def _proposals(self, slot: int, state: list[int]) -> list[int]:
         """Numbers of the shardings in which the ops around a slot would take it, as they are cheapest now."""
         space = self.space
         found: dict[int, None] = {}
@@ -156,7 +156,7 @@ class Neighbourhood:
                 continue
             around = space.neighbours[slot]
             best, best_s = state[slot], self._cost_s(around, state)
-            for number in self._wishes(slot, state):
+            for number in self._proposals(slot, state):
                 trials += 1
                 if not divides(space.shapes[slot], space.shardings[number], space.mesh):
                     continue
