@@ -29,7 +29,7 @@ from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
 from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.machine.topology import Topology
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.reductions import reduction_plan, scattered_by
 
 
@@ -205,7 +205,7 @@ class _Evaluator:
         self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
         self.eligible = Eligible(graph, self.free, pinned).values
         self.decided = {value for pair in graph.ties for value in pair} | pinned | set(graph.outputs)
-        self.sides, self.passing = sides(graph), passing_values(graph)
+        self.overlap, self.passing = overlap_candidates(graph), passing_values(graph)
         self.later = later_reductions(graph, loop_sums(graph))
         self.reads = self._reads(scopes)
         self.memo: dict[tuple[object, ...], float] = {}
@@ -291,7 +291,7 @@ class _Evaluator:
                 moved_s = self._reshard(value, after, stored) * made_repeats(self.graph, op) + self._read(value, stored)
             else:
                 continue
-            exposed = 1.0 - self.sides.reduction_share(value, self.topology)
+            exposed = 1.0 - self.overlap.reduction_share(value, self.topology)
             ways.append((seconds * op.repeats * exposed, moved_s))
         return min(ways, key=sum)
 
@@ -301,9 +301,9 @@ class _Evaluator:
         if op.rule.combiner in ("argmax", "argmin"):
             yield partial.natural, candidates_gather_s(self.graph, op, value, payload, partial.axes, self.mesh, self.topology)
             return
-        machine = self.sides.reduction_machine(value, self.topology)
+        machine = self.overlap.reduction_machine(value, self.topology)
         own = partial_axes(op.rule, self.assignment.ops[op.id].axes)
-        wide = self.sides.widening(op, value, known.dtype, self.topology)
+        wide = self.overlap.widening(op, value, known.dtype, self.topology)
         payload, size = payload * wide, item_bytes(known.dtype) * wide
         for after, scattered, reduced in reductions(op, known.shape, partial.natural, partial.axes, self.mesh):
             kind = scattered_by(known.shape, size, own, partial.natural, after, self.mesh, self.topology) if scattered else ""
@@ -334,7 +334,7 @@ class _Evaluator:
         if len(reads) == 1:
             return self._reshard(value, source, reads[0].wanted, reads[0].bytes) * reads[0].repeats
         known = self.graph.values[value]
-        key = (known.shape, known.dtype, self.sides.weights[value], self.passing[value], source, *reads)
+        key = (known.shape, known.dtype, self.overlap.weights[value], self.passing[value], source, *reads)
         if key not in self.memo:
             self.memo[key] = min(
                 self._reshard(value, source, use, reads[0].bytes) * reads[0].repeats
@@ -347,7 +347,7 @@ class _Evaluator:
         if source == target:
             return 0.0
         known = self.graph.values[value]
-        exposed = 1.0 - self.sides.gather_share(value, self.topology)
+        exposed = 1.0 - self.overlap.gather_share(value, self.topology)
         seconds = reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology)
         if self.passing[value]:
             seconds += written_s(known, source, self.mesh, self.topology)

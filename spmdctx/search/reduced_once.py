@@ -13,7 +13,7 @@ from typing import NamedTuple
 from spmdctx.ir.analysis.loop_sums import LoopSum, held_axes, loop_sums, partial_over
 from spmdctx.ir.graph import Graph
 from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorSharding
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.search.setup.request import Coupling, Setup
 
 
@@ -27,7 +27,7 @@ class Mended(NamedTuple):
 def sums_of_gradients(graph: Graph, couplings: Iterable[Coupling]) -> tuple[LoopSum, ...]:
     """The sums that loops of a step add up and no matrix product reads; without those that are coupled, to be split in every turn."""
     coupled = frozenset(one.value for one in couplings if one.how != "within")
-    terminal = sides(graph).terminal
+    terminal = overlap_candidates(graph).terminal
     return tuple(one for one in loop_sums(graph) if terminal[one.total] and one.total not in coupled)
 
 

@@ -13,7 +13,7 @@ from spmdctx.ir.primitives import BOUNDARY_OF, COND_EXIT, CONTRACTIONS, HEAVY, L
 from spmdctx.ir.rule import FactorKind, OpRule
 from spmdctx.machine.presets import PRESETS
 from spmdctx.machine.xla.narrowing import narrow_readers
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.schedule import needed_products
 from spmdctx.rules import RULES
 from spmdctx.trace.marker import shard_p
@@ -62,7 +62,7 @@ def test_every_matrix_product_is_one_for_the_models_of_memory_and_of_overlap(pri
     graph = two_products(primitive)
     assert list(narrow_readers(graph)) == [1, 1]
     assert needed_products(graph) == (0,)
-    assert not sides(graph).terminal[graph.ops[0].results[0]]
+    assert not overlap_candidates(graph).terminal[graph.ops[0].results[0]]
 
 
 def test_a_shard_map_hides_communication_but_does_not_narrow_its_operands():

@@ -13,7 +13,7 @@ from spmdctx.cost.memory.lives import Copy, StepMemory
 from spmdctx.ir.graph import Graph, Op
 from spmdctx.machine.xla.collectives.placing import MOST_HIDING, PRODUCTS_WAITED
 from spmdctx.machine.xla.late_products import LARGEST_UPDATE, GradientProduct
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 
 
 class _LateRead(NamedTuple):
@@ -33,7 +33,7 @@ class Copies:
         self._of: dict[object, Copy] = {}
         self._gathered = self._of
         self._last = max(len(graph.ops) - 1, 0)
-        self._terminal = sides(graph).terminal
+        self._terminal = overlap_candidates(graph).terminal
         self._may_be_last = frozenset(product.op for product in memory.gradients)
         self._reads: list[_LateRead] = []
         self._gathers: list[tuple[object, int, int]] = []

@@ -16,7 +16,7 @@ from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.primitives import HEAVY
 from spmdctx.machine.xla.late_products import GradientProduct
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 
 _LEAST_SAVED = 1 / 6
 """The part of the peak that has to be saved, since what waits can hide no communication: 0.8 % of the time in the mean.
@@ -46,7 +46,7 @@ class EarlyUpdate(NamedTuple):
 class Late(NamedTuple):
     """The products that run last in a plan, what is `alive` at each op then, and with others (`alive_with`), and what they keep alive.
 
-    `fuses` says of an op whether the update is computed in the product: apart from it (`update_fusion.kept_apart`) little was saved.
+    `fuses` says of an op whether the update is computed in the product: apart from it (`update_fusion.unfused_updates`) little was saved.
     """
 
     products: Mapping[int, GradientProduct]
@@ -94,7 +94,7 @@ def _early(graph: Graph, scopes: Sequence[int], memory: StepMemory, product: Gra
 
 def _gate(graph: Graph, scopes: Sequence[int], memory: StepMemory, product: GradientProduct) -> int | None:
     """What the first later product makes that reads what this one does, and whose result others wait for."""
-    terminal, readers = sides(graph).terminal, graph.readers
+    terminal, readers = overlap_candidates(graph).terminal, graph.readers
     ready = max((graph.producers.get(value, -1) for value in graph.ops[product.op].operands if value != LITERAL), default=-1)
     walk, found = Walk([*product.read, *product.read_inside]), list[Op]()
     for value in walk:

@@ -23,7 +23,7 @@ from spmdctx.ir.primitives import IDENTITIES
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.reshard import ReshardStep, reshard_steps
 from spmdctx.machine.xla.narrowing import sharers
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 
 
 class Move(NamedTuple):
@@ -62,7 +62,7 @@ class Moves:
     def __init__(self, assigned: Assigned, directives: Directives, collected: Collected, memory: MemoryCount) -> None:
         graph = assigned.graph
         self._assigned, self._directives, self._collected = assigned, directives, collected
-        self._scopes, self._copies, self._sides = assigned.step.scopes, memory.copies, sides(graph)
+        self._scopes, self._copies, self._overlap = assigned.step.scopes, memory.copies, overlap_candidates(graph)
         self._sharers, self._passing, self._same = sharers(graph), passing_values(graph), _aliases(graph)
         self._done: set[tuple[object, ...]] = set()
         # What is only computed on the way and moved: it is written before.
@@ -74,7 +74,7 @@ class Moves:
         op, value, source, target = move.op, move.value, move.source, move.target
         scope, known = self._scopes[op.id], self._assigned.graph.values[value]
         time_s, current = 0.0, source
-        hiding = Hiding(self._sides.gather_share(value, self._assigned.topology))
+        hiding = Hiding(self._overlap.gather_share(value, self._assigned.topology))
         direct = self._steps(move, source, target)
         steps = direct
         via = self._directives.routes.get((scope, value)) if self._sharers[op.id] and not move.is_result else None

@@ -23,7 +23,7 @@ from spmdctx.ir.analysis.kinds import op_kinds, ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.machine.xla.fusion import CHAINED
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 
 LARGEST_UPDATE = 128 * 2**20
 """Bytes that an update makes at most, if its product is to be fused with it: TPU's fast memory holds them.
@@ -54,7 +54,7 @@ def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tu
         held: per value whether it exists in memory.
         turns: of `schedule.turn_ends`.
     """
-    terminal = sides(graph).terminal
+    terminal = overlap_candidates(graph).terminal
     chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and op.boundary is None).tolist()
     found = []
     for op in ops_of(graph, MATRIX_PRODUCTS):

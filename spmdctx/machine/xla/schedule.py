@@ -25,7 +25,7 @@ from spmdctx.ir.arrays import BoolArray
 from spmdctx.ir.graph import LITERAL, Graph
 from spmdctx.ir.primitives import BOUNDARY_OF, ENTERING, HEAVY, LEAVING, LOOP_BOUNDARIES
 from spmdctx.machine.xla.fusion import CHAINED
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 
 _MOST_PASSED = 6
 _LEAST_PASSED = 2
@@ -134,7 +134,7 @@ def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int,
 
 def needed_products(graph: Graph) -> tuple[int, ...]:
     """The matrix products that other products need."""
-    terminal = sides(graph).terminal
+    terminal = overlap_candidates(graph).terminal
     return tuple([op.id for op in ops_of(graph, HEAVY) if not all(map(terminal.__getitem__, op.results))])
 
 
@@ -166,7 +166,7 @@ class _Others:
 def _terminal_ops(graph: Graph) -> BoolArray:
     """Per op, whether it has results, none of which a matrix product needs."""
     makers, made = ends(graph).results
-    needed = np.frombuffer(sides(graph).terminal, dtype=np.uint8)[made] == 0
+    needed = np.frombuffer(overlap_candidates(graph).terminal, dtype=np.uint8)[made] == 0
     found, leads = np.zeros(len(graph.ops), dtype=bool), np.zeros(len(graph.ops), dtype=bool)
     found[makers] = True
     leads[makers[needed]] = True

@@ -18,7 +18,7 @@ from spmdctx.ir.mesh import LogicalMesh, axes_of, divides, replicated
 from spmdctx.ir.primitives import RENAMES
 from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
 from spmdctx.machine.topology import Topology
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.search.optimizer.gather_at_use import is_slice, keep_at_rest, readers_of
 from spmdctx.search.optimizer.refined_mesh import refined, refined_assignment, refined_setup
 from spmdctx.search.optimizer.update_region import plan_update
@@ -131,7 +131,7 @@ def _owners(graph: Graph) -> dict[int, list[int]]:
     for value in owned:
         by_shape.setdefault(graph.values[value].shape, []).append(graph.values[value])
     carried = {before for before, _ in graph.ties}
-    terminal = sides(graph).terminal
+    terminal = overlap_candidates(graph).terminal
     for known in inputs:
         if known.role not in (Role.OPTIMIZER, Role.STATE) or not known.shape:
             continue
