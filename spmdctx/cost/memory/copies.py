@@ -103,8 +103,8 @@ class Copies:
     def keep(self, op: Op, value: int, num_bytes: int, *, to_the_end: bool, put_off: bool) -> None:
         """`op` makes of the value what is reduced after it, at the end of the loop's turn that it is in, or `put_off` outside of loops."""
         time, products = self._memory.times[op.id], self._memory.products
-        until = max(time, self._memory.turns[op.id]) if to_the_end else time
-        if put_off and products and self._memory.turns[op.id] == op.id:
+        until = max(time, self._memory.iteration_ends[op.id]) if to_the_end else time
+        if put_off and products and self._memory.iteration_ends[op.id] == op.id:
             place = bisect_left(products, self._memory.runs[op.id]) + PRODUCTS_WAITED
             until = max(until, products[min(place, len(products) - 1)])
         self._of["unreduced", value] = Copy(self._memory.runs[op.id], until, num_bytes)
@@ -144,14 +144,14 @@ class Copies:
 
     def _hide_gathers(self) -> None:
         """The gather of what is there before them is fused with the products that run before its reader; not that of a gradient."""
-        runs, turns, products = self._memory.runs, self._memory.turns, self._memory.products
+        runs, ends, products = self._memory.runs, self._memory.iteration_ends, self._memory.products
         hiding = set()
         for key, reader, maker in self._gathers:
             place = bisect_left(products, min(runs[reader], self._of[key].start))
             for product in reversed(products[max(place - MOST_HIDING, 0) : place]):
                 if maker >= 0 and runs[maker] >= product:
                     break
-                if turns[product] == turns[reader] or (turns[product] == product and turns[reader] == reader):
+                if ends[product] == ends[reader] or (ends[product] == product and ends[reader] == reader):
                     hiding.add(product)
         for op, num_bytes in self._in_place:
             if op in hiding:

@@ -26,7 +26,7 @@ from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
 from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
 from spmdctx.machine.xla.narrowing import narrow_values
-from spmdctx.machine.xla.schedule import first_runs, needed_products, order, turn_ends
+from spmdctx.machine.xla.schedule import first_runs, iteration_ends, needed_products, order
 
 _IN_PLACE = ("scatter", "dynamic_update_slice")
 
@@ -53,8 +53,8 @@ class StepMemory(NamedTuple):
     `held` says per value whether it exists in memory (a last 0 stands for literals), `settled` whether it or its transpose does,
     `narrow` which of them are kept in the type of matrix operands where the compiler does so. `runs` says when each op runs; `times`
     too, but for a fused op when that runs which it is fused into, the last one where these are several, and `firsts` for the first
-    one; `turns` where the turn of a loop ends that an op is in. `products` are the matrix products that others need, `gradients` those
-    that may run last; none where nothing is moved.
+    one; `iteration_ends` where the iteration of an op's loop ends. `products` are the matrix products that others need, `gradients`
+    those that may run last; none where nothing is moved.
     `reads` says from when to when inputs are read, `in_carries` which values are in the memory of a loop's carry that they replace.
     """
 
@@ -65,7 +65,7 @@ class StepMemory(NamedTuple):
     runs: tuple[int, ...]
     times: tuple[int, ...]
     firsts: tuple[int, ...]
-    turns: tuple[int, ...]
+    iteration_ends: tuple[int, ...]
     products: tuple[int, ...]
     gradients: tuple[GradientProduct, ...]
     reads: tuple[ValueLife, ...]
@@ -201,7 +201,7 @@ class _Liveness:
                 start = self.start.get(value, self.runs[op])
                 (in_carries if value in self.replacing else found).append(ValueLife(value, start, max(self.end[value], start)))
         found += self._hoisted()
-        turns = turn_ends(graph, self.scopes)
+        loop_ends = iteration_ends(graph, self.scopes)
         return StepMemory(
             lives=tuple(found),
             held=self.held,
@@ -210,9 +210,9 @@ class _Liveness:
             runs=self.runs,
             times=tuple(self.times),
             firsts=firsts,
-            turns=turns,
+            iteration_ends=loop_ends,
             products=needed_products(graph),
-            gradients=gradient_products(graph, self.held, turns) if self.waits else (),
+            gradients=gradient_products(graph, self.held, loop_ends) if self.waits else (),
             reads=reads,
             in_carries=tuple(in_carries),
         )

@@ -12,15 +12,15 @@ from spmdctx.ir.primitives import Boundary
 
 def read_repeats(graph: Graph, op: Op) -> int:
     """How often an op's operands are taken."""
-    return op.repeats * _turns(graph, op.results[0], op.operands[0]) if op.boundary is Boundary.EXIT else op.repeats
+    return op.repeats * _iterations(graph, op.results[0], op.operands[0]) if op.boundary is Boundary.EXIT else op.repeats
 
 
 def made_repeats(graph: Graph, op: Op) -> int:
     """How often an op's results are made."""
-    return op.repeats * _turns(graph, op.operands[0], op.results[0]) if op.boundary is Boundary.ENTER else op.repeats
+    return op.repeats * _iterations(graph, op.operands[0], op.results[0]) if op.boundary is Boundary.ENTER else op.repeats
 
 
-def _turns(graph: Graph, outer: int, inner: int) -> int:
+def _iterations(graph: Graph, outer: int, inner: int) -> int:
     """The slices of a stacked array; 1 for what is carried, or the same in every turn."""
     if outer == LITERAL or inner == LITERAL:
         return 1

@@ -46,19 +46,19 @@ class GradientProduct(NamedTuple):
     read_inside: tuple[int, ...]
 
 
-def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tuple[GradientProduct, ...]:
+def gradient_products(graph: Graph, held: bytearray, iteration_ends: Sequence[int]) -> tuple[GradientProduct, ...]:
     """The products that may run last. Depends on no sharding.
 
     Args:
         graph: the step.
         held: per value whether it exists in memory.
-        turns: of `schedule.turn_ends`.
+        iteration_ends: of `schedule.iteration_ends`.
     """
     terminal = overlap_candidates(graph).terminal
     chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and op.boundary is None).tolist()
     found = []
     for op in ops_of(graph, MATRIX_PRODUCTS):
-        if op.repeats > 1 or turns[op.id] != op.id:
+        if op.repeats > 1 or iteration_ends[op.id] != op.id:
             continue
         if len(op.results) == 1 and terminal[op.results[0]] and (made := _becomes(graph, op.results[0], chained)):
             read = [value for value in op.operands if held[value]]

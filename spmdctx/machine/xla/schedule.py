@@ -76,8 +76,8 @@ def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
     return tuple(runs)
 
 
-def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
-    """Per op the last op of the turn of the innermost loop that it is in; itself outside of loops.
+def iteration_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
+    """Per op the last op of the iteration of the innermost loop that it is in; itself outside of loops.
 
     Args:
         graph: the step.
@@ -86,20 +86,20 @@ def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
     found = list(range(len(graph.ops)))
     if not _boundaries(graph).any():
         return tuple(found)
-    open_turns: list[int] = []
+    open_iterations: list[int] = []
     before: tuple[str, int] | None = None
     for op in reversed(graph.ops):
         kind = "enter" if op.primitive in ENTERING else "leave" if op.primitive in LEAVING else ""
         now = (kind, scopes[op.id])
         if kind == "leave":
             if now == before:
-                open_turns.pop()
-            open_turns.append(op.id - 1)
+                open_iterations.pop()
+            open_iterations.append(op.id - 1)
         elif kind == "enter":
-            if now != before and open_turns:
-                open_turns.pop()
-        elif open_turns:
-            found[op.id] = open_turns[-1]
+            if now != before and open_iterations:
+                open_iterations.pop()
+        elif open_iterations:
+            found[op.id] = open_iterations[-1]
         before = now
     return tuple(found)
 

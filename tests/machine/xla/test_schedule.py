@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from spmdctx.cost.memory.lives import lives
-from spmdctx.machine.xla.schedule import order, turn_ends
+from spmdctx.machine.xla.schedule import iteration_ends, order
 from tests.road import trace
 
 X = jnp.ones((32, 64))
@@ -116,7 +116,7 @@ def test_the_turns_of_nested_loops_end_where_what_they_hand_on_is_ready():
 
     program = trace(lambda x: jnp.tanh(jax.lax.scan(outer, jnp.exp(x), None, length=2)[0]) @ W, X)
     graph = program.graph
-    ends = turn_ends(graph, program.scopes)
+    ends = iteration_ends(graph, program.scopes)
     nexts = [op.id for op in graph.ops if op.primitive == "scan.next"]
     products = [op.id for op in graph.ops if op.primitive == "dot_general"]
     assert len(nexts) == 2
