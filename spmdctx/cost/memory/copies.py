@@ -78,13 +78,13 @@ class Copies:
             reduced: ops that make partial results.
             sizes: bytes of each value as it is stored.
         """
-        held = self._memory.held
+        materialized = self._memory.materialized
         here = [one for one in self._memory.gradients if one.op not in reduced and not any(map(moved.__contains__, one.made))]
-        return {one.op: one for one in here if sum(sizes[value] for value in one.made if held[value]) <= LARGEST_UPDATE}
+        return {one.op: one for one in here if sum(sizes[value] for value in one.made if materialized[value]) <= LARGEST_UPDATE}
 
-    def is_held(self, value: int) -> bool:
+    def is_materialized(self, value: int) -> bool:
         """Whether the value exists in memory in its own sharding."""
-        return bool(self._memory.held[value])
+        return bool(self._memory.materialized[value])
 
     def is_made_in_place(self, value: int) -> bool:
         """Whether the value, or all that is made of it by transposing, exists in memory in its own sharding."""

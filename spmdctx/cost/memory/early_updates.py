@@ -100,7 +100,7 @@ def _gate(graph: Graph, scopes: Sequence[int], memory: StepMemory, product: Grad
     for value in walk:
         for op in readers[value]:
             if op.primitive not in HEAVY:
-                walk.reach(result for result in op.results if not memory.held[result])
+                walk.reach(result for result in op.results if not memory.materialized[result])
             elif op.id > ready and not terminal[op.results[0]] and not scopes[op.id] and memory.iteration_ends[op.id] == op.id:
                 found.append(op)
     return min(found, key=lambda op: op.id).results[0] if found else None

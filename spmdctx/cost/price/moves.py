@@ -120,9 +120,9 @@ class Moves:
             if step.kind == "slice":
                 if gathered is not None and (move.is_result or op.primitive in IDENTITIES):
                     copies.slice_of(gathered, value if move.is_result else op.results[0])
-            elif not (step.sharding == self._assigned.assignment.values[value] and copies.is_held(value)):
+            elif not (step.sharding == self._assigned.assignment.values[value] and copies.is_materialized(value)):
                 size = self._assigned.stored_bytes(value, step.sharding, move.narrow)
-                if move.is_result and copies.is_held(value):
+                if move.is_result and copies.is_materialized(value):
                     copies.make_after(op, key, size)
                 elif place < last:
                     copies.pass_through(op, key, size)

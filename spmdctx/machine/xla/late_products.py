@@ -46,12 +46,12 @@ class GradientProduct(NamedTuple):
     read_inside: tuple[int, ...]
 
 
-def gradient_products(graph: Graph, held: bytearray, iteration_ends: Sequence[int]) -> tuple[GradientProduct, ...]:
+def gradient_products(graph: Graph, materialized: bytearray, iteration_ends: Sequence[int]) -> tuple[GradientProduct, ...]:
     """The products that may run last. Depends on no sharding.
 
     Args:
         graph: the step.
-        held: per value whether it exists in memory.
+        materialized: per value whether it exists in memory.
         iteration_ends: of `schedule.iteration_ends`.
     """
     terminal = overlap_candidates(graph).terminal
@@ -61,8 +61,8 @@ def gradient_products(graph: Graph, held: bytearray, iteration_ends: Sequence[in
         if op.repeats > 1 or iteration_ends[op.id] != op.id:
             continue
         if len(op.results) == 1 and terminal[op.results[0]] and (made := _becomes(graph, op.results[0], chained)):
-            read = [value for value in op.operands if held[value]]
-            found.append(GradientProduct(op.id, made, tuple(read), _read_inside(graph, op, held)))
+            read = [value for value in op.operands if materialized[value]]
+            found.append(GradientProduct(op.id, made, tuple(read), _read_inside(graph, op, materialized)))
     return tuple(found)
 
 
@@ -73,8 +73,8 @@ def _becomes(graph: Graph, gradient: int, chained: Sequence[bool]) -> tuple[int,
     return () if is_read or walk.is_cut else tuple(walk.met)
 
 
-def _read_inside(graph: Graph, op: Op, held: bytearray) -> tuple[int, ...]:
-    left = [value for value in op.operands if value != LITERAL and not held[value]]
+def _read_inside(graph: Graph, op: Op, materialized: bytearray) -> tuple[int, ...]:
+    left = [value for value in op.operands if value != LITERAL and not materialized[value]]
     seen: dict[int, None] = {}
     found: dict[int, None] = {}
     while left:
@@ -86,7 +86,7 @@ def _read_inside(graph: Graph, op: Op, held: bytearray) -> tuple[int, ...]:
         for operand in graph.ops[maker].operands:
             if operand == LITERAL:
                 continue
-            if held[operand]:
+            if materialized[operand]:
                 found[operand] = None
             else:
                 left.append(operand)

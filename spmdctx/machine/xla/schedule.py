@@ -104,12 +104,12 @@ def iteration_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int, ...]:
+def first_runs(graph: Graph, materialized: bytearray, runs: Sequence[int]) -> tuple[int, ...]:
     """Per op when it first runs: a fused one when the first op does that it is fused into.
 
     Args:
         graph: the step.
-        held: per value whether it exists in memory.
+        materialized: per value whether it exists in memory.
         runs: of `order`.
     """
     first, never = list(runs), len(graph.ops)
@@ -119,7 +119,7 @@ def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int,
         if results and primitive not in BOUNDARY_OF:
             own, time = time, never
             for value in results:
-                when = own if held[value] else read[value]
+                when = own if materialized[value] else read[value]
                 if when < time:
                     time = when
             if time == never:
