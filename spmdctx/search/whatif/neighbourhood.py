@@ -14,9 +14,10 @@ from collections.abc import Collection, Iterable, Mapping
 from spmdctx.ir.analysis.chains import Walk
 from spmdctx.ir.mesh import divides
 from spmdctx.ir.projection import project
-from spmdctx.ir.rule import FactorKind, OpRule
+from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.search.problem.space import NO_SLOT, Space
+from spmdctx.search.propagation import keeps_dimensions
 
 MAX_TRIALS = 120
 
@@ -126,9 +127,7 @@ class Neighbourhood:
     def _is_simple(self, rule: OpRule) -> bool:
         known = self._simple.get(id(rule))
         if known is None:
-            sides = {dims for dims in (*rule.operands, *rule.results) if dims}
-            passes = all(kind is FactorKind.PASS_THROUGH for kind in rule.kinds)
-            known = self._simple[id(rule)] = passes and len(sides) <= 1
+            known = self._simple[id(rule)] = keeps_dimensions(rule)
         return known
 
     def _proposals(self, slot: int, state: list[int]) -> list[int]:
