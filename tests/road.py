@@ -39,7 +39,7 @@ def ops(program, primitive):
 
 def spread(program, pins, mesh=MESH, seeds=None, forced=None):
     """The assignment that propagation finds from shardings of inputs (keys are input numbers) or of values (keys are ops)."""
-    space = Space(program.graph, mesh, CPU, program.loose)
+    space = Space(program.graph, mesh, CPU, program.from_literals)
     values = {program.graph.inputs[key] if isinstance(key, int) else key.results[0]: sharding for key, sharding in pins.items()}
     return propagate(space, values, forced or {}, seeds or {})
 
@@ -47,7 +47,7 @@ def spread(program, pins, mesh=MESH, seeds=None, forced=None):
 def bill_of(program, assignment, mesh=MESH):
     """What the assignment costs."""
     written = [row for region in program.manual for row in region.collectives]
-    return price(Step(program.graph, program.scopes, program.loose), assignment, mesh, CPU, written=written)
+    return price(Step(program.graph, program.scopes, program.from_literals), assignment, mesh, CPU, written=written)
 
 
 @dataclass

@@ -38,7 +38,7 @@ def is_initialized() -> bool:
     return _world is not None
 
 
-def entered(what: str) -> World:
+def current_world(what: str) -> World:
     """Returns the world; `what` is the name of the function that needs it.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from spmdctx.communication.current import entered
+from spmdctx.communication.current import current_world
 from spmdctx.errors import CommunicationError, message
 
 WORLD = "world"
@@ -32,7 +32,7 @@ def create_group(group: str, rank_ids: Sequence[int] | Sequence[Sequence[int]]) 
         CommunicationError: `init` was not called, the name is in use, or ranks are missing, repeated, negative or beyond the devices.
         TypeError: the name is not a string, or a rank is not an int.
     """
-    size = len(entered("create_group").devices)
+    size = len(current_world("create_group").devices)
     _check_name(group)
     if group in _groups or group in WORLD_NAMES:
         raise CommunicationError(f"There is a group '{group}' already.", fix="destroy_group it first, or take another name")
@@ -45,7 +45,7 @@ def destroy_group(group: str) -> None:
     Raises:
         CommunicationError: `init` was not called, or the group is unknown or is that of all devices.
     """
-    entered("destroy_group")
+    current_world("destroy_group")
     _check_name(group)
     if group in WORLD_NAMES:
         raise CommunicationError("The group of all devices cannot be destroyed.", got=f"group='{group}'")

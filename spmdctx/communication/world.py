@@ -11,7 +11,7 @@ import jax
 
 from spmdctx._compat import has_used_devices, key_value_store
 from spmdctx.communication.clusters import Cluster, detect
-from spmdctx.communication.current import World, enter, entered, is_initialized
+from spmdctx.communication.current import World, current_world, enter, is_initialized
 from spmdctx.communication.groups import WORLD, forget_groups, own_ranks
 from spmdctx.communication.parent import die_with_launcher
 from spmdctx.communication.rendezvous import meet
@@ -79,7 +79,7 @@ def release() -> None:
     Raises:
         CommunicationError: `init` was not called.
     """
-    world = entered("release")
+    world = current_world("release")
     forget_groups()
     if world.watch is not None:
         world.watch.leave()
@@ -104,7 +104,7 @@ def get_group_size(group: str = WORLD) -> int:
     Raises:
         CommunicationError: `init` was not called, or the group is unknown.
     """
-    size = len(entered("get_group_size").devices)
+    size = len(current_world("get_group_size").devices)
     return len(own_ranks(group, _ranks_here()[0], size))
 
 
@@ -137,7 +137,7 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
         CommunicationError: `init` was not called, the group is unknown, or it does not have the rank.
         TypeError: the rank is not an int.
     """
-    entered("get_world_rank_from_group_rank")
+    current_world("get_world_rank_from_group_rank")
     _check_rank("group_rank_id", group_rank_id)
     ranks = own_ranks(group, _ranks_here()[0], jax.device_count())
     if not 0 <= group_rank_id < len(ranks):
@@ -152,7 +152,7 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
         CommunicationError: `init` was not called, the group is unknown, or the rank is not in it.
         TypeError: the rank is not an int.
     """
-    entered("get_group_rank_from_world_rank")
+    current_world("get_group_rank_from_world_rank")
     _check_rank("world_rank_id", world_rank_id)
     ranks = own_ranks(group, world_rank_id, jax.device_count())
     if world_rank_id not in ranks:
@@ -251,14 +251,14 @@ def _ranks_here() -> list[int]:
 
 
 def _ranks_of_host() -> frozenset[int]:
-    hosts = entered("_ranks_of_host").hosts
+    hosts = current_world("_ranks_of_host").hosts
     own = hosts[jax.process_index()]
     return frozenset(rank for rank, device in enumerate(jax.devices()) if hosts[device.process_index] == own)
 
 
 def _own(group: str, what: str) -> tuple[tuple[int, ...], frozenset[int]]:
     """Returns the ranks of a group, and this process's devices among them."""
-    size = len(entered(what).devices)
+    size = len(current_world(what).devices)
     mine = _ranks_here()
     for rank in mine:
         ranks = own_ranks(group, rank, size)

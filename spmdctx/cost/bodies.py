@@ -29,14 +29,14 @@ class Body(NamedTuple):
     repeats: int
     graph: Graph
     scopes: tuple[int, ...]
-    loose: frozenset[int]
+    from_literals: frozenset[int]
 
 
 def add_bodies(bill: Bill, graph: Graph, bodies: Iterable[Body], assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> None:
     """Adds to a bill the compute of the bodies and, at their ops, the memory that they need beside operands and results."""
     alive = list(bill.memory_profile)
     for body in bodies:
-        own = price(Step(body.graph, body.scopes, body.loose), _whole(body.graph), _ONE, topology)
+        own = price(Step(body.graph, body.scopes, body.from_literals), _whole(body.graph), _ONE, topology)
         bill.compute_s += own.compute_s * body.repeats
         bill.flops += own.flops * body.repeats * mesh.num_devices
         bill.split_flops += own.flops * body.repeats * mesh.num_devices

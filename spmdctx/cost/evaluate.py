@@ -29,7 +29,7 @@ from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
 from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.machine.topology import Topology
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.reductions import reduction_plan, scattered_by
 
 
@@ -65,7 +65,7 @@ class _Partial(NamedTuple):
 def evaluate(
     graph: Graph,
     scopes: Sequence[int],
-    loose: frozenset[int],
+    from_literals: frozenset[int],
     assignment: Assignment,
     mesh: LogicalMesh,
     topology: Topology,
@@ -76,13 +76,13 @@ def evaluate(
     Args:
         graph: the step.
         scopes: per op the computation that it belongs to.
-        loose: values that depend on no input; they and the ops that make only such cost nothing.
+        from_literals: values that depend on no input; they and the ops that make only such cost nothing.
         assignment: a split per op and a stored sharding per value, equal ones for tied values.
         mesh: the mesh.
         topology: the machine.
         pinned: values whose sharding the user fixed; they are reduced where they are made.
     """
-    return _Evaluator(graph, scopes, loose, assignment, mesh, topology, pinned).seconds()
+    return _Evaluator(graph, scopes, from_literals, assignment, mesh, topology, pinned).seconds()
 
 
 @lru_cache(maxsize=4096)
@@ -180,7 +180,7 @@ def leads_to(op: Op, own: AxisNames, natural: TensorSharding, after: TensorShard
 class Eligible:
     """The values of a graph that can be passed on unreduced: only one op reads them, and they are not tied, pinned or `loose`."""
 
-    def __init__(self, graph: Graph, loose: frozenset[int], pinned: frozenset[int]) -> None:
+    def __init__(self, graph: Graph, from_literals: frozenset[int], pinned: frozenset[int]) -> None:
         reads = [0] * len(graph.values)
         for op in graph.ops:
             for value in op.operands:
@@ -190,7 +190,7 @@ class Eligible:
             if value != LITERAL:
                 reads[value] += 1
         tied = {value for pair in graph.ties for value in pair}
-        self.values = [count == 1 and value not in tied | pinned | loose for value, count in enumerate(reads)]
+        self.values = [count == 1 and value not in tied | pinned | from_literals for value, count in enumerate(reads)]
 
 
 class _Evaluator:
@@ -198,18 +198,18 @@ class _Evaluator:
         self,
         graph: Graph,
         scopes: Sequence[int],
-        loose: frozenset[int],
+        from_literals: frozenset[int],
         assignment: Assignment,
         mesh: LogicalMesh,
         topology: Topology,
         pinned: frozenset[int],
     ) -> None:
         self.graph, self.assignment, self.mesh, self.topology = graph, assignment, mesh, topology
-        self.free = tied_with(graph, loose)
+        self.free = tied_with(graph, from_literals)
         self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
         self.eligible = Eligible(graph, self.free, pinned).values
         self.decided = {value for pair in graph.ties for value in pair} | pinned | set(graph.outputs)
-        self.sides, self.passing = sides(graph), passing_values(graph)
+        self.overlap, self.passing = overlap_candidates(graph), passing_values(graph)
         self.later = later_reductions(graph, loop_sums(graph))
         self.reads = self._reads(scopes)
         self.memo: dict[tuple[object, ...], float] = {}
@@ -282,12 +282,12 @@ class _Evaluator:
     def _reduce(self, op: Op, value: int, partial: _Partial) -> tuple[float, float]:
         """Returns the seconds of the cheapest way to reduce a result, and of the moves that follow it."""
         stored = self.assignment.values[value]
-        loose = value in self.free
+        from_literals = value in self.free
         as_made = self.topology.compiler.merges_partial_sums and stored == partial.natural and value not in self.decided
         own = partial_axes(op.rule, self.assignment.ops[op.id].axes)
         ways = []
         for after, seconds in self._ways(op, value, partial):
-            if loose:
+            if from_literals:
                 moved_s = 0.0
             elif as_made:
                 moved_s = self._read(value, after)
@@ -295,7 +295,7 @@ class _Evaluator:
                 moved_s = self._reshard(value, after, stored) * made_repeats(self.graph, op) + self._read(value, stored)
             else:
                 continue
-            exposed = 1.0 - self.sides.reduction_share(value, self.topology)
+            exposed = 1.0 - self.overlap.reduction_share(value, self.topology)
             ways.append((seconds * op.repeats * exposed, moved_s))
         return min(ways, key=sum)
 
@@ -305,9 +305,9 @@ class _Evaluator:
         if op.rule.combiner in ("argmax", "argmin"):
             yield partial.natural, candidates_gather_s(self.graph, op, value, payload, partial.axes, self.mesh, self.topology)
             return
-        machine = self.sides.reduction_machine(value, self.topology)
+        machine = self.overlap.reduction_machine(value, self.topology)
         own = partial_axes(op.rule, self.assignment.ops[op.id].axes)
-        wide = self.sides.widening(op, value, known.dtype, self.topology)
+        wide = self.overlap.widening(op, value, known.dtype, self.topology)
         payload, size = payload * wide, item_bytes(known.dtype) * wide
         for after, scattered, reduced in reductions(op, known.shape, partial.natural, partial.axes, self.mesh):
             kind = scattered_by(known.shape, size, own, partial.natural, after, self.mesh, self.topology) if scattered else ""
@@ -338,7 +338,7 @@ class _Evaluator:
         if len(reads) == 1:
             return self._reshard(value, source, reads[0].wanted, reads[0].bytes) * reads[0].repeats
         known = self.graph.values[value]
-        key = (known.shape, known.dtype, self.sides.weights[value], self.passing[value], source, *reads)
+        key = (known.shape, known.dtype, self.overlap.weights[value], self.passing[value], source, *reads)
         if key not in self.memo:
             self.memo[key] = min(
                 self._reshard(value, source, use, reads[0].bytes) * reads[0].repeats
@@ -351,7 +351,7 @@ class _Evaluator:
         if source == target:
             return 0.0
         known = self.graph.values[value]
-        exposed = 1.0 - self.sides.gather_share(value, self.topology)
+        exposed = 1.0 - self.overlap.gather_share(value, self.topology)
         seconds = reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology)
         if self.passing[value]:
             seconds += written_s(known, source, self.mesh, self.topology)

@@ -12,11 +12,14 @@ from typing import NamedTuple
 from spmdctx.context.state import AutoParallelContext
 from spmdctx.context.values import FusionEntry
 from spmdctx.errors import ContextWarning
-from spmdctx.machine.devices import _Device, backend_of
+from spmdctx.machine.devices import Device, backend_of
 from spmdctx.machine.presets import MIB
-from spmdctx.machine.xla.options import _AUTO_MB, _COUNTS, _MANY, _NAMES, _THRESHOLDS, UNLIMITED
+from spmdctx.machine.xla.options import BYTE_THRESHOLDS, COUNT_THRESHOLDS, MANY_OPERANDS, UNLIMITED
 
 Options = dict[str, int | str]
+
+_AUTO_MB = 64
+_COMM_FUSION_KEYS = {"all_reduce": "allreduce", "all_gather": "allgather", "reduce_scatter": "reducescatter"}
 
 
 class FusionBytes(NamedTuple):
@@ -47,7 +50,7 @@ def _entry_bytes(entry: FusionEntry) -> int:
     return (entry.config if isinstance(entry.config, int) else _AUTO_MB) * MIB
 
 
-def compile_options(devices: Iterable[_Device], context: AutoParallelContext, scatter_ways: int = 1, has_buckets: bool = False) -> Options:
+def compile_options(devices: Iterable[Device], context: AutoParallelContext, scatter_ways: int = 1, has_buckets: bool = False) -> Options:
     """Returns the `compiler_options=` of `jax.jit` for these devices; the keys are the backend's own.
 
     Args:
@@ -62,12 +65,12 @@ def compile_options(devices: Iterable[_Device], context: AutoParallelContext, sc
     if has_buckets and sizes.all_reduce is None:
         sizes = sizes._replace(all_reduce=UNLIMITED)
     for kind, size in sizes._asdict().items():
-        name = _THRESHOLDS.get((backend, kind))
+        name = BYTE_THRESHOLDS.get((backend, kind))
         if name is None or size is None:
             continue
         options[name] = size // scatter_ways if (backend, kind) == ("gpu", "reduce_scatter") else size
         if size:
-            options[_COUNTS[backend]] = _MANY
+            options[COUNT_THRESHOLDS[backend]] = MANY_OPERANDS
     return options
 
 
@@ -78,8 +81,8 @@ def without_option(backend: str, context: AutoParallelContext) -> tuple[str, ...
         return ()
     return tuple(
         f"comm_fusion[{name!r}] has no effect: the {backend.upper()} compiler has no option for it."
-        for kind, name in _NAMES.items()
-        if (backend, kind) not in _THRESHOLDS
+        for kind, name in _COMM_FUSION_KEYS.items()
+        if (backend, kind) not in BYTE_THRESHOLDS
         and (getattr(asked, name).mode == "size" if asked.openstate else (backend, kind) != ("tpu", "all_gather"))
     )
 

@@ -12,12 +12,15 @@ from spmdctx.machine.topology import Topology
 _BACKENDS = ("cpu", "gpu", "tpu")
 
 
-class _Device(Protocol):
+class Device(Protocol):
+    """A device as far as its backend matters."""
+
     @property
-    def platform(self) -> str: ...
+    def platform(self) -> str:
+        """Returns the name of the device's backend."""
 
 
-def backend_of(devices: Iterable[_Device]) -> str:
+def backend_of(devices: Iterable[Device]) -> str:
     """Returns the compiler behind a list of devices, real or compile-only: "cpu", "gpu" or "tpu".
 
     Raises:

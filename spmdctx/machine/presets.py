@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmdctx.errors import ContextError, message
-from spmdctx.machine.topology import _SUFFIXES, Compiler, Interconnect, Topology, read_topology
+from spmdctx.machine.topology import FILE_SUFFIXES, Compiler, Interconnect, Topology, read_topology
 
 MIB, GIB = 2**20, 2**30
 
@@ -189,7 +189,7 @@ def topology(name: str | os.PathLike[str] | Topology) -> Topology:
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is not None:
         return preset
-    if os.fspath(name).endswith(_SUFFIXES):
+    if os.fspath(name).endswith(FILE_SUFFIXES):
         return read_topology(name)
     raise ContextError(
         f"There is no topology preset called {name!r}.",

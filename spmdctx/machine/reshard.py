@@ -201,7 +201,7 @@ def _moves(
         for added in steps:
             if used.isdisjoint(added) and _fits(dim, state[dim], added, target, common, mesh):
                 yield _Move("slice", added, _put(state, dim, (*state[dim], *added)), 0)
-    yield from _slices_for_company(state, target, common, used, mesh)
+    yield from _slices_before_all_to_alls(state, target, common, used, mesh)
     for dim, names in enumerate(state):
         for start in range(min(1, len(names)) if padded[dim] else len(names)):
             dropped = names[start:]
@@ -211,7 +211,7 @@ def _moves(
         yield from _permutes(state, target, used, mesh, block)
 
 
-def _slices_for_company(
+def _slices_before_all_to_alls(
     state: TensorSharding, target: TensorSharding, common: tuple[int, ...], used: frozenset[str], mesh: LogicalMesh
 ) -> Iterator[_Move]:
     """Yields slices by which an unused axis joins the axis that it follows in the target, so that one all_to_all moves both."""

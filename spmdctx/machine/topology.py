@@ -214,7 +214,7 @@ _FIELDS = {field.name: field for field in dataclasses.fields(Topology)}
 _RETIRED = ("uses_all_to_all", "widens_gradients")
 """Fields that files of older versions may have; now the context alone decides on them."""
 
-_SUFFIXES = (".json", ".yaml", ".yml")
+FILE_SUFFIXES = (".json", ".yaml", ".yml")
 
 
 def read_topology(path: str | os.PathLike[str]) -> Topology:

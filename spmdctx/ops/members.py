@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.communication.current import entered
+from spmdctx.communication.current import current_world
 from spmdctx.communication.groups import Ranks, ranks_of
 from spmdctx.errors import CommunicationError, message
 from spmdctx.ops.scope import Axes, Scope, View, positions, scope_of
@@ -50,7 +50,7 @@ def members_of(what: str, group: str, *, covers_all: bool = True) -> Members:
         CommunicationError: `communication.init` was not called, the call is outside of a device's part of a step, or the group
             leaves out devices.
     """
-    entered(f"spmdctx.ops.{what}")
+    current_world(f"spmdctx.ops.{what}")
     scope = scope_of(what)
     size = math.prod(size for _, size in scope.axes)
     ranks = ranks_of(group, size)

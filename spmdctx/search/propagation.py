@@ -2,7 +2,7 @@
 
 1. spread   a slot may only gain axes; op by op, forwards and backwards, first through ops that keep all dimensions,
             then through all, until nothing changes
-2. settle   slots that the neighbours disagree about try the neighbours' wishes, and keep the cheapest
+2. settle   slots that the neighbours disagree about try the neighbours' proposals, and keep the cheapest
 3. choose   each op takes its cheapest candidate; values that depend on no input take what their readers want
 """
 
@@ -47,7 +47,7 @@ def propagate(
     spreader.spread()
     state, fixed = spreader.state, spreader.fixed
     settle(space, state, fixed, forced)
-    free_loose_values(space, state, fixed)
+    place_values_from_literals(space, state, fixed)
     chosen = [OpSharding(forced[i]) if i in forced else space.choose(i, state).sharding for i in range(len(space.op_slots))]
     values = tuple([space.shardings[state[slot]] for slot in space.slot_of])
     return Assignment(tuple(chosen), values, "sharding_propagation")
@@ -188,9 +188,9 @@ def settle(space: Space, state: list[int], fixed: set[int], forced: Mapping[int,
     suspects = list(range(len(space.op_slots))) if suspects is None else suspects
     memo: _Wanted = {}
     for _ in range(SETTLE_ROUNDS):
-        wishes = _wishes(space, state, fixed, forced, suspects, memo)
+        proposals = _proposals(space, state, fixed, forced, suspects, memo)
         moved: set[int] = set()
-        for slot, options in wishes.items():
+        for slot, options in proposals.items():
             best = _try_options(space, state, slot, options, forced)
             if best != state[slot]:
                 state[slot] = best
@@ -200,11 +200,11 @@ def settle(space: Space, state: list[int], fixed: set[int], forced: Mapping[int,
         suspects = sorted({op for slot in moved for op in space.neighbours[slot]})
 
 
-def _wishes(
+def _proposals(
     space: Space, state: list[int], fixed: set[int], forced: Mapping[int, FactorAxes], ops: list[int], memo: _Wanted
 ) -> dict[int, list[int]]:
     """Returns for each slot the numbers of the other shardings in which an op around it would take it."""
-    wishes: dict[int, dict[int, None]] = {}
+    proposals: dict[int, dict[int, None]] = {}
     for index in ops:
         if index in forced:
             wanted = _wanted(space, state, index, [forced[index]])
@@ -215,8 +215,8 @@ def _wishes(
         for position, number in wanted:
             slot = space.op_slots[index][position]
             if slot not in fixed and slot not in space.free_slots:
-                wishes.setdefault(slot, {})[number] = None
-    return {slot: list(options) for slot, options in wishes.items()}
+                proposals.setdefault(slot, {})[number] = None
+    return {slot: list(options) for slot, options in proposals.items()}
 
 
 def _wanted(space: Space, state: list[int], index: int, ways: list[FactorAxes]) -> tuple[tuple[int, int], ...]:
@@ -262,7 +262,7 @@ def _try_options(space: Space, state: list[int], slot: int, options: list[int], 
     return best
 
 
-def free_loose_values(space: Space, state: list[int], fixed: set[int]) -> None:
+def place_values_from_literals(space: Space, state: list[int], fixed: set[int]) -> None:
     """Gives values that depend on no input the sharding on which all their readers agree, dimension by dimension."""
     if not space.free_slots:
         return

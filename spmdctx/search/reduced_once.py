@@ -13,7 +13,7 @@ from typing import NamedTuple
 from spmdctx.ir.analysis.loop_sums import LoopSum, held_axes, loop_sums, partial_over
 from spmdctx.ir.graph import Graph
 from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorSharding
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.search.setup.request import Coupling, Setup
 
 
@@ -30,7 +30,7 @@ def sums_of_gradients(graph: Graph, couplings: Iterable[Coupling]) -> tuple[Loop
     Coupled sums, which must be split in every turn, are left out.
     """
     coupled = frozenset(one.value for one in couplings if one.how != "within")
-    terminal = sides(graph).terminal
+    terminal = overlap_candidates(graph).terminal
     return tuple(one for one in loop_sums(graph) if terminal[one.total] and one.total not in coupled)
 
 

@@ -1,4 +1,4 @@
-"""The choice of the search that a mode runs: the one place that tells search modes apart."""
+"""Runs the search of each mode."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spmdctx.cost.step import Step, bill_of
+from spmdctx.errors import ContextError
 from spmdctx.ir.graph import Graph
 from spmdctx.ir.mesh import replicated
 from spmdctx.ir.sharding import Assignment, OpSharding
@@ -59,6 +60,7 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
     Raises:
         StrategyError: strategies, batch or constraints that do not fit the mesh.
         InfeasibleError: a budget that cannot be met.
+        ContextError: a search mode that does not exist.
     """
     chosen = _reduced_once(step, request, options, _search(step, request, options))
     if request.optimizer is None or chosen.setup.mesh.num_devices == 1:
@@ -94,8 +96,11 @@ def _peak(step: Step, setup: Setup, assignment: Assignment, options: SearchOptio
 
 def _search(step: Step, request: Request, options: SearchOptions) -> Chosen:
     """Runs the search of the options' mode; one device, or a step without ops, leaves nothing to search."""
+    if options.search_mode not in _SEARCHES:
+        known = ", ".join(mode for mode in _SEARCHES if mode)
+        raise ContextError(f"There is no search mode {options.search_mode!r}.", need=f"{known}, or none where nothing is searched")
     is_searched = request.num_devices > 1 and bool(step.graph.ops)
-    return (_SEARCHES.get(options.search_mode, _propagated) if is_searched else _propagated)(step, request, options)
+    return (_SEARCHES[options.search_mode] if is_searched else _propagated)(step, request, options)
 
 
 def _propagated(step: Step, request: Request, options: SearchOptions) -> Chosen:
@@ -104,7 +109,7 @@ def _propagated(step: Step, request: Request, options: SearchOptions) -> Chosen:
     if setup.mesh.num_devices == 1:
         return Chosen(setup, _whole(step.graph, request.parallel_mode))
     setup.notes += setup.guesses
-    space = Space(step.graph, setup.mesh, options.topology, step.loose, options.limits)
+    space = Space(step.graph, setup.mesh, options.topology, step.from_literals, options.limits)
     found = propagate(space, setup.pins, setup.forced, {**batch_parts(step.graph, setup), **setup.seeds}, setup.one_way)
     # Without ops nothing costs anything.
     return Chosen(setup, found, None if step.graph.ops else Certificate(0.0, 0.0))
@@ -144,6 +149,7 @@ _SEARCHES: Mapping[str, Callable[[Step, Request, SearchOptions], Chosen]] = {
     "dynamic_programming": _dynamic,
     "recursive_programming": _recursive,
     "sharding_propagation": _propagated,
+    "": _propagated,
 }
 
 

@@ -57,7 +57,7 @@ class Entry:
         self._carried = {index for index, owned in enumerate(captured.owned) if index in sources and not owned}
         self._seen_avals: list[Any] = []
         self._seen_shardings: list[Any] | None = None
-        self._loose: tuple[int, ...] = ()
+        self._placed_by_jit: tuple[int, ...] = ()
 
     @cached_property
     def planned(self) -> Planned:
@@ -229,7 +229,7 @@ class Entry:
             known = [leaf.sharding for leaf in leaves] == self._seen_shardings
         except AttributeError:  # leaves of NumPy or Python, or tracers
             known = [getattr(leaf, "sharding", None) for leaf in leaves] == self._seen_shardings
-        for index in self._loose:
+        for index in self._placed_by_jit:
             known = known and not leaves[index].committed
         if (not known or self.direct is not None) and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             inner = self._inner.jitted
@@ -244,7 +244,7 @@ class Entry:
     def _placed(self, read: Read) -> list[Any]:
         """Moves leaves that are committed elsewhere to where the plan wants them, and returns all leaves."""
         self.environment.check_running()
-        placed, loose, moves, spread = list(read.leaves), [], False, self.agreed
+        placed, placed_by_jit, moves, spread = list(read.leaves), [], False, self.agreed
         for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
             sharding = getattr(leaf, "sharding", None)
             if spread and is_of_one_process(leaf):
@@ -261,12 +261,12 @@ class Entry:
                     placed[index], moves = jax.device_put(leaf, target), True  # the same bytes, of another type
                 continue
             if not leaf.committed and not self._owned[index]:
-                loose.append(index)  # jit places it itself, on each call
+                placed_by_jit.append(index)  # jit places it itself, on each call
                 continue
             placed[index], moves = jax.device_put(leaf, target), True
             self.moved.setdefault(index, f"{self.captured.inputs[index].path} was on {sharding}; it is moved to {target.spec}.")
         if moves:
             self.structure.place(read.handle, placed)
         else:
-            self._seen_shardings, self._loose = [getattr(leaf, "sharding", None) for leaf in placed], tuple(loose)
+            self._seen_shardings, self._placed_by_jit = [getattr(leaf, "sharding", None) for leaf in placed], tuple(placed_by_jit)
         return placed

@@ -97,7 +97,7 @@ def test_one_over_two_axes_is_found_as_one_per_axis_and_the_other_way_round(kind
     assert (missing, unplanned) == ([], [])
 
 
-def test_a_reduce_scatter_over_two_axes_is_found_as_an_all_reduce_per_axis_and_a_slice():
+def test_a_reduce_scatter_over_two_axes_is_found_as_an_all_reduce_per_axis():
     planned = [plan("reduce_scatter", "data model", 1024)]
     each = [real("all_reduce", "model", 1024), real("all_reduce", "data", 1024)]
     assert summary(planned, each) == ([(1024, 1, 2048, PER_AXIS)], [], [])

@@ -108,7 +108,7 @@ def test_the_roofline_counts_flops_or_the_bytes_that_are_in_hbm(judgement):
     assert judgement.roofline_compute_s == pytest.approx(DOT_S + 3 * NEGATE_S, rel=1e-4)
 
 
-def test_an_asynchronous_gather_is_exposed_by_what_the_compute_between_does_not_cover(judgement):
+def test_an_asynchronous_gather_is_exposed_by_what_no_compute_covers(judgement):
     found = row(judgement, "all_gather", is_async=True)
     assert (found["count"], found["payload_bytes"]) == (1, GATHERED)
     assert found["seconds"] == pytest.approx(RING_S)

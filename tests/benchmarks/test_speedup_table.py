@@ -29,7 +29,7 @@ def test_the_speedup_is_the_lower_of_the_estimates():
     assert speedup(WAYS, "dp8", "dynamic_programming", 8 * GIB) == pytest.approx(1.1)
 
 
-def test_the_best_template_is_taken_per_estimate_among_those_that_fit_and_were_judged():
+def test_each_estimate_takes_the_best_template_that_fits_and_was_judged():
     assert speedup(WAYS, "", "dynamic_programming", 8 * GIB) == pytest.approx(1.1)
     assert speedup(WAYS, "", "dynamic_programming", 10 * GIB) == pytest.approx(0.8)
 

@@ -90,7 +90,7 @@ def test_open_mpi_on_one_machine_needs_no_address():
     assert detect(environ).address.startswith("127.0.0.1:")
 
 
-def test_open_mpi_of_a_version_that_does_not_say_where_takes_the_address_from_the_user():
+def test_an_open_mpi_that_does_not_say_where_takes_the_address_from_the_user():
     environ = {name: text for name, text in OPEN_MPI.items() if name != "OMPI_MCA_orte_hnp_uri"}
     with pytest.raises(ContextError, match="where process 0 runs"):
         detect(environ)

@@ -179,7 +179,7 @@ def test_search_parameters_without_effect_are_warned_of():
 
 
 @pytest.mark.parametrize("name", ["parallel_optimizer_config", "optimizer_weight_shard_size"])
-def test_what_the_parallel_optimizer_splits_is_said_to_be_without_effect_where_it_is_off(name):
+def test_options_of_the_parallel_optimizer_have_no_effect_where_it_is_off(name):
     changed = context(parallel_mode="data_parallel", **{name: NON_DEFAULT[name]})
     found = dict(ineffective(changed))
     assert name in found

@@ -54,16 +54,16 @@ def routes_of(program, assignment):
 def test_what_one_product_takes_is_on_the_way_to_the_other():
     program, assignment = assigned(("model",))
     assert list(routes_of(program, assignment).values()) == [SHARED]
-    bill = price(Step(program.graph, program.scopes, program.loose), assignment, MESH, MACHINE)
+    bill = price(Step(program.graph, program.scopes, program.from_literals), assignment, MESH, MACHINE)
     assert [row.axes for row in bill.collectives if row.kind == "all_gather"] == [("data",), ("model",)]
 
 
 @pytest.mark.parametrize("second", [(), ("model", "data")])
-def test_what_several_products_read_takes_the_cheapest_way_though_only_one_sharding_is_wanted(second):
+def test_what_several_products_read_takes_the_cheapest_route_to_one_sharding(second):
     # Gathers over 2 and then 4 devices have 4 steps, one over 8 has 7.
     program, assignment = assigned(second)
     assert list(routes_of(program, assignment).values()) == [SHARED]
-    bill = price(Step(program.graph, program.scopes, program.loose), assignment, MESH, MACHINE)
+    bill = price(Step(program.graph, program.scopes, program.from_literals), assignment, MESH, MACHINE)
     assert [row.axes for row in bill.collectives if row.kind == "all_gather"] == [("data",), ("model",)]
 
 
@@ -101,14 +101,16 @@ def sized(rows, width):
 @pytest.mark.parametrize("shape", [(2,), (4,)], ids=str)
 def test_a_weight_that_is_read_transposed_too_is_gathered_once(shape, machine):
     program, mesh, machine = trace(autoencoder, *sized(16, 8)), LogicalMesh.of(shape), PRESETS[machine]
-    step = Step(program.graph, program.scopes, program.loose, frozenset())
+    step = Step(program.graph, program.scopes, program.from_literals, frozenset())
     machine = replace(machine, latency_s=1e-9, peak_flops_per_s=1e11, memory_bytes_per_s=1e11, link_bytes_per_s=1e10)
     found = Searcher(step, machine, DynamicOptions()).search(Setup(mesh))
-    truth = exhaustive(program.graph, program.scopes, program.loose, mesh, machine)
+    truth = exhaustive(program.graph, program.scopes, program.from_literals, mesh, machine)
     assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9)
     assert found.cost_s == found.lower_bound_s
-    assert evaluate(program.graph, program.scopes, program.loose, found.assignment, mesh, machine).total_s == pytest.approx(truth.cost_s)
-    bill = price(Step(program.graph, program.scopes, program.loose), found.assignment, mesh, machine)
+    assert evaluate(program.graph, program.scopes, program.from_literals, found.assignment, mesh, machine).total_s == pytest.approx(
+        truth.cost_s
+    )
+    bill = price(Step(program.graph, program.scopes, program.from_literals), found.assignment, mesh, machine)
     assert bill.compute_s + bill.exposed_communication_s == pytest.approx(truth.cost_s, rel=1e-9)
 
 

@@ -13,7 +13,7 @@ from spmdctx.ir.primitives import BOUNDARY_OF, COND_EXIT, CONTRACTIONS, HEAVY, L
 from spmdctx.ir.rule import FactorKind, OpRule
 from spmdctx.machine.presets import PRESETS
 from spmdctx.machine.xla.narrowing import narrow_readers
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.schedule import needed_products
 from spmdctx.rules import RULES
 from spmdctx.trace.marker import shard_p
@@ -62,10 +62,10 @@ def test_every_matrix_product_is_one_for_the_models_of_memory_and_of_overlap(pri
     graph = two_products(primitive)
     assert list(narrow_readers(graph)) == [1, 1]
     assert needed_products(graph) == (0,)
-    assert not sides(graph).terminal[graph.ops[0].results[0]]
+    assert not overlap_candidates(graph).terminal[graph.ops[0].results[0]]
 
 
-def test_a_region_written_per_device_hides_communication_but_takes_its_operands_as_they_are():
+def test_a_shard_map_hides_communication_but_does_not_narrow_its_operands():
     graph = two_products("shard_map")
     assert {"shard_map"} == HEAVY - MATRIX_PRODUCTS
     assert needed_products(graph) == (0,)
@@ -76,7 +76,7 @@ def test_convolutions_run_on_the_matrix_unit_but_contract_no_whole_dimensions():
     assert {"conv_general_dilated"} == MATRIX_PRODUCTS - CONTRACTIONS
 
 
-def test_lowering_can_write_the_terms_of_a_ragged_product_but_asks_it_for_no_wider_type():
+def test_a_ragged_product_s_terms_can_be_written_but_not_in_a_wider_type():
     assert {"ragged_dot_general"} == primitives.TERMS - primitives.WIDENED
 
 

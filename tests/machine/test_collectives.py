@@ -98,7 +98,7 @@ def test_an_unknown_kind_is_refused():
         collective_time_s("broadcast", 1, ("x",), LogicalMesh.of({"x": 2}), topology("cpu"))
 
 
-def test_where_the_compiler_reduces_over_all_devices_and_slices_a_scatter_costs_a_reduction():
+def test_a_scatter_costs_a_reduction_where_the_compiler_reduces_and_slices():
     mesh, payload = LogicalMesh.of({"data": 2, "model": 4}), 1 << 20
 
     def costs_a_reduction(axes, name):

@@ -170,7 +170,7 @@ def test_a_shard_map_in_the_step():
     np.testing.assert_allclose(step(w, x), (x @ w).reshape(8, 8, 8).sum(axis=0), rtol=1e-5)
 
 
-def test_a_metric_is_the_same_from_the_loss_from_a_shard_map_after_it_and_from_the_whole_batch():
+def test_a_metric_is_the_same_from_the_loss_a_shard_map_and_the_whole_batch():
     def loss(w, x):
         scores = (x @ w)[:, 0]
         return jnp.mean(scores**2), (ops.AllReduce()(jnp.sum(scores > 0)), scores)

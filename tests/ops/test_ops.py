@@ -91,7 +91,7 @@ def test_a_collective_is_that_of_jax(name, group, mesh):
 
 @pytest.mark.parametrize("name", ["sum", "max", "gather", "scatter", "exchange"])
 @pytest.mark.parametrize("group", ["world", "pairs"])
-def test_groups_along_axes_need_no_groups_of_jax_and_work_where_it_checks_what_varies(name, group):
+def test_groups_along_axes_need_none_of_jax_and_work_where_it_checks_what_varies(name, group):
     fn = ours(name, group)
     axes = ("data", "model") if group == "world" else ("model",)
     expected = {

@@ -33,7 +33,7 @@ from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.narrowing import kept_share
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.reductions import scattered_by
 from spmdctx.search.setup.limits import AlgoLimits, is_elementwise
 from spmdctx.search.setup.marks import PinnedDims
@@ -87,7 +87,7 @@ class Way(NamedTuple):
 def exhaustive(
     graph: Graph,
     scopes: Sequence[int],
-    loose: frozenset[int],
+    from_literals: frozenset[int],
     mesh: LogicalMesh,
     topology: Topology,
     conditions: Conditions | None = None,
@@ -97,7 +97,7 @@ def exhaustive(
     Args:
         graph: a small step.
         scopes: per op the computation that it belongs to.
-        loose: values that depend on no input.
+        from_literals: values that depend on no input.
         mesh: the mesh.
         topology: the machine.
         conditions: pins, limits and memory.
@@ -105,7 +105,7 @@ def exhaustive(
     Raises:
         UnsupportedError: the graph is too large to try everything.
     """
-    return _Everything(graph, scopes, loose, mesh, topology, conditions or Conditions()).best()
+    return _Everything(graph, scopes, from_literals, mesh, topology, conditions or Conditions()).best()
 
 
 def all_splits(rule: OpRule, mesh: LogicalMesh) -> list[FactorAxes]:
@@ -133,18 +133,19 @@ class _Everything:
         self,
         graph: Graph,
         scopes: Sequence[int],
-        loose: frozenset[int],
+        from_literals: frozenset[int],
         mesh: LogicalMesh,
         topology: Topology,
         conditions: Conditions,
     ) -> None:
-        self.graph, self.scopes, self.loose, self.mesh, self.topology, self.conditions = graph, scopes, loose, mesh, topology, conditions
-        self.free = tied_with(graph, loose)
+        self.graph, self.scopes, self.from_literals = graph, scopes, from_literals
+        self.mesh, self.topology, self.conditions = mesh, topology, conditions
+        self.free = tied_with(graph, from_literals)
         tied = {value for pair in graph.ties for value in pair}
         self.slot_of = [min(tied_with(graph, frozenset({own.id}))) if own.id in tied else own.id for own in graph.values]
         self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
         self.pinned = tied_with(graph, frozenset(conditions.pins))
-        self.sides, self.passing = sides(graph), passing_values(graph)
+        self.overlap, self.passing = overlap_candidates(graph), passing_values(graph)
         sums = loop_sums(graph)
         self.later, self.summed = later_reductions(graph, sums), Summed.of(sums)
         self.read_bytes = read_bytes(graph, topology)
@@ -187,7 +188,7 @@ class _Everything:
             pairs = zip(self.graph.values, assignment.values, strict=True)
             sizes = [int(local_bytes(known, own, self.mesh) * self._share(known)) for known, own in pairs]
             return int(profile(self.memory.lives, sizes, len(self.graph.ops), (), self.topology.compiler.scratch_bytes).max())
-        return price(Step(self.graph, self.scopes, self.loose), assignment, self.mesh, self.topology, donated).memory_bytes
+        return price(Step(self.graph, self.scopes, self.from_literals), assignment, self.mesh, self.topology, donated).memory_bytes
 
     def _share(self, value: Value) -> float:
         """The part of its own bytes that a value takes in memory."""
@@ -321,13 +322,13 @@ class _Everything:
             yield natural, 0.0
             return
         known, mesh, topology = self.graph.values[value], self.mesh, self.topology
-        exposed = 1.0 - self.sides.reduction_share(value, topology)
+        exposed = 1.0 - self.overlap.reduction_share(value, topology)
         payload = local_bytes(known, natural, mesh)
         if op.rule.combiner in ("argmax", "argmin"):
             yield natural, candidates_gather_s(self.graph, op, value, payload, partial, mesh, topology) * exposed
             return
-        machine = self.sides.reduction_machine(value, topology)
-        wide = self.sides.widening(op, value, known.dtype, topology)
+        machine = self.overlap.reduction_machine(value, topology)
+        wide = self.overlap.widening(op, value, known.dtype, topology)
         payload, size = payload * wide, item_bytes(known.dtype) * wide
         for after, scattered, reduced in reductions(op, known.shape, natural, partial, mesh):
             kind = scattered_by(known.shape, size, own, natural, after, mesh, topology) if scattered else ""
@@ -359,7 +360,7 @@ class _Everything:
         """Seconds in which `op` is brought a value from each source to each target."""
         known, size = self.graph.values[value], self.read_bytes[op.id, value]
         kept = self.summed.keeps(value, is_made=False)
-        key = (known.shape, known.dtype, size, self.sides.weights[value], self.passing[value], kept, tuple(sources), tuple(targets))
+        key = (known.shape, known.dtype, size, self.overlap.weights[value], self.passing[value], kept, tuple(sources), tuple(targets))
         if key not in self.memo:
             self.memo[key] = np.array([[self._reshard(value, source, target, size) for target in targets] for source in sources])
         return self.memo[key].copy()
@@ -369,7 +370,7 @@ class _Everything:
             return 0.0
         if self.summed.keeps(value, is_made=is_made) and not {*axes_of(source)} >= {*axes_of(target)}:
             return float("inf")
-        known, exposed = self.graph.values[value], 1.0 - self.sides.gather_share(value, self.topology)
+        known, exposed = self.graph.values[value], 1.0 - self.overlap.gather_share(value, self.topology)
         seconds = reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology)
         if self.passing[value]:
             seconds += written_s(known, source, self.mesh, self.topology)

@@ -54,7 +54,7 @@ def _least_literally(step, machine, pins):
         for values in product(*stored):
             if all(values[a] == values[b] for a, b in graph.ties):
                 pinned = frozenset(pins)
-                seconds = evaluate(graph, step.scopes, step.loose, Assignment(ops, values, ""), TWO, machine, pinned).total_s
+                seconds = evaluate(graph, step.scopes, step.from_literals, Assignment(ops, values, ""), TWO, machine, pinned).total_s
                 least = min(least, seconds)
     return least
 
@@ -67,7 +67,7 @@ def test_the_optimum_is_the_least_of_all_assignments_tried_one_by_one(make, seed
     pins = {
         value: all_shardings(step.graph.values[value].shape, TWO)[seed % 3] for value in (last, *([0] if make is _shared_operand else []))
     }
-    found = exhaustive(step.graph, step.scopes, step.loose, TWO, machine, Conditions(pins=pins))
+    found = exhaustive(step.graph, step.scopes, step.from_literals, TWO, machine, Conditions(pins=pins))
     assert found.cost_s == pytest.approx(_least_literally(step, machine, pins), rel=1e-12)
     assert all(found.assignment.values[value] == own for value, own in pins.items())
 
@@ -75,8 +75,10 @@ def test_the_optimum_is_the_least_of_all_assignments_tried_one_by_one(make, seed
 @pytest.mark.parametrize("seed", range(30))
 def test_the_seconds_of_the_optimum_are_those_of_its_assignment(seed):
     step, mesh, machine = random_step(seed), random_mesh(seed), random_machine(seed)
-    found = exhaustive(step.graph, step.scopes, step.loose, mesh, machine)
-    assert evaluate(step.graph, step.scopes, step.loose, found.assignment, mesh, machine).total_s == pytest.approx(found.cost_s, rel=1e-12)
+    found = exhaustive(step.graph, step.scopes, step.from_literals, mesh, machine)
+    assert evaluate(step.graph, step.scopes, step.from_literals, found.assignment, mesh, machine).total_s == pytest.approx(
+        found.cost_s, rel=1e-12
+    )
 
 
 def test_all_shardings_hold_every_axis_order():
@@ -94,7 +96,7 @@ def test_a_minor_factor_is_split_only_where_the_major_one_is_split_completely():
 
 def test_a_budget_is_kept_by_what_is_stored():
     step, machine = _two_ops(), random_machine(0)
-    free = exhaustive(step.graph, step.scopes, step.loose, TWO, machine)
+    free = exhaustive(step.graph, step.scopes, step.from_literals, TWO, machine)
     lives = step_memory(step.graph, step.scopes).lives
 
     def peak(assignment):
@@ -102,21 +104,21 @@ def test_a_budget_is_kept_by_what_is_stored():
         return max(sum(sizes[value] for value, start, end in lives if start <= time <= end) for time in range(2))
 
     budget = sum(local_bytes(value, ((),) * 2, TWO) for value in step.graph.values[:2]) // 2 + 64
-    kept = exhaustive(step.graph, step.scopes, step.loose, TWO, machine, Conditions(memory_bytes=budget))
+    kept = exhaustive(step.graph, step.scopes, step.from_literals, TWO, machine, Conditions(memory_bytes=budget))
     assert peak(kept.assignment) <= budget < peak(free.assignment)
     assert kept.cost_s >= free.cost_s
 
 
 def test_nothing_is_found_where_nothing_fits():
     step = _two_ops()
-    assert exhaustive(step.graph, step.scopes, step.loose, TWO, random_machine(0), Conditions(memory_bytes=16)) is None
+    assert exhaustive(step.graph, step.scopes, step.from_literals, TWO, random_machine(0), Conditions(memory_bytes=16)) is None
 
 
 def test_a_graph_that_is_too_large_is_refused(monkeypatch):
     monkeypatch.setattr(exhaustive_tables, "LARGEST", 100)
     step = random_step(1)
     with pytest.raises(UnsupportedError, match="too large to try everything"):
-        exhaustive(step.graph, step.scopes, step.loose, SQUARE, random_machine(1))
+        exhaustive(step.graph, step.scopes, step.from_literals, SQUARE, random_machine(1))
 
 
 def _random_tables(seed):

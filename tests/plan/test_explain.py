@@ -41,7 +41,7 @@ def test_equal_layers_are_explained_together(pattern):
     assert one.paths == PATHS[:2]
 
 
-def test_storing_the_tensor_whole_costs_the_gather_after_the_update_instead_of_the_one_before_the_dot():
+def test_a_tensor_stored_whole_is_gathered_after_its_update_not_before_its_dot():
     plan = small_plan()
     (one,) = plan.explain("layers/1/w").tensors
     whole = next(row for row in one.alternatives if not any(row.sharding))

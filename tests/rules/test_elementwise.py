@@ -97,7 +97,7 @@ def iterative(x, y, n):
 
 
 @pytest.mark.parametrize(("outputs", "allowed"), [(quiet, set()), (iterative, {"all-reduce"})], ids=["elementwise", "until all converge"])
-def test_split_elementwise_ops_give_the_one_device_result_and_only_ask_each_other_about_convergence(outputs, allowed):
+def test_split_elementwise_ops_give_one_device_s_result_and_ask_only_for_convergence(outputs, allowed):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), (AxisType.Auto,) * 2)
     split = NamedSharding(mesh, PartitionSpec("x", "y"))
     uniform = np.random.default_rng(0).uniform(0.1, 0.9, (2, 8, 8)).astype(np.float32)

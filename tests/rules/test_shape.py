@@ -129,7 +129,7 @@ PASSES = "Shardy splits operand 0 dim 1 = result 0 dim 1 pass_through, we don't"
 LONG_UPDATE = case("dynamic_update_slice of two rows", lambda x, u, i: lax.dynamic_update_slice(x, u, (0, i, 0)), X, (4, 2, 2), ROW)
 
 
-def test_a_long_dynamic_update_blocks_its_dimension_because_xla_would_gather_the_operand():
+def test_a_long_dynamic_update_keeps_its_dimension_whole_as_xla_would_gather_it():
     """Shardy let the operand's dimension pass; XLA's partitioner all-gathers it, unless the start is a constant."""
     LONG_UPDATE.check()
     same = [f"we call {place} need_replication, Shardy permutation" for place in ("operand 0 dim 1 = result 0 dim 1", "operand 1 dim 1")]
@@ -140,7 +140,7 @@ def test_a_long_dynamic_update_blocks_its_dimension_because_xla_would_gather_the
     assert "all-gather" in program.lower(*LONG_UPDATE.values()).compile().as_text()
 
 
-def test_a_shift_keeps_its_dimension_whole_because_neighbours_would_exchange_elements():
+def test_a_shift_keeps_its_dimension_whole_as_neighbours_would_exchange_elements():
     """Padding one side and cropping the other keeps the size, so Shardy let the dimension pass."""
     shift = case("pad", lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, -1, 0), (0, 0, 0))), X)
     assert shift.disagreements() == ([] if KEEPS_WHOLE else [PASSES])

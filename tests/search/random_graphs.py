@@ -28,7 +28,7 @@ class RandomStep:
 
     graph: Graph
     scopes: tuple[int, ...]
-    loose: frozenset[int]
+    from_literals: frozenset[int]
 
 
 class StepMaker:
@@ -87,14 +87,14 @@ class StepMaker:
     def finish(self, *outputs: int) -> RandomStep:
         origins = [Origin(op.primitive, f"made.py:{op.id}") for op in self.ops]
         graph = Graph(tuple(self.values), tuple(self.ops), tuple(self.inputs), outputs, tuple(self.ties), origins, "made")
-        return RandomStep(graph, tuple(self.scopes), self._loose())
+        return RandomStep(graph, tuple(self.scopes), self._from_literals())
 
-    def _loose(self) -> frozenset[int]:
-        loose: set[int] = set()
+    def _from_literals(self) -> frozenset[int]:
+        from_literals: set[int] = set()
         for op in self.ops:
-            if "." not in op.primitive and loose.issuperset(op.operands):
-                loose.update(op.results)
-        return frozenset(loose)
+            if "." not in op.primitive and from_literals.issuperset(op.operands):
+                from_literals.update(op.results)
+        return frozenset(from_literals)
 
     def _value(self, shape: tuple[int, ...], role: Role, path: str, dtype: str = "float32") -> int:
         self.values.append(Value(len(self.values), shape, dtype, role, path))
@@ -309,7 +309,7 @@ def random_pins(made: RandomStep, mesh: LogicalMesh, seed: int) -> Setup:
     rng = random.Random(seed)
     setup = Setup(mesh)
     tied = {value for pair in made.graph.ties for value in pair}
-    values = [value.id for value in made.graph.values if value.id not in tied | made.loose]
+    values = [value.id for value in made.graph.values if value.id not in tied | made.from_literals]
     for value in rng.sample(values, min(3, len(values))):
         sharding = rng.choice(all_shardings(made.graph.values[value].shape, mesh))
         if rng.random() < 0.6:

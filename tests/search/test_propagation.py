@@ -28,8 +28,8 @@ def chain(length, shape=(32, 64)):
     return make.graph(value)
 
 
-def assigned(graph, pins, seeds=None, forced=None, loose=frozenset(), mesh=MESH):
-    return propagate(Space(graph, mesh, CPU, loose), pins, forced or {}, seeds or {})
+def assigned(graph, pins, seeds=None, forced=None, from_literals=frozenset(), mesh=MESH):
+    return propagate(Space(graph, mesh, CPU, from_literals), pins, forced or {}, seeds or {})
 
 
 def kinds(program, assignment):
@@ -99,14 +99,14 @@ def test_tied_values_have_one_sharding():
 
 
 @pytest.mark.parametrize(("other", "agreed"), [((D, M), (D, M)), ((M, D), ((), ())), ((D, ()), (D, M))], ids=["same", "crossed", "part"])
-def test_a_loose_value_takes_what_all_its_readers_want(other, agreed):
+def test_a_value_from_literals_takes_what_all_its_readers_want(other, agreed):
     make = GraphMaker()
     left, right = make.input(32, 64), make.input(32, 64)
     zeros = make.op("broadcast_in_dim", RuleBuilder().build([[]], [[(), ()]]), LITERAL, shape=(32, 64))
     rule = identity((32, 64), num_operands=2)
     sums = [make.op("add", rule, value, zeros, shape=(32, 64)) for value in (left, right)]
     graph = make.graph(*sums)
-    assert assigned(graph, {left: (D, M), right: other}, loose=frozenset({zeros})).values[zeros] == agreed
+    assert assigned(graph, {left: (D, M), right: other}, from_literals=frozenset({zeros})).values[zeros] == agreed
 
 
 def test_a_blocked_dimension_is_never_split():

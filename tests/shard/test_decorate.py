@@ -165,7 +165,7 @@ def test_parameters_of_a_function_are_found_by_argument_path(in_strategy):
     assert [entry[2] for entry in found if entry[0] == "in"] == [(2, 1)]
 
 
-def test_an_nnx_module_among_the_arguments_keeps_its_identity_and_has_its_parameters_marked():
+def test_an_nnx_module_among_the_arguments_keeps_its_identity_and_is_marked():
     model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
     sharded = shard(lambda model, x: model(x), (None, (2, 1)), parameter_plan={"model/scale": (4,)})
     assert ("parameter", 0, (4,)) in [(p["side"], p["index"], p["strategy"]) for p in _nnx_markers(sharded, model, X)]

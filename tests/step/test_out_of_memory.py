@@ -15,7 +15,7 @@ from tests.audit.compile_only import need_tpu
 LARGE = jax.ShapeDtypeStruct((2**19, 2**17), jnp.float32)
 
 
-def test_a_program_that_does_not_fit_is_noted_in_its_plan_and_its_error_says_what_to_do():
+def test_a_program_that_does_not_fit_has_a_note_and_an_error_that_says_what_to_do():
     step = parallel(lambda x: x + 1, parallel_mode="data_parallel", devices=need_tpu(), topology="tpu-v5e")
     assert any("(512 GiB) per device is over the 15.8 GiB that a program may use of a tpu-v5e" in note for note in step.plan(LARGE).notes)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import IO, Any, NamedTuple
 
 from spmdctx.communication.launch.environment import free_port, process_environment
-from spmdctx.communication.launch.log_filter import is_noise
+from spmdctx.communication.launch.log_filter import is_connection_report
 
 TIMED_OUT = 124
 """Exit code of a job that took too long, like that of coreutils' timeout."""
@@ -105,7 +105,7 @@ class _Processes:
         width = len(str(self._job.num_processes - 1))
         with pipe:
             for line in pipe:
-                if is_noise(line):
+                if is_connection_report(line):
                     continue
                 with self._lock:
                     sink.write(f"[{number:{width}}] {line if line.endswith(chr(10)) else line + chr(10)}")

@@ -8,7 +8,7 @@ _REACHED = re.compile(r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Exp
 _PIECES = re.compile(r"(?:\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*")
 
 
-def is_noise(line: str) -> bool:
+def is_connection_report(line: str) -> bool:
     """Returns whether a line is such a line, or consists of pieces of several that threads wrote at once.
 
     A line with any other word is kept.

@@ -14,7 +14,7 @@ from spmdctx.cost.memory.lives import Copy, StepMemory
 from spmdctx.ir.graph import Graph, Op
 from spmdctx.machine.xla.collectives.placing import MOST_HIDING, PRODUCTS_WAITED
 from spmdctx.machine.xla.late_products import LARGEST_UPDATE, GradientProduct
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 
 
 class _LateRead(NamedTuple):
@@ -34,7 +34,7 @@ class Copies:
         self._of: dict[object, Copy] = {}
         self._gathered = self._of
         self._last = max(len(graph.ops) - 1, 0)
-        self._terminal = sides(graph).terminal
+        self._terminal = overlap_candidates(graph).terminal
         self._may_be_last = frozenset(product.op for product in memory.gradients)
         self._reads: list[_LateRead] = []
         self._gathers: list[tuple[object, int, int]] = []
@@ -79,13 +79,13 @@ class Copies:
             reduced: ops that make partial results.
             sizes: bytes of each value as it is stored.
         """
-        held = self._memory.held
+        materialized = self._memory.materialized
         here = [one for one in self._memory.gradients if one.op not in reduced and not any(map(moved.__contains__, one.made))]
-        return {one.op: one for one in here if sum(sizes[value] for value in one.made if held[value]) <= LARGEST_UPDATE}
+        return {one.op: one for one in here if sum(sizes[value] for value in one.made if materialized[value]) <= LARGEST_UPDATE}
 
-    def is_held(self, value: int) -> bool:
+    def is_materialized(self, value: int) -> bool:
         """Returns whether the value exists in memory in its own sharding."""
-        return bool(self._memory.held[value])
+        return bool(self._memory.materialized[value])
 
     def is_made_in_place(self, value: int) -> bool:
         """Returns whether the value, or everything that is made of it by transposing, exists in memory in its own sharding."""
@@ -108,8 +108,8 @@ class Copies:
         waits for some more matrix products (`PRODUCTS_WAITED`).
         """
         time, products = self._memory.times[op.id], self._memory.products
-        until = max(time, self._memory.turns[op.id]) if to_the_end else time
-        if put_off and products and self._memory.turns[op.id] == op.id:
+        until = max(time, self._memory.iteration_ends[op.id]) if to_the_end else time
+        if put_off and products and self._memory.iteration_ends[op.id] == op.id:
             place = bisect_left(products, self._memory.runs[op.id]) + PRODUCTS_WAITED
             until = max(until, products[min(place, len(products) - 1)])
         self._of["unreduced", value] = Copy(self._memory.runs[op.id], until, num_bytes)
@@ -153,14 +153,14 @@ class Copies:
         XLA fuses a gather with the products that run before its reader, if the gathered value exists before them. It does not so fuse the
         gather of a gradient.
         """
-        runs, turns, products = self._memory.runs, self._memory.turns, self._memory.products
+        runs, ends, products = self._memory.runs, self._memory.iteration_ends, self._memory.products
         hiding = set()
         for key, reader, maker in self._gathers:
             place = bisect_left(products, min(runs[reader], self._of[key].start))
             for product in reversed(products[max(place - MOST_HIDING, 0) : place]):
                 if maker >= 0 and runs[maker] >= product:
                     break
-                if turns[product] == turns[reader] or (turns[product] == product and turns[reader] == reader):
+                if ends[product] == ends[reader] or (ends[product] == product and ends[reader] == reader):
                     hiding.add(product)
         for op, num_bytes in self._in_place:
             if op in hiding:

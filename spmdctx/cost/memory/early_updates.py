@@ -15,7 +15,7 @@ from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.primitives import HEAVY
 from spmdctx.machine.xla.late_products import GradientProduct
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 
 _LEAST_SAVED = 1 / 6
 """The part of the peak that early updates must save; what waits can hide no communication, which costs 0.8 % of the time in the mean.
@@ -50,7 +50,7 @@ class Late(NamedTuple):
 
     `alive` has the bytes at each op with these products, and `alive_with` returns them for others. `waiting` returns the bytes that each
     product keeps alive at a time. `fuses` says of an op whether XLA computes the update in the product: where they are apart
-    (`update_fusion.kept_apart`) little was saved.
+    (`update_fusion.unfused_updates`) little was saved.
     """
 
     products: Mapping[int, GradientProduct]
@@ -98,14 +98,14 @@ def _early(graph: Graph, scopes: Sequence[int], memory: StepMemory, product: Gra
 
 def _gate(graph: Graph, scopes: Sequence[int], memory: StepMemory, product: GradientProduct) -> int | None:
     """Returns the result of the first later product that reads what this one does and that other ops wait for; None without one."""
-    terminal, readers = sides(graph).terminal, graph.readers
+    terminal, readers = overlap_candidates(graph).terminal, graph.readers
     ready = max((graph.producers.get(value, -1) for value in graph.ops[product.op].operands if value != LITERAL), default=-1)
     walk, found = Walk([*product.read, *product.read_inside]), list[Op]()
     for value in walk:
         for op in readers[value]:
             if op.primitive not in HEAVY:
-                walk.reach(result for result in op.results if not memory.held[result])
-            elif op.id > ready and not terminal[op.results[0]] and not scopes[op.id] and memory.turns[op.id] == op.id:
+                walk.reach(result for result in op.results if not memory.materialized[result])
+            elif op.id > ready and not terminal[op.results[0]] and not scopes[op.id] and memory.iteration_ends[op.id] == op.id:
                 found.append(op)
     return min(found, key=lambda op: op.id).results[0] if found else None
 

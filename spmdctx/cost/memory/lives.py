@@ -26,7 +26,7 @@ from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
 from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
 from spmdctx.machine.xla.narrowing import narrow_values
-from spmdctx.machine.xla.schedule import first_runs, needed_products, order, turn_ends
+from spmdctx.machine.xla.schedule import first_runs, iteration_ends, needed_products, order
 
 _IN_PLACE = ("scatter", "dynamic_update_slice")
 
@@ -52,7 +52,7 @@ class StepMemory(NamedTuple):
 
     Attributes:
         lives: the lives of values in memory.
-        held: for each value, whether it exists in memory; a last 0 stands for literals.
+        materialized: for each value, whether it exists in memory; a last 0 stands for literals.
         settled: for each value, whether it or its transpose does.
         narrow: for each value, whether it is kept in the type of matrix operands if the compiler narrows these.
         runs: when each op runs.
@@ -66,13 +66,13 @@ class StepMemory(NamedTuple):
     """
 
     lives: tuple[ValueLife, ...]
-    held: bytearray
+    materialized: bytearray
     settled: bytearray
     narrow: bytearray
     runs: tuple[int, ...]
     times: tuple[int, ...]
     firsts: tuple[int, ...]
-    turns: tuple[int, ...]
+    iteration_ends: tuple[int, ...]
     products: tuple[int, ...]
     gradients: tuple[GradientProduct, ...]
     reads: tuple[ValueLife, ...]
@@ -177,9 +177,9 @@ class _Liveness:
     def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int], waits: bool, fuses_into_products: bool) -> None:
         self.graph, self.donated, self.scopes, self.waits = graph, donated, scopes, waits
         self.given = _given(graph)
-        self.held = _held(graph, self.given)
+        self.materialized = _materialized(graph, self.given)
         if not fuses_into_products:
-            _hold_operands(graph, self.held)
+            _materialize_operands(graph, self.materialized)
         self.loops = _Loops(graph, scopes)
         self.end = [-1] * (len(graph.values) + 1)
         self.start: dict[int, int] = {}
@@ -196,30 +196,30 @@ class _Liveness:
         reused = {self.carried[value] for value in self.donated if self._becomes(value)}
         for value in graph.outputs:
             self.end[value] = last
-        firsts = first_runs(graph, self.held, self.runs)
+        firsts = first_runs(graph, self.materialized, self.runs)
         reads = self._reads(firsts)
         self._write_in_place()
         found = [ValueLife(value, 0, last) for value in self.given]
         in_carries: list[ValueLife] = []
         makers, made = ends(graph).results
-        kept = np.frombuffer(self.held, dtype=np.uint8)[made] == 1
+        kept = np.frombuffer(self.materialized, dtype=np.uint8)[made] == 1
         for op, value in zip(makers[kept].tolist(), made[kept].tolist(), strict=True):
             if value not in reused:
                 start = self.start.get(value, self.runs[op])
                 (in_carries if value in self.replacing else found).append(ValueLife(value, start, max(self.end[value], start)))
         found += self._hoisted()
-        turns = turn_ends(graph, self.scopes)
+        loop_ends = iteration_ends(graph, self.scopes)
         return StepMemory(
             lives=tuple(found),
-            held=self.held,
-            settled=_settled(graph, self.held),
-            narrow=narrow_values(graph, self.held),
+            materialized=self.materialized,
+            settled=_settled(graph, self.materialized),
+            narrow=narrow_values(graph, self.materialized),
             runs=self.runs,
             times=tuple(self.times),
             firsts=firsts,
-            turns=turns,
+            iteration_ends=loop_ends,
             products=needed_products(graph),
-            gradients=gradient_products(graph, self.held, turns) if self.waits else (),
+            gradients=gradient_products(graph, self.materialized, loop_ends) if self.waits else (),
             reads=reads,
             in_carries=tuple(in_carries),
         )
@@ -240,7 +240,7 @@ class _Liveness:
                 continue
             size = item_bytes(before.dtype)
             made = [reader.results[0] for reader in self.graph.readers[inside] if reader.primitive == "convert_element_type"]
-            narrow = [value for value in made if not self.held[value] and item_bytes(values[value].dtype) < size]
+            narrow = [value for value in made if not self.materialized[value] and item_bytes(values[value].dtype) < size]
             found += [ValueLife(value, op.id, end) for value in narrow[:1]]
         return found
 
@@ -251,7 +251,7 @@ class _Liveness:
 
     def _find_ends(self) -> None:
         """Finds the last op that reads each value; a chain reads its operands when its last reader runs."""
-        end, held, runs, times = self.end, self.held, self.runs, self.times
+        end, materialized, runs, times = self.end, self.materialized, self.runs, self.times
         for index, name, operands, results, _, _, _, _, _, _ in reversed(self.graph.ops):
             if name in ENTERING:
                 self._enter(self.graph.ops[index])
@@ -261,7 +261,7 @@ class _Liveness:
                 continue
             time = runs[index]
             for value in results:
-                if held[value]:
+                if materialized[value]:
                     time = runs[index]
                     break
                 if end[value] > time:
@@ -279,9 +279,9 @@ class _Liveness:
         time = max(self.loops.last[op.id], self.end[result])
         if after is not None:
             time = max(time, self.end[after])
-        self.held[result] = 0
-        if after is not None and (value == LITERAL or value in self.inputs or not self.held[value]):
-            self.held[result] = 1
+        self.materialized[result] = 0
+        if after is not None and (value == LITERAL or value in self.inputs or not self.materialized[value]):
+            self.materialized[result] = 1
             self.end[result] = time
             time = op.id
         if self.end[value] < time:
@@ -298,7 +298,7 @@ class _Liveness:
             return
         following = graph.ops[producer].operands[0]
         maker = graph.producers.get(following, -1) if following != LITERAL else -1
-        if maker <= op.id or not self.held[following]:
+        if maker <= op.id or not self.materialized[following]:
             return
         made = self.runs[maker]
         if self.end[carry] < made or (self.end[carry] == made and _writes_in_place(graph.ops[maker])):
@@ -308,7 +308,7 @@ class _Liveness:
         """Ends lives at a loop's exit: a carry is copied at the end of each turn, a slice is written into its stack at once."""
         value, result = op.operands[0], op.results[0]
         if op.primitive in CARRYING:
-            self.held[result] = 0
+            self.materialized[result] = 0
         else:
             self.start[result] = self.loops.first[op.id]
         for operand in op.operands[1:]:
@@ -318,16 +318,16 @@ class _Liveness:
 
     def _write_in_place(self) -> None:
         """Ends the life of an operand one op earlier where a result of its kind takes its memory."""
-        held, end, runs = self.held, self.end, self.runs
+        materialized, end, runs = self.materialized, self.end, self.runs
         kinds = self._kinds()
         # For each value, the value in memory whose place a result of the same kind would take.
         roots = list(range(len(kinds)))
         done = -1
         for index, operand, result in self._of_one_kind(kinds):
             root = roots[operand]
-            if index == done or not held[root]:
+            if index == done or not materialized[root]:
                 continue
-            if not held[result]:
+            if not materialized[result]:
                 roots[result], done = root, index
             elif end[root] == runs[index]:
                 end[root], done = end[root] - 1, index
@@ -357,29 +357,29 @@ def _given(graph: Graph) -> list[int]:
     return [*graph.inputs, *(value for value in np.flatnonzero(~is_made).tolist() if values[value].role is Role.CONSTANT)]
 
 
-def _held(graph: Graph, given: Sequence[int]) -> bytearray:
+def _materialized(graph: Graph, given: Sequence[int]) -> bytearray:
     """Returns for each value whether it exists in memory; a last 0 stands for literals."""
-    held, made = np.zeros(len(graph.values) + 1, dtype=np.uint8), ends(graph).results[1]
-    held[given] = 1
-    held[made] = ~inside(graph)[made]
-    return bytearray(held)
+    materialized, made = np.zeros(len(graph.values) + 1, dtype=np.uint8), ends(graph).results[1]
+    materialized[given] = 1
+    materialized[made] = ~inside(graph)[made]
+    return bytearray(materialized)
 
 
-def _hold_operands(graph: Graph, held: bytearray) -> None:
+def _materialize_operands(graph: Graph, materialized: bytearray) -> None:
     """Puts the operands of matrix products into memory; marks are only other names of their operands."""
     for op in ops_of(graph, HEAVY):
         for value in op.operands:
-            while value != LITERAL and not held[value]:
+            while value != LITERAL and not materialized[value]:
                 maker = graph.ops[graph.producers[value]]
                 if maker.primitive not in ANNOTATIONS:
-                    held[value] = 1
+                    materialized[value] = 1
                 else:
                     value = maker.operands[0]
 
 
-def _settled(graph: Graph, held: bytearray) -> bytearray:
+def _settled(graph: Graph, materialized: bytearray) -> bytearray:
     """Returns for each value whether it exists in memory, or the op that makes it writes it there, under a mark or transposed."""
-    found = bytearray(held)
+    found = bytearray(materialized)
     for op in reversed(ops_of(graph, ("transpose", *ANNOTATIONS))):
         if found[op.results[0]]:
             value = op.operands[0]

@@ -20,7 +20,7 @@ class Step:
 
     graph: Graph
     scopes: tuple[int, ...]
-    loose: frozenset[int]
+    from_literals: frozenset[int]
     donated: frozenset[int] = frozenset()
 
 

@@ -18,11 +18,11 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.primitives import WIDENED
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.xla.bias_sums import written_once
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.equal_values import moved_values
 from spmdctx.machine.xla.partitioner.recompute import is_recomputed, sliced_values
 from spmdctx.machine.xla.partitioner.repetition import repeated_values
-from spmdctx.machine.xla.update_fusion import kept_apart
+from spmdctx.machine.xla.update_fusion import unfused_updates
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Directives:
         groups: for sums of `shard(fusion=)` that make up no gradients, the number of the group in which they are reduced.
         loop_sums: the sums that loops leave partial until they are complete.
         routes: shardings through which values get to the matrix products of a computation.
-        apart: for matrix products, the gradient that a barrier keeps apart from the update of its state.
+        unfused_updates: for matrix products, the gradient that a barrier keeps apart from the update of its state.
         written_once: sums of a product and a bias that a barrier puts in the product's place.
         waits: updates of state for which the rest of the step waits; decided where memory is counted.
         moved: values that some op takes in another sharding than the stored one; all readers take them from one constraint.
@@ -50,7 +50,7 @@ class Directives:
     groups: Mapping[int, int] = field(default_factory=dict)
     loop_sums: Holds = NO_HOLDS
     routes: Routes = field(default_factory=dict)
-    apart: Mapping[int, int] = field(default_factory=dict)
+    unfused_updates: Mapping[int, int] = field(default_factory=dict)
     written_once: frozenset[int] = frozenset()
     waits: tuple[EarlyUpdate, ...] = ()
     moved: frozenset[int] = frozenset()
@@ -71,7 +71,7 @@ class Directives:
     @property
     def barriers(self) -> frozenset[int]:
         """The values behind which a barrier stands."""
-        return self.written_once.union(self.apart.values())
+        return self.written_once.union(self.unfused_updates.values())
 
 
 def directives_of(assigned: Assigned, context: AutoParallelContext, *, has_regions: bool) -> Directives:
@@ -108,7 +108,7 @@ def priced_directives(assigned: Assigned) -> Directives:
         all_to_all=topology.preferences.allows_all_to_all,
         widened=_widened(graph) if topology.preferences.widens_gradients else frozenset(),
         routes=shared_reads(graph, assigned.step.scopes, assignment, mesh, topology),
-        apart=kept_apart(graph, assignment, mesh, topology.compiler.scratch_bytes),
+        unfused_updates=unfused_updates(graph, assignment, mesh, topology.compiler.scratch_bytes),
     )
 
 
@@ -131,5 +131,5 @@ def _widened(graph: Graph) -> frozenset[int]:
     found = [value for op in adding for value in op.results if graph.values[value].dtype in LOW]
     if not found:
         return frozenset()
-    terminal = sides(graph).terminal
+    terminal = overlap_candidates(graph).terminal
     return frozenset(value for value in found if terminal[value])

@@ -19,7 +19,7 @@ from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import Op
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.xla.late_products import GradientProduct
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 
 
 class MemoryCount:
@@ -30,7 +30,7 @@ class MemoryCount:
         waits, fuses = assigned.mesh.num_devices > 1, topology.compiler.fuses_into_products
         self._assigned, self._directives, self._stored_as = assigned, directives, stored_as
         self._memory = step_memory(step.graph, step.scopes, step.donated, waits=waits, fuses_into_products=fuses)
-        self._terminal = sides(step.graph).terminal
+        self._terminal = overlap_candidates(step.graph).terminal
         self._reduced: set[int] = set()
         self.copies = Copies(step.graph, self._memory)
 
@@ -63,7 +63,7 @@ class MemoryCount:
             return profile(memory.lives, sizes, len(graph.ops), self.copies.finish(moved, sizes, late), scratch_bytes)
 
         def fuses(op: Op) -> bool:
-            return op.id not in self._directives.apart
+            return op.id not in self._directives.unfused_updates
 
         products = self.copies.late(moved, self._reduced, sizes)
         late = Late(products, alive_with(products), alive_with, partial(self.copies.waiting, sizes), fuses)

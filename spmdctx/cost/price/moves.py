@@ -22,7 +22,7 @@ from spmdctx.ir.primitives import IDENTITIES
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.reshard import ReshardStep, reshard_steps
 from spmdctx.machine.xla.narrowing import sharers
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 
 
 class Move(NamedTuple):
@@ -61,7 +61,7 @@ class Moves:
     def __init__(self, assigned: Assigned, directives: Directives, collected: Collected, memory: MemoryCount) -> None:
         graph = assigned.graph
         self._assigned, self._directives, self._collected = assigned, directives, collected
-        self._scopes, self._copies, self._sides = assigned.step.scopes, memory.copies, sides(graph)
+        self._scopes, self._copies, self._overlap = assigned.step.scopes, memory.copies, overlap_candidates(graph)
         self._sharers, self._passing, self._same = sharers(graph), passing_values(graph), _aliases(graph)
         self._done: set[tuple[object, ...]] = set()
         # Values that exist only inside fusions are written before they move.
@@ -73,7 +73,7 @@ class Moves:
         op, value, source, target = move.op, move.value, move.source, move.target
         scope, known = self._scopes[op.id], self._assigned.graph.values[value]
         time_s, current = 0.0, source
-        hiding = Hiding(self._sides.gather_share(value, self._assigned.topology))
+        hiding = Hiding(self._overlap.gather_share(value, self._assigned.topology))
         direct = self._steps(move, source, target)
         steps = direct
         via = self._directives.routes.get((scope, value)) if self._sharers[op.id] and not move.is_result else None
@@ -119,9 +119,9 @@ class Moves:
             if step.kind == "slice":
                 if gathered is not None and (move.is_result or op.primitive in IDENTITIES):
                     copies.slice_of(gathered, value if move.is_result else op.results[0])
-            elif not (step.sharding == self._assigned.assignment.values[value] and copies.is_held(value)):
+            elif not (step.sharding == self._assigned.assignment.values[value] and copies.is_materialized(value)):
                 size = self._assigned.stored_bytes(value, step.sharding, move.narrow)
-                if move.is_result and copies.is_held(value):
+                if move.is_result and copies.is_materialized(value):
                     copies.make_after(op, key, size)
                 elif place < last:
                     copies.pass_through(op, key, size)

@@ -97,7 +97,7 @@ class _Biller:
         assigned, topology = self._assigned, self._assigned.topology
         for position, target in need.operands:
             value = op.operands[position]
-            if value not in assigned.step.loose:
+            if value not in assigned.step.from_literals:
                 narrow = topology.compiler.narrows_matrix_operands and self._readers.are_matrix_products(value, target)
                 source, repeats = assigned.assignment.values[value], read_repeats(assigned.graph, op)
                 self._moves.add(Move(op, value, source, target, narrow, repeats, position))
@@ -113,7 +113,7 @@ class _Biller:
         for value, made in zip(op.results, self._readers.splits.taken(op).results, strict=True):
             stored = assigned.assignment.values[value]
             natural = self._reductions.reduce(op, value, made, need) if need.partial else made
-            if natural != stored and value not in assigned.step.loose:
+            if natural != stored and value not in assigned.step.from_literals:
                 if natural != made or not need.partial:
                     self._memory.copies.pass_on(op, value, assigned.stored_bytes(value, natural))
                 narrow = topology.compiler.narrows_matrix_operands and self._readers.are_matrix_products(value)
@@ -121,11 +121,11 @@ class _Biller:
 
     def _compute_s(self, needs: Needs) -> float:
         """Returns the seconds in which all ops compute, and in which they write values in order to move them."""
-        graph, producers, loose = self._assigned.graph, self._assigned.graph.producers, self._assigned.step.loose
+        graph, producers, from_literals = self._assigned.graph, self._assigned.graph.producers, self._assigned.step.from_literals
         own = needs.per_op(lambda need: need.compute_s)
-        makers = [maker for maker in map(producers.get, loose) if maker is not None]
+        makers = [maker for maker in map(producers.get, from_literals) if maker is not None]
         # Values that depend on no input are computed inside their readers' fusions.
-        own[[maker for maker in makers if loose.issuperset(graph.ops[maker].results)]] = 0
+        own[[maker for maker in makers if from_literals.issuperset(graph.ops[maker].results)]] = 0
         ops, seconds = self._moves.written(self._reductions.scattered)
         return _sum_in_order(np.insert(own, [op + 1 for op in ops], seconds))
 

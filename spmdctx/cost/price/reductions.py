@@ -17,7 +17,7 @@ from spmdctx.ir.mesh import local_shape
 from spmdctx.ir.primitives import ADDITIONS
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.machine.collectives import collective_time_s
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partial_sums import Readers, Sums
 from spmdctx.machine.xla.reductions import ReductionPlan, reduction_plan, scattered_by
 
@@ -30,7 +30,7 @@ class Reductions:
 
     def __init__(self, assigned: Assigned, directives: Directives, readers: Readers, collected: Collected, memory: MemoryCount) -> None:
         self._assigned, self._directives, self._collected, self._memory = assigned, directives, collected, memory
-        self._sides = sides(assigned.graph)
+        self._overlap = overlap_candidates(assigned.graph)
         self._sums = None
         if assigned.topology.compiler.merges_partial_sums:
             self._sums = Sums(readers, assigned.assignment, assigned.mesh, assigned.topology)
@@ -116,7 +116,7 @@ class Reductions:
     def _gather_candidates(self, op: Op, value: int, natural: TensorSharding, partial: AxisNames) -> None:
         """Adds the gathers by which XLA compares every device's best value, and its index."""
         values, slices = self._assigned.graph.values, self._assigned.mesh.num_slices(partial)
-        hiding = Hiding(self._sides.reduction_share(value, self._assigned.topology))
+        hiding = Hiding(self._overlap.reduction_share(value, self._assigned.topology))
         for dtype in (values[op.operands[0]].dtype, values[value].dtype):
             payload = self._assigned.local_bytes(value, natural) // item_bytes(values[value].dtype) * item_bytes(dtype) * slices
             self._collected.add(op, Wanted("all_gather", partial, payload, Cause.sum(op.primitive)), hiding)
@@ -129,4 +129,4 @@ class Reductions:
 
     def _hiding(self, value: int) -> Hiding:
         topology = self._assigned.topology
-        return Hiding(self._sides.reduction_share(value, topology), self._sides.reduction_machine(value, topology))
+        return Hiding(self._overlap.reduction_share(value, topology), self._overlap.reduction_machine(value, topology))

@@ -12,15 +12,15 @@ from spmdctx.ir.primitives import Boundary
 
 def read_repeats(graph: Graph, op: Op) -> int:
     """Returns how often an op takes its operands in a step."""
-    return op.repeats * _turns(graph, op.results[0], op.operands[0]) if op.boundary is Boundary.EXIT else op.repeats
+    return op.repeats * _iterations(graph, op.results[0], op.operands[0]) if op.boundary is Boundary.EXIT else op.repeats
 
 
 def made_repeats(graph: Graph, op: Op) -> int:
     """Returns how often an op makes its results in a step."""
-    return op.repeats * _turns(graph, op.operands[0], op.results[0]) if op.boundary is Boundary.ENTER else op.repeats
+    return op.repeats * _iterations(graph, op.operands[0], op.results[0]) if op.boundary is Boundary.ENTER else op.repeats
 
 
-def _turns(graph: Graph, outer: int, inner: int) -> int:
+def _iterations(graph: Graph, outer: int, inner: int) -> int:
     """Returns the number of slices of a stacked array; 1 for a value that is carried, or the same in every turn."""
     if outer == LITERAL or inner == LITERAL:
         return 1

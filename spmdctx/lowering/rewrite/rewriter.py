@@ -115,7 +115,7 @@ class Rewriter:
         natural = project(op.rule.results[position], axes)
         stored = self.assignment.values[value]
         partial = partial_axes(op.rule, axes)
-        if natural == stored and record.is_open:
+        if natural == stored and record.is_unconstrained:
             return var
         if partial:
             reduction = reduction_plan(op, natural, stored, partial)

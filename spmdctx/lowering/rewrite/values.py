@@ -32,7 +32,7 @@ class ValueRecord(NamedTuple):
     """The record of one value: what the rewriter writes for it.
 
     Where it is made:
-        is_open: nothing, if it is made as it is stored.
+        is_unconstrained: no constraint, if it is made as it is stored.
         is_constrained: a constraint, even if nothing is moved or reduced there.
         is_equal: the compiler may merge it with an equal value; it is constrained behind a barrier too.
         has_barrier: a barrier behind it.
@@ -48,7 +48,7 @@ class ValueRecord(NamedTuple):
         is_repeated: it is repeated by an equation of its own.
     """
 
-    is_open: bool = False
+    is_unconstrained: bool = False
     is_constrained: bool = False
     is_equal: bool = False
     has_barrier: bool = False
@@ -92,7 +92,7 @@ def _records(sharded: ShardedProgram, tied: Iterable[int], carried: Iterable[int
     equal = equal_values(graph, program.scopes, assignment, moved)
     needed = NeededConstraints(assignment, sharded.mesh, moved)
     by_field: dict[str, Iterable[int]] = {
-        "is_open": turned_products(graph, assignment) | free_values(graph, program.loose, moved),
+        "is_unconstrained": turned_products(graph, assignment) | free_values(graph, program.from_literals, moved),
         "is_constrained": [*equal, *(value for op in graph.ops if op in needed for value in op.results)],
         "is_equal": equal,
         "has_barrier": directives.barriers,

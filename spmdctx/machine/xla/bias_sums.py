@@ -23,7 +23,7 @@ from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.primitives import ADDITIONS
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.sharding import Assignment
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.recompute import refines
 from spmdctx.rules.elementwise import ELEMENTWISE
 
@@ -63,7 +63,7 @@ def _made_of_sums(graph: Graph, assignment: Assignment, biased: set[int]) -> set
 
 
 def _is_kept_twice(graph: Graph, assignment: Assignment, walk: Walk, elementwise: Sequence[bool], summed: set[int]) -> bool:
-    terminal, is_sliced, is_added_up = sides(graph).terminal, False, False
+    terminal, is_sliced, is_added_up = overlap_candidates(graph).terminal, False, False
     for value, op in ends_below(graph, walk, elementwise):
         if op.primitive == "reduce_sum":
             is_added_up |= value in summed

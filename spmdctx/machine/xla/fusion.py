@@ -59,18 +59,18 @@ def in_memory(columns: Columns, kept: Iterable[int]) -> BoolArray:
         columns: The columns of the step.
         kept: Its inputs and outputs.
     """
-    held = np.zeros(columns.num_values + 1, dtype=bool)
-    held[[value for value in kept if value != LITERAL]] = True
+    materialized = np.zeros(columns.num_values + 1, dtype=bool)
+    materialized[[value for value in kept if value != LITERAL]] = True
     if not columns.num_ops:
-        return held
-    readers = _FusedReaders(columns, held)
+        return materialized
+    readers = _FusedReaders(columns, materialized)
     maker = columns.maker_of
     is_result = maker >= 0
-    can_be_ahead = is_result & readers.takes_chains[maker] & ~readers.needed & ~held & readers.passes_on()
+    can_be_ahead = is_result & readers.takes_chains[maker] & ~readers.needed & ~materialized & readers.passes_on()
     ahead, made = _ahead(columns, ~readers.chained, can_be_ahead, readers.last)
-    held |= is_result & ~ahead & (made[maker] | readers.needed)
-    _keep_shared(columns, held, is_result & ~held & ~ahead, readers)
-    return held
+    materialized |= is_result & ~ahead & (made[maker] | readers.needed)
+    _keep_shared(columns, materialized, is_result & ~materialized & ~ahead, readers)
+    return materialized
 
 
 def _ahead(columns: Columns, made: BoolArray, can_be: BoolArray, last: IntArray) -> tuple[BoolArray, BoolArray]:
@@ -86,12 +86,12 @@ def _ahead(columns: Columns, made: BoolArray, can_be: BoolArray, last: IntArray)
     return np.frombuffer(found, dtype=bool), np.frombuffer(done, dtype=bool)
 
 
-def _keep_shared(columns: Columns, held: BoolArray, chains: BoolArray, readers: _FusedReaders) -> None:
-    """Adds to `held` the values of `chains` that several ops read and that are made of many tensors, or with a scatter."""
-    kept, is_chain, shared, scatters = bytearray(held), bytearray(chains), bytearray(readers.count > 1), bytearray(readers.scatters)
-    compared, compares = bytearray(len(held)), any(scatters)
+def _keep_shared(columns: Columns, materialized: BoolArray, chains: BoolArray, readers: _FusedReaders) -> None:
+    """Adds to `materialized` the values of `chains` that several ops read and that are made of many tensors, or with a scatter."""
+    kept, is_chain, shared, scatters = bytearray(materialized), bytearray(chains), bytearray(readers.count > 1), bytearray(readers.scatters)
+    compared, compares = bytearray(len(materialized)), any(scatters)
     elements = columns.elements.tolist()
-    sources: list[frozenset[int]] = [frozenset()] * len(held)
+    sources: list[frozenset[int]] = [frozenset()] * len(materialized)
     for op in np.flatnonzero(columns.have_result(chains)).tolist():
         operands = columns.operands[op]
         for value in columns.results[op]:
@@ -101,16 +101,18 @@ def _keep_shared(columns: Columns, held: BoolArray, chains: BoolArray, readers: 
             if compares:
                 compared[value] = scatters[op] or any(compared[operand] for operand in operands)
             if shared[value] and (compared[value] or len(found) > _MOST_SOURCES):
-                held[value] = True
+                materialized[value] = True
                 kept[value], compared[value] = 1, 0
             sources[value] = found
 
 
-def _sources(operands: tuple[int, ...], size: int, held: bytearray, sources: list[frozenset[int]], elements: list[int]) -> frozenset[int]:
+def _sources(
+    operands: tuple[int, ...], size: int, materialized: bytearray, sources: list[frozenset[int]], elements: list[int]
+) -> frozenset[int]:
     """Returns the values in memory of at least `size` elements from which a chain computes its result."""
     found: frozenset[int] = frozenset()
     for operand in operands:
-        if held[operand]:
+        if materialized[operand]:
             if elements[operand] >= size:
                 found |= {operand}
         elif own := sources[operand]:
@@ -148,9 +150,9 @@ def _last_ops(columns: Columns) -> BoolArray:
     return ~np.frombuffer(leads_on, dtype=bool)
 
 
-def fused_slots(columns: Columns, held: BoolArray) -> BoolArray:
-    """Returns for each slot whether `Op.fused` has its bit set; `held` says for each value whether it exists in memory."""
-    fused = ~held[columns.slot_values]
+def fused_slots(columns: Columns, materialized: BoolArray) -> BoolArray:
+    """Returns for each slot whether `Op.fused` has its bit set; `materialized` says for each value whether it exists in memory."""
+    fused = ~materialized[columns.slot_values]
     fused[columns.is_operand] |= read_before(columns)
     return fused
 

@@ -23,7 +23,7 @@ from spmdctx.ir.analysis.kinds import op_kinds, ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.machine.xla.fusion import CHAINED
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 
 LARGEST_UPDATE = 128 * 2**20
 """The most bytes that an update makes if XLA fuses its product with it: TPU's fast memory holds them.
@@ -46,23 +46,23 @@ class GradientProduct(NamedTuple):
     read_inside: tuple[int, ...]
 
 
-def gradient_products(graph: Graph, held: bytearray, turns: Sequence[int]) -> tuple[GradientProduct, ...]:
+def gradient_products(graph: Graph, materialized: bytearray, iteration_ends: Sequence[int]) -> tuple[GradientProduct, ...]:
     """Returns the products that may run last; they depend on no sharding.
 
     Args:
         graph: The step.
-        held: A flag for each value: 1 if it exists in memory.
-        turns: The result of `schedule.turn_ends`.
+        materialized: A flag for each value: 1 if it exists in memory.
+        turns: The result of `schedule.iteration_ends`.
     """
-    terminal = sides(graph).terminal
+    terminal = overlap_candidates(graph).terminal
     chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and op.boundary is None).tolist()
     found = []
     for op in ops_of(graph, MATRIX_PRODUCTS):
-        if op.repeats > 1 or turns[op.id] != op.id:
+        if op.repeats > 1 or iteration_ends[op.id] != op.id:
             continue
         if len(op.results) == 1 and terminal[op.results[0]] and (made := _becomes(graph, op.results[0], chained)):
-            read = [value for value in op.operands if held[value]]
-            found.append(GradientProduct(op.id, made, tuple(read), _read_inside(graph, op, held)))
+            read = [value for value in op.operands if materialized[value]]
+            found.append(GradientProduct(op.id, made, tuple(read), _read_inside(graph, op, materialized)))
     return tuple(found)
 
 
@@ -73,8 +73,8 @@ def _becomes(graph: Graph, gradient: int, chained: Sequence[bool]) -> tuple[int,
     return () if is_read or walk.is_cut else tuple(walk.met)
 
 
-def _read_inside(graph: Graph, op: Op, held: bytearray) -> tuple[int, ...]:
-    left = [value for value in op.operands if value != LITERAL and not held[value]]
+def _read_inside(graph: Graph, op: Op, materialized: bytearray) -> tuple[int, ...]:
+    left = [value for value in op.operands if value != LITERAL and not materialized[value]]
     seen: dict[int, None] = {}
     found: dict[int, None] = {}
     while left:
@@ -86,7 +86,7 @@ def _read_inside(graph: Graph, op: Op, held: bytearray) -> tuple[int, ...]:
         for operand in graph.ops[maker].operands:
             if operand == LITERAL:
                 continue
-            if held[operand]:
+            if materialized[operand]:
                 found[operand] = None
             else:
                 left.append(operand)

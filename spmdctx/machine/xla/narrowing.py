@@ -27,15 +27,15 @@ from spmdctx.machine.topology import Topology
 from spmdctx.rules.elementwise import ELEMENTWISE
 
 
-def narrow_values(graph: Graph, held: bytearray) -> bytearray:
-    """Returns a flag for each value: 1 if XLA keeps it narrow. `held` says which values exist in memory."""
+def narrow_values(graph: Graph, materialized: bytearray) -> bytearray:
+    """Returns a flag for each value: 1 if XLA keeps it narrow. `materialized` says which values exist in memory."""
     found = bytearray(len(graph.values) + 1)
-    if not any(value.dtype == "float32" and held[value.id] for value in graph.values):
+    if not any(value.dtype == "float32" and materialized[value.id] for value in graph.values):
         return found
-    chains = _Chains(graph, held)
+    chains = _Chains(graph, materialized)
     products = of_primitives(graph, MATRIX_PRODUCTS)
     every, may_take = ends(graph), products.copy()
-    may_take[every.ops[~every.is_result & (np.frombuffer(held, dtype=np.uint8)[every.values] == 0)]] = True
+    may_take[every.ops[~every.is_result & (np.frombuffer(materialized, dtype=np.uint8)[every.values] == 0)]] = True
     # Values made of products on the way into other ops.
     passed, makes = bytearray(len(graph.values) + 1), products.tolist()
     for index in np.flatnonzero(may_take).tolist():
@@ -46,7 +46,7 @@ def narrow_values(graph: Graph, held: bytearray) -> bytearray:
         if not of_product:
             continue
         for value in op.results:
-            if not held[value]:
+            if not materialized[value]:
                 passed[value] = 1
             else:
                 found[value] = graph.values[value].dtype == "float32" and chains.lead_to_products(value)
@@ -61,10 +61,10 @@ def kept_share(value: Value, narrow: bytearray, topology: Topology) -> float:
 class _Chains:
     """The ways of values through element-wise ops whose results do not exist in memory."""
 
-    def __init__(self, graph: Graph, held: bytearray) -> None:
+    def __init__(self, graph: Graph, materialized: bytearray) -> None:
         self._narrow, self._readers = narrow_readers(graph), graph.readers
         self._kept = frozenset((*graph.inputs, *graph.outputs))
-        exists = np.frombuffer(held, dtype=np.uint8) == 1
+        exists = np.frombuffer(materialized, dtype=np.uint8) == 1
         exists[list(self._kept)] = True
         self._graph = graph
         # A flag for each op: True if a chain goes on behind it.

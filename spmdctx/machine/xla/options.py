@@ -17,11 +17,10 @@ from __future__ import annotations
 UNLIMITED = 1 << 40
 """A threshold that no program reaches: XLA combines everything that it can."""
 
-_AUTO_MB = 64
+MANY_OPERANDS = 100_000
+"""A number of operands that no combined collective reaches."""
 
-_MANY = 100_000
-
-_THRESHOLDS: dict[tuple[str, str], str] = {
+BYTE_THRESHOLDS: dict[tuple[str, str], str] = {
     ("tpu", "all_reduce"): "xla_jf_crs_combiner_threshold_in_bytes",
     ("tpu", "reduce_scatter"): "xla_tpu_ars_combiner_threshold_in_bytes",
     ("gpu", "all_reduce"): "xla_gpu_all_reduce_combine_threshold_bytes",
@@ -30,7 +29,5 @@ _THRESHOLDS: dict[tuple[str, str], str] = {
 }
 """The option by (backend, kind); other pairs have none."""
 
-_COUNTS = {"tpu": "xla_jf_crs_combiner_threshold_count", "gpu": "xla_gpu_collective_combine_threshold_count"}
+COUNT_THRESHOLDS = {"tpu": "xla_jf_crs_combiner_threshold_count", "gpu": "xla_gpu_collective_combine_threshold_count"}
 """The option that limits the operands of a combined collective; beside a threshold in bytes it must not matter."""
-
-_NAMES = {"all_reduce": "allreduce", "all_gather": "allgather", "reduce_scatter": "reducescatter"}

@@ -27,7 +27,7 @@ _NO_WEIGHTS = frozenset({Role.BATCH, Role.KEY, Role.ARGUMENT, Role.INTERMEDIATE}
 _CONSTANT = 2
 
 
-class Sides(NamedTuple):
+class OverlapCandidates(NamedTuple):
     """Flags for each value of a graph: 1 in `weights` for a weight value, and 1 in `terminal` for a terminal one."""
 
     weights: bytearray
@@ -56,12 +56,12 @@ def widening(op: Op, dtype: str, is_terminal: bool, topology: Topology) -> int:
     return 2 if wide and (op.primitive in WIDENED or op.primitive in ADDITIONS) else 1
 
 
-def sides(graph: Graph) -> Sides:
+def overlap_candidates(graph: Graph) -> OverlapCandidates:
     """Classifies all values of a graph; this depends on no sharding."""
-    known: Sides | None = graph.facts.get(sides)
+    known: OverlapCandidates | None = graph.facts.get(overlap_candidates)
     if known is None:
         loops = _loops(graph)
-        known = graph.facts[sides] = Sides(_weights(graph, loops), _terminal(graph, loops))
+        known = graph.facts[overlap_candidates] = OverlapCandidates(_weights(graph, loops), _terminal(graph, loops))
     return known
 
 

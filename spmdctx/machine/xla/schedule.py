@@ -25,7 +25,7 @@ from spmdctx.ir.arrays import BoolArray
 from spmdctx.ir.graph import LITERAL, Graph
 from spmdctx.ir.primitives import BOUNDARY_OF, ENTERING, HEAVY, LEAVING, LOOP_BOUNDARIES
 from spmdctx.machine.xla.fusion import CHAINED
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 
 _MOST_PASSED = 6
 _LEAST_PASSED = 2
@@ -76,7 +76,7 @@ def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
     return tuple(runs)
 
 
-def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
+def iteration_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
     """Returns for each op the last op of its turn of the innermost loop around it; outside of loops, the op itself.
 
     Args:
@@ -86,30 +86,30 @@ def turn_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
     found = list(range(len(graph.ops)))
     if not _boundaries(graph).any():
         return tuple(found)
-    open_turns: list[int] = []
+    open_iterations: list[int] = []
     before: tuple[str, int] | None = None
     for op in reversed(graph.ops):
         kind = "enter" if op.primitive in ENTERING else "leave" if op.primitive in LEAVING else ""
         now = (kind, scopes[op.id])
         if kind == "leave":
             if now == before:
-                open_turns.pop()
-            open_turns.append(op.id - 1)
+                open_iterations.pop()
+            open_iterations.append(op.id - 1)
         elif kind == "enter":
-            if now != before and open_turns:
-                open_turns.pop()
-        elif open_turns:
-            found[op.id] = open_turns[-1]
+            if now != before and open_iterations:
+                open_iterations.pop()
+        elif open_iterations:
+            found[op.id] = open_iterations[-1]
         before = now
     return tuple(found)
 
 
-def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int, ...]:
+def first_runs(graph: Graph, materialized: bytearray, runs: Sequence[int]) -> tuple[int, ...]:
     """Returns for each op when it first runs; a fused op runs with the first of the ops into which it is fused.
 
     Args:
         graph: The step.
-        held: A flag for each value: 1 if it exists in memory.
+        materialized: A flag for each value: 1 if it exists in memory.
         runs: The result of `order`.
     """
     first, never = list(runs), len(graph.ops)
@@ -119,7 +119,7 @@ def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int,
         if results and primitive not in BOUNDARY_OF:
             own, time = time, never
             for value in results:
-                when = own if held[value] else read[value]
+                when = own if materialized[value] else read[value]
                 if when < time:
                     time = when
             if time == never:
@@ -134,7 +134,7 @@ def first_runs(graph: Graph, held: bytearray, runs: Sequence[int]) -> tuple[int,
 
 def needed_products(graph: Graph) -> tuple[int, ...]:
     """Returns the matrix products that other products need."""
-    terminal = sides(graph).terminal
+    terminal = overlap_candidates(graph).terminal
     return tuple([op.id for op in ops_of(graph, HEAVY) if not all(map(terminal.__getitem__, op.results))])
 
 
@@ -166,7 +166,7 @@ class _Others:
 def _terminal_ops(graph: Graph) -> BoolArray:
     """Returns for each op whether it has results, and no matrix product needs any of them."""
     makers, made = ends(graph).results
-    needed = np.frombuffer(sides(graph).terminal, dtype=np.uint8)[made] == 0
+    needed = np.frombuffer(overlap_candidates(graph).terminal, dtype=np.uint8)[made] == 0
     found, leads = np.zeros(len(graph.ops), dtype=bool), np.zeros(len(graph.ops), dtype=bool)
     found[makers] = True
     leads[makers[needed]] = True

@@ -19,24 +19,24 @@ from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.projection import local_bytes, partial_axes, project
 from spmdctx.ir.sharding import Assignment
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.rules.elementwise import ELEMENTWISE
 
 
-def kept_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_bytes: int) -> dict[int, int]:
+def unfused_updates(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_bytes: int) -> dict[int, int]:
     """Returns the gradients behind which a barrier stands, by the matrix product that makes each.
 
     There are none if `scratch_bytes`, the size of an operand that the chip can hold, is 0.
     """
     if not scratch_bytes:
         return {}
-    terminal = sides(graph).terminal
+    terminal = overlap_candidates(graph).terminal
     products = [op for op in ops_of(graph, ("dot_general",)) if terminal[op.results[0]]]
-    found = {op.id: gradient_apart(graph, assignment, mesh, scratch_bytes, op) for op in products}
+    found = {op.id: unfused_gradient(graph, assignment, mesh, scratch_bytes, op) for op in products}
     return {op: value for op, value in found.items() if value is not None}
 
 
-def gradient_apart(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_bytes: int, op: Op) -> int | None:
+def unfused_gradient(graph: Graph, assignment: Assignment, mesh: LogicalMesh, scratch_bytes: int, op: Op) -> int | None:
     """Returns the gradient that a matrix product `op` makes, if a barrier stands behind it, else None."""
     if op.primitive != "dot_general" or LITERAL in op.operands:
         return None

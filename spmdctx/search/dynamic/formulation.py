@@ -66,7 +66,7 @@ class Formulation(Generic[TablesT]):
     def space_on(self, mesh: LogicalMesh) -> Space:
         """Returns the step's space on a mesh."""
         if self._space is None:
-            self._space = Space(self.step.graph, mesh, self.topology, self.step.loose)
+            self._space = Space(self.step.graph, mesh, self.topology, self.step.from_literals)
         return self._space if self._space.mesh == mesh else self._space.on(mesh)
 
     def network(self, space: Space, setup: Setup) -> Network:

@@ -25,7 +25,7 @@ def place_free_values(space: Space, assignment: Assignment, pins: Mapping[int, P
     """
     if not space.free_slots:
         return assignment
-    graph, slot_of, loose = space.graph, space.slot_of, space.free_slots
+    graph, slot_of, free = space.graph, space.slot_of, space.free_slots
     demands: dict[int, TensorSharding] = {}
     ops, values = list(assignment.ops), list(assignment.values)
     splits: dict[tuple[object, ...], OpSharding] = {}
@@ -34,7 +34,7 @@ def place_free_values(space: Space, assignment: Assignment, pins: Mapping[int, P
     fitting: dict[tuple[object, ...], TensorSharding] = {}
     for index in _around(space):
         op, slots = graph.ops[index], space.op_slots[index]
-        if op.results and all(slot_of[value] in loose for value in op.results):
+        if op.results and all(slot_of[value] in free for value in op.results):
             for value in op.results:
                 wanted, pin = demands.get(slot_of[value]), pins.get(slot_of[value])
                 alike = (space.shapes[value], wanted, pin)
@@ -49,7 +49,7 @@ def place_free_values(space: Space, assignment: Assignment, pins: Mapping[int, P
                 split = splits[key] = OpSharding(merge(op.rule, tensors, space.splittable(op.rule), space.mesh))
             ops[index] = split
         for position, slot in enumerate(slots[: len(op.operands)]):
-            if slot in loose:
+            if slot in free:
                 wanted = project(op.rule.operands[position], ops[index].axes)
                 known = demands.get(slot)
                 if known is None:

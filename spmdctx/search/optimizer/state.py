@@ -19,7 +19,7 @@ from spmdctx.ir.mesh import LogicalMesh, axes_of, divides, replicated
 from spmdctx.ir.primitives import RENAMES
 from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
 from spmdctx.machine.topology import Topology
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.search.optimizer.gather_at_use import is_slice, keep_at_rest, readers_of
 from spmdctx.search.optimizer.refined_mesh import refined, refined_assignment, refined_setup
 from spmdctx.search.optimizer.update_region import plan_update
@@ -78,7 +78,7 @@ def split_optimizer(
     setup.pins.update(stored)
     setup.reasons.update(dict.fromkeys(stored, REASON))
     assignment, moved = keep_at_rest(graph, assignment, {value: stored[value] for value in stored if _is_weight(graph, value)}, setup)
-    space = Space(graph, mesh, topology, step.loose)
+    space = Space(graph, mesh, topology, step.from_literals)
     kept = frozenset(setup.forced) | moved
     return setup, plan_update(space, assignment, stored, gradients, kept, splits_accumulators=asked.splits_accumulators)
 
@@ -135,7 +135,7 @@ def _owners(graph: Graph) -> dict[int, list[int]]:
     for value in owned:
         by_shape.setdefault(graph.values[value].shape, []).append(graph.values[value])
     carried = {before for before, _ in graph.ties}
-    terminal = sides(graph).terminal
+    terminal = overlap_candidates(graph).terminal
     for known in inputs:
         if known.role not in (Role.OPTIMIZER, Role.STATE) or not known.shape:
             continue

@@ -15,7 +15,7 @@ from spmdctx.ir.primitives import CARRYING, HEAVY
 from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.machine.xla.overlap import terminal_values
 from spmdctx.search.problem.space import NO_SLOT, Space
-from spmdctx.search.propagation import Spreader, free_loose_values, settle
+from spmdctx.search.propagation import Spreader, place_values_from_literals, settle
 
 
 def plan_update(
@@ -50,7 +50,7 @@ def plan_update(
     spreader.spread()
     state = spreader.state
     settle(space, state, spreader.fixed, forced, sorted({op for slot in free for op in space.neighbours[slot]}))
-    free_loose_values(space, state, spreader.fixed)
+    place_values_from_literals(space, state, spreader.fixed)
     chosen = list(assignment.ops)
     for index in sorted(ops):
         chosen[index] = space.choose(index, state).sharding

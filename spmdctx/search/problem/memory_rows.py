@@ -251,7 +251,7 @@ class _RowBuilder:
             value = self._network.carries[carry].value
             into_op = nodes[carry.target].sort == "op"
             members = folded.op_members[carry.target if into_op else carry.source.node]
-            if into_op or not memory.held[value]:
+            if into_op or not memory.materialized[value]:
                 copy = self._copy_node(carry, value, into_op)
                 for op in members:
                     if op in moves and into_op:

@@ -23,7 +23,7 @@ from spmdctx.ir.graph import Op, Role
 from spmdctx.ir.primitives import ADDITIONS
 from spmdctx.ir.projection import FactorAxes
 from spmdctx.machine.xla.narrowing import narrow_readers, sharers, sharing_ops
-from spmdctx.machine.xla.overlap import Sides, sides
+from spmdctx.machine.xla.overlap import OverlapCandidates, overlap_candidates
 from spmdctx.search.problem.edges import EdgeRow, EdgeRows, edge_repeats
 from spmdctx.search.problem.fold import FOLDING, Fold, Folding, fold
 from spmdctx.search.problem.space import NO_SLOT, Space
@@ -63,7 +63,7 @@ class Load(NamedTuple):
 class Node(NamedTuple):
     """A node: its sort ("op", "slot" or "use"), the op or value that stands for its class, and how often it is executed.
 
-    A slot's `joins` are those of the op that makes it. A `terminal` op's results reach no matrix product (overlap.Sides); `later`
+    A slot's `joins` are those of the op that makes it. A `terminal` op's results reach no matrix product (`overlap`); `later`
     says how its partial results are reduced.
     """
 
@@ -109,7 +109,7 @@ def build_network(
         folding: the options of the fold.
     """
     joins = _joins(space, slot_marks)
-    found = sides(space.graph)
+    found = overlap_candidates(space.graph)
     terminal = _terminal(space, found)
     sums = loop_sums(space.graph)
     later = {space.graph.producers[value]: own for value, own in later_reductions(space.graph, sums).items()}
@@ -157,7 +157,7 @@ def _joins_of_maker(network: Network, slot_class: int) -> Joins:
     return network.nodes[node].joins if node >= 0 else PLAIN
 
 
-def _terminal(space: Space, found: Sides) -> IntArray:
+def _terminal(space: Space, found: OverlapCandidates) -> IntArray:
     """Returns for each op 1 if its first result reaches no matrix product, else 0."""
     every = ends(space.graph)
     terminal = np.frombuffer(found.terminal, dtype=np.uint8).astype(np.int64)
@@ -224,13 +224,13 @@ def _add_uses(network: Network) -> None:
         network.uses[value, scope] = node
 
 
-def _add_carries(network: Network, found: Sides) -> None:
+def _add_carries(network: Network, found: OverlapCandidates) -> None:
     """Adds one edge for all rows with the same ends, in the order of the ops that first have them."""
     for source, result, target, position, slim, weight, value in _edge_rows(network, found).summed():
         network.carries[Carry(Source(source, result), target, position, slim)] = Load(weight, value)
 
 
-def _edge_rows(network: Network, found: Sides) -> EdgeRows:
+def _edge_rows(network: Network, found: OverlapCandidates) -> EdgeRows:
     """Returns a row for each operand, which comes from its slot, and one for each result, which goes to its slot.
 
     Each use node adds one row, from the slot to the use.

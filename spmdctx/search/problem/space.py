@@ -46,7 +46,7 @@ class OpChoice(NamedTuple):
 class OpKind(NamedTuple):
     """The common properties of the ops of one kind: everything that prices depend on, except the shardings of the slots.
 
-    `rule` is the id of the rule object. `free` says for each operand and result whether it is loose; it is empty if none is.
+    `rule` is the id of the rule object. `free` says for each operand and result whether it comes from literals; it is empty if none is.
     `fused` and `work` are the ops' own. `passing` says which of its values are only computed on the way.
     """
 
@@ -66,7 +66,7 @@ class Space:
     """
 
     def __init__(
-        self, graph: Graph, mesh: LogicalMesh, topology: Topology, loose: frozenset[int], limits: AlgoLimits | None = None
+        self, graph: Graph, mesh: LogicalMesh, topology: Topology, from_literals: frozenset[int], limits: AlgoLimits | None = None
     ) -> None:
         self.graph, self.mesh, self.topology = graph, mesh, topology
         self.limits = limits if limits is not None and limits.restricts else None
@@ -75,7 +75,7 @@ class Space:
         self._splittable: dict[int, tuple[bool, ...]] = {}
         self._choices: dict[tuple[int, ...], OpChoice] = {}
         self.slot_of = _union(len(graph.values), graph.ties)
-        self.free_slots = frozenset(self.slot_of[value] for value in loose)
+        self.free_slots = frozenset(self.slot_of[value] for value in from_literals)
         slot = [*self.slot_of, NO_SLOT].__getitem__
         self.op_slots = [tuple(map(slot, op[2] + op[3])) for op in graph.ops]
         self.kinds: list[OpKind] = []
@@ -129,11 +129,11 @@ class Space:
     def _number_kinds(self) -> list[int]:
         """Numbers the kinds of ops, and returns the number of each op's kind."""
         graph, every = self.graph, ends(self.graph)
-        # For each operand and result: does it pass, and is it loose? Literals do neither.
+        # For each operand and result: does it pass, and is it from_literals? Literals do neither.
         flags = np.zeros(len(graph.values) + 1, dtype=np.uint64)
         flags[:-1] = np.frombuffer(self.passing, dtype=np.uint8)
-        is_loose = np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.free_slots))
-        flags += np.uint64(2) * is_loose.astype(np.uint64)
+        is_from_literals = np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.free_slots))
+        flags += np.uint64(2) * is_from_literals.astype(np.uint64)
         own = flags[every.values]
         marked = own != 0
         spread = mixed(np.array(graph.kinds, dtype=np.uint64) + np.uint64(1))

@@ -169,9 +169,9 @@ class Tables:
         """Lists the operands that an element-wise op may follow; it must follow one of them, unless the list is empty."""
         if not is_elementwise(op.rule):
             return []
-        slots, loose = self.space.op_slots[op.id], self.space.free_slots
+        slots, free = self.space.op_slots[op.id], self.space.free_slots
         alike = [place for place, dims in enumerate(op.rule.operands) if dims and dims == op.rule.results[0]]
-        return [] if any(slots[place] in loose for place in alike) else alike
+        return [] if any(slots[place] in free for place in alike) else alike
 
     def table(self, carry: Carry, value: int, weight: float) -> FloatArray:
         """Returns the seconds of an edge for each pair of states."""

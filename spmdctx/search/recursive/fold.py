@@ -17,7 +17,7 @@ class Folded:
 
     Attributes:
         graph: one op per class. A value may have several producers, as a loop's carry does.
-        loose: its values that depend on no input.
+        from_literals: its values that depend on no input.
         members: per op of the graph, the ops of the program that it stands for, in order.
         value_of: slot of the program to value of the graph.
         followers: ops of the graph that are backward products.
@@ -25,7 +25,7 @@ class Folded:
     """
 
     graph: Graph
-    loose: frozenset[int]
+    from_literals: frozenset[int]
     members: list[list[int]]
     value_of: dict[int, int]
     followers: frozenset[int]
@@ -53,15 +53,15 @@ def folded_program(space: Space, found: Fold) -> Folded:
         if number >= 0 and number not in inputs:
             inputs[number] = None
             values[number] = _value(space, number, value, space.graph.values[value].role)
-    loose: dict[int, int] = {}
+    from_literals: dict[int, int] = {}
     ops = []
     for index, own in enumerate(found.op_members):
         op, slots = space.graph.ops[own[0]], space.op_slots[own[0]]
         for slot in slots:
-            if slot != NO_SLOT and slot not in value_of and slot not in loose:
-                loose[slot] = len(values)
+            if slot != NO_SLOT and slot not in value_of and slot not in from_literals:
+                from_literals[slot] = len(values)
                 values.append(_value(space, len(values), slot, Role.INTERMEDIATE))
-        ids = [LITERAL if slot == NO_SLOT else value_of.get(slot, loose.get(slot, LITERAL)) for slot in slots]
+        ids = [LITERAL if slot == NO_SLOT else value_of.get(slot, from_literals.get(slot, LITERAL)) for slot in slots]
         count = len(op.operands)
         ops.append(
             op._replace(id=index, operands=tuple(ids[:count]), results=tuple(ids[count:]), repeats=op.repeats * len(own), pinned=None)
@@ -70,7 +70,7 @@ def folded_program(space: Space, found: Fold) -> Folded:
     followers, roots = backward_products(space.graph), Roots(space.graph)
     return Folded(
         graph,
-        frozenset(loose.values()),
+        frozenset(from_literals.values()),
         found.op_members,
         value_of,
         frozenset([index for index, own in enumerate(found.op_members) if own[0] in followers]),

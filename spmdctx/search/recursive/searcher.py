@@ -149,7 +149,7 @@ class RecursiveSearcher(Search):
         """Runs steps 1 to 3, and keeps the cuts if they stand."""
         space = self._formulation.space_on(setup.mesh)
         folded = folded_program(space, self._formulation.network(space, setup).folded)
-        small = Space(folded.graph, setup.mesh, self._topology, folded.loose, self._options.limits)
+        small = Space(folded.graph, setup.mesh, self._topology, folded.from_literals, self._options.limits)
         decided = self._decided(small, folded, setup)
         log_rounds(folded.graph, setup.mesh, decided.decisions, [members[0] for members in folded.members])
         names: dict[str, tuple[str, AxisNames]] = {name: (name, (name,)) for name in setup.mesh.names}

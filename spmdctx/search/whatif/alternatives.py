@@ -98,7 +98,7 @@ class PricedAlternatives:
     """The alternatives of one plan, computed on demand.
 
     Attributes:
-        graph, scopes, loose, manual, assignment, mesh, topology, donated: as for `price`.
+        graph, scopes, from_literals, manual, assignment, mesh, topology, donated: as for `price`.
         pinned: values that the user fixed; they move only if the question is about them.
         forced: ops whose axes the user fixed.
         memory_bytes: the budget per device, if there is one.
@@ -107,7 +107,7 @@ class PricedAlternatives:
 
     graph: Graph
     scopes: tuple[int, ...]
-    loose: frozenset[int]
+    from_literals: frozenset[int]
     manual: tuple[Collective, ...]
     assignment: Assignment
     mesh: LogicalMesh
@@ -158,7 +158,7 @@ class PricedAlternatives:
 
     @cached_property
     def _around(self) -> Neighbourhood:
-        space = Space(self.graph, self.mesh, self.topology, self.loose)
+        space = Space(self.graph, self.mesh, self.topology, self.from_literals)
         return Neighbourhood(space, self.assignment, self.pinned, self.forced)
 
     @cached_property
@@ -167,7 +167,7 @@ class PricedAlternatives:
 
     def _price(self, assignment: Assignment, graph: Graph | None = None) -> Bill:
         graph = graph or self.graph
-        return price(Step(graph, self.scopes, self.loose, self.donated), assignment, self.mesh, self.topology, written=self.manual)
+        return price(Step(graph, self.scopes, self.from_literals, self.donated), assignment, self.mesh, self.topology, written=self.manual)
 
     def _priced(self, value: int, op: int | None, options: list[_Option]) -> list[Alternative]:
         """Ranks the options by the prices of the ops around, then prices the whole step for the best few."""
@@ -224,7 +224,7 @@ class PricedAlternatives:
             wanted = {}
             sides = zip((*known.operands, *known.results), (*known.rule.operands, *known.rule.results), strict=True)
             for value, dims in sides:
-                if value != LITERAL and value not in self.pinned and value not in self.loose:
+                if value != LITERAL and value not in self.pinned and value not in self.from_literals:
                     sharding = project(dims, axes)
                     if divides(self.graph.values[value].shape, sharding, self.mesh):
                         wanted[value] = sharding

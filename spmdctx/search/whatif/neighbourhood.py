@@ -14,9 +14,10 @@ from collections.abc import Collection, Iterable, Mapping
 from spmdctx.ir.analysis.chains import Walk
 from spmdctx.ir.mesh import divides
 from spmdctx.ir.projection import project
-from spmdctx.ir.rule import FactorKind, OpRule
+from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.search.problem.space import NO_SLOT, Space
+from spmdctx.search.propagation import keeps_dimensions
 
 MAX_TRIALS = 120
 
@@ -83,7 +84,7 @@ class Neighbourhood:
             for second in ones:
                 if first[1] != second[1] and (first[0] < second[0] or first[0] == second[0]):
                     found[_sharding(rank, first, second)] = None
-        for number in self._wishes(slot, self.state):
+        for number in self._proposals(slot, self.state):
             found[space.shardings[number]] = None
         own = self.assignment.values[value]
         return [sharding for sharding in found if sharding != own and divides(shape, sharding, space.mesh)]
@@ -129,12 +130,10 @@ class Neighbourhood:
     def _is_simple(self, rule: OpRule) -> bool:
         known = self._simple.get(id(rule))
         if known is None:
-            sides = {dims for dims in (*rule.operands, *rule.results) if dims}
-            passes = all(kind is FactorKind.PASS_THROUGH for kind in rule.kinds)
-            known = self._simple[id(rule)] = passes and len(sides) <= 1
+            known = self._simple[id(rule)] = keeps_dimensions(rule)
         return known
 
-    def _wishes(self, slot: int, state: list[int]) -> list[int]:
+    def _proposals(self, slot: int, state: list[int]) -> list[int]:
         """Returns the numbers of the shardings in which the ops around a slot would take it, as they are cheapest now."""
         space = self.space
         found: dict[int, None] = {}
@@ -159,7 +158,7 @@ class Neighbourhood:
                 continue
             around = space.neighbours[slot]
             best, best_s = state[slot], self._cost_s(around, state)
-            for number in self._wishes(slot, state):
+            for number in self._proposals(slot, state):
                 trials += 1
                 if not divides(space.shapes[slot], space.shardings[number], space.mesh):
                     continue

@@ -54,7 +54,7 @@ def _alternatives(planned: Planned, captured: Captured, settings: Settings) -> P
     return PricedAlternatives(
         graph=graph,
         scopes=program.scopes,
-        loose=program.loose,
+        from_literals=program.from_literals,
         manual=tuple(row for region in program.manual for row in region.collectives),
         assignment=planned.assignment,
         mesh=planned.mesh,

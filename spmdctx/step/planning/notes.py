@@ -23,7 +23,7 @@ from spmdctx.search.setup.request import Setup
 from spmdctx.step.planning.assemble import cost_of
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
-from spmdctx.trace.capture.layerwise import _matches
+from spmdctx.trace.capture.layerwise import matches_path
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import bytes_text, exact_bytes_text
 
@@ -50,7 +50,7 @@ _MOST_LISTED = 4
 _WORTH_A_WORD = 0.01
 
 
-def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets: Sequence[int | None]) -> str:
+def no_buckets_note(program: Program, settings: Settings, setup: Setup, buckets: Sequence[int | None]) -> str:
     """Returns why the requested buckets of gradients have no effect, or an empty string if they have one."""
     if any(bucket is not None for bucket in buckets):
         return "" if settings.topology.compiler.keeps_barriers else NO_BUCKETS
@@ -60,14 +60,16 @@ def _without_buckets(program: Program, settings: Settings, setup: Setup, buckets
     return "all_reduce_fusion_config has no effect: no gradient is found that the plan reduces; what a shard_map reduces is the user's own."
 
 
-def _group_notes(program: Program, settings: Settings, setup: Setup, bill: Bill, groups: Mapping[int, int]) -> list[str]:
+def group_notes(program: Program, settings: Settings, setup: Setup, bill: Bill, groups: Mapping[int, int]) -> list[str]:
     """Names the parts of `shard(fusion=)` that have no effect."""
     machine = settings.topology
     notes = ungrouped_note(program.graph, bill, setup.mesh, all_to_all=machine.preferences.allows_all_to_all)
     return [*notes, NO_GROUPS] if groups and not machine.compiler.keeps_barriers else notes
 
 
-def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Gradient], buckets: Sequence[int | None], holds: Holds) -> str:
+def unbucketed_note(
+    program: Program, assignment: Assignment, gradients: Sequence[Gradient], buckets: Sequence[int | None], holds: Holds
+) -> str:
     """Names the gradients that a loop reduces in each iteration because they cannot wait for their bucket."""
     graph = program.graph
     apart = []
@@ -80,7 +82,9 @@ def _in_turns(program: Program, assignment: Assignment, gradients: Sequence[Grad
     return f"A loop reduces these gradients in each of its turns, apart from their buckets: {', '.join(apart)}."
 
 
-def _notes(program: Program, captured: Captured, setup: Setup, settings: Settings, assignment: Assignment, bill: Bill) -> tuple[str, ...]:
+def plan_notes(
+    program: Program, captured: Captured, setup: Setup, settings: Settings, assignment: Assignment, bill: Bill
+) -> tuple[str, ...]:
     """Collects all notes of a plan, each of them once.
 
     Raises:
@@ -192,5 +196,5 @@ def _repeated_work(program: Program, setup: Setup, assignment: Assignment, bill:
 
 
 def _unmatched_patterns(captured: Captured, settings: Settings) -> list[str]:
-    unmatched = [one for one in settings.layerwise_parallel if not any(_matches(leaf.path, one) for leaf in captured.inputs)]
+    unmatched = [one for one in settings.layerwise_parallel if not any(matches_path(leaf.path, one) for leaf in captured.inputs)]
     return [f"layerwise_parallel pattern {pattern!r} matches no argument." for pattern in unmatched]

@@ -31,7 +31,7 @@ from spmdctx.search.select import search
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.modes import prepare
 from spmdctx.step.planning.assemble import Decided, assembled, certified, cost_of, plain_gradients, reshards_of
-from spmdctx.step.planning.notes import _group_notes, _in_turns, _notes, _without_buckets
+from spmdctx.step.planning.notes import group_notes, no_buckets_note, plan_notes, unbucketed_note
 from spmdctx.step.planning.request import request_of, search_mode, search_options, step_of
 from spmdctx.trace.build.build import Argument, build
 from spmdctx.trace.build.program import Program
@@ -69,12 +69,12 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         )
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices, settings.topology)
-        notes = _notes(program, captured, setup, settings, assignment, bill)
+        notes = plan_notes(program, captured, setup, settings, assignment, bill)
         gradients, has_regions = directives.gradients, bool(program.region_ops)
         grouped = asks_for_groups(settings.context, setup.mesh, has_regions=has_regions)
         if grouped and has_regions:
-            notes = (*notes, *_group_notes(program, settings, setup, bill, directives.groups))
-        without = _without_buckets(program, settings, setup, gradients.buckets) or _in_turns(
+            notes = (*notes, *group_notes(program, settings, setup, bill, directives.groups))
+        without = no_buckets_note(program, settings, setup, gradients.buckets) or unbucketed_note(
             program, assignment, gradients.ordered, gradients.buckets, directives.loop_sums
         )
         if without:
@@ -127,14 +127,14 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         request = request_of(program, captured, settings)
         step, mesh, machine = step_of(program, captured), plan.logical_mesh, settings.topology
         bound = lower_bound_s(step, request, machine, options, mesh)
-        counted = evaluate(step.graph, step.scopes, step.loose, plan.assignment, mesh, machine).total_s
+        counted = evaluate(step.graph, step.scopes, step.from_literals, plan.assignment, mesh, machine).total_s
     return certified(plan, Certificate(bound, counted))
 
 
 def _bodies(program: Program) -> list[Body]:
     """Returns the bodies of the program's shard_maps."""
     return [
-        Body(region.op, region.repeats, region.body.graph, region.body.scopes, region.body.loose)
+        Body(region.op, region.repeats, region.body.graph, region.body.scopes, region.body.from_literals)
         for region in program.manual
         if region.op >= 0
     ]

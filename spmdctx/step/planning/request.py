@@ -22,7 +22,7 @@ from spmdctx.trace.scope.settings import Settings
 def step_of(program: Program, captured: Captured) -> Step:
     """Returns a captured step as searches see it."""
     donated = frozenset([value for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True) if leaf.donated])
-    return Step(program.graph, program.scopes, program.loose, donated)
+    return Step(program.graph, program.scopes, program.from_literals, donated)
 
 
 def request_of(program: Program, captured: Captured, settings: Settings) -> Request:

@@ -236,8 +236,8 @@ class GraphBuilder:
         """Drops dead ops, makes equal ones one, renumbers the rest, and freezes everything."""
         trail, alive = self._trail(), self._alive(outputs)
         columns = self._columns(alive)
-        held, loose = in_memory(columns, (*inputs, *outputs)), _loose_values(columns)
-        same = made_one(find_copies(columns, self._comparable(alive)), columns, held, loose)
+        materialized, from_literals = in_memory(columns, (*inputs, *outputs)), _values_from_literals(columns)
+        same = made_one(find_copies(columns, self._comparable(alive)), columns, materialized, from_literals)
         twins = {alive[copy]: alive[first] for copy, first in same.ops.items()}
         if twins:
             self._operands = [tuple([same.values.get(value, value) for value in own]) for own in self._operands]
@@ -245,12 +245,12 @@ class GraphBuilder:
             ties = [(before, same.values.get(after, after)) for before, after in ties]
             alive = self._alive(outputs)
             columns = self._columns(alive)
-            held, loose = in_memory(columns, (*inputs, *outputs)), _loose_values(columns)
+            materialized, from_literals = in_memory(columns, (*inputs, *outputs)), _values_from_literals(columns)
         sites = self._sites(alive, twins)
         origins = LazyOrigins(self._infos, self._frames, self._frame_of).select(alive)
         graph = Graph(
             values=self._values(),
-            ops=_ops(columns, held),
+            ops=_ops(columns, materialized),
             inputs=inputs,
             outputs=outputs,
             ties=(*self.ties, *ties),
@@ -266,7 +266,7 @@ class GraphBuilder:
             marks=tuple(mark._replace(op=sites[mark.op]) for mark in self.marks if sites[mark.op] >= 0),
             user_pins=tuple(self.user_pins),
             manual=tuple(region._replace(op=sites[region.op]) for region in self.manual if sites[region.op] >= 0),
-            loose=loose,
+            from_literals=from_literals,
             region_ops=origins.inside_regions() if self.marks else frozenset(),
             loss_operands=tuple(one._replace(value=same.values.get(one.value, one.value)) for one in self.loss_operands),
         )
@@ -367,9 +367,9 @@ def _stable_text(params: dict[str, Any]) -> str:
     return _ADDRESS.sub("", repr(sorted((name, str(value)) for name, value in params.items())))
 
 
-def _ops(columns: Columns, held: BoolArray) -> tuple[Op, ...]:
-    """Makes the ops; `held` tells for each value whether it exists in memory."""
-    fused = fused_slots(columns, held)
+def _ops(columns: Columns, materialized: BoolArray) -> tuple[Op, ...]:
+    """Makes the ops; `materialized` tells for each value whether it exists in memory."""
+    fused = fused_slots(columns, materialized)
     primitives, rules, flops = ([kind[place] for kind in map(columns.kinds.__getitem__, columns.kind_of.tolist())] for place in range(3))
     sides = columns.operands, columns.results
     rest = repeat(None), fused_bits(columns, fused), fusion_works(columns, fused)
@@ -377,11 +377,11 @@ def _ops(columns: Columns, held: BoolArray) -> tuple[Op, ...]:
     return tuple(map(_new, repeat(Op), fields))
 
 
-def _loose_values(columns: Columns) -> frozenset[int]:
+def _values_from_literals(columns: Columns) -> frozenset[int]:
     """Returns the values computed from literals alone, without an input, constant array or random key."""
-    loose = {LITERAL}
-    never = columns.which(bodies.NEVER_LOOSE.__contains__).tolist()
+    from_literals = {LITERAL}
+    never = columns.which(bodies.NEVER_FROM_LITERALS.__contains__).tolist()
     for operands, results, depends in zip(columns.operands, columns.results, never, strict=True):
-        if not depends and loose.issuperset(operands):
-            loose.update(results)
-    return frozenset(loose - {LITERAL})
+        if not depends and from_literals.issuperset(operands):
+            from_literals.update(results)
+    return frozenset(from_literals - {LITERAL})

@@ -64,16 +64,16 @@ def _literals(eqn: Any) -> tuple[Any, ...]:
     return tuple([(literal.dtype, literal.tobytes()) for literal in literals])
 
 
-def made_one(copies: Copies, columns: Columns, held: BoolArray, loose: Container[int]) -> Copies:
-    """Returns the copies that XLA merges with their originals; `held` tells for each value whether it exists in memory."""
+def made_one(copies: Copies, columns: Columns, materialized: BoolArray, from_literals: Container[int]) -> Copies:
+    """Returns the copies that XLA merges with their originals; `materialized` tells for each value whether it exists in memory."""
     values: dict[int, int] = {}
     twins: dict[int, int] = {}
     chained = columns.which(CHAINED.__contains__)
     for copy, number in copies.ops.items():
         pairs = list(zip(columns.results[copy], columns.results[number], strict=True))
-        if all(first in loose for _, first in pairs):
+        if all(first in from_literals for _, first in pairs):
             continue
-        if not chained[number] or all(held[value] and held[first] for value, first in pairs):
+        if not chained[number] or all(materialized[value] and materialized[first] for value, first in pairs):
             values.update(pairs)
             twins[copy] = number
     return Copies(values, twins)

@@ -36,7 +36,7 @@ KEPT = frozenset(
 INLINED = frozenset(CALLS) - KEPT
 """Calls that lowering inlines into their caller."""
 
-NEVER_LOOSE = frozenset(BOUNDARY_OF) | {"random_seed"}
+NEVER_FROM_LITERALS = frozenset(BOUNDARY_OF) | {"random_seed"}
 
 
 def open_jaxpr(body: Any) -> tuple[Any, Sequence[Any]]:

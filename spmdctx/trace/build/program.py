@@ -58,7 +58,7 @@ class Program:
 
     `op_of_site` maps each equation and body boundary, in the order in which `trace.build.control_flow` meets them, to its op id, -1 where
     the op is dead; equal equations of one body are one op. `scopes` numbers the computation (top level, loop body, remat body) that
-    each op belongs to. `loose` holds the values that depend on no input, and so cost nothing to make in any sharding; `region_ops`
+    each op belongs to. `from_literals` holds the values that depend on no input, and so cost nothing to make in any sharding; `region_ops`
     the ops inside `shard()` regions.
     """
 
@@ -69,6 +69,6 @@ class Program:
     marks: tuple[Mark, ...]
     user_pins: tuple[UserPin, ...]
     manual: tuple[ManualRegion, ...]
-    loose: frozenset[int]
+    from_literals: frozenset[int]
     region_ops: frozenset[int]
     loss_operands: tuple[LossOperand, ...] = ()

@@ -302,9 +302,9 @@ def _roles(target: Target, static: Static, flattening: Flattening, traced: _Trac
     arguments = list(_arguments(target, static, flattening, traced.jaxpr.in_avals))
     sources = [result.source for result in traced.results]
     first = sum(index < flattening.num_state for index in traced.kept)
-    loose = [argument for argument in arguments if not argument.is_key and not any(leaf.owned for leaf in argument.leaves)]
+    unowned = [argument for argument in arguments if not argument.is_key and not any(leaf.owned for leaf in argument.leaves)]
     found = carried_leaves(
-        [argument.span for argument in loose],
+        [argument.span for argument in unowned],
         traced.jaxpr.in_avals,
         Span(flattening.result_tree, first, len(sources)),
         traced.jaxpr.out_avals,

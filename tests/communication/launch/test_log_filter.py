@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdctx.communication.launch.log_filter import is_noise
+from spmdctx.communication.launch.log_filter import is_connection_report
 
 SENTENCE = "[Gloo] Rank 2 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
 
@@ -16,8 +16,8 @@ SENTENCE = "[Gloo] Rank 2 is connected to 3 peer ranks. Expected number of conne
         "[Gloo] Rank ",
     ],
 )
-def test_what_says_nothing_is_noise(line):
-    assert is_noise(line)
+def test_what_only_reports_connections_is_dropped(line):
+    assert is_connection_report(line)
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_what_says_nothing_is_noise(line):
     ],
 )
 def test_everything_else_is_shown(line):
-    assert not is_noise(line)
+    assert not is_connection_report(line)

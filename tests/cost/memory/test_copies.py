@@ -116,7 +116,7 @@ def test_a_product_whose_update_makes_more_than_the_chip_holds_does_not_run_last
     kept = next(value for value in (*product.read, *product.read_inside) if value not in graph.inputs)
     sizes = [0] * len(graph.values)
     sizes[kept] = 100
-    (updated,) = [value for value in product.made if memory.held[value]]
+    (updated,) = [value for value in product.made if memory.materialized[value]]
     sizes[updated] = update_bytes
     made = copies.finish((), sizes, copies.late((), {one.op for one in memory.gradients[1:]}, sizes))
     assert any(copy.bytes == 100 for copy in made) == is_last

@@ -39,16 +39,16 @@ def test_a_chain_behind_a_product_is_computed_in_it_and_keeps_what_it_adds():
 @pytest.mark.parametrize(("fuses", "kept"), [(True, ["dot_general"]), (False, ["mul", "dot_general"])])
 def test_what_a_product_reads_is_in_memory_where_nothing_is_fused_into_products(fuses, kept):
     program, graph = traced(lambda x, w: (jnp.sin(x) * 2) @ w, X, W)
-    held = step_memory(graph, program.scopes, fuses_into_products=fuses).held
-    assert [op.primitive for op in graph.ops if held[op.results[0]]] == kept
+    materialized = step_memory(graph, program.scopes, fuses_into_products=fuses).materialized
+    assert [op.primitive for op in graph.ops if materialized[op.results[0]]] == kept
 
 
 def test_a_mark_before_a_product_is_but_another_name():
     mesh = jax.sharding.AbstractMesh((1,), ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     program, graph = traced(lambda x, w: lax.with_sharding_constraint(jnp.sin(x), place) @ w, X, W)
-    held = step_memory(graph, program.scopes, fuses_into_products=False).held
-    assert [op.primitive for op in graph.ops if held[op.results[0]]] == ["sin", "dot_general"]
+    materialized = step_memory(graph, program.scopes, fuses_into_products=False).materialized
+    assert [op.primitive for op in graph.ops if materialized[op.results[0]]] == ["sin", "dot_general"]
 
 
 def test_a_product_that_two_ops_read_is_in_memory():
@@ -159,9 +159,9 @@ def test_what_a_loop_reads_is_in_memory_before_it(changed, kept):
         return lax.scan(lambda carry, _: (carry + constant, None), x, None, length=3)[0]
 
     program, graph = traced(function, X, X)
-    held = step_memory(graph, program.scopes).held
+    materialized = step_memory(graph, program.scopes).materialized
     entered = [op.operands[0] for op in graph.ops if op.primitive == "scan.enter" and op.operands[0] in graph.producers]
-    assert sum(held[value] for value in entered) == kept
+    assert sum(materialized[value] for value in entered) == kept
 
 
 @pytest.mark.parametrize("num_ops", [0, 1])
@@ -191,7 +191,7 @@ def test_what_takes_the_place_of_a_carry_has_its_memory():
     memory = step_memory(graph, program.scopes)
     added = next(op.results[0] for op in graph.ops if op.primitive == "add")
     product = next(op.results[0] for op in graph.ops if op.primitive == "dot_general")
-    assert [life.value for life in memory.in_carries] == [added if memory.held[added] else product]
+    assert [life.value for life in memory.in_carries] == [added if memory.materialized[added] else product]
     assert not {life.value for life in memory.in_carries} & {life.value for life in memory.lives}
 
 
@@ -207,11 +207,11 @@ def test_a_carry_that_is_read_after_its_next_value_is_there_keeps_its_memory():
     assert step_memory(graph, program.scopes).in_carries == ()
 
 
-def test_a_loop_keeps_what_it_narrows_of_a_value_that_stays_the_same_from_its_start_to_its_end():
+def test_a_loop_keeps_a_narrowed_constant_for_all_of_its_iterations():
     program, graph = accumulated(lambda w: w.astype(jnp.bfloat16))
     narrowed = next(op.results[0] for op in graph.ops if op.primitive == "convert_element_type")
     memory = step_memory(graph, program.scopes)
-    assert not memory.held[narrowed], "made where it is read, as far as the trace says"
+    assert not memory.materialized[narrowed], "made where it is read, as far as the trace says"
     kept = next(life for life in memory.lives if life.value == narrowed)
     weight = next(op for op in graph.ops if op.primitive == "scan.enter" and op.operands == (graph.inputs[1],))
     assert kept.start == weight.id
@@ -231,7 +231,7 @@ def test_a_product_that_is_transposed_is_made_so():
     program, graph = traced(lambda x, w: (x @ w).T, X, W)
     product = graph.ops[0].results[0]
     memory = step_memory(graph, program.scopes)
-    assert (memory.held[product], memory.settled[product]) == (0, 1)
+    assert (memory.materialized[product], memory.settled[product]) == (0, 1)
 
 
 def test_a_product_that_bears_a_mark_is_made_under_it():
@@ -240,4 +240,4 @@ def test_a_product_that_bears_a_mark_is_made_under_it():
     program, graph = traced(lambda x, w: lax.with_sharding_constraint(x @ w, place), X, W)
     product = graph.ops[0].results[0]
     memory = step_memory(graph, program.scopes)
-    assert (memory.held[product], memory.settled[product]) == (0, 1)
+    assert (memory.materialized[product], memory.settled[product]) == (0, 1)

@@ -38,7 +38,7 @@ def step(weights, x):
 def assigned(machine=CPU):
     roles = [Role.PARAMETER, Role.PARAMETER, Role.BATCH]
     program = trace(step, WEIGHTS, X, carried=[(0, 0), (1, 1)], roles=roles)
-    return Assigned(Step(program.graph, program.scopes, program.loose), spread(program, {2: ROWS}), MESH, machine)
+    return Assigned(Step(program.graph, program.scopes, program.from_literals), spread(program, {2: ROWS}), MESH, machine)
 
 
 def by_index(*ends):
@@ -66,7 +66,7 @@ def test_nobody_who_asks_for_no_buckets_gets_any():
 
 
 @pytest.mark.parametrize("widens", [False, True])
-def test_gradients_are_widened_where_the_machine_is_asked_to_and_the_price_reads_the_record(widens):
+def test_gradients_are_widened_and_priced_so_only_where_the_user_asks_for_it(widens):
     case = assigned(as_asked(CPU, Preferences(widens_gradients=widens)))
     directives = priced_directives(case)
     assert bool(directives.widened) == widens

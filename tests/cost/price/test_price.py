@@ -27,9 +27,9 @@ X = jnp.ones((32, 64))
 W = jnp.ones((64, 64))
 
 
-def bill(graph, ops, values, *, topology=CPU, mesh=MESH, manual=(), loose=frozenset(), scopes=None):
+def bill(graph, ops, values, *, topology=CPU, mesh=MESH, manual=(), from_literals=frozenset(), scopes=None):
     assignment = Assignment(tuple(map(OpSharding, ops)), tuple(values), "by hand")
-    return price(Step(graph, tuple(scopes or [0] * len(graph.ops)), loose), assignment, mesh, topology, written=manual)
+    return price(Step(graph, tuple(scopes or [0] * len(graph.ops)), from_literals), assignment, mesh, topology, written=manual)
 
 
 def rows(found):
@@ -78,7 +78,7 @@ def test_a_scatter_that_the_compiler_does_not_make_costs_what_it_makes_instead()
         assert row.time_s == pytest.approx(collective_time_s(made, row.payload_bytes, M, MESH, alone))
 
 
-def test_a_partial_result_over_two_axes_is_scattered_over_one_and_reduced_over_the_other():
+def test_a_sum_over_two_axes_is_scattered_over_one_and_reduced_over_the_other():
     graph, axes = one_dot()
     both = ("data", "model")
     found = bill(graph, [axes(k=both)], [((), both), (both, ()), (D, ())])
@@ -120,14 +120,14 @@ def test_a_value_that_depends_on_no_input_is_made_where_it_is_wanted():
     make = GraphMaker()
     make.op("sin", identity((32, 64)), make.input(32, 64), shape=(32, 64))
     graph = make.graph(1)
-    assert rows(bill(graph, [WHOLE], [(D, ()), WHOLE], loose=frozenset({0}))) == []
+    assert rows(bill(graph, [WHOLE], [(D, ()), WHOLE], from_literals=frozenset({0}))) == []
 
 
 @pytest.mark.parametrize(("topology", "count"), [("cpu", 2), ("h100", 1), ("tpu-v5e", 1)])
 def test_a_sum_of_partial_results_is_reduced_once_where_the_compiler_does_so(topology, count):
     program = trace(lambda x, y, w: x @ w + y @ w, X, X, W)
     assignment = spread(program, {0: ((), M), 1: ((), M), 2: (M, ())})
-    found = price(Step(program.graph, program.scopes, program.loose), assignment, MESH, PRESETS[topology])
+    found = price(Step(program.graph, program.scopes, program.from_literals), assignment, MESH, PRESETS[topology])
     assert rows(found) == [("all_reduce", M, 32 * 64 * 4, 1)] * count
 
 
@@ -240,7 +240,7 @@ def test_a_sum_that_is_kept_narrow_is_reduced_before_it_is_narrowed(axis, share,
     program = trace(lambda x, w, v: (lambda y: jnp.tanh(y) * jnp.cos(y))(x @ w) @ v, X, W, W)
     first = program.graph.ops[0]
     assignment = spread(program, {0: ((), axis), 1: (axis, ()), 2: WHOLE})
-    profile = price(Step(program.graph, program.scopes, program.loose), assignment, MESH, machine).memory_profile
+    profile = price(Step(program.graph, program.scopes, program.from_literals), assignment, MESH, machine).memory_profile
     arguments = (32 + 64 + 64) * 64 * 4 if not axis else (32 + 64) * 64 * 4 // 2 + 64 * 64 * 4
     # Kept as float32, a sum is reduced in its own place.
     assert profile[first.id] - arguments == (share if narrows else 1) * 32 * 64 * 4
@@ -257,6 +257,7 @@ def test_a_sum_over_an_axis_of_one_device_is_none():
     mesh = LogicalMesh.of({"data": 1, "model": 8})
     split, whole = (spread(program, {2: (axes, ()), 0: ((), M), 1: (M, ())}, mesh) for axes in (D, ()))
     profiles = [
-        price(Step(program.graph, program.scopes, program.loose), assignment, mesh, CPU).memory_profile for assignment in (split, whole)
+        price(Step(program.graph, program.scopes, program.from_literals), assignment, mesh, CPU).memory_profile
+        for assignment in (split, whole)
     ]
     assert profiles[0] == profiles[1]

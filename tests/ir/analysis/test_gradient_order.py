@@ -108,7 +108,7 @@ def buckets(step, *args, **options):
     return [one.bucket for one in plan.gradients]
 
 
-def test_buckets_are_cut_at_the_indices_and_there_are_none_where_nothing_asks_for_them():
+def test_buckets_are_cut_at_the_indices_and_only_where_the_context_asks_for_them():
     def step(weights, x):
         return jax.tree.map(lambda one, more: one - more, weights, jax.grad(loss)(weights, x))
 

@@ -33,7 +33,7 @@ def all_to_alls(name, backend, allowed, **options):
 
 
 @pytest.mark.parametrize("backend", TARGETS)
-def test_experts_are_dispatched_by_all_to_all_where_that_is_allowed_and_by_gathers_elsewhere(backend):
+def test_experts_are_dispatched_by_all_to_all_only_where_that_is_allowed(backend):
     planned, compiled = all_to_alls("moe", backend, True, parallel_mode="semi_auto_parallel")
     assert planned
     assert compiled

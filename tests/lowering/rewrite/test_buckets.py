@@ -69,7 +69,7 @@ def test_twenty_gradients_are_reduced_in_exactly_the_three_buckets(backend, opti
 
 
 @pytest.mark.parametrize("backend", TARGETS)
-def test_gradients_of_a_llama_step_are_reduced_in_exactly_the_three_buckets_through_remat(backend):
+def test_gradients_of_a_llama_step_with_remat_are_reduced_in_three_buckets(backend):
     function, args = abstract_program(
         replace(config(), num_layers=1, vocab_size=512, width=128, hidden=256, num_heads=4, num_kv_heads=4, max_seq=64), 16, split=UNSPLIT
     )
@@ -158,7 +158,7 @@ def test_buckets_that_depend_on_each_other_the_wrong_way_are_joined_and_named():
     assert "optimization_barrier" not in {eqn.primitive.name for eqn in tied.eqns}
 
 
-def test_what_makes_a_bucket_waits_for_the_one_above_and_readers_take_it_from_the_barrier():
+def test_a_bucket_waits_for_the_one_before_and_its_readers_for_the_barrier():
     jaxpr = jax.make_jaxpr(lambda a, b: (a.sum(0) * 2, b.sum(0) * 3))(jnp.ones((4, 3)), jnp.ones((4, 3))).jaxpr
     sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum"]
     tied = tie_buckets(jaxpr.eqns, jaxpr.outvars, [Sum(bucket, eqn, eqn.outvars[0]) for bucket, eqn in enumerate(sums)])

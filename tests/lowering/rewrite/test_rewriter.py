@@ -262,7 +262,7 @@ def test_every_argument_and_result_has_its_planned_sharding():
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
-def test_readers_of_a_value_that_is_resharded_for_one_of_them_take_it_from_one_constraint():
+def test_readers_of_a_value_that_one_of_them_reshards_share_its_constraint():
     mesh = make_mesh(MESH, jax.devices())
 
     def step(x, w):

@@ -40,7 +40,7 @@ def test_values_alike_share_one_record():
 def test_a_barrier_stands_behind_what_is_kept_apart_or_written_once():
     program = trace(function, jnp.ones((16, 32)), jnp.ones((32, 8)))
     (product,), (tanh,) = ops(program, "dot_general"), ops(program, "tanh")
-    directives = Directives(apart={product.id: product.results[0]}, written_once=frozenset(tanh.results))
+    directives = Directives(unfused_updates={product.id: product.results[0]}, written_once=frozenset(tanh.results))
     _, found = values(directives, {})
     assert found[product.results[0]].has_barrier
     assert found[tanh.results[0]].has_barrier

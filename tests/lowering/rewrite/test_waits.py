@@ -42,7 +42,7 @@ def test_the_numbers_are_the_same():
         np.testing.assert_array_equal(found, expected)
 
 
-def test_readers_of_the_gate_and_the_results_wait_and_what_makes_the_results_does_not():
+def test_readers_of_the_gate_and_of_the_results_wait_but_not_their_makers():
     jaxpr, gate, changed = written()
     (barrier,) = [eqn for eqn in changed.jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
     assert list(barrier.invars) == [gate, *jaxpr.outvars[:2]]
@@ -86,7 +86,7 @@ for least in (early_updates._LEAST_SAVED, 2.0):
 """
 
 
-def test_the_compiled_program_frees_the_logits_gradient_before_the_backward_pass_goes_on():
+def test_the_compiled_program_frees_the_logits_gradient_before_the_backward_pass():
     need_tpu()
     (planned, early, *said), (planned_late, late, *unsaid) = numbers(PEAKS)
     assert (said, unsaid) == ([1, 1], [0, 0])

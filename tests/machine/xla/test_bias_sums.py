@@ -39,7 +39,7 @@ def named(function=layers, *, sliced=True, summed=True, partial=True):
     return len(found)
 
 
-def test_a_sum_that_a_gradients_product_takes_a_slice_of_and_a_bias_is_added_up_of_is_written_once():
+def test_a_barrier_keeps_the_sum_that_a_weight_and_a_bias_gradient_read():
     assert named() == 1
 
 
@@ -54,11 +54,11 @@ def test_what_is_added_to_a_product_must_be_smaller():
 
 PEAKS = """
 from benchmarks import fidelity_plans
-from spmdctx.lowering.rewrite import rewriter
+from spmdctx.cost.price import directives
 
 job = next(job for job in fidelity_plans.jobs("v5e:2x4") if fidelity_plans.name_of(job) == "mlp sharding_propagation 2x4 none seed 1")
-for change in (rewriter.written_once, lambda *_: frozenset()):
-    rewriter.written_once = change
+for change in (directives.written_once, lambda *_: frozenset()):
+    directives.written_once = change
     built = fidelity_plans.build(job)
     memory = built.lowered.compile().memory_analysis()
     print(built.plan.cost.memory_bytes, memory.argument_size_in_bytes + memory.temp_size_in_bytes)

@@ -9,27 +9,27 @@ from tests.road import ops, trace
 X, W = jnp.ones((32, 64)), jnp.ones((64, 64))
 
 
-def held(program, primitive):
+def materialized(program, primitive):
     """Whether the results of the ops of one primitive are in memory."""
     return [not op.fused >> len(op.operands) & 1 for op in ops(program, primitive)]
 
 
 def test_a_chain_before_a_product_is_computed_in_it():
     program = trace(lambda x, w: jnp.exp(x) @ w, X, W)
-    assert held(program, "exp") == [False]
+    assert materialized(program, "exp") == [False]
     assert ops(program, "dot_general")[0].fused == 0b001
 
 
 def test_a_product_hands_its_result_to_its_only_reader():
     program = trace(lambda x, w: jnp.exp(x @ w), X, W)
-    assert held(program, "dot_general") == [False]
-    assert held(program, "exp") == [True]
+    assert materialized(program, "dot_general") == [False]
+    assert materialized(program, "exp") == [True]
 
 
 def test_what_a_sort_reads_is_in_memory():
     program = trace(lambda x: lax.sort(jnp.exp(jnp.sin(x))).sum(), X)
-    assert held(program, "exp") == [True]
-    assert held(program, "sin") == [False]
+    assert materialized(program, "exp") == [True]
+    assert materialized(program, "sin") == [False]
 
 
 def test_a_literal_is_nowhere_in_memory():
@@ -45,8 +45,8 @@ def test_a_sum_of_many_tensors_that_several_ops_read_is_kept():
         return jnp.sin(total) @ W, jnp.cos(total) @ W
 
     few, many = (trace(lambda *terms: function(terms), *[X] * count) for count in (2, 6))
-    assert held(few, "add") == [False]
-    assert held(many, "add") == [False] * 4 + [True]
+    assert materialized(few, "add") == [False]
+    assert materialized(many, "add") == [False] * 4 + [True]
 
 
 def test_small_tensors_that_are_spread_out_make_nothing_kept():
@@ -57,16 +57,16 @@ def test_small_tensors_that_are_spread_out_make_nothing_kept():
         return jnp.sin(total) @ W, jnp.cos(total) @ W
 
     rows, tables = (trace(function, X, *[jnp.ones(shape)] * 5) for shape in ((64,), (32, 64)))
-    assert held(rows, "mul") == [False] * 10
-    assert held(tables, "mul") == [False] * 9 + [True]
+    assert materialized(rows, "mul") == [False] * 10
+    assert materialized(tables, "mul") == [False] * 9 + [True]
 
 
 def test_a_scatter_of_one_element_per_row_is_a_comparison():
     labels = jnp.zeros((32,), int)
     picked = trace(jax.grad(lambda x: jnp.take_along_axis(jnp.sin(x), labels[:, None], 1).sum()), X)
     table = trace(jax.grad(lambda w: jnp.sin(w)[labels].sum()), W)
-    assert held(picked, "scatter-add") == [False]
-    assert held(table, "scatter-add") == [True]
+    assert materialized(picked, "scatter-add") == [False]
+    assert materialized(table, "scatter-add") == [True]
 
 
 def test_what_a_comparison_makes_is_kept_for_several_readers():
@@ -75,7 +75,7 @@ def test_what_a_comparison_makes_is_kept_for_several_readers():
         return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.zeros((32, 1), int), 1).sum()
 
     program = trace(jax.grad(loss, argnums=(0, 1)), X, W)
-    assert held(program, "scatter-add") == [True]
+    assert materialized(program, "scatter-add") == [True]
 
 
 def test_an_update_reads_each_tensor_once():

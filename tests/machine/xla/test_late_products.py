@@ -20,7 +20,7 @@ def looped(weights, x):
 
 
 @pytest.mark.parametrize(("step", "expected"), [(descent, 2), (clipped, 0), (looped, 1)])
-def test_a_product_may_run_last_if_nothing_but_an_update_outside_of_loops_reads_its_gradient(step, expected):
+def test_a_product_runs_last_if_only_an_update_outside_of_loops_reads_it(step, expected):
     program = trace(step, [W, W], X)
     graph, found = program.graph, step_memory(program.graph, program.scopes).gradients
     assert len(found) == expected
@@ -38,8 +38,8 @@ def test_what_a_product_reads_is_told_apart_from_what_chains_into_it_read():
     graph, memory = program.graph, step_memory(program.graph, program.scopes)
     for one in memory.gradients:
         operands = graph.ops[one.op].operands
-        assert all(memory.held[value] for value in (*one.read, *one.read_inside))
-        assert set(one.read) == {value for value in operands if memory.held[value]}
+        assert all(memory.materialized[value] for value in (*one.read, *one.read_inside))
+        assert set(one.read) == {value for value in operands if memory.materialized[value]}
         assert not set(one.read_inside) <= set(operands) or not one.read_inside
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from spmdctx.errors import ContextError
 from spmdctx.ir.graph import Role
 from spmdctx.machine.presets import PRESETS
-from spmdctx.machine.xla.overlap import sides
+from spmdctx.machine.xla.overlap import overlap_candidates
 from tests.road import trace
 
 W, X = jnp.ones((64, 64)), jnp.ones((32, 64))
@@ -24,7 +24,7 @@ def step(w, x):
 
 def sides_of(function, *args, roles=ROLES):
     program = trace(function, *args, roles=roles)
-    found = sides(program.graph)
+    found = overlap_candidates(program.graph)
     return program.graph, found.weights, found.terminal
 
 
@@ -69,7 +69,7 @@ def test_a_carry_that_starts_from_a_weight_and_takes_in_the_batch_is_no_weight()
 def test_shares_are_the_machine_s():
     graph, *_ = sides_of(step, W, X)
     machine = dataclasses.replace(PRESETS["cpu"], gather_overlap=0.5, reduction_overlap=0.25)
-    found = sides(graph)
+    found = overlap_candidates(graph)
     assert [found.gather_share(value, machine) for value in graph.inputs] == [0.5, 0.0]
     assert found.reduction_share(graph.outputs[0], machine) == 0.25
 
@@ -88,6 +88,6 @@ def test_state_that_comes_out_of_a_loop_as_it_goes_round_is_classified():
         return lax.scan(lambda mean, row: (0.9 * mean + row, None), mean, x)[0]
 
     program = trace(running_mean, W[0], X, roles=[Role.STATE, Role.BATCH], carried=[(0, 0)])
-    found = sides(program.graph)
+    found = overlap_candidates(program.graph)
     assert found.weights[program.graph.inputs[0]] == 1
     assert not found.weights[program.graph.outputs[0]]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from spmdctx.cost.memory.lives import lives
-from spmdctx.machine.xla.schedule import order, turn_ends
+from spmdctx.machine.xla.schedule import iteration_ends, order
 from tests.road import trace
 
 X = jnp.ones((32, 64))
@@ -42,7 +42,7 @@ def passed(graph, runs):
 
 
 @pytest.mark.parametrize(("num_layers", "most"), [(1, 0), (2, 1), (3, 2), (12, 2), (20, 4), (40, 6)])
-def test_a_product_that_only_makes_a_gradient_is_put_off_behind_two_or_a_ninth_of_the_others(num_layers, most):
+def test_a_gradient_is_put_off_behind_two_or_a_ninth_of_the_other_products(num_layers, most):
     graph = deep(num_layers).graph
     found = passed(graph, order(graph))
     assert max(found) == most
@@ -116,7 +116,7 @@ def test_the_turns_of_nested_loops_end_where_what_they_hand_on_is_ready():
 
     program = trace(lambda x: jnp.tanh(jax.lax.scan(outer, jnp.exp(x), None, length=2)[0]) @ W, X)
     graph = program.graph
-    ends = turn_ends(graph, program.scopes)
+    ends = iteration_ends(graph, program.scopes)
     nexts = [op.id for op in graph.ops if op.primitive == "scan.next"]
     products = [op.id for op in graph.ops if op.primitive == "dot_general"]
     assert len(nexts) == 2

@@ -8,7 +8,7 @@ import pytest
 
 from spmdctx.cost.price.directives import Directives
 from spmdctx.lowering.compile import jit_program
-from spmdctx.machine.xla.update_fusion import kept_apart
+from spmdctx.machine.xla.update_fusion import unfused_updates
 from tests.audit.compile_only import need_tpu
 from tests.road import MESH, spread, trace
 
@@ -25,7 +25,7 @@ def momentum(x, y, moment):
 
 def apart(function, scratch_bytes, pins):
     program = trace(function, X, Y, STATE)
-    found = kept_apart(program.graph, spread(program, pins), MESH, scratch_bytes)
+    found = unfused_updates(program.graph, spread(program, pins), MESH, scratch_bytes)
     return [op.primitive for op in program.graph.ops if op.results[0] in found.values()]
 
 
@@ -49,7 +49,7 @@ def test_no_compiled_fusion_multiplies_and_updates(scratch_bytes, want):
     x, y, state = jnp.ones((2048, 1024), jnp.bfloat16), jnp.ones((2048, 1024), jnp.bfloat16), jnp.ones((1024, 1024))
     program = trace(momentum, x, y, state)
     assignment = spread(program, {0: WHOLE, 1: COLUMNS, 2: COLUMNS})
-    directives = Directives(apart=kept_apart(program.graph, assignment, MESH, scratch_bytes))
+    directives = Directives(unfused_updates=unfused_updates(program.graph, assignment, MESH, scratch_bytes))
     lowered = jit_program(program, assignment, MESH, need_tpu(), directives).jitted.lower(x, y, state)
     bodies = re.findall(r"^%fused_computation.*?^}", lowered.compile().as_text(), re.MULTILINE | re.DOTALL)
     assert sum(" convolution(" in body and " add(" in body for body in bodies) == want

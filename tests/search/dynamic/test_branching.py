@@ -43,7 +43,7 @@ def test_what_is_found_with_less_work_is_found_with_more_or_something_cheaper(le
 
 
 @pytest.mark.parametrize("slack", [0.5, 3.0, 20.0])
-def test_of_solutions_that_are_not_proven_the_cheapest_is_taken_and_not_the_one_with_the_lowest_bound(slack):
+def test_the_cheapest_unproven_solution_is_taken_not_the_one_of_the_lowest_bound(slack):
     def unproven(problem):
         """A dear choice for what forbids the first node's first state, with a low bound."""
         found = solve(problem)

@@ -51,7 +51,7 @@ def test_only_a_large_program_is_given_up_after_a_short_attempt_without_a_plan(s
 
 
 @pytest.mark.parametrize("schedule", [effort.THOROUGH_PLAN, effort.QUICK_PLAN, effort.QUICK_PLAN_OR_NONE])
-def test_a_plan_is_improved_where_it_and_that_of_other_meshes_are_farther_from_the_bound_than_is_near_enough(schedule):
+def test_a_plan_is_improved_if_no_mesh_has_one_near_enough_to_the_bound(schedule):
     found = Standing(INFINITE, cost_s=1.0, is_begun=True)
     near, far = 1 / (1 + schedule.enough), 0.9
     assert due(schedule, found._replace(lower_bound_s=far)) == [schedule.attempts[-1].effort]

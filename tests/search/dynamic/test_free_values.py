@@ -24,7 +24,7 @@ def _masked(*splits, pins=None):
     axes = [(NO, NO), (NO, NO), *splits]
     values = [(NO, NO) for _ in step.graph.values]
     given = Assignment(tuple(OpSharding(own) for own in axes), tuple(values), "")
-    placed = place_free_values(Space(step.graph, MESH, topology("h100"), step.loose), given, pins or {})
+    placed = place_free_values(Space(step.graph, MESH, topology("h100"), step.from_literals), given, pins or {})
     return placed.values[iota], placed.values[mask], placed.ops[1].axes
 
 
@@ -50,4 +50,4 @@ def test_what_no_free_value_needs_stays_as_it_is():
     x = make.input(8, 8)
     step = make.finish(make.same("tanh", x))
     given = Assignment((OpSharding((D, NO)),), ((D, NO), (D, NO)), "")
-    assert place_free_values(Space(step.graph, MESH, topology("h100"), step.loose), given, {}) is given
+    assert place_free_values(Space(step.graph, MESH, topology("h100"), step.from_literals), given, {}) is given

@@ -25,14 +25,14 @@ def _check(seed):
     made, setup, machine = harder_case(seed)
     graph, mesh, pins = made.graph, setup.mesh, {**setup.pins, **setup.partial_pins}
     try:
-        truth = exhaustive(graph, made.scopes, made.loose, mesh, machine, Conditions(pins=pins)).cost_s
+        truth = exhaustive(graph, made.scopes, made.from_literals, mesh, machine, Conditions(pins=pins)).cost_s
     except UnsupportedError:
         return False
-    step = Step(graph, made.scopes, made.loose)
+    step = Step(graph, made.scopes, made.from_literals)
     found = Searcher(step, machine, DynamicOptions()).search(setup)
     assert found.cost_s == pytest.approx(truth, rel=1e-9), seed
     assert truth * (1 - 1e-9) <= found.lower_bound_s <= truth * (1 + 1e-9), seed
-    seconds = evaluate(graph, made.scopes, made.loose, found.assignment, mesh, machine, frozenset(pins)).total_s
+    seconds = evaluate(graph, made.scopes, made.from_literals, found.assignment, mesh, machine, frozenset(pins)).total_s
     assert seconds == pytest.approx(truth, rel=1e-9), seed
     holds = holds_of(graph, loop_sums(graph), found.assignment, mesh)
     directives = replace(priced_directives(Assigned(step, found.assignment, mesh, machine)), loop_sums=holds)

@@ -37,7 +37,7 @@ LIMITS = (
 
 
 def _step(made):
-    return Step(made.graph, made.scopes, made.loose, frozenset())
+    return Step(made.graph, made.scopes, made.from_literals, frozenset())
 
 
 def _search(made, mesh, machine, setup=None, limits=None, memory_bytes=None):
@@ -50,11 +50,11 @@ def _check(made, mesh, machine, setup=None, limits=None):
     found = _search(made, mesh, machine, setup, limits)
     pins = {**setup.pins, **setup.partial_pins} if setup else {}
     conditions = Conditions(pins=pins, limits=limits or AlgoLimits())
-    truth = exhaustive(made.graph, made.scopes, made.loose, mesh, machine, conditions)
+    truth = exhaustive(made.graph, made.scopes, made.from_literals, mesh, machine, conditions)
     assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9)
     assert found.lower_bound_s <= truth.cost_s * (1 + 1e-9)
     pinned = frozenset(pins)
-    assert evaluate(made.graph, made.scopes, made.loose, found.assignment, mesh, machine, pinned).total_s == pytest.approx(
+    assert evaluate(made.graph, made.scopes, made.from_literals, found.assignment, mesh, machine, pinned).total_s == pytest.approx(
         found.cost_s, rel=1e-9
     )
     return found
@@ -65,7 +65,7 @@ def test_the_plan_is_the_cheapest_of_all(first):
     for seed in range(first, first + TOGETHER):
         made, mesh, machine = random_step(seed), random_mesh(seed), random_machine(seed)
         found = _check(made, mesh, machine)
-        bill = price(Step(made.graph, made.scopes, made.loose), found.assignment, mesh, machine)
+        bill = price(Step(made.graph, made.scopes, made.from_literals), found.assignment, mesh, machine)
         assert bill.compute_s + bill.exposed_communication_s <= found.cost_s * (1 + 1e-9)
 
 
@@ -76,7 +76,7 @@ def test_seconds_that_were_once_counted_otherwise_by_one_of_three_are_equal(seed
     made, mesh, machine = random_step(seed, num_ops), random_mesh(seed), random_machine(seed)
     made = fused(made) if seed % 2 else made
     found = _check(made, mesh, machine)
-    bill = price(Step(made.graph, made.scopes, made.loose), found.assignment, mesh, machine)
+    bill = price(Step(made.graph, made.scopes, made.from_literals), found.assignment, mesh, machine)
     assert bill.compute_s + bill.exposed_communication_s <= found.cost_s * (1 + 1e-9)
 
 
@@ -96,10 +96,10 @@ def test_the_plan_is_the_cheapest_that_the_parameters_allow(first, limits):
         made, mesh = random_step(seed), random_mesh(seed)
         found = _check(made, mesh, random_machine(seed), None, limits)
         for op in made.graph.ops:
-            if not made.loose.issuperset(op.results) or not op.results:
+            if not made.from_literals.issuperset(op.results) or not op.results:
                 stored = [() if value < 0 else found.assignment.values[value] for value in op.operands]
                 axes = found.assignment.ops[op.id].axes
-                follows = made.loose.isdisjoint(op.operands)
+                follows = made.from_literals.isdisjoint(op.operands)
                 assert limits.allows(op, axes, mesh, stored if follows else None)
 
 
@@ -109,14 +109,16 @@ def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
     compared = 0
     for seed in range(first, first + 3 * TOGETHER):
         made, mesh, machine = random_step(seed, 4), random_mesh(seed), random_machine(seed)
-        if made.loose:
+        if made.from_literals:
             continue
         free = _search(made, mesh, machine)
-        peak = price(Step(made.graph, made.scopes, made.loose), free.assignment, mesh, machine).memory_bytes
+        peak = price(Step(made.graph, made.scopes, made.from_literals), free.assignment, mesh, machine).memory_bytes
         budget = int(peak * random.Random(seed).choice((0.95, 0.9, 0.7)))
         found = _search(made, mesh, machine, memory_bytes=budget)
         try:
-            truth = exhaustive(made.graph, made.scopes, made.loose, mesh, machine, Conditions(memory_bytes=budget, count_copies=True))
+            truth = exhaustive(
+                made.graph, made.scopes, made.from_literals, mesh, machine, Conditions(memory_bytes=budget, count_copies=True)
+            )
         except UnsupportedError:
             continue  # too many plans cost less and do not fit
         compared += 1
@@ -154,7 +156,7 @@ def test_no_limit_is_tried_of_which_the_solver_has_said_that_it_is_too_low(monke
 
 
 def _peak(made, mesh, machine, assignment):
-    return price(Step(made.graph, made.scopes, made.loose), assignment, mesh, machine).memory_bytes
+    return price(Step(made.graph, made.scopes, made.from_literals), assignment, mesh, machine).memory_bytes
 
 
 def _step_on(seed):
@@ -166,7 +168,7 @@ def _step_on(seed):
 def _check_budget(made, mesh, machine, budget):
     """Whether there is a plan in the budget that is known to be the cheapest, or none; None where that would take too long to know."""
     try:
-        truth = exhaustive(made.graph, made.scopes, made.loose, mesh, machine, Conditions(memory_bytes=budget, count_copies=True))
+        truth = exhaustive(made.graph, made.scopes, made.from_literals, mesh, machine, Conditions(memory_bytes=budget, count_copies=True))
     except UnsupportedError:
         return None  # too many plans cost less and do not fit
     found = _search(made, mesh, machine, memory_bytes=budget)
@@ -180,7 +182,7 @@ def _check_budget(made, mesh, machine, budget):
 
 
 @pytest.mark.parametrize("first", range(5000, 5120, TOGETHER))
-def test_the_plan_is_the_cheapest_in_any_budget_between_the_least_and_what_the_fastest_plan_takes(first, monkeypatch):
+def test_the_plan_is_the_cheapest_in_every_budget_below_the_fastest_plan_s_peak(first, monkeypatch):
     _check_budgets(range(first, first + TOGETHER), 0.0, monkeypatch)
 
 
@@ -198,7 +200,7 @@ def _check_budgets(seeds, on_chip, monkeypatch):
         if on_chip:
             peak = _peak(made, mesh, machine, _search(made, mesh, machine).assignment)
             machine = replace(machine, scratch_bytes=round(on_chip * peak))
-        if made.loose:
+        if made.from_literals:
             continue
         peak = _peak(made, mesh, machine, _search(made, mesh, machine).assignment)
         least = _search(made, mesh, machine, memory_bytes=1).least_bytes
@@ -242,13 +244,13 @@ def _request(num_devices):
 def test_the_best_mesh_is_the_best_of_all_meshes(seed):
     made, machine = random_step(seed), random_machine(seed)
     found = plan_dynamic(_step(made), _request(4), machine, DynamicOptions())
-    truths = [exhaustive(made.graph, made.scopes, made.loose, mesh, machine) for mesh in (random_mesh(3), random_mesh(6))]
+    truths = [exhaustive(made.graph, made.scopes, made.from_literals, mesh, machine) for mesh in (random_mesh(3), random_mesh(6))]
     assert [mesh.shape for mesh in (random_mesh(3), random_mesh(6))] == [(4,), (2, 2)]
     assert found.cost_s == pytest.approx(min(truth.cost_s for truth in truths), rel=1e-6)
     assert found.lower_bound_s <= min(truth.cost_s for truth in truths) * (1 + 1e-9)
 
 
-def test_a_budget_is_tried_on_the_most_promising_mesh_first_and_only_where_it_may_pay(monkeypatch):
+def test_a_budget_is_tried_only_where_it_may_pay_and_first_on_the_best_mesh(monkeypatch):
     looked, search_on = [], Budget.search_on
 
     def recorded(self, mesh, known_s):
@@ -297,7 +299,9 @@ def _truths_within(made, machine, budget):
     """The cheapest within a budget on each mesh of 4 devices that has one; None where that would take too long to know."""
     conditions = Conditions(memory_bytes=budget, count_copies=True)
     try:
-        found = [exhaustive(made.graph, made.scopes, made.loose, mesh, machine, conditions) for mesh in candidate_meshes(4, machine)]
+        found = [
+            exhaustive(made.graph, made.scopes, made.from_literals, mesh, machine, conditions) for mesh in candidate_meshes(4, machine)
+        ]
     except UnsupportedError:
         return None  # too many plans cost less and do not fit
     return [truth.cost_s for truth in found if truth is not None]
@@ -311,7 +315,7 @@ def test_a_budget_that_nobody_set_is_met_where_a_short_search_finds_how(first, s
     met = 0
     for seed in range(first, first + 3 * TOGETHER):
         made, machine = random_step(seed, 4), random_machine(seed)
-        if made.loose:
+        if made.from_literals:
             continue
         free = plan_dynamic(_step(made), _request(4), machine, options)
         budget = int(_peak(made, free.setup.mesh, machine, free.assignment) * random.Random(seed).choice((0.9, 0.7, 0.5)))

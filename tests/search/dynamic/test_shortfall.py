@@ -26,7 +26,7 @@ def _problem(seed):
     """A small step, a request on one mesh, and a machine."""
     made, mesh = random_step(seed, 4), random_mesh(seed)
     made = fused(made) if seed % 2 else made
-    return made, Step(made.graph, made.scopes, made.loose, frozenset()), _request(mesh.num_devices, mesh), random_machine(seed)
+    return made, Step(made.graph, made.scopes, made.from_literals, frozenset()), _request(mesh.num_devices, mesh), random_machine(seed)
 
 
 @pytest.mark.parametrize("seed", [6003, 6004, 6005, 6012, 6013, 6015])
@@ -36,7 +36,7 @@ def test_the_budget_that_is_named_works_and_with_one_byte_less_no_plan_is_found(
     error = shortfall.infeasible(step, request, machine, options, plan_dynamic(step, request, machine, options))
     budget = int(re.search(r"need: +memory_bytes=(\d+)", str(error)).group(1))
     enough = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=budget))
-    peak = price(Step(made.graph, made.scopes, made.loose), enough.assignment, request.mesh, machine).memory_bytes
+    peak = price(Step(made.graph, made.scopes, made.from_literals), enough.assignment, request.mesh, machine).memory_bytes
     assert peak == budget
     assert isinstance(plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=budget - 1)), Shortfall)
 
@@ -55,14 +55,14 @@ def test_where_the_solver_knows_of_nothing_that_is_enough_the_fastest_plan_is(mo
 def _tight(seed, small):
     """A step on 2 devices, and a budget of three tenths of what its fastest plan takes; `small` are the ops of a small program."""
     made, machine = random_step(seed, 6), random_machine(seed)
-    step = Step(made.graph, made.scopes, made.loose, frozenset())
+    step = Step(made.graph, made.scopes, made.from_literals, frozenset())
     free = plan_dynamic(step, _request(2), machine, DynamicOptions(small_program=small))
-    peak = price(Step(made.graph, made.scopes, made.loose), free.assignment, free.setup.mesh, machine).memory_bytes
+    peak = price(Step(made.graph, made.scopes, made.from_literals), free.assignment, free.setup.mesh, machine).memory_bytes
     return step, machine, DynamicOptions(memory_bytes=int(peak * 0.3), small_program=small)
 
 
 @pytest.mark.parametrize(("small", "seeds"), [(0, range(6200, 6212)), (100, (6200, 6204, 6205))])
-def test_the_number_of_devices_that_is_named_is_the_first_doubling_on_which_a_plan_is_found(small, seeds):
+def test_the_number_of_devices_that_is_named_is_the_first_doubling_with_a_plan(small, seeds):
     axes = set()
     for seed in seeds:
         step, machine, options = _tight(seed, small)
@@ -77,7 +77,7 @@ def test_the_number_of_devices_that_is_named_is_the_first_doubling_on_which_a_pl
     assert max(axes) > 1
 
 
-def test_the_budget_that_is_named_for_a_larger_program_works_and_is_mostly_near_the_least():
+def test_the_budget_named_for_a_larger_program_works_and_is_mostly_near_the_least():
     excess = []
     for seed in range(6200, 6212):
         step, machine, options = _tight(seed, 0)
@@ -95,7 +95,7 @@ def test_no_plan_at_all_fits_in_less_than_what_is_said_to_be_alive_at_least(seed
     found = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=1))
     assert found.is_proven
     conditions = Conditions(memory_bytes=found.least_bytes - 1, count_copies=True)
-    assert exhaustive(made.graph, made.scopes, made.loose, request.mesh, machine, conditions) is None
+    assert exhaustive(made.graph, made.scopes, made.from_literals, request.mesh, machine, conditions) is None
 
 
 def test_what_is_not_proven_is_not_said(monkeypatch):

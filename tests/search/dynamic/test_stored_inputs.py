@@ -47,11 +47,11 @@ def _step(splits, stored):
 )
 def test_an_argument_is_split_as_far_as_all_of_its_readers_split_it(splits, stored, expected):
     step, assignment = _step(splits, stored)
-    space = Space(step.graph, MESH, topology("h100"), step.loose)
+    space = Space(step.graph, MESH, topology("h100"), step.from_literals)
     found = store_as_read(space, assignment, {})
     argument = step.graph.inputs[0]
     assert found.values[argument] == expected
-    bills = [price(Step(step.graph, step.scopes, step.loose), one, MESH, topology("h100")) for one in (assignment, found)]
+    bills = [price(Step(step.graph, step.scopes, step.from_literals), one, MESH, topology("h100")) for one in (assignment, found)]
     assert bills[1].communication_s == bills[0].communication_s
     assert bills[1].memory_bytes <= bills[0].memory_bytes
     assert store_as_read(space, assignment, {space.slot_of[argument]: (None, None)}) == assignment

@@ -38,7 +38,7 @@ def _step(model: str) -> Step:
         fn, args = case.make(UNSPLIT, np.float32)
         captured = capture(fn, args)
         program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
-        _STEPS[model] = Step(program.graph, program.scopes, program.loose, frozenset())
+        _STEPS[model] = Step(program.graph, program.scopes, program.from_literals, frozenset())
     return _STEPS[model]
 
 
@@ -53,7 +53,7 @@ def _machine(name: str) -> Topology:
 def test_the_plan_of_a_training_step_is_the_cheapest_of_all(model: str, shape: tuple[int, ...], machine: str) -> None:
     step, mesh, topology = _step(model), LogicalMesh.of(shape), _machine(machine)
     found = Searcher(step, topology, DynamicOptions()).search(Setup(mesh))
-    truth = exhaustive(step.graph, step.scopes, step.loose, mesh, topology)
+    truth = exhaustive(step.graph, step.scopes, step.from_literals, mesh, topology)
     assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9)
     assert found.lower_bound_s <= truth.cost_s * (1 + 1e-9)
 
@@ -63,7 +63,7 @@ def test_the_plan_of_a_training_step_is_the_cheapest_of_all(model: str, shape: t
 def test_search_evaluation_and_bill_have_one_number(model: str, machine: str) -> None:
     step, mesh, topology = _step(model), LogicalMesh.of((2, 4)), _machine(machine)
     found = Searcher(step, topology, DynamicOptions()).search(Setup(mesh))
-    seconds = evaluate(step.graph, step.scopes, step.loose, found.assignment, mesh, topology).total_s
+    seconds = evaluate(step.graph, step.scopes, step.from_literals, found.assignment, mesh, topology).total_s
     holds = holds_of(step.graph, loop_sums(step.graph), found.assignment, mesh)
     directives = replace(priced_directives(Assigned(step, found.assignment, mesh, topology)), loop_sums=holds)
     bill = price(step, found.assignment, mesh, topology, directives)

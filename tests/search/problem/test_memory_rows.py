@@ -56,7 +56,7 @@ CASES = {"chained": (chained, [W, W], X), "deep": (chained, [W] * 5, LONG), "tie
 
 def _counted_and_billed(program, mesh, machine, times):
     """Bytes of plans for random seconds, as the solver counts them in full and as the bill does."""
-    step, setup = Step(program.graph, program.scopes, program.loose, frozenset()), Setup(mesh)
+    step, setup = Step(program.graph, program.scopes, program.from_literals, frozenset()), Setup(mesh)
     scale_s = Searcher(step, machine, DynamicOptions()).search(setup).cost_s
     tables = Formulation(step, machine, AlgoLimits(), Tables, mode="dynamic_programming").tables(setup)
     problem = tables.problem()
@@ -75,7 +75,7 @@ def _counted_and_billed(program, mesh, machine, times):
 @pytest.mark.parametrize("scratch_bytes", [0, 2**17, 2**20, 2**26])
 @pytest.mark.parametrize("device", ["tpu-v5e", "h100"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_solver_never_counts_more_than_the_bill_and_all_where_the_chip_holds_what_lives_shortly(case, device, scratch_bytes):
+def test_the_solver_counts_no_more_than_the_bill_and_all_of_it_for_a_large_chip(case, device, scratch_bytes):
     machine = replace(topology(device), scratch_bytes=scratch_bytes)
     pairs = list(_counted_and_billed(trace(*CASES[case]), LogicalMesh.of((2, 4)), machine, 12))
     assert all(counted <= billed for counted, billed in pairs)

@@ -15,7 +15,7 @@ MACHINE = topology("h100")
 
 
 def _network(step, machine=MACHINE, pins=None, forced=None):
-    return build_network(Space(step.graph, MESH, machine, step.loose), step.scopes, pins or {}, forced or {})
+    return build_network(Space(step.graph, MESH, machine, step.from_literals), step.scopes, pins or {}, forced or {})
 
 
 def _sorts(network):

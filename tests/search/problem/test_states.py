@@ -85,7 +85,7 @@ def test_a_partial_result_is_reduced_scattered_or_handed_on():
 
 
 @pytest.mark.parametrize(("combines", "raw_machine"), [(False, MACHINE), (True, without_latency(MACHINE))])
-def test_what_hides_of_a_gradients_reduction_is_not_counted_nor_is_the_latency_of_what_is_combined(combines, raw_machine):
+def test_neither_what_hides_of_a_gradient_s_reduction_nor_its_latency_is_counted(combines, raw_machine):
     graph, op = _dot()
     axes, none = _contracted(op, ("data",)), Joins(False, False)
     machine = replace(MACHINE, reduction_overlap=0.5, combines_reductions=combines)

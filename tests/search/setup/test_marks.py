@@ -109,7 +109,7 @@ def test_sequence_parallelism_shares_the_axis_of_the_hidden_dimension():
     assert shown(resolved, x, up, down, out) == ["[data, model, -]", "[-, model]", "[model, -]", "[data, model, -]"]
 
 
-def test_a_parameter_that_shares_no_axis_with_the_batch_is_split_over_the_same_devices():
+def test_a_parameter_without_an_axis_of_the_batch_is_split_over_the_same_devices():
     b = Builder()
     x, up, down, _ = b.mlp(x=(8, 1), up=(8, 1), down=None)
     resolved = b.resolve()

@@ -33,7 +33,9 @@ def test_a_prime_number_of_devices_has_one_mesh():
 def test_an_order_that_is_left_out_costs_the_same(seed):
     machine, step = random_machine(seed), random_step(seed, 3)
     kept = _shapes(candidate_meshes(8, machine, 2))
-    by_shape = {shape: exhaustive(step.graph, step.scopes, step.loose, LogicalMesh.of(shape), machine).cost_s for shape in ((2, 4), (4, 2))}
+    by_shape = {
+        shape: exhaustive(step.graph, step.scopes, step.from_literals, LogicalMesh.of(shape), machine).cost_s for shape in ((2, 4), (4, 2))
+    }
     left_out = [shape for shape in permutations((2, 4)) if shape not in kept]
     assert len(kept) + len(left_out) == 3
     for shape in left_out:

@@ -40,17 +40,17 @@ def problem(batch=4096):
     program = trace(
         step, w, v, w, v, jax.ShapeDtypeStruct((batch, 1024), jnp.float32), carried=[(0, 0), (1, 1), (2, 2), (3, 3)], roles=roles
     )
-    space = Space(program.graph, MESH, H100, program.loose)
+    space = Space(program.graph, MESH, H100, program.from_literals)
     return program, propagate(space, {program.graph.inputs[4]: (("data",), ())}, {}, {})
 
 
 def alternatives(program, assignment, **changes):
-    found = PricedAlternatives(program.graph, program.scopes, program.loose, (), assignment, MESH, H100)
+    found = PricedAlternatives(program.graph, program.scopes, program.from_literals, (), assignment, MESH, H100)
     return dataclasses.replace(found, **changes)
 
 
 def total_s(program, assignment, topology=H100, graph=None):
-    bill = price(Step(graph or program.graph, program.scopes, program.loose), assignment, MESH, topology)
+    bill = price(Step(graph or program.graph, program.scopes, program.from_literals), assignment, MESH, topology)
     return bill.compute_s + bill.exposed_communication_s
 
 
@@ -79,9 +79,9 @@ def test_the_fastest_comes_first_and_none_twice(made):
 def test_other_numbers_of_slices_come_before_permuted_axes():
     mesh = LogicalMesh.of({"data": 2, "model": 2})
     program, _ = problem()
-    space = Space(program.graph, mesh, H100, program.loose)
+    space = Space(program.graph, mesh, H100, program.from_literals)
     assignment = propagate(space, {program.graph.inputs[4]: (("data",), ())}, {}, {})
-    found = PricedAlternatives(program.graph, program.scopes, program.loose, (), assignment, mesh, H100)
+    found = PricedAlternatives(program.graph, program.scopes, program.from_literals, (), assignment, mesh, H100)
     batch = program.graph.inputs[4]
     own = slices(assignment.values[batch], mesh)
     counts = [slices(row.sharding, mesh) for row in found.of_value(batch)]
@@ -186,7 +186,7 @@ def test_what_is_faster_but_does_not_fit_comes_last_and_says_what_it_needs():
     program, assignment = problem()
     free = alternatives(program, assignment)
     slim = free.of_value(program.graph.inputs[0])[0].assignment
-    budget = price(Step(program.graph, program.scopes, program.loose), slim, MESH, H100).memory_bytes
+    budget = price(Step(program.graph, program.scopes, program.from_literals), slim, MESH, H100).memory_bytes
     tight = alternatives(program, slim, memory_bytes=budget)
     rows = [row for value in program.graph.inputs for row in tight.of_value(value)]
     too_large = [row for row in rows if row.bill.memory_bytes > budget]

@@ -86,7 +86,7 @@ def test_a_loaded_plan_has_the_peak_of_this_step_and_not_of_the_saved_one(file, 
         spmdctx.plan(step_fn, *state_of(), batch_of(), memory_bytes=loaded.cost.memory_bytes - 1, **other)
 
 
-def test_a_loaded_plan_says_of_this_machine_and_not_of_the_saved_one_what_is_too_much(file, tmp_path, no_search):
+def test_a_loaded_plan_says_what_is_too_much_for_this_machine_not_the_saved_one(file, tmp_path, no_search):
     """On a machine of the same name that is too small, the file of one that is not; and the other way round."""
     machine = PRESETS["cpu"]
     cached = replace(machine, scratch_bytes=1 << 20, memory_bytes=1)

@@ -83,7 +83,7 @@ def test_closed_over_arrays_are_constants():
     first, second = ops(program, "dot_general")
     assert shapes(program, (first.operands[1], second.operands[1])) == [(16, 4), (16, 4)]
     assert program.graph.values[first.operands[1]].role is Role.CONSTANT
-    assert not program.loose.intersection((first.operands[1], second.operands[1]))
+    assert not program.from_literals.intersection((first.operands[1], second.operands[1]))
 
 
 def test_a_scan_has_boundaries_ties_and_repeats():
@@ -211,18 +211,18 @@ def test_a_literal_that_a_constraint_reshards_has_its_own_shape():
 def test_random_numbers_depend_on_their_key(key):
     program = trace(lambda k, x: x + jax.random.normal(k, x.shape), key, X)
     assert program.graph.values[program.graph.inputs[0]].shape == key.shape
-    assert ops(program, "random_bits")[0].results[0] not in program.loose
+    assert ops(program, "random_bits")[0].results[0] not in program.from_literals
 
 
 def test_a_key_made_from_a_literal_is_not_free_to_make_anywhere():
     program = trace(lambda x: x + jax.random.normal(jax.random.key(3), x.shape), X)
-    assert ops(program, "random_bits")[0].results[0] not in program.loose
+    assert ops(program, "random_bits")[0].results[0] not in program.from_literals
 
 
-def test_values_made_of_literals_are_loose():
+def test_values_made_of_literals_are_told_apart():
     program = trace(lambda x: x + jnp.zeros((8, 16)) + lax.iota(jnp.float32, 16), X)
-    assert {ops(program, "iota")[0].results[0], ops(program, "broadcast_in_dim")[0].results[0]} <= program.loose
-    assert not program.loose.intersection(program.graph.inputs)
+    assert {ops(program, "iota")[0].results[0], ops(program, "broadcast_in_dim")[0].results[0]} <= program.from_literals
+    assert not program.from_literals.intersection(program.graph.inputs)
 
 
 def test_dead_code_is_dropped():

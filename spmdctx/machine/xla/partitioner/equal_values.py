@@ -69,17 +69,17 @@ def equal_values(graph: Graph, scopes: Sequence[int], assignment: Assignment, mo
     return frozenset(found)
 
 
-def free_values(graph: Graph, loose: Collection[int], moved: Collection[int]) -> frozenset[int]:
-    """Returns the `loose` values, which depend on no input, that each reader gets in the sharding that it asks for.
+def free_values(graph: Graph, from_literals: Collection[int], moved: Collection[int]) -> frozenset[int]:
+    """Returns the `from_literals` values, which depend on no input, that each reader gets in the sharding that it asks for.
 
     A constraint would make one tensor of such a value, which readers that want other splits would have to move.
     """
-    if not loose:
+    if not from_literals:
         return frozenset()
     found: set[int] = {LITERAL}
     for op in graph.ops:
         if op.primitive in _REPEATED and found.issuperset(op.operands):
-            found.update(value for value in op.results if value in loose and value not in moved)
+            found.update(value for value in op.results if value in from_literals and value not in moved)
     return frozenset(found - {LITERAL})
 
 

@@ -79,7 +79,7 @@ def masked(x, w):
 def free(function, *arguments):
     program = trace(function, *arguments)
     moved = moved_values(program.graph.ops, spread(program, {}))
-    found = free_values(program.graph, program.loose, moved)
+    found = free_values(program.graph, program.from_literals, moved)
     return {op.primitive for op in program.graph.ops if found.intersection(op.results)}
 
 

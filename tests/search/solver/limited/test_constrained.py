@@ -80,7 +80,7 @@ def test_the_road_for_wide_problems_agrees_with_trying_everything(block, wide):
 
 @pytest.mark.parametrize("factor", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize("fixtures", ["without_enumeration", "wide"])
-def test_within_memory_too_nothing_is_proven_but_that_all_is_above_the_cutoff_or_what_is_best(factor, fixtures, request):
+def test_within_memory_a_solution_is_best_or_all_is_proven_to_be_above_the_cutoff(factor, fixtures, request):
     request.getfixturevalue(fixtures)
     for seed in range(200, 230):
         problem = random_problem(seed)
@@ -122,7 +122,7 @@ def test_a_limit_below_the_least_usage_names_the_time_and_the_limit_that_works()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_wide_problem_starts_from_a_choice_that_is_known_with_discarded_states_replaced(seed, wide, monkeypatch):
+def test_a_wide_problem_starts_from_a_known_choice_without_discarded_states(seed, wide, monkeypatch):
     started, repaired = [], Constrained._offer_repaired
 
     def recorded(self, states):
