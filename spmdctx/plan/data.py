@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple, Self, TypeVar
 
 from spmdctx.cost.memory.early_updates import EarlyUpdate
+from spmdctx.errors import Sentence, read_gaps
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.graph import Graph, Op, Origin, Role, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, local_shape
@@ -18,6 +20,32 @@ from spmdctx.search.problem.fold import ROUNDS, SMALL
 
 FORMAT_VERSION = 1
 """The version of plan files; readers refuse other versions."""
+
+
+class PeakForm(Enum):
+    """Sentences about the predicted peak of a plan.
+
+    They are part of the file format: the note of an older file is not recognized once its sentence is reworded.
+    """
+
+    OVER_DEVICE = "The predicted peak of {peak} per device is over the {capacity} that a program may use of a {device}."
+    OVER_BUDGET = "The predicted peak of {peak} per device is over memory_bytes={budget}; only auto_parallel can meet a budget."
+    OTHER_THAN_SAVED = "The predicted peak is {peak} per device, and not {saved} as in the strategy file: {why}."
+
+
+class PeakNote(Sentence):
+    """A note on the predicted peak of a plan, which holds for one machine and one set of donated arguments."""
+
+    form: PeakForm
+
+    @classmethod
+    def read(cls, text: str) -> str:
+        """Returns a note whose sentence a plan file holds, as a PeakNote if it has one of the forms."""
+        for form in PeakForm:
+            gaps = read_gaps(text, form, {})
+            if gaps is not None:
+                return cls(form, **gaps)
+        return text
 
 
 class PlannedTensor(NamedTuple):

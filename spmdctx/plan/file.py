@@ -15,7 +15,7 @@ from spmdctx.ir.graph import Op, Origin, Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.rule import FactorKind, OpRule
 from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorSharding
-from spmdctx.plan.data import FORMAT_VERSION, AnyPlan, Cost, OpTable, PlanData, PlannedGradient, PlannedTensor, Reshard
+from spmdctx.plan.data import FORMAT_VERSION, AnyPlan, Cost, OpTable, PeakNote, PlanData, PlannedGradient, PlannedTensor, Reshard
 from spmdctx.plan.mindspore.file import MindSporeStrategy, is_mindspore, parse_mindspore
 
 FORMAT = "spmdctx plan"
@@ -253,7 +253,7 @@ def _decode(body: dict[str, Any], kind: type[AnyPlan]) -> AnyPlan:
         memory_limit_bytes=body["memory_limit_bytes"],
         lower_bound_s=body["lower_bound_s"],
         gap=body["gap"],
-        notes=tuple(body["notes"]),
+        notes=tuple(map(PeakNote.read, body["notes"])),
         format_version=body["format_version"],
     )
 

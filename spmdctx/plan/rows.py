@@ -29,7 +29,7 @@ class Rows(Sequence[Row], Generic[Row]):
         return self.row(index)
 
 
-class LateRows(Rows[Row]):
+class LazyRows(Rows[Row]):
     """Rows equal to the tuple of what `find` finds.
 
     `find` is called once, when the first row is read, because it walks through the whole program.
@@ -50,4 +50,4 @@ class LateRows(Rows[Row]):
         return self._rows[index]
 
     def __eq__(self, other: object) -> bool:
-        return self._rows == tuple(other) if isinstance(other, (LateRows, tuple)) else NotImplemented
+        return self._rows == tuple(other) if isinstance(other, (LazyRows, tuple)) else NotImplemented

@@ -150,7 +150,7 @@ class _Everything:
         self.later, self.summed = later_reductions(graph, sums), Summed.of(sums)
         self.read_bytes = read_bytes(graph, topology)
         fuses = topology.compiler.fuses_into_products
-        self.memory = step_memory(graph, scopes, conditions.donated, waits=mesh.num_devices > 1, fuses_into_products=fuses)
+        self.memory = step_memory(graph, scopes, conditions.donated, is_split=mesh.num_devices > 1, fuses_into_products=fuses)
         self.sums = self._sums()
         self.places: dict[int, list[Place]] = {}
         self.ways: dict[int, list[Way]] = {}

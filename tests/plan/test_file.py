@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from spmdctx.errors import PlanFormatError
 from spmdctx.plan import Plan, Timing
+from spmdctx.plan.data import PeakForm, PeakNote
 from spmdctx.plan.file import _checksum, plan_json
 from tests.plan import small_plan
 
@@ -114,3 +116,13 @@ def test_a_file_with_a_right_checksum_but_wrong_parts_is_refused(tmp_path, chang
 def test_a_missing_file_is_an_ordinary_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         Plan.load(tmp_path / "none.json")
+
+
+def test_a_file_gives_notes_on_the_peak_their_kind_back(tmp_path):
+    over = PeakNote(PeakForm.OVER_BUDGET, peak="2 bytes", budget=1)
+    plan = replace(small_plan(), notes=("another note", over))
+    plan.save(tmp_path / "plan.json")
+    other, peak = Plan.load(tmp_path / "plan.json").notes
+    assert (other, peak) == plan.notes
+    assert not isinstance(other, PeakNote)
+    assert (peak.form, peak.gaps) == (over.form, over.gaps)

@@ -13,7 +13,7 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.plan import OpTable, Plan, PlannedTensor, Timing
 from spmdctx.plan.data import PlannedGradient
-from spmdctx.plan.rows import LateRows
+from spmdctx.plan.rows import LazyRows
 from tests.plan import DOT, small_graph, small_plan
 
 
@@ -116,7 +116,7 @@ def test_gradients_without_buckets_are_found_once_and_only_when_asked_for(tmp_pa
         calls.append(1)
         return [PlannedGradient("w"), PlannedGradient("b")]
 
-    plan = replace(small_plan(), gradients=LateRows(find))
+    plan = replace(small_plan(), gradients=LazyRows(find))
     assert not calls
     assert [one.path for one in plan.gradients] == ["w", "b"]
     assert plan.gradients[1] == PlannedGradient("b", None)

@@ -98,13 +98,13 @@ def lives(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozens
 
 
 def step_memory(
-    graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset(), *, waits: bool = True, fuses_into_products: bool = True
+    graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset(), *, is_split: bool = True, fuses_into_products: bool = True
 ) -> StepMemory:
-    """Returns everything known of a step's memory before its shardings are; `waits` says whether there is more than one device."""
-    key = (step_memory, tuple(scopes), donated, waits, fuses_into_products)
+    """Returns everything known of a step's memory before its shardings are; `is_split` says whether there is more than one device."""
+    key = (step_memory, tuple(scopes), donated, is_split, fuses_into_products)
     known: StepMemory | None = graph.facts.get(key)
     if known is None:
-        known = graph.facts[key] = _Liveness(graph, scopes, donated, waits, fuses_into_products).find()
+        known = graph.facts[key] = _Liveness(graph, scopes, donated, is_split, fuses_into_products).find()
     return known
 
 
@@ -174,8 +174,8 @@ class _Loops:
 
 
 class _Liveness:
-    def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int], waits: bool, fuses_into_products: bool) -> None:
-        self.graph, self.donated, self.scopes, self.waits = graph, donated, scopes, waits
+    def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int], is_split: bool, fuses_into_products: bool) -> None:
+        self.graph, self.donated, self.scopes, self.is_split = graph, donated, scopes, is_split
         self.given = _given(graph)
         self.materialized = _materialized(graph, self.given)
         if not fuses_into_products:
@@ -186,7 +186,7 @@ class _Liveness:
         self.carried = dict(graph.ties)
         self.replacing: set[int] = set()
         self.inputs = frozenset(self.given)
-        self.runs = order(graph, waits)
+        self.runs = order(graph, is_split)
         self.times = list(self.runs)
 
     def find(self) -> StepMemory:
@@ -219,7 +219,7 @@ class _Liveness:
             firsts=firsts,
             iteration_ends=loop_ends,
             products=needed_products(graph),
-            gradients=gradient_products(graph, self.materialized, loop_ends) if self.waits else (),
+            gradients=gradient_products(graph, self.materialized, loop_ends) if self.is_split else (),
             reads=reads,
             in_carries=tuple(in_carries),
         )

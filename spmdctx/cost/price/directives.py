@@ -63,7 +63,7 @@ class Directives:
         return self.gradients.by_sum
 
     @property
-    def tied(self) -> Mapping[int, int]:
+    def grouped(self) -> Mapping[int, int]:
         """The groups of all sums that have one; those of gradients are reduced last."""
         first = max(self.buckets.values(), default=-1) + 1
         return {**self.buckets, **{value: first + number for value, number in self.groups.items()}} if self.groups else self.buckets

@@ -27,9 +27,9 @@ class MemoryCount:
 
     def __init__(self, assigned: Assigned, directives: Directives, stored_as: IntArray) -> None:
         step, topology = assigned.step, assigned.topology
-        waits, fuses = assigned.mesh.num_devices > 1, topology.compiler.fuses_into_products
+        is_split, fuses = assigned.mesh.num_devices > 1, topology.compiler.fuses_into_products
         self._assigned, self._directives, self._stored_as = assigned, directives, stored_as
-        self._memory = step_memory(step.graph, step.scopes, step.donated, waits=waits, fuses_into_products=fuses)
+        self._memory = step_memory(step.graph, step.scopes, step.donated, is_split=is_split, fuses_into_products=fuses)
         self._terminal = overlap_candidates(step.graph).terminal
         self._reduced: set[int] = set()
         self.copies = Copies(step.graph, self._memory)

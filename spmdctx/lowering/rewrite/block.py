@@ -13,7 +13,7 @@ from spmdctx.errors import ContextWarning
 from spmdctx.ir.graph import Op, item_bytes
 from spmdctx.ir.projection import partial_axes
 from spmdctx.ir.sharding import TensorSharding
-from spmdctx.lowering.rewrite.buckets import Sum, tie_buckets
+from spmdctx.lowering.rewrite.buckets import Sum, separate_buckets
 from spmdctx.lowering.rewrite.equations import barrier_of, repetition
 from spmdctx.lowering.rewrite.precision import cast
 from spmdctx.lowering.rewrite.values import ShardedProgram, Values
@@ -85,9 +85,9 @@ class Block:
             record = self._values[value]
             if record.is_partial:
                 continue
-            if record.is_tied and partial_axes(op.rule, axes):
+            if record.is_grouped and partial_axes(op.rule, axes):
                 self._sums[value] = eqn
-            if record.is_tied or record.is_carrier:
+            if record.is_grouped or record.is_carrier:
                 self._reduced[value] = var
 
     def note_total(self, value: int, eqn: Any, var: Any) -> None:
@@ -101,18 +101,18 @@ class Block:
         return made[1]
 
     def finish(self, outputs: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the equations and results of the body, its buckets tied."""
+        """Returns the equations and results of the body, its buckets kept apart by barriers."""
         sums = []
         for value, eqn in self._sums.items():
             reduced = self._reduced.get(self._values.carriers.get(value, value), self._reduced[value])
             sums.append(Sum(self._values.bucket(value) or 0, eqn, reduced))
         if not sums:
             return self.eqns, outputs
-        tied = tie_buckets(self.eqns, outputs, sums)
-        for bucket in tied.joined:
+        separated = separate_buckets(self.eqns, outputs, sums)
+        for bucket in separated.joined:
             text = f"Buckets {bucket} and {bucket + 1} of gradients are reduced together: one is computed from the other."
             warnings.warn(text, ContextWarning, stacklevel=2)
-        return tied.eqns, tied.outputs
+        return separated.eqns, separated.outputs
 
     def constrain(self, var: Any, sharding: TensorSharding) -> Any:
         """Returns `var` constrained to `sharding`; the constraint is written once."""

@@ -24,7 +24,7 @@ class Sum(NamedTuple):
     reduced: Any
 
 
-class Tied(NamedTuple):
+class Separated(NamedTuple):
     """A body whose buckets wait for each other; `joined` are the buckets that could not be kept apart from the one above."""
 
     eqns: list[Any]
@@ -32,7 +32,7 @@ class Tied(NamedTuple):
     joined: tuple[int, ...]
 
 
-def tie_buckets(eqns: Sequence[Any], outputs: Sequence[Any], sums: Sequence[Sum]) -> Tied:
+def separate_buckets(eqns: Sequence[Any], outputs: Sequence[Any], sums: Sequence[Sum]) -> Separated:
     """Returns the equations of a body with barriers between its buckets, in an order in which they can run.
 
     Args:
@@ -52,7 +52,7 @@ def tie_buckets(eqns: Sequence[Any], outputs: Sequence[Any], sums: Sequence[Sum]
             sums = [one._replace(bucket=bucket) if one.bucket == above else one for one in sums]
             continue
         written, results, sums = _barrier(written, results, sums, first, second)
-    return Tied(in_order(written), results, tuple(joined))
+    return Separated(in_order(written), results, tuple(joined))
 
 
 def _barrier(eqns: list[Any], outputs: list[Any], sums: list[Sum], first: list[Sum], second: list[Sum]) -> tuple[Any, Any, list[Sum]]:
@@ -66,11 +66,11 @@ def _barrier(eqns: list[Any], outputs: list[Any], sums: list[Sum], first: list[S
     after = {var: jexc.Var(var.aval) for var in (*waiting, *reduced)}
     barrier = barrier_of(list(after), list(after.values()), first[0].eqn.source_info)
     swapped = {var: after[var] for var in reduced}
-    tied = {id(one.eqn) for one in second}
+    behind = {id(one.eqn) for one in second}
     rewrites: dict[int, Any] = {}
     rewritten = []
     for eqn in eqns:
-        names = {**swapped, **{var: after[var] for var in waiting}} if id(eqn) in tied else swapped
+        names = {**swapped, **{var: after[var] for var in waiting}} if id(eqn) in behind else swapped
         new = eqn if names.keys().isdisjoint(variables(eqn)) else eqn.replace(invars=[renamed(atom, names) for atom in eqn.invars])
         rewrites[id(eqn)] = new
         rewritten.append(new)

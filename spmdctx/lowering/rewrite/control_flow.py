@@ -88,7 +88,7 @@ def _kept_call(rewriter: Rewriter, eqn: Any, operands: list[Any], block: Block) 
 def _remat(rewriter: Rewriter, eqn: Any, operands: list[Any], block: Block) -> list[Any]:
     """Rewrites a remat; if sums have buckets, dissolves it as JAX's lowering does, because no barrier could reach inside."""
     jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
-    if not rewriter.values.tied or consts:
+    if not rewriter.values.grouped or consts:
         return _kept_call(rewriter, eqn, operands, block)
     prevents = eqn.params["prevent_cse"]
     prevents = prevents if isinstance(prevents, tuple) else (prevents,) * len(operands)

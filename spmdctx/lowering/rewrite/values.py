@@ -39,7 +39,7 @@ class ValueRecord(NamedTuple):
         is_waited_for: its variable is noted, for a wait.
         is_partial: it stays partial, with a leading dimension for the devices.
         is_widened: its partial result is computed in float32.
-        is_tied: it is a sum that has a bucket or a group.
+        is_grouped: it is a sum that has a bucket or a group.
         is_carrier: the reduction of such a sum may be done on it.
 
     Where it is read:
@@ -55,7 +55,7 @@ class ValueRecord(NamedTuple):
     is_waited_for: bool = False
     is_partial: bool = False
     is_widened: bool = False
-    is_tied: bool = False
+    is_grouped: bool = False
     is_carrier: bool = False
     is_moved: bool = False
     is_recomputed: bool = False
@@ -71,10 +71,10 @@ class Values:
 
     def __init__(self, sharded: ShardedProgram) -> None:
         directives, graph = sharded.directives, sharded.program.graph
-        self.tied = directives.tied
-        self.carriers = carriers(graph, self.tied) if self.tied else {}
+        self.grouped = directives.grouped
+        self.carriers = carriers(graph, self.grouped) if self.grouped else {}
         self._totals = directives.loop_sums.totals
-        self.records = _records(sharded, self.tied, self.carriers.values())
+        self.records = _records(sharded, self.grouped, self.carriers.values())
 
     def __getitem__(self, value: int) -> ValueRecord:
         """Returns the record of a value."""
@@ -83,10 +83,10 @@ class Values:
     def bucket(self, value: int) -> int | None:
         """Returns the bucket of a gradient's sum, or None if it has none."""
         terms = self._totals[value].terms if value in self._totals else (value,)
-        return next((self.tied[term] for term in terms if term in self.tied), None)
+        return next((self.grouped[term] for term in terms if term in self.grouped), None)
 
 
-def _records(sharded: ShardedProgram, tied: Iterable[int], carried: Iterable[int]) -> tuple[ValueRecord, ...]:
+def _records(sharded: ShardedProgram, grouped: Iterable[int], carried: Iterable[int]) -> tuple[ValueRecord, ...]:
     program, assignment, directives = sharded.program, sharded.assignment, sharded.directives
     graph, moved = program.graph, directives.moved
     equal = equal_values(graph, program.scopes, assignment, moved)
@@ -99,7 +99,7 @@ def _records(sharded: ShardedProgram, tied: Iterable[int], carried: Iterable[int
         "is_waited_for": [value for update in directives.waits for value in (update.gate, *update.results)],
         "is_partial": directives.loop_sums.axes,
         "is_widened": directives.widened,
-        "is_tied": tied,
+        "is_grouped": grouped,
         "is_carrier": carried,
         "is_moved": moved,
         "is_recomputed": directives.recomputed,

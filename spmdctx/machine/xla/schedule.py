@@ -38,12 +38,12 @@ Checked by: benchmarks/fidelity_plans.py
 """
 
 
-def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
+def order(graph: Graph, is_split: bool = True) -> tuple[int, ...]:
     """Returns for each op the place at which it runs, counted in traced ops; several ops may have one place.
 
     Args:
         graph: The step.
-        waits: True if values are moved between devices at all.
+        is_split: True if values are moved between devices at all.
     """
     runs = list(range(len(graph.ops)))
     products = of_primitives(graph, HEAVY)
@@ -52,7 +52,7 @@ def order(graph: Graph, waits: bool = True) -> tuple[int, ...]:
     terminal = _terminal_ops(graph)
     others = _Others(graph, terminal, products)
     chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and any(value != LITERAL for value in op.operands)).tolist()
-    moves = (products & waits).tolist()
+    moves = (products & is_split).tolist()
     # When each value is there: inputs and literals from the start.
     times = np.zeros(len(graph.values) + 1, dtype=np.int64)
     makers, made = ends(graph).results

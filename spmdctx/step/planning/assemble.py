@@ -13,7 +13,7 @@ from spmdctx.ir.mesh import replicated
 from spmdctx.ir.sharding import Assignment
 from spmdctx.plan.data import Cost, OpTable, PlannedGradient, PlannedTensor, Reshard, Timing
 from spmdctx.plan.plan import Plan
-from spmdctx.plan.rows import LateRows
+from spmdctx.plan.rows import LazyRows
 from spmdctx.search.dynamic.certificate import Certificate, gap_of
 from spmdctx.search.setup.request import Setup
 from spmdctx.step.planning.request import search_mode
@@ -33,7 +33,7 @@ def certified(plan: Plan, certificate: Certificate) -> Plan:
 
 def plain_gradients(program: Program, setup: Setup) -> Sequence[PlannedGradient]:
     """Returns the gradients of a plan without buckets."""
-    return LateRows(lambda: [PlannedGradient(one.path) for one in gradient_order(program.graph)]) if setup.mesh.num_devices > 1 else ()
+    return LazyRows(lambda: [PlannedGradient(one.path) for one in gradient_order(program.graph)]) if setup.mesh.num_devices > 1 else ()
 
 
 class Decided(NamedTuple):
@@ -74,7 +74,7 @@ def assembled(program: Program, captured: Captured, settings: Settings, decided:
         op_table=OpTable.of(graph, assignment),
         memory_limit_bytes=settings.memory_bytes,
         assignment=assignment,
-        reshards=LateRows(lambda: reshards_of(graph, moves)),
+        reshards=LazyRows(lambda: reshards_of(graph, moves)),
         collectives=tuple(bill.collectives),
         cost=cost_of(bill),
         notes=notes,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.region_groups import ungrouped_note
-from spmdctx.errors import Sentence, UnsupportedError, read_gaps
+from spmdctx.errors import UnsupportedError
 from spmdctx.ir.analysis.gradient_order import Gradient
 from spmdctx.ir.analysis.loop_sums import Holds
 from spmdctx.ir.graph import Op, Role, item_bytes
@@ -18,6 +17,7 @@ from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.machine.topology import as_asked
 from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS, NO_GROUPS
+from spmdctx.plan.data import PeakForm, PeakNote
 from spmdctx.rules import has_rule
 from spmdctx.search.setup.request import Setup
 from spmdctx.step.planning.assemble import cost_of
@@ -26,24 +26,6 @@ from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.layerwise import matches_path
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import bytes_text, exact_bytes_text
-
-
-class PeakForm(Enum):
-    """Sentences about the predicted peak of a plan.
-
-    Plan files keep them, so notes of older files are no longer recognized after a sentence is reworded.
-    """
-
-    OVER_DEVICE = "The predicted peak of {peak} per device is over the {capacity} that a program may use of a {device}."
-    OVER_BUDGET = "The predicted peak of {peak} per device is over memory_bytes={budget}; only auto_parallel can meet a budget."
-    OTHER_THAN_SAVED = "The predicted peak is {peak} per device, and not {saved} as in the strategy file: {why}."
-
-
-class PeakNote(Sentence):
-    """A note on the predicted peak of a plan, which holds for one machine and one set of donated arguments."""
-
-    form: PeakForm
-
 
 _MOST_LISTED = 4
 
@@ -150,7 +132,7 @@ def memory_notes(settings: Settings, peak_bytes: int) -> list[str]:
 
 def without_peak_notes(notes: Iterable[str]) -> list[str]:
     """Returns the notes of a saved plan that are not on its predicted peak."""
-    return [note for note in notes if all(read_gaps(note, form, {}) is None for form in PeakForm)]
+    return [note for note in notes if not isinstance(note, PeakNote)]
 
 
 def _batch_notes(program: Program) -> list[str]:

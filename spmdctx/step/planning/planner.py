@@ -21,7 +21,7 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, AxisNames
 from spmdctx.plan.data import PlannedGradient, Timing
 from spmdctx.plan.plan import Plan
-from spmdctx.plan.rows import LateRows
+from spmdctx.plan.rows import LazyRows
 from spmdctx.search.dynamic.certificate import Certificate
 from spmdctx.search.dynamic.results import DynamicOptions
 from spmdctx.search.dynamic.searcher import lower_bound_s
@@ -95,7 +95,7 @@ def priced_here(plan: Plan, program: Program, captured: Captured, settings: Sett
     parts = prepare(program.graph, request_of(program, captured, settings)).parts if program.manual else {}
     assigned = Assigned(step_of(program, captured), plan.assignment, plan.logical_mesh, settings.topology)
     bill, directives = _priced(program, assigned, settings.context, _written(program, parts))
-    reshards = LateRows(lambda: reshards_of(program.graph, bill.moves))
+    reshards = LazyRows(lambda: reshards_of(program.graph, bill.moves))
     priced = replace(plan, cost=cost_of(bill), collectives=tuple(bill.collectives), reshards=reshards)
     priced = replace(priced, memory_profile=bill.memory_profile, early=bill.early)
     return Planned(priced, program, plan.assignment, plan.logical_mesh, directives)

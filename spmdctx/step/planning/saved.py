@@ -13,14 +13,14 @@ from spmdctx.context.options import PLANNED_MODES
 from spmdctx.errors import PlanMismatchError
 from spmdctx.ir.mesh import format_sharding
 from spmdctx.ir.sharding import TensorSharding
-from spmdctx.plan.data import Cost, PlannedTensor, Timing
+from spmdctx.plan.data import Cost, PeakForm, PeakNote, PlannedTensor, Timing
 from spmdctx.plan.file import read_strategy, write_plan
 from spmdctx.plan.mindspore.file import MindSporeStrategy
 from spmdctx.plan.mindspore.pins import FilePins, Parameter, file_pins
 from spmdctx.plan.mismatch import Wanted, check_plan
 from spmdctx.plan.plan import Plan
 from spmdctx.step.planning.insight import with_insight
-from spmdctx.step.planning.notes import PeakForm, PeakNote, memory_notes, without_peak_notes
+from spmdctx.step.planning.notes import memory_notes, without_peak_notes
 from spmdctx.step.planning.planner import Planned, plan_program, priced_here
 from spmdctx.trace.build.build import Argument, build
 from spmdctx.trace.capture.capture import Captured

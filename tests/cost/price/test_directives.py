@@ -62,7 +62,7 @@ def test_buckets_are_those_of_the_context_and_their_reductions_are_priced_by_num
 def test_nobody_who_asks_for_no_buckets_gets_any():
     directives = directives_of(assigned(), current_context(), has_regions=False)
     assert directives.gradients.ordered == ()
-    assert dict(directives.tied) == {}
+    assert dict(directives.grouped) == {}
 
 
 @pytest.mark.parametrize("widens", [False, True])
@@ -81,7 +81,7 @@ def test_gradients_are_widened_and_priced_so_only_where_the_user_asks_for_it(wid
 def test_groups_are_numbered_behind_the_buckets():
     case = assigned()
     directives = replace(directives_of(case, by_index(1), has_regions=False), groups={10**6: 0})
-    assert directives.tied[10**6] == 2
+    assert directives.grouped[10**6] == 2
 
 
 def test_a_bill_without_directives_has_those_that_it_would_be_given():

@@ -12,7 +12,7 @@ import pytest
 
 import spmdctx
 from spmdctx.audit import audit_program
-from spmdctx.lowering.rewrite.buckets import Sum, tie_buckets
+from spmdctx.lowering.rewrite.buckets import Sum, separate_buckets
 from spmdctx.lowering.rewrite.equations import variables
 from spmdctx.machine.xla.collectives.ways import WAYS
 from spmdctx.models import UNSPLIT, abstract_program
@@ -153,20 +153,20 @@ def chained(first_weight, second_weight, x):
 def test_buckets_that_depend_on_each_other_the_wrong_way_are_joined_and_named():
     jaxpr = jax.make_jaxpr(chained)(jnp.ones(4), jnp.ones(4), jnp.ones((8, 4))).jaxpr
     sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum"]
-    tied = tie_buckets(jaxpr.eqns, jaxpr.outvars, [Sum(0, sums[0], jaxpr.outvars[0]), Sum(1, sums[1], jaxpr.outvars[1])])
-    assert tied.joined == (0,)
-    assert "optimization_barrier" not in {eqn.primitive.name for eqn in tied.eqns}
+    separated = separate_buckets(jaxpr.eqns, jaxpr.outvars, [Sum(0, sums[0], jaxpr.outvars[0]), Sum(1, sums[1], jaxpr.outvars[1])])
+    assert separated.joined == (0,)
+    assert "optimization_barrier" not in {eqn.primitive.name for eqn in separated.eqns}
 
 
 def test_a_bucket_waits_for_the_one_before_and_its_readers_for_the_barrier():
     jaxpr = jax.make_jaxpr(lambda a, b: (a.sum(0) * 2, b.sum(0) * 3))(jnp.ones((4, 3)), jnp.ones((4, 3))).jaxpr
     sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum"]
-    tied = tie_buckets(jaxpr.eqns, jaxpr.outvars, [Sum(bucket, eqn, eqn.outvars[0]) for bucket, eqn in enumerate(sums)])
-    names = [eqn.primitive.name for eqn in tied.eqns]
+    separated = separate_buckets(jaxpr.eqns, jaxpr.outvars, [Sum(bucket, eqn, eqn.outvars[0]) for bucket, eqn in enumerate(sums)])
+    names = [eqn.primitive.name for eqn in separated.eqns]
     assert names.index("optimization_barrier") < len(names) - 1
-    (barrier,) = [eqn for eqn in tied.eqns if eqn.primitive.name == "optimization_barrier"]
-    made = {var: place for place, eqn in enumerate(tied.eqns) for var in eqn.outvars}
-    for place, eqn in enumerate(tied.eqns):
+    (barrier,) = [eqn for eqn in separated.eqns if eqn.primitive.name == "optimization_barrier"]
+    made = {var: place for place, eqn in enumerate(separated.eqns) for var in eqn.outvars}
+    for place, eqn in enumerate(separated.eqns):
         assert all(made.get(var, -1) < place for var in variables(eqn))
-    readers = [eqn for eqn in tied.eqns if not {*barrier.outvars}.isdisjoint(variables(eqn))]
+    readers = [eqn for eqn in separated.eqns if not {*barrier.outvars}.isdisjoint(variables(eqn))]
     assert sorted(eqn.primitive.name for eqn in readers) == ["mul", "reduce_sum"]

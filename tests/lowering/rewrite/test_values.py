@@ -54,11 +54,11 @@ def test_what_one_reader_takes_otherwise_is_moved():
     assert found[program.graph.inputs[0]].is_moved
 
 
-def test_a_sum_in_a_bucket_is_tied_and_numbered():
+def test_a_sum_in_a_bucket_is_grouped_and_numbered():
     program = trace(function, jnp.ones((16, 32)), jnp.ones((32, 8)))
     (product,) = ops(program, "dot_general")
     directives = replace(Directives(), gradients=BucketedGradients((), (), {product.results[0]: 3}))
     _, found = values(directives, {0: COLUMNS})
-    assert found[product.results[0]].is_tied
+    assert found[product.results[0]].is_grouped
     assert found.bucket(product.results[0]) == 3
     assert found.bucket(program.graph.inputs[0]) is None

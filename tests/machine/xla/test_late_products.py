@@ -45,4 +45,4 @@ def test_what_a_product_reads_is_told_apart_from_what_chains_into_it_read():
 
 def test_none_runs_last_on_one_device():
     program = trace(descent, [W, W], X)
-    assert step_memory(program.graph, program.scopes, waits=False).gradients == ()
+    assert step_memory(program.graph, program.scopes, is_split=False).gradients == ()

@@ -51,7 +51,7 @@ def test_a_gradient_is_put_off_behind_two_or_a_ninth_of_the_other_products(num_l
 
 def test_nothing_is_put_off_on_one_device():
     graph = deep(12).graph
-    assert set(passed(graph, order(graph, waits=False))) == {0}
+    assert set(passed(graph, order(graph, is_split=False))) == {0}
 
 
 def test_state_is_updated_as_soon_as_its_gradient_is_there():

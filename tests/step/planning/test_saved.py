@@ -15,9 +15,9 @@ from flax import nnx
 import spmdctx
 from spmdctx.errors import ContextWarning, PlanError, PlanFormatError, PlanMismatchError
 from spmdctx.machine.presets import PRESETS
+from spmdctx.plan.data import PeakForm
 from spmdctx.step.planning import planner
 from spmdctx.step.planning import saved as strategy_files
-from spmdctx.step.planning.notes import PeakForm
 
 SGD = optax.sgd(0.1, momentum=0.9)
 AUTO = {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}
