@@ -21,9 +21,9 @@ def bill_of(step: Step, assignment: Assignment, mesh: LogicalMesh, topology: Top
     It keeps the last bill, because the planner needs the one that the search made. So callers may pass only those `directives` that
     `price` would find by itself.
     """
-    known = step.graph.facts.get(bill_of)
-    asked = (assignment, mesh, topology, step.donated)
-    if known is None or known[0][0] is not assignment or known[0][1:] != asked[1:]:
-        known = step.graph.facts[bill_of] = asked, price(step, assignment, mesh, topology, directives)
-    bill: Bill = known[1]
+    memo = step.last_bill
+    if memo.get("assignment") is not assignment or memo["for"] != (mesh, topology):
+        made = price(step, assignment, mesh, topology, directives)
+        memo.update({"assignment": assignment, "for": (mesh, topology), "bill": made})
+    bill: Bill = memo["bill"]
     return replace(bill, collectives=[*bill.collectives], shares=[*bill.shares], moves=[*bill.moves])

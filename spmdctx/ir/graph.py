@@ -193,8 +193,5 @@ class Graph:
 
     @cached_property
     def facts(self) -> dict[object, Any]:
-        """Results kept for the next call, by a key of the function that computed them.
-
-        Nearly all depend on the graph alone; the last bill of the step is here too.
-        """
+        """Results that depend on the graph alone, kept for the next call by a key of the function that computed them."""
         return {}

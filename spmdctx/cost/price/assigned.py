@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from spmdctx.ir.analysis.numbering import numbered
 from spmdctx.ir.arrays import IntArray
@@ -22,6 +23,8 @@ class Step:
     scopes: tuple[int, ...]
     from_literals: frozenset[int]
     donated: frozenset[int] = frozenset()
+    last_bill: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """The memo of `cost.step.bill_of`."""
 
 
 @dataclass(frozen=True)
