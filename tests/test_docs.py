@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spmdctx import AuditReport, ParallelStep, Plan
-from tests.architecture.test_rows import TOP, WITHOUT_JAX
+from tests.test_architecture import TOP, WITHOUT_JAX
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "spmdctx"

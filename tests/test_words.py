@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.architecture.tree import MODULES, PACKAGE, ROOT, functions_of, lines_of, own_imports_of, place_of, tree_of, unit_of
+from tests.tree import MODULES, PACKAGE, ROOT, functions_of, lines_of, own_imports_of, place_of, tree_of, unit_of
 
 ONE_VOCABULARY = {"search", "cost", "machine", "ir"}
 COLLECTIONS = {"frozenset", "set", "tuple", "list", "dict"}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "spmdctx"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in MODULES})
