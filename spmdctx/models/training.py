@@ -31,10 +31,7 @@ def loss_fn(model: Decoder, batch: Batch) -> jax.Array:
 
 
 def train_step(model: Decoder, optimizer: nnx.Optimizer[Decoder], batch: Batch) -> jax.Array:
-    """Runs one AdamW step on the parameters that the optimizer holds and returns the loss.
-
-    Model and optimizer change in place.
-    """
+    """Runs one AdamW step in place on the parameters that the optimizer holds; returns the loss."""
     loss: jax.Array
     loss, grads = value_and_grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt))(model, batch)
     optimizer.update(model, grads)
