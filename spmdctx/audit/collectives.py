@@ -139,7 +139,7 @@ class _Walk:
         count = trip_count(loop, scope.computation, self.module)
         for key in ("condition", "body"):
             for name in loop.callees(key):
-                # What was started before the loop goes on beside its turns.
+                # What was started before the loop goes on beside its iterations.
                 for one in self.visit(Scope(self.module.computations[name]), set(fused)):
                     yield _noted(one, OPEN_LOOP) if count is None else replace(one, repeats=one.repeats * count)
 

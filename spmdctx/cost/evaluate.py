@@ -178,7 +178,7 @@ def leads_to(op: Op, own: AxisNames, natural: TensorSharding, after: TensorShard
 
 
 class Eligible:
-    """The values of a graph that can be passed on unreduced: only one op reads them, and they are not tied, pinned or `loose`."""
+    """The values of a graph that can be passed on unreduced: one op alone reads them; none is tied, pinned or from literals."""
 
     def __init__(self, graph: Graph, from_literals: frozenset[int], pinned: frozenset[int]) -> None:
         reads = [0] * len(graph.values)

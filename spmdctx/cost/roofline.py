@@ -105,7 +105,7 @@ def _moved_bytes(graph: Graph, op: Op, slices: Slices) -> int:
         # A slice that is in memory already is copied into its stack.
         return written if op.fused & 1 else 2 * written
     if op.boundary is Boundary.ENTER:
-        # The ops inside a loop count what each turn reads, but each slice of a stack is read only once.
+        # The ops inside a loop count what each iteration reads, but each slice of a stack is read only once.
         stacked = len(rule.operands[0]) > len(rule.results[0])
         return _block_bytes(graph, op.operands[0], rule.operands[0], slices) if stacked and op.operands[0] >= 0 else 0
     for position, (value, dims) in enumerate(zip(op.operands, rule.operands, strict=True)):

@@ -25,11 +25,11 @@ class Boundary(Enum):
     """The side of a body at which a boundary stands: an op that is no equation of the program."""
 
     ENTER = auto()
-    """A loop begins, with the values that it carries, reads in every turn, or takes slices of."""
+    """A loop begins, with the values that it carries, reads in every iteration, or takes slices of."""
     NEXT = auto()
-    """A turn of a loop hands its carry on to the next turn, the last one to the ops behind the loop."""
+    """An iteration of a loop hands its carry on to the next iteration, the last one to the ops behind the loop."""
     EXIT = auto()
-    """A scan stacks the results of its turns."""
+    """A scan stacks the results of its iterations."""
     JOIN = auto()
     """The branches of a cond meet: the only boundary that is not one of a loop."""
 
@@ -48,10 +48,10 @@ ENTERING = frozenset({SCAN_ENTER, WHILE_ENTER})
 """Boundaries at which a loop begins."""
 
 CARRYING = frozenset({SCAN_NEXT, WHILE_NEXT})
-"""Boundaries at which a turn of a loop hands on its carry."""
+"""Boundaries at which an iteration of a loop hands on its carry."""
 
 LEAVING = CARRYING | {SCAN_EXIT}
-"""Boundaries at the end of a turn."""
+"""Boundaries at the end of an iteration."""
 
 LOOP_BOUNDARIES = ENTERING | LEAVING
 """All boundaries of loops."""

@@ -1,6 +1,6 @@
 """Lets the gradients of micro-batches wait for their sum, so that each is reduced once per step.
 
-`grad_accumulation_step` promises one reduction per step. A search leaves out plans that would reduce a gradient in every turn.
+`grad_accumulation_step` promises one reduction per step. A search leaves out plans that would reduce a gradient in every iteration.
 Whatever chose the plan, this file stores the sums of its loops whole over the axes over which their terms are partial.
 """
 
@@ -27,7 +27,7 @@ class Mended(NamedTuple):
 def sums_of_gradients(graph: Graph, couplings: Iterable[Coupling]) -> tuple[LoopSum, ...]:
     """Returns the sums that the loops of a step add up and no matrix product reads.
 
-    Coupled sums, which must be split in every turn, are left out.
+    Coupled sums, which must be split in every iteration, are left out.
     """
     coupled = frozenset(one.value for one in couplings if one.how != "within")
     terminal = overlap_candidates(graph).terminal

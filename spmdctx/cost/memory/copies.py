@@ -104,8 +104,8 @@ class Copies:
     def keep(self, op: Op, value: int, num_bytes: int, *, to_the_end: bool, put_off: bool) -> None:
         """Adds the partial result that `op` makes, which stays in memory until XLA reduces it.
 
-        XLA reduces it right after the op, or `to_the_end` of the turn of the loop that the op is in. With `put_off`, outside of loops, it
-        waits for some more matrix products (`PRODUCTS_WAITED`).
+        XLA reduces it right after the op, or `to_the_end` of the op's iteration of its loop. With `put_off`, outside of loops, it waits
+        for some more matrix products (`PRODUCTS_WAITED`).
         """
         time, products = self._memory.times[op.id], self._memory.products
         until = max(time, self._memory.iteration_ends[op.id]) if to_the_end else time

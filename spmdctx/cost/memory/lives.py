@@ -1,4 +1,4 @@
-"""Finds which values exist in memory from when to when in a step, whatever their shardings, and counts their bytes.
+"""Finds when each value of a step is in memory, independent of shardings, and counts the bytes alive at each op.
 
 With the values `v` that are materialised, each alive from op `start(v)` to op `end(v)`, the peak of an assignment is
 
@@ -58,7 +58,7 @@ class StepMemory(NamedTuple):
         runs: when each op runs.
         times: the same, but for a fused op when the op runs that it is fused into, the last one if there are several.
         firsts: the same with the first of several.
-        turns: for each op, where the turn of its loop ends.
+        iteration_ends: for each op, where the iteration of its loop ends.
         products: the matrix products that others need.
         gradients: the products that may run last; none on one device.
         reads: from when to when inputs are read.
@@ -230,7 +230,7 @@ class _Liveness:
         return tuple([ValueLife(value, min(firsts[op.id] for op in readers[value]), self.end[value]) for value in read])
 
     def _hoisted(self) -> list[ValueLife]:
-        """Returns the lives of narrow copies of values that loops do not change: XLA makes them once, before the first turn."""
+        """Returns the lives of narrow copies of values that loops do not change: XLA makes them once, before the first iteration."""
         values, found = self.graph.values, []
         for op in ops_of(self.graph, ENTERING):
             if op.results[0] in self.carried or op.operands[0] == LITERAL:
@@ -305,7 +305,7 @@ class _Liveness:
             self.replacing.add(following)
 
     def _leave(self, op: Op) -> None:
-        """Ends lives at a loop's exit: a carry is copied at the end of each turn, a slice is written into its stack at once."""
+        """Ends lives at a loop's exit: a carry is copied at the end of each iteration, a slice is written into its stack at once."""
         value, result = op.operands[0], op.results[0]
         if op.primitive in CARRYING:
             self.materialized[result] = 0

@@ -37,7 +37,7 @@ class MemoryCount:
     def keep_unreduced(self, op: Op, value: int, natural: TensorSharding, *, in_place: bool, scattered: bool) -> None:
         """Keeps a partial result in memory until it is reduced.
 
-        A gradient that a loop makes stays to the end of the turn, if the compiler combines its reduction with others. A result that is
+        A gradient that a loop makes stays to the end of the iteration, if the compiler combines its reduction with others. A result that is
         reduced `in_place` takes only the bytes by which it is wider than what it becomes.
         """
         is_gradient = bool(self._terminal[value])

@@ -91,7 +91,7 @@ def _sums(graph: Graph, results: Sequence[int]) -> list[tuple[int, ...]]:
                 for operand in op.operands:
                     if operand != LITERAL and operand not in fixed and _keeps(graph, op, operand, value):
                         labels[operand] = labels.get(operand, own) | own
-        # What a loop starts from is what its last turn hands on.
+        # What a loop starts from is what its last iteration hands on.
         more = [
             (after, labels[before]) for before, after in carried if not labels.get(before, frozenset()) <= labels.get(after, frozenset())
         ]

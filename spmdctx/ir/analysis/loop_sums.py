@@ -1,6 +1,6 @@
-"""Sums that loops only add up: they stay unreduced across devices in every turn, and are reduced once, when they are complete.
+"""Sums that loops only add up: they stay unreduced across devices in every iteration, and are reduced once, when they are complete.
 
-    total      the result of a loop for a carry to which each turn adds: gradients of micro-batches, say
+    total      the result of a loop for a carry to which each iteration adds: gradients of micro-batches, say
     terms      the values that are partial where they are made, and go nowhere but into the total
     way        all values from a term to the total: sums, casts, transpositions, values that inner loops stack or carry
 
@@ -29,7 +29,7 @@ _FLOATS = ("float", "bfloat")
 class LoopSum(NamedTuple):
     """A sum that one loop adds up, or several nested ones; `repeats` says how often it is completed in a step.
 
-    `way` also holds the terms. `carries` holds the values from which turns of loops start.
+    `way` also holds the terms. `carries` holds the values from which iterations of loops start.
     """
 
     total: int
@@ -55,7 +55,7 @@ AT_ONCE = Later(1.0, 1.0)
 
 
 class Summed(NamedTuple):
-    """The values on the way of some sums, those from which turns of their loops start, and the totals."""
+    """The values on the way of some sums, those from which iterations of their loops start, and the totals."""
 
     way: frozenset[int]
     carries: frozenset[int]
@@ -172,7 +172,7 @@ def reduced_dtype(graph: Graph, total: int, terms: Iterable[int], widened: Conta
 
 
 class _Open(NamedTuple):
-    """A loop whose carry is followed: the value from which its turn starts, and how often it was met, which must be once."""
+    """A loop whose carry is followed: the value from which its iteration starts, and how often it was met, which must be once."""
 
     carry: int
     met: list[int]

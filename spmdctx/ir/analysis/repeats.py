@@ -1,7 +1,7 @@
-"""Counts how often the operands and the results of an op exist in a step: slices of a scanned array exist once per turn of the loop.
+"""Counts how often the operands and the results of an op exist in a step: slices of a scanned array exist once per iteration of the loop.
 
-The boundary of a loop is executed once, outside. But `scan.enter` makes one slice of a stacked array in every turn, and `scan.exit`
-stacks one slice of every turn. Reshards of these slices run once per turn too.
+The boundary of a loop is executed once, outside. But `scan.enter` makes one slice of a stacked array in every iteration, and `scan.exit`
+stacks one slice of every iteration. Reshards of these slices run once per iteration too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def made_repeats(graph: Graph, op: Op) -> int:
 
 
 def _iterations(graph: Graph, outer: int, inner: int) -> int:
-    """Returns the number of slices of a stacked array; 1 for a value that is carried, or the same in every turn."""
+    """Returns the number of slices of a stacked array; 1 for a value that is carried, or the same in every iteration."""
     if outer == LITERAL or inner == LITERAL:
         return 1
     stacked, each = graph.values[outer].shape, graph.values[inner].shape

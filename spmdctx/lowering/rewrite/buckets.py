@@ -1,4 +1,4 @@
-"""Ties the reductions of gradients in buckets, so that XLA combines within a bucket and never across.
+"""Orders the buckets of gradient reductions with barriers, so that XLA combines within a bucket and never across.
 
 Nothing but data dependence keeps XLA's combiner from joining two all-reduces. So the equations that make a bucket's sums wait, through an
 optimization barrier, for the reduced sums of the bucket before it. The bucket with the highest index comes first, because the backward

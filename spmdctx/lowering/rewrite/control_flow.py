@@ -71,7 +71,7 @@ def _enter(rewriter: Rewriter, atom: Any, block: Block, inner: Block, fresh: Sub
     atom, stored = rewriter.use(block, op, 0, atom), rewriter.assignment.values[op.results[0]]
     natural = project(op.rule.results[0], rewriter.assignment.ops[op.id].axes)
     if getattr(atom.aval, "shape", ()) == getattr(var.aval, "shape", ()):
-        # Values that are the same in every turn, and those of the first turn, move outside of the loop.
+        # Values that are the same in every iteration, and those of the first iteration, move outside of the loop.
         return block.reshard(atom, op.operands[0], natural, stored), inner.constrain(var, stored)
     return atom, inner.reshard(inner.constrain(var, natural), op.results[0], natural, stored)
 

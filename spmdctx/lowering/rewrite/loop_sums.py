@@ -72,7 +72,7 @@ class LoopSums:
         return block.constrain(lifted, (axes, *self._stored[value]))
 
     def handed_on(self, block: Block, op: Op, atom: Any, source_info: Any) -> Any:
-        """Writes an op that changes nothing, or the end of a loop's turn; the loop's carry has the total's type."""
+        """Writes an op that changes nothing, or the end of a loop's iteration; the loop's carry has the total's type."""
         value, shape = op.results[0], self._graph.values[op.operands[0]].shape
         var = self._taken(block, op, 0, atom, self.axes_of(value), shape, source_info)
         if op.boundary is not Boundary.NEXT:
@@ -81,7 +81,7 @@ class LoopSums:
         return self._settled(block, op, var)
 
     def started(self, block: Block, op: Op, atom: Any, source_info: Any) -> Any:
-        """Writes the value that a loop's first turn adds to."""
+        """Writes the value that a loop's first iteration adds to."""
         value = op.results[0]
         axes, shape = self._sums.axes[value], self._graph.values[value].shape
         return self._settled(block, op, self._taken(block, op, 0, atom, axes, shape, source_info))

@@ -52,7 +52,7 @@ def gradient_products(graph: Graph, materialized: bytearray, iteration_ends: Seq
     Args:
         graph: The step.
         materialized: A flag for each value: 1 if it exists in memory.
-        turns: The result of `schedule.iteration_ends`.
+        iteration_ends: The result of `schedule.iteration_ends`.
     """
     terminal = overlap_candidates(graph).terminal
     chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and op.boundary is None).tolist()

@@ -93,7 +93,7 @@ def _weights(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
                     kind = found[value]
             for value in results:
                 found[value] = kind
-        # The next turn of a loop starts from what this one hands on.
+        # The next iteration of a loop starts from what this one hands on.
         more = {before: found[after] for before, after in loops if found[after] < found[before]}
         if not more:
             return bytearray(kind == 1 for kind in found)
@@ -114,7 +114,7 @@ def _terminal(graph: Graph, loops: list[tuple[int, int]], stops: frozenset[int] 
                 for value in operands:
                     leads[value] = 1
         leads[LITERAL] = 0
-        # The next turn of a loop reads what this one hands on.
+        # The next iteration of a loop reads what this one hands on.
         more = [after for before, after in loops if leads[before] and not leads[after]]
         if not more:
             return bytearray(not flag for flag in leads)

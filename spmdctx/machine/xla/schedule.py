@@ -3,9 +3,9 @@
 What XLA does: it updates state as soon as its gradient is there, which frees the gradient. It puts off products that only make gradients,
     so that they run while others wait for their operands to be moved; it puts none off past a loop. How far depends on more than the
     program: the scheduler fills the waits for communication from the step's end backwards.
-Seen in: libtpu 0.0.42, v5e:2x4: without products put off 50 of 70 peaks are within 15 % instead of 54, without early updates 35 of 40 of
-    those that are not random instead of 36. 8 x H100, CUDA plugin 0.10.2: in the traced order 32 of 56, in this one 41
-    (benchmarks/RESULTS.md).
+Seen in: libtpu 0.0.42, v5e:2x4: without products put off 50 of 70 peaks are within 15 % instead of 54; of the 40
+    non-random plans, 36 are within 15 %, and 35 without early updates. 8 x H100, CUDA plugin 0.10.2: in the traced order 32 of 56, in this
+    one 41 (benchmarks/RESULTS.md).
 Switch: none: all backends
 Priced by: cost.memory.lives
 Written or prevented by: nothing
@@ -77,7 +77,7 @@ def order(graph: Graph, is_split: bool = True) -> tuple[int, ...]:
 
 
 def iteration_ends(graph: Graph, scopes: Sequence[int]) -> tuple[int, ...]:
-    """Returns for each op the last op of its turn of the innermost loop around it; outside of loops, the op itself.
+    """Returns for each op the last op of its iteration of the innermost loop around it; outside of loops, the op itself.
 
     Args:
         graph: The step.

@@ -7,7 +7,8 @@ Seen in: libtpu 0.0.42, by the compiler's cycles, AdamW in float32: 1.71 to 2.03
     on v6e, if the smaller operand exceeds the chip's memory; 0.66 to 0.97 if it does not. On v5p momentum 1.43, SGD 1.09. GPU and CPU:
     not measured.
 Switch: `Compiler.scratch_bytes`, the size of an operand that the chip can hold
-Priced by: cost.price.directives chooses the gradients; cost.price.memory counts their products as not fused with the updates.
+Priced by: cost.price.directives chooses the gradients; cost.price.memory lets no update run early behind such a barrier. In
+    cost.memory.copies these products may still run last, as if they were fused.
 Written or prevented by: lowering.rewrite.rewriter puts a barrier behind the gradient.
 Checked by: tests/machine/xla/test_update_fusion.py, benchmarks/speedup_table.py
 """

@@ -66,7 +66,7 @@ class _UpdateRegion:
         leaves = [value for value in graph.inputs if graph.values[value].role is Role.BATCH]
         self._batch = batch_dims(graph, leaves, space.mesh).found.keys()
         self._fixed = {space.slot_of[value] for value in graph.inputs}
-        # A value that the next turn of a loop over whole steps reads is no part of this turn's update.
+        # A value that the next iteration of a loop over whole steps reads is no part of this iteration's update.
         self._stored = frozenset([value for value, slot in enumerate(space.slot_of) if slot in self._fixed])
         terminal = terminal_values(graph, self._stored)
         self._fixed |= {slot for value, slot in enumerate(space.slot_of) if not terminal[value] or value in self._batch}

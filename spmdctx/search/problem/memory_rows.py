@@ -1,7 +1,9 @@
 """The memory of a planning problem: the bytes that each node occupies in each state, and the times at which it does.
 
-A node has one usage per state. Other memory that its state causes needs an auxiliary node, which costs nothing and is tied to the node
-by an edge of zeros and infinities. Such memory is the copy that a use gathers, and on request the copies that an op makes for itself.
+The rows are the search's lower bound of the bill: `cost.price.memory` may count more at an op, and never less.
+
+A node has one usage per state. Other memory that its state causes needs an auxiliary node, which costs nothing and is joined to the
+node by an edge of zeros and infinities. Such memory is the copy that a use gathers, and on request the copies that an op makes for itself.
 
 Short-lived values are partly on the chip instead of in memory. Therefore every op has two rows. The first counts all live values and
 adds the chip's bytes to the limit; the second leaves out the values that may be on the chip.

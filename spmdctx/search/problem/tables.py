@@ -220,7 +220,7 @@ class Tables:
         return np.where(misfit, np.inf, table)
 
     def _without_slices(self, table: FloatArray, shape: tuple[int, ...], stored: IntArray, taken: IntArray) -> FloatArray:
-        """Forbids slices of sums in loops: the reduction splits such a sum in every turn, or nothing does."""
+        """Forbids slices of sums in loops: the reduction splits such a sum in every iteration, or nothing does."""
         codes = axis_codes(self.space.mesh)
         used = np.bitwise_or.reduce(codes.bits[domain(self.space.mesh, shape).rows], axis=1, initial=0)
         return np.where(used[taken][None, :] & ~used[stored][:, None], np.inf, table)

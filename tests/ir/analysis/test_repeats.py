@@ -1,4 +1,4 @@
-"""Slices of scanned arrays exist once per turn of their loop, and so does every reshard of them."""
+"""Slices of scanned arrays exist once per iteration of their loop, and so does every reshard of them."""
 
 from dataclasses import replace
 

@@ -86,7 +86,7 @@ def test_gradients_of_layers_in_a_scan_are_reduced_with_their_bucket_after_it(ba
 
 
 def test_gradients_that_a_loop_reduces_in_each_turn_are_named():
-    """The loop's next turn reads the update."""
+    """The loop's next iteration reads the update."""
 
     def looped(weight, x):
         def turn(weight, part):

@@ -5,7 +5,7 @@ What XLA does: it does an all_reduce in place, unless it fuses a gather with the
     reduce_scatter behind products that others need; why is not known.
 Seen in: libtpu 0.0.42, v5e:2x4: 178 of 179 all_reduces are in place in 70 programs, and none of 75 whose product is fused with a gather.
     GPU and CPU: not measured.
-Switch: `Compiler.gather_overlap`, of gathers; none: all backends, of the rest.
+Switch: `Compiler.gather_overlap` for gathers; for the rest none: all backends.
 Priced by: cost.memory.copies
 Written or prevented by: nothing
 Checked by: tests/cost/memory/test_copies.py, benchmarks/fidelity_plans.py
