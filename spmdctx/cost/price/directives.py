@@ -75,7 +75,7 @@ class Directives:
 
 
 def directives_of(assigned: Assigned, context: AutoParallelContext, *, has_regions: bool) -> Directives:
-    """Returns all directives of a plan except its waits, which its price decides.
+    """Returns the directives that a plan's price depends on; the price decides its waits, and `with_copies` adds the rest.
 
     Args:
         assigned: the step and its assignment.
@@ -93,7 +93,7 @@ def directives_of(assigned: Assigned, context: AutoParallelContext, *, has_regio
     # Only TPU's compiler, which has such memory, was seen to keep both.
     if assigned.topology.compiler.scratch_bytes:
         directives = replace(directives, written_once=written_once(graph, assignment))
-    return completed(directives, graph, assignment, mesh)
+    return with_loop_sums(directives, graph, assignment, mesh)
 
 
 def asks_for_groups(context: AutoParallelContext, mesh: LogicalMesh, *, has_regions: bool) -> bool:
@@ -112,17 +112,26 @@ def priced_directives(assigned: Assigned) -> Directives:
     )
 
 
-def completed(directives: Directives, graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> Directives:
-    """Returns directives with what follows from them and the assignment: the sums that wait for their loop, and the copies of values."""
+def with_loop_sums(directives: Directives, graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> Directives:
+    """Returns directives with the sums that wait for the end of their loop."""
+    return replace(directives, loop_sums=holds_of(graph, loop_sums(graph, directives.buckets), assignment, mesh))
+
+
+def with_copies(directives: Directives, graph: Graph, assignment: Assignment) -> Directives:
+    """Returns directives with the values that lowering moves, computes again or repeats; no price depends on these."""
     routed = [(value, target) for (_, value), target in directives.routes.items()]
     moved = moved_values(graph.ops, assignment) | sliced_values(graph.ops, assignment, routed)
     return replace(
         directives,
-        loop_sums=holds_of(graph, loop_sums(graph, directives.buckets), assignment, mesh),
         moved=moved,
         recomputed=frozenset(op.results[0] for op in graph.ops if is_recomputed(op)),
         repeated=repeated_values(graph, assignment, moved),
     )
+
+
+def completed(directives: Directives, graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> Directives:
+    """Returns directives with everything that follows from them and the assignment."""
+    return with_copies(with_loop_sums(directives, graph, assignment, mesh), graph, assignment)
 
 
 def _widened(graph: Graph) -> frozenset[int]:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from spmdctx.context.state import AutoParallelContext
 from spmdctx.cost.bill import Bill
@@ -13,7 +14,7 @@ from spmdctx.cost.bodies import Body, add_bodies
 from spmdctx.cost.evaluate import evaluate
 from spmdctx.cost.price import price
 from spmdctx.cost.price.assigned import Assigned
-from spmdctx.cost.price.directives import Directives, asks_for_groups, directives_of
+from spmdctx.cost.price.directives import Directives, asks_for_groups, directives_of, with_copies
 from spmdctx.cost.step import bill_of
 from spmdctx.errors import ContextWarning
 from spmdctx.ir.collective import Collective
@@ -48,7 +49,12 @@ class Planned:
     program: Program
     assignment: Assignment
     mesh: LogicalMesh
-    directives: Directives
+    priced: Directives
+
+    @cached_property
+    def directives(self) -> Directives:
+        """Everything that the program says besides shardings; what no price depends on is found when the step is lowered."""
+        return with_copies(self.priced, self.program.graph, self.assignment) if self.mesh.num_devices > 1 else self.priced
 
 
 def plan_program(captured: Captured, settings: Settings) -> Planned:

@@ -10,7 +10,7 @@ import spmdctx
 from spmdctx.context.layers import current_context
 from spmdctx.cost.price import price
 from spmdctx.cost.price.assigned import Assigned, Step
-from spmdctx.cost.price.directives import Directives, completed, directives_of, priced_directives
+from spmdctx.cost.price.directives import Directives, completed, directives_of, priced_directives, with_copies
 from spmdctx.cost.step import bill_of
 from spmdctx.ir.graph import Role
 from spmdctx.machine.presets import PRESETS
@@ -94,7 +94,7 @@ def test_a_bill_without_directives_has_those_that_it_would_be_given():
 def test_what_follows_from_the_assignment_alone_needs_no_machine():
     case = assigned()
     alone = completed(Directives(), case.graph, case.assignment, case.mesh)
-    full = directives_of(case, current_context(), has_regions=False)
+    full = with_copies(directives_of(case, current_context(), has_regions=False), case.graph, case.assignment)
     assert (alone.moved, alone.recomputed, alone.repeated, alone.loop_sums) == (full.moved, full.recomputed, full.repeated, full.loop_sums)
 
 
@@ -105,7 +105,8 @@ def test_the_planner_derives_directives_once_and_hands_them_on(monkeypatch):
     captured = capture(step, (WEIGHTS, X))
     found = plan_program(captured, Settings(context=context, num_devices=8, mesh=None, topology=PRESETS["h100"]))
     (derived,) = made
-    assert found.directives == replace(derived, waits=found.plan.early)
+    assert found.priced == replace(derived, waits=found.plan.early)
+    assert found.directives == with_copies(found.priced, found.program.graph, found.assignment)
     assert [one.bucket for one in found.plan.gradients] == list(derived.gradients.buckets)
 
 
