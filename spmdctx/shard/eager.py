@@ -17,7 +17,7 @@ MAX_STEPS = 512
 
 
 def runs_eagerly(*trees: Any) -> bool:
-    """Whether nothing in `trees` is traced, no step is being traced, and the context's mode splits by strategies."""
+    """Returns whether nothing in `trees` is traced, no step is being traced, and the context splits by strategies."""
     if traced_mode() is not None or current_context().parallel_mode not in PLANNED_MODES:
         return False
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))

@@ -45,7 +45,7 @@ def open_jaxpr(body: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def _inside(around: Around, eqn: Any, runs: int = 1) -> Around:
-    """What is around the equation's body, which each of its executions runs `runs` times."""
+    """Returns the surroundings of the equation's body, which each execution of the equation runs `runs` times."""
     prefix, own = around.prefix, str(eqn.source_info.name_stack)
     return Around(around.repeats * runs, f"{prefix}/{own}" if prefix and own else prefix or own)
 
