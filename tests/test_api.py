@@ -1,5 +1,6 @@
 """The public surface: the names that users type, pinned."""
 
+import importlib
 import inspect
 import pickle
 
@@ -101,3 +102,7 @@ def test_tracebacks_name_errors_as_users_import_them(name):
     error = getattr(spmdctx, name)
     assert error.__module__ == "spmdctx"
     assert pickle.loads(pickle.dumps(error)) is error
+
+
+def test_a_topology_is_found_where_messages_say():
+    assert importlib.import_module("spmdctx.cost").Topology is spmdctx.Topology

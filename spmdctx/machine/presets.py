@@ -194,5 +194,5 @@ def topology(name: str | os.PathLike[str] | Topology) -> Topology:
     raise ContextError(
         f"There is no topology preset called {name!r}.",
         need=", ".join(PRESETS),
-        fix="or pass a spmdctx.Topology, or the path of a .json or .yaml file",
+        fix="or pass a cost.Topology, or the path of a .json or .yaml file",
     )

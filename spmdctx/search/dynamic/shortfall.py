@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
-from itertools import islice
 
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import step_memory
@@ -86,14 +84,13 @@ def place_of(step: Step, time: int) -> str:
 
 
 def _largest(step: Step, topology: Topology, time: int) -> str:
-    """Returns the largest values alive at an op, by their whole size; values that read alike are said once, with their number."""
+    """Returns the largest values alive at an op, by their whole size."""
     graph = step.graph
     memory = step_memory(graph, step.scopes, step.donated, fuses_into_products=topology.compiler.fuses_into_products)
     alive = [life.value for life in memory.lives if life.start <= time <= life.end]
     sizes = {value: item_bytes(graph.values[value].dtype) * _count(graph.values[value].shape) for value in alive}
-    largest_first = sorted(sizes, key=lambda value: (-sizes[value], value))
-    counts = Counter(f"{_name(step, value)} {graph.values[value].dtype}{list(graph.values[value].shape)}" for value in largest_first)
-    return ", ".join(f"{count} of {text}" if count > 1 else text for text, count in islice(counts.items(), _LARGEST))
+    shown = sorted(sizes, key=lambda value: (-sizes[value], value))[:_LARGEST]
+    return ", ".join(f"{_name(step, value)} {graph.values[value].dtype}{list(graph.values[value].shape)}" for value in shown)
 
 
 def _name(step: Step, value: int) -> str:

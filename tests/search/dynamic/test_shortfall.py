@@ -4,13 +4,10 @@ import re
 import statistics
 from dataclasses import replace
 
-import jax.numpy as jnp
 import pytest
 
-import spmdctx
 from spmdctx.cost.price import price
 from spmdctx.cost.step import Step, bill_of
-from spmdctx.errors import InfeasibleError
 from spmdctx.search.dynamic import budget as budget_module
 from spmdctx.search.dynamic import shortfall
 from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
@@ -111,15 +108,3 @@ def test_what_is_not_proven_is_not_said(monkeypatch):
     other = str(shortfall.infeasible(step, request, machine, options, found._replace(is_proven=False)))
     assert "No plan was found on" in other
     assert "at least" not in other
-
-
-def test_values_that_read_alike_are_named_once_with_their_number():
-    def stacked(weights, x):
-        kept = [x @ weight for weight in weights]
-        return sum((one @ one.T).sum() for one in kept)
-
-    weights = [jnp.ones((64, 256), jnp.float32) for _ in range(4)]
-    with pytest.raises(InfeasibleError) as caught:
-        spmdctx.plan(stacked, weights, jnp.ones((256, 64)), parallel_mode="auto_parallel", device_num=2, topology="cpu", memory_bytes=1000)
-    (got,) = [line for line in str(caught.value).splitlines() if line.startswith("  got:")]
-    assert re.search(r"\d of dot_general \(test_shortfall.py:\d+ ", got), got
