@@ -33,8 +33,6 @@ _SLICE_PRICE = 1e-6
 _STEP_PRICE = 0.51
 """The price of a collective on top of its bytes, in blocks of a tensor split over all devices; uneven, so that nothing ties."""
 
-_FREE = LinearPrice(0.0, 0.0)
-
 
 class Hop(NamedTuple):
     """One step out of a sharding: its kind, the axes of its group, and the number of the sharding after it."""
