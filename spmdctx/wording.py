@@ -21,7 +21,8 @@ def seconds_text(seconds: float) -> str:
     for unit, name in _SECONDS:
         if abs(seconds) >= unit * 0.9995:
             return f"{three_digits(seconds / unit)} {name}"
-    return f"{seconds:.1e} s"
+    nanoseconds = abs(seconds) / 1e-9
+    return f"{seconds / 1e-9:.2g} ns" if nanoseconds >= 0.001 else "<0.001 ns"
 
 
 def share_text(part: float, whole: float) -> str:
@@ -53,13 +54,24 @@ def split_text(sharding: TensorSharding) -> str:
 
 
 def place_text(source: str) -> str:
-    """Shortens a place such as `model.py:41 (step.<locals>.loss)` to `model.py:41 (loss)`."""
+    """Shortens a place such as `model.py:41 (step.<locals>.loss)` to `model.py:41 (loss)`.
+
+    Modules tell more than functions: `model.py:41 (Mlp.__call__ in Model/layers_3/mlp)` becomes `model.py:41 (layers_3/mlp)`.
+    """
     place, bracket, function = source.partition(" (")
+    function, _, scope = function.partition(" in ")
+    if scope:
+        return f"{place} ({'/'.join(scope.rstrip(')').split('/')[-2:])})"
     names = [name for name in function.rstrip(")").split(".") if not name.startswith("<")]
-    return f"{place} ({names[-1]})" if bracket and names else place
+    # The class tells more than `__call__`, which all modules have.
+    shown = names[-2:] if names and names[-1] == "__call__" else names[-1:]
+    return f"{place} ({'.'.join(shown)})" if bracket and names else place
 
 
 _NOTEBOOK = re.compile(r"(?:^|/)(?:ipykernel_\d+/\d+\.py|<ipython-input-[^/]*>)$")
+
+_FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex", "einops", "jaxtyping", "numpyro", "distrax", "orbax", "penzai")
+_FRAMEWORK = re.compile(rf"/(?:site|dist)-packages/(?:{'|'.join(_FRAMEWORKS)})/")
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -88,6 +100,11 @@ def three_digits(number: float) -> str:
     """Formats a number with three significant digits, or with all digits before the point if it is large."""
     size = abs(number)
     return f"{number:.2f}" if size < 9.995 else f"{number:.1f}" if size < 99.95 else f"{number:.0f}"
+
+
+def is_framework(path: str) -> bool:
+    """Returns whether a source file belongs to an installed framework, so that a step's author finds no line of theirs in it."""
+    return _FRAMEWORK.search(path.replace("\\", "/")) is not None
 
 
 def file_text(path: str) -> str:

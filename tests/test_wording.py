@@ -66,7 +66,16 @@ def test_ops_of_a_notebook_lie_in_its_cell():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (2.5, "2.50 s"), (0.0123, "12.3 ms"), (0.9999, "1.00 s"), (8.7e-4, "870 µs"), (3e-8, "30.0 ns"), (1e-12, "1.0e-12 s")],
+    [
+        (0, "0 s"),
+        (2.5, "2.50 s"),
+        (0.0123, "12.3 ms"),
+        (0.9999, "1.00 s"),
+        (8.7e-4, "870 µs"),
+        (3e-8, "30.0 ns"),
+        (7.8e-11, "0.078 ns"),
+        (1e-13, "<0.001 ns"),
+    ],
 )
 def test_seconds_have_three_digits(seconds, text):
     assert seconds_text(seconds) == text
@@ -90,3 +99,5 @@ def test_other_texts():
     assert share_text(1, 0) == ""
     assert place_text("model.py:3 (step.<locals>.loss)") == "model.py:3 (loss)"
     assert place_text("model.py:3") == "model.py:3"
+    assert place_text("model.py:3 (step.<locals>.Mlp.__call__)") == "model.py:3 (Mlp.__call__)"
+    assert place_text("model.py:3 (Mlp.__call__ in Model/layers_3/mlp)") == "model.py:3 (layers_3/mlp)"

@@ -38,7 +38,7 @@ class AuditRow:
 class MemoryUse:
     """The bytes on one device: the plan's estimate, and what the compiler reserved.
 
-    `peak_bytes` is the compiler's own figure, or if it gives none, the sum with shared buffers counted once.
+    `peak_bytes` is the sum, with buffers that arguments and results share counted once.
     """
 
     planned_bytes: int

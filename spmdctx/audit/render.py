@@ -7,6 +7,7 @@ from html import escape
 from spmdctx.audit.collectives import CompiledCollective
 from spmdctx.audit.data import AuditData, AuditRow, MemoryUse
 from spmdctx.ir.collective import AS_PLANNED, Collective
+from spmdctx.wording import bytes_text
 
 _STYLE = (
     "<style>.spmdctx-audit table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
@@ -42,15 +43,15 @@ def report_html(report: AuditData) -> str:
 def _verdict(report: AuditData) -> str:
     word = "agrees with" if report.ok else "differs from"
     return (
-        f"The compiled program {word} the plan: {report.found_share:.1%} of {_bytes_text(report.planned_bytes)} planned was found; "
-        f"{report.unplanned_share:.1%} of {_bytes_text(report.compiled_bytes)} compiled is unplanned."
+        f"The compiled program {word} the plan: {report.found_share:.1%} of {bytes_text(report.planned_bytes)} planned was found; "
+        f"{report.unplanned_share:.1%} of {bytes_text(report.compiled_bytes)} compiled is unplanned."
     )
 
 
 def _cells(row: AuditRow) -> tuple[str, ...]:
-    planned = (str(row.planned_count), _bytes_text(row.planned_bytes)) if row.planned_count else ("-", "-")
-    found = (str(row.found_count), _bytes_text(row.compiled_bytes)) if row.found_count else ("-", "-")
-    extra = (str(row.unplanned_count), _bytes_text(row.unplanned_bytes)) if row.unplanned_count else ("-", "-")
+    planned = (str(row.planned_count), bytes_text(row.planned_bytes)) if row.planned_count else ("-", "-")
+    found = (str(row.found_count), bytes_text(row.compiled_bytes)) if row.found_count else ("-", "-")
+    extra = (str(row.unplanned_count), bytes_text(row.unplanned_bytes)) if row.unplanned_count else ("-", "-")
     ways = "; ".join(name if len(row.ways) == 1 else f"{name} ({count})" for name, count in row.ways if row.ways != ((AS_PLANNED, count),))
     return (row.kind, "+".join(row.axes), *planned, *found, *extra, ways)
 
@@ -68,7 +69,7 @@ def _text_table(rows: list[tuple[str, ...]]) -> list[str]:
 def _unplanned_lines(unplanned: tuple[CompiledCollective, ...]) -> list[str]:
     ordered = sorted(unplanned, key=lambda one: -one.total_bytes)
     return [
-        f"{one.kind} over {'+'.join(one.axes)}, {one.repeats} x {_bytes_text(one.payload_bytes)} {one.dtype}, "
+        f"{one.kind} over {'+'.join(one.axes)}, {one.repeats} x {bytes_text(one.payload_bytes)} {one.dtype}, "
         f"from {one.source or 'no source line'} ({one.name}{', ' + one.note if one.note else ''})"
         for one in ordered
     ]
@@ -77,7 +78,7 @@ def _unplanned_lines(unplanned: tuple[CompiledCollective, ...]) -> list[str]:
 def _missing_lines(missing: tuple[Collective, ...]) -> list[str]:
     ordered = sorted(missing, key=lambda one: -one.payload_bytes * one.repeats)
     return [
-        f"{one.kind} over {'+'.join(one.axes)}, {one.repeats} x {_bytes_text(one.payload_bytes)}, "
+        f"{one.kind} over {'+'.join(one.axes)}, {one.repeats} x {bytes_text(one.payload_bytes)}, "
         f"for {one.cause}{' at ' + one.source if one.source else ''}"
         for one in ordered
     ]
@@ -85,21 +86,12 @@ def _missing_lines(missing: tuple[Collective, ...]) -> list[str]:
 
 def _memory_text(memory: MemoryUse) -> str:
     parts = (
-        f"arguments {_bytes_text(memory.argument_bytes)}, results {_bytes_text(memory.output_bytes)}, "
-        f"shared by both {_bytes_text(memory.alias_bytes)}, temporaries {_bytes_text(memory.temporary_bytes)}"
+        f"arguments {bytes_text(memory.argument_bytes)} + results {bytes_text(memory.output_bytes)} "
+        f"- shared by both {bytes_text(memory.alias_bytes)} + temporaries {bytes_text(memory.temporary_bytes)}"
     )
-    return f"planned {_bytes_text(memory.planned_bytes)}, compiled peak {_bytes_text(memory.peak_bytes)} ({parts})"
+    return f"planned {bytes_text(memory.planned_bytes)}, compiled {bytes_text(memory.peak_bytes)} ({parts})"
 
 
 def _html_list(title: str, lines: list[str]) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f"<details open><summary>{title} ({len(lines)})</summary><ul>{items}</ul></details>" if lines else ""
-
-
-def _bytes_text(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

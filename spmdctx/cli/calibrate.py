@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the topology as .json or .yaml, to be given as --topology")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the topology as .json or .yaml, for --topology (default: no file)")
     parser.add_argument(
-        "--device-num", type=positive, default=8, metavar="N", help="virtual CPU devices where there is no accelerator (default 8)"
+        "--device-num",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="virtual CPU devices without an accelerator (default: %(default)s)",
     )
-    parser.add_argument("--megabytes", type=positive, default=64, help="size of the tensors that are moved (default 64)")
-    parser.add_argument("--repeats", type=positive, default=5, help="timings, of which the shortest counts (default 5)")
+    parser.add_argument("--megabytes", type=positive, default=64, help="size of the tensors that are moved (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive, default=5, help="timings, of which the shortest counts (default: %(default)s)")
 
 
 def calibrate_devices(arguments: argparse.Namespace, output: Output) -> int:

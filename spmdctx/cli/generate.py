@@ -25,10 +25,10 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `generate`."""
     parser.add_argument("checkpoint", type=Path, help="what train wrote, a CheckpointManager's folder, or a folder of files per rank")
     text = parser.add_argument_group("text")
-    text.add_argument("--prompt", action="append", metavar="TEXT", help="what the text begins with; several make a batch")
+    text.add_argument("--prompt", action="append", metavar="TEXT", help="what the text begins with; several make a batch (default: 'The ')")
     text.add_argument("--tokens", type=int, default=48, metavar="N", help="new tokens (default: %(default)s)")
     text.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (default: %(default)s)")
-    text.add_argument("--stop", metavar="TEXT", help="a token that ends a text, such as </s>")
+    text.add_argument("--stop", metavar="TEXT", help="a token that ends a text, such as </s> (default: none)")
     text.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
     text.add_argument(
         "--tokenizer",

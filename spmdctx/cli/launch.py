@@ -14,7 +14,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `launch`."""
     parser.add_argument("-n", "--num-processes", type=positive, required=True, metavar="N", help="processes to start")
     parser.add_argument("--devices-per-process", type=positive, default=1, metavar="N", help="CPU devices or GPUs of each (default: 1)")
-    parser.add_argument("--timeout", type=positive_number, metavar="SECONDS", help="hard limit, after which everything is killed")
+    parser.add_argument("--timeout", type=positive_number, metavar="SECONDS", help="after it everything is killed (default: no limit)")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module, as in python -m")
     parser.add_argument("script", help="a Python script that calls spmdctx.communication.init()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")

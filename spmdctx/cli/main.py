@@ -15,30 +15,26 @@ from rich.markup import escape
 from spmdctx.cli.calibrate import add_calibrate_arguments, calibrate_devices
 from spmdctx.cli.generate import add_generate_arguments, generate
 from spmdctx.cli.launch import add_launch_arguments, launch
-from spmdctx.cli.output import Output, audit_data, diff_data, explain_data, plan_data, verify_data
+from spmdctx.cli.output import Output, audit_data, diff_data, explain_data, failed, plan_data, verify_data
 from spmdctx.cli.program import add_program_arguments, add_target_argument, choose, started, target_options
 from spmdctx.cli.strategies import add_strategies_arguments, strategies
 from spmdctx.cli.train import add_train_arguments, train
-from spmdctx.errors import Message, SpmdctxError
 from spmdctx.plan.plan import Plan
 
-_EPILOG = "Exit code: 0, 1 where the check failed, 2 where the command was used wrongly."
+_EPILOG = "Exit code: 0, 1 where the check failed, 2 where the command was used wrongly or the program failed, 70 where spmdctx itself did."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = command_parser().parse_args(argv)
     output = Output(arguments.json)
     run: Callable[[argparse.Namespace, Output], int] = arguments.run
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
             return run(arguments, output)
-        except (SpmdctxError, TypeError, OSError) as error:
-            if isinstance(error, TypeError) and error.__traceback__ is not None and not _is_laid_out(error):
-                raise
-            _print_error(error)
-            return 2
+        except (Exception, KeyboardInterrupt) as error:
+            return failed(error)
 
 
 def plan(arguments: argparse.Namespace, output: Output) -> int:
@@ -95,15 +91,16 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     return 0 if report.ok else 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
     parser = argparse.ArgumentParser(prog="spmdctx", description="Automatic parallelism for JAX training steps.", epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"spmdctx {sys.modules['spmdctx'].__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_train_arguments(_command(commands, "train", train, "train a small language model: plan, progress, audit, numerics check"))
     add_generate_arguments(_command(commands, "generate", generate, "generate text from a checkpoint, split over other devices"))
     one = _command(commands, "plan", plan, "show how a program would be split, and what it would communicate")
-    one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
-    one.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
+    one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON (default: no file)")
+    one.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page (default: no file)")
     add_program_arguments(one)
     one = _command(commands, "explain", explain, "say why tensors or ops of a saved plan are split as they are")
     one.add_argument("plan", type=Path, help="a plan file")
@@ -127,16 +124,6 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace, Output
     parser.add_argument("--json", action="store_true", help="print one JSON object to standard output; progress goes to standard error")
     parser.set_defaults(run=run)
     return parser
-
-
-def _is_laid_out(error: TypeError) -> bool:
-    """Returns whether the package raised the error about what the user gave."""
-    return bool(error.args) and isinstance(error.args[0], Message)
-
-
-def _print_error(error: Exception) -> None:
-    lines = [str(error), *getattr(error, "__notes__", ())]
-    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(chr(10).join(lines))}", soft_wrap=True)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

@@ -1,10 +1,17 @@
-"""The output of the command line: tables and progress for people, or one JSON object for programs."""
+"""The output of the command line: tables and progress for people, or one JSON object for programs; and its failures.
+
+The user's own program may fail anywhere below `plan` or `verify`. Its error is told from one of this package by the frames it passed.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -12,15 +19,31 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spmdctx.audit import AuditReport
+from spmdctx.errors import Message, SpmdctxError
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.mesh import format_sharding
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.diff import PlanDiff
 from spmdctx.plan.show.explanation import Explanation
 from spmdctx.step.verify import VerifyReport
+from spmdctx.wording import is_framework
 
 WIDTH = 120
 """Columns of output to a file or a pipe."""
+
+USAGE = 2
+"""Exit code where the command was used wrongly, or the user's program failed."""
+
+INTERNAL = 70
+"""Exit code where spmdctx itself failed: EX_SOFTWARE of sysexits.h."""
+
+INTERRUPTED = 130
+"""Exit code of a command that was interrupted, as shells give it."""
+
+_MAX_FRAMES = 5
+
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 class Output:
@@ -145,3 +168,45 @@ def vars_of(row: Any) -> dict[str, Any]:
 
 def _collectives_data(rows: Iterable[Collective]) -> list[dict[str, Any]]:
     return [vars_of(row) for row in rows]
+
+
+def failed(error: BaseException) -> int:
+    """Prints what ended a command, and returns its exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        _print_error("interrupted")
+        return INTERRUPTED
+    if isinstance(error, (SpmdctxError, OSError)) or _is_laid_out(error):
+        _print_error("\n".join((str(error), *getattr(error, "__notes__", ()))))
+        return USAGE
+    own = own_frames(error.__traceback__)
+    text = f"{type(error).__name__}: {error}".strip().removesuffix(":")
+    if not own:
+        traceback.print_exception(error)
+        _print_error(f"spmdctx failed, which is a fault of its own: {text}")
+        return INTERNAL
+    _print_error("\n".join((f"The program raised {text}", *(f"  at {frame}" for frame in own))))
+    return USAGE
+
+
+def own_frames(passed: TracebackType | None) -> list[str]:
+    """Returns the frames of the user's own code that an error passed, the innermost first, as `file:line (function)`."""
+    frames = traceback.extract_tb(passed)
+    # What comes before this package is the script that started it.
+    first = next((number for number, frame in enumerate(frames) if frame.filename.startswith(_PACKAGE)), 0)
+    own = [frame for frame in frames[first:] if _is_own(frame.filename)]
+    return [f"{frame.filename}:{frame.lineno} ({frame.name})" for frame in reversed(own)][:_MAX_FRAMES]
+
+
+def _is_own(file: str) -> bool:
+    in_library = file.startswith(_LIBRARY) and "site-packages" not in file
+    return not (file.startswith((_PACKAGE, "<")) or in_library or is_framework(file))
+
+
+def _is_laid_out(error: BaseException) -> bool:
+    """Returns whether the package raised the error about what the user gave."""
+    return isinstance(error, TypeError) and bool(error.args) and isinstance(error.args[0], Message)
+
+
+def _print_error(text: str) -> None:
+    sys.stdout.flush()
+    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)

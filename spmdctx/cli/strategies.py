@@ -37,11 +37,11 @@ class FileState(NamedTuple):
 def add_strategies_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `strategies`."""
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a file is not what would be made")
-    parser.add_argument("--model", metavar="NAME", help="only this model's files")
-    parser.add_argument("--device-num", type=positive, metavar="N", help="only those for this many devices")
-    parser.add_argument("--only", choices=("hand", "searched"), help="only the hand strategies and contexts, or only the searched plans")
-    parser.add_argument("--search-mode", choices=SEARCH_MODES, default="", help="in place of the library's own")
-    parser.add_argument("--folder", type=Path, help=f"a library of your own, with its {ROWS_FILE}")
+    parser.add_argument("--model", metavar="NAME", help="only this model's files (default: all models)")
+    parser.add_argument("--device-num", type=positive, metavar="N", help="only those for this many devices (default: any number)")
+    parser.add_argument("--only", choices=("hand", "searched"), help="hand strategies and contexts, or searched plans (default: both)")
+    parser.add_argument("--search-mode", choices=SEARCH_MODES, default="", help="of the searched plans (default: the library's own)")
+    parser.add_argument("--folder", type=Path, help=f"a library of your own, with its {ROWS_FILE} (default: the one that is installed)")
 
 
 def strategies(arguments: argparse.Namespace, output: Output) -> int:

@@ -36,7 +36,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-every",
         type=positive,
         metavar="N",
-        help="save every N steps, and go on from the last one where this command was stopped before",
+        help="save every N steps, and go on from the last one where this command was stopped before (default: at the end only)",
     )
     training.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where state and plan go (default: %(default)s)")
 

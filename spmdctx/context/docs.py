@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from spmdctx.context.options import ALGO_OPTIONS, OPTIONS, PARALLEL_MODES
@@ -61,12 +62,17 @@ def _modes(modes: tuple[str, ...]) -> str:
     return ", ".join(modes) or "none"
 
 
-def cli_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the flag and `add_argument` keywords of each option that acts; options that are not given leave no trace."""
+def cli_arguments(defaults: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the flag and `add_argument` keywords of each option that acts; options that are not given leave no trace.
+
+    `defaults` says in words what a command uses for options that it does not leave at the context's defaults.
+    """
     for option in OPTIONS:
         if not option.modes:
             continue
-        help_text = f"{option.meaning} Default: {plain(option.default)!r}.".replace("%", "%%")
+        allowed = f" Allowed: {option.allowed}." if option.allowed else ""
+        default = defaults.get(option.name, repr(plain(option.default)))
+        help_text = f"{option.meaning}{allowed} Default: {default}.".replace("%", "%%")
         keywords: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": help_text}
         if option.kind == "bool":
             keywords["action"] = argparse.BooleanOptionalAction
@@ -75,10 +81,10 @@ def cli_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
         yield "--" + option.name.replace("_", "-"), keywords
 
 
-def add_context_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds every option to a command, in a group of its own."""
+def add_context_arguments(parser: argparse.ArgumentParser, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Adds every option to a command, in a group of its own; `defaults` as for `cli_arguments`."""
     group = parser.add_argument_group("context options")
-    for flag, keywords in cli_arguments():
+    for flag, keywords in cli_arguments(defaults):
         group.add_argument(flag, **keywords)
 
 

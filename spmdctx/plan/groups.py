@@ -87,8 +87,8 @@ def by_kind(collectives: Iterable[Collective]) -> tuple[CommunicationGroup, ...]
 
 def by_cause(collectives: Iterable[Collective]) -> tuple[CommunicationGroup, ...]:
     """Returns one row per kind, axes, cause and source line, the most expensive first; layers count as one cause."""
-    groups = _gather(collectives, lambda row: (row.kind, frozenset(row.axes), _of_layers(row.cause), row.source))
-    return _ranked(_joined(rows, _of_layers(rows[0].cause), rows[0].source) for rows in groups.values())
+    groups = _gather(collectives, lambda row: (row.kind, frozenset(row.axes), _of_layers(row.cause), _in_layers(row.source)))
+    return _ranked(_joined(rows, _of_layers(rows[0].cause), _in_layers(rows[0].source)) for rows in groups.values())
 
 
 def _gather(rows: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, list[T]]:
@@ -117,6 +117,12 @@ def _joined(rows: Sequence[Collective], cause: str, source: str) -> Communicatio
 def _of_layers(cause: Cause) -> Cause:
     """Returns the cause with `*` for the numbers that are whole segments of its path, such as layers."""
     return cause.along(re.sub(r"(?<=/)\d+(?=/)", "*", cause.gaps["path"])) if cause.form in MOVES else cause
+
+
+def _in_layers(source: str) -> str:
+    """Returns the place with `*` for the numbers of modules around the innermost, such as `layers_3/mlp`."""
+    place, _, scope = source.partition(" in ")
+    return f"{place} in {re.sub(r'(?<=_)[0-9]+(?=/)', '*', scope)}" if scope else source
 
 
 def _pattern(paths: Sequence[str], complete: bool) -> str:

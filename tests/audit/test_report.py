@@ -54,8 +54,8 @@ def test_what_is_missing_or_unplanned_is_listed_with_its_line(data_parallel):
     assert all(one.source.startswith("programs.py:") for one in report.unplanned)
     text = str(report)
     assert "differs from" in text
-    assert f"unplanned: all_reduce over data, 1 x 128.0 KiB float32, from {report.unplanned[1].source}" in text
-    assert "missing:   all_gather over data, 1 x 256.0 KiB, for partial result of dot_general at programs.py:1" in text
+    assert f"unplanned: all_reduce over data, 1 x 128 KiB float32, from {report.unplanned[1].source}" in text
+    assert "missing:   all_gather over data, 1 x 256 KiB, for partial result of dot_general at programs.py:1" in text
 
 
 @pytest.mark.parametrize(("extra", "ok"), [(14000, False), (13000, True)])
@@ -106,7 +106,7 @@ def test_memory_is_the_compilers():
     report = audit_program(StandInPlan(DATA, ()), step.lower(programs.shape(1024, 16)).compile(), WAYS)
     assert (report.memory.argument_bytes, report.memory.output_bytes, report.memory.alias_bytes) == (8192, 8192, 8192)
     assert report.memory.peak_bytes >= 8192
-    assert "planned 1.0 MiB, compiled peak" in str(report)
+    assert "planned 1.00 MiB, compiled 8.00 KiB (arguments 8.00 KiB + results 8.00 KiB - shared by both 8.00 KiB" in str(report)
 
 
 def test_json_holds_rows_and_differences(data_parallel):

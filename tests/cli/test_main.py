@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 from rich.table import Table
 
 from spmdctx import CheckpointManager
-from spmdctx.cli.main import main
+from spmdctx.cli.main import command_parser, main
 from spmdctx.cli.output import Output
 from spmdctx.errors import message
 from spmdctx.machine.presets import PRESETS
@@ -199,22 +202,80 @@ def test_unreadable_arguments_stop_with_2(text: str) -> None:
     assert stopped.value.code == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "is_laid_out"), [(TypeError(message("It is wrong.")), True), (TypeError("a\n  b"), False), (TypeError(), False)]
-)
-def test_a_type_error_is_only_printed_if_the_package_laid_it_out(
-    error: TypeError, is_laid_out: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _raises(error: BaseException) -> Callable[..., Any]:
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(Plan, "load", fail)
-    if is_laid_out:
-        assert main(["diff", "one.json", "other.json"]) == 2
-        assert "It is wrong." in capsys.readouterr().err
-    else:
-        with pytest.raises(TypeError):
-            main(["diff", "one.json", "other.json"])
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("load", "code", "words"),
+    [
+        (_raises(TypeError(message("It is wrong."))), 2, "error: It is wrong.\n"),
+        (_raises(TypeError("a\n  b")), 2, "The program raised TypeError: a\n  b\n  at "),
+        (_raises(KeyError()), 2, "The program raised KeyError\n  at "),
+        (_raises(KeyboardInterrupt()), 130, "error: interrupted\n"),
+        (int, 70, "spmdctx failed, which is a fault of its own: TypeError: int() argument"),
+    ],
+    ids=["laid out", "of the program", "without words", "interrupted", "of the package"],
+)
+def test_each_failure_has_one_error_and_its_code(
+    load: Callable[..., Any], code: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Plan, "load", load)
+    assert main(["diff", "one.json", "other.json"]) == code
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
+
+
+PROGRAMS = """
+import jax.numpy as jnp
+def indexed(w, x): return (w @ x)["a"]
+def misshapen(w, x):
+    return jnp.dot(w, x[:3])
+def matrices(): return jnp.ones((4, 4)), jnp.ones((4, 4))
+def one(): return indexed, matrices()
+def two(): return misshapen, matrices()
+def three(): raise KeyError("no such layer")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("failing_programs:one", ("The program raised TypeError: ", "failing_programs.py:3 (indexed)")),
+        ("failing_programs:two", ("The program raised TypeError: dot_general", "failing_programs.py:5 (misshapen)")),
+        ("failing_programs:three", ("cannot be called", "KeyError: 'no such layer'", "failing_programs.py:9 (three)")),
+        ("failing_syntax:one", ("cannot be imported", "SyntaxError")),
+        ("json:loads", ("cannot be called", "TypeError: loads() missing")),
+        ("os:getcwd", ("must return (step, arguments)", "str")),
+    ],
+)
+def test_a_fault_of_the_users_program_is_one_error_with_its_line(
+    program: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_programs.py").write_text(PROGRAMS)
+    (tmp_path / "failing_syntax.py").write_text("def one(:")
+    monkeypatch.chdir(tmp_path)
+    for name in ("failing_programs", "failing_syntax"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert main(["plan", "--program", program]) == 2
+    error = capsys.readouterr().err
+    assert [word for word in words if word not in error] == []
+    assert "Traceback" not in error
+
+
+def test_every_option_says_its_default() -> None:
+    commands = next(action for action in command_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    silent = {
+        action.option_strings[-1]
+        for parser in commands.choices.values()
+        for action in parser._actions
+        if action.option_strings and not action.required and action.nargs != 0 and "default" not in (action.help or "").lower()
+    }
+    assert silent == {"--memory-bytes"}  # --memory-gib, with which it shares its budget, says it
 
 
 def test_a_check_that_fails_returns_1(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

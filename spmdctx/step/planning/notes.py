@@ -25,7 +25,7 @@ from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.layerwise import matches_path
 from spmdctx.trace.scope.settings import Settings
-from spmdctx.wording import bytes_text, exact_bytes_text
+from spmdctx.wording import bytes_text, exact_bytes_text, seconds_text
 
 _MOST_LISTED = 4
 
@@ -160,7 +160,9 @@ def _all_to_all_notes(program: Program, setup: Setup, settings: Settings, bill: 
             saved_s += move.time_s * (1 - reshard_time_s(*ends, allowed) / reshard_time_s(*ends, machine))
     if saved_s < _WORTH_A_WORD * cost_of(bill).total_s:
         return []
-    return [f"enable_alltoall=True would save about {saved_s * 1e6:.3g} µs of a step: tensors are moved between dimensions by all-gathers."]
+    return [
+        f"enable_alltoall=True would save about {seconds_text(saved_s)} of a step: tensors are moved between dimensions by all-gathers."
+    ]
 
 
 def _repeated_work(program: Program, setup: Setup, assignment: Assignment, bill: Bill) -> list[str]:

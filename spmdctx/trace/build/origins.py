@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, overload
 
 from jax.extend import source_info_util
 
 from spmdctx.ir.graph import Origin
-from spmdctx.wording import file_text
+from spmdctx.wording import file_text, is_framework
 
 _REGION = re.compile(r"\bshard\d+:")
+_FRAME = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? (?P<function>\(.*\))")
+_TRANSFORMS = re.compile(r"\w+\(|\)")
+_FRAME_COUNTS = (8, 128)
+"""How many frames to read in search of the user's own; most lie near, and each read frame costs time."""
 
 
 class Place(NamedTuple):
@@ -51,7 +56,9 @@ class LazyOrigins(Sequence[Origin]):
     def __getitem__(self, index: int | slice) -> Origin | Sequence[Origin]:
         if isinstance(index, slice):
             return [self[item] for item in range(*index.indices(len(self)))]
-        return Origin(self._name(index), self._source(Place(self._infos[index], self._frames[self._frame_of[index]].caller)))
+        name, source = self._name(index), self._source(Place(self._infos[index], self._frames[self._frame_of[index]].caller))
+        scope = scope_path(name)
+        return Origin(name, f"{source[:-1]} in {scope})" if scope and source.endswith(")") else source)
 
     def _name(self, index: int) -> str:
         prefix, stack = self._frames[self._frame_of[index]].prefix, self._infos[index].name_stack
@@ -85,14 +92,29 @@ class LazyOrigins(Sequence[Origin]):
         return LazyOrigins([self._infos[index] for index in indices], self._frames, [self._frame_of[index] for index in indices])
 
 
+@lru_cache(maxsize=4096)
+def scope_path(name: str) -> str:
+    """Returns the named scopes in an op's name, which are the modules in flax.linen, without transformations and regions."""
+    parts = [
+        part for part in _TRANSFORMS.sub("", name).split("/") if part not in ("", "rematted_computation") and not part.startswith("shard:")
+    ]
+    for length in range(len(parts) // 2, 0, -1):
+        if parts[:length] == parts[length : 2 * length]:  # a recomputed body repeats the scopes around it
+            parts = parts[length:]
+            break
+    return "/".join(parts)
+
+
 def source_line(info: Any) -> str:
-    """Returns a source line such as `model.py:41 (forward)`.
+    """Returns a source line such as `model.py:41 (forward)`: the innermost that lies outside of frameworks, if there is one.
 
     The file's name comes without its folder, so that plans do not depend on where code lies. A notebook's cell is `cell:41`.
     """
     text = source_info_util.summarize(info)
-    place, _, function = text.partition(" ")
-    file, _, rest = place.partition(":")
-    line = rest.split(":")[0]
-    short = f"{file_text(file)}:{line}" if line else file_text(file)
-    return f"{short} {function}".strip()
+    for count in _FRAME_COUNTS:
+        if not is_framework(text):
+            break
+        frames = source_info_util.summarize(info, num_frames=count).splitlines()
+        text = next((frame for frame in reversed(frames) if not is_framework(frame)), text)
+    found = _FRAME.fullmatch(text)
+    return f"{file_text(found['file'])}:{found['line']} {found['function']}" if found else file_text(text)
