@@ -41,7 +41,7 @@ def direct_call(
     The function raises OtherArgumentsError, or jax's ValueError, for arguments that are not `avals` placed as planned. Leaves that
     are `carried` from call to call must be on the mesh. Otherwise the program would be compiled for this call alone.
     """
-    positional, keywords = structure.in_tree.children()
+    positional, keywords = structure.in_form.tree.children()
     if keywords.num_leaves:
         return None
     expected, wide = signature(avals), x64_is_on()
@@ -52,9 +52,9 @@ def direct_call(
         given = signature([jax.typeof(leaf) for leaf in leaves])  # tracers; with disable_jit, what the user gave
         if any(not has_mesh_type(leaves[index]) for index in carried if index < len(leaves)):
             raise OtherArgumentsError
-        if has_explicit_axes() or tree != structure.in_tree or given != expected or x64_is_on() != wide:
+        if has_explicit_axes() or tree != structure.in_form.tree or given != expected or x64_is_on() != wide:
             raise OtherArgumentsError
-        return structure.out_tree.unflatten(flat(*leaves))
+        return structure.out_form.tree.unflatten(flat(*leaves))
 
     step.__name__ = step.__qualname__ = flat.__name__
     return jax.jit(

@@ -157,7 +157,7 @@ class Entry:
     @cached_property
     def direct(self) -> jax.stages.Wrapped | None:
         """The fast path for calls, or None if the step has none; see `spmdctx.step.direct`."""
-        if not isinstance(self.structure, PureStructure):
+        if not isinstance(self.structure, PureStructure) or self.structure.has_functions:
             return None
         donated = [leaf.donated for leaf in self.captured.inputs]
         return direct_call(self.program, self.structure, self.captured.in_avals, donated, self._carried, self.compiler_options)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jexc
 
-from spmdctx._compat import unwrap_jit, without_high_primitives
+from spmdctx._compat import JitOptions, unwrap_jit, without_high_primitives
 from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir.graph import Role
 from spmdctx.trace.capture.arguments import Call, Names, Parameters, Positions, Selection, Static, parameters_of
@@ -126,7 +126,7 @@ def target_of(
     if not callable(fn):
         raise TypeError(message("A step must be a function, a method, or a function of jax.jit or nnx.jit.", got=type(fn).__name__))
     fn, leading = _unbound(fn)
-    fn, jitted = unwrap_jit(fn)
+    fn, jitted = unwrap_jit(fn) if not _is_filter_jit(fn) else _unwrap_filter_jit(fn)
     parameters = parameters_of(fn)
     visible = replace(parameters, names=parameters.names[len(leading) :])
 
@@ -157,6 +157,19 @@ def _unbound(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...
     if not inspect.isroutine(fn) and has_objects(fn):
         return type(fn).__call__, (fn,)
     return fn, ()
+
+
+def _is_filter_jit(fn: Any) -> bool:
+    """Returns whether Equinox's `filter_jit` made a function."""
+    return type(fn).__module__.startswith("equinox") and all(hasattr(fn, name) for name in ("__wrapped__", "donate_first", "donate_rest"))
+
+
+def _unwrap_filter_jit(fn: Any) -> tuple[Callable[..., Any], JitOptions]:
+    """Returns the function under Equinox's `filter_jit` with what it donates; the trace sets apart functions in modules by itself."""
+    inner = fn.__wrapped__
+    positions = range(len(parameters_of(inner).names))
+    donated = tuple(position for position in positions if (fn.donate_rest if position else fn.donate_first))
+    return inner, JitOptions(donate_argnums=donated)
 
 
 def flattening_of(call: Call) -> Flattening:
