@@ -19,6 +19,7 @@ Values of a wrong type raise the built-in `TypeError`, with a message laid out i
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
 from enum import Enum
 from functools import lru_cache
@@ -81,6 +82,27 @@ def message(summary: str, *, where: str = "", got: str = "", need: str = "", fix
         if text:
             rows.append(f"  {label + ':':<6} {text}")
     return Message("\n".join(rows))
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 160, 160
+_MOST_SHOWN = 400
+
+
+def shown(value: object) -> str:
+    """Returns a value's `repr` for a message, cut where the value is large; time and text stay small whatever the value holds."""
+    if isinstance(value, int) and value.bit_length() > _MOST_SHOWN:
+        return f"a number of about {round(value.bit_length() * 0.30103)} digits"
+    return repr(value) if _is_small(value, [_MOST_SHOWN]) else _SHORT.repr(value)
+
+
+def _is_small(value: object, left: list[int]) -> bool:
+    """Returns whether a value has no more parts than are left."""
+    left[0] -= len(value) // 8 + 1 if isinstance(value, str | bytes) else 1
+    if left[0] < 0 or (isinstance(value, int) and value.bit_length() > _MOST_SHOWN):
+        return False
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple | set | frozenset) else ()
+    return all(_is_small(part, left) for part in parts)
 
 
 class SpmdctxError(Exception):

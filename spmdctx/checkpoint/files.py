@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spmdctx.errors import CheckpointError
+from spmdctx.wording.text_data import read_json_text
 
 _BLOCK_BYTES = 1 << 22
 
@@ -74,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or damaged.
     """
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json_text(path.read_bytes())
     except OSError as error:
         raise CheckpointError("A file of the checkpoint cannot be read.", where=str(path), got=str(error)) from error
     except ValueError as error:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
 
 from spmdctx.checkpoint.files import Seal, files_below, read_json, seal_all, write_json
+from spmdctx.checkpoint.tree import Stored
+from spmdctx.errors import CheckpointError
 
 ITEM, CONTENTS, SEALS = "state", "contents.json", "files.json"
 """The folder inside that of a step, and in it, besides orbax's arrays, the file of other contents and that of all seals."""
 
 _PROCESS_FOLDER = "ocdbt.process_"
+_GLOB = re.compile(r"[*?\[\]]")
+_ARRAY_METADATA = (b".zarray", b"zarr.json")
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]  # orbax has no types
@@ -44,8 +53,10 @@ class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]  # orbax h
 
     def finalize(self, directory: Any) -> None:
         """Joins what the processes wrote; process 0 alone, after all have written."""
-        self._arrays.finalize(directory)
         folder = Path(directory)
+        with _without_patterns(folder) as plain:
+            self._arrays.finalize(plain)
+        _check_readable(folder)
         lists = sorted(folder.glob(f"{_own_seals('*')}"))
         seals: dict[str, Any] = {name: own for one in lists for name, own in read_json(one).items()}
         shared = [path for path in files_below(folder) if path.relative_to(folder).as_posix() not in seals and path not in lists]
@@ -75,6 +86,33 @@ class RestoreState(ocp.args.CheckpointArgs):  # type: ignore[misc]  # orbax has 
 
     item: Any
     how: Any
+
+
+@contextmanager
+def _without_patterns(folder: Path) -> Iterator[Any]:
+    """Gives a path to the folder that orbax can glob below: its merge of files finds none below a path such as `run[1]`."""
+    if not _GLOB.search(str(folder)):
+        yield epath.Path(folder)
+        return
+    with TemporaryDirectory(prefix="spmdctx-") as scratch:
+        link = Path(scratch) / "checkpoint"
+        if _GLOB.search(str(link)):
+            raise CheckpointError("Checkpoints cannot be finished below this folder.", where=str(folder), fix="set TMPDIR to a plain path")
+        link.symlink_to(folder, target_is_directory=True)
+        yield epath.Path(link)
+
+
+def _check_readable(folder: Path) -> None:
+    """Reads back the list of arrays that the folder now holds, before the checkpoint is called complete.
+
+    Raises:
+        CheckpointError: an array is not in it.
+    """
+    store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
+    found = sum(key.rpartition(b"/")[2] in _ARRAY_METADATA for key in store.list().result())
+    wanted = sum(Stored(tuple(shape), *kind).num_bytes > 0 for shape, *kind in read_json(folder / CONTENTS)["leaves"].values())
+    if found != wanted:
+        raise CheckpointError("A checkpoint was written, but cannot be read back.", where=str(folder), got=f"{found} of {wanted} arrays")
 
 
 def own_contents(process: int) -> str:

@@ -82,6 +82,8 @@ class CheckpointManager:
         self.directory = Path(directory).resolve()
         if self.directory.exists() and not self.directory.is_dir():
             raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(self.directory))
+        if "\\" in str(self.directory):  # its storage takes it for a slash, and writes to another folder
+            raise CheckpointError("A folder of checkpoints cannot have a backslash in its path.", where=str(self.directory))
         self._every, self._has_saved = every, False
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,

@@ -27,6 +27,7 @@ import numpy as np
 
 from spmdctx.checkpoint.blocks import Block, shape_of_block
 from spmdctx.errors import CheckpointError, UnsupportedError
+from spmdctx.wording.text_data import read_json_text
 
 SUFFIX = ".safetensors"
 _METADATA = "__metadata__"
@@ -199,14 +200,19 @@ class TensorFile:
             raise self._damaged(f"a header of {length} bytes in a file of {size}")
         text = self._bytes(8, length)
         try:
-            header = json.loads(text)
-            sums = header.get(_METADATA) or {}
+            header = read_json_text(text)
+            sums = _metadata(header)
             found = {name: _info(entry, 8 + length, sums.get(_SUM + name, "")) for name, entry in header.items() if name != _METADATA}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(f"{type(error).__name__}: {error}") from error
         if any(name.startswith(_SUM) for name in sums) and not _is_intact(text, sums.get(_HEADER_SUM, "")):
             raise self._damaged("a header with another checksum than was written")
-        end = max((info.start + info.num_bytes for info in found.values()), default=8 + length)
+        end = 8 + length
+        for name, info in sorted(found.items(), key=lambda entry: (entry[1].start, entry[1].num_bytes)):
+            if info.start != end:
+                what = "overlaps the one before" if info.start < end else "does not follow the one before"
+                raise self._damaged(f"{name!r} {what}: it begins at byte {info.start}, and not at {end}")
+            end += info.num_bytes
         if end != size:
             raise self._damaged(f"{size} bytes, where the header tells of {end}")
         return found
@@ -226,12 +232,26 @@ class TensorFile:
         )
 
 
+def _metadata(header: Any) -> Mapping[str, str]:
+    """Returns the metadata of a header.
+
+    Raises:
+        ValueError: it does not map texts to texts, as the format wants.
+    """
+    found = header.get(_METADATA) or {}
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise ValueError(f"{_METADATA} is no mapping of texts")
+    return found
+
+
 def _info(entry: Mapping[str, Any], data_start: int, crc: str) -> TensorInfo:
     if entry["dtype"] not in _DTYPE_OF_CODE:
         raise ValueError(f"dtype {entry['dtype']!r}")
-    dtype, shape = jnp.dtype(_DTYPE_OF_CODE[entry["dtype"]]), tuple(map(int, entry["shape"]))
-    start, stop = map(int, entry["data_offsets"])
-    if start < 0 or stop - start != math.prod(shape) * dtype.itemsize:
+    dtype, shape = jnp.dtype(_DTYPE_OF_CODE[entry["dtype"]]), tuple(entry["shape"])
+    start, stop = entry["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, start, stop)):
+        raise ValueError("a shape or an offset that is no whole number of at least 0")
+    if stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{stop - start} bytes for {entry['dtype']}{list(shape)}")
     int(crc or "0", 16)
     return TensorInfo(dtype, shape, data_start + start, crc)

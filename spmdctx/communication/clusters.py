@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ ADDRESS, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICES = (
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 """Ports above those that Linux gives to outgoing connections (32768 to 60999), so that the chosen one is most likely free."""
 _KUBERNETES_PORT = 55527
+_MAX_DIGITS = 9
+"""Digits of a number of processes, a rank or a port; longer ones are no such number."""
 
 
 class Cluster(NamedTuple):
@@ -92,7 +95,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Cluster | None:
         return None
     size = _of(environ, "OMPI_COMM_WORLD_SIZE")
     job = environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMIX_NAMESPACE", "")
-    port = _port(zlib.crc32(job.encode()))
+    port = _port(zlib.crc32(os.fsencode(job)))
     launcher = environ.get("OMPI_MCA_orte_hnp_uri", "")
     short, long = re.search(r"tcp://([^,:]+)", launcher), re.search(r"tcp6://\[([^,\]]+)", launcher)
     if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size):
@@ -114,7 +117,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
         return None
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
     host = first_host(environ["SLURM_STEP_NODELIST"])
-    port = _port(zlib.crc32(f"{job}.{step}".encode()))
+    port = _port(zlib.crc32(os.fsencode(f"{job}.{step}")))
     own = _own_gpu(environ, "SLURM_LOCALID", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     return Cluster("Slurm", f"{host}:{port}", _of(environ, "SLURM_STEP_NUM_TASKS"), _of(environ, "SLURM_PROCID"), own)
 
@@ -139,7 +142,7 @@ def _job_set(environ: Mapping[str, str]) -> Cluster | None:
             fix='completionMode: Indexed sets JOB_COMPLETION_INDEX; set the others under "env" of the container',
         )
     name, count = environ["JOBSET_NAME"], _of(environ, "NUM_PROCESSES")
-    job, pods = int(environ.get("JOB_INDEX", "0")), int(environ.get("PODS_PER_JOB", str(count)))
+    job, pods = (_number(key, environ.get(key, default)) for key, default in (("JOB_INDEX", "0"), ("PODS_PER_JOB", str(count))))
     host = f"{name}-{environ['REPLICATED_JOB_NAME']}-0-0.{name}"
     return Cluster("JobSet", f"{host}:{_KUBERNETES_PORT}", count, job * pods + _of(environ, "JOB_COMPLETION_INDEX"))
 
@@ -182,13 +185,13 @@ def _of(environ: Mapping[str, str], name: str) -> int:
 
 
 def _number(name: str, text: str) -> int:
-    if not text.strip().isdecimal():
-        raise ContextError(f"{name} must be a number.", got=repr(text))
+    if not text.strip().isdecimal() or len(text.strip()) > _MAX_DIGITS:
+        raise ContextError(f"{name} must be a number of at most {_MAX_DIGITS} digits.", got=repr(text[:40]))
     return int(text)
 
 
 def _checked_address(address: str, source: str) -> str:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ContextError(f"{source} gives no address of process 0.", got=repr(address), need="host:port")
+    if not host or not port.isdecimal() or len(port) > _MAX_DIGITS or not 0 < int(port) < 1 << 16:
+        raise ContextError(f"{source} gives no address of process 0.", got=repr(address[:200]), need="host:port, with a port below 65536")
     return address

@@ -8,13 +8,14 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
-import yaml
-
 from spmdctx.context.options import LATER_OPTIONS, PARALLEL_MODES, checked
-from spmdctx.context.values import dataset_strategy_from_lists, is_int, nearest, wrong_type
-from spmdctx.errors import ContextError, ContextWarning, message
+from spmdctx.context.values import dataset_strategy_from_lists, is_int, memory_budget, nearest, wrong_type
+from spmdctx.errors import ContextError, ContextWarning, message, shown
+from spmdctx.wording.text_data import read_yaml_text
 
 _SECTIONS = ("use_parallel", "parallel", "parallel_config")
 _MODE_NUMBERS = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel")
@@ -81,15 +82,10 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> ContextCo
 
 
 def _read_yaml(path: str) -> Mapping[str, Any]:
-    with open(path, encoding="utf-8") as file:
-        try:
-            content = yaml.safe_load(file)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = f":{mark.line + 1}" if mark else ""
-            raise ContextError(
-                "The configuration is no valid YAML.", where=path + line, got=str(getattr(error, "problem", error))
-            ) from error
+    try:
+        content = read_yaml_text(Path(path).read_bytes())
+    except ValueError as error:
+        raise ContextError("The configuration is no valid YAML.", where=path, got=str(error)) from error
     if not isinstance(content, dict):
         raise ContextError(
             "The configuration holds no options.", where=path, got=type(content).__name__, need="a mapping such as `device_num: 8`"
@@ -156,7 +152,7 @@ def _mode_name(mode: Any) -> Any:
     if is_int(mode):
         if not 0 <= mode < len(_MODE_NUMBERS):
             known = ", ".join(f"{number} ({name})" for number, name in enumerate(_MODE_NUMBERS))
-            raise ContextError(f"parallel.parallel_mode does not accept {mode}.", need=known)
+            raise ContextError(f"parallel.parallel_mode does not accept {shown(mode)}.", need=known)
         return _MODE_NUMBERS[mode]
     return mode.lower() if isinstance(mode, str) and mode.lower() in PARALLEL_MODES else mode
 
@@ -170,12 +166,12 @@ def _model_part(section: dict[str, Any]) -> dict[str, Any]:
         if not is_int(value):
             raise wrong_type(f"parallel_config.{name}", value, "an int >= 1")
         if value < 1:
-            raise ContextError(f"parallel_config.{name} does not accept {value}.", need="an int >= 1")
+            raise ContextError(f"parallel_config.{name} does not accept {shown(value)}.", need="an int >= 1")
     return section
 
 
 def _left_out(name: str, reason: str, value: Any) -> None:
-    warnings.warn(f"{name}={value!r} is left out: {reason}", ContextWarning, stacklevel=2)
+    warnings.warn(f"{name}={shown(value)} is left out: {reason}", ContextWarning, stacklevel=2)
 
 
 def _memory_bytes(value: Any) -> int | None:
@@ -183,8 +179,8 @@ def _memory_bytes(value: Any) -> int | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise TypeError(message("context.max_device_memory does not take this type.", got=repr(value), need="a string such as '58GB'"))
+        raise TypeError(message("context.max_device_memory does not take this type.", got=shown(value), need="a string such as '58GB'"))
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B)\s*", value.upper())
     if found is None:
-        raise ContextError(f"context.max_device_memory does not accept {value!r}.", need="a string such as '58GB'")
-    return int(float(found[1]) * _UNITS[found[2]])
+        raise ContextError(f"context.max_device_memory does not accept {shown(value)}.", need="a string such as '58GB'")
+    return memory_budget(math.floor(Decimal(found[1]) * _UNITS[found[2]]))

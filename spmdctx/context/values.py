@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from spmdctx.errors import ContextError, UnsupportedError, message
+from spmdctx.errors import ContextError, UnsupportedError, message, shown
 from spmdctx.ir.layout import Layout
 
 Check = Callable[[str, Any], Any]
@@ -73,12 +73,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def wrong_type(name: str, value: Any, need: str) -> TypeError:
     """Makes the error for a value of a wrong type."""
-    return TypeError(message(f"{name} does not take values of type {type(value).__name__}.", got=repr(value), need=need))
+    return TypeError(message(f"{name} does not take values of type {type(value).__name__}.", got=shown(value), need=need))
 
 
 def bad_value(name: str, value: Any, need: str, fix: str = "") -> ContextError:
     """Makes the error for a value of the right type that is not allowed."""
-    return ContextError(f"{name} does not accept {value!r}.", need=need, fix=fix)
+    return ContextError(f"{name} does not accept {shown(value)}.", need=need, fix=fix)
 
 
 def is_int(value: Any) -> bool:
@@ -128,14 +128,19 @@ def positive_number(high: float = math.inf) -> Check:
     return check
 
 
+_MAX_BYTES = 1 << 63
+
+
 def memory_budget(value: Any) -> int | None:
     """Checks `memory_bytes`, a positive number of bytes or None for no budget."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(message("memory_bytes must be a number of bytes.", got=repr(value)))
+        raise TypeError(message("memory_bytes must be a number of bytes.", got=shown(value)))
     if not 0 < value < math.inf:
-        raise ContextError("memory_bytes must be positive.", got=repr(value))
+        raise ContextError("memory_bytes must be positive.", got=shown(value))
+    if value >= _MAX_BYTES:
+        raise ContextError("memory_bytes is more than any device has.", got=shown(int(value)), need="less than 2**63")
     return int(value)
 
 
@@ -240,7 +245,7 @@ def fusion_entry(modes: tuple[str, ...]) -> Check:
         parts = entries(name, value, {"mode": choice(modes), "config": lambda _, config: config})
         for key in ("mode", "config"):
             if key not in parts:
-                raise ContextError(f"{name} lacks the key {key!r}.", got=repr(value), need="both 'mode' and 'config'")
+                raise ContextError(f"{name} lacks the key {key!r}.", got=shown(value), need="both 'mode' and 'config'")
         where, mode, config = f"{name}['config']", parts["mode"], parts["config"]
         if mode == "index":
             return FusionEntry(mode, fusion_indices(where, config))

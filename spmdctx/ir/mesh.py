@@ -12,6 +12,20 @@ from spmdctx.ir.sharding import AxisNames, TensorSharding
 DEFAULT_AXIS_NAMES = ("data", "model")
 
 
+_AXIS_NAMES: set[str] = set()
+"""Names that were checked before: searches make many meshes of the same names."""
+
+
+def _check_names(names: AxisNames) -> None:
+    """Refuses names with which XLA ends the process (jaxlib 0.10.2: no ASCII, a backslash), and the empty one, which JAX drops."""
+    for name in names:
+        if not (name and name.isascii() and name.isprintable()) or "\\" in name:
+            raise StrategyError(
+                "A mesh axis has a name that XLA cannot take.", got=ascii(name)[:80], need="printable ASCII letters, without a backslash"
+            )
+    _AXIS_NAMES.update(names)
+
+
 def axis_name(index: int) -> str:
     """Returns the name of the mesh axis at `index` where the user gave none: data, model, axis2, axis3, ..."""
     return DEFAULT_AXIS_NAMES[index] if index < len(DEFAULT_AXIS_NAMES) else f"axis{index}"
@@ -28,6 +42,8 @@ class LogicalMesh:
         sizes = dict(self.axes)
         if len(sizes) != len(self.axes):
             raise StrategyError("A mesh axis name is used twice.", got=", ".join(name for name, _ in self.axes))
+        if not _AXIS_NAMES.issuperset(sizes):
+            _check_names(tuple(sizes))
         object.__setattr__(self, "sizes", sizes)
 
     @classmethod

@@ -8,11 +8,13 @@ import os
 from dataclasses import InitVar, dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from spmdctx.errors import ContextError
+from spmdctx.wording.text_data import read_yaml_text
 
 
 class Interconnect(StrEnum):
@@ -225,11 +227,10 @@ def read_topology(path: str | os.PathLike[str]) -> Topology:
         OSError: The file cannot be read.
     """
     where = os.fspath(path)
-    with open(where, encoding="utf-8") as file:
-        try:
-            content = yaml.safe_load(file)  # JSON is YAML
-        except yaml.YAMLError as error:
-            raise ContextError("The topology file is neither JSON nor YAML.", where=where) from error
+    try:
+        content = read_yaml_text(Path(where).read_bytes())  # JSON is YAML
+    except ValueError as error:
+        raise ContextError("The topology file is neither JSON nor YAML.", where=where, got=str(error)) from error
     if not isinstance(content, dict) or not set(content) <= {*_FIELDS, *_RETIRED}:
         got = ", ".join(map(str, set(content) - {*_FIELDS, *_RETIRED})) if isinstance(content, dict) else type(content).__name__
         raise ContextError("The file holds no topology.", where=where, got=got, need=", ".join(_FIELDS))

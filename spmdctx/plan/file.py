@@ -17,6 +17,7 @@ from spmdctx.ir.rule import FactorKind, OpRule
 from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorSharding
 from spmdctx.plan.data import FORMAT_VERSION, AnyPlan, Cost, OpTable, PeakNote, PlanData, PlannedGradient, PlannedTensor, Reshard
 from spmdctx.plan.mindspore.file import MindSporeStrategy, is_mindspore, parse_mindspore
+from spmdctx.wording.text_data import read_json_text
 
 FORMAT = "spmdctx plan"
 
@@ -90,7 +91,7 @@ def read_strategy(path: str | os.PathLike[str], kind: type[AnyPlan]) -> AnyPlan 
 
 def _parsed(text: str | bytes, where: str) -> Any:
     try:
-        return json.loads(text)
+        return read_json_text(text)
     except ValueError as error:
         raise PlanFormatError(
             "The file is no plan: it does not hold JSON text.",

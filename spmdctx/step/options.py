@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -16,6 +17,8 @@ from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.trace.scope.settings import StepOptions
 
 _OF_PARALLEL = ("devices", "mesh", "topology", "memory_bytes", "max_mesh_axes", "strict", "layerwise_parallel")
+
+_MAX_AXES, _MAX_DEVICES = 32, 1 << 20
 
 _ARGUMENTS = ("batch_argnums", "batch_argnames", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 
@@ -71,9 +74,7 @@ def _devices_and_mesh(devices: Any, mesh: Any) -> tuple[tuple[Any, ...] | None, 
     if devices is not None and mesh is not None and isinstance(mesh, Mesh):
         raise ContextError("devices and a Mesh with devices of its own are both given.", fix="leave one of the two out")
     if devices is not None:
-        devices = tuple(devices.flat) if hasattr(devices, "flat") else tuple(devices)
-        if not devices:
-            raise ContextError("devices is empty.", need="at least one device")
+        devices = _devices(devices)
     if mesh is None:
         return devices, None, ()
     notes: tuple[str, ...] = ()
@@ -91,4 +92,25 @@ def _devices_and_mesh(devices: Any, mesh: Any) -> tuple[tuple[Any, ...] | None, 
             raise TypeError(message(f"mesh axis {name!r} must have an int as its size.", got=repr(size)))
         if size < 1:
             raise ContextError(f"mesh axis {name!r} must have at least one device.", got=str(size))
+    if len(mesh) > _MAX_AXES or math.prod(mesh.values()) > _MAX_DEVICES:
+        raise ContextError(
+            "The mesh is too large.",
+            got=f"{len(mesh)} axes, about 2**{math.prod(mesh.values()).bit_length() - 1} devices",
+            need=f"at most {_MAX_AXES} axes, as in JAX, and {_MAX_DEVICES} devices",
+        )
     return devices, LogicalMesh.of(dict(mesh)), notes
+
+
+def _devices(given: Any) -> tuple[Any, ...]:
+    """Returns the devices of an array or sequence, which must be different ones."""
+    if isinstance(given, str) or not (hasattr(given, "flat") or isinstance(given, Iterable)):
+        raise TypeError(message("devices must be a list of devices.", got=repr(given)[:80], need="such as jax.devices()"))
+    devices = tuple(given.flat) if hasattr(given, "flat") else tuple(given)
+    others = [device for device in devices if not (hasattr(device, "platform") and hasattr(device, "device_kind"))]
+    if others:
+        raise TypeError(message("devices must hold devices of JAX.", got=repr(others[0])[:80], need="such as jax.devices()"))
+    if not devices:
+        raise ContextError("devices is empty.", need="at least one device")
+    if len(set(devices)) < len(devices):
+        raise ContextError("devices holds a device twice.", got=f"{len(devices)} devices, of which {len(set(devices))} are different")
+    return devices

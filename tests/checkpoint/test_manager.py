@@ -62,6 +62,31 @@ def test_a_pytree_comes_back_as_what_it_was(tmp_path):
     assert found["half"].dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("name", ["lr=[0.1,0.2]", "run*", "what?", "[", "a b", "ä/[1]"])
+def test_a_folder_of_any_name_keeps_its_checkpoint_also_after_a_move(tmp_path, name):
+    state = {"w": split((8, 4), NamedSharding(mesh(8), P("a0"))), "b": jnp.arange(3.0), "empty": jnp.zeros((0, 2))}
+    with CheckpointManager(tmp_path / name) as checkpoints:
+        assert checkpoints.save(1, state)
+    (tmp_path / name).rename(tmp_path / "moved[1]")
+    with CheckpointManager(tmp_path / "moved[1]") as checkpoints:
+        same(checkpoints.restore(state).state, state)
+
+
+def test_a_folder_with_a_backslash_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(CheckpointError, match="backslash"):
+        CheckpointManager(tmp_path / "a\\b")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_cannot_be_read_back_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("orbax.checkpoint.PyTreeCheckpointHandler.finalize", lambda *_: None)  # nothing is merged
+    checkpoints = CheckpointManager(tmp_path)
+    checkpoints.save(1, {"w": jnp.ones(4)})
+    with pytest.raises(CheckpointError, match="could not be written"):
+        checkpoints.close()
+    assert checkpoints.steps() == ()
+
+
 @pytest.mark.parametrize(
     ("sizes", "spec"),
     [((8,), P("a0")), ((8,), P(None, "a0")), ((2, 4), P("a1", "a0")), ((4, 2), P(("a0", "a1"))), ((3,), P("a0")), ((1,), P())],

@@ -115,6 +115,10 @@ def _with_header(header, data=b""):
     return len(text).to_bytes(8, "little") + text + data
 
 
+def _rows(*rows):
+    return {name: {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop]} for name, start, stop in rows}
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -127,6 +131,16 @@ def _with_header(header, data=b""):
         _with_header({"w": {"dtype": "F3", "shape": [4], "data_offsets": [0, 16]}}, b"\0" * 16),
         _with_header({"w": [4]}),
         _with_header(b"[1]"),
+        _with_header(b"[" * 100_000),
+        _with_header({"__metadata__": [1]}),
+        _with_header({"__metadata__": {"format": 1}}),
+        _with_header(b'{"w": {"dtype": "F32", "shape": [Infinity, 4], "data_offsets": [0, 16]}}', b"\0" * 16),
+        _with_header({"w": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, b"\0" * 16),
+        _with_header({"w": {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]}}, b"\0" * 16),
+        _with_header(_rows(("w", 0, 16), ("v", 0, 16)), b"\0" * 16),
+        _with_header(_rows(("w", 0, 16), ("v", 8, 24)), b"\0" * 24),
+        _with_header(_rows(("w", 0, 16), ("v", 24, 40)), b"\0" * 40),
+        _with_header(_rows(("w", 8, 24)), b"\0" * 24),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, content):

@@ -173,7 +173,7 @@ def test_a_bad_configuration_is_refused_and_sets_nothing(content, error, text):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [1\nb: 2", "(?s)no valid YAML.*run.yaml:2"), ("- 1", "(?s)holds no options.*run.yaml"), ("", "holds no options")],
+    [("a: [1\nb: 2", "(?s)no valid YAML.*run.yaml.*line 2"), ("- 1", "(?s)holds no options.*run.yaml"), ("", "holds no options")],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, message):
     with pytest.raises(ContextError, match=message):

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import spmdctx
 from spmdctx.context.layers import current_context
-from spmdctx.errors import ContextError
+from spmdctx.errors import ContextError, StrategyError
 from spmdctx.machine.presets import PRESETS
 from spmdctx.machine.topology import Preferences, as_asked
 from spmdctx.step.options import step_options
@@ -121,6 +121,14 @@ def test_the_topology_is_that_of_the_devices(kind, platform, device, noted):
         ({"mesh": {"data": 2.0}}, TypeError, "must have an int"),
         ({"mesh": (2, 4)}, TypeError, "mesh must be"),
         ({"devices": []}, ContextError, "devices is empty"),
+        ({"devices": 8}, TypeError, "devices must be a list"),
+        ({"devices": "cpu"}, TypeError, "devices must be a list"),
+        ({"devices": [0, 1]}, TypeError, "devices must hold devices of JAX"),
+        ({"devices": [jax.devices()[0]] * 2}, ContextError, "devices holds a device twice"),
+        ({"mesh": {"data": 10**30}}, ContextError, "mesh is too large"),
+        ({"mesh": {f"axis{number}": 1 for number in range(40)}}, ContextError, "mesh is too large"),
+        ({"memory_bytes": 10**400}, ContextError, "more than any device has"),
+        *[({"mesh": {name: 8}}, StrategyError, "a name that XLA cannot take") for name in ("ä", "\\", "", "\ud800", "a\n", "数据")],
         ({"topology": "tpu-v1"}, ContextError, "tpu-v1"),
         ({"memory_bytes": -1}, ContextError, "memory_bytes must be positive"),
         ({"memory_bytes": "16GB"}, TypeError, "memory_bytes must be a number"),

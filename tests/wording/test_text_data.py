@@ -1,0 +1,80 @@
+"""Text of unknown origin: what is no JSON or YAML is one kind of error, in little time and memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from spmdctx.errors import shown
+from spmdctx.wording.text_data import read_json_text, read_yaml_text
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[NaN]", "[-Infinity]", "[1e999]", "[" * 100_000, '{"\\ud800": 1}', '["\\uDFFF"]', b"\xff", "9" * 5000]
+)
+def test_what_is_no_json_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r"."):
+        read_json_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("[1.5, null]", [1.5, None]), ('"\\ud83d\\ude00"', "\N{GRINNING FACE}"), (b'{"a": 1e3}', {"a": 1000.0})]
+)
+def test_json_is_read(text, value):
+    assert read_json_text(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BOMB,
+        "a: 2020-99-99",
+        "a: !!int abc",
+        "a: !!int _",
+        "a: !!timestamp x",
+        "a: !!python/object/apply:os.getcwd []",
+        "[" * 5000,
+        "a: " + "9" * 5000,
+        "a: &x [*x]",
+        "? [1]\n: 2",
+        "a: 1\n b: 2",
+    ],
+    ids=lambda text: text[:20],
+)
+def test_what_is_no_yaml_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r"."):
+        read_yaml_text(text.encode())
+
+
+def test_latin_1_is_a_value_error():
+    with pytest.raises(ValueError, match="utf-8"):
+        read_yaml_text(b"mode: \xe9")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("", None), ("a: &x [1, 2]\nb: *x", {"a": [1, 2], "b": [1, 2]}), ("a: 1\nb: {c: [x]}", {"a": 1, "b": {"c": ["x"]}})]
+)
+def test_yaml_is_read(text, value):
+    assert read_yaml_text(text.encode()) == value
+
+
+def _nested(width: int, depth: int) -> object:
+    value: object = ["x"] * width
+    for _ in range(depth):
+        value = [value] * width
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [_nested(10, 12), "x" * 10**7, 10**10**5, list(range(10**6)), {"a": _nested(3, 30)}, [b"y" * 10**6]], ids=lambda _: "large"
+)
+def test_a_large_value_is_cut_in_messages(value):
+    assert len(shown(value)) < 1000
+
+
+@pytest.mark.parametrize("value", [None, True, -3, 2.5, "text", [1, 2], {"mode": "auto", "config": None}, (("a", 1),) * 20])
+def test_a_small_value_is_shown_whole(value):
+    assert shown(value) == repr(value)
