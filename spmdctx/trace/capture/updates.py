@@ -8,9 +8,7 @@ from typing import Any
 import jax.extend.core as jexc
 
 from spmdctx._compat import scan_counts
-
-DIFFERENTIATED = "jvp("
-"""Part of the name scope of every equation of a differentiated function, also of its backward pass."""
+from spmdctx.trace.build.origins import DIFFERENTIATED
 
 _ONE_BODY = {
     **dict.fromkeys(("jit", "closed_call", "core_call", "eval_jaxpr", "remat2", "checkpoint", "custom_lin"), "jaxpr"),
@@ -66,10 +64,8 @@ def _reads(jaxpr: Any, outputs: Sequence[bool], ahead: bool) -> Flags:
     """Flags the inputs that reach a flagged output; with `ahead` also those that reach a differentiated equation."""
     live = {var for var, flag in zip(jaxpr.outvars, outputs, strict=True) if flag and not isinstance(var, jexc.Literal)}
     for eqn in reversed(jaxpr.eqns):
-        if ahead and _is_differentiated(eqn):
-            read = [True] * len(eqn.invars)
-        else:
-            read = _through(eqn, [var in live for var in eqn.outvars], ahead)
+        whole = ahead and _is_differentiated(eqn)
+        read = [True] * len(eqn.invars) if whole else _through(eqn, [var in live for var in eqn.outvars], ahead)
         live.update(var for var, flag in zip(eqn.invars, read, strict=True) if flag and not isinstance(var, jexc.Literal))
     return [var in live for var in jaxpr.invars]
 
