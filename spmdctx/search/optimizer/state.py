@@ -42,8 +42,8 @@ class StateSplit(NamedTuple):
 
     @property
     def leaves(self) -> tuple[int, ...]:
-        """The inputs that stay whole if there is no such split: the parameter itself if only its gradient would be split."""
-        return self.values or (self.parameter,)
+        """The inputs that stay whole if there is no such split."""
+        return tuple(dict.fromkeys((self.parameter, *self.values)))
 
 
 def split_optimizer(
@@ -115,11 +115,19 @@ def _split(
     setup.pins.update(stored)
     setup.reasons.update(dict.fromkeys(stored, REASON))
     weights = {value: stored[value] for value in stored if is_weight(graph.values[value])}
-    assignment, moved = keep_at_rest(graph, assignment, weights, setup)
-    space = Space(graph, mesh, topology, step.from_literals)
-    kept = frozenset(setup.forced) | moved
-    ops = asked.differentiated if multiplied else frozenset[int]()
-    return setup, plan_update(space, assignment, stored, gradients, kept, splits_accumulators=asked.splits_accumulators, differentiated=ops)
+    weights = {value: stored.pop(value) for value in list(stored) if is_weight(graph.values[value])} if multiplied else {}
+    space, kept = Space(graph, mesh, topology, step.from_literals), frozenset(setup.forced)
+    ways = {"splits_accumulators": asked.splits_accumulators}
+    if not stored and not gradients:
+        stored = weights
+    elif multiplied:
+        # Weights that are stored in another way must not decide how the products of their update are split.
+        assignment = plan_update(space, assignment, stored, gradients, kept, differentiated=asked.differentiated, **ways)
+        touching = {op for value in weights for op in space.neighbours[space.slot_of[value]]}
+        stored, gradients, kept = weights, {}, kept | ({op.id for op in graph.ops} - touching)
+    at_rest = {value: stored[value] for value in stored if is_weight(graph.values[value])}
+    assignment, moved = keep_at_rest(graph, assignment, at_rest, setup)
+    return setup, plan_update(space, assignment, stored, gradients, kept | moved, **ways)
 
 
 def scattered_gradients(graph: Graph, mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]) -> dict[int, int]:
