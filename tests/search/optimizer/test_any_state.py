@@ -115,8 +115,8 @@ def looped(x):
 @pytest.mark.parametrize("level", ["level1", "level2", "level3"])
 @pytest.mark.parametrize("mode", MODES)
 def test_products_of_a_stacked_update_are_not_repeated(multiply, level, mode):
-    shape = jax.ShapeDtypeStruct((8, 256, 256), jnp.float32)
-    args = shape, shape, jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    shape = jax.ShapeDtypeStruct((8, 512, 512), jnp.float32)
+    args = shape, shape, jax.ShapeDtypeStruct((64, 512), jnp.float32)
     _, plan = planned(stacked(multiply), mode, level, *args, topology="tpu-v5e", device_num=8)
     found = {leaf.path: leaf.sharding for leaf in plan.inputs}
     assert found["m"] == (("data",), (), ())
@@ -125,8 +125,8 @@ def test_products_of_a_stacked_update_are_not_repeated(multiply, level, mode):
 
 
 def test_a_stacked_update_without_products_stays_split_inside_its_layers():
-    shape = jax.ShapeDtypeStruct((8, 256, 256), jnp.float32)
-    args = shape, shape, jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    shape = jax.ShapeDtypeStruct((8, 512, 512), jnp.float32)
+    args = shape, shape, jax.ShapeDtypeStruct((64, 512), jnp.float32)
     _, plan = planned(stacked(jnp.sign), "data_parallel", "level1", *args, topology="tpu-v5e", device_num=8)
     assert {leaf.path: leaf.sharding for leaf in plan.inputs}["m"] == ((), ("data",), ())
 
