@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -58,7 +59,7 @@ def is_local(eqn: Any, axes: Sequence[Any], mesh: Mesh) -> bool:
     if name in KERNELS:
         return not eqn.effects
     if name == PARTITIONED:
-        return mesh.devices.flat[0].platform == "tpu"
+        return bool(mesh.devices.flat[0].platform == "tpu")
     return name in LOCAL_OPS and any(axes)
 
 
@@ -91,7 +92,7 @@ def _partitioned(eqn: Any, operands: Sequence[TensorSharding], results: Sequence
     """
     params = eqn.params
     if not any(names for sharding in (*operands, *results) for names in sharding):
-        return eqn.primitive.bind
+        return partial(eqn.primitive.bind)
     structs = [
         [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=named_sharding(mesh, sharding)) for var, sharding in side]
         for side in (zip(eqn.invars, operands, strict=True), zip(eqn.outvars, results, strict=True))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from spmdctx.cost.step import Step, bill_of
@@ -117,17 +118,17 @@ def _split(
     weights = {value: stored[value] for value in stored if is_weight(graph.values[value])}
     weights = {value: stored.pop(value) for value in list(stored) if is_weight(graph.values[value])} if multiplied else {}
     space, kept = Space(graph, mesh, topology, step.from_literals), frozenset(setup.forced)
-    ways = {"splits_accumulators": asked.splits_accumulators}
+    replanned = partial(plan_update, space, splits_accumulators=asked.splits_accumulators)
     if not stored and not gradients:
         stored = weights
     elif multiplied:
         # Weights that are stored in another way must not decide how the products of their update are split.
-        assignment = plan_update(space, assignment, stored, gradients, kept, differentiated=asked.differentiated, **ways)
+        assignment = replanned(assignment, stored, gradients, kept, differentiated=asked.differentiated)
         touching = {op for value in weights for op in space.neighbours[space.slot_of[value]]}
         stored, gradients, kept = weights, {}, kept | ({op.id for op in graph.ops} - touching)
     at_rest = {value: stored[value] for value in stored if is_weight(graph.values[value])}
     assignment, moved = keep_at_rest(graph, assignment, at_rest, setup)
-    return setup, plan_update(space, assignment, stored, gradients, kept | moved, **ways)
+    return setup, replanned(assignment, stored, gradients, kept | moved)
 
 
 def scattered_gradients(graph: Graph, mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]) -> dict[int, int]:

@@ -77,8 +77,8 @@ def _through(eqn: Any, results: Flags, ahead: bool) -> Flags:
         inner = getattr(body, "jaxpr", body)
         if len(inner.invars) == len(eqn.invars):
             return _reads(inner, results, ahead)
-    if name in _LOOPS:
-        return _LOOPS[name](eqn, results, ahead)
+    if name in _CONTROL:
+        return _CONTROL[name](eqn, results, ahead)
     read = any(results) or (ahead and any(map(_differentiates, _bodies(eqn))))
     return [read] * len(eqn.invars)
 
@@ -113,4 +113,4 @@ def _cond(eqn: Any, results: Flags, ahead: bool) -> Flags:
     return [index, *map(any, zip(*branches, strict=True))]
 
 
-_LOOPS: Mapping[str, Callable[[Any, Flags, bool], Flags]] = {"scan": _scan, "while": _while, "cond": _cond}
+_CONTROL: Mapping[str, Callable[[Any, Flags, bool], Flags]] = {"scan": _scan, "while": _while, "cond": _cond}
