@@ -1,15 +1,18 @@
-"""Runs ops per block inside a shard_map if XLA's partitioner would gather them although no device needs another's data."""
+"""Runs ops per block inside a shard_map if XLA's partitioner cannot split them, or would gather what no device needs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.ir.sharding import TensorSharding
-from spmdctx.trace.specs import partition_spec
+from spmdctx.trace.build.origins import source_line
+from spmdctx.trace.specs import named_sharding, partition_spec
 
 LOCAL_OPS = frozenset(
     {
@@ -40,11 +43,33 @@ Most become custom calls, which the partitioner keeps whole; select_and_scatter 
 """
 
 
+KERNELS = frozenset({"pallas_call", "ffi_call", "tpu_custom_call", "mosaic_gpu_p"})
+"""Primitives that run a kernel of which the partitioner knows nothing.
+
+TPU's compiler refuses them in a program that it partitions. In a manual region they run on what the plan gives each device: all of it.
+"""
+
+PARTITIONED = "custom_partitioning"
+"""A primitive that brings its own partitioner, which TPU's compiler does not call."""
+
+
+def is_local(eqn: Any, axes: Sequence[Any], mesh: Mesh) -> bool:
+    """Returns whether an equation, split over `axes`, must be written as a manual region."""
+    name = eqn.primitive.name
+    if name in KERNELS:
+        return not eqn.effects
+    if name == PARTITIONED:
+        return bool(mesh.devices.flat[0].platform == "tpu")
+    return name in LOCAL_OPS and any(axes)
+
+
 def local_op(eqn: Any, operands: Sequence[TensorSharding], results: Sequence[TensorSharding], mesh: Mesh) -> Any:
     """Returns an equation like `eqn` that works on each device's block; operands and results must be in the given shardings."""
 
+    compute = eqn.primitive.bind if eqn.primitive.name != PARTITIONED else _partitioned(eqn, operands, results, mesh)
+
     def local(*blocks: Any) -> Any:
-        found = eqn.primitive.bind(*blocks, **eqn.params)
+        found = compute(*blocks, **eqn.params)
         return tuple(found) if eqn.primitive.multiple_results else found
 
     out_specs: Any = tuple(partition_spec(sharding) for sharding in results)
@@ -57,3 +82,34 @@ def local_op(eqn: Any, operands: Sequence[TensorSharding], results: Sequence[Ten
     )
     structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type) for var in eqn.invars]
     return jax.make_jaxpr(mapped)(*structs).jaxpr.eqns[0]
+
+
+def _partitioned(eqn: Any, operands: Sequence[TensorSharding], results: Sequence[TensorSharding], mesh: Mesh) -> Callable[..., Any]:
+    """Returns the function that the user's own partitioner gives for blocks; for whole operands, the primitive itself.
+
+    Raises:
+        UnsupportedError: the partitioner asks for other shardings than its rule allows.
+    """
+    params = eqn.params
+    if not any(names for sharding in (*operands, *results) for names in sharding):
+        return partial(eqn.primitive.bind)
+    structs = [
+        [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=named_sharding(mesh, sharding)) for var, sharding in side]
+        for side in (zip(eqn.invars, operands, strict=True), zip(eqn.outvars, results, strict=True))
+    ]
+    trees = [jax.tree.unflatten(tree, own) for tree, own in zip((params["in_tree"], params["out_tree"]), structs, strict=True)]
+    _, compute, out_shardings, in_shardings = params["partition"](*params["static_args"], mesh, *trees)
+    given = [*jax.tree.leaves(in_shardings), *jax.tree.leaves(out_shardings)]
+    for struct, sharding in zip([*structs[0], *structs[1]], given, strict=True):
+        if not sharding.is_equivalent_to(struct.sharding, len(struct.shape)):
+            raise UnsupportedError(
+                "The partitioner of a custom_partitioning op asks for another sharding than its sharding_rule allows.",
+                where=source_line(eqn.source_info),
+                got=f"{sharding.spec} for {struct.sharding.spec} of shape {struct.shape}",
+                fix="let partition() take the shardings that it is given, or wrap the op in jax.shard_map on spmdctx.get_mesh()",
+            )
+
+    def local(*blocks: Any, **_: Any) -> Any:
+        return jax.tree.leaves(compute(*jax.tree.unflatten(params["in_tree"], blocks)))
+
+    return local

@@ -17,7 +17,7 @@ from spmdctx.ir.primitives import IDENTITIES
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.lowering.rewrite.block import Block, Constraints
-from spmdctx.lowering.rewrite.local_ops import LOCAL_OPS, local_op
+from spmdctx.lowering.rewrite.local_ops import is_local, local_op
 from spmdctx.lowering.rewrite.loop_sums import LoopSums
 from spmdctx.lowering.rewrite.precision import PASSED_ON, passed_on, wide
 from spmdctx.lowering.rewrite.values import NO_RECORD, ShardedProgram, Values
@@ -156,7 +156,8 @@ class Rewriter:
     def _equation(self, eqn: Any, operands: list[Any], block: Block) -> list[Any]:
         op = self.next_op()
         if op is None:
-            return self.emit(eqn, operands, block)
+            # Nothing reads what a dead kernel makes, but the compiler meets it before it finds that out.
+            return self.emit(self._as_local(eqn, None), operands, block)
         results = self._made.get(op.id)
         if results is None:
             results = self._made[op.id] = self._computed(op, eqn, operands, block)
@@ -193,13 +194,14 @@ class Rewriter:
         block.eqns += written
         return written[-1].outvars[0] if written else operands[0]
 
-    def _as_local(self, eqn: Any, op: Op) -> Any:
-        """Returns the equation, made to work on blocks if the partitioner would not split it."""
-        axes = self.assignment.ops[op.id].axes
-        if op.primitive not in LOCAL_OPS or not any(axes):
+    def _as_local(self, eqn: Any, op: Op | None) -> Any:
+        """Returns the equation, made to work on blocks if the partitioner would not split it as planned; dead ones are whole."""
+        axes = self.assignment.ops[op.id].axes if op is not None else ()
+        if not is_local(eqn, axes, self.sharded.jax_mesh):
             return eqn
-        operands = [project(dims, axes) for dims in op.rule.operands]
-        template = local_op(eqn, operands, [project(dims, axes) for dims in op.rule.results], self.sharded.jax_mesh)
+        sides = (op.rule.operands, op.rule.results) if op is not None else ([()] * len(eqn.invars), [()] * len(eqn.outvars))
+        operands, results = ([project(dims, axes) for dims in side] for side in sides)
+        template = local_op(eqn, operands, results, self.sharded.jax_mesh)
         return template.replace(outvars=eqn.outvars, source_info=eqn.source_info)
 
     def emit(self, eqn: Any, operands: Sequence[Any], block: Block, avals: Sequence[Any] = (), **params: Any) -> list[Any]:

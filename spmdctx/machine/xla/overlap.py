@@ -14,6 +14,7 @@ Checked by: tests/machine/xla/test_overlap.py, tests/machine/test_topology.py, b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmdctx.ir.analysis.kinds import of_primitives, ops_of
@@ -65,9 +66,13 @@ def overlap_candidates(graph: Graph) -> OverlapCandidates:
     return known
 
 
-def terminal_values(graph: Graph, stops: frozenset[int]) -> bytearray:
-    """Returns a flag for each value: 1 if no matrix product can be reached from it, on ways that end at `stops`."""
-    return _terminal(graph, _loops(graph), stops)
+def terminal_values(graph: Graph, stops: frozenset[int], ops: frozenset[int] | None = None) -> bytearray:
+    """Returns a flag for each value: 1 if none of some ops can be reached from it, on ways that end at `stops`.
+
+    The ops are the matrix products if none are given.
+    """
+    flags = None if ops is None else [index in ops for index in range(len(graph.ops))]
+    return _terminal(graph, _loops(graph), stops, flags)
 
 
 def _loops(graph: Graph) -> list[tuple[int, int]]:
@@ -100,9 +105,11 @@ def _weights(graph: Graph, loops: list[tuple[int, int]]) -> bytearray:
         carried |= more
 
 
-def _terminal(graph: Graph, loops: list[tuple[int, int]], stops: frozenset[int] = frozenset()) -> bytearray:
-    """Flags the values from which no matrix product can be reached."""
-    products = of_primitives(graph, HEAVY).tolist()
+def _terminal(
+    graph: Graph, loops: list[tuple[int, int]], stops: frozenset[int] = frozenset(), ops: Sequence[bool] | None = None
+) -> bytearray:
+    """Flags the values from which none of the flagged ops can be reached; those are the matrix products if `ops` is None."""
+    products = of_primitives(graph, HEAVY).tolist() if ops is None else ops
     leads = bytearray(len(graph.values) + 1)
     while True:
         for index, _, operands, results, _, _, _, _, _, _ in reversed(graph.ops):

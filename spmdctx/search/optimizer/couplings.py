@@ -14,10 +14,12 @@ from collections.abc import Iterable
 
 from spmdctx.ir.analysis.gradient_order import gradient_order
 from spmdctx.ir.analysis.loop_sums import loop_sums
-from spmdctx.ir.graph import Graph, Role
+from spmdctx.ir.graph import Graph
 from spmdctx.ir.mesh import LogicalMesh, replicated
 from spmdctx.ir.sharding import Assignment, TensorSharding
-from spmdctx.search.optimizer.state import REASON, WEIGHTS_TOO, StateSplit, small_note, splits_of, unfit_note
+from spmdctx.search.optimizer.owners import is_weight
+from spmdctx.search.optimizer.state import REASON, WEIGHTS_TOO, StateSplit, splits_of
+from spmdctx.search.optimizer.whole import whole_notes
 from spmdctx.search.setup.request import ALL_REPLICAS, Coupling, OptimizerSharding, Setup
 
 
@@ -32,7 +34,7 @@ def couplings(graph: Graph, num_devices: int, asked: OptimizerSharding, layerwis
     splits, _ = splits_of(graph, whole, LogicalMesh.of({"replicas": num_devices}), asked, layerwise)
     found = []
     for one in splits:
-        itself = asked.level >= WEIGHTS_TOO and graph.values[one.parameter].role is Role.PARAMETER
+        itself = asked.level >= WEIGHTS_TOO and is_weight(graph.values[one.parameter])
         for value in one.values:
             how = "itself" if value == one.parameter else "alike" if itself else "further"
             found.append(Coupling(one.parameter, value, one.dim, how))
@@ -69,7 +71,7 @@ def name_what_is_split(
     stored, inputs = assignment.values, frozenset(graph.inputs)
     whole = [replicated(len(value.shape)) for value in graph.values]
     _, small = splits_of(graph, whole, LogicalMesh.of({"replicas": num_devices}), asked, layerwise)
-    unfit: dict[int, None] = {}
+    unfit: list[int] = []
     for coupling in setup.couplings:
         if coupling.value not in inputs:
             continue
@@ -77,8 +79,9 @@ def name_what_is_split(
             setup.pins[coupling.value] = stored[coupling.value]
             setup.reasons[coupling.value] = REASON
         else:
-            unfit[coupling.parameter] = None
-    setup.notes += [*small_note(small, asked.threshold_bytes), *unfit_note([graph.values[value] for value in unfit], asked.shard_size)]
+            unfit.append(coupling.value)
+    split = [value for value in graph.inputs if any(stored[value])]
+    setup.notes += whole_notes(graph, asked, small, unfit, split)
 
 
 def _uses_all(sharding: TensorSharding, mesh: LogicalMesh) -> bool:

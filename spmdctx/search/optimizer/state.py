@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
-from spmdctx.cost.step import Step
-from spmdctx.ir.graph import Graph, Op, Role, Value, item_bytes
+from spmdctx.cost.step import Step, bill_of
+from spmdctx.ir.graph import Graph, Op, Role, Value
 from spmdctx.ir.mesh import LogicalMesh, axes_of, divides, replicated
 from spmdctx.ir.primitives import RENAMES
 from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
 from spmdctx.machine.topology import Topology
-from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.search.optimizer.gather_at_use import is_slice, keep_at_rest, readers_of
+from spmdctx.search.optimizer.owners import is_weight, owners
 from spmdctx.search.optimizer.refined_mesh import refined, refined_assignment, refined_setup
-from spmdctx.search.optimizer.update_region import plan_update
+from spmdctx.search.optimizer.update_region import multiplied_state, plan_update
+from spmdctx.search.optimizer.whole import num_bytes, whole_notes
 from spmdctx.search.problem.space import Space
 from spmdctx.search.setup.request import ALL_REPLICAS, OptimizerSharding, Setup
 
@@ -38,11 +41,19 @@ class StateSplit(NamedTuple):
     dim: int
     replicas: AxisNames
 
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The inputs that stay whole if there is no such split."""
+        return tuple(dict.fromkeys((self.parameter, *self.values)))
+
 
 def split_optimizer(
     step: Step, setup: Setup, assignment: Assignment, asked: OptimizerSharding, topology: Topology, layerwise: frozenset[int]
 ) -> tuple[Setup, Assignment]:
     """Splits the optimizer state of a plan; the mesh is refined if `shard_size` cuts one of its axes.
+
+    An optimizer that multiplies matrices may split its products too, and the state of stacked parameters along the stack: if the step
+    is faster so.
 
     Args:
         step: the step.
@@ -52,112 +63,130 @@ def split_optimizer(
         topology: the machine.
         layerwise: parameters that have no replicas.
     """
+    multiplied = multiplied_state(step.graph, asked.differentiated, setup.mesh)
+    ways = []
+    for stacked in (frozenset[int](), multiplied) if multiplied else (multiplied,):
+        own = replace(setup, pins=dict(setup.pins), reasons=dict(setup.reasons), notes=list(setup.notes))
+        ways.append(_split(step, own, assignment, asked, topology, layerwise, stacked))
+    if len(ways) == 1:
+        return ways[0]
+    seconds = [_seconds(step, way[1], way[0].mesh, topology) for way in ways]
+    return ways[seconds.index(min(seconds))]
+
+
+def _seconds(step: Step, assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> float:
+    bill = bill_of(step, assignment, mesh, topology)
+    return bill.compute_s + bill.exposed_communication_s
+
+
+def _split(
+    step: Step,
+    setup: Setup,
+    assignment: Assignment,
+    asked: OptimizerSharding,
+    topology: Topology,
+    layerwise: frozenset[int],
+    multiplied: frozenset[int],
+) -> tuple[Setup, Assignment]:
+    """Splits the state; that of stacked parameters along the stack if it is `multiplied`, as the products of its update then are."""
     graph, size = step.graph, asked.shard_size
-    splits, small = splits_of(graph, assignment.values, setup.mesh, asked, layerwise)
+    splits, small = splits_of(graph, assignment.values, setup.mesh, asked, layerwise, multiplied)
     inner = {} if size == ALL_REPLICAS else _inner_parts(splits, setup.mesh, size)
     mesh, parts = refined(setup.mesh, inner)
     setup, assignment = refined_setup(setup, mesh, parts), refined_assignment(assignment, parts)
     stored: dict[int, TensorSharding] = {}
     gradients: dict[int, TensorSharding] = {}
-    unfit: list[Value] = []
+    unfit: list[int] = []
     for one in splits:
         replicas = tuple([part for name in one.replicas for part in parts[name]])
         chosen = replicas if size == ALL_REPLICAS else _inner(replicas, mesh, size)
         target = _target(graph, assignment.values[one.parameter], mesh, one, chosen)
         if target is None:
-            unfit.append(graph.values[one.parameter])
+            unfit += one.leaves
             continue
         base = assignment.values[one.parameter]
         # A split that the search has made itself stays.
         stored |= {value: target for value in one.values if assignment.values[value] == base or not any(assignment.values[value])}
-        if asked.level >= GRADIENTS_TOO and _is_weight(graph, one.parameter):
+        if asked.level >= GRADIENTS_TOO and _has_gradient(graph, one.parameter):
             gradients[one.parameter] = target
-    setup.notes += [*small_note(small, asked.threshold_bytes), *unfit_note(unfit, size)]
+    split = [value for value in graph.inputs if value in stored or any(assignment.values[value])]
+    setup.notes += whole_notes(graph, asked, small, unfit, split)
     if not stored and not gradients:
         return setup, assignment
     setup.pins.update(stored)
     setup.reasons.update(dict.fromkeys(stored, REASON))
-    assignment, moved = keep_at_rest(graph, assignment, {value: stored[value] for value in stored if _is_weight(graph, value)}, setup)
-    space = Space(graph, mesh, topology, step.from_literals)
-    kept = frozenset(setup.forced) | moved
-    return setup, plan_update(space, assignment, stored, gradients, kept, splits_accumulators=asked.splits_accumulators)
+    weights = {value: stored[value] for value in stored if is_weight(graph.values[value])}
+    weights = {value: stored.pop(value) for value in list(stored) if is_weight(graph.values[value])} if multiplied else {}
+    space, kept = Space(graph, mesh, topology, step.from_literals), frozenset(setup.forced)
+    replanned = partial(plan_update, space, splits_accumulators=asked.splits_accumulators)
+    if not stored and not gradients:
+        stored = weights
+    elif multiplied:
+        # Weights that are stored in another way must not decide how the products of their update are split.
+        assignment = replanned(assignment, stored, gradients, kept, differentiated=asked.differentiated)
+        touching = {op for value in weights for op in space.neighbours[space.slot_of[value]]}
+        stored, gradients, kept = weights, {}, kept | ({op.id for op in graph.ops} - touching)
+    at_rest = {value: stored[value] for value in stored if is_weight(graph.values[value])}
+    assignment, moved = keep_at_rest(graph, assignment, at_rest, setup)
+    return setup, replanned(assignment, stored, gradients, kept | moved)
 
 
 def scattered_gradients(graph: Graph, mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]) -> dict[int, int]:
     """Returns the dimension along which a gradient may leave each device's loss in pieces, by parameter, if all inputs are whole."""
     whole = [replicated(len(value.shape)) for value in graph.values]
     splits, _ = splits_of(graph, whole, mesh, asked, layerwise)
-    fitting = [one for one in splits if _is_weight(graph, one.parameter) and _target(graph, whole[one.parameter], mesh, one, one.replicas)]
+    fitting = [
+        one for one in splits if _has_gradient(graph, one.parameter) and _target(graph, whole[one.parameter], mesh, one, one.replicas)
+    ]
     return {one.parameter: one.dim for one in fitting}
 
 
-def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Returns the bytes of a whole tensor."""
-    return math.prod(shape) * item_bytes(dtype)
-
-
-def _is_weight(graph: Graph, value: int) -> bool:
+def _has_gradient(graph: Graph, value: int) -> bool:
     return graph.values[value].role is Role.PARAMETER
 
 
 def splits_of(
-    graph: Graph, stored: Sequence[TensorSharding], mesh: LogicalMesh, asked: OptimizerSharding, layerwise: frozenset[int]
-) -> tuple[list[StateSplit], list[Value]]:
-    """Returns the parameters that have replicas, each with the values to split; and the parameters that are too small."""
+    graph: Graph,
+    stored: Sequence[TensorSharding],
+    mesh: LogicalMesh,
+    asked: OptimizerSharding,
+    layerwise: frozenset[int],
+    multiplied: frozenset[int] = frozenset(),
+) -> tuple[list[StateSplit], list[int]]:
+    """Returns the parameters that have replicas, each with the values to split; and the values that are too small.
+
+    State that is `multiplied` is split along the stack of its parameter, if that divides.
+    """
     readers = readers_of(graph)
-    found, small = [], []
-    for parameter, state in _owners(graph).items():
+    found, small = [], list[int]()
+    for parameter, state in owners(graph).items():
         known = graph.values[parameter]
-        weight = (parameter,) if asked.level >= WEIGHTS_TOO and _is_weight(graph, parameter) else ()
-        values = tuple(dict.fromkeys((*weight, *state)))
+        weight = (parameter,) if asked.level >= WEIGHTS_TOO and is_weight(known) else ()
         used = axes_of(stored[parameter])
         replicas = tuple([name for name, size in mesh.axes if size > 1 and name not in used])
-        is_split = values or (asked.level >= GRADIENTS_TOO and _is_weight(graph, parameter))
-        if not is_split or not known.shape or not replicas or parameter in layerwise:
+        is_split = weight or state or (asked.level >= GRADIENTS_TOO and _has_gradient(graph, parameter))
+        if not is_split or not known.shape or not replicas or parameter in layerwise or math.prod(known.shape) == 1:
             continue
-        if math.prod(known.shape) == 1:
+        one = StateSplit(parameter, tuple(dict.fromkeys((*weight, *state))), 0, replicas)
+        if num_bytes(known) < asked.threshold_bytes:
+            small += one.leaves
             continue
-        if num_bytes(known.shape, known.dtype) < asked.threshold_bytes:
-            small.append(known)
-        else:
-            found.append(StateSplit(parameter, values, _dim(graph, readers, parameter, dict(asked.layers)), replicas))
+        fitting = _fitting_dims(known, stored[parameter], mesh, one, asked.shard_size)
+        dim = _dim(graph, readers, parameter, dict(asked.layers))
+        if not _has_gradient(graph, parameter) and dim not in fitting:
+            dim = next(iter(fitting), dim)
+        found.append(one._replace(dim=dim))
+        stack = next((own for own in fitting if own < dim), dim)
+        if stack != dim and not multiplied.isdisjoint(state):
+            found[-1:] = [one._replace(values=weight, dim=dim)] if weight else []
+            found.append(one._replace(values=tuple(state), dim=stack))
     return found, small
 
 
-def _owners(graph: Graph) -> dict[int, list[int]]:
-    """Returns the state of each parameter, by parameter in the order of the arguments.
-
-    A state belongs to the parameter of its shape with the most similar path. Optimizer state that belongs to none owns itself.
-    """
-    inputs = [graph.values[value] for value in graph.inputs]
-    owned: dict[int, list[int]] = {known.id: [] for known in inputs if known.role is Role.PARAMETER}
-    by_shape: dict[tuple[int, ...], list[Value]] = {}
-    for value in owned:
-        by_shape.setdefault(graph.values[value].shape, []).append(graph.values[value])
-    carried = {before for before, _ in graph.ties}
-    terminal = overlap_candidates(graph).terminal
-    for known in inputs:
-        if known.role not in (Role.OPTIMIZER, Role.STATE) or not known.shape:
-            continue
-        alike = by_shape.get(known.shape, [])
-        owner = max(alike, key=lambda other: _common(other.path, known.path), default=None)
-        named = owner is not None and _common(owner.path, known.path) > 0
-        is_copy = named and known.id in carried and bool(terminal[known.id])
-        if owner is not None and (is_copy or (known.role is Role.OPTIMIZER and (named or len(alike) == 1))):
-            owned[owner.id].append(known.id)
-        elif known.role is Role.OPTIMIZER:
-            owned[known.id] = [known.id]
-    return owned
-
-
-def _common(first: str, second: str) -> int:
-    """Counts the names that two paths have in common at their ends."""
-    count = 0
-    for own, other in zip(reversed(first.split("/")), reversed(second.split("/")), strict=False):
-        if own != other:
-            break
-        count += 1
-    return count
+def _fitting_dims(known: Value, stored: TensorSharding, mesh: LogicalMesh, one: StateSplit, size: int) -> list[int]:
+    """Returns the dimensions of a value that divide over its replicas, or over `size` of them."""
+    count = mesh.num_slices(one.replicas) if size == ALL_REPLICAS else size
+    return [dim for dim, names in enumerate(stored) if known.shape[dim] % (mesh.num_slices(names) * count) == 0 < known.shape[dim]]
 
 
 def layer_dims(graph: Graph) -> list[int]:
@@ -204,21 +233,3 @@ def _target(graph: Graph, base: TensorSharding, mesh: LogicalMesh, one: StateSpl
     """Returns the parameter's sharding with the chosen replicas added; None if there are none, or they do not divide it."""
     target = (*base[: one.dim], base[one.dim] + chosen, *base[one.dim + 1 :])
     return target if chosen and divides(graph.values[one.parameter].shape, target, mesh) else None
-
-
-def small_note(small: Iterable[Value], threshold_bytes: int) -> list[str]:
-    """Returns a note on the parameters below the threshold."""
-    names = _names(small)
-    limit = f"{threshold_bytes // 1024} KB (parallel_optimizer_threshold)"
-    return [f"enable_parallel_optimizer leaves whole what holds less than {limit}: {names}."] if names else []
-
-
-def unfit_note(unfit: Iterable[Value], size: int) -> list[str]:
-    """Returns a note on the values that do not divide."""
-    names = _names(unfit)
-    how = "over its replicas" if size == ALL_REPLICAS else f"over {size} of its replicas (optimizer_weight_shard_size)"
-    return [f"enable_parallel_optimizer leaves whole what does not divide {how}: {names}."] if names else []
-
-
-def _names(values: Iterable[Value]) -> str:
-    return ", ".join(f"'{known.path}' {list(known.shape)}" for known in values)

@@ -48,6 +48,7 @@ class OptimizerSharding:
         shard_size: how many replicas share one copy; `ALL_REPLICAS` for all.
         splits_accumulators: whether the sums of loops over micro-batches are split too.
         layers: values that go into shard_maps whose bodies scan over them, with how many of their leading dimensions count layers.
+        differentiated: the ops of the losses and of their gradients; none if they are unknown.
     """
 
     level: int
@@ -55,6 +56,7 @@ class OptimizerSharding:
     shard_size: int
     splits_accumulators: bool
     layers: tuple[tuple[int, int], ...] = ()
+    differentiated: frozenset[int] = frozenset()
 
 
 LAYERWISE = "layerwise_parallel: each device has its own"

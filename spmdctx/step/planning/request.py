@@ -13,6 +13,7 @@ from spmdctx.search.reduced_once import sums_of_gradients
 from spmdctx.search.select import SearchOptions
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.request import ManualSpecs, OptimizerSharding, Request, ValuePin
+from spmdctx.trace.build.origins import differentiated_ops
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.layerwise import is_layerwise
@@ -67,7 +68,8 @@ def _optimizer(program: Program, context: AutoParallelContext) -> OptimizerShard
     for region in program.manual:
         operands = program.graph.ops[region.op].operands if region.op >= 0 else ()
         layers.update(zip(operands, layer_dims(region.body.graph), strict=False))
-    return replace(asked, layers=tuple((value, count) for value, count in layers.items() if value >= 0 and count))
+    own = tuple((value, count) for value, count in layers.items() if value >= 0 and count)
+    return replace(asked, layers=own, differentiated=differentiated_ops(program))
 
 
 def _dataset(context: AutoParallelContext) -> str | tuple[object, ...] | None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, overload
 from jax.extend import source_info_util
 
 from spmdctx.ir.graph import Origin
+from spmdctx.trace.build.program import Program
 from spmdctx.wording import file_text, is_framework
 
 _REGION = re.compile(r"\bshard\d+:")
@@ -17,6 +18,12 @@ _FRAME = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? (?P<function>\(.*\))"
 _TRANSFORMS = re.compile(r"\w+\(|\)")
 _FRAME_COUNTS = (8, 128)
 """How many frames to read in search of the user's own; most lie near, and each read frame costs time."""
+
+
+DIFFERENTIATED = "jvp("
+"""Part of the name scope of every op of a differentiated function, also of its backward pass."""
+
+_LOSS = re.compile(re.escape(DIFFERENTIATED))
 
 
 class Place(NamedTuple):
@@ -78,11 +85,15 @@ class LazyOrigins(Sequence[Origin]):
 
     def inside_regions(self) -> frozenset[int]:
         """Returns the indices of the ops that were traced inside a `shard()` region, including their backward ops."""
+        return self.named(_REGION)
+
+    def named(self, pattern: re.Pattern[str]) -> frozenset[int]:
+        """Returns the indices of the ops in whose name scope a pattern is found."""
         # Ops traced in one scope share its name stack, so that few have to be written out.
         stacks = [info.name_stack for info in self._infos]
         keys = list(zip(self._frame_of, map(id, stacks), strict=True))
         known = {
-            (frame, name): _REGION.search(f"{self._frames[frame].prefix}/{stack}") is not None
+            (frame, name): pattern.search(f"{self._frames[frame].prefix}/{stack}") is not None
             for (frame, name), stack in dict(zip(keys, stacks, strict=True)).items()
         }
         return frozenset([index for index, key in enumerate(keys) if known[key]])
@@ -103,6 +114,14 @@ def scope_path(name: str) -> str:
             parts = parts[length:]
             break
     return "/".join(parts)
+
+
+def differentiated_ops(program: Program) -> frozenset[int]:
+    """Returns the ops of differentiated functions and of their gradients, with the user's own shard_maps, which may hold some."""
+    origins = program.graph.origins
+    if not isinstance(origins, LazyOrigins):
+        return frozenset()
+    return origins.named(_LOSS) | {region.op for region in program.manual if region.op >= 0}
 
 
 def source_line(info: Any) -> str:

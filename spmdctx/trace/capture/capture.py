@@ -23,8 +23,9 @@ from spmdctx.trace.capture.carry import Span, carried_leaves
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects
 from spmdctx.trace.capture.partitioning import PartitionNames
 from spmdctx.trace.capture.pytrees import NotPure, PureFlattening
-from spmdctx.trace.capture.roles import Argument, guesses, roles_of
+from spmdctx.trace.capture.roles import Argument, guesses, roles_of, with_update_roles
 from spmdctx.trace.capture.structure import Flattening, Keys, Result, Structure, argument_of, key_text, path_text, shape_of
+from spmdctx.trace.capture.updates import Updates
 from spmdctx.trace.collector import no_garbage_collection
 
 
@@ -326,6 +327,8 @@ def _roles(target: Target, static: Static, flattening: Flattening, traced: _Trac
     for source, output in found.items():
         sources[output] = source
     roles = roles_of(arguments, frozenset(found), target.batch)
+    carried = {source: output for output, source in enumerate(sources) if source is not None}
+    roles = with_update_roles(roles, arguments, Updates(traced.jaxpr.jaxpr, carried))
     return roles, sources, guesses(arguments, roles, frozenset(found), target.batch)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ from spmdctx.ir.graph import Role
 from spmdctx.trace.capture.arguments import Selection
 from spmdctx.trace.capture.carry import Span, children
 from spmdctx.trace.capture.structure import Leaf, key_text
+from spmdctx.trace.capture.updates import Updates
 
 _PARAMETER_NAMES = ("params", "param", "parameters", "weights", "kernel")
 _OPTIMIZER_NAMES = (
@@ -94,6 +95,49 @@ def roles_of(arguments: Sequence[Argument], carried: frozenset[int], batch: Sele
         if parameters is None and Role.PARAMETER in own:
             parameters = argument.span.tree
     return roles
+
+
+def with_update_roles(roles: Sequence[Role], arguments: Sequence[Argument], updates: Updates) -> list[Role]:
+    """Returns the roles, with those of optimizer state that only the data flow shows.
+
+    Such state is read by no differentiated function, and changes the next value of another input, whatever its shape and name. So is
+    what lies beside it in the arguments and is not read either, and integers that are not read, such as counters.
+    """
+    leaves = [leaf for argument in arguments for leaf in argument.leaves]
+    avals = [aval for argument in arguments for aval in argument.avals]
+    asked = [index for index, role in enumerate(roles) if role in (Role.PARAMETER, Role.STATE) and avals[index].shape]
+    unread = updates.unread(asked)
+    if not unread:
+        return list(roles)
+    found = updates.of_others(unread)
+    found |= {index for index in unread if roles[index] is Role.STATE and _is_counter(leaves[index], avals[index])}
+    read = [index for index in asked if index not in unread]
+    found |= _beside(leaves, [index for index in unread - found if roles[index] is Role.PARAMETER], found, read)
+    return [Role.OPTIMIZER if index in found else role for index, role in enumerate(roles)]
+
+
+def _is_counter(leaf: Leaf, aval: Any) -> bool:
+    return leaf.role is None and not _is_of(aval.dtype, jnp.inexact)
+
+
+def _beside(leaves: Sequence[Leaf], asked: Iterable[int], found: Iterable[int], read: Iterable[int]) -> set[int]:
+    """Returns those of some leaves whose nearest neighbours in the tree of their argument are found, and none of them read."""
+    near, far = _subtrees(leaves, found), _subtrees(leaves, read)
+    beside = set()
+    for index in asked:
+        around = next((part for part in _around(leaves[index]) if part in near or part in far), None)
+        if around in near and around not in far:
+            beside.add(index)
+    return beside
+
+
+def _subtrees(leaves: Sequence[Leaf], indices: Iterable[int]) -> set[Any]:
+    return {part for index in indices for part in _around(leaves[index])}
+
+
+def _around(leaf: Leaf) -> list[Any]:
+    """Returns the paths of the subtrees of an argument that hold a leaf, the smallest first."""
+    return [tuple(leaf.keys[:end]) for end in range(len(leaf.keys) - 1, 1, -1)]
 
 
 def guesses(arguments: Sequence[Argument], roles: Sequence[Role], carried: frozenset[int], batch: Selection | None) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ def test_state_takes_the_replicas_of_its_parameter():
     assert assignment.values[made.m] == assignment.values[made.ema] == (("data", "model"), ())
     assert assignment.values[made.w] == assignment.values[made.other] == ((), ())
     assert assignment.values[made.row] == (("data", "model"),)
-    assert setup.notes == []
+    assert setup.notes == ["enable_parallel_optimizer leaves whole what is no weight and no optimizer state: 'cache/layer/v' [64, 48]."]
 
 
 def test_a_gradient_is_scattered_into_its_state():
@@ -127,8 +127,8 @@ def test_what_does_not_divide_or_is_small_is_named():
     made = Made(rows=36)
     setup, assignment = made.split(level=3)
     assert assignment.values == made.plan().values
-    assert len(setup.notes) == 1
-    assert "'params/layer/w' [36, 48]" in setup.notes[0]
+    assert len(setup.notes) == 2
+    assert all(f"'{path}' [36, 48]" in setup.notes[0] for path in ("params/layer/w", "opt/mu/layer/w", "ema/layer/w"))
     assert "does not divide" in setup.notes[0]
     made = Made()
     num_bytes = ROWS * COLUMNS * 4

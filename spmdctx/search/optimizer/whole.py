@@ -1,0 +1,47 @@
+"""Notes on what the parallel optimizer leaves whole, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from spmdctx.ir.graph import Graph, Role, Value, item_bytes
+from spmdctx.search.setup.request import ALL_REPLICAS, OptimizerSharding
+
+_MOST_NAMED = 16
+
+
+def num_bytes(known: Value) -> int:
+    """Returns the bytes of a whole tensor."""
+    return math.prod(known.shape) * item_bytes(known.dtype)
+
+
+def whole_notes(graph: Graph, asked: OptimizerSharding, small: Iterable[int], unfit: Iterable[int], split: Iterable[int]) -> list[str]:
+    """Returns a note for each reason to leave inputs whole.
+
+    Args:
+        graph: the graph.
+        asked: the split that the user asked for.
+        small: inputs below the threshold.
+        unfit: inputs that do not divide.
+        split: inputs that are split.
+    """
+    size, named = asked.shard_size, {*small, *unfit, *split}
+    limit = f"{asked.threshold_bytes // 1024} KB (parallel_optimizer_threshold)"
+    replicas = "its replicas" if size == ALL_REPLICAS else f"{size} of its replicas (optimizer_weight_shard_size)"
+    others = [value for value in graph.inputs if graph.values[value].role is Role.STATE and value not in named]
+    return [
+        *_note(graph, small, f"holds less than {limit}"),
+        *_note(graph, unfit, f"does not divide over {replicas}"),
+        *_note(graph, others, "is no weight and no optimizer state"),
+    ]
+
+
+def _note(graph: Graph, values: Iterable[int], reason: str) -> list[str]:
+    known = [own for own in (graph.values[value] for value in dict.fromkeys(values)) if math.prod(own.shape) > 1]
+    if not known:
+        return []
+    listed = known if len(known) <= _MOST_NAMED else sorted(known, key=num_bytes, reverse=True)[:_MOST_NAMED]
+    names = ", ".join(f"'{own.path}' {list(own.shape)}" for own in listed)
+    more = f" and {len(known) - len(listed)} smaller" if len(known) > len(listed) else ""
+    return [f"enable_parallel_optimizer leaves whole what {reason}: {names}{more}."]
