@@ -22,7 +22,9 @@ from spmdctx.gradients.options import GradientOptions, gradient_options
 from spmdctx.gradients.reduce import buckets_of
 from spmdctx.gradients.replicas import gradient_order, run_on_replicas
 from spmdctx.gradients.results import Row, piece_shape, rows_of
+from spmdctx.gradients.roles import refine, with_roles
 from spmdctx.gradients.scope import carried_by, plainly
+from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ops.scope import traced_locally, traced_whole
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured, LossGradient, Target, capture_call
@@ -46,19 +48,20 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
     """
     options = gradient_options(settings.context, settings.num_devices, settings.mesh)
     if not options.acts:
-        return capture_call(target, call, static)
+        return refine(capture_call(target, call, static), settings)
     first = _First(options)
     with carried_by(first):
         captured = capture_call(target, call, static)
     if not first.calls:
-        return replace(captured, notes=(*captured.notes, *_without_calls(captured, options)))
+        return refine(replace(captured, notes=(*captured.notes, *_without_calls(captured, options))), settings)
     start = time.perf_counter()
     own = frozenset(index for index, leaf in enumerate(captured.inputs) if is_layerwise(leaf, settings.layerwise_parallel))
-    find_operands(captured, first.calls, options, own)
+    captured = find_operands(captured, first.calls, options, own)
     second = _Second(first.calls, options)
     with carried_by(second), _said_before():
         again = capture_call(target, call, static)
-    notes = tuple(dict.fromkeys((*again.notes, *second.notes)))
+    again = with_roles(again, captured)
+    notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *second.notes)))
     seconds = captured.trace_s + time.perf_counter() - start
     return replace(again, notes=notes, trace_s=seconds, gradients=tuple(second.gradients))
 
@@ -94,24 +97,30 @@ class _First:
 
     def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = len(self.calls)
-        call = LossCall(loss, args, kwargs)
+        call = LossCall(loss.with_value(), args, kwargs)
         avals = [jax.typeof(value) for value in call.values]
         traced = plainly(lambda: traced_whole(lambda: call.trace(avals), self._axes))
         others = [const for const in traced.jaxpr.consts if isinstance(const, jax.core.Tracer)]
+        asked = [index for index, made in enumerate(traced.results) if made.part != "value" or loss.gives_value]
+        primals = [primal for made in traced.results if made.part == "gradients" and (primal := call.primal(made)) is not None]
         self.calls.append(
             SeenCall(
                 where=source_info_util.summarize(source_info_util.current()),
                 paths=call.paths,
                 avals=avals,
-                results=traced.results,
-                out_avals=traced.jaxpr.out_avals,
+                results=[traced.results[index] for index in asked],
+                out_avals=[traced.jaxpr.out_avals[index] for index in asked],
+                differentiated=frozenset(primals),
                 is_manual=any(eqn.primitive.name == "shard_map" for eqn in _equations(traced.jaxpr.jaxpr)),
             )
         )
         marked = iter([mark(value, number, index) for index, value in enumerate([*call.values, *others])])
         leaves = [next(marked) for _ in call.values]
         consts = [next(marked) if isinstance(const, jax.core.Tracer) else const for const in traced.jaxpr.consts]
-        return call.finish(jexc.jaxpr_as_fun(jexc.ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*leaves))
+        results = jexc.jaxpr_as_fun(jexc.ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*leaves)
+        parts = [made.part for made in traced.results]
+        results = [mark(one, number, LOSS_VALUE) if part == "value" else one for part, one in zip(parts, results, strict=True)]
+        return loss.without_value(call.finish(results))
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

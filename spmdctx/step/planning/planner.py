@@ -34,7 +34,6 @@ from spmdctx.search.setup.modes import prepare
 from spmdctx.step.planning.assemble import Decided, assembled, certified, cost_of, plain_gradients, reshards_of
 from spmdctx.step.planning.notes import group_notes, no_buckets_note, plan_notes, unbucketed_note
 from spmdctx.step.planning.request import request_of, search_mode, search_options, step_of
-from spmdctx.trace.build.build import Argument, build
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.collector import no_garbage_collection
@@ -66,7 +65,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
     """
     start = time.perf_counter()
     with no_garbage_collection():
-        program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
+        program = captured.built()
         request = request_of(program, captured, settings)
         step = step_of(program, captured)
         setup, assignment, certificate = search(step, request, search_options(settings))
@@ -128,7 +127,7 @@ def _priced(program: Program, assigned: Assigned, context: AutoParallelContext, 
 def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
     """Adds to a plan of auto_parallel the lower bound that dynamic programming proves."""
     with no_garbage_collection():
-        program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
+        program = captured.built()
         options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo), max_axes=settings.max_mesh_axes)
         request = request_of(program, captured, settings)
         step, mesh, machine = step_of(program, captured), plan.logical_mesh, settings.topology
