@@ -65,7 +65,8 @@ def judged_by_losses(captured: Captured, program: Program, calls: Sequence[SeenC
     notes = _impure_notes([paths[leaf] for leaf in sorted(verdict.impure)])
     if others and not verdict.batch:
         first = min(others, key=lambda leaf: (leaf not in verdict.wrong, leaf))
-        if first in verdict.wrong or len({paths[leaf].partition("/")[0] for leaf in cut}) > 1:
+        place_of = dict(zip(graph.inputs, captured.arguments, strict=True))
+        if first in verdict.wrong or len({place_of[leaf] for leaf in cut}) > 1:
             raise _not_shown(paths[first], others[first], [paths[leaf] for leaf in cut], calls[own[0].call].where)
         notes, others = [_UNSURE.format(path=paths[first], why=others[first])], {}
     captured = replace(captured, notes=(*captured.notes, *notes))
@@ -103,11 +104,9 @@ def _impure_notes(paths: Sequence[str]) -> list[str]:
 
 
 def _not_shown(path: str, why: str, paths: Sequence[str], where: str) -> StrategyError:
-    names = list(dict.fromkeys(one.partition("/")[0] for one in paths))
     return StrategyError(
         f"'{path}' was guessed to be part of the batch, which each device's loss reads a part of, but it is not shown to be: {why}.",
         where=where,
-        got=f"no batch_argnames and no batch_argnums; guessed: {', '.join(names)}",
-        need="to know which arguments hold the batch",
-        fix=f"name those that do, such as batch_argnames={names!r}; what is not named stays whole on every device",
+        got=f"no batch_argnames= and no batch_argnums=; guessed: {', '.join(paths)}",
+        fix="name the arguments that hold the batch with batch_argnames= or batch_argnums=; what is not named stays whole on every device",
     )

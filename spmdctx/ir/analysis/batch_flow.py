@@ -78,7 +78,7 @@ _JOINTLY_LINEAR = (
 _MULTILINEAR = MATRIX_PRODUCTS | {"mul"}
 _EXACT_SUMS = ("float", "bfloat", "complex")
 _INDEXED = frozenset({LOOKED_UP, "dynamic_slice"})
-_NUMBERED = frozenset({"iota", "broadcast_in_dim", "reshape", "convert_element_type", "lt", "add", "select_n"})
+NUMBERING = frozenset({"iota", "broadcast_in_dim", "reshape", "convert_element_type", "lt", "add", "select_n"})
 """The ops that make the indices 0, 1, 2, ... of all rows."""
 
 
@@ -142,7 +142,7 @@ class _Follower:
             if flow is None or flow.kind is not FlowKind.ROWS:
                 impure = impure or flow is not None
                 continue
-            own = _factors_of_rows(op, position, flow)
+            own = self._factors(op, position, flow)
             if own is None:
                 return self._lost(op)
             if split is not None and own != split:
@@ -153,10 +153,8 @@ class _Follower:
         is_partial = any(flow.is_partial for flow in rows)
         if is_partial and op.primitive not in _JOINTLY_LINEAR:
             return self._lost(op)
-        if op.primitive == LOOKED_UP and given[0] is not None and given[0].kind is FlowKind.ROWS:
-            looked_up = next((factor for factor in split if op.rule.kinds[factor] is FactorKind.REDUCTION), None)
-            if looked_up is not None:
-                return self._looked_up(op, given[0], looked_up, impure)
+        if op.primitive == LOOKED_UP and any(op.rule.kinds[factor] is FactorKind.REDUCTION for factor in split):
+            return self._wrong(op, f"{self._named(op)} looks its rows up by index")
         if op.primitive.startswith("scatter") and given[0] is not None and not _are_windows(op, split):
             return self._lost(op)
         return self._through(op, split, impure, is_partial)
@@ -183,36 +181,11 @@ class _Follower:
             return self._lost(op)
         return [Flow(FlowKind.ROWS, dims or (), impure, is_partial or reduced) for dims in found]
 
-    def _looked_up(self, op: Op, flow: Flow, factor: int, impure: bool) -> Sequence[Flow]:
-        """Returns the result of a look-up in rows: rows again if the indices are 0, 1, 2, ... as in `x[jnp.arange(n), labels]`."""
-        rule, (_, size) = op.rule, flow.dims[0]
-        places = [dims for dims in rule.operands[0] if dims and rule.kinds[dims[0]] is FactorKind.REDUCTION]
-        indices = op.operands[1]
-        maker = self._maker(indices)
-        if maker is not None and maker.primitive == "concatenate" and len(maker.operands) == len(places):
-            indices = maker.operands[places.index((factor,))]
-        shape = self._graph.values[op.operands[1]].shape
-        if len(flow.dims) == 1 and shape[:1] == (size,) and prod(shape[1:-1]) == 1 and self._is_numbered(indices):
-            index = next((dims for dims in rule.operands[1] if dims), ())
-            found = _dims_of_rows(rule.results[0], dict.fromkeys(index, size), rule.sizes)
-            if found:
-                return [Flow(FlowKind.ROWS, found, impure)]
-        return self._wrong(op, f"{self._named(op)} looks its rows up by index")
-
-    def _is_numbered(self, value: int) -> bool:
-        """Returns whether a value is made by an iota, without any input."""
-        waiting, has_iota = [value], False
-        while waiting:
-            maker = self._maker(waiting.pop())
-            if maker is None or maker.primitive not in _NUMBERED:
-                return False
-            has_iota = has_iota or maker.primitive == "iota"
-            waiting += [operand for operand in maker.operands if operand != LITERAL]
-        return has_iota
-
-    def _maker(self, value: int) -> Op | None:
-        producer = self._graph.producers.get(value)
-        return None if producer is None else self._graph.ops[producer]
+    def _factors(self, op: Op, position: int, flow: Flow) -> dict[int, int] | None:
+        """Returns the factors of an op that are rows of one operand; rows looked up by their own numbers are those of the numbers."""
+        if op.primitive == LOOKED_UP and position == 0 and len(flow.dims) == 1 and numbered_dim(self._graph, op) == flow.dims[0][0]:
+            return dict.fromkeys(op.rule.operands[1][0], flow.dims[0][1])
+        return _factors_of_rows(op, position, flow)
 
     def _named(self, op: Op) -> str:
         source = self._graph.origins[op.id].source
@@ -223,6 +196,41 @@ class _Follower:
 
     def _wrong(self, op: Op, why: str) -> Sequence[Flow]:
         return [Flow(FlowKind.WRONG, why=why)] * len(op.results)
+
+
+def numbered_dim(graph: Graph, op: Op) -> int | None:
+    """Returns the dimension that a look-up reads at 0, 1, 2, ..., one for each row of indices, as in `x[jnp.arange(n), labels]`."""
+    if op.primitive != LOOKED_UP or op.operands[1] == LITERAL or op.operands[0] == LITERAL:
+        return None
+    rule, (table, indices) = op.rule, op.operands[:2]
+    places = [dim for dim, own in enumerate(rule.operands[0]) if own and rule.kinds[own[0]] is FactorKind.REDUCTION]
+    shape, maker = graph.values[indices].shape, _maker(graph, indices)
+    parts = [indices]
+    if maker is not None and maker.primitive == "concatenate":
+        parts = list(maker.operands)
+    if len(parts) != len(places) or len(shape) < 2 or prod(shape[1:-1]) != 1:
+        return None
+    for dim, part in zip(places, parts, strict=True):
+        if graph.values[table].shape[dim] == shape[0] and part != LITERAL and _is_numbered(graph, part):
+            return dim
+    return None
+
+
+def _is_numbered(graph: Graph, value: int) -> bool:
+    """Returns whether a value is made by an iota, without any input."""
+    waiting, has_iota = [value], False
+    while waiting:
+        maker = _maker(graph, waiting.pop())
+        if maker is None or maker.primitive not in NUMBERING:
+            return False
+        has_iota = has_iota or maker.primitive == "iota"
+        waiting += [operand for operand in maker.operands if operand != LITERAL]
+    return has_iota
+
+
+def _maker(graph: Graph, value: int) -> Op | None:
+    producer = graph.producers.get(value)
+    return None if producer is None else graph.ops[producer]
 
 
 def _of_sums(op: Op, given: Sequence[Flow | None], impure: bool) -> Flow:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from spmdctx.ir.analysis.batch_flow import Flow, FlowKind, follow
+from spmdctx.ir.analysis.batch_flow import NUMBERING, Flow, FlowKind, follow, numbered_dim
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role, Value
+from spmdctx.ir.primitives import LOOKED_UP
 
 _Node = tuple[int, int]
 """A dimension of a value."""
@@ -106,7 +107,7 @@ def _together(
         return found, ""
     if not candidates:
         return [], "the loss is a sum over its rows and over those of another argument too"
-    first = max(candidates, key=lambda one: len(one.family.leaves))
+    first = max(candidates, key=lambda one: (len(one.family.leaves), one.family.leaves))  # batches come last among arguments
     met = graph.values[first.family.leaves[0]].path
     return [first], f"the loss is a sum over its rows, but they meet all rows of '{met}'"
 
@@ -202,6 +203,9 @@ def _classes(graph: Graph, ops: Sequence[Op]) -> _Classes:
     inputs, classes = frozenset(graph.inputs), _Classes()
     for op in ops:
         classes.unite(op)
+        numbered = numbered_dim(graph, op)
+        if numbered is not None:
+            classes.join((op.operands[0], numbered), (op.operands[1], 0))
     for before, after in graph.ties:
         if before not in inputs:
             for dim in range(len(graph.values[before].shape)):
@@ -212,10 +216,13 @@ def _classes(graph: Graph, ops: Sequence[Op]) -> _Classes:
 def _made_of_something(graph: Graph, ops: Sequence[Op]) -> Iterator[tuple[_Node, Op]]:
     """Yields the dimensions that ops make out of others, so that nobody knows whose rows they hold.
 
-    Broadcasts and random numbers have the shape that the step asks for, and so has what is made of literals.
+    Broadcasts and random numbers have the shape that the step asks for, and so has what is made of literals. Numbers of rows are
+    others on each device, and may only look up the rows that they number.
     """
-    depends = set(graph.inputs)
+    depends, known = set(graph.inputs), {op.id for op in ops}
     for op in ops:
+        if op.primitive == "iota" and not _only_numbers_rows(graph, known, op.results[0]):
+            yield from (((op.results[0], dim), op) for dim in range(len(graph.values[op.results[0]].shape)))
         sources = [value for value in op.operands if value != LITERAL]
         if all(value in graph.producers and value not in depends for value in sources):
             continue
@@ -227,6 +234,24 @@ def _made_of_something(graph: Graph, ops: Sequence[Op]) -> Iterator[tuple[_Node,
             for dim, size in enumerate(graph.values[value].shape):
                 if size > 1 and (not dims[dim] or dims[dim][0] not in led):
                     yield (value, dim), op
+
+
+def _only_numbers_rows(graph: Graph, ops: Set[int], iota: int) -> bool:
+    """Returns whether, of some ops, only look-ups of the rows that they number read the numbers 0, 1, 2, ..."""
+    waiting = [iota]
+    while waiting:
+        value = waiting.pop()
+        for op in graph.readers[value]:
+            if op.id not in ops:
+                continue
+            if op.primitive == LOOKED_UP and op.operands[1] == value:
+                if numbered_dim(graph, op) is None:
+                    return False
+            elif op.primitive in NUMBERING or op.primitive == "concatenate":
+                waiting += op.results
+            else:
+                return False
+    return True
 
 
 def _foreign(value: Value, dim: int) -> str:

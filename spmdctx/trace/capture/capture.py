@@ -72,7 +72,8 @@ class Captured:
     `jaxpr` takes one variable for each entry of `inputs` and gives one for each entry of `outputs`; closed-over arrays are its
     consts. `structure` flattens arguments and rebuilds results. `owned` marks the inputs that belong to nnx objects. `mesh_axes`
     is the mesh that was set while the step was traced, empty if none was. `gradients` belong to losses that each device computes
-    by itself, in the order of their first use. `guessed` are the inputs that were taken as the batch without being told.
+    by itself, in the order of their first use. `guessed` are the inputs that were taken as the batch without being told,
+    and `arguments` the argument of the user's call to which each input belongs.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Captured:
     mesh_axes: tuple[tuple[str, int], ...] = ()
     gradients: tuple[LossGradient, ...] = ()
     guessed: frozenset[int] = frozenset()
+    arguments: tuple[int | str, ...] = ()
     program: Program | None = None
 
     def built(self) -> Program:
@@ -192,7 +194,8 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
     started = time.perf_counter()
     paths = [_path(target, static, leaf.keys) for leaf in flattening.leaves]
     avals = [abstract(leaf.value, path) for leaf, path in zip(flattening.leaves, paths, strict=True)]
-    donated = [target.donated.holds(_argument(static, leaf.keys)) for leaf in flattening.leaves]
+    places = tuple(_argument(static, leaf.keys) for leaf in flattening.leaves)
+    donated = [target.donated.holds(place) for place in places]
     with _naming(paths, target):
         traced = _trace(target, static, flattening, avals, donated)
     roles, carried, notes = _roles(target, static, flattening, traced)
@@ -221,6 +224,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
         notes,
         tuple(jax.sharding.get_abstract_mesh().shape.items()),
         guessed=frozenset(index for index, role in enumerate(roles) if role is Role.BATCH and target.batch is None),
+        arguments=places,
     )
 
 
