@@ -29,6 +29,7 @@ from spmdctx.ops.scope import traced_locally, traced_whole
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured, LossGradient, Target, capture_call
 from spmdctx.trace.capture.layerwise import is_layerwise
+from spmdctx.trace.marker import tracing_in
 from spmdctx.trace.scope.mesh import get_mesh
 from spmdctx.trace.scope.settings import Settings
 
@@ -63,7 +64,34 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
     again = with_roles(again, captured)
     notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *second.notes)))
     seconds = captured.trace_s + time.perf_counter() - start
-    return replace(again, notes=notes, trace_s=seconds, gradients=tuple(second.gradients))
+    sums = second.sums and not settings.context.is_set("gradients_mean")
+    return replace(
+        again,
+        notes=notes,
+        trace_s=seconds,
+        gradients=tuple(second.gradients),
+        warnings=(f"{_summed(options)} {_ASKS_FOR_MEAN}",) if sums else (),
+        deviations=(*((_summed(options),) if second.sums else ()), *captured.deviations),
+        is_rewritten=True,
+        draws_apart=second.draws_apart,
+    )
+
+
+def capture_plainly(target: Target, call: Call, static: Static) -> Captured:
+    """Traces one call of a step as it runs on one device: without options of gradients, and with no guess about its batch."""
+    with warnings.catch_warnings(), tracing_in("stand_alone"):
+        warnings.simplefilter("ignore", ContextWarning)
+        return capture_call(target, call, static)
+
+
+_ASKS_FOR_MEAN = "Set gradients_mean=True for the gradient of one device; set gradients_mean=False to keep the sum without this warning."
+
+
+def _summed(options: GradientOptions) -> str:
+    return (
+        f"gradients_mean=False: gradients are summed over the {options.num_replicas} devices, which for a loss that is a mean "
+        f"over the batch makes {options.num_replicas} times its gradient."
+    )
 
 
 def _without_calls(captured: Captured, options: GradientOptions) -> list[str]:
@@ -140,6 +168,7 @@ class _Second:
         self._calls, self._options = iter(calls), options
         self.notes: list[str] = []
         self.gradients: list[LossGradient] = []
+        self.sums = self.draws_apart = False
 
     def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen, options = next(self._calls), self._options
@@ -147,6 +176,7 @@ class _Second:
             return self._alike(seen, loss, args, kwargs)
         call = LossCall(loss, args, kwargs)
         operands = operands_of(seen)
+        self.draws_apart = self.draws_apart or any(operand.is_key for operand in operands)
         shapes = [piece_shape(value.shape, operand, options) for value, operand in zip(call.values, operands, strict=True)]
         avals = [
             jax.ShapeDtypeStruct(shape, value.dtype, weak_type=_is_weak(value)) for shape, value in zip(shapes, call.values, strict=True)
@@ -156,6 +186,7 @@ class _Second:
         rows = rows_of(seen, call, traced, operands, options)
         if options.is_local:
             order = gradient_order(call, traced, rows)
+            self.sums = self.sums or (bool(order) and not options.mean)
             self.notes += self._notes([_named(rows[index]) for index in order])
             self.gradients += self._gradients([rows[index] for index in order])
             return call.finish(run_on_replicas(call, traced, operands, rows, order, options, get_mesh()))
@@ -181,10 +212,7 @@ class _Second:
         if options.accumulates_whole:
             notes.append("gradient_accumulation_shard has no effect in data_parallel with optimizer_weight_shard_size.")
         if not options.mean:
-            notes.append(
-                f"gradients_mean=False: gradients are summed over the {options.num_replicas} devices, which for a loss that is a mean "
-                f"over the batch makes {options.num_replicas} times its gradient."
-            )
+            notes.append(_summed(options))
         return notes
 
     def _alike(self, seen: SeenCall, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,6 +225,8 @@ class _Second:
         self.notes.append(f"The loss at {seen.where} reads nothing of the batch: it is computed once, and no gradient is reduced.")
         if not options.is_local or options.mean or options.repeated_mean:
             return result
+        self.sums = True
+        self.notes.append(_summed(options))
         parts = loss.parts(result)
         gradients = jax.tree.map(lambda gradient: gradient * options.num_replicas, parts["gradients"])
         return loss.whole({**parts, "gradients": gradients})

@@ -81,8 +81,8 @@ def find_operands(captured: Captured, calls: Sequence[SeenCall], options: Gradie
         UnsupportedError: a loss inside a vmap over the batch.
     """
     program = captured.built()
-    captured = judged_by_losses(captured, program, calls, options)
     mesh = options.mesh
+    captured = judged_by_losses(captured, program, calls, mesh)
     graph = program.graph
     leaves = [value for value, leaf in zip(graph.inputs, captured.inputs, strict=True) if leaf.role is Role.BATCH]
     batch = batch_dims(graph, leaves, mesh).found

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spmdctx.errors import StrategyError
-from spmdctx.gradients.options import GradientOptions
 from spmdctx.ir.analysis.batch import batch_dims
 from spmdctx.ir.analysis.batch_roles import judge
 from spmdctx.ir.graph import LITERAL, Graph, Role
+from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
@@ -44,7 +44,7 @@ def refine(captured: Captured, settings: Settings) -> Captured:
     return _demoted(captured, graph, demoted) if demoted else replace(captured, program=program)
 
 
-def judged_by_losses(captured: Captured, program: Program, calls: Sequence[SeenCall], options: GradientOptions) -> Captured:
+def judged_by_losses(captured: Captured, program: Program, calls: Sequence[SeenCall], mesh: LogicalMesh) -> Captured:
     """Returns the step of whose guessed leaves only those are the batch over which its losses are shown to be sums.
 
     Raises:
@@ -53,11 +53,11 @@ def judged_by_losses(captured: Captured, program: Program, calls: Sequence[SeenC
     graph = program.graph
     own = [one for one in program.loss_operands if not calls[one.call].is_manual and one.value != LITERAL]
     losses = {one.value for one in own if one.leaf == LOSS_VALUE}
-    if not captured.guessed or not losses or not options.is_local:
+    if not captured.guessed or not losses:
         return captured
     leaves = _leaves(captured, graph)
     entering = {one.value for one in own if one.leaf != LOSS_VALUE}
-    cut = [leaf for leaf in leaves if not entering.isdisjoint(batch_dims(graph, [leaf], options.mesh).found)]
+    cut = [leaf for leaf in leaves if not entering.isdisjoint(batch_dims(graph, [leaf], mesh).found)]
     differentiated = {one.value for one in own if one.leaf in calls[one.call].differentiated}
     verdict = judge(graph, leaves, losses, differentiated, strictly=True)
     others = {leaf: why for leaf, why in verdict.others.items() if leaf in cut}
@@ -69,7 +69,7 @@ def judged_by_losses(captured: Captured, program: Program, calls: Sequence[SeenC
         if first in verdict.wrong or len({place_of[leaf] for leaf in cut}) > 1:
             raise _not_shown(paths[first], others[first], [paths[leaf] for leaf in cut], calls[own[0].call].where)
         notes, others = [_UNSURE.format(path=paths[first], why=others[first])], {}
-    captured = replace(captured, notes=(*captured.notes, *notes))
+    captured = replace(captured, notes=(*captured.notes, *notes), deviations=tuple(notes))
     return _demoted(captured, graph, others) if others else captured
 
 
@@ -99,13 +99,13 @@ def _impure_notes(paths: Sequence[str]) -> list[str]:
     listed = ", ".join(f"'{path}'" for path in paths[:_MOST_LISTED]) + (", ..." if len(paths) > _MOST_LISTED else "")
     return [
         f"The loss is no plain sum over the rows of {listed}: it also reads means or sums over them, as BatchNorm does or the number "
-        "of rows in a mask. Each device takes those of its own rows, so the numbers are not those of one device."
+        "of rows in a mask. Each device or micro-batch takes those of its own rows, so the numbers are not those of one device."
     ]
 
 
 def _not_shown(path: str, why: str, paths: Sequence[str], where: str) -> StrategyError:
     return StrategyError(
-        f"'{path}' was guessed to be part of the batch, which each device's loss reads a part of, but it is not shown to be: {why}.",
+        f"'{path}' was guessed to be part of the batch, which devices or micro-batches read in parts, but it is not shown to be: {why}.",
         where=where,
         got=f"no batch_argnames= and no batch_argnums=; guessed: {', '.join(paths)}",
         fix="name the arguments that hold the batch with batch_argnames= or batch_argnums=; what is not named stays whole on every device",

@@ -73,7 +73,10 @@ class Captured:
     consts. `structure` flattens arguments and rebuilds results. `owned` marks the inputs that belong to nnx objects. `mesh_axes`
     is the mesh that was set while the step was traced, empty if none was. `gradients` belong to losses that each device computes
     by itself, in the order of their first use. `guessed` are the inputs that were taken as the batch without being told,
-    and `arguments` the argument of the user's call to which each input belongs.
+    and `arguments` the argument of the user's call to which each input belongs. `warnings` are said at the first call.
+
+    The rest is set where gradient options change what the step computes: `is_rewritten` says so, `deviations` why its results are not
+    those of one device, and `draws_apart` that devices or micro-batches draw random numbers of their own.
     """
 
     name: str
@@ -88,6 +91,10 @@ class Captured:
     gradients: tuple[LossGradient, ...] = ()
     guessed: frozenset[int] = frozenset()
     arguments: tuple[int | str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()
+    is_rewritten: bool = False
+    draws_apart: bool = False
     program: Program | None = None
 
     def built(self) -> Program:
