@@ -17,7 +17,7 @@ from spmdctx.audit import AuditReport, audit_program
 from spmdctx.checkpoint.layouts import predicted_layouts
 from spmdctx.context.layers import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.data.targets import Targets
-from spmdctx.errors import ContextWarning, UnsupportedError
+from spmdctx.errors import CommunicationError, ContextWarning, UnsupportedError
 from spmdctx.gradients.capture import capture_plainly, capture_step
 from spmdctx.lowering.compile_options import warn_without_option
 from spmdctx.machine.xla.collectives.ways import WAYS
@@ -30,7 +30,7 @@ from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
-from spmdctx.trace.capture.capture import target_of
+from spmdctx.trace.capture.capture import Captured, target_of
 from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.marker import tracing_in
 from spmdctx.trace.scope.environment import environment
@@ -193,9 +193,8 @@ class ParallelStep:
         """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated."""
         entry = self._entry_of(args, kwargs)
         call, static = self._split(args, kwargs)
-        with entry.advising(), auto_axes(), traced_for(entry.environment):
-            plain = capture_plainly(self._target, call, static) if entry.captured.is_rewritten else None
         with entry.advising():
+            plain = self._on_one_device(call, static, entry) if entry.captured.is_rewritten else None
             return verify.verify_entry(entry, self._read(entry, call).leaves, plain)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
@@ -256,6 +255,14 @@ class ParallelStep:
                 return last.entry, read
         entry = self._entry(call, static, stacklevel=4)
         return entry, self._read(entry, call)
+
+    def _on_one_device(self, call: Call, static: Static, entry: Entry) -> Captured | None:
+        """Traces the user's own step, or returns None if it holds collectives, which one device does not have."""
+        try:
+            with auto_axes(), traced_for(entry.environment):
+                return capture_plainly(self._target, call, static)
+        except CommunicationError:
+            return None
 
     def _say(self, entry: Entry) -> None:
         """Warns once of what a user may not expect of a call that runs."""

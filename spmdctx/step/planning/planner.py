@@ -95,7 +95,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         plan = replace(plan, gradients=(*own, *named) if own or grouped else plain_gradients(program, setup))
         if certificate is not None:
             plan = certified(plan, certificate)
-    return Planned(plan, program, assignment, setup.mesh, directives, tuple(undivided))
+    return Planned(plan, program, assignment, setup.mesh, directives, (" ".join(undivided),) if undivided else ())
 
 
 def priced_here(plan: Plan, program: Program, captured: Captured, settings: Settings) -> Planned:
