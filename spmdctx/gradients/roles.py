@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from spmdctx.errors import StrategyError
 from spmdctx.ir.analysis.batch import batch_dims
@@ -16,13 +16,18 @@ from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
 
-if TYPE_CHECKING:
-    from spmdctx.gradients.operands import SeenCall
-
 _MOST_LISTED = 4
 
 _NO_BATCH = "'{path}' is not taken as the batch: {why}; batch_argnames= says it otherwise."
 _UNSURE = "'{path}' is taken as the batch, although this is not shown ({why}); batch_argnames= says what is the batch."
+
+
+class Call(Protocol):
+    """What is known of a call of `value_and_grad`: where it is, if a shard_map lies in it, and the leaves it differentiates by."""
+
+    where: str
+    is_manual: bool
+    differentiated: frozenset[int]
 
 
 def refine(captured: Captured, settings: Settings) -> Captured:
@@ -44,7 +49,7 @@ def refine(captured: Captured, settings: Settings) -> Captured:
     return _demoted(captured, graph, demoted) if demoted else replace(captured, program=program)
 
 
-def judged_by_losses(captured: Captured, program: Program, calls: Sequence[SeenCall], mesh: LogicalMesh) -> Captured:
+def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call], mesh: LogicalMesh) -> Captured:
     """Returns the step of whose guessed leaves only those are the batch over which its losses are shown to be sums.
 
     Raises:

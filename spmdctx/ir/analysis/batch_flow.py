@@ -292,7 +292,7 @@ def _dims_of_rows(dims: Sequence[DimFactors], rows: Mapping[int, int], sizes: Se
         leading = next((count for count, factor in enumerate(factors) if factor not in rows), len(factors))
         if any(factor in rows for factor in factors[leading:]):
             return None
-        if any(rows[factor] != sizes[factor] for factor in factors[: leading - 1]):
+        if any(rows[factor] != sizes[factor] for factor in factors[: max(leading - 1, 0)]):
             return None
         if leading:
             found.append((dim, prod(rows[factor] for factor in factors[:leading])))
