@@ -137,6 +137,10 @@ def test_a_usual_batch_is_found_and_split(name):
 
 
 STATISTICS = {
+    "experts in balance": (
+        lambda w, x: jnp.mean((x @ w) ** 2) + jnp.sum(jnp.mean(jax.nn.softmax(x @ w), 0) * jnp.mean(x @ w > 0, 0)),
+        (X,),
+    ),
     "the mean over a mask": (lambda w, x, mask: jnp.sum(mask * jnp.sum(x @ w, -1)) / jnp.sum(mask), (X, (LABELS > 2).astype(np.float32))),
     "normalized over the batch": (
         lambda w, x, a: jnp.mean((a - a.mean()) / (a.std() + 1e-3) * jnp.sum(x @ w, -1)),
@@ -155,6 +159,10 @@ def test_statistics_over_the_batch_are_those_of_each_device_and_noted(name):
 
 
 REFUSED = {
+    "a graph of nodes and edges": (
+        lambda w, x, y, edges: cross_entropy((x + jax.ops.segment_sum(x[edges[:, 0]], edges[:, 1], x.shape[0])) @ w @ OUT, y),
+        (X, LABELS, RNG.integers(0, 32, (64, 2))),
+    ),
     "a root of the mean": (lambda w, x, y: jnp.sqrt(jnp.mean((x @ w - y) ** 2)), (X, Y)),
     "negatives of the own batch": (lambda w, x: jnp.mean(jax.nn.logsumexp((x @ w) @ (x @ w).T, -1)), (X,)),
     "pairs of two batches": (lambda w, x, y: cross_entropy((x @ w) @ y.T, jnp.arange(x.shape[0])), (X, Y)),
@@ -173,7 +181,7 @@ def test_a_guess_that_is_not_shown_is_refused_with_its_name(name):
     step = steps_of(loss)[0]
     with pytest.raises(StrategyError, match=r"was guessed to be part of the batch.*[\s\S]*batch_argnames=") as caught:
         parallel(step).plan(W, *rest)
-    assert "'rest/0" in str(caught.value) or "'rest/1" in str(caught.value)
+    assert "'rest/" in str(caught.value)
 
 
 def test_what_the_user_names_is_not_judged():

@@ -34,13 +34,15 @@ class Flow(NamedTuple):
     """How a value depends on the batch.
 
     `dims` maps the dimensions that hold rows to the number of rows in each, in pairs. `is_partial` marks rows of which some were
-    already summed. `why` says in words what is lost or wrong.
+    already summed. `is_product` marks a statistic that is a product of sums, as in losses that balance experts. `why` says in
+    words what is lost or wrong.
     """
 
     kind: FlowKind
     dims: tuple[tuple[int, int], ...] = ()
     is_impure: bool = False
     is_partial: bool = False
+    is_product: bool = False
     why: str = ""
 
     @property
@@ -235,21 +237,23 @@ def _maker(graph: Graph, value: int) -> Op | None:
 
 def _of_sums(op: Op, given: Sequence[Flow | None], impure: bool) -> Flow:
     """Returns the result of an op that reads sums and statistics, but no rows."""
-    places = [position for position, flow in enumerate(given) if flow is not None]
-    sums = [position for position in places if given[position].kind is FlowKind.SUM]  # type: ignore[union-attr]  # places have flows
-    result = Flow(FlowKind.SUM, is_impure=impure or len(sums) < len(places))
+    flows = {position: flow for position, flow in enumerate(given) if flow is not None}
+    sums = [position for position, flow in flows.items() if flow.kind is FlowKind.SUM]
+    rest = [flow for flow in flows.values() if flow.kind is not FlowKind.SUM]
+    total, product = Flow(FlowKind.SUM, is_impure=impure or bool(rest)), Flow(FlowKind.STATISTIC, is_product=True)
     if op.primitive in _INDEXED:
-        is_linear = sums == places == [0]
-    elif op.primitive in _JOINTLY_LINEAR:
-        is_linear = bool(sums)
-    elif op.primitive in _MULTILINEAR:
-        is_linear = len(sums) == 1
-    elif op.primitive == "div":
-        is_linear = 0 in sums
-        result = result._replace(is_impure=impure or places != [0])
-    else:
-        is_linear = False
-    return result if is_linear else Flow(FlowKind.STATISTIC)
+        return total if sums == [0] == list(flows) else Flow(FlowKind.STATISTIC)
+    if op.primitive == "div" and 0 in sums:
+        return total._replace(is_impure=impure or len(flows) > 1)
+    if op.primitive == "select_n" and sums and set(flows) - set(sums) <= {0}:
+        return total
+    if op.primitive in _MULTILINEAR and (sums or any(flow.is_product for flow in rest)):
+        return total if len(sums) == 1 and not rest else product
+    if op.primitive in ("square", "integer_pow") and sums:
+        return product
+    if op.primitive in _JOINTLY_LINEAR and all(flow.is_product for flow in rest):
+        return total if sums else product
+    return Flow(FlowKind.STATISTIC)
 
 
 def _joined(old: Flow | None, new: Flow) -> Flow:
