@@ -30,7 +30,7 @@ def parallel(fn: Callable[..., Any] | None = None, **options: Any) -> ParallelSt
             memory_bytes: budget per device.
             max_mesh_axes: the most axes (1 to 3) of a mesh that dynamic_programming tries; default 3 for small programs, else 2.
             strict: refuse primitives without a sharding rule; otherwise every device computes them whole.
-            batch_argnums, batch_argnames: the batch arguments; found by default.
+            batch_argnums, batch_argnames: the batch arguments; found by default, by what the loss does with their rows.
             donate_argnums, donate_argnames: arguments whose memory the step may reuse; none by default.
             static_argnums, static_argnames: compile-time constants.
             layerwise_parallel: path patterns of parameters that stay split in hybrid_parallel.

@@ -150,4 +150,4 @@ class PlanMismatchError(PlanError):
 
 
 class ContextWarning(UserWarning):
-    """An option that the mode ignores, or that has no effect yet."""
+    """An option without effect, or a step that runs otherwise than its user may expect: on one device, or with gradients summed."""

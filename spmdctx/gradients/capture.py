@@ -22,11 +22,14 @@ from spmdctx.gradients.options import GradientOptions, gradient_options
 from spmdctx.gradients.reduce import buckets_of
 from spmdctx.gradients.replicas import gradient_order, run_on_replicas
 from spmdctx.gradients.results import Row, piece_shape, rows_of
+from spmdctx.gradients.roles import refine, with_roles
 from spmdctx.gradients.scope import carried_by, plainly
+from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ops.scope import traced_locally, traced_whole
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured, LossGradient, Target, capture_call
 from spmdctx.trace.capture.layerwise import is_layerwise
+from spmdctx.trace.marker import tracing_in
 from spmdctx.trace.scope.mesh import get_mesh
 from spmdctx.trace.scope.settings import Settings
 
@@ -46,21 +49,49 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
     """
     options = gradient_options(settings.context, settings.num_devices, settings.mesh)
     if not options.acts:
-        return capture_call(target, call, static)
+        return refine(capture_call(target, call, static), settings)
     first = _First(options)
     with carried_by(first):
         captured = capture_call(target, call, static)
     if not first.calls:
-        return replace(captured, notes=(*captured.notes, *_without_calls(captured, options)))
+        return refine(replace(captured, notes=(*captured.notes, *_without_calls(captured, options))), settings)
     start = time.perf_counter()
     own = frozenset(index for index, leaf in enumerate(captured.inputs) if is_layerwise(leaf, settings.layerwise_parallel))
-    find_operands(captured, first.calls, options, own)
+    captured = find_operands(captured, first.calls, options, own)
     second = _Second(first.calls, options)
     with carried_by(second), _said_before():
         again = capture_call(target, call, static)
-    notes = tuple(dict.fromkeys((*again.notes, *second.notes)))
+    again = with_roles(again, captured)
+    notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *second.notes)))
     seconds = captured.trace_s + time.perf_counter() - start
-    return replace(again, notes=notes, trace_s=seconds, gradients=tuple(second.gradients))
+    sums = second.sums and not settings.context.is_set("gradients_mean")
+    return replace(
+        again,
+        notes=notes,
+        trace_s=seconds,
+        gradients=tuple(second.gradients),
+        warnings=(f"{_summed(options)} {_ASKS_FOR_MEAN}",) if sums else (),
+        deviations=(*((_summed(options),) if second.sums else ()), *captured.deviations),
+        is_rewritten=True,
+        draws_apart=second.draws_apart,
+    )
+
+
+def capture_plainly(target: Target, call: Call, static: Static) -> Captured:
+    """Traces one call of a step as it runs on one device: without options of gradients, and with no guess about its batch."""
+    with warnings.catch_warnings(), tracing_in("stand_alone"):
+        warnings.simplefilter("ignore", ContextWarning)
+        return capture_call(target, call, static)
+
+
+_ASKS_FOR_MEAN = "Set gradients_mean=True for the gradient of one device; set gradients_mean=False to keep the sum without this warning."
+
+
+def _summed(options: GradientOptions) -> str:
+    return (
+        f"gradients_mean=False: gradients are summed over the {options.num_replicas} devices, which for a loss that is a mean "
+        f"over the batch makes {options.num_replicas} times its gradient."
+    )
 
 
 def _without_calls(captured: Captured, options: GradientOptions) -> list[str]:
@@ -94,24 +125,30 @@ class _First:
 
     def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = len(self.calls)
-        call = LossCall(loss, args, kwargs)
+        call = LossCall(loss.with_value(), args, kwargs)
         avals = [jax.typeof(value) for value in call.values]
         traced = plainly(lambda: traced_whole(lambda: call.trace(avals), self._axes))
         others = [const for const in traced.jaxpr.consts if isinstance(const, jax.core.Tracer)]
+        asked = [index for index, made in enumerate(traced.results) if made.part != "value" or loss.gives_value]
+        primals = [primal for made in traced.results if made.part == "gradients" and (primal := call.primal(made)) is not None]
         self.calls.append(
             SeenCall(
                 where=source_info_util.summarize(source_info_util.current()),
                 paths=call.paths,
                 avals=avals,
-                results=traced.results,
-                out_avals=traced.jaxpr.out_avals,
+                results=[traced.results[index] for index in asked],
+                out_avals=[traced.jaxpr.out_avals[index] for index in asked],
+                differentiated=frozenset(primals),
                 is_manual=any(eqn.primitive.name == "shard_map" for eqn in _equations(traced.jaxpr.jaxpr)),
             )
         )
         marked = iter([mark(value, number, index) for index, value in enumerate([*call.values, *others])])
         leaves = [next(marked) for _ in call.values]
         consts = [next(marked) if isinstance(const, jax.core.Tracer) else const for const in traced.jaxpr.consts]
-        return call.finish(jexc.jaxpr_as_fun(jexc.ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*leaves))
+        results = jexc.jaxpr_as_fun(jexc.ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*leaves)
+        parts = [made.part for made in traced.results]
+        results = [mark(one, number, LOSS_VALUE) if part == "value" else one for part, one in zip(parts, results, strict=True)]
+        return loss.without_value(call.finish(results))
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
@@ -131,6 +168,7 @@ class _Second:
         self._calls, self._options = iter(calls), options
         self.notes: list[str] = []
         self.gradients: list[LossGradient] = []
+        self.sums = self.draws_apart = False
 
     def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen, options = next(self._calls), self._options
@@ -138,6 +176,7 @@ class _Second:
             return self._alike(seen, loss, args, kwargs)
         call = LossCall(loss, args, kwargs)
         operands = operands_of(seen)
+        self.draws_apart = self.draws_apart or any(operand.is_key for operand in operands)
         shapes = [piece_shape(value.shape, operand, options) for value, operand in zip(call.values, operands, strict=True)]
         avals = [
             jax.ShapeDtypeStruct(shape, value.dtype, weak_type=_is_weak(value)) for shape, value in zip(shapes, call.values, strict=True)
@@ -147,6 +186,7 @@ class _Second:
         rows = rows_of(seen, call, traced, operands, options)
         if options.is_local:
             order = gradient_order(call, traced, rows)
+            self.sums = self.sums or (bool(order) and not options.mean)
             self.notes += self._notes([_named(rows[index]) for index in order])
             self.gradients += self._gradients([rows[index] for index in order])
             return call.finish(run_on_replicas(call, traced, operands, rows, order, options, get_mesh()))
@@ -172,10 +212,7 @@ class _Second:
         if options.accumulates_whole:
             notes.append("gradient_accumulation_shard has no effect in data_parallel with optimizer_weight_shard_size.")
         if not options.mean:
-            notes.append(
-                f"gradients_mean=False: gradients are summed over the {options.num_replicas} devices, which for a loss that is a mean "
-                f"over the batch makes {options.num_replicas} times its gradient."
-            )
+            notes.append(_summed(options))
         return notes
 
     def _alike(self, seen: SeenCall, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,6 +225,8 @@ class _Second:
         self.notes.append(f"The loss at {seen.where} reads nothing of the batch: it is computed once, and no gradient is reduced.")
         if not options.is_local or options.mean or options.repeated_mean:
             return result
+        self.sums = True
+        self.notes.append(_summed(options))
         parts = loss.parts(result)
         gradients = jax.tree.map(lambda gradient: gradient * options.num_replicas, parts["gradients"])
         return loss.whole({**parts, "gradients": gradients})

@@ -40,6 +40,22 @@ class Loss(NamedTuple):
         entries = self.argnums if isinstance(self.argnums, tuple | list) else (self.argnums,)
         return all(isinstance(entry, int) for entry in entries)
 
+    @property
+    def gives_value(self) -> bool:
+        """True if the call returns the loss beside its gradients."""
+        return self.name == "value_and_grad"
+
+    def with_value(self) -> Loss:
+        """Returns the same loss, whose calls return its value too."""
+        return self._replace(name="value_and_grad")
+
+    def without_value(self, result: Any) -> Any:
+        """Returns what a call gives, from the result of the same call `with_value`."""
+        if self.gives_value:
+            return result
+        value, gradients = result
+        return (gradients, value[1]) if self.has_aux else gradients
+
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of the plain transformation."""
         return self.transformed(args, kwargs)(*args, **kwargs)

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 from spmdctx.errors import StrategyError, UnsupportedError
 from spmdctx.gradients.loss import Made
 from spmdctx.gradients.options import GradientOptions
+from spmdctx.gradients.roles import judged_by_losses
 from spmdctx.ir.analysis.batch import batch_dims
 from spmdctx.ir.graph import Graph, Role, Value
 from spmdctx.ir.mesh import LogicalMesh, replicated
+from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.search.optimizer.state import scattered_gradients
-from spmdctx.trace.build.build import Argument, build
 from spmdctx.trace.build.program import LossOperand, Program
 from spmdctx.trace.capture.capture import Captured
 
@@ -41,7 +42,10 @@ class Operand(NamedTuple):
 
 @dataclass
 class SeenCall:
-    """A call in the first trace: its leaves and its results; `is_manual` where a shard_map of the user's lies in it."""
+    """A call in the first trace: its leaves and its results.
+
+    `is_manual` marks a call in which a shard_map of the user's lies. The call differentiates by the leaves `differentiated`.
+    """
 
     where: str
     paths: Sequence[str]
@@ -49,6 +53,7 @@ class SeenCall:
     results: Sequence[Made]
     out_avals: Sequence[Any]
     is_manual: bool
+    differentiated: frozenset[int] = frozenset()
     operands: dict[int, Operand] = field(default_factory=dict)
 
     @property
@@ -61,8 +66,8 @@ class SeenCall:
         return self.operands.get(index) or Operand(replicated(len(self.avals[index].shape)))
 
 
-def find_operands(captured: Captured, calls: Sequence[SeenCall], options: GradientOptions, layerwise: frozenset[int]) -> None:
-    """Fills in the operands of all calls.
+def find_operands(captured: Captured, calls: Sequence[SeenCall], options: GradientOptions, layerwise: frozenset[int]) -> Captured:
+    """Fills in the operands of all calls, and returns the step with the roles that its losses show.
 
     Args:
         captured: the first trace.
@@ -71,13 +76,16 @@ def find_operands(captured: Captured, calls: Sequence[SeenCall], options: Gradie
         layerwise: inputs, by number, of which each replica has a piece of its own.
 
     Raises:
-        StrategyError: a batch that does not divide, or that reaches a loss where it cannot be followed.
+        StrategyError: a batch that does not divide, that reaches a loss where it cannot be followed, or that is guessed and
+            cannot be told from other arguments.
         UnsupportedError: a loss inside a vmap over the batch.
     """
-    program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
+    program = captured.built()
     mesh = options.mesh
+    captured = judged_by_losses(captured, program, calls, mesh)
     graph = program.graph
-    batch = batch_dims(graph, [value for value in graph.inputs if graph.values[value].role is Role.BATCH], mesh).found
+    leaves = [value for value, leaf in zip(graph.inputs, captured.inputs, strict=True) if leaf.role is Role.BATCH]
+    batch = batch_dims(graph, leaves, mesh).found
     own_leaves = [graph.inputs[index] for index in sorted(layerwise)]
     own = batch_dims(_one_step(graph), own_leaves, mesh).found
     metadata = {graph.inputs[index]: _metadata(captured, index, mesh) for index in sorted(layerwise)}
@@ -85,7 +93,7 @@ def find_operands(captured: Captured, calls: Sequence[SeenCall], options: Gradie
     keys = _keys(program)
     for entering in program.loss_operands:
         call = calls[entering.call]
-        if entering.value < 0 or call.is_manual:
+        if entering.value < 0 or entering.leaf == LOSS_VALUE or call.is_manual:
             continue
         value = graph.values[entering.value]
         dim = _dim(entering, batch.get(value.id), call)
@@ -109,6 +117,7 @@ def find_operands(captured: Captured, calls: Sequence[SeenCall], options: Gradie
                 where=call.where,
                 fix="call spmdctx.value_and_grad outside of a function that jax.jit traces once for both",
             )
+    return captured
 
 
 def _one_step(graph: Graph) -> Graph:

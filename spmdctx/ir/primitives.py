@@ -14,6 +14,9 @@ MARKER = "spmdctx_shard"
 LOSS = "spmdctx_loss"
 """The marker of values that enter a call of `value_and_grad`; only the first trace of a step, which looks at its losses, has it."""
 
+LOSS_VALUE = -1
+"""The number by which that marker knows the loss of a call, which is no leaf that enters it."""
+
 # Boundaries of the bodies of loops and branches.
 
 SCAN_ENTER, SCAN_NEXT, SCAN_EXIT = "scan.enter", "scan.next", "scan.exit"

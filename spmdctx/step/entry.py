@@ -51,7 +51,7 @@ class Entry:
         self.signature = signature(captured.in_avals)
         self.misses = 0
         self.moved: dict[int, str] = {}
-        self._notes = (*environment.notes, *notes)
+        self._notes = (*environment.notes, *environment.warnings, *notes)
         self._owned = captured.owned
         sources = {leaf.carried_from for leaf in captured.outputs} - {None}
         self._carried = {index for index, owned in enumerate(captured.owned) if index in sources and not owned}
@@ -69,6 +69,11 @@ class Entry:
     def plan(self) -> Plan:
         """The plan of this step for these shapes."""
         return self.planned.plan
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the first call warns of: a step that is not parallel, a batch that is not split, gradients that are summed."""
+        return (*self.environment.warnings, *self.captured.warnings, *self.planned.warnings)
 
     @cached_property
     def spans_processes(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ from spmdctx.audit import AuditReport, audit_program
 from spmdctx.checkpoint.layouts import predicted_layouts
 from spmdctx.context.layers import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.data.targets import Targets
-from spmdctx.errors import UnsupportedError
-from spmdctx.gradients.capture import capture_step
+from spmdctx.errors import CommunicationError, ContextWarning, UnsupportedError
+from spmdctx.gradients.capture import capture_plainly, capture_step
 from spmdctx.lowering.compile_options import warn_without_option
 from spmdctx.machine.xla.collectives.ways import WAYS
 from spmdctx.plan.mindspore.file import ParameterLayout
@@ -29,7 +30,7 @@ from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
-from spmdctx.trace.capture.capture import target_of
+from spmdctx.trace.capture.capture import Captured, target_of
 from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.marker import tracing_in
 from spmdctx.trace.scope.environment import environment
@@ -74,6 +75,7 @@ class ParallelStep:
         self._last: _Last | None = None
         self._direct: _Direct | None = None
         self._has_run = False
+        self._said: set[str] = set()
         self._bound: WeakKeyDictionary[Any, ParallelStep] = WeakKeyDictionary()
         self._lock = threading.RLock()
         functools.update_wrapper(self, self._target.fn if self._target.leading else fn, updated=())
@@ -127,6 +129,7 @@ class ParallelStep:
             if not self._has_run and entry.environment.context.parameter_broadcast:
                 read = self._broadcast(entry, read)
             self._has_run = True
+            self._say(entry)
             with entry.advising():
                 result = entry.run(read)
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
@@ -140,8 +143,8 @@ class ParallelStep:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The leaves that the last call had to move, one sentence for each."""
-        return () if self._last is None else tuple(self._last.entry.moved.values())
+        """What the first call warned of, and the leaves that the last call had to move, one sentence for each."""
+        return () if self._last is None else (*self._last.entry.warnings, *self._last.entry.moved.values())
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Returns the plan by which the step would run; needs no devices, and arguments may be abstract."""
@@ -189,9 +192,10 @@ class ParallelStep:
     def verify(self, *args: Any, **kwargs: Any) -> verify.VerifyReport:
         """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated."""
         entry = self._entry_of(args, kwargs)
-        call, _ = self._split(args, kwargs)
+        call, static = self._split(args, kwargs)
         with entry.advising():
-            return verify.verify_entry(entry, self._read(entry, call).leaves)
+            plain = self._on_one_device(call, static, entry) if entry.captured.is_rewritten else None
+            return verify.verify_entry(entry, self._read(entry, call).leaves, plain)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
         """Calls `init_fn(*args)` so that its result is made split, as this step takes it, never whole on one device.
@@ -251,6 +255,21 @@ class ParallelStep:
                 return last.entry, read
         entry = self._entry(call, static, stacklevel=4)
         return entry, self._read(entry, call)
+
+    def _on_one_device(self, call: Call, static: Static, entry: Entry) -> Captured | None:
+        """Traces the user's own step, or returns None if it holds collectives, which one device does not have."""
+        try:
+            with auto_axes(), traced_for(entry.environment):
+                return capture_plainly(self._target, call, static)
+        except CommunicationError:
+            return None
+
+    def _say(self, entry: Entry) -> None:
+        """Warns once of what a user may not expect of a call that runs."""
+        for sentence in entry.warnings:
+            if sentence not in self._said:
+                self._said.add(sentence)
+                warnings.warn(sentence, ContextWarning, stacklevel=3)
 
     @staticmethod
     def _broadcast(entry: Entry, read: Read) -> Read:

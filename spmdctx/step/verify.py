@@ -15,6 +15,7 @@ import numpy as np
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.step.entry import Entry
 from spmdctx.step.processes import on_all, to_host
+from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.mesh import auto_axes
 from spmdctx.trace.specs import make_mesh, named_sharding
 
@@ -62,11 +63,12 @@ class VerifyRow(NamedTuple):
 
 
 class VerifyReport(NamedTuple):
-    """The result of `step.verify`."""
+    """The result of `step.verify`; `explanations` say why a step that runs as asked has other results than on one device."""
 
     rows: tuple[VerifyRow, ...]
     num_devices: int
     reference: str = "on one"
+    explanations: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -82,31 +84,45 @@ class VerifyReport(NamedTuple):
         verdict = "same" if self.ok else "NOT the same"
         lines = [f"{verdict} on {self.num_devices} devices as {self.reference}: {len(self.rows)} results"]
         shown = sorted(self.rows, key=lambda row: (row.ok, -row.difference))[:10]
-        return "\n".join([*lines, *(f"  {row}" for row in shown)])
+        return "\n".join([*lines, *(f"  {row}" for row in shown), *(f"  why: {sentence}" for sentence in self.explanations)])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def verify_entry(entry: Entry, leaves: Sequence[Any]) -> VerifyReport:
+_DRAWS_APART = "each device, or micro-batch, draws random numbers of its own: the comparison is with whole arguments, not with one device"
+
+
+def verify_entry(entry: Entry, leaves: Sequence[Any], plain: Captured | None = None) -> VerifyReport:
     """Runs an entry's program on all its devices and on the first one, and compares the results.
 
-    A step with a shard_map over several devices cannot run on one. It is compared with itself on all devices with whole arguments.
+    A step with a shard_map over several devices cannot run on one, and one that draws random numbers apart has others there. They are
+    compared with themselves on all devices with whole arguments.
+
+    Args:
+        entry: the step.
+        leaves: its flat arguments.
+        plain: the user's own step, where options of gradients make the entry's another one.
 
     Raises:
         ContextError: a device is missing.
     """
     program = entry.program
-    is_manual = any(math.prod(size for _, size in region.mesh_axes) > 1 for region in entry.planned.program.manual)
+    captured = entry.captured
+    regions = [region for region in entry.planned.program.manual if math.prod(size for _, size in region.mesh_axes) > 1]
+    is_manual = captured.draws_apart or any(plain is None or not region.is_loss for region in regions)
     with auto_axes():
         # Copies: the step may have been told to reuse the memory of its arguments.
         split = entry.execute(_as_called(entry, leaves))
-        whole = _whole_on_all(entry, leaves) if is_manual else _on_one_device(entry, leaves)
+        whole = _whole_on_all(entry, leaves) if is_manual else _on_one_device(entry, leaves, plain)
     rows = tuple(
         _row(leaf.path, leaf.carried_from is not None, ours, reference)
         for leaf, ours, reference in zip(entry.captured.outputs, split, whole, strict=True)
     )
-    return VerifyReport(rows, program.mesh.devices.size, *(("with whole arguments",) if is_manual else ()))
+    report = VerifyReport(rows, program.mesh.devices.size, *(("with whole arguments",) if is_manual else ()))
+    if captured.draws_apart:
+        return report._replace(explanations=(_DRAWS_APART, *captured.deviations))
+    return report if report.ok else report._replace(explanations=captured.deviations)
 
 
 def _as_called(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
@@ -115,13 +131,18 @@ def _as_called(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
     return [_copied(leaf, entry.type_as_called(index, leaf).sharding) for index, leaf in enumerate(leaves)]
 
 
-def _on_one_device(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:
-    """Runs the step on one device of this process."""
+def _on_one_device(entry: Entry, leaves: Sequence[Any], plain: Captured | None) -> Sequence[Any]:
+    """Runs the step on one device of this process, and returns the results of the entry's program in their order."""
     device = next(device for device in entry.program.mesh.devices.flat if device.process_index == jax.process_index())
     copied = [_copied(leaf, device) for leaf in leaves]
     with jax.set_mesh(make_mesh(LogicalMesh.of({"device": 1}), [device])):  # whatever mesh the user set
-        whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(_unconstrained(entry.captured.jaxpr)))(*copied)
-    return whole
+        whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(_unconstrained((plain or entry.captured).jaxpr)))(*copied)
+    if plain is None:
+        return whole
+    made = {leaf.path: value for leaf, value in zip(plain.outputs, whole, strict=True)}
+    # The user's own step leaves out the variables that it does not change.
+    kept = [made.get(leaf.path, None if leaf.carried_from is None else copied[leaf.carried_from]) for leaf in entry.captured.outputs]
+    return [jnp.asarray(value) for value in kept]
 
 
 def _whole_on_all(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:

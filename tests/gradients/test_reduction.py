@@ -119,7 +119,7 @@ def test_summing_in_float32_rounds_less():
     w = jnp.ones((4, 2), jnp.bfloat16)
     parts = [np.asarray(jax.grad(lambda w, x=x[8 * place : 8 * place + 8]: (x @ w).sum())(w), np.float64) for place in range(N)]
     exact = np.sum(parts, axis=0)
-    run = spmdctx.parallel(step, parallel_mode="data_parallel", batch_argnums=1)
+    run = spmdctx.parallel(step, parallel_mode="data_parallel", gradients_mean=False, batch_argnums=1)
     error = np.abs(np.asarray(run(w, x)[1], np.float64) - exact).max()
     assert error <= np.abs(exact).max() * 2**-8
 
@@ -134,7 +134,7 @@ def test_layerwise_parameters_are_split_and_not_reduced():
 
     x = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
     params = {"own": jnp.arange(16.0) + 1, "shared": jnp.ones((3, 2))}
-    run = spmdctx.parallel(step, parallel_mode="data_parallel", layerwise_parallel=["*/own"])
+    run = spmdctx.parallel(step, parallel_mode="data_parallel", gradients_mean=False, layerwise_parallel=["*/own"])
     after, _ = run(params, x)
     want = []
     for place in range(N):
@@ -156,7 +156,7 @@ def test_layerwise_is_metadata_of_a_variable_too():
         _, gradients = spmdctx.value_and_grad(lambda model, x: jnp.mean(x @ model.shared[...] * model.own[...].sum()))(model, x)
         return gradients
 
-    run = spmdctx.parallel(step, parallel_mode="data_parallel")
+    run = spmdctx.parallel(step, parallel_mode="data_parallel", gradients_mean=False)
     gradients = run(Module(), np.ones((8, 3), np.float32))
     np.testing.assert_allclose(gradients["own"][...], np.full(8, 3.0))
 

@@ -45,7 +45,7 @@ def compare(ours, by_hand, params, batch, specs=None):
         return lax.pmean(loss, AXES), summed
 
     hand = jax.shard_map(local, mesh=mesh(), in_specs=(specs, PartitionSpec("data")), out_specs=(PartitionSpec(), specs), check_vma=False)
-    run = spmdctx.parallel(step, parallel_mode="hybrid_parallel", layerwise_parallel=["own"], batch_argnums=1)
+    run = spmdctx.parallel(step, parallel_mode="hybrid_parallel", gradients_mean=False, layerwise_parallel=["own"], batch_argnums=1)
     found, expected = run(params, batch), jax.jit(hand)(params, batch)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
@@ -146,7 +146,7 @@ def test_what_all_devices_have_alike_comes_back_once(mode):
         mean = ops.AllReduce()(x.mean(axis=0)) / 8
         return jnp.mean((x @ w) ** 2), {"mean": mean, "all": ops.AllGather()(x)}
 
-    @spmdctx.parallel(parallel_mode=mode, batch_argnums=1)
+    @spmdctx.parallel(parallel_mode=mode, gradients_mean=False, batch_argnums=1)
     def step(w, x):
         (_, aux), _ = spmdctx.value_and_grad(loss, has_aux=True)(w, x)
         return aux
@@ -186,7 +186,7 @@ def test_a_metric_is_the_same_from_the_loss_a_shard_map_and_the_whole_batch():
         return w - gradient, of_loss, count(scores), jnp.sum(scores > 0)
 
     x, w = numbers(64, 16), numbers(16, 8, seed=1)
-    run = spmdctx.parallel(step, parallel_mode="hybrid_parallel", batch_argnums=1)
+    run = spmdctx.parallel(step, parallel_mode="hybrid_parallel", gradients_mean=False, batch_argnums=1)
     assert [int(one) for one in run(w, x)[1:]] == [int(jnp.sum((x @ w)[:, 0] > 0))] * 3
     assert run.audit(w, x).ok
 

@@ -237,7 +237,7 @@ def _auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
         if shape and value not in setup.pins and axes:
             own = dividing_axes(shape[0], axes, setup.mesh)
             if own != axes:
-                setup.guesses.append(_indivisible(graph, value, axes, own))
+                setup.guesses.append(indivisible(graph, value, axes, own))
             setup.seeds[value] = (own, *replicated(len(shape) - 1))
             setup.reasons[value] = "the batch takes the axes that no strategy uses"
 
@@ -256,11 +256,12 @@ def _split_batch(graph: Graph, request: Request, setup: Setup, leaves: list[int]
             continue
         own = dividing_axes(shape[0], axes, setup.mesh)
         if own != axes:
-            setup.notes.append(_indivisible(graph, value, axes, own))
+            setup.notes.append(indivisible(graph, value, axes, own))
         setup.pins[value] = (own, *replicated(len(shape) - 1))
 
 
-def _indivisible(graph: Graph, value: int, axes: AxisNames, own: AxisNames) -> str:
+def indivisible(graph: Graph, value: int, axes: AxisNames, own: AxisNames) -> str:
+    """Says of a batch leaf that only `own` of some axes divide it."""
     known = graph.values[value]
     kept = f"split over {'+'.join(own)} only" if own else "every device holds it whole"
     return f"Batch leaf '{known.path}' of shape {known.shape} does not divide over {'+'.join(axes)}: {kept}."

@@ -19,7 +19,8 @@ from spmdctx.machine.topology import as_asked
 from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS, NO_GROUPS
 from spmdctx.plan.data import PeakForm, PeakNote
 from spmdctx.rules import has_rule
-from spmdctx.search.setup.request import Setup
+from spmdctx.search.setup.modes import batch_leaves, indivisible
+from spmdctx.search.setup.request import Request, Setup
 from spmdctx.step.planning.assemble import cost_of
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
@@ -144,6 +145,23 @@ def _batch_notes(program: Program) -> list[str]:
         sizes = ", ".join(f"'{known.path}' {known.shape[0]}" for known in leaves[:4])
         return [f"Batch leaves differ in dimension 0 ({sizes}): if some are no batch, name the batch with batch_argnums."]
     return []
+
+
+def undivided_batch(program: Program, request: Request, setup: Setup, assignment: Assignment) -> list[str]:
+    """Names the batch leaves that every device holds whole since they do not divide, unless the user asked for whole ones."""
+    graph, mesh = program.graph, setup.mesh
+    if mesh.num_devices == 1 or request.dataset == "full_batch" or isinstance(request.dataset, tuple):
+        return []
+    return [
+        indivisible(graph, value, mesh.names, ())
+        for value in batch_leaves(graph)
+        if _is_undivided(graph.values[value].shape, mesh.num_devices, request.dataset) and not any(assignment.values[value])
+    ]
+
+
+def _is_undivided(shape: tuple[int, ...], num_devices: int, dataset: object) -> bool:
+    """Returns whether a batch does not divide over the devices; nobody expects it of a batch of one that nobody asked to split."""
+    return bool(shape) and shape[0] % num_devices != 0 and (shape[0] > 1 or dataset is not None)
 
 
 def _all_to_all_notes(program: Program, setup: Setup, settings: Settings, bill: Bill) -> list[str]:

@@ -32,9 +32,8 @@ from spmdctx.search.select import search
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.modes import prepare
 from spmdctx.step.planning.assemble import Decided, assembled, certified, cost_of, plain_gradients, reshards_of
-from spmdctx.step.planning.notes import group_notes, no_buckets_note, plan_notes, unbucketed_note
+from spmdctx.step.planning.notes import group_notes, no_buckets_note, plan_notes, unbucketed_note, undivided_batch
 from spmdctx.step.planning.request import request_of, search_mode, search_options, step_of
-from spmdctx.trace.build.build import Argument, build
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.collector import no_garbage_collection
@@ -43,13 +42,14 @@ from spmdctx.trace.scope.settings import Settings
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what lowering needs beside it."""
+    """A plan, and what lowering needs beside it; `warnings` are said at the first call."""
 
     plan: Plan
     program: Program
     assignment: Assignment
     mesh: LogicalMesh
     priced: Directives
+    warnings: tuple[str, ...] = ()
 
     @cached_property
     def directives(self) -> Directives:
@@ -66,7 +66,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
     """
     start = time.perf_counter()
     with no_garbage_collection():
-        program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
+        program = captured.built()
         request = request_of(program, captured, settings)
         step = step_of(program, captured)
         setup, assignment, certificate = search(step, request, search_options(settings))
@@ -75,6 +75,8 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         )
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices, settings.topology)
+        undivided = undivided_batch(program, request, setup, assignment)
+        setup.notes += undivided
         notes = plan_notes(program, captured, setup, settings, assignment, bill)
         gradients, has_regions = directives.gradients, bool(program.region_ops)
         grouped = asks_for_groups(settings.context, setup.mesh, has_regions=has_regions)
@@ -93,7 +95,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         plan = replace(plan, gradients=(*own, *named) if own or grouped else plain_gradients(program, setup))
         if certificate is not None:
             plan = certified(plan, certificate)
-    return Planned(plan, program, assignment, setup.mesh, directives)
+    return Planned(plan, program, assignment, setup.mesh, directives, (" ".join(undivided),) if undivided else ())
 
 
 def priced_here(plan: Plan, program: Program, captured: Captured, settings: Settings) -> Planned:
@@ -128,7 +130,7 @@ def _priced(program: Program, assigned: Assigned, context: AutoParallelContext, 
 def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
     """Adds to a plan of auto_parallel the lower bound that dynamic programming proves."""
     with no_garbage_collection():
-        program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
+        program = captured.built()
         options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo), max_axes=settings.max_mesh_axes)
         request = request_of(program, captured, settings)
         step, mesh, machine = step_of(program, captured), plan.logical_mesh, settings.topology

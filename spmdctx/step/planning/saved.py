@@ -22,7 +22,6 @@ from spmdctx.plan.plan import Plan
 from spmdctx.step.planning.insight import with_insight
 from spmdctx.step.planning.notes import memory_notes, without_peak_notes
 from spmdctx.step.planning.planner import Planned, plan_program, priced_here
-from spmdctx.trace.build.build import Argument, build
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import exact_bytes_text, seconds_text
@@ -70,7 +69,7 @@ def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
     if isinstance(found, MindSporeStrategy):
         return _pinned(captured, settings, found, Path(load).name)
     start = time.perf_counter()
-    program = build(captured.jaxpr, [Argument(leaf.path, leaf.role) for leaf in captured.inputs], captured.carried)
+    program = captured.built()
     wanted = _wanted(settings)
     check_plan(found, replace(wanted, memory_bytes=None), program.graph, load)
     here = priced_here(found, program, captured, settings)

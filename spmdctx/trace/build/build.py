@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 from spmdctx.ir.analysis.columns import Columns, Kind, Tensor
 from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.ir.graph import LITERAL, Graph, Mark, Op, Role, Value
+from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ir.rule import OpRule
 from spmdctx.machine.xla.fusion import fused_bits, fused_slots, in_memory
 from spmdctx.machine.xla.fusion_work import fusion_works
@@ -310,7 +311,7 @@ class GraphBuilder:
     def _alive(self, outputs: tuple[int, ...]) -> list[int]:
         """Returns the ops that some output or effect needs; a carry is needed along with its next value."""
         operands, results = self._operands, self._results
-        needed = set(outputs)
+        needed = {*outputs, *(one.value for one in self.loss_operands if one.leaf == LOSS_VALUE)}
         while True:
             alive = []
             for op in range(self.num_ops - 1, -1, -1):

@@ -24,7 +24,7 @@ class UserPin(NamedTuple):
 
 
 class LossOperand(NamedTuple):
-    """A value that enters a call of `value_and_grad`: the number of the call and of its leaf.
+    """A value that enters a call of `value_and_grad`, by the number of the call and of its leaf, or the loss itself (`LOSS_VALUE`).
 
     `mapped` holds the dimensions of the value that vmaps around the call take away, the innermost first.
     """

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,12 +18,15 @@ import jax.extend.core as jexc
 from spmdctx._compat import JitOptions, unwrap_jit, without_high_primitives
 from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir.graph import Role
+from spmdctx.trace.build.build import Argument, build
+from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.arguments import Call, Names, Parameters, Positions, Selection, Static, parameters_of
 from spmdctx.trace.capture.carry import Span, carried_leaves
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects
 from spmdctx.trace.capture.partitioning import PartitionNames
 from spmdctx.trace.capture.pytrees import NotPure, PureFlattening
-from spmdctx.trace.capture.roles import Argument, guesses, roles_of, with_update_roles
+from spmdctx.trace.capture.roles import Argument as CallArgument
+from spmdctx.trace.capture.roles import guesses, roles_of, with_update_roles
 from spmdctx.trace.capture.structure import Flattening, Keys, Result, Structure, argument_of, key_text, path_text, shape_of
 from spmdctx.trace.capture.updates import Updates
 from spmdctx.trace.collector import no_garbage_collection
@@ -70,7 +73,11 @@ class Captured:
     `jaxpr` takes one variable for each entry of `inputs` and gives one for each entry of `outputs`; closed-over arrays are its
     consts. `structure` flattens arguments and rebuilds results. `owned` marks the inputs that belong to nnx objects. `mesh_axes`
     is the mesh that was set while the step was traced, empty if none was. `gradients` belong to losses that each device computes
-    by itself, in the order of their first use.
+    by itself, in the order of their first use. `guessed` are the inputs that were taken as the batch without being told,
+    and `arguments` the argument of the user's call to which each input belongs. `warnings` are said at the first call.
+
+    The rest is set where gradient options change what the step computes: `is_rewritten` says so, `deviations` why its results are not
+    those of one device, and `draws_apart` that devices or micro-batches draw random numbers of their own.
     """
 
     name: str
@@ -83,6 +90,22 @@ class Captured:
     notes: tuple[str, ...] = ()
     mesh_axes: tuple[tuple[str, int], ...] = ()
     gradients: tuple[LossGradient, ...] = ()
+    guessed: frozenset[int] = frozenset()
+    arguments: tuple[int | str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()
+    is_rewritten: bool = False
+    draws_apart: bool = False
+    program: Program | None = None
+
+    def built(self) -> Program:
+        """Returns the program with its graph, which is built once if something has looked at it before it is planned."""
+        return self.program or build(self.jaxpr, [Argument(leaf.path, leaf.role) for leaf in self.inputs], self.carried)
+
+    def without_batch(self, demoted: Collection[int]) -> Captured:
+        """Returns the same step, of whose inputs those `demoted` are plain arguments and not the batch."""
+        inputs = [replace(leaf, role=Role.ARGUMENT) if index in demoted else leaf for index, leaf in enumerate(self.inputs)]
+        return replace(self, inputs=tuple(inputs), guessed=self.guessed - frozenset(demoted), program=None)
 
     @property
     def carried(self) -> tuple[tuple[int, int], ...]:
@@ -192,7 +215,8 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
     started = time.perf_counter()
     paths = [_path(target, static, leaf.keys) for leaf in flattening.leaves]
     avals = [abstract(leaf.value, path) for leaf, path in zip(flattening.leaves, paths, strict=True)]
-    donated = [target.donated.holds(_argument(static, leaf.keys)) for leaf in flattening.leaves]
+    places = tuple(_argument(static, leaf.keys) for leaf in flattening.leaves)
+    donated = [target.donated.holds(place) for place in places]
     with _naming(paths, target):
         traced = _trace(target, static, flattening, avals, donated)
     roles, carried, notes = _roles(target, static, flattening, traced)
@@ -220,6 +244,8 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
         tuple(leaf.owned for leaf in flattening.leaves),
         notes,
         tuple(jax.sharding.get_abstract_mesh().shape.items()),
+        guessed=frozenset(index for index, role in enumerate(roles) if role is Role.BATCH and target.batch is None),
+        arguments=places,
     )
 
 
@@ -332,7 +358,7 @@ def _roles(target: Target, static: Static, flattening: Flattening, traced: _Trac
     return roles, sources, guesses(arguments, roles, frozenset(found), target.batch)
 
 
-def _arguments(target: Target, static: Static, flattening: Flattening, avals: Sequence[Any]) -> Iterator[Argument]:
+def _arguments(target: Target, static: Static, flattening: Flattening, avals: Sequence[Any]) -> Iterator[CallArgument]:
     """Yields the dynamic arguments; leaves of one argument that are not adjacent count as several arguments of one name."""
     start = 0
     for place, group in itertools.groupby(flattening.leaves, key=lambda leaf: (_argument(static, leaf.keys), leaf.owned)):
@@ -341,5 +367,5 @@ def _arguments(target: Target, static: Static, flattening: Flattening, avals: Se
         tree = (
             jax.tree.structure(flattening.argument(argument_of(leaves[0].keys))) if not place[1] else jax.tree.structure([0] * len(leaves))
         )
-        yield Argument(target.parameters.name(place[0]), place[0], Span(tree, start, stop), leaves, avals[start:stop])
+        yield CallArgument(target.parameters.name(place[0]), place[0], Span(tree, start, stop), leaves, avals[start:stop])
         start = stop

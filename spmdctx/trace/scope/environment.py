@@ -22,13 +22,14 @@ _GPUS = ("h100", "h200", "a100")
 class Environment:
     """A step's options resolved against the context and the devices that are there.
 
-    `given_mesh` is the mesh given to the step, whether its mode uses it or not.
+    `given_mesh` is the mesh given to the step, whether its mode uses it or not. `warnings` are said at the first call.
     """
 
     settings: Settings
     devices: tuple[Any, ...]
     notes: tuple[str, ...]
     given_mesh: LogicalMesh | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def context(self) -> AutoParallelContext:
@@ -87,4 +88,19 @@ def environment(options: StepOptions, context: AutoParallelContext) -> Environme
         strict=options.strict,
         layerwise_parallel=options.layerwise_parallel,
     )
-    return Environment(settings, devices, notes, options.mesh)
+    return Environment(settings, devices, notes, options.mesh, _not_parallel(options, context, len(devices), count))
+
+
+def _not_parallel(options: StepOptions, context: AutoParallelContext, available: int, count: int) -> tuple[str, ...]:
+    """Returns why a step is not parallel, unless the user asked for one device."""
+    if count > 1 or options.mesh is not None or options.devices is not None or context.is_set("device_num"):
+        return ()
+    if context.parallel_mode != "stand_alone":
+        return (f"There is one device: parallel_mode {context.parallel_mode!r} splits nothing.",)
+    if context.is_set("parallel_mode"):
+        return ()
+    idle = f"{available - 1} of {available} devices are idle: " if available > 1 else ""
+    return (
+        f"{idle}the step is not parallel, as no parallel_mode is set. Set one, such as parallel_mode='auto_parallel', "
+        "or parallel_mode='stand_alone' for one device without this warning.",
+    )

@@ -1,0 +1,117 @@
+"""Corrects guesses about the batch by what a step does with it: tables, codebooks and teachers are no batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from spmdctx.errors import StrategyError
+from spmdctx.ir.analysis.batch import batch_dims
+from spmdctx.ir.analysis.batch_roles import judge
+from spmdctx.ir.graph import LITERAL, Graph, Role
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.primitives import LOSS_VALUE
+from spmdctx.trace.build.program import Program
+from spmdctx.trace.capture.capture import Captured
+from spmdctx.trace.scope.settings import Settings
+
+_MOST_LISTED = 4
+
+_NO_BATCH = "'{path}' is not taken as the batch: {why}; batch_argnames= says it otherwise."
+_UNSURE = "'{path}' is taken as the batch, although this is not shown ({why}); batch_argnames= says what is the batch."
+
+
+class Call(Protocol):
+    """What is known of a call of `value_and_grad`: where it is, if a shard_map lies in it, and the leaves it differentiates by."""
+
+    where: str
+    is_manual: bool
+    differentiated: frozenset[int]
+
+
+def refine(captured: Captured, settings: Settings) -> Captured:
+    """Takes guessed leaves for plain arguments whose dimension 0 is shown to be no batch, if others are shown to be one.
+
+    The loss is global here, so that a wrong guess makes no number wrong. What is not clear stays as it was guessed.
+    """
+    if settings.num_devices == 1 or len(captured.guessed) < 2:
+        return captured
+    program = captured.built()
+    graph = program.graph
+    carried = {index for index, leaf in enumerate(captured.outputs) if leaf.carried_from is not None}
+    results = [value for index, value in enumerate(graph.outputs) if index not in carried and value != LITERAL]
+    floating = [value for value in results if graph.values[value].dtype.startswith(("float", "bfloat"))]
+    losses = [value for value in floating if not graph.values[value].shape] or floating or results
+    updated = frozenset(value for value in graph.inputs if graph.values[value].role in (Role.PARAMETER, Role.OPTIMIZER))
+    verdict = judge(graph, _leaves(captured, graph), losses, updated, strictly=False)
+    demoted = {leaf: why for leaf, why in verdict.others.items() if leaf in verdict.wrong} if verdict.batch else {}
+    return _demoted(captured, graph, demoted) if demoted else replace(captured, program=program)
+
+
+def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call], mesh: LogicalMesh) -> Captured:
+    """Returns the step of whose guessed leaves only those are the batch over which its losses are shown to be sums.
+
+    Raises:
+        StrategyError: no guessed leaf is shown to be a batch.
+    """
+    graph = program.graph
+    own = [one for one in program.loss_operands if not calls[one.call].is_manual and one.value != LITERAL]
+    losses = {one.value for one in own if one.leaf == LOSS_VALUE}
+    if not captured.guessed or not losses:
+        return captured
+    leaves = _leaves(captured, graph)
+    entering = {one.value for one in own if one.leaf != LOSS_VALUE}
+    cut = [leaf for leaf in leaves if not entering.isdisjoint(batch_dims(graph, [leaf], mesh).found)]
+    differentiated = {one.value for one in own if one.leaf in calls[one.call].differentiated}
+    verdict = judge(graph, leaves, losses, differentiated, strictly=True)
+    others = {leaf: why for leaf, why in verdict.others.items() if leaf in cut}
+    paths = {value: leaf.path for value, leaf in zip(graph.inputs, captured.inputs, strict=True)}
+    notes = _impure_notes([paths[leaf] for leaf in sorted(verdict.impure)])
+    if others and not verdict.batch:
+        first = min(others, key=lambda leaf: (leaf not in verdict.wrong, leaf))
+        place_of = dict(zip(graph.inputs, captured.arguments, strict=True))
+        if first in verdict.wrong or len({place_of[leaf] for leaf in cut}) > 1:
+            raise _not_shown(paths[first], others[first], [paths[leaf] for leaf in cut], calls[own[0].call].where)
+        notes, others = [_UNSURE.format(path=paths[first], why=others[first])], {}
+    captured = replace(captured, notes=(*captured.notes, *notes), deviations=tuple(notes))
+    return _demoted(captured, graph, others) if others else captured
+
+
+def with_roles(captured: Captured, judged: Captured) -> Captured:
+    """Returns a second trace of a step with the roles of the first, which was judged."""
+    inputs = [replace(leaf, role=known.role) for leaf, known in zip(captured.inputs, judged.inputs, strict=True)]
+    return replace(captured, inputs=tuple(inputs), guessed=judged.guessed, program=None)
+
+
+def _leaves(captured: Captured, graph: Graph) -> list[int]:
+    """Returns the values of the guessed leaves."""
+    return [graph.inputs[index] for index in sorted(captured.guessed)]
+
+
+def _demoted(captured: Captured, graph: Graph, others: Mapping[int, str]) -> Captured:
+    """Makes leaves plain arguments, and says so."""
+    index = {value: number for number, value in enumerate(graph.inputs)}
+    notes = [_NO_BATCH.format(path=captured.inputs[index[leaf]].path, why=why) for leaf, why in sorted(others.items())[:_MOST_LISTED]]
+    if len(others) > _MOST_LISTED:
+        notes.append(f"{len(others) - _MOST_LISTED} more arguments are not taken as the batch for reasons of this kind.")
+    return replace(captured.without_batch({index[leaf] for leaf in others}), notes=(*captured.notes, *notes))
+
+
+def _impure_notes(paths: Sequence[str]) -> list[str]:
+    if not paths:
+        return []
+    listed = ", ".join(f"'{path}'" for path in paths[:_MOST_LISTED]) + (", ..." if len(paths) > _MOST_LISTED else "")
+    return [
+        f"The loss is no plain sum over the rows of {listed}: it also reads means or sums over them, as BatchNorm does or the number "
+        "of rows in a mask. Each device or micro-batch takes those of its own rows, so the numbers are not those of one device."
+    ]
+
+
+def _not_shown(path: str, why: str, paths: Sequence[str], where: str) -> StrategyError:
+    return StrategyError(
+        f"'{path}' was guessed to be part of the batch, which devices or micro-batches read in parts, but it is not shown to be: {why}.",
+        where=where,
+        got=f"no batch_argnames= and no batch_argnums=; guessed: {', '.join(paths)}",
+        fix="name the arguments that hold the batch with batch_argnames= or batch_argnums=; what is not named stays whole on every device",
+    )

@@ -1,0 +1,258 @@
+"""Guesses about the batch where each device has a loss of its own: what is no batch stays whole, or is refused with its name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import spmdctx
+from spmdctx.errors import StrategyError
+from spmdctx.ir.graph import Role
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+X, Y, W, OUT = normal(32, 16), normal(32, 16), normal(16, 16) / 4, normal(16, 5)
+TOKENS, LABELS = RNG.integers(0, 64, (32, 8)), RNG.integers(0, 5, 32)
+
+
+def parallel(step, **options):
+    return spmdctx.parallel(step, **{"parallel_mode": "data_parallel", "gradients_mean": True, **options})
+
+
+def steps_of(loss):
+    """A step that differentiates by its first argument, for devices with losses of their own and for one device."""
+
+    def local(w, *rest):
+        value, gradient = spmdctx.value_and_grad(loss)(w, *rest)
+        return jax.tree.map(jnp.subtract, w, gradient), value
+
+    def plain(w, *rest):
+        value, gradient = jax.value_and_grad(loss)(w, *rest)
+        return jax.tree.map(jnp.subtract, w, gradient), value
+
+    return local, plain
+
+
+def batch_of(plan):
+    return {tensor.path for tensor in plan.inputs if tensor.role is Role.BATCH}
+
+
+def close(got, want):
+    for ours, reference in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, reference, rtol=2e-4, atol=2e-5)
+
+
+def cross_entropy(logits, labels):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1))
+
+
+def attention(h, keys, values):
+    return jax.nn.softmax(h @ jnp.swapaxes(keys, -1, -2)) @ values
+
+
+def recurrent(w, x):
+    def turn(carry, now):
+        return jnp.tanh(now @ w + carry), None
+
+    return jax.lax.scan(turn, jnp.zeros((x.shape[0], 16)), jnp.swapaxes(x.reshape(x.shape[0], 2, -1)[..., :16], 0, 1))[0]
+
+
+FROZEN = {
+    "class weights": (lambda w, c, x, y: jnp.mean(c[y] * jnp.sum((x @ w) ** 2, -1)), (normal(64), X, LABELS), {"x", "y"}),
+    "one-hot prototypes": (lambda w, p, x, y: jnp.mean((x @ w - jax.nn.one_hot(y, 5) @ p) ** 2), (normal(5, 16), X, LABELS), {"x", "y"}),
+    "a base that LoRA adapts": (lambda w, base, x, y: jnp.mean((jnp.tanh(x @ (base + w)) - y) ** 2), (W, X, Y), {"x", "y"}),
+    "a teacher as large as the batch": (lambda w, t, x: jnp.mean((x @ w - jnp.tanh(x @ t)) ** 2), (W, X[:16]), {"x"}),
+    "a table of positions": (lambda w, p, x: jnp.mean(jnp.tanh(x @ w + p) ** 2), (normal(8, 16), normal(32, 8, 16)), {"x"}),
+    "a scale and a bias": (
+        lambda w, f, x: jnp.mean(jnp.tanh((x * f["scale"]) @ w + f["bias"]) ** 2),
+        ({"scale": normal(16), "bias": normal(16)}, X),
+        {"x"},
+    ),
+    "memory that is attended to": (lambda w, m, x: jnp.mean(attention(x @ w, m, m) ** 2), (normal(32, 16), X), {"x"}),
+    "the nearest code, as large as the batch": (
+        lambda w, c, x: jnp.mean(jnp.sum((x @ w - c[jnp.argmin(jnp.sum(((x @ w)[:, None] - c) ** 2, -1), 1)]) ** 2, -1)),
+        (normal(32, 16), X),
+        {"x"},
+    ),
+    "kernels of a convolution": (
+        lambda w, k, x: jnp.mean(jax.lax.conv(jnp.tanh(x * w.sum()), k, (1, 1), "SAME") ** 2),
+        (normal(8, 8, 3, 3), normal(16, 8, 6, 6)),
+        {"x"},
+    ),
+    "weights of layers in a scan": (
+        lambda w, stack, x: jnp.mean(jax.lax.scan(lambda h, one: (jnp.tanh(h @ one @ w), None), x, stack)[0] ** 2),
+        (normal(8, 16, 16) / 4, X),
+        {"x"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_what_is_frozen_stays_whole(name):
+    loss, rest, batch = FROZEN[name]
+    names = ", ".join(loss.__code__.co_varnames[1 : loss.__code__.co_argcount])
+    local, plain = (eval(f"lambda w, {names}: step(w, {names})", {"step": step}) for step in steps_of(loss))
+    step = parallel(local)
+    plan = step.plan(W, *rest)
+    assert batch_of(plan) == batch
+    assert all(any(f"'{tensor.path}'" in note for note in plan.notes) for tensor in plan.inputs[1:] if tensor.path not in batch)
+    close(step(W, *rest), jax.jit(plain)(W, *rest))
+
+
+RIGHT = {
+    "labels by arange": (lambda w, x, y: -jnp.mean(jax.nn.log_softmax(x @ w @ OUT)[jnp.arange(x.shape[0]), y]), (X, LABELS)),
+    "a mask": (lambda w, x, y, mask: jnp.mean(jnp.where(mask, jnp.sum((x @ w - y) ** 2, -1), 0)), (X, Y, LABELS > 2)),
+    "a dict": (lambda w, batch: cross_entropy(batch["x"] @ w @ OUT, batch["y"]), ({"x": X, "y": LABELS},)),
+    "a dict with more than is read": (lambda w, batch: jnp.mean(batch["x"] @ w), ({"x": X, "number": LABELS},)),
+    "tokens": (lambda e, ids: cross_entropy(jnp.tanh(e[ids]) @ e.T, jnp.roll(ids, -1, 1)), (TOKENS,)),
+    "attention": (lambda w, x: jnp.mean(attention(x @ w, x, x) ** 2), (normal(16, 4, 16),)),
+    "a weighted sum of losses": (lambda w, x, y: jnp.mean((x @ w) ** 2) + 0.1 * jnp.mean(jnp.abs(x @ w - y)) + jnp.sum(w**2), (X, Y)),
+    "a loop over time": (lambda w, x: jnp.mean(recurrent(w, x) ** 2), (normal(16, 32),)),
+    "a loop over parts of the batch": (
+        lambda w, x: jax.lax.scan(lambda sum, one: (sum + jnp.mean((one @ w) ** 2), None), 0.0, x.reshape(2, -1, 16))[0] / 2,
+        (X,),
+    ),
+    "rows and columns in one dimension": (lambda w, x: jnp.mean((x.reshape(-1, 16) @ w) ** 2), (normal(16, 4, 16),)),
+    "remat and vmap": (lambda w, x, y: jnp.mean(jax.vmap(jax.checkpoint(lambda x, y: jnp.tanh(x @ w) @ y))(x, y)), (X, Y)),
+    "two batches": (lambda w, x, z: jnp.mean((x @ w) ** 2) + jnp.mean(jnp.abs(z @ w)), (X, normal(64, 16))),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_usual_batch_is_found_and_split(name):
+    loss, rest = RIGHT[name]
+    local, plain = steps_of(loss)
+    w = normal(64, 16) if name == "tokens" else W
+    step = parallel(local)
+    plan = step.plan(w, *rest)
+    assert all(tensor.role is Role.BATCH and tensor.sharding[0] for tensor in plan.inputs[1:])
+    assert not any("taken as the batch" in note or "rows" in note for note in plan.notes)
+    close(step(w, *rest), jax.jit(plain)(w, *rest))
+
+
+STATISTICS = {
+    "experts in balance": (
+        lambda w, x: jnp.mean((x @ w) ** 2) + jnp.sum(jnp.mean(jax.nn.softmax(x @ w), 0) * jnp.mean(x @ w > 0, 0)),
+        (X,),
+    ),
+    "the mean over a mask": (lambda w, x, mask: jnp.sum(mask * jnp.sum(x @ w, -1)) / jnp.sum(mask), (X, (LABELS > 2).astype(np.float32))),
+    "normalized over the batch": (
+        lambda w, x, a: jnp.mean((a - a.mean()) / (a.std() + 1e-3) * jnp.sum(x @ w, -1)),
+        (X, normal(32)),
+    ),
+    "batch normalization": (lambda w, x: jnp.mean(jnp.abs((x @ w - jnp.mean(x @ w, 0)) * jax.lax.rsqrt(jnp.var(x @ w, 0)))), (X,)),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_over_the_batch_are_those_of_each_device_and_noted(name):
+    loss, rest = STATISTICS[name]
+    plan = parallel(steps_of(loss)[0]).plan(W, *rest)
+    assert all(tensor.role is Role.BATCH for tensor in plan.inputs[1:])
+    assert sum("is no plain sum over the rows of" in note for note in plan.notes) == 1
+
+
+REFUSED = {
+    "a graph of nodes and edges": (
+        lambda w, x, y, edges: cross_entropy((x + jax.ops.segment_sum(x[edges[:, 0]], edges[:, 1], x.shape[0])) @ w @ OUT, y),
+        (X, LABELS, RNG.integers(0, 32, (64, 2))),
+    ),
+    "a root of the mean": (lambda w, x, y: jnp.sqrt(jnp.mean((x @ w - y) ** 2)), (X, Y)),
+    "negatives of the own batch": (lambda w, x: jnp.mean(jax.nn.logsumexp((x @ w) @ (x @ w).T, -1)), (X,)),
+    "pairs of two batches": (lambda w, x, y: cross_entropy((x @ w) @ y.T, jnp.arange(x.shape[0])), (X, Y)),
+    "a table alone": (lambda w, table: jnp.mean((table[jnp.array([3, 1])] @ w) ** 2), (X,)),
+    "time before the batch": (
+        lambda w, x, y: cross_entropy(jax.lax.scan(lambda h, now: (jnp.tanh(h + now @ w), None), jnp.zeros((8, 16)), x)[0] @ OUT, y),
+        (normal(16, 8, 16), LABELS[:8]),
+    ),
+    "rows in order": (lambda w, x, y: jnp.mean((jnp.cumsum(x @ w, 0) - y) ** 2), (X, Y)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_guess_that_is_not_shown_is_refused_with_its_name(name):
+    loss, rest = REFUSED[name]
+    step = steps_of(loss)[0]
+    with pytest.raises(StrategyError, match=r"was guessed to be part of the batch.*[\s\S]*batch_argnames=") as caught:
+        parallel(step).plan(W, *rest)
+    assert "'rest/" in str(caught.value)
+
+
+def test_what_the_user_names_is_not_judged():
+    loss, rest = REFUSED["negatives of the own batch"]
+    plan = parallel(steps_of(loss)[0], batch_argnums=1).plan(W, *rest)
+    assert batch_of(plan) == {"rest/0"}
+
+
+def test_labels_that_only_metrics_read_are_split_with_the_batch():
+    def step(w, x, y):
+        def loss(w):
+            return jnp.mean((x @ w) ** 2), jnp.mean(jnp.argmax(x @ w, -1) == y)
+
+        (value, accuracy), gradient = spmdctx.value_and_grad(loss, has_aux=True)(w)
+        return w - gradient, value, accuracy
+
+    plan = parallel(step).plan(W, X, LABELS)
+    assert batch_of(plan) == {"x", "y"}
+
+
+def test_gradients_alone_are_judged_by_their_loss():
+    def step(w, table, x):
+        return w - spmdctx.grad(lambda w: jnp.mean(jax.nn.logsumexp(x @ w @ table.T, -1)))(w)
+
+    assert batch_of(parallel(step).plan(W, Y, X)) == {"x"}
+
+
+def test_an_nnx_model_with_a_frozen_table_beside_it():
+    def step(model, table, batch):
+        def loss(model):
+            return jnp.mean((model(table[batch["ids"]]) - batch["y"]) ** 2)
+
+        value, gradients = spmdctx.value_and_grad(loss)(model)
+        nnx.update(model, jax.tree.map(jnp.subtract, nnx.state(model, nnx.Param), gradients))
+        return value
+
+    batch = {"ids": TOKENS[:, 0], "y": Y}
+    plan = parallel(step).plan(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), normal(64, 16), batch)
+    assert batch_of(plan) == {"batch/ids", "batch/y"}
+
+
+def test_a_linen_model_with_dropout_and_a_frozen_teacher():
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dropout(0.5, deterministic=False)(linen.Dense(16)(x))
+
+    net = Net()
+    variables = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+
+    def step(params, teacher, x, key):
+        def loss(params):
+            return jnp.mean((net.apply(params, x, rngs={"dropout": key}) - jnp.tanh(x @ teacher)) ** 2)
+
+        value, gradients = spmdctx.value_and_grad(loss)(params)
+        return jax.tree.map(jnp.subtract, params, gradients), value
+
+    assert batch_of(parallel(step).plan(variables, W, X, jax.random.key(2))) == {"x"}
+
+
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel", "data_parallel"])
+def test_a_table_is_no_batch_of_a_global_loss_either(mode):
+    def step(w, table, x):
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean(jax.nn.logsumexp(x @ w @ table.T, -1)))(w)
+        return w - gradient, value
+
+    plan = spmdctx.parallel(step, parallel_mode=mode).plan(W, normal(30, 16), X)
+    assert batch_of(plan) == {"x"}
+    assert any("'table' is not taken as the batch" in note for note in plan.notes)
+
+
+def test_a_forward_step_with_a_table():
+    plan = spmdctx.plan(lambda w, table, ids: jnp.tanh(table[ids] @ w), W, normal(64, 16), TOKENS, parallel_mode="semi_auto_parallel")
+    assert batch_of(plan) == {"ids"}
