@@ -2,8 +2,8 @@
 
     python -m benchmarks.fuzz [--seed 0] [--count 100] [--only N] [--workers 1] [--show]
 
-A program has 5 to 40 ops, odd sizes, narrow types, pins, loops and gradients (`benchmarks/fuzz_moves.py`). Each is planned in two ways, drawn
-from all parallel modes, searches and more options (`benchmarks/fuzz_checks.py`), on eight CPU devices. Processes of their own run the
+A program has 5 to 40 ops, odd sizes, narrow types, pins, loops and gradients (`benchmarks/fuzz_moves.py`). Each is planned in two ways,
+drawn from all parallel modes, searches and more options (`benchmarks/fuzz_checks.py`), on eight CPU devices. Processes of their own run the
 programs, so one that aborts its process is a fault like others. A failing program is printed as a script; `--only N` runs it again.
 Exits with 1 on any fault but audits, of which 1 % may fail.
 """

@@ -16,8 +16,9 @@ import spmdctx
 from benchmarks.fuzz_programs import Program
 from spmdctx.plan.file import plan_json
 
-FREE_LINKS = """spmdctx.Topology(device="free-links", peak_flops_per_s=1e10, memory_bytes=2**33, memory_bytes_per_s=1e9, latency_s=1e-9,
-    link_bytes_per_s=1e13, devices_per_host=8, network_bytes_per_s=1e12, network_latency_s=1e-8, merges_partial_sums=False, source="fuzz")"""
+FREE_LINKS = """spmdctx.Topology(device="free-links", peak_flops_per_s=1e10, memory_bytes=2**33, memory_bytes_per_s=1e9,
+    latency_s=1e-9, link_bytes_per_s=1e13, devices_per_host=8, network_bytes_per_s=1e12, network_latency_s=1e-8,
+    merges_partial_sums=False, source="fuzz")"""
 """A machine whose links cost next to nothing, on which searches split all they can."""
 SEARCHES = ("dynamic_programming", "sharding_propagation", "recursive_programming")
 PLAIN = ("data_parallel", "semi_auto_parallel", "hybrid_parallel", "stand_alone")
@@ -157,7 +158,8 @@ def compare(reference: Reference, got: Any) -> str:
             continue
         noise = reference.spread()[place]
         if difference > 20 * noise:
-            return f"result {place}: {want.dtype}{list(want.shape)} differs by {difference:.3g} of {scale:.3g} (noise {noise:.1g}, got {own.dtype}{list(own.shape)})"
+            form = f"{want.dtype}{list(want.shape)} (got {own.dtype}{list(own.shape)})"
+            return f"result {place}: {form} differs by {difference:.3g} of {scale:.3g}, noise {noise:.1g}"
     return ""
 
 

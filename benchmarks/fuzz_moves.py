@@ -8,9 +8,10 @@ from collections.abc import Callable
 from benchmarks.fuzz_programs import EPS, Block, Var, fill, indented
 
 _UNARY = (
-    "jnp.sin({})", "jnp.cos({})", "jnp.tanh({})", "jax.nn.sigmoid({})", "jnp.exp(-jnp.abs({}))", "jnp.square(jnp.tanh({}))",
-    "jnp.log1p(jnp.abs({}))", "jnp.sqrt(jnp.abs({}) + 0.1)", "lax.rsqrt(jnp.abs({}) + 0.5)", "lax.erf({})", "jax.nn.gelu({})", "jax.nn.silu({})",
-    "jnp.arctan({})", "jax.nn.softplus({})", "jnp.expm1(-jnp.abs({}))", "lax.integer_pow(jnp.tanh({}), 3)", "jnp.cbrt({})", "jnp.sinh(jnp.tanh({}))",
+    "jnp.sin({})", "jnp.cos({})", "jnp.tanh({})", "jax.nn.sigmoid({})", "jnp.exp(-jnp.abs({}))", "jnp.square(jnp.tanh({}))", "lax.erf({})",
+    "jnp.log1p(jnp.abs({}))", "jnp.sqrt(jnp.abs({}) + 0.1)", "lax.rsqrt(jnp.abs({}) + 0.5)", "jax.nn.gelu({})", "jax.nn.silu({})",
+    "jnp.arctan({})", "jax.nn.softplus({})", "jnp.expm1(-jnp.abs({}))", "lax.integer_pow(jnp.tanh({}), 3)", "jnp.cbrt({})",
+    "jnp.sinh(jnp.tanh({}))",
     "lax.logistic({})", "0.5 * {} + 0.25", "lax.stop_gradient({}) * 0.5",
 )  # fmt: skip
 _EXACT_UNARY = ("-{}", "jnp.abs({})", "jnp.maximum({}, 0)", "jnp.minimum({}, 1)", "jnp.clip({}, -1, 2)", "lax.stop_gradient({})")
@@ -78,7 +79,7 @@ def _fitting(b: Block, x: Var, fits: Callable[[Var], bool]) -> tuple[Var, str] |
     def broadcasts(var: Var) -> bool:
         return all(1 in pair or pair[0] == pair[1] for pair in zip(reversed(var.shape), reversed(x.shape), strict=False))
 
-    y = b.pick(lambda var: fits(var) and broadcasts(var))
+    y = b.pick(lambda var: var.name != x.name and fits(var) and broadcasts(var))
     return None if y is None else (y, y.name)
 
 
@@ -268,7 +269,7 @@ def scatter(b: Block) -> None:
 
 def reduce(b: Block) -> None:
     x, rng = b.array(), b.random
-    if x is None or x.dtype == "complex64" or x.is_float and EPS[x.dtype] > 0.1:
+    if x is None or x.dtype == "complex64" or (x.is_float and EPS[x.dtype] > 0.1):
         return
     rank = len(x.shape)
     axes = tuple(sorted(rng.sample(range(rank), rng.randint(0, rank)))) or None
@@ -392,9 +393,10 @@ def pool(b: Block) -> None:
     if x and 0 not in x.shape:
         window = tuple(rng.choice((1, 1, 2, 3)) for _ in x.shape)
         strides = tuple(rng.choice((1, 1, 2)) for _ in x.shape)
+        padding = rng.choice(("SAME", "VALID"))
         start, function = rng.choice((("-jnp.inf", "lax.max"), ("0.0", "lax.add")))
         b.let(
-            f"lax.reduce_window({x.name}, jnp.array({start}, {x.name}.dtype), {function}, {window}, {strides}, {rng.choice(('SAME', 'VALID'))!r})",
+            f"lax.reduce_window({x.name}, jnp.array({start}, {x.name}.dtype), {function}, {window}, {strides}, {padding!r})",
             x,
         )
 
@@ -567,7 +569,7 @@ def _branches(b: Block) -> None:
 
 
 def _vmap(b: Block) -> None:
-    x = b.pick(lambda v: len(v.shape) >= 1 and 1 <= v.shape[0] and not v.is_key and v.size > 0)
+    x = b.pick(lambda v: len(v.shape) >= 1 and v.shape[0] >= 1 and not v.is_key and v.size > 0)
     if x is None:
         return
     axis = b.random.randrange(len(x.shape))
@@ -607,14 +609,14 @@ def _custom(b: Block) -> None:
     x = b.float()
     if x is None:
         return
-    param, t = _renamed(b, x), b.maker.name("t")
+    param, raw = _renamed(b, x), b.maker.name("f")
     inner, name = _body(b, [param], b.random.randint(1, 3), closed=True), b.maker.name("f")
     last = inner.own[-1]
     if last.is_float and not {one.name for one in b.maker.arguments}.intersection(" ".join(inner.lines).replace(",", " ").split()):
         before = [
-            "@jax.custom_jvp",
-            *_define(name, [param], inner, last.name),
-            f"{name}.defjvp(lambda p, {t}: ({name}(*p), jnp.zeros_like({name}(*p))))",
+            *_define(raw, [param], inner, last.name),
+            f"{name} = jax.custom_jvp({raw})",
+            f"{name}.defjvp(lambda p, t: jax.jvp({raw}, p, t))",
         ]
         b.let(f"{name}({x.name})", *inner.own, x, *b.vars, before=before)
 

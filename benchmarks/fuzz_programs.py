@@ -51,6 +51,8 @@ class Var(NamedTuple):
     dtype: str
     exact: bool
     eps: float
+    depends: bool = True
+    """Whether an argument may change it: XLA folds what is left."""
 
     @property
     def is_float(self) -> bool:
@@ -181,11 +183,12 @@ class Block:
             return []
         eps = max((operand.eps for operand in operands), default=0.0)
         is_exact = exact and all(operand.exact for operand in operands)
+        depends = any(operand.depends for operand in operands)
         found = []
         for one in shapes:
             dtype = str(one.dtype)
             certain = is_exact or dtype == "bool" or dtype.startswith(("int", "uint"))
-            found.append(Var(self.maker.name(), tuple(one.shape), dtype, certain or "key" in dtype, max(eps, EPS.get(dtype, 0.0))))
+            found.append(Var(self.maker.name(), tuple(one.shape), dtype, certain or "key" in dtype, max(eps, EPS.get(dtype, 0.0)), depends))
         names = ", ".join(var.name for var in found)
         self.lines += [*before, f"{names}{',' if isinstance(shapes, tuple) and len(shapes) == 1 else ''} = {expression}"]
         self.maker.lines_left -= 1
@@ -270,7 +273,7 @@ def _shape(maker: Maker) -> tuple[int, ...]:
 
 def _results(block: Block) -> list[Var]:
     """Returns the last variables and a few of the others."""
-    own = [var for var in block.own if not var.is_key]
+    own = [var for var in block.own if not var.is_key and var.depends]
     return [*own[-2:], *block.random.sample(own[:-2], min(2, max(len(own) - 2, 0)))]
 
 
