@@ -26,6 +26,8 @@ from typing import Any
 PATIENCE_S = 180.0
 """Seconds after which a program counts as hung."""
 AUDITS = 0.99
+CACHED = 40
+"""Programs after which a process forgets what it has compiled."""
 
 
 @dataclass
@@ -74,6 +76,8 @@ class Tally:
 
 def worker(seed: int, numbers: list[int]) -> None:
     """Runs programs and prints a line of JSON before and after each."""
+    import jax
+
     from benchmarks.fuzz_checks import check
     from benchmarks.fuzz_moves import MOVES
     from benchmarks.fuzz_programs import make_program
@@ -81,8 +85,10 @@ def worker(seed: int, numbers: list[int]) -> None:
     def say(**row: Any) -> None:
         print(json.dumps(row), flush=True)
 
-    for number in numbers:
+    for count, number in enumerate(numbers, 1):
         say(start=number)
+        if count % CACHED == 0:
+            jax.clear_caches()
         program = make_program(f"{seed} {number}", MOVES)
         tags = sorted(program.tags)
         outcomes = check(program, random.Random(f"ways {seed} {number}"), lambda source: say(way=source, tags=tags))  # noqa: B023
@@ -103,9 +109,10 @@ class Worker:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                self.rows.put(json.loads(line))
+        with self.process.stdout as lines:
+            for line in lines:
+                if line.startswith("{"):
+                    self.rows.put(json.loads(line))
         self.rows.put(None)
 
     def next_row(self) -> dict[str, Any] | None:

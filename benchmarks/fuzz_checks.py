@@ -92,7 +92,8 @@ class Reference:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.step, self.args = program.load()
+        self.step, arguments = program.load()
+        self.args = arguments()
         self.results = [_array(leaf) for leaf in jax.tree.leaves(jax.jit(self.step)(*self.args))]
         self._spread: list[float] | None = None
 

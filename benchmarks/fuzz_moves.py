@@ -209,7 +209,7 @@ def cut(b: Block) -> None:
         (f"jnp.diff({x.name}, axis={axis})", False),
     ]
     if x.dtype != "bool":
-        lows = [(rng.choice((0, 0, 1, -1, 3)), rng.choice((0, 0, 1, 2)), rng.choice((0, 0, 1))) for _ in x.shape]
+        lows = [(rng.choice((0, 0, 1, -1 if n > 2 else 1, 3)), rng.choice((0, 0, 1, 2)), rng.choice((0, 0, 1))) for n in x.shape]
         forms += [(f"lax.pad({x.name}, jnp.zeros((), {x.name}.dtype), {lows})", True)] * 2
     if n % 2 == 0:
         forms.append((f"jnp.split({x.name}, 2, axis={axis})[{rng.randrange(2)}]", True))

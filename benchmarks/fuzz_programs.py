@@ -28,6 +28,7 @@ SIZES = (1, 2, 3, 4, 5, 7, 8, 8, 16, 24)
 FLOATS = ("float32", "float32", "float32", "float32", "bfloat16", "float16")
 INTEGERS = ("int32", "int32", "int8", "uint8", "uint32", "int16")
 _NAMES = {"jax": jax, "jnp": jnp, "lax": lax, "np": np, "spmdctx": spmdctx}
+_KEY = jax.eval_shape(lambda: jax.random.key(0)).dtype
 HEADER = """import jax, jax.numpy as jnp, numpy as np, spmdctx
 from jax import lax
 
@@ -38,8 +39,8 @@ def arg(seed, shape, dtype):
     if dtype == "bool":
         return jnp.asarray(r.random(shape) < 0.5)
     if dtype.startswith(("int", "uint")):
-        return jnp.asarray(r.integers(0, 7, shape), dtype)
-    return jnp.asarray(r.normal(size=shape), dtype)
+        return jnp.asarray(np.asarray(r.integers(0, 7, shape)).astype(dtype))
+    return jnp.asarray(np.asarray(r.normal(size=shape)).astype(jnp.dtype(dtype)))
 """
 
 
@@ -105,11 +106,11 @@ class Program:
         many = f"print(spmdctx.parallel(step, {options})(*args))\n" if options else ""
         return f"{HEADER}\n{self.source}\nargs = ({made}{',' if made else ''})\nprint(jax.jit(step)(*args))\n{many}"
 
-    def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Returns the function and its arguments."""
+    def load(self) -> tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]:
+        """Returns the function, and what makes its arguments."""
         names = dict(_NAMES)
         exec(compile(HEADER + self.source, "fuzz_program", "exec"), names)
-        return names["step"], tuple(eval(argument.source, names) for argument in self.arguments)
+        return names["step"], lambda: tuple([eval(argument.source, names) for argument in self.arguments])
 
 
 @dataclass
@@ -198,7 +199,7 @@ class Block:
         visible = list({var.name: var for var in self.vars}.values())
         source = f"def _f({', '.join(var.name for var in visible)}):\n{textwrap.indent(chr(10).join(lines), '    ')}\n    return _r"
         names = dict(_NAMES)
-        structs = [jax.ShapeDtypeStruct(var.shape, jax.random.key(0).dtype if var.is_key else var.dtype) for var in visible]
+        structs = [_struct(var.shape, var.dtype) for var in visible]
         try:
             exec(source, names)
             with warnings.catch_warnings():
@@ -310,13 +311,16 @@ def _training(block: Block) -> tuple[str, list[float]]:
     return f"def step({named}{taken}):\n" + "\n".join(indented(lines)) + "\n", [eps] * (len(weights) + 2)
 
 
+def _struct(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, _KEY if dtype.startswith("key") else dtype)
+
+
 def _runs(program: Program) -> bool:
     """Returns whether JAX takes a program."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            step, args = program.load()
-            jax.eval_shape(step, *args)
+            jax.eval_shape(program.load()[0], *[_struct(one.shape, one.dtype) for one in program.arguments])
     except Exception:
         return False
     return True
