@@ -1,11 +1,15 @@
 """Kinds of ops: ops share a price only if they are alike in everything that a price depends on."""
 
+import warnings
 from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.fuzz_moves import MOVES
+from benchmarks.fuzz_programs import make_program
+from spmdctx.errors import ContextWarning
 from spmdctx.ir.graph import LITERAL
 from spmdctx.machine.presets import topology
 from spmdctx.search.problem.space import Space
@@ -60,6 +64,16 @@ def _layers(x, y):
         drawn = jax.random.bernoulli(jax.random.key(place), 0.5, x.shape)
         x = jnp.where(drawn if place % 3 else ~drawn, jnp.tanh(x @ y), 0.0 if place % 2 else x)
     return x
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_kind_of_a_fuzzed_program_has_ops_of_one_description(number):
+    made = make_program(f"kinds {number}", MOVES)
+    step, arguments = made.load()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ContextWarning)
+        program = trace(step, *arguments())
+    _check(program.graph, program.from_literals)
 
 
 @pytest.mark.parametrize("function", [_router, _positions, _types, _layers])
