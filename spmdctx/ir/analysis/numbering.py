@@ -5,7 +5,10 @@ Only things that are equal share a number: nothing is compared by a hash alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from spmdctx.ir.arrays import IntArray
 
@@ -41,7 +44,7 @@ class Numbering:
         return firsts.tolist(), numbers
 
 
-def numbered_rows(own: IntArray, owners: IntArray, items: IntArray) -> IntArray:
+def numbered_rows(own: IntArray, owners: IntArray, items: NDArray[np.integer[Any]]) -> IntArray:
     """Numbers things, from 0 in the order of their firsts. Equal ones have an equal `own` number and equal rows of items.
 
     Args:
