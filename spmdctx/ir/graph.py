@@ -171,13 +171,12 @@ class Graph:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """A number for each op, shared by the ops of the same rule, primitive, types, FLOPs, `fused` and `work`."""
-        dtypes = [value.dtype for value in self.values]
-        dtypes.append("")  # that of literals
-        dtype, numbers = dtypes.__getitem__, dict[tuple[object, ...], int]()
+        """A number for each op, shared by the ops of the same rule, primitive, shapes, types, FLOPs, `fused` and `work`."""
+        tensors, numbers = dict[tuple[tuple[int, ...], str], int](), dict[tuple[object, ...], int]()
+        tensor = [*(tensors.setdefault((shape, dtype), len(tensors)) for _, shape, dtype, _, _ in self.values), LITERAL].__getitem__
         # Equal rules and works are usually one object: their ids spare hashing what they hold.
         keys = [
-            (id(rule), primitive, flops, fused, id(work), *map(dtype, operands), *map(dtype, results))
+            (id(rule), primitive, flops, fused, id(work), *map(tensor, operands), *map(tensor, results))
             for _, primitive, operands, results, rule, flops, _, _, fused, work in self.ops
         ]
         return [numbers.setdefault(key, len(numbers)) for key in keys]

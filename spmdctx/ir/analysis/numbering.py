@@ -1,10 +1,16 @@
-"""Finds the things that are alike among many: numbers them all at once, from columns of numbers that describe each."""
+"""Finds the things that are alike among many: numbers them all at once, from columns or rows of numbers that describe each.
+
+Only things that are equal share a number: nothing is compared by a hash alone.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from spmdctx.ir.arrays import IntArray, WordArray
+import numpy as np
+from numpy.typing import NDArray
+
+from spmdctx.ir.arrays import IntArray
 
 _MOST = 1 << 62
 
@@ -24,9 +30,11 @@ class Numbering:
     def refine(self, column: IntArray, rows: IntArray | slice = slice(None)) -> None:
         """Tells things apart further by a column. If it describes only `rows`, these must differ from all others already."""
         more = _bound(column)
-        if self._bound * more > _MOST:
+        # Both bounds are at most the number of things afterwards, so their product fits.
+        if self._bound * more > _MOST or int(column.min(initial=0)) < 0:
+            column = np.unique(column, return_inverse=True)[1]
             self._numbers = np.unique(self._numbers, return_inverse=True)[1]
-            self._bound = _bound(self._numbers)
+            self._bound, more = _bound(self._numbers), _bound(column)
         self._numbers, self._bound = self._numbers * more, self._bound * more
         self._numbers[rows] += column
 
@@ -36,11 +44,18 @@ class Numbering:
         return firsts.tolist(), numbers
 
 
-def mixed(numbers: WordArray) -> WordArray:
-    """Applies a bijection that spreads every bit (the finaliser of MurmurHash3)."""
-    numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    numbers = (numbers ^ (numbers >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return numbers ^ (numbers >> np.uint64(33))
+def numbered_rows(own: IntArray, owners: IntArray, items: NDArray[np.integer[Any]]) -> IntArray:
+    """Numbers things, from 0 in the order of their firsts. Equal ones have an equal `own` number and equal rows of items.
+
+    Args:
+        own: a number per thing.
+        owners: the thing of each item, ascending.
+        items: the items of all rows, one row behind the other.
+    """
+    ends = np.cumsum(np.bincount(owners, minlength=len(own))) * items.itemsize
+    rows, known = items.tobytes(), dict[tuple[int, bytes], int]()
+    places = zip(own.tolist(), [0, *ends.tolist()], ends.tolist(), strict=False)
+    return np.array([known.setdefault((head, rows[start:end]), len(known)) for head, start, end in places], dtype=np.int64)
 
 
 def _bound(numbers: IntArray) -> int:

@@ -1,7 +1,7 @@
 """The fold of a program: ops and slots that play the same part in repeated layers become one class, which is decided once.
 
-Colours are refined a few rounds. An op's new colour hashes its own and those of its slots; a slot's new colour hashes its own and
-those of the ops around it. After `Folding.rounds` rounds, two ops share a colour if everything within that distance is alike. So layers
+Colours are refined a few rounds. An op's new colour stands for its own and those of its slots; a slot's new colour stands for its own
+and those of the ops around it. After `Folding.rounds` rounds, two ops share a colour if everything within that distance is alike. So layers
 in the middle of the program share their classes, while those near its ends keep their own.
 
 Ops whose results reach no further matrix product (the update of one parameter, say) connect no layers. The fold refines them further,
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.ir.analysis.incidence import ends, executions
-from spmdctx.ir.analysis.numbering import mixed
-from spmdctx.ir.arrays import IntArray, WordArray
+from spmdctx.ir.analysis.numbering import Numbering, numbered_rows
+from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.search.problem.space import Space
 
 ROUNDS = 3
@@ -42,16 +42,21 @@ class Folding(NamedTuple):
 
 FOLDING = Folding()
 
-_Colours = tuple[WordArray, WordArray]
+_Colours = tuple[IntArray, IntArray]
 """The colours of ops, and those of slots."""
 
 
 class _Around(NamedTuple):
-    """The places where slots meet ops: the op, the slot and a number of the position."""
+    """The places where slots meet ops, in the order of the ops: the op, the slot and the place among operands and results."""
 
     ops: IntArray
     slots: IntArray
-    places: WordArray
+    places: IntArray
+
+    def met(self, colours: IntArray) -> IntArray:
+        """Returns one number for each pair of a colour and a place; there is a colour for each meeting."""
+        numbers: IntArray = colours * (int(self.places.max(initial=0)) + 1) + self.places
+        return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ def fold(
     around = _around(space)
     colours = _first_colours(space, op_marks, slot_marks)
     if len(space.op_slots) <= folding.small_program:
-        op_colour, slot_colour = (np.arange(len(own)).astype(np.uint64) for own in colours)
+        op_colour, slot_colour = (np.arange(len(own)) for own in colours)
     else:
         for _ in range(folding.rounds):
             colours = _refined(colours, around)
@@ -98,14 +103,11 @@ def fold(
 
 def _refined(colours: _Colours, around: _Around) -> _Colours:
     """Runs one round: ops take in the colours of their slots, then slots those of their ops."""
-    ops, slots, places = around
     op_colour, slot_colour = colours
-    seen = np.zeros_like(op_colour)
-    np.add.at(seen, ops, mixed(slot_colour[slots] * np.uint64(3) + places))
-    op_colour = mixed(op_colour * np.uint64(5) + seen)
-    seen = np.zeros_like(slot_colour)
-    np.add.at(seen, slots, mixed(op_colour[ops] * np.uint64(7) + places))
-    return op_colour, mixed(slot_colour * np.uint64(11) + seen)
+    op_colour = numbered_rows(op_colour, around.ops, around.met(slot_colour[around.slots]))
+    met = around.met(op_colour[around.ops])
+    order = np.lexsort((met, around.slots))
+    return op_colour, numbered_rows(slot_colour, around.slots[order], met[order])
 
 
 def _with_updates(space: Space, colours: _Colours, around: _Around, terminal: Sequence[int]) -> _Colours:
@@ -117,8 +119,13 @@ def _with_updates(space: Space, colours: _Colours, around: _Around, terminal: Se
     inside[around.slots[~inner[around.ops]]] = False
     for _ in range(UPDATE_ROUNDS):
         op_colour, slot_colour = _refined(colours, around)
-        colours = np.where(inner, op_colour, colours[0]), np.where(inside, slot_colour, colours[1])
+        colours = _apart(inner, op_colour, colours[0]), _apart(inside, slot_colour, colours[1])
     return colours
+
+
+def _apart(chosen: BoolArray, colours: IntArray, others: IntArray) -> IntArray:
+    """Returns `colours` where `chosen`, and else `others`, in numbers that none of the chosen has."""
+    return np.where(chosen, colours, others + int(colours.max(initial=0)) + 1)
 
 
 def _deciding(space: Space) -> list[int]:
@@ -132,23 +139,23 @@ def _around(space: Space) -> _Around:
     """Returns op, slot and position of every operand and result that is not free to place."""
     every = space.incidences
     places = np.where(every.is_result, every.positions + ends(space.graph).num_operands[every.ops], every.positions)
-    return _Around(every.ops, every.slots, mixed(places.astype(np.uint64) + np.uint64(77)))
+    return _Around(every.ops, every.slots, places)
 
 
 def _first_colours(space: Space, op_marks: Sequence[int] | IntArray, slot_marks: Mapping[int, int]) -> _Colours:
     graph = space.graph
-    repeats = executions(graph)
-    columns = np.array(space.kind_of, dtype=np.int64), np.unique(repeats, return_inverse=True)[1], np.array(op_marks, dtype=np.int64)
-    op_kinds = np.zeros(len(repeats), dtype=np.int64)
-    for column in columns:
-        op_kinds = op_kinds * (int(column.max(initial=0)) + 1) + column
+    ops = Numbering(np.array(space.kind_of, dtype=np.int64))
+    ops.refine(executions(graph))
+    ops.refine(np.array(op_marks, dtype=np.int64))
     shapes: dict[tuple[object, ...], int] = {}
     slot_kinds = [shapes.setdefault((value.shape, value.dtype, slot_marks.get(value.id, 0)), len(shapes)) for value in graph.values]
-    return mixed(op_kinds.astype(np.uint64) + np.uint64(1)), mixed(np.array(slot_kinds, dtype=np.uint64) + np.uint64(1 << 32))
+    return ops.classes()[1], np.array(slot_kinds, dtype=np.int64)
 
 
-def _classes(colours: WordArray, members: list[int]) -> tuple[list[int], list[list[int]]]:
+def _classes(colours: IntArray, members: list[int]) -> tuple[list[int], list[list[int]]]:
     """Numbers the classes by their first members; returns each op's or slot's class, and the members of each class."""
+    if not members:
+        return [-1] * len(colours), []
     _, first, which = np.unique(colours[members], return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int64)
     rank[np.argsort(first)] = np.arange(len(first))

@@ -18,7 +18,7 @@ import numpy as np
 
 from spmdctx.cost.roofline import compute_time_s, passing_values, written_s
 from spmdctx.ir.analysis.incidence import Incidences, ends, incidences
-from spmdctx.ir.analysis.numbering import mixed
+from spmdctx.ir.analysis.numbering import numbered_rows
 from spmdctx.ir.analysis.repeats import made_repeats, read_repeats
 from spmdctx.ir.graph import LITERAL, Graph, Op, Work, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, local_shape, replicated
@@ -46,14 +46,16 @@ class OpChoice(NamedTuple):
 class OpKind(NamedTuple):
     """The common properties of the ops of one kind: everything that prices depend on, except the shardings of the slots.
 
-    `rule` is the id of the rule object. `free` says for each operand and result whether it comes from literals; it is empty if none is.
-    `fused` and `work` are the ops' own. `passing` says which of its values are only computed on the way.
+    `rule` is the id of the rule object. `tensors` are the shapes and types of operands and results, None for literals. `free` says for
+    each of them whether it comes from literals; it is empty if none does. `flops`, `fused` and `work` are the ops' own. `passing` says
+    which of its values are only computed on the way.
     """
 
     rule: int
     primitive: str
-    dtype: str
+    tensors: tuple[tuple[tuple[int, ...], str] | None, ...]
     free: tuple[bool, ...]
+    flops: int = 0
     fused: int = 0
     work: Work | None = None
     passing: tuple[bool, ...] = ()
@@ -129,30 +131,25 @@ class Space:
     def _number_kinds(self) -> list[int]:
         """Numbers the kinds of ops, and returns the number of each op's kind."""
         graph, every = self.graph, ends(self.graph)
-        # For each operand and result: does it pass, and is it from_literals? Literals do neither.
-        flags = np.zeros(len(graph.values) + 1, dtype=np.uint64)
+        # For each operand and result: does it pass, and is it from literals? Literals do neither.
+        flags = np.zeros(len(graph.values) + 1, dtype=np.uint8)
         flags[:-1] = np.frombuffer(self.passing, dtype=np.uint8)
-        is_from_literals = np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.free_slots))
-        flags += np.uint64(2) * is_from_literals.astype(np.uint64)
-        own = flags[every.values]
-        marked = own != 0
-        spread = mixed(np.array(graph.kinds, dtype=np.uint64) + np.uint64(1))
-        np.add.at(spread, every.ops[marked], mixed(every.places[marked].astype(np.uint64) * np.uint64(4) + own[marked]))
-        _, firsts, which = np.unique(spread, return_index=True, return_inverse=True)
+        flags |= 2 * np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.free_slots)).astype(np.uint8)
+        alike = numbered_rows(np.array(graph.kinds, dtype=np.int64), every.ops, flags[every.values])
+        firsts = np.unique(alike, return_index=True)[1].tolist()
         numbers: dict[OpKind, int] = {}
-        order = np.argsort(firsts)
-        known = np.empty(len(firsts), dtype=np.int64)
-        known[order] = [numbers.setdefault(self._kind(graph.ops[first]), len(numbers)) for first in firsts[order].tolist()]
+        known = np.array([numbers.setdefault(self._kind(graph.ops[first]), len(numbers)) for first in firsts], dtype=np.int64)
         self.kinds = list(numbers)
-        kinds: list[int] = known[which].tolist()
+        kinds: list[int] = known[alike].tolist()
         return kinds
 
     def _kind(self, op: Op) -> OpKind:
         slots = self.op_slots[op.id]
         free = () if self.free_slots.isdisjoint(slots) else tuple([slot in self.free_slots for slot in slots])
-        dtype = self.graph.values[op.results[0]].dtype if op.results else ""
+        every = [None if value == LITERAL else self.graph.values[value] for value in (*op.operands, *op.results)]
+        tensors = tuple([value and (value.shape, value.dtype) for value in every])
         passing = tuple([bool(self.passing[value]) for value in (*op.operands, *op.results) if value != LITERAL])
-        return OpKind(id(op.rule), op.primitive, dtype, free, op.fused, op.work, passing)
+        return OpKind(id(op.rule), op.primitive, tensors, free, op.flops, op.fused, op.work, passing)
 
     def key(self, index: int, state: list[int]) -> tuple[int, ...]:
         """Returns the key of an op's price: the number of its kind, then those of its slots' shardings."""

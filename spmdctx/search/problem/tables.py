@@ -11,7 +11,7 @@ import numpy as np
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.ir.domain import axis_codes, domain
-from spmdctx.ir.graph import LITERAL, Op, item_bytes
+from spmdctx.ir.graph import Op, item_bytes
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.rule import FactorKind
 from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
@@ -139,10 +139,8 @@ class Tables:
         space, op = self.space, self.space.graph.ops[node.member]
         shapes = shapes_of(space.graph, op)
         forced = self.forced.get(op.id)
-        # The kind of an op does not include its operands' types, on which its bytes depend.
-        dtypes = tuple([space.graph.values[value].dtype for value in op.operands if value != LITERAL])
         later = node.later if self._unscattered.isdisjoint(op.results) else node.later._replace(scatters=False)
-        key = (space.kind_of[op.id], tuple(shapes), dtypes, op.flops, forced, node.joins, node.terminal, later)
+        key = (space.kind_of[op.id], forced, node.joins, node.terminal, later)
         known = self._memo.get(key)
         if known is None:
             if forced is None:

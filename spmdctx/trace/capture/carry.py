@@ -105,6 +105,8 @@ def _is_bare(tree: Any) -> bool:
 def _is_update(jaxpr: jexc.Jaxpr, index: int, output: int) -> bool:
     """Returns whether the output comes from the input through ops that keep elements in their places."""
     target = jaxpr.outvars[output]
+    if isinstance(target, jexc.Literal):
+        return False
     return target is jaxpr.invars[index] or target in _reach(jaxpr, {jaxpr.invars[index]})
 
 

@@ -12,7 +12,7 @@ from spmdctx.search.dynamic.searcher import Searcher
 from spmdctx.search.problem.fold import Folding, fold
 from spmdctx.search.problem.space import Space
 from spmdctx.search.setup.request import Setup
-from tests.search.random_graphs import StepMaker, random_machine
+from tests.search.random_graphs import StepMaker, random_machine, random_step
 
 MESH = LogicalMesh.of((2, 2))
 PER_LAYER = 4
@@ -100,3 +100,47 @@ def test_a_fold_only_restricts():
         assert seconds.reshard_s + seconds.reduction_s > 0
         costs[small] = found
     assert costs[0].cost_s >= costs[200].cost_s * (1 - 1e-9)
+
+
+def _refined_by_name(graph, rounds):
+    """Classes of ops and slots by colours that are written out: nothing of the fold's arithmetic."""
+    space = Space(graph, MESH, topology("h100"), frozenset())
+    op_colour = [(kind, op.repeats) for kind, op in zip(space.kind_of, graph.ops, strict=True)]
+    slot_colour = [(value.shape, value.dtype) for value in graph.values]
+    for _ in range(rounds):
+        old = op_colour, slot_colour
+        op_colour = _numbers(
+            (own, *map([*slot_colour, None].__getitem__, slots)) for own, slots in zip(old[0], space.op_slots, strict=True)
+        )
+        met = [[] for _ in slot_colour]
+        for index, slots in enumerate(space.op_slots):
+            for place, slot in enumerate(slots):
+                if slot >= 0:
+                    met[slot].append((op_colour[index], place))
+        slot_colour = _numbers((own, *sorted(around)) for own, around in zip(old[1], met, strict=True))
+    return op_colour, slot_colour
+
+
+def _numbers(keys):
+    known = {}
+    return [known.setdefault(key, len(known)) for key in keys]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_classes_are_those_of_colours_written_out(seed, rounds):
+    step = random_step(seed)
+    graph = _shared_rules(step)
+    folded = _fold(graph, rounds=rounds, small_program=0)
+    op_colour, slot_colour = _refined_by_name(graph, rounds)
+    for classes, colours in ((folded.op_class, op_colour), (folded.slot_class, slot_colour)):
+        pairs = {(own, colour) for own, colour in zip(classes, colours, strict=True) if own >= 0}
+        assert len(pairs) == len({own for own, _ in pairs}) == len({colour for _, colour in pairs})
+
+
+def test_a_program_that_decides_nothing_has_no_class():
+    make = StepMaker()
+    x = make.input(32, role=Role.ARGUMENT)
+    folded = _fold(make.finish(x).graph)
+    assert folded.op_members == []
+    assert folded.slot_members == []
