@@ -17,7 +17,7 @@ from spmdctx.ir.primitives import IDENTITIES
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.lowering.rewrite.block import Block, Constraints
-from spmdctx.lowering.rewrite.local_ops import LOCAL_OPS, local_op
+from spmdctx.lowering.rewrite.local_ops import is_local, local_op
 from spmdctx.lowering.rewrite.loop_sums import LoopSums
 from spmdctx.lowering.rewrite.precision import PASSED_ON, passed_on, wide
 from spmdctx.lowering.rewrite.values import NO_RECORD, ShardedProgram, Values
@@ -171,9 +171,8 @@ class Rewriter:
         operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
         if op.primitive in ELEMENTWISE:
             operands = self._spread(block, op, eqn, operands, project(op.rule.results[0], self.assignment.ops[op.id].axes))
-        eqn = self._as_local(eqn, op)
         widened = self._widened(eqn, op, operands, block) if self._widens and eqn.primitive.name == op.primitive else None
-        results = self.emit(eqn, operands, block) if widened is None else [widened]
+        results = self.emit(self._as_local(eqn, op), operands, block) if widened is None else [widened]
         made = block.eqns[-1]
         results = [self.settle(block, op, position, var) for position, var in enumerate(results)]
         block.note(op, made, results)
@@ -185,6 +184,7 @@ class Rewriter:
         """Returns the op's result in float32 if that is reduced, or passed on from such a result; else None."""
         if op.results and self.values[op.results[0]].is_widened and partial_axes(op.rule, self.assignment.ops[op.id].axes):
             written = wide(eqn, operands)
+            written[-1] = self._as_local(written[-1], op)
         elif op.primitive in PASSED_ON and operands and all(not isinstance(atom, jexc.Literal) and atom in block.wide for atom in operands):
             operands = [block.wide[atom] for atom in operands]
             written = passed_on(eqn, operands)
@@ -196,11 +196,7 @@ class Rewriter:
     def _as_local(self, eqn: Any, op: Op) -> Any:
         """Returns the equation, made to work on blocks if the partitioner would not split it."""
         axes = self.assignment.ops[op.id].axes
-        if op.primitive not in LOCAL_OPS or not any(axes):
-            return eqn
-        operands = [project(dims, axes) for dims in op.rule.operands]
-        template = local_op(eqn, operands, [project(dims, axes) for dims in op.rule.results], self.sharded.jax_mesh)
-        return template.replace(outvars=eqn.outvars, source_info=eqn.source_info)
+        return local_op(eqn, op.rule, axes, self.sharded.jax_mesh) if is_local(eqn) and any(axes) else eqn
 
     def emit(self, eqn: Any, operands: Sequence[Any], block: Block, avals: Sequence[Any] = (), **params: Any) -> list[Any]:
         """Writes the equation with new operands and fresh results, which are of the types `avals` if these are given."""
