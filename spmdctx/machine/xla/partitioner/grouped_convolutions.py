@@ -1,7 +1,18 @@
 """The partitioner computes something else where a convolution with groups is split.
 
-What XLA does: it takes a convolution whose kernel has one position for a matrix product, and then counts the groups of the whole
-    convolution against one device's features: numbers are wrong, or a kernel with too few groups reads beyond its operands.
+What XLA does: it takes a convolution whose window has one position for a matrix product, and then hands each device the groups of the
+    whole convolution: numbers are wrong as soon as groups are split, or the kernel of one device is read beyond its end. With larger
+    windows this happens where a device holds one group and output features are split further. With batch groups, as in a kernel's
+    gradient, it adds a split contraction up over devices that hold the same slice, and aborts on split output features. What it does
+    right it gathers first, if groups have several features. Convolutions without groups, and splits of the batch alone, are right.
+Seen in: jaxlib 0.10.2, CPU, 2x4 and 2x2x2 devices, all splits of 76 convolutions and of their gradients: 702 of 1,066 splits with groups of
+    a window of one position are wrong, 50 of 682 of larger windows, 194 of 346 with batch groups, 0 of 1,300 without groups; 19 of the
+    convolutions end the process. The partitioner is the same for TPU and GPU.
+Switch: none: all backends
+Priced by: nothing
+Written or prevented by: lowering.rewrite.local_ops runs such a convolution per block, with the groups that one device holds;
+    lowering.rewrite.partial_terms does so where loops add up its results.
+Checked by: tests/machine/xla/partitioner/test_grouped_convolutions.py, tests/rules/test_numbers.py
 """
 
 from __future__ import annotations
