@@ -9,9 +9,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmdctx
+from spmdctx.audit.collectives import parse_collectives
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.lowering.compile import jit_program
 from spmdctx.trace.specs import make_mesh
-from tests.road import ops, run, trace
+from tests.audit.compile_only import need_gpu, need_tpu
+from tests.road import bill_of, ops, run, spread, trace
 from tests.rules.sweep import MESHES, Small, runs, traced, wrong
 
 MESH = LogicalMesh.of({"data": 2, "model": 4})
@@ -56,6 +59,25 @@ def test_split_groups_cost_nothing_and_split_features_one_reduction(groups, feat
         made = run(conv(groups), x, kernel, pins={}, mesh=MESH, forced={op.id: ((), ("data",), ("model",), (), ())})
         made.check()
         assert sum(made.executed.values()) == 1
+
+
+def with_gradients(x, kernel, cotangent):
+    made, pull = jax.vjp(conv(2), x, kernel)
+    return made, *pull(cotangent)
+
+
+@pytest.mark.parametrize("devices", [need_tpu, need_gpu])
+@pytest.mark.parametrize(
+    "split", [(("data", "model"), (), (), (), ()), ((), ("data",), ("model",), (), ()), ((), ("data",), (), ("model",), ())], ids=str
+)
+def test_compilers_for_chips_reduce_once_and_gather_nothing(devices, split):
+    shapes = ((8, 16, 64), (1, 32, 64), (8, 16, 64))
+    program = trace(with_gradients, *(np.ones(shape, np.float32) for shape in shapes))
+    assignment = spread(program, {}, MESH, forced={ops(program, "conv_general_dilated")[0].id: split})
+    lowered = jit_program(program, assignment, MESH, devices()).jitted.lower(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+    found = [(one.kind, one.axes) for one in parse_collectives(lowered.compile().as_text(), MESH)]
+    assert found == [("all_reduce", ("data", "model") if split[0] else ("model",))]
+    assert [(row.kind, row.axes) for row in bill_of(program, assignment, MESH).collectives] == found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
