@@ -45,6 +45,7 @@ def main() -> None:
     started = time.time()
     for first in range(0, len(names), BATCH):
         _run(names[first : first + BATCH], options.most, totals)
+        print(f"{time.time() - started:.0f} s: {dict(totals)}", flush=True)
     print(f"{totals['programs']} programs, {totals['runs']} splits, {totals['refused']} that JAX or XLA refuse,")
     print(f"{totals['wrong']} wrong, {totals['died']} processes died, {time.time() - started:.0f} s")
     sys.exit(int(bool(totals["wrong"] or totals["died"])))
@@ -55,7 +56,7 @@ def _drawn(options: argparse.Namespace) -> list[str]:
     harnesses = [name for name in json.loads(done.stdout.splitlines()[-1]) if options.only in name]
     chosen = [name for name in harnesses if not name.startswith("small/")]
     drawn = random.Random(options.seed).sample(chosen, min(options.count, len(chosen)))
-    return [name for name in harnesses if name.startswith("small/")] + sorted(drawn)
+    return sorted(drawn) + [name for name in harnesses if name.startswith("small/")]
 
 
 def _run(names: list[str], most: int, totals: Counter[str]) -> None:
