@@ -117,3 +117,10 @@ def without_high_primitives(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
     from jax._src.interpreters import partial_eval
 
     return partial_eval.lower_jaxpr2(jaxpr)
+
+
+def primitive_harnesses() -> list[Any]:
+    """Returns JAX's own test programs of its primitives."""
+    from jax._src.internal_test_util import test_harnesses
+
+    return list(test_harnesses.all_harnesses)

@@ -20,13 +20,10 @@ def conv_general_dilated(operands: tuple[Shape, ...], results: tuple[Shape, ...]
     (out_batch, out_feature, *out_space) = numbers.out_spec
     builder = RuleBuilder()
     batch_groups, feature_groups = params["batch_group_count"], params["feature_group_count"]
-    # With batch groups XLA sums a split contraction over all devices, also those that hold the same slice (wrong by a factor),
-    # and aborts on split output features (convolution_handler.cc: new_input_batch_size % new_output_batch_size).
-    whole = batch_groups > 1
-    batch = builder.factor(lhs[lhs_batch] // batch_groups, blocked=whole)
+    batch = builder.factor(lhs[lhs_batch] // batch_groups)
     groups = builder.factor(max(batch_groups, feature_groups))
-    features_in = builder.factor(rhs[rhs_in], FactorKind.REDUCTION, blocked=whole)
-    features_out = builder.factor(rhs[rhs_out] // max(batch_groups, feature_groups), blocked=whole)
+    features_in = builder.factor(rhs[rhs_in], FactorKind.REDUCTION)
+    features_out = builder.factor(rhs[rhs_out] // max(batch_groups, feature_groups))
 
     lhs_dims: list[DimFactors] = [()] * len(lhs)
     rhs_dims: list[DimFactors] = [()] * len(rhs)

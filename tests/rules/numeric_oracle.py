@@ -1,4 +1,4 @@
-"""Runs one op on eight devices under every legal sharding of its rule's factors, and compares with one device."""
+"""Runs one op on eight devices, as spmdctx lowers it, under every legal sharding of its factors, and compares with one device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from typing import Any
 import jax
 import jax.extend.core as jexc
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.rule import DimFactors, FactorKind, OpRule
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.rules import rule_for
+from spmdctx.trace.specs import make_mesh
+from tests.road import ops, trace
+from tests.rules.sweep import Run, evaluate, reached
 
 MESH = {"x": 2, "y": 4}
 Shardings = tuple[TensorSharding, ...]
@@ -122,41 +126,23 @@ def check(
     assert_fits(eqn)
     cases = list(legal_shardings(eqn.rule, mesh))
     assert len(cases) > 1, f"{primitive} can't be split: {eqn.rule} {eqn.rule.reason}"
-    devices = Mesh(
-        np.array(jax.devices()[: math.prod(mesh.values())]).reshape(tuple(mesh.values())), tuple(mesh), (AxisType.Auto,) * len(mesh)
-    )
+    traced, logical = trace(function, *args), LogicalMesh.of(dict(mesh))
+    (op,) = ops(traced, primitive)
 
     def program(*args: Any) -> list[Any]:
-        return [_constrained(function, args, eqn, operands, results, devices) for _, operands, results in cases]
+        return [evaluate(Run(traced, logical, op, axes), jax.tree.leaves(args)) for axes, _, _ in cases]
 
-    whole = NamedSharding(devices, PartitionSpec())
+    whole = NamedSharding(make_mesh(logical, jax.devices()), PartitionSpec())
     compiled = jax.jit(program, in_shardings=whole).lower(*(jax.device_put(arg, whole) for arg in args)).compile(compiler_options=_QUICK)
-    expected = [_number(leaf) for leaf in jax.tree.leaves(jax.jit(function)(*args))]
+    leaves = jax.tree.leaves(jax.jit(function)(*args))
+    expected = [_number(leaves[place]) for place in reached(Run(traced, logical, op, ()))]
     for (axes, _, _), outputs in zip(cases, compiled(*(jax.device_put(arg, whole) for arg in args)), strict=True):
-        for leaf, own in zip(jax.tree.leaves(outputs), expected, strict=True):
+        for leaf, own in zip(outputs, expected, strict=True):
             np.testing.assert_allclose(
                 _number(leaf), own, rtol=tolerance, atol=tolerance, err_msg=f"{primitive} {eqn.rule} split as {axes}"
             )
     _assert_quiet(compiled.as_text(), eqn.rule, cases, also)
     return eqn.rule
-
-
-def _constrained(
-    function: Callable[..., Any], args: Sequence[Any], eqn: Equation, operands: Shardings, results: Shardings, mesh: Mesh
-) -> list[Any]:
-    split = list(args)
-    for position, sharding in zip(eqn.arguments, operands, strict=True):
-        if position is not None:
-            split[position] = jax.lax.with_sharding_constraint(args[position], _named(mesh, sharding))
-    outputs = jax.tree.leaves(function(*split))
-    for position, sharding in zip(eqn.outputs, results, strict=True):
-        if position is not None:
-            outputs[position] = jax.lax.with_sharding_constraint(outputs[position], _named(mesh, sharding))
-    return outputs
-
-
-def _named(mesh: Mesh, sharding: TensorSharding) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(*(dim or None for dim in sharding)))
 
 
 def _number(leaf: Any) -> np.ndarray:

@@ -18,16 +18,6 @@ SPATIAL = (
 )
 """With strides Shardy would reduce over a kernel's positions, which are few, and gathers overlapping windows for it."""
 
-BATCH_GROUPS = (
-    "Shardy splits operand 0 dim 0 = result 0 dim 0 pass_through, we don't",
-    "Shardy splits operand 0 dim 1 = operand 1 dim 1 reduction, we don't",
-    "Shardy splits operand 1 dim 0 = result 0 dim 1 pass_through, we don't",
-)
-"""XLA's partitioner gathers for the first, is wrong by the number of replicas in the second, and aborts on the third."""
-
-GATHERS = ("all-gather",)
-"""XLA's partitioner gathers the operands of a convolution with several features per group."""
-
 CONVOLUTIONS = [
     Case("conv_general_dilated", conv(), ((8, 8, 4, 4), (8, 8, 3, 3)), label="NCHW"),
     Case(
@@ -37,14 +27,13 @@ CONVOLUTIONS = [
         label="NHWC with strides",
         explained=SPATIAL,
     ),
-    Case("conv_general_dilated", conv(feature_group_count=2), ((8, 8, 4, 4), (8, 4, 3, 3)), label="feature groups", also=GATHERS),
+    Case("conv_general_dilated", conv(feature_group_count=2), ((8, 8, 4, 4), (8, 4, 3, 3)), label="feature groups"),
     Case("conv_general_dilated", conv(feature_group_count=8), ((8, 8, 4, 4), (8, 1, 3, 3)), label="depthwise"),
     Case(
         "conv_general_dilated",
         conv(batch_group_count=2),
         ((8, 8, 4, 4), (8, 8, 3, 3)),
         label="batch groups",
-        explained=BATCH_GROUPS,
     ),
 ]
 

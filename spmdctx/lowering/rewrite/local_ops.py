@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,10 @@ import jax
 from jax.sharding import Mesh
 
 from spmdctx.errors import UnsupportedError
-from spmdctx.ir.sharding import TensorSharding
+from spmdctx.ir.projection import partial_axes, project
+from spmdctx.ir.rule import OpRule
+from spmdctx.ir.sharding import AxisNames, TensorSharding
+from spmdctx.machine.xla.partitioner.grouped_convolutions import group_factor, groups_of
 from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.specs import named_sharding, partition_spec
 
@@ -60,28 +64,61 @@ def is_local(eqn: Any, axes: Sequence[Any], mesh: Mesh) -> bool:
         return not eqn.effects
     if name == PARTITIONED:
         return bool(mesh.devices.flat[0].platform == "tpu")
-    return name in LOCAL_OPS and any(axes)
+    return (name in LOCAL_OPS or is_grouped(eqn)) and any(axes)
 
 
-def local_op(eqn: Any, operands: Sequence[TensorSharding], results: Sequence[TensorSharding], mesh: Mesh) -> Any:
-    """Returns an equation like `eqn` that works on each device's block; operands and results must be in the given shardings."""
+def is_grouped(eqn: Any) -> bool:
+    """Returns whether an equation is a convolution with groups."""
+    return eqn.primitive.name == "conv_general_dilated" and groups_of(eqn.params) > 1
 
-    compute = eqn.primitive.bind if eqn.primitive.name != PARTITIONED else _partitioned(eqn, operands, results, mesh)
 
-    def local(*blocks: Any) -> Any:
-        found = compute(*blocks, **eqn.params)
-        return tuple(found) if eqn.primitive.multiple_results else found
+def on_block(eqn: Any, rule: OpRule, axes: tuple[AxisNames, ...], mesh: Mesh) -> Any:
+    """Returns an equation with the parameters that it has on one device's block: a convolution has fewer groups there."""
+    if not is_grouped(eqn):
+        return eqn
+    ways = math.prod(mesh.shape[name] for name in axes[group_factor(rule, eqn.params)])
+    counts = {name: -(-eqn.params[name] // ways) for name in ("feature_group_count", "batch_group_count")}
+    return eqn.replace(params={**eqn.params, **counts})
 
-    out_specs: Any = tuple(partition_spec(sharding) for sharding in results)
+
+def local_op(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: Mesh) -> Any:
+    """Returns an equation like `eqn` that works on each device's block, its op split as `axes`, and reduces its result.
+
+    Operands and results must be in the shardings in which the op takes and makes them. Without a rule they are whole.
+    """
+    if rule is None:
+        operands: list[TensorSharding] = [()] * len(eqn.invars)
+        results: list[TensorSharding] = [()] * len(eqn.outvars)
+    else:
+        operands, results = ([project(dims, axes) for dims in side] for side in (rule.operands, rule.results))
+    out_specs: Any = tuple(map(partition_spec, results))
     mapped = jax.shard_map(
-        local,
+        _on_blocks(eqn, rule, axes, mesh, (operands, results)),
         mesh=mesh,
-        in_specs=tuple(partition_spec(sharding) for sharding in operands),
+        in_specs=tuple(map(partition_spec, operands)),
         out_specs=out_specs if eqn.primitive.multiple_results else out_specs[0],
         check_vma=False,
     )
     structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type) for var in eqn.invars]
-    return jax.make_jaxpr(mapped)(*structs).jaxpr.eqns[0]
+    template = jax.make_jaxpr(mapped)(*structs).jaxpr.eqns[0]
+    return template.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+
+def _on_blocks(
+    eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: Mesh, sides: tuple[list[TensorSharding], list[TensorSharding]]
+) -> Callable[..., Any]:
+    """Returns the function of blocks that stands for an equation."""
+    own = eqn if rule is None else on_block(eqn, rule, axes, mesh)
+    reduced = () if rule is None else partial_axes(rule, axes)
+    compute = own.primitive.bind if own.primitive.name != PARTITIONED else _partitioned(eqn, *sides, mesh)
+
+    def local(*blocks: Any) -> Any:
+        found = compute(*blocks, **own.params)
+        if own.primitive.multiple_results:
+            return tuple(found)
+        return jax.lax.psum(found, reduced) if reduced else found
+
+    return local
 
 
 def _partitioned(eqn: Any, operands: Sequence[TensorSharding], results: Sequence[TensorSharding], mesh: Mesh) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from spmdctx.ir.primitives import ADDITIONS, Boundary
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.lowering.rewrite.block import Block, Constraints
-from spmdctx.lowering.rewrite.partial_terms import added, complete, linear, of_type, partial_term, unstacked, whole_term
+from spmdctx.lowering.rewrite.partial_terms import Term, added, complete, linear, of_type, partial_term, unstacked, whole_term
 from spmdctx.lowering.rewrite.values import ShardedProgram, Values
 
 Take = Callable[[Block, Op, int, Any], Any]
@@ -47,13 +47,10 @@ class LoopSums:
         """Writes an op that makes a value that holds on to partial sums."""
         value, axes = op.results[0], self._sums.axes[op.results[0]]
         if value in self._terms:
-            shardings = [project(dims, self._ops[op.id].axes) for dims in op.rule.operands]
             # If operands were recomputed as slices, XLA would gather the whole value from these slices.
             taken = [self._take(block, op, position, atom) for position, atom in enumerate(operands)]
-            is_wide = self._values[value].is_widened
-            partial = partial_axes(op.rule, self._ops[op.id].axes)
-            alike = tuple(name for name in axes if name not in partial)
-            made = partial_term(eqn, taken, shardings, axes, alike, self._mesh, is_wide=is_wide)
+            term = Term(op.rule, self._ops[op.id].axes, axes, self._values[value].is_widened)
+            made = partial_term(eqn, taken, term, self._mesh)
         elif op.primitive in ADDITIONS:
             shape = self._graph.values[value].shape
             first, second = (self._taken(block, op, place, atom, axes, shape, eqn.source_info) for place, atom in enumerate(operands))

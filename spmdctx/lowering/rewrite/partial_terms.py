@@ -7,6 +7,7 @@ all compilers: no collective runs before the total is complete. See `ir.analysis
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,7 +15,10 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from spmdctx.ir.projection import partial_axes, project
+from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import AxisNames, TensorSharding
+from spmdctx.lowering.rewrite.local_ops import is_grouped, on_block
 from spmdctx.lowering.rewrite.precision import computing_wide
 
 
@@ -33,18 +37,45 @@ def written(fn: Callable[..., Any], atoms: Sequence[Any], source_info: Any) -> t
     return eqns, names[result]
 
 
-def partial_term(
-    eqn: Any, operands: Sequence[Any], specs: Sequence[TensorSharding], axes: AxisNames, alike: AxisNames, mesh: Mesh, *, is_wide: bool
-) -> Any:
-    """Writes the partial results of `eqn` on each device of `axes`, over which `specs` split the operands.
+@dataclass(frozen=True)
+class Term:
+    """How a term of a sum is made: the split of its op, and the axes over which it stays partial.
 
-    Along the axes in `alike` all devices have the same result, which only the first of them adds. Results are reduced here over other
-    axes that split a dimension together with some of `axes`; the rest is left to the partitioner.
+    Along the axes in `alike` all devices have the same result, which only the first of them adds.
     """
-    near = [names for spec in specs for names in spec if not set(axes).isdisjoint(names)]
-    others = tuple(dict.fromkeys(name for names in near for name in names if name not in axes))
-    compute: Callable[..., Any] = computing_wide(eqn) if is_wide else lambda *blocks: eqn.primitive.bind(*blocks, **eqn.params)
+
+    rule: OpRule
+    split: tuple[AxisNames, ...]
+    axes: AxisNames
+    is_wide: bool = False
+
+    @property
+    def alike(self) -> AxisNames:
+        """The axes of the sum over which the term is not partial."""
+        partial = partial_axes(self.rule, self.split)
+        return tuple(name for name in self.axes if name not in partial)
+
+    def manual_axes(self, specs: Sequence[TensorSharding], *, is_local: bool) -> tuple[AxisNames, AxisNames]:
+        """Returns the axes that the partitioner must not touch, and those of them over which the term is reduced where it is made.
+
+        These split a dimension together with some of the sum's axes. If the op is run per block (`is_local`), all its axes are manual.
+        """
+        if is_local:
+            used = dict.fromkeys(name for names in (self.axes, *self.split) for name in names)
+            return tuple(used), tuple(name for name in partial_axes(self.rule, self.split) if name not in self.axes)
+        near = [names for spec in specs for names in spec if not set(self.axes).isdisjoint(names)]
+        others = tuple(dict.fromkeys(name for names in near for name in names if name not in self.axes))
+        return (*self.axes, *others), others
+
+
+def partial_term(eqn: Any, operands: Sequence[Any], term: Term, mesh: Mesh) -> Any:
+    """Writes the partial results of `eqn` on each device of the sum's axes; what no axis of these needs is left to the partitioner."""
+    own = on_block(eqn, term.rule, term.split, mesh)
+    specs = [project(dims, term.split) for dims in term.rule.operands]
+    manual, others = term.manual_axes(specs, is_local=is_grouped(eqn))
+    compute: Callable[..., Any] = computing_wide(own) if term.is_wide else lambda *blocks: own.primitive.bind(*blocks, **own.params)
     adds_to_first = eqn.primitive.name.startswith("scatter")
+    made_as = _spec(project(term.rule.results[0], term.split), manual) if is_grouped(eqn) else PartitionSpec()
 
     def local(number: Any, *blocks: Any) -> Any:
         if adds_to_first:
@@ -54,18 +85,18 @@ def partial_term(
             blocks = (jax.lax.select(kept, start, jnp.zeros_like(start)), *blocks[1:])
         made = compute(*blocks)
         made = jax.lax.psum(made, others) if others else made
-        if alike:
-            kept = jnp.broadcast_to(_is_first(number[0], axes, alike, mesh), made.shape)
+        if term.alike:
+            kept = jnp.broadcast_to(_is_first(number[0], term.axes, term.alike, mesh), made.shape)
             made = jax.lax.select(kept, made, jnp.zeros_like(made))
         return made[None]
 
     def partial(*arrays: Any) -> Any:
-        manual = (*axes, *others)
-        in_specs = (PartitionSpec(axes), *(_spec(spec, manual) for spec in specs))
+        in_specs = (PartitionSpec(term.axes), *(_spec(spec, manual) for spec in specs))
+        out_specs = PartitionSpec(term.axes, *made_as)
         mapped: Callable[..., Any] = jax.shard_map(
-            local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(axes), axis_names=frozenset(manual), check_vma=False
+            local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=frozenset(manual), check_vma=False
         )
-        return mapped(jnp.arange(_count(axes, mesh)), *arrays)
+        return mapped(jnp.arange(_count(term.axes, mesh)), *arrays)
 
     return written(partial, operands, eqn.source_info)
 

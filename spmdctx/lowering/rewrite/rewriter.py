@@ -172,9 +172,8 @@ class Rewriter:
         operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
         if op.primitive in ELEMENTWISE:
             operands = self._spread(block, op, eqn, operands, project(op.rule.results[0], self.assignment.ops[op.id].axes))
-        eqn = self._as_local(eqn, op)
         widened = self._widened(eqn, op, operands, block) if self._widens and eqn.primitive.name == op.primitive else None
-        results = self.emit(eqn, operands, block) if widened is None else [widened]
+        results = self.emit(self._as_local(eqn, op), operands, block) if widened is None else [widened]
         made = block.eqns[-1]
         results = [self.settle(block, op, position, var) for position, var in enumerate(results)]
         block.note(op, made, results)
@@ -186,6 +185,7 @@ class Rewriter:
         """Returns the op's result in float32 if that is reduced, or passed on from such a result; else None."""
         if op.results and self.values[op.results[0]].is_widened and partial_axes(op.rule, self.assignment.ops[op.id].axes):
             written = wide(eqn, operands)
+            written[-1] = self._as_local(written[-1], op)
         elif op.primitive in PASSED_ON and operands and all(not isinstance(atom, jexc.Literal) and atom in block.wide for atom in operands):
             operands = [block.wide[atom] for atom in operands]
             written = passed_on(eqn, operands)
@@ -199,10 +199,7 @@ class Rewriter:
         axes = self.assignment.ops[op.id].axes if op is not None else ()
         if not is_local(eqn, axes, self.sharded.jax_mesh):
             return eqn
-        sides = (op.rule.operands, op.rule.results) if op is not None else ([()] * len(eqn.invars), [()] * len(eqn.outvars))
-        operands, results = ([project(dims, axes) for dims in side] for side in sides)
-        template = local_op(eqn, operands, results, self.sharded.jax_mesh)
-        return template.replace(outvars=eqn.outvars, source_info=eqn.source_info)
+        return local_op(eqn, None if op is None else op.rule, axes, self.sharded.jax_mesh)
 
     def emit(self, eqn: Any, operands: Sequence[Any], block: Block, avals: Sequence[Any] = (), **params: Any) -> list[Any]:
         """Writes the equation with new operands and fresh results, which are of the types `avals` if these are given."""
