@@ -35,7 +35,8 @@ class VerifyRow(NamedTuple):
         path: of the result, or of the argument whose next value it is.
         dtype: its type.
         difference: max|a-b| / max(max|b|, 1e-3), b being the one-device result; of whole numbers and keys, how many differ.
-        noise: the same of b, against the one-device step whose operations round otherwise.
+        noise: the same of b, against the one-device step whose operations round otherwise; None where all results are as near as the
+            rounding of their last operation, so that the noise was not measured.
         size: how many elements it has.
         num_over: how many of them differ by more than their own noise.
         num_allowed: how many may.
@@ -45,7 +46,7 @@ class VerifyRow(NamedTuple):
     path: str
     dtype: str
     difference: float
-    noise: float = 0.0
+    noise: float | None = None
     size: int = 1
     num_over: int = 0
     num_allowed: int = 0
@@ -58,7 +59,8 @@ class VerifyRow(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the difference, the noise floor and the verdict in words."""
-        return f"{'' if self.ok else '! '}{self.path}: {self._difference} ({self.dtype}); {self._reason}"
+        words = f"{'' if self.ok else '! '}{self.path}: {self._difference} ({self.dtype})"
+        return f"{words}; {self._reason}" if self.difference else words
 
     @property
     def _is_whole(self) -> bool:
@@ -67,25 +69,28 @@ class VerifyRow(NamedTuple):
     @property
     def _difference(self) -> str:
         if not self.difference:
-            return "equal"
+            return "the same"
         return f"{self.difference:.0f} of {self.size} differ" if self._is_whole else f"differs by {self.difference:.1e}"
 
     @property
     def _reason(self) -> str:
-        if self._is_whole:
-            floor = f"rounding alone changes {self.noise:.0f} on one device" if self.noise else "rounding alone changes none"
+        if self.noise is None:
+            floor = "the last operation may round so"
+        elif self._is_whole:
+            floor = f"rounding alone changes {self.noise:.0f} on one device"
         else:
             floor = f"rounding alone moves it by up to {self.noise:.1e} on one device"
         if not self.ok:
             return f"{floor}, and {self.num_over} of {self.size} values are beyond their own noise"
         if self.num_over > self.num_allowed:
             return f"{floor}, and rtol accepts {self.rtol:.0e}"
-        if self.noise > _DECIDED_BY_ROUNDING:
-            return f"{floor}: some of its values are decided by rounding errors, as where a true gradient is zero"
+        if self.noise is not None and self.noise > _DECIDED_BY_ROUNDING and not self._is_whole:
+            return f"{floor}: rounding errors decide some of its values, as where a true gradient is zero"
         return floor
 
 
 _DECIDED_BY_ROUNDING = 1e-2
+"""Noise above which a report says that rounding decides values."""
 
 
 class VerifyReport(NamedTuple):
@@ -178,7 +183,7 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0) -> Veri
             leaf.path,
             leaf.dtype,
             relative(difference, floor.reference),
-            relative(floor.noise, floor.reference),
+            relative(floor.noise, floor.reference) if floor.num_samples else None,
             floor.reference.size,
             excess.count,
             excess.allowed,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FACTOR = 4.0
+FACTOR = 5.0
 """How many times its noise an element may differ: the noise is the largest of some samples, and the difference is one more."""
 
 LEAST = 1e-3
@@ -47,14 +47,14 @@ class Floor:
         self._least = np.zeros(reference.shape) if spacing is None else _SPACINGS * spacing * np.nan_to_num(np.abs(reference), posinf=0.0)
         self._first = np.zeros(reference.shape)
         self._second = np.zeros(reference.shape)
-        self._num_samples = 0
+        self.num_samples = 0
 
     def add(self, sample: np.ndarray) -> None:
         """Takes one sample of the result."""
         moved = distances(sample, self.reference)
         self._second = np.maximum(self._second, np.minimum(moved, self._first))
         self._first = np.maximum(self._first, moved)
-        self._num_samples += 1
+        self.num_samples += 1
 
     @property
     def noise(self) -> np.ndarray:
@@ -69,12 +69,12 @@ class Floor:
         over = differences > FACTOR * self._first + self._least
         alone = self._first > FACTOR * self._second + self._least
         num_alone = int(np.count_nonzero(alone))
-        if not num_alone or not self._num_samples:
+        if not num_alone or not self.num_samples:
             return Excess(int(np.count_nonzero(over)), 0)
         farthest = FACTOR * self._first[alone].max()
         if np.any(differences[over] > farthest):
             return Excess(int(np.count_nonzero(over)), 0)
-        return Excess(int(np.count_nonzero(over)), 2 + math.ceil(4 * num_alone / self._num_samples))
+        return Excess(int(np.count_nonzero(over)), 2 + math.ceil(4 * num_alone / self.num_samples))
 
 
 def distances(values: np.ndarray, reference: np.ndarray) -> np.ndarray:
