@@ -135,7 +135,7 @@ def _relative(text: str) -> float:
     """Reads a number that is finite and not negative."""
     try:
         return checked_rtol(float(text))
-    except ValueError:
+    except ValueError:  # ContextError is one
         raise argparse.ArgumentTypeError(f"{text!r} is no finite number from 0 on") from None
 
 

@@ -6,6 +6,7 @@ import html
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.extend.core as jexc
@@ -170,14 +171,15 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0) -> Veri
     with auto_axes():
         # Copies: the step may have been told to reuse the memory of its arguments.
         split = entry.execute(_as_called(entry, leaves))
-        reference, answers = _reference(entry), Answers()
-        copied = [reference.place(leaf) for leaf in leaves]
-        with reference.around():
-            plain = for_one_run(reference.jaxpr, answers, keep_constraints=reference.keeps_constraints)
-            whole = [_host(result) for result in jax.jit(jexc.jaxpr_as_fun(plain))(*copied)]
+        if entry not in _PREPARED:
+            _PREPARED[entry] = _Prepared(_reference(entry))
+        prepared = _PREPARED[entry]
+        copied = [prepared.reference.place(leaf) for leaf in leaves]
+        with prepared.reference.around():
+            whole = prepared.run(copied)
             floors = [Floor(values, _spacing(leaf.dtype)) for values, leaf in zip(whole, entry.captured.outputs, strict=True)]
             differences = [distances(_host(result), values) for result, values in zip(split, whole, strict=True)]
-            excesses = _measured(floors, differences, _samples(reference, answers, copied))
+            excesses = _measured(floors, differences, prepared.samples(copied))
     rows = [
         VerifyRow(
             leaf.path,
@@ -191,7 +193,7 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0) -> Veri
         )
         for leaf, floor, difference, excess in zip(entry.captured.outputs, floors, differences, excesses, strict=True)
     ]
-    return VerifyReport(tuple(rows), entry.program.mesh.devices.size, reference.words)
+    return VerifyReport(tuple(rows), entry.program.mesh.devices.size, prepared.reference.words)
 
 
 def _measured(floors: Sequence[Floor], differences: Sequence[np.ndarray], samples: Iterable[Sequence[np.ndarray]]) -> list[Excess]:
@@ -213,14 +215,33 @@ def _measured(floors: Sequence[Floor], differences: Sequence[np.ndarray], sample
     return found
 
 
-def _samples(reference: _Reference, answers: Answers, leaves: Sequence[Any]) -> Iterator[list[np.ndarray]]:
-    """Yields the results of the reference with other rounding errors each time."""
-    plain = for_one_run(reference.jaxpr, Answers(), keep_constraints=reference.keeps_constraints)
-    run, largest = jax.jit(noisy_program(plain, answers)), largest_array(plain.jaxpr)
-    for number in range(_MOST_SAMPLES):
-        answers.rewind()
-        noise = Noise.sample(number, largest, _AMPLITUDES[number % len(_AMPLITUDES)])
-        yield [_host(result) for result in run(noise, *leaves)]
+class _Prepared:
+    """A reference with its programs, which are compiled once for all calls of `verify` on an entry."""
+
+    def __init__(self, reference: _Reference) -> None:
+        self.reference, self._answers = reference, Answers()
+        keeps = reference.keeps_constraints
+        plain = for_one_run(reference.jaxpr, Answers(), keep_constraints=keeps)
+        recorded = for_one_run(reference.jaxpr, self._answers, keep_constraints=keeps)
+        self._run = jax.jit(jexc.jaxpr_as_fun(recorded))
+        self._noisy, self._largest = jax.jit(noisy_program(plain, self._answers)), largest_array(plain.jaxpr)
+
+    def run(self, leaves: Sequence[Any]) -> list[np.ndarray]:
+        """Returns the results of the reference."""
+        self._answers.clear()
+        results = [_host(result) for result in self._run(*leaves)]
+        jax.effects_barrier()
+        return results
+
+    def samples(self, leaves: Sequence[Any]) -> Iterator[list[np.ndarray]]:
+        """Yields the results of the reference with other rounding errors each time."""
+        for number in range(_MOST_SAMPLES):
+            self._answers.rewind()
+            noise = Noise.sample(number, self._largest, _AMPLITUDES[number % len(_AMPLITUDES)])
+            yield [_host(result) for result in self._noisy(noise, *leaves)]
+
+
+_PREPARED: WeakKeyDictionary[Entry, _Prepared] = WeakKeyDictionary()
 
 
 def _reference(entry: Entry) -> _Reference:
@@ -228,12 +249,12 @@ def _reference(entry: Entry) -> _Reference:
 
     A step with a shard_map over several devices cannot run on one. It is compared with itself on all devices with whole arguments.
     """
-    jaxpr = entry.captured.jaxpr
+    jaxpr, spans_processes = entry.captured.jaxpr, entry.spans_processes
     if any(math.prod(size for _, size in region.mesh_axes) > 1 for region in entry.planned.program.manual):
         everywhere = named_sharding(entry.program.mesh, ())
 
         def place(leaf: Any) -> Any:
-            return on_all(to_host(leaf), everywhere) if entry.spans_processes else _copied(leaf, everywhere)
+            return on_all(to_host(leaf), everywhere) if spans_processes else _copied(leaf, everywhere)
 
         return _Reference("with whole arguments", jaxpr, place, auto_axes, True)
     device = next(device for device in entry.program.mesh.devices.flat if device.process_index == jax.process_index())

@@ -43,6 +43,12 @@ class Answers:
 
         return call
 
+    def clear(self) -> None:
+        """Forgets the answers of the last run."""
+        for given in self._given.values():
+            given.clear()
+        self.rewind()
+
     def rewind(self) -> None:
         """Lets the next run get the answers from the first one on."""
         self._next.clear()

@@ -68,8 +68,8 @@ def _arrays(values: Sequence[_Value]) -> list[Any]:
 class _Interpreter:
     """Evaluates a program, moving the result of each equation that rounds, and the terms of each that sums."""
 
-    def __init__(self, noise: Noise, answers: Answers, *, is_manual: bool = False) -> None:
-        self._noise, self._answers, self._is_manual = noise, answers, is_manual
+    def __init__(self, noise: Noise, answers: Answers) -> None:
+        self._noise, self._answers = noise, answers
         self._sites = itertools.count(1)
 
     def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[_Value]) -> list[_Value]:
@@ -92,7 +92,7 @@ class _Interpreter:
         name = eqn.primitive.name
         if name in _LOOPS:
             return _LOOPS[name](self, eqn, operands)
-        if name == "shard_map" and not self._is_manual:
+        if name == "shard_map":
             return self._manual(eqn, operands)
         if name in CALLS:
             body = call_body(name, eqn.params)
@@ -108,10 +108,7 @@ class _Interpreter:
         if not is_sum and (known or is_exact(eqn) or not any(map(is_float, _types(eqn.outvars)))):
             was_moved = any(operand.moved for operand in operands)
             return [_Value(result, known, was_moved and is_float(result)) for result in self._bound(eqn, _arrays(operands))]
-        if is_sum:
-            results = self._sum(eqn, operands)
-        else:
-            results = self._bound(eqn, _arrays(operands))
+        results = self._sum(eqn, operands) if is_sum else self._bound(eqn, _arrays(operands))
         return [_Value(self._moved(result), moved=True) if is_float(result) else _Value(result) for result in results]
 
     def _moved(self, values: Any, times: float = 1.0) -> Any:
@@ -120,8 +117,6 @@ class _Interpreter:
     def _bound(self, eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
         if eqn.primitive.name == "io_callback":
             changed["callback"] = self._answers.repeating(eqn.params["callback"])
-        if _holds_programs(eqn):
-            return _whole(eqn, operands)
         results = eqn.primitive.bind(*operands, **{**eqn.params, **changed})
         return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -156,7 +151,7 @@ class _Interpreter:
         names, body, everywhere = params["newly_manual_axes"], params["jaxpr"], jax.P()
 
         def local(noise: Noise, *arrays: Any) -> list[Any]:
-            inside = _Interpreter(noise, self._answers, is_manual=True)
+            inside = _Interpreter(noise, self._answers)
             given = [_Value(array, operand.known) for array, operand in zip(arrays, operands, strict=True)]
             return _arrays(inside.run(body, (), given))
 
@@ -172,7 +167,7 @@ class _Interpreter:
 
     def inside(self, number: Any) -> _Interpreter:
         """Returns an interpreter of a body, in the iteration `number`."""
-        return _Interpreter(self._noise.at(number), self._answers, is_manual=self._is_manual)
+        return _Interpreter(self._noise.at(number), self._answers)
 
     def of_bodies(self) -> _Interpreter:
         """Returns an interpreter with noise of its own, for the next equation with bodies."""
@@ -193,13 +188,6 @@ def _types(variables: Sequence[Any]) -> list[Any]:
 def _holds_programs(eqn: Any) -> bool:
     """Returns whether an equation runs a program that this does not enter, such as a kernel."""
     return any(isinstance(value, _PROGRAMS) for value in eqn.params.values())
-
-
-def _whole(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Runs an equation with its program as it is."""
-    given = {atom: array for atom, array in zip(eqn.invars, operands, strict=True) if not isinstance(atom, jexc.Literal)}
-    alone = jexc.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects)
-    return list(jexc.jaxpr_as_fun(jexc.ClosedJaxpr(alone, ()))(*given.values()))
 
 
 def _entering(operands: Sequence[_Value]) -> list[_Value]:
@@ -256,26 +244,25 @@ def _as_arrays(values: Sequence[_Value]) -> list[Any]:
 
 def _as_carried(results: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
     """Returns results of the carry's types: a literal has a type of its own."""
-    return [result if is_key(result) else jnp.asarray(result, before.dtype) for result, before in zip(results, carry, strict=True)]
+    return [result if _is_key(result) else jnp.asarray(result, before.dtype) for result, before in zip(results, carry, strict=True)]
 
 
-def is_key(value: Any) -> bool:
+def _is_key(value: Any) -> bool:
     """Returns whether a value holds keys of random numbers."""
     return jnp.issubdtype(getattr(value, "dtype", jnp.int32), jax.dtypes.prng_key)
 
 
 def _cond(outer: _Interpreter, eqn: Any, operands: list[_Value]) -> list[_Value]:
+    interpreter = outer.of_bodies()
     index, *others = operands
 
     def branch(body: Any) -> Callable[..., list[Any]]:
         def run(*arrays: Any) -> list[Any]:
             given = [_Value(array, operand.known, operand.moved) for array, operand in zip(arrays, others, strict=True)]
-            results = _arrays(outer.inside(site).run(body.jaxpr, body.consts, given))
-            return [result if is_key(result) else jnp.asarray(result, var.aval.dtype) for result, var in zip(results, eqn.outvars, strict=True)]
+            return _as_carried(_arrays(interpreter.run(body.jaxpr, body.consts, given)), _types(eqn.outvars))
 
         return run
 
-    site = next(outer._sites)
     branches = [branch(body) for body in eqn.params["branches"]]
     return [_Value(array) for array in jax.lax.switch(jnp.int32(index.array), branches, *_arrays(others))]
 
