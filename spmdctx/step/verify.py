@@ -187,8 +187,8 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0) -> Veri
             relative(difference, floor.reference),
             relative(floor.noise, floor.reference) if floor.num_samples else None,
             floor.reference.size,
-            excess.count,
-            excess.allowed,
+            excess.num_over,
+            excess.num_allowed,
             rtol,
         )
         for leaf, floor, difference, excess in zip(entry.captured.outputs, floors, differences, excesses, strict=True)

@@ -21,17 +21,17 @@ class Excess(NamedTuple):
     """The elements of a result that differ by more than their noise.
 
     Attributes:
-        count: how many do.
-        allowed: how many may, since the samples themselves do so among each other.
+        num_over: how many do.
+        num_allowed: how many may, since the samples themselves do so among each other.
     """
 
-    count: int
-    allowed: int
+    num_over: int
+    num_allowed: int
 
     @property
     def ok(self) -> bool:
         """True if no more do than may."""
-        return self.count <= self.allowed
+        return self.num_over <= self.num_allowed
 
 
 class Floor:

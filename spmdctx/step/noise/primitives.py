@@ -79,7 +79,7 @@ def amplification(eqn: Any) -> float:
 
 def _num_terms(eqn: Any) -> int:
     name, params = eqn.primitive.name, eqn.params
-    shape = tuple(getattr(eqn.invars[0].aval, "shape", ()))
+    shape: tuple[int, ...] = tuple(getattr(eqn.invars[0].aval, "shape", ()))
     if name == "dot_general":
         return math.prod(shape[dim] for dim in params["dimension_numbers"][0][0])
     if name == "conv_general_dilated":

@@ -52,7 +52,7 @@ def _moved(values: Any, directions: Any, place: Any, amplitude: Any) -> Any:
 
     Whole numbers stay: they are counts, positions or scales, and sums of them are exact. Zeros, infinities and NaN stay too.
     """
-    kind = jnp.finfo(values.dtype)
+    kind = jnp.finfo(values.dtype)  # type: ignore[no-untyped-call]  # JAX gives it no types
     wide = jnp.float64 if kind.dtype == jnp.float64 else jnp.float32
     step = jax.lax.dynamic_slice(directions, (place,), (values.size,)).reshape(values.shape).astype(wide)
     step = step * (amplitude.astype(wide) * wide(kind.eps))
