@@ -294,4 +294,6 @@ def _spacing(dtype: str) -> float | None:
     """Returns the spacing of a floating type at 1; None for other types."""
     if dtype.startswith("key"):
         return None
-    return float(jnp.finfo(dtype).eps) if jnp.issubdtype(jnp.dtype(dtype), jnp.inexact) else None
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
+        return None
+    return float(jnp.finfo(dtype).eps)  # type: ignore[no-untyped-call]  # JAX gives it no types

@@ -83,7 +83,7 @@ def _num_terms(eqn: Any) -> int:
     if name == "dot_general":
         return math.prod(shape[dim] for dim in params["dimension_numbers"][0][0])
     if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
+        kernel: tuple[int, ...] = eqn.invars[1].aval.shape
         return math.prod(kernel) // max(kernel[params["dimension_numbers"].rhs_spec[0]], 1)
     if name in ("reduce_sum", "reduce_prod"):
         return math.prod(shape[axis] for axis in params["axes"])
