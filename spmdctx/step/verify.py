@@ -221,7 +221,7 @@ class _Prepared:
     def __init__(self, reference: _Reference) -> None:
         self.reference, self._answers = reference, Answers()
         keeps = reference.keeps_constraints
-        plain = for_one_run(reference.jaxpr, Answers(), keep_constraints=keeps)
+        plain = for_one_run(reference.jaxpr, None, keep_constraints=keeps)
         recorded = for_one_run(reference.jaxpr, self._answers, keep_constraints=keeps)
         self._run = jax.jit(jexc.jaxpr_as_fun(recorded))
         self._noisy, self._largest = jax.jit(noisy_program(plain, self._answers)), largest_array(plain.jaxpr)

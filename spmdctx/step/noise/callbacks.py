@@ -57,12 +57,12 @@ class Answers:
 _PROGRAMS = (jexc.Jaxpr, jexc.ClosedJaxpr)
 
 
-def for_one_run(jaxpr: Any, answers: Answers, *, keep_constraints: bool) -> Any:
-    """Returns a program without reports to the host, whose other calls with effects are recorded.
+def for_one_run(jaxpr: Any, answers: Answers | None, *, keep_constraints: bool) -> Any:
+    """Returns a program without reports to the host, whose other calls with effects may be recorded.
 
     Args:
         jaxpr: open or closed.
-        answers: takes what the host answers.
+        answers: takes what the host answers; None leaves the calls as they are.
         keep_constraints: False removes sharding constraints, so that the program runs on one device. Bodies of shard_map stay
             as they are.
     """
@@ -76,7 +76,7 @@ def for_one_run(jaxpr: Any, answers: Answers, *, keep_constraints: bool) -> Any:
         if eqn.primitive.name == "sharding_constraint" and not keep_constraints:
             return eqn.replace(primitive=jexc.primitives.copy_p, params={})
         params = dict(eqn.params)
-        if eqn.primitive.name == "io_callback":
+        if eqn.primitive.name == "io_callback" and answers is not None:
             params["callback"] = answers.recording(params["callback"])
         for name, value in eqn.params.items():
             if isinstance(value, tuple) and any(isinstance(entry, _PROGRAMS) for entry in value):

@@ -84,7 +84,8 @@ def _num_terms(eqn: Any) -> int:
         return math.prod(shape[dim] for dim in params["dimension_numbers"][0][0])
     if name == "conv_general_dilated":
         kernel: tuple[int, ...] = eqn.invars[1].aval.shape
-        return math.prod(kernel) // max(kernel[params["dimension_numbers"].rhs_spec[0]], 1)
+        outputs: int = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return math.prod(kernel) // max(outputs, 1)
     if name in ("reduce_sum", "reduce_prod"):
         return math.prod(shape[axis] for axis in params["axes"])
     return shape[params["axis"]] if name in ("cumsum", "cumprod", "cumlogsumexp") else 1
