@@ -20,6 +20,7 @@ from spmdctx.cli.program import add_program_arguments, add_target_argument, choo
 from spmdctx.cli.strategies import add_strategies_arguments, strategies
 from spmdctx.cli.train import add_train_arguments, train
 from spmdctx.plan.plan import Plan
+from spmdctx.step.verify import checked_rtol
 
 _EPILOG = "Exit code: 0, 1 where the check failed, 2 where the command was used wrongly or the program failed, 70 where spmdctx itself did."
 
@@ -85,7 +86,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     choice = started(arguments, output)
     with choice.context(), output.waiting("running the step split and on one device"):
         step, args = choice.program(concrete=True)
-        report = choice.parallel(step).verify(*args)
+        report = choice.parallel(step).verify(*args, rtol=arguments.rtol)
     output.show(report)
     output.finish(verify_data(report))
     return 0 if report.ok else 1
@@ -111,12 +112,28 @@ def command_parser() -> argparse.ArgumentParser:
     one = _command(commands, "diff", diff, "compare two saved plans")
     one.add_argument("before", type=Path, help="a plan file")
     one.add_argument("after", type=Path, help="another")
-    add_program_arguments(_command(commands, "verify", verify, "run a step split and on one device, and compare the numbers"))
+    one = _command(commands, "verify", verify, "run a step split and on one device, and compare the numbers")
+    one.add_argument("--rtol", type=_relative, metavar="X", help=_RTOL_HELP)
+    add_program_arguments(one)
     add_strategies_arguments(_command(commands, "strategies", strategies, "make the library of ready strategies, or check its files"))
     one = _command(commands, "calibrate", calibrate_devices, "measure the devices that are there, as a topology to plan with")
     add_calibrate_arguments(one)
     add_launch_arguments(_command(commands, "launch", launch, "run a script as several processes on this machine"))
     return parser
+
+
+_RTOL_HELP = (
+    "accept differences of X times a result's largest value (default: only what rounding alone does to the result on one device, "
+    "which is measured)"
+)
+
+
+def _relative(text: str) -> float:
+    """Reads a number that is finite and not negative."""
+    try:
+        return checked_rtol(float(text))
+    except ValueError:  # ContextError is one
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number from 0 on") from None
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace, Output], int], text: str) -> argparse.ArgumentParser:

@@ -189,13 +189,28 @@ class ParallelStep:
         with entry.advising():
             return audit_program(entry.plan, lowered.compile(), WAYS)
 
-    def verify(self, *args: Any, **kwargs: Any) -> verify.VerifyReport:
-        """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated."""
+    def verify(self, *args: Any, rtol: float | None = None, **kwargs: Any) -> verify.VerifyReport:
+        """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated.
+
+        Results that differ are judged by their noise floor: how far rounding alone moves them on one device.
+
+        Args:
+            args: the step's arguments.
+            rtol: a difference, relative to the largest value of a result, that is accepted above the noise, too. A step that has an
+                argument of this name gets it instead.
+            kwargs: the step's arguments by keyword.
+
+        Raises:
+            ContextError: rtol is negative or not finite, or a device is missing.
+        """
+        if rtol is not None and "rtol" in (*self._target.parameters.names, *(self._target.parameters.keywords or ())):
+            rtol, kwargs = None, {**kwargs, "rtol": rtol}
+        accepted = verify.checked_rtol(rtol)
         entry = self._entry_of(args, kwargs)
         call, static = self._split(args, kwargs)
         with entry.advising():
             plain = self._on_one_device(call, static, entry) if entry.captured.is_rewritten else None
-            return verify.verify_entry(entry, self._read(entry, call).leaves, plain)
+            return verify.verify_entry(entry, self._read(entry, call).leaves, accepted, plain)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
         """Calls `init_fn(*args)` so that its result is made split, as this step takes it, never whole on one device.

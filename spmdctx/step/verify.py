@@ -4,62 +4,95 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 
+from spmdctx.errors import ContextError, message
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.step.entry import Entry
+from spmdctx.step.noise.callbacks import Answers, for_one_run
+from spmdctx.step.noise.floor import Excess, Floor, distances, relative
+from spmdctx.step.noise.interpreter import largest_array, noisy_program
+from spmdctx.step.noise.rounding import Noise
 from spmdctx.step.processes import on_all, to_host
-from spmdctx.trace.capture.capture import Captured
+from spmdctx.trace.capture.capture import Captured, OutputLeaf
 from spmdctx.trace.scope.mesh import auto_axes
 from spmdctx.trace.specs import make_mesh, named_sharding
 
-FLOOR = 1e-3
-"""Floor for the size of a result in relative differences."""
-
-_TOLERANCES = {"float64": 1e-5, "complex128": 1e-5, "float32": 1e-4, "complex64": 1e-4}
-_HALF_TOLERANCE = 3e-2
-_BY_NORM = 10
-"""Factor by which the difference by norm may exceed the tolerance."""
+_FIRST_SAMPLES, _MOST_SAMPLES = 6, 24
+_AMPLITUDES = (1.0, 2.0)
+"""Rounding errors by which samples move values, in turn."""
 
 
 class VerifyRow(NamedTuple):
-    """One result: `difference` is max|a-b| / max(max|b|, 1e-3), b being the one-device result.
+    """One result of the step, against its noise floor.
 
-    `change` is the norm of a-b over the norm of b; `is_state` marks the next value of an argument.
+    Attributes:
+        path: of the result, or of the argument whose next value it is.
+        dtype: its type.
+        difference: max|a-b| / max(max|b|, 1e-3), b being the one-device result; of whole numbers and keys, how many differ.
+        noise: the same of b, against the one-device step whose operations round otherwise; None where all results are as near as the
+            rounding of their last operation, so that the noise was not measured.
+        size: how many elements it has.
+        num_over: how many of them differ by more than their own noise.
+        num_allowed: how many may.
+        rtol: the difference that the caller accepts.
     """
 
     path: str
     dtype: str
     difference: float
-    change: float
-    tolerance: float
-    is_state: bool
+    noise: float | None = None
+    size: int = 1
+    num_over: int = 0
+    num_allowed: int = 0
+    rtol: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """True if the difference is within the tolerance.
-
-        State below float64 may pass by its norm instead. If a parameter's true gradient is zero, an adaptive optimizer moves it
-        by a whole step in the direction of the rounding error.
-        """
-        by_norm = self.is_state and self.tolerance > _TOLERANCES["float64"]
-        return self.difference <= self.tolerance or (by_norm and self.change <= _BY_NORM * self.tolerance)
+        """True if the difference is noise, or not above `rtol`."""
+        return self.num_over <= self.num_allowed or self.difference <= self.rtol
 
     def __str__(self) -> str:
-        """Returns the difference and its tolerance as text."""
-        if self.ok and self.difference > self.tolerance:
-            measured = (
-                f"{self.difference:.1e}, by its norm {self.change:.1e} ({self.dtype}, tolerance {_BY_NORM * self.tolerance:.0e} by norm)"
-            )
+        """Returns the difference, the noise floor and the verdict in words."""
+        words = f"{'' if self.ok else '! '}{self.path}: {self._difference} ({self.dtype})"
+        return f"{words}; {self._reason}" if self.difference else words
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.dtype.startswith(("int", "uint", "bool", "key"))
+
+    @property
+    def _difference(self) -> str:
+        if not self.difference:
+            return "the same"
+        return f"{self.difference:.0f} of {self.size} differ" if self._is_whole else f"differs by {self.difference:.1e}"
+
+    @property
+    def _reason(self) -> str:
+        if self.noise is None:
+            floor = "the last operation may round so"
+        elif self._is_whole:
+            floor = f"rounding alone changes {self.noise:.0f} on one device"
         else:
-            measured = f"{self.difference:.1e} ({self.dtype}, tolerance {self.tolerance:.0e})"
-        return f"{'' if self.ok else '! '}{self.path}: {measured}"
+            floor = f"rounding alone moves it by up to {self.noise:.1e} on one device"
+        if not self.ok:
+            return f"{floor}, and {self.num_over} of {self.size} values are beyond their own noise"
+        if self.num_over > self.num_allowed:
+            return f"{floor}, and rtol accepts {self.rtol:.0e}"
+        if self.noise is not None and self.noise > _DECIDED_BY_ROUNDING and not self._is_whole:
+            return f"{floor}: rounding errors decide some of its values, as where a true gradient is zero"
+        return floor
+
+
+_DECIDED_BY_ROUNDING = 1e-2
+"""Noise above which a report says that rounding decides values."""
 
 
 class VerifyReport(NamedTuple):
@@ -72,13 +105,13 @@ class VerifyReport(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """True if every result is within its tolerance."""
+        """True if every result is the same but for rounding."""
         return all(row.ok for row in self.rows)
 
     @property
     def worst(self) -> VerifyRow | None:
-        """The result with the largest difference."""
-        return max(self.rows, key=lambda row: row.difference, default=None)
+        """The result with the largest difference; those that are not the same come first."""
+        return max(self.rows, key=lambda row: (not row.ok, row.difference), default=None)
 
     def __str__(self) -> str:
         verdict = "same" if self.ok else "NOT the same"
@@ -93,63 +126,174 @@ class VerifyReport(NamedTuple):
 _DRAWS_APART = "each device, or micro-batch, draws random numbers of its own: the comparison is with whole arguments, not with one device"
 
 
-def verify_entry(entry: Entry, leaves: Sequence[Any], plain: Captured | None = None) -> VerifyReport:
-    """Runs an entry's program on all its devices and on the first one, and compares the results.
+def checked_rtol(rtol: Any) -> float:
+    """Returns the relative difference that a caller accepts; None accepts nothing but noise.
 
-    A step with a shard_map over several devices cannot run on one, and one that draws random numbers apart has others there. They are
-    compared with themselves on all devices with whole arguments.
+    Raises:
+        TypeError: it is no number.
+        ContextError: it is negative, infinite or NaN.
+    """
+    if rtol is None:
+        return 0.0
+    if isinstance(rtol, bool) or not isinstance(rtol, int | float | np.floating | np.integer):
+        raise TypeError(message("rtol must be a number.", got=f"{rtol!r} ({type(rtol).__name__})"))
+    if not math.isfinite(rtol) or rtol < 0:
+        raise ContextError("rtol must be finite and not negative.", got=repr(rtol), fix="give a relative difference, such as 1e-3")
+    return float(rtol)
+
+
+class _Reference(NamedTuple):
+    """What a split step is compared with.
+
+    Attributes:
+        words: for the report.
+        jaxpr: the program, which takes the step's flat arguments.
+        place: puts a leaf where the program runs.
+        around: a context to run it in.
+        keeps_constraints: False if the program runs on one device.
+    """
+
+    words: str
+    jaxpr: jexc.ClosedJaxpr
+    place: Callable[[Any], Any]
+    around: Callable[[], Any]
+    keeps_constraints: bool
+
+
+def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0, plain: Captured | None = None) -> VerifyReport:
+    """Runs an entry's program on all its devices, and its reference on one, and compares the results.
+
+    What differs is judged by the noise floor: the reference runs again several times, each time with other rounding errors.
 
     Args:
         entry: the step.
         leaves: its flat arguments.
+        rtol: a relative difference that is accepted above the noise, too.
         plain: the user's own step, where options of gradients make the entry's another one.
 
     Raises:
         ContextError: a device is missing.
     """
-    program = entry.program
-    captured = entry.captured
-    regions = [region for region in entry.planned.program.manual if math.prod(size for _, size in region.mesh_axes) > 1]
-    is_manual = captured.draws_apart or any(plain is None or not region.is_loss for region in regions)
     with auto_axes():
         # Copies: the step may have been told to reuse the memory of its arguments.
         split = entry.execute(_as_called(entry, leaves))
-        whole = _whole_on_all(entry, leaves) if is_manual else _on_one_device(entry, leaves, plain)
-    rows = tuple(
-        _row(leaf.path, leaf.carried_from is not None, ours, reference)
-        for leaf, ours, reference in zip(entry.captured.outputs, split, whole, strict=True)
-    )
-    report = VerifyReport(rows, program.mesh.devices.size, *(("with whole arguments",) if is_manual else ()))
-    if captured.draws_apart:
-        return report._replace(explanations=(_DRAWS_APART, *captured.deviations))
-    return report if report.ok else report._replace(explanations=captured.deviations)
+        if entry not in _PREPARED:
+            _PREPARED[entry] = _Prepared(_reference(entry, plain))
+        prepared = _PREPARED[entry]
+        copied = [prepared.reference.place(leaf) for leaf in leaves]
+        with prepared.reference.around():
+            whole = prepared.run(copied)
+            floors = [Floor(values, _spacing(leaf.dtype)) for values, leaf in zip(whole, entry.captured.outputs, strict=True)]
+            differences = [distances(_host(result), values) for result, values in zip(split, whole, strict=True)]
+            excesses = _measured(floors, differences, prepared.samples(copied))
+    rows = [
+        VerifyRow(
+            leaf.path,
+            leaf.dtype,
+            relative(difference, floor.reference),
+            relative(floor.noise, floor.reference) if floor.num_samples else None,
+            floor.reference.size,
+            excess.num_over,
+            excess.num_allowed,
+            rtol,
+        )
+        for leaf, floor, difference, excess in zip(entry.captured.outputs, floors, differences, excesses, strict=True)
+    ]
+    report = VerifyReport(tuple(rows), entry.program.mesh.devices.size, prepared.reference.words)
+    if entry.captured.draws_apart:
+        return report._replace(explanations=(_DRAWS_APART, *entry.captured.deviations))
+    return report if report.ok else report._replace(explanations=entry.captured.deviations)
+
+
+def _measured(floors: Sequence[Floor], differences: Sequence[np.ndarray], samples: Iterable[Sequence[np.ndarray]]) -> list[Excess]:
+    """Takes samples of the noise until they explain every difference, or until there are no more."""
+
+    def excesses() -> list[Excess]:
+        return [floor.excess(difference) for floor, difference in zip(floors, differences, strict=True)]
+
+    found = excesses()
+    if all(excess.ok for excess in found):
+        return found
+    for number, sample in enumerate(samples, 1):
+        for floor, values in zip(floors, sample, strict=True):
+            floor.add(values)
+        if number >= _FIRST_SAMPLES:
+            found = excesses()
+            if all(excess.ok for excess in found):
+                break
+    return found
+
+
+class _Prepared:
+    """A reference with its programs, which are compiled once for all calls of `verify` on an entry."""
+
+    def __init__(self, reference: _Reference) -> None:
+        self.reference, self._answers = reference, Answers()
+        keeps = reference.keeps_constraints
+        plain = for_one_run(reference.jaxpr, None, keep_constraints=keeps)
+        recorded = for_one_run(reference.jaxpr, self._answers, keep_constraints=keeps)
+        self._run = jax.jit(jexc.jaxpr_as_fun(recorded))
+        self._noisy, self._largest = jax.jit(noisy_program(plain, self._answers)), largest_array(plain.jaxpr)
+
+    def run(self, leaves: Sequence[Any]) -> list[np.ndarray]:
+        """Returns the results of the reference."""
+        self._answers.clear()
+        results = [_host(result) for result in self._run(*leaves)]
+        jax.effects_barrier()
+        return results
+
+    def samples(self, leaves: Sequence[Any]) -> Iterator[list[np.ndarray]]:
+        """Yields the results of the reference with other rounding errors each time."""
+        for number in range(_MOST_SAMPLES):
+            self._answers.rewind()
+            noise = Noise.sample(number, self._largest, _AMPLITUDES[number % len(_AMPLITUDES)])
+            yield [_host(result) for result in self._noisy(noise, *leaves)]
+
+
+_PREPARED: WeakKeyDictionary[Entry, _Prepared] = WeakKeyDictionary()
+
+
+def _reference(entry: Entry, plain: Captured | None) -> _Reference:
+    """Chooses what a split step is compared with: the user's own step on one device.
+
+    A step with a shard_map over several devices cannot run on one, and one that draws random numbers apart has others there. They are
+    compared with themselves on all devices with whole arguments.
+    """
+    captured, spans_processes = entry.captured, entry.spans_processes
+    regions = [region for region in entry.planned.program.manual if math.prod(size for _, size in region.mesh_axes) > 1]
+    if captured.draws_apart or any(plain is None or not region.is_loss for region in regions):
+        everywhere = named_sharding(entry.program.mesh, ())
+
+        def place(leaf: Any) -> Any:
+            return on_all(to_host(leaf), everywhere) if spans_processes else _copied(leaf, everywhere)
+
+        return _Reference("with whole arguments", captured.jaxpr, place, auto_axes, True)
+    device = next(device for device in entry.program.mesh.devices.flat if device.process_index == jax.process_index())
+
+    def around() -> Any:  # whatever mesh the user set
+        return jax.set_mesh(make_mesh(LogicalMesh.of({"device": 1}), [device]))
+
+    jaxpr = captured.jaxpr if plain is None else _as_results_of(captured, plain)
+    return _Reference("on one", jaxpr, lambda leaf: _copied(leaf, device), around, False)
+
+
+def _as_results_of(captured: Captured, plain: Captured) -> jexc.ClosedJaxpr:
+    """Returns the user's own step with the results of the entry's: it leaves out the variables that it does not change."""
+    body = plain.jaxpr.jaxpr
+    made = {leaf.path: var for leaf, var in zip(plain.outputs, body.outvars, strict=True)}
+    kept = [made[leaf.path] if leaf.path in made else body.invars[_carried_from(leaf)] for leaf in captured.outputs]
+    return jexc.ClosedJaxpr(body.replace(outvars=kept), plain.jaxpr.consts)
+
+
+def _carried_from(leaf: OutputLeaf) -> int:
+    assert leaf.carried_from is not None, leaf.path
+    return leaf.carried_from
 
 
 def _as_called(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
     if entry.spans_processes:
         return [on_all(to_host(leaf), target) for leaf, target in zip(leaves, entry.program.in_shardings, strict=True)]
     return [_copied(leaf, entry.type_as_called(index, leaf).sharding) for index, leaf in enumerate(leaves)]
-
-
-def _on_one_device(entry: Entry, leaves: Sequence[Any], plain: Captured | None) -> Sequence[Any]:
-    """Runs the step on one device of this process, and returns the results of the entry's program in their order."""
-    device = next(device for device in entry.program.mesh.devices.flat if device.process_index == jax.process_index())
-    copied = [_copied(leaf, device) for leaf in leaves]
-    with jax.set_mesh(make_mesh(LogicalMesh.of({"device": 1}), [device])):  # whatever mesh the user set
-        whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(_unconstrained((plain or entry.captured).jaxpr)))(*copied)
-    if plain is None:
-        return whole
-    made = {leaf.path: value for leaf, value in zip(plain.outputs, whole, strict=True)}
-    # The user's own step leaves out the variables that it does not change.
-    kept = [made.get(leaf.path, None if leaf.carried_from is None else copied[leaf.carried_from]) for leaf in entry.captured.outputs]
-    return [jnp.asarray(value) for value in kept]
-
-
-def _whole_on_all(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any]:
-    everywhere = named_sharding(entry.program.mesh, ())
-    copied = [on_all(to_host(leaf), everywhere) if entry.spans_processes else _copied(leaf, everywhere) for leaf in leaves]
-    whole: Sequence[Any] = jax.jit(jexc.jaxpr_as_fun(entry.captured.jaxpr))(*copied)
-    return whole
 
 
 def _copied(leaf: Any, target: Any) -> Any:
@@ -161,46 +305,20 @@ def _copied(leaf: Any, target: Any) -> Any:
     return leaf if target is None else jax.device_put(leaf, target)
 
 
-def _row(path: str, is_state: bool, ours: Any, reference: Any) -> VerifyRow:
-    dtype = str(reference.dtype)
-    if jnp.issubdtype(reference.dtype, jax.dtypes.prng_key):
-        ours, reference = jax.random.key_data(ours), jax.random.key_data(reference)
-    a, b = to_host(ours), to_host(reference)
-    if not jnp.issubdtype(reference.dtype, jnp.inexact):
-        return VerifyRow(path, dtype, float(np.count_nonzero(a != b)), 0.0, 0.0, False)
-    kind = np.complex128 if jnp.issubdtype(reference.dtype, jnp.complexfloating) else np.float64
-    a, b = a.astype(kind), b.astype(kind)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    distance = np.where(same, 0.0, np.abs(np.where(same, 0, a) - np.where(same, 0, b)))
-    size = np.abs(b[np.isfinite(b)])
-    largest = _finite(distance.max(initial=0.0)) / max(float(size.max(initial=0.0)), FLOOR)
-    norm = _finite(np.linalg.norm(distance.ravel())) / max(float(np.linalg.norm(size.ravel())), FLOOR)
-    return VerifyRow(path, dtype, largest, norm, _TOLERANCES.get(dtype, _HALF_TOLERANCE), is_state)
+def _host(result: Any) -> np.ndarray:
+    """Returns a result in the widest type of its kind."""
+    if jnp.issubdtype(result.dtype, jax.dtypes.prng_key):
+        result = jax.random.key_data(result)
+    values = to_host(result)
+    if not jnp.issubdtype(result.dtype, jnp.inexact):
+        return np.asarray(values)
+    return np.asarray(values, np.complex128 if jnp.issubdtype(result.dtype, jnp.complexfloating) else np.float64)
 
 
-def _finite(value: Any) -> float:
-    return math.inf if math.isnan(value) else float(value)
-
-
-_PROGRAMS = (jexc.Jaxpr, jexc.ClosedJaxpr)
-
-
-def _unconstrained(jaxpr: Any) -> Any:
-    """Removes the sharding constraints of a program so that it runs on one device; bodies of shard_map stay as they are."""
-    is_open = isinstance(jaxpr, jexc.Jaxpr)
-    body = jaxpr if is_open else jaxpr.jaxpr
-    plain = body.replace(eqns=[_without_constraint(eqn) for eqn in body.eqns])
-    return plain if is_open else jexc.ClosedJaxpr(plain, jaxpr.consts)
-
-
-def _without_constraint(eqn: Any) -> Any:
-    if eqn.primitive.name == "sharding_constraint":
-        return eqn.replace(primitive=jexc.primitives.copy_p, params={})
-    params = {}
-    for name, value in eqn.params.items():
-        if isinstance(value, _PROGRAMS):
-            params[name] = _unconstrained(value)
-        elif isinstance(value, tuple) and any(isinstance(entry, _PROGRAMS) for entry in value):
-            entries = [_unconstrained(entry) if isinstance(entry, _PROGRAMS) else entry for entry in value]
-            params[name] = value._make(entries) if hasattr(value, "_make") else tuple(entries)
-    return eqn.replace(params={**eqn.params, **params}) if params else eqn
+def _spacing(dtype: str) -> float | None:
+    """Returns the spacing of a floating type at 1; None for other types."""
+    if dtype.startswith("key"):
+        return None
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
+        return None
+    return float(jnp.finfo(dtype).eps)  # type: ignore[no-untyped-call]  # JAX gives it no types

@@ -281,9 +281,10 @@ def test_every_option_says_its_default() -> None:
 def test_a_check_that_fails_returns_1(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "noisy_program.py").write_text(
         "import itertools, jax, numpy as np\n"
-        "noise = itertools.count()\n"
+        "from jax.experimental import io_callback\n"
+        "noise = itertools.count(1)\n"
         "def step(w, x):\n"
-        "    return w + jax.pure_callback(lambda: np.float32(next(noise)), jax.ShapeDtypeStruct((), np.float32)), x.sum()\n"
+        "    return w + io_callback(lambda: np.float32(next(noise)), jax.ShapeDtypeStruct((), np.float32)), x.sum()\n"
         "def program():\n"
         "    return step, (np.ones(4, np.float32), np.ones((8, 16), np.float32))\n",
         encoding="utf-8",
@@ -292,3 +293,12 @@ def test_a_check_that_fails_returns_1(tmp_path: Path, capsys: pytest.CaptureFixt
     code, data = _run(capsys, "verify", "--program", "noisy_program", "--parallel-mode", "data_parallel")
     assert (code, data["ok"]) == (1, False)
     assert np.isfinite(data["rows"][0]["difference"])
+    code, data = _run(capsys, "verify", "--program", "noisy_program", "--parallel-mode", "data_parallel", "--rtol", "2")
+    assert (code, data["ok"]) == (0, True)
+
+
+def test_an_rtol_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["verify", "--rtol", "-1"])
+    assert exit_.value.code == 2
+    assert "'-1' is no finite number from 0 on" in capsys.readouterr().err

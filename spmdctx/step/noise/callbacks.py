@@ -1,0 +1,90 @@
+"""Callbacks of a step that runs several times: none reports twice, and what the host answered is answered again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.extend.core as jexc
+
+from spmdctx.step.noise.primitives import REPORTS
+
+
+def only_reports(eqn: Any) -> bool:
+    """Returns whether an equation calls the host and gets nothing back."""
+    return eqn.primitive.name in REPORTS and not eqn.outvars
+
+
+class Answers:
+    """What the host answered to the calls with effects of one run, for runs that must not call it again."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, list[Any]] = {}
+        self._next: dict[int, int] = {}
+
+    def recording(self, callback: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a callback that calls the host and keeps its answers."""
+        given = self._given.setdefault(id(callback), [])
+
+        def call(*args: Any) -> Any:
+            given.append(callback(*args))
+            return given[-1]
+
+        return call
+
+    def repeating(self, callback: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a callback that gives the answers that were kept, in their order."""
+        key = id(callback)
+
+        def call(*args: Any) -> Any:
+            given, place = self._given[key], self._next.get(key, 0)
+            self._next[key] = place + 1
+            return given[min(place, len(given) - 1)]
+
+        return call
+
+    def clear(self) -> None:
+        """Forgets the answers of the last run."""
+        for given in self._given.values():
+            given.clear()
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Lets the next run get the answers from the first one on."""
+        self._next.clear()
+
+
+_PROGRAMS = (jexc.Jaxpr, jexc.ClosedJaxpr)
+
+
+def for_one_run(jaxpr: Any, answers: Answers | None, *, keep_constraints: bool) -> Any:
+    """Returns a program without reports to the host, whose other calls with effects may be recorded.
+
+    Args:
+        jaxpr: open or closed.
+        answers: takes what the host answers; None leaves the calls as they are.
+        keep_constraints: False removes sharding constraints, so that the program runs on one device. Bodies of shard_map stay
+            as they are.
+    """
+    is_open = isinstance(jaxpr, jexc.Jaxpr)
+    body = jaxpr if is_open else jaxpr.jaxpr
+
+    def inner(value: Any) -> Any:
+        return for_one_run(value, answers, keep_constraints=keep_constraints) if isinstance(value, _PROGRAMS) else value
+
+    def changed(eqn: Any) -> Any:
+        if eqn.primitive.name == "sharding_constraint" and not keep_constraints:
+            return eqn.replace(primitive=jexc.primitives.copy_p, params={})
+        params = dict(eqn.params)
+        if eqn.primitive.name == "io_callback" and answers is not None:
+            params["callback"] = answers.recording(params["callback"])
+        for name, value in eqn.params.items():
+            if isinstance(value, tuple) and any(isinstance(entry, _PROGRAMS) for entry in value):
+                entries = [inner(entry) for entry in value]
+                params[name] = value._make(entries) if hasattr(value, "_make") else tuple(entries)
+            elif isinstance(value, _PROGRAMS):
+                params[name] = inner(value)
+        return eqn.replace(params=params)
+
+    plain = body.replace(eqns=[changed(eqn) for eqn in body.eqns if not only_reports(eqn)])
+    return plain if is_open else jexc.ClosedJaxpr(plain, jaxpr.consts)
