@@ -18,6 +18,7 @@ from spmdctx.lowering.scheduler_limit import scheduler_options
 from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.direct import OtherArgumentsError, direct_call, signature
+from spmdctx.step.donation import Buffers, is_of_buffers
 from spmdctx.step.out_of_memory import add_advice
 from spmdctx.step.planning.planner import Planned
 from spmdctx.step.planning.saved import planned_with_files
@@ -56,6 +57,7 @@ class Entry:
         self._owned = captured.owned
         sources = {leaf.carried_from for leaf in captured.outputs} - {None}
         self._carried = {index for index, owned in enumerate(captured.owned) if index in sources and not owned}
+        self.buffers = Buffers(captured.inputs, captured.name)
         self._is_state = [owned or index in self._carried for index, owned in enumerate(captured.owned)]
         self._donated = [leaf.donated for leaf in captured.inputs]
         self._seen_avals: list[Any] = []
@@ -77,6 +79,11 @@ class Entry:
     def spans_processes(self) -> bool:
         """True if the step runs on devices of several processes."""
         return spans_processes(self.environment.devices[: self.planned.mesh.num_devices])
+
+    @cached_property
+    def on_several_devices(self) -> bool:
+        """True if the step runs on more than one device."""
+        return self.planned.mesh.num_devices > 1
 
     @cached_property
     def agreed(self) -> bool:
@@ -239,8 +246,25 @@ class Entry:
             inner = self._inner.jitted
             self.environment.check_running()
             return self.structure.finish(read.handle, inner(*leaves))
-        if not known:
-            leaves = self._placed(read)
+        if not known or self.on_several_devices or self.direct is not None:
+            return self._call(*self._settled(read, known))
+        try:
+            return self._call(read, known)
+        except (RuntimeError, ValueError) as error:
+            if not is_of_buffers(error):
+                raise
+        return self._call(*self._settled(read, known))
+
+    def _settled(self, read: Read, known: bool) -> tuple[Read, bool]:
+        """Returns the call with arrays that may be donated, and whether they still are where the last call had them."""
+        if self.buffers.fit(read.leaves):
+            return read, known
+        leaves, notes = self.buffers.settled(read.leaves)
+        self.moved |= notes
+        return read._replace(leaves=leaves), known and not notes
+
+    def _call(self, read: Read, known: bool) -> Any:
+        leaves = read.leaves if known else self._placed(read)
         if self.direct is None:
             return self.structure.finish(read.handle, self.call(*leaves))
         return self.direct(*self.structure.inputs(leaves)[0])

@@ -22,6 +22,7 @@ from spmdctx.ir.mesh import replicated
 from spmdctx.plan.mismatch import differences_text, leaf_differences
 from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import spans_processes
+from spmdctx.step.donation import check_alive
 from spmdctx.step.entry import Entry
 from spmdctx.step.processes import on_all
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, split_static
@@ -116,6 +117,7 @@ class Init:
         shardings = [targets.get(id(leaf), named_sharding(mesh, replicated(len(leaf.shape)))) for leaf in self._abstract]
         run = jax.jit(jexc.jaxpr_as_fun(self._captured.jaxpr), out_shardings=shardings)
         leaves = self._read().leaves
+        check_alive([leaf.path for leaf in self._captured.inputs], leaves, self._captured.name)
         with auto_axes():
             if spans_processes(mesh.devices.flat):
                 leaves = [on_all(leaf, named_sharding(mesh, ())) for leaf in leaves]

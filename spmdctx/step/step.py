@@ -25,6 +25,7 @@ from spmdctx.plan.plan import Plan
 from spmdctx.step import placement, verify
 from spmdctx.step.broadcast import broadcast_state
 from spmdctx.step.direct import OtherArgumentsError
+from spmdctx.step.donation import Buffers, check_alive, is_of_buffers
 from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
@@ -50,11 +51,12 @@ class _Last(NamedTuple):
 
 
 class _Direct(NamedTuple):
-    """The short way to run the next call, while the context stays the same."""
+    """The short way to run the next call, while the context stays the same; `buffers` looks at the arrays first."""
 
     version: int
     run: Callable[..., Any]
     entry: Entry
+    buffers: Buffers | None
 
 
 class ParallelStep:
@@ -113,14 +115,20 @@ class ParallelStep:
         Raises:
             ContextError: options that contradict each other or the devices.
             StrategyError: strategies or a batch that do not fit.
+            DonationError: an array was donated to an earlier call.
         """
         direct = self._direct
         if direct is not None and direct.version == version() and not kwargs:
+            buffers = direct.buffers
             try:
-                return direct.run(*args)
+                if buffers is None or buffers.fit(jax.tree.leaves(args)):
+                    return direct.run(*args)
             except (OtherArgumentsError, ValueError):  # the long way finds out what it is
                 direct.entry.misses += 1
                 self._direct = None
+            except RuntimeError as error:
+                if not is_of_buffers(error):
+                    raise
         call, static = self._split(args, kwargs)
         with auto_axes():
             entry, read = self._found(call, static)
@@ -130,7 +138,7 @@ class ParallelStep:
             with entry.advising():
                 result = entry.run(read)
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
-            self._direct = _Direct(version(), entry.direct, entry)
+            self._direct = _Direct(version(), entry.direct, entry, entry.buffers if entry.on_several_devices else None)
         return result
 
     @property
@@ -191,7 +199,9 @@ class ParallelStep:
         entry = self._entry_of(args, kwargs)
         call, _ = self._split(args, kwargs)
         with entry.advising():
-            return verify.verify_entry(entry, self._read(entry, call).leaves)
+            leaves = self._read(entry, call).leaves
+            check_alive([leaf.path for leaf in entry.captured.inputs], leaves, entry.captured.name)
+            return verify.verify_entry(entry, leaves)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
         """Calls `init_fn(*args)` so that its result is made split, as this step takes it, never whole on one device.
@@ -258,6 +268,7 @@ class ParallelStep:
         entry.environment.check_running()
         if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
             raise UnsupportedError("parameter_broadcast needs arrays, and this step is called inside of jit, grad or vmap.")
+        check_alive([leaf.path for leaf in entry.captured.inputs], read.leaves, entry.captured.name)
         leaves = broadcast_state(entry, read.leaves)
         entry.structure.place(read.handle, leaves)
         return read._replace(leaves=leaves)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
-from flax import nnx
+from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import spmdctx

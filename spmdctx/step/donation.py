@@ -1,0 +1,137 @@
+"""The arrays of a call, before it runs: none is deleted, and no memory that the step may reuse is in two places.
+
+On several devices XLA ends the process for either. On one device it raises an error, and the caller looks here for the reason.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from spmdctx.errors import DonationError
+from spmdctx.trace.capture.capture import InputLeaf
+
+_SHOWN = 3
+_WITH_POINTERS = ("cpu", "gpu")
+"""The platforms on which equal pointers on one device surely are the same memory."""
+
+
+_REFUSALS = re.compile(r"(Array|Buffer) has been deleted|Attempt to (donate|use) (a|the same) buffer")
+"""What JAX and XLA say before a program runs."""
+
+
+def is_of_buffers(error: Exception) -> bool:
+    """Returns whether a program did not begin, since an array was deleted, or donated and passed twice."""
+    return _REFUSALS.search(str(error)) is not None
+
+
+def check_alive(paths: Sequence[str], leaves: Sequence[Any], name: str) -> None:
+    """Refuses arrays whose memory was reused.
+
+    Raises:
+        DonationError: an array is deleted.
+    """
+    gone = [f"{path} ({leaf.aval.str_short()})" for path, leaf in zip(paths, leaves, strict=True) if _is_deleted(leaf)]
+    if gone:
+        raise DonationError(
+            f"{name} gets arrays that are deleted: they were donated to an earlier call, which reused their memory.",
+            got=", ".join([*gone[:_SHOWN], *([f"and {len(gone) - _SHOWN} more"] if len(gone) > _SHOWN else [])]),
+            fix="pass what the earlier call returned, or leave that argument out of its donate_argnums",
+        )
+
+
+class Buffers:
+    """Looks at the arrays of one step's calls.
+
+    Args:
+        inputs: the step's input leaves.
+        name: the step's name, for errors.
+    """
+
+    def __init__(self, inputs: Sequence[InputLeaf], name: str) -> None:
+        self._inputs, self._name = inputs, name
+        donated = {_kind(leaf) for leaf in inputs if leaf.donated}
+        counts = Counter(_kind(leaf) for leaf in inputs)
+        # Only arrays of one shape and dtype share memory, and only where one of them is donated is it a fault.
+        self._members = [index for index, leaf in enumerate(inputs) if _kind(leaf) in donated and counts[_kind(leaf)] > 1]
+        self._measured = [index for index in self._members if _has_pointer(inputs[index])]
+
+    def fit(self, leaves: Sequence[Any]) -> bool:
+        """Returns whether no leaf is deleted and, by a first look, no donated memory is in two places.
+
+        Leaves of another call than this step's are only looked at for deleted ones.
+        """
+        try:
+            deleted = [leaf.is_deleted() for leaf in leaves]
+        except AttributeError:  # NumPy, numbers or tracers among them
+            deleted = [_is_deleted(leaf) for leaf in leaves]
+        if any(deleted):
+            return False
+        members = self._members
+        if not members or len(leaves) != len(self._inputs):
+            return True
+        if len({id(leaves[index]) for index in members}) < len(members):
+            return False
+        try:
+            pointers = {leaves[index].addressable_data(0).unsafe_buffer_pointer() for index in self._measured}
+        except (AttributeError, IndexError, RuntimeError, ValueError):
+            return False
+        return len(pointers) == len(self._measured)
+
+    def settled(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[int, str]]:
+        """Returns the leaves with a copy of each donated array that is in two places, and a sentence for each copy.
+
+        Where the other place is not donated, that array stays the caller's.
+
+        Raises:
+            DonationError: an array is deleted.
+        """
+        check_alive([leaf.path for leaf in self._inputs], leaves, self._name)
+        found, notes = list(leaves), {}
+        owners: dict[Any, int] = {}
+        arrays = [index for index in self._members if _is_array(leaves[index])]
+        for index in sorted(arrays, key=lambda index: self._inputs[index].donated):
+            places = _places(leaves[index])
+            other = next((owners[place] for place in places if place in owners), None)
+            if other is None or not self._inputs[index].donated:
+                owners.update(dict.fromkeys(places, index))
+                continue
+            path, shared = self._inputs[index].path, self._inputs[other].path
+            found[index] = _copy(leaves[index])
+            notes[index] = f"{path} shares its memory with {shared}; a copy of it is donated."
+        return found, notes
+
+
+def _kind(leaf: InputLeaf) -> tuple[tuple[int, ...], str]:
+    return leaf.shape, leaf.dtype
+
+
+def _has_pointer(leaf: InputLeaf) -> bool:
+    return math.prod(leaf.shape) > 0 and not leaf.dtype.startswith("key<")
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return _is_array(leaf) and leaf.is_deleted()
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
+def _places(array: jax.Array) -> list[Any]:
+    """Returns what two arrays have in common where they share memory: themselves, or a pointer on a device."""
+    words = jax.random.key_data(array) if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    if not words.size or next(iter(words.sharding.device_set)).platform not in _WITH_POINTERS:
+        return [id(array)]
+    return [id(array), *((shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in words.addressable_shards)]
+
+
+def _copy(array: jax.Array) -> Any:
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_copy(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    return jax.device_put(array, array.sharding, may_alias=False)
