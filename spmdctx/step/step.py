@@ -217,14 +217,14 @@ class ParallelStep:
             PlanMismatchError: the saved plan is for another state, mesh, machine or context.
         """
         made = placement.Init(init_fn, args)
-        known = None if self._last is None else self._last.entry
+        known = None if self._last is None else placement.abstract_call(self._last.entry, self._last.static)
         if batch is None and known is None:
             around = environment(self._options, self.context)
             saved = loaded_plan(around.settings)
             if saved is not None:
                 around.check_running()
                 return made.run_as_saved(saved, self._target, around.devices, self.context.strategy_ckpt_load_file)
-        call, static = self._split(made.arguments(self._target, batch, known), {})
+        call, static = self._split(*made.arguments(self._target, batch, known))
         return made.run(self._entry(call, static, stacklevel=3), call)
 
     def shard_batch(self, batch: Any) -> Any:
