@@ -91,7 +91,7 @@ class Restored(_Fields):
         self._take()
         return super().__iter__()
 
-    def __getitem__(self, place: SupportsIndex | slice) -> Any:  # type: ignore[override]  # one signature for both kinds of places
+    def __getitem__(self, place: SupportsIndex | slice) -> Any:
         found = super().__getitem__(place)
         if isinstance(place, slice) or range(len(self))[place] == _STATE:
             self._take()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from spmdctx.errors import DonationError
 from spmdctx.trace.capture.capture import InputLeaf
@@ -125,13 +126,14 @@ def _is_array(leaf: Any) -> bool:
 
 def _places(array: jax.Array) -> list[Any]:
     """Returns what two arrays have in common where they share memory: themselves, or a pointer on a device."""
-    words = jax.random.key_data(array) if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) else array
-    if not words.size or next(iter(words.sharding.device_set)).platform not in _WITH_POINTERS:
+    words = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    device: Any = next(iter(words.sharding.device_set))
+    if not words.size or device.platform not in _WITH_POINTERS:
         return [id(array)]
     return [id(array), *((shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in words.addressable_shards)]
 
 
 def _copy(array: jax.Array) -> Any:
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_copy(jax.random.key_data(array)), impl=jax.random.key_impl(array))
     return jax.device_put(array, array.sharding, may_alias=False)

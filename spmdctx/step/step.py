@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
 import jax
@@ -37,6 +37,11 @@ from spmdctx.trace.scope.environment import environment
 from spmdctx.trace.scope.mesh import auto_axes, traced_for
 from spmdctx.trace.scope.settings import StepOptions
 
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+Owner = TypeVar("Owner")
+
 _MOST_MISSES = 50
 """After so many misses calls skip the fast path: with arguments that keep changing, the slow one fails faster."""
 
@@ -59,14 +64,18 @@ class _Direct(NamedTuple):
     buffers: Buffers | None
 
 
-class ParallelStep:
+class ParallelStep(Generic[P, R]):
     """A step that runs split over devices; made by `spmdctx.parallel`.
 
     Calling it runs it. It is planned and compiled once per shapes, static arguments and context; `plan`, `lower`, `audit`
     and `verify` take the arguments of a call, real or abstract (`jax.ShapeDtypeStruct`).
     """
 
-    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    __name__: str
+    __qualname__: str
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, fn: Callable[P, R], options: Mapping[str, Any]) -> None:
         fn, below = beneath_layers(fn)
         options = {**below, **options}
         self._options: StepOptions = step_options(options)
@@ -76,13 +85,17 @@ class ParallelStep:
         self._last: _Last | None = None
         self._direct: _Direct | None = None
         self._has_run = False
-        self._bound: WeakKeyDictionary[Any, ParallelStep] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[Any, ParallelStep[..., Any]] = WeakKeyDictionary()
         self._lock = threading.RLock()
         functools.update_wrapper(self, self._target.fn if self._target.leading else fn, updated=())
 
     def __repr__(self) -> str:
         return f"<spmdctx.ParallelStep {self._target.name}>"
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> ParallelStep[P, R]: ...
+    @overload
+    def __get__(self: ParallelStep[Concatenate[Owner, Q], R], instance: Owner, owner: type | None = None) -> ParallelStep[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds a step that is a method to its object; each object has plans of its own."""
         if instance is None:
@@ -96,12 +109,12 @@ class ParallelStep:
             return ParallelStep(MethodType(fn, instance), options)
         return bound
 
-    def with_options(self, **options: Any) -> ParallelStep:
+    def with_options(self, **options: Any) -> ParallelStep[P, R]:
         """Returns a step of the same function with more options, or with other values of the same ones."""
         fn, given = self._given
         return ParallelStep(fn, {**given, **options})
 
-    def with_context(self, **options: Any) -> ParallelStep:
+    def with_context(self, **options: Any) -> ParallelStep[P, R]:
         """Returns the same step with context options, which its own options override.
 
         A decorator `@auto_parallel_context(...)` above the step calls this.
@@ -109,7 +122,7 @@ class ParallelStep:
         fn, given = self._given
         return ParallelStep(fn, {**options, **given})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; results, and nnx objects that are mutated, are split as the plan says.
 
         Raises:
@@ -122,7 +135,7 @@ class ParallelStep:
             buffers = direct.buffers
             try:
                 if buffers is None or buffers.fit(jax.tree.leaves(args)):
-                    return direct.run(*args)
+                    return cast(R, direct.run(*args))
             except (OtherArgumentsError, ValueError):  # the long way finds out what it is
                 direct.entry.misses += 1
                 self._direct = None
@@ -136,7 +149,7 @@ class ParallelStep:
                 read = self._broadcast(entry, read)
             self._has_run = True
             with entry.advising():
-                result = entry.run(read)
+                result = cast(R, entry.run(read))
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
             self._direct = _Direct(version(), entry.direct, entry, entry.buffers if entry.on_several_devices else None)
         return result
