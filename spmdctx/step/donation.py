@@ -69,8 +69,10 @@ class Buffers:
         """
         try:
             deleted = [leaf.is_deleted() for leaf in leaves]
-        except AttributeError:  # NumPy, numbers or tracers among them
+        except (AttributeError, TypeError):  # NumPy, numbers or tracers among them
             deleted = [_is_deleted(leaf) for leaf in leaves]
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+                return not any(deleted)
         if any(deleted):
             return False
         members = self._members

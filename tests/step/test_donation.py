@@ -175,6 +175,16 @@ def test_objects_that_share_an_array_keep_right_numbers(num_devices):
         split(pair, x)
 
 
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_a_donating_step_runs_inside_of_jit_and_grad_before_and_after_calls(num_devices):
+    step, x = step_of(plain, num_devices, donate_argnums=0), array(2, 16)
+    total = jax.jit(lambda params, x: sum(jnp.sum(value) for value in step(params, x).values()))
+    want = total(params_of(), x)
+    step(params_of(), x)
+    close(total(params_of(), x), want)
+    close(jax.grad(total)(params_of(), x), jax.tree.map(lambda value: jnp.full_like(value, 2), params_of()))
+
+
 def test_an_error_of_the_users_own_is_not_taken_for_one_of_donation():
     def check(value):
         raise ValueError("the user's own")
