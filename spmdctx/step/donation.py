@@ -6,21 +6,25 @@ On several devices XLA ends the process for either. On one device it raises an e
 from __future__ import annotations
 
 import math
+import operator
 import re
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from spmdctx.errors import DonationError
-from spmdctx.trace.capture.capture import InputLeaf
+from spmdctx.trace.capture.capture import Captured, InputLeaf
 
 _SHOWN = 3
 _WITH_POINTERS = ("cpu", "gpu")
 """The platforms on which equal pointers on one device surely are the same memory."""
 
+
+_ASK_DELETED = operator.methodcaller("is_deleted")
 
 _REFUSALS = re.compile(r"(Array|Buffer) has been deleted|Attempt to (donate|use) (a|the same) buffer")
 """What JAX and XLA say before a program runs."""
@@ -50,17 +54,23 @@ class Buffers:
     """Looks at the arrays of one step's calls.
 
     Args:
-        inputs: the step's input leaves.
-        name: the step's name, for errors.
+        captured: the step; its paths and its name are those of errors.
     """
 
-    def __init__(self, inputs: Sequence[InputLeaf], name: str) -> None:
-        self._inputs, self._name = inputs, name
+    def __init__(self, captured: Captured) -> None:
+        inputs = captured.inputs
+        self._inputs, self._name = inputs, captured.name
         donated = {_kind(leaf) for leaf in inputs if leaf.donated}
         counts = Counter(_kind(leaf) for leaf in inputs)
         # Only arrays of one shape and dtype share memory, and only where one of them is donated is it a fault.
         self._members = [index for index, leaf in enumerate(inputs) if _kind(leaf) in donated and counts[_kind(leaf)] > 1]
         self._measured = [index for index in self._members if _has_pointer(inputs[index])]
+        places = {index: place for place, index in enumerate(self._measured)}
+        results = [(leaf.carried_from, output) for output, leaf in enumerate(captured.outputs)]
+        self._carried = [(places[index], output) for index, output in results if index is not None and index in places]
+        self._others = [index for index in self._members if index not in places]
+        self._pick = operator.itemgetter(*self._measured) if self._measured else None
+        self._distinct: list[Callable[[], Any]] = [_nothing] * len(self._measured)
 
     def fit(self, leaves: Sequence[Any]) -> bool:
         """Returns whether no leaf is deleted and, by a first look, no donated memory is in two places.
@@ -68,23 +78,41 @@ class Buffers:
         Leaves of another call than this step's are only looked at for deleted ones.
         """
         try:
-            deleted = [leaf.is_deleted() for leaf in leaves]
+            if any(map(_ASK_DELETED, leaves)):
+                return False
         except (AttributeError, TypeError):  # NumPy, numbers or tracers among them
-            deleted = [_is_deleted(leaf) for leaf in leaves]
+            if any(map(_is_deleted, leaves)):
+                return False
             if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-                return not any(deleted)
-        if any(deleted):
-            return False
+                return True
         members = self._members
         if not members or len(leaves) != len(self._inputs):
             return True
+        if self._pick is not None and all(map(operator.is_, map(operator.call, self._distinct), self._pick(leaves))):
+            members = self._others
         if len({id(leaves[index]) for index in members}) < len(members):
             return False
+        if members is self._others:
+            return True
         try:
             pointers = {leaves[index].addressable_data(0).unsafe_buffer_pointer() for index in self._measured}
-        except (AttributeError, IndexError, RuntimeError, ValueError):
+            known = [weakref.ref(leaves[index]) for index in self._measured]
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             return False
-        return len(pointers) == len(self._measured)
+        if len(pointers) < len(known):
+            return False
+        self._distinct[:] = known
+        return True
+
+    def keep(self, results: Sequence[Any]) -> None:
+        """Remembers the flat results of a call, which have memory of their own: pointers take as long as a small step."""
+        for place, output in self._carried:
+            self._distinct[place] = weakref.ref(results[output])
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the next call's first look needs the results of this one."""
+        return bool(self._carried)
 
     def settled(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[int, str]]:
         """Returns the leaves with a copy of each donated array that is in two places, and a sentence for each copy.
@@ -108,6 +136,10 @@ class Buffers:
             found[index] = _copy(leaves[index])
             notes[index] = f"{path} shares its memory with {shared}; a copy of it is donated."
         return found, notes
+
+
+def _nothing() -> None:
+    """Stands for a reference to no array."""
 
 
 def _kind(leaf: InputLeaf) -> tuple[tuple[int, ...], str]:

@@ -57,7 +57,7 @@ class Entry:
         self._owned = captured.owned
         sources = {leaf.carried_from for leaf in captured.outputs} - {None}
         self._carried = {index for index, owned in enumerate(captured.owned) if index in sources and not owned}
-        self.buffers = Buffers(captured.inputs, captured.name)
+        self.buffers = Buffers(captured)
         self._is_state = [owned or index in self._carried for index, owned in enumerate(captured.owned)]
         self._donated = [leaf.donated for leaf in captured.inputs]
         self._seen_avals: list[Any] = []
@@ -265,9 +265,12 @@ class Entry:
 
     def _call(self, read: Read, known: bool) -> Any:
         leaves = read.leaves if known else self._placed(read)
-        if self.direct is None:
-            return self.structure.finish(read.handle, self.call(*leaves))
-        return self.direct(*self.structure.inputs(leaves)[0])
+        if self.direct is not None:
+            return self.direct(*self.structure.inputs(leaves)[0])
+        outputs = self.call(*leaves)
+        if self.buffers.keeps and self.on_several_devices:
+            self.buffers.keep(outputs)
+        return self.structure.finish(read.handle, outputs)
 
     def _placed(self, read: Read) -> list[Any]:
         """Moves leaves that are committed elsewhere to where the plan wants them, and returns all leaves."""

@@ -135,7 +135,10 @@ class ParallelStep(Generic[P, R]):
             buffers = direct.buffers
             try:
                 if buffers is None or buffers.fit(jax.tree.leaves(args)):
-                    return cast(R, direct.run(*args))
+                    result = cast(R, direct.run(*args))
+                    if buffers is not None and buffers.keeps:
+                        buffers.keep(jax.tree.leaves(result))
+                    return result
             except (OtherArgumentsError, ValueError):  # the long way finds out what it is
                 direct.entry.misses += 1
                 self._direct = None
