@@ -95,7 +95,7 @@ class Buffers:
         if members is self._others:
             return True
         try:
-            pointers = {leaves[index].addressable_data(0).unsafe_buffer_pointer() for index in self._measured}
+            pointers = {_first_place(leaves[index]) for index in self._measured}
             known = [weakref.ref(leaves[index]) for index in self._measured]
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             return False
@@ -165,6 +165,11 @@ def _places(array: jax.Array) -> list[Any]:
     if not words.size or device.platform not in _WITH_POINTERS:
         return [id(array)]
     return [id(array), *((shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in words.addressable_shards)]
+
+
+def _first_place(leaf: Any) -> Any:
+    """Returns the pointer of an array on its first device; NumPy's arrays are no memory of a device."""
+    return leaf.addressable_data(0).unsafe_buffer_pointer() if isinstance(leaf, jax.Array) else (id(leaf),)
 
 
 def _copy(array: jax.Array) -> Any:
