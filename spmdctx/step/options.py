@@ -27,6 +27,7 @@ def step_options(options: Mapping[str, Any]) -> StepOptions:
     Raises:
         ContextError: an unknown name or a bad value.
         TypeError: a value of a wrong type.
+        OSError: the file of a topology cannot be read.
     """
     own = {name: value for name, value in options.items() if name in _OF_PARALLEL and value is not None}
     devices, mesh, notes = _devices_and_mesh(own.get("devices"), own.get("mesh"))
@@ -48,7 +49,8 @@ def _topology(value: Any) -> Topology:
     try:
         return topology(value)
     except OSError as error:
-        raise ContextError("topology: the file cannot be read.", where=str(value), got=error.strerror or str(error)) from error
+        text = message("topology: the file cannot be read.", where=str(value), got=error.strerror or str(error))
+        raise type(error)(text) from error
 
 
 def _max_mesh_axes(value: Any) -> int | None:

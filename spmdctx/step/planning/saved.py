@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from spmdctx.context.options import PLANNED_MODES
-from spmdctx.errors import ContextError, PlanMismatchError
+from spmdctx.errors import PlanMismatchError, message
 from spmdctx.ir.mesh import format_sharding
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.plan.data import Cost, PeakForm, PeakNote, PlannedTensor, Timing
@@ -39,7 +39,7 @@ def planned_with_files(captured: Captured, settings: Settings) -> Planned:
     Raises:
         PlanFormatError: the file is no plan and no strategy file, is damaged, or has another format version.
         PlanMismatchError: the file is for another program, mesh, machine or context.
-        ContextError: a file is missing, or cannot be written.
+        OSError: a file is missing, or cannot be written; the message names the option.
     """
     context = settings.context
     if context.parallel_mode not in PLANNED_MODES:
@@ -72,12 +72,12 @@ def _named(option: str, path: str, what: str) -> Iterator[None]:
     """Names the option whose file fails.
 
     Raises:
-        ContextError: the file system refuses.
+        OSError: the file system refuses; of the kind that it raised.
     """
     try:
         yield
     except OSError as error:
-        raise ContextError(f"{option}: {what}.", where=path, got=error.strerror or str(error)) from error
+        raise type(error)(message(f"{option}: {what}.", where=path, got=error.strerror or str(error))) from error
 
 
 def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
