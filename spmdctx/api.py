@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 from spmdctx.gradients import grad, value_and_grad
 from spmdctx.plan.plan import Plan
@@ -14,11 +13,15 @@ from spmdctx.trace.scope.mesh import get_mesh
 __all__ = ["ParallelStep", "get_mesh", "grad", "parallel", "plan", "value_and_grad"]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
 @overload
-def parallel(fn: Callable[..., Any], **options: Any) -> ParallelStep: ...
+def parallel(fn: Callable[P, R], **options: Any) -> ParallelStep[P, R]: ...
 @overload
-def parallel(**options: Any) -> Callable[[Callable[..., Any]], ParallelStep]: ...
-def parallel(fn: Callable[..., Any] | None = None, **options: Any) -> ParallelStep | Callable[[Callable[..., Any]], ParallelStep]:
+def parallel(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], ParallelStep[P, R]]: ...
+def parallel(fn: Callable[P, R] | None = None, **options: Any) -> ParallelStep[P, R] | Callable[[Callable[P, R]], ParallelStep[P, R]]:
     """Makes a step run split over devices, as the auto-parallel context says. A decorator, with or without options.
 
     Args:
@@ -40,7 +43,7 @@ def parallel(fn: Callable[..., Any] | None = None, **options: Any) -> ParallelSt
         TypeError: a value has a wrong type.
     """
     if fn is None:
-        return functools.partial(parallel, **options)
+        return lambda function: parallel(function, **options)
     if isinstance(fn, ParallelStep):
         return fn.with_options(**options)
     return ParallelStep(fn, options)

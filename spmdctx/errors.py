@@ -7,6 +7,7 @@
     │   ├── UnsupportedError (NotImplementedError)   a feature that is not supported, named
     │   ├── CommunicationError (RuntimeError) communication before init, or that cannot be established
     │   ├── InfeasibleError (RuntimeError)    no plan satisfies a constraint, which is named
+    │   ├── DonationError (RuntimeError)      an array that a step has reused, passed again
     │   ├── CheckpointError (ValueError)      a checkpoint that is missing, damaged, or holds another state
     │   └── PlanError (ValueError)
     │       ├── PlanFormatError               a file that is not a plan, or a plan of another version
@@ -131,6 +132,10 @@ class CommunicationError(SpmdctxError, RuntimeError):
 
 class InfeasibleError(SpmdctxError, RuntimeError):
     """No plan satisfies a constraint; the message names the binding one."""
+
+
+class DonationError(SpmdctxError, RuntimeError):
+    """An array passed to a step after it was donated to one that reused its memory; the message names the leaf."""
 
 
 class CheckpointError(SpmdctxError, ValueError):

@@ -42,6 +42,7 @@ ERRORS = [
     "CommunicationError",
     "ContextError",
     "ContextWarning",
+    "DonationError",
     "InfeasibleError",
     "PlanError",
     "PlanFormatError",

@@ -50,7 +50,7 @@ INNER = {
     "lowering": ("compile_options compile_only", "scheduler_limit", "rewrite", "compile"),
     "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
     "step": (
-        "planning processes direct out_of_memory agreement options noise",
+        "planning processes direct donation out_of_memory agreement options noise",
         "entry",
         "placement broadcast verify",
         "step",

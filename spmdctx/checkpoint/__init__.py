@@ -1,8 +1,9 @@
 """Checkpoints: of a training state, and MindSpore's files per rank, which load into any other split."""
 
 from spmdctx.checkpoint.layouts import build_searched_strategy
-from spmdctx.checkpoint.manager import CheckpointManager, Restored
+from spmdctx.checkpoint.manager import CheckpointManager
 from spmdctx.checkpoint.per_rank import Loaded, load_distributed_checkpoint, save_distributed_checkpoint
+from spmdctx.checkpoint.restored import Restored
 from spmdctx.checkpoint.tensor_file import Reads
 from spmdctx.checkpoint.transform import (
     Parameter,

@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from spmdctx.checkpoint.files import damage, read_json
+from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
 from spmdctx.errors import CheckpointError, message
 from spmdctx.plan.file import parse_plan, plan_json
@@ -22,22 +23,6 @@ from spmdctx.plan.plan import Plan
 
 _BYTES = "__bytes__"
 _UNFINISHED = ".orbax-checkpoint-tmp"
-
-
-class Restored(NamedTuple):
-    """The contents of a restored checkpoint.
-
-    Attributes:
-        step: how many steps were done; 0 if there is no checkpoint.
-        state: the state; nnx objects in it are the caller's own.
-        data: the data position as it was given.
-        plan: the plan that was saved with the state.
-    """
-
-    step: int
-    state: Any
-    data: Any = None
-    plan: Plan | None = None
 
 
 class CheckpointManager:
@@ -49,12 +34,14 @@ class CheckpointManager:
             model, optimizer = step.init(create, batch=shapes)
             rngs = nnx.Rngs(0)
             state = {"model": model, "optimizer": optimizer, "rngs": rngs}
-            start = checkpoints.restore(state, data=batches).step
+            restored = checkpoints.restore(state, data=batches)
+            state, start = restored.state, restored.step
             for number in range(start, num_steps):
-                loss = step(model, optimizer, rngs, next(batches))
+                loss = step(**state, batch=next(batches))
                 checkpoints.save(number + 1, state, data=batches)
 
-    With pytrees, take the state that comes back: `start, state, *_ = checkpoints.restore(state)`.
+    nnx objects take the restored values over; pytrees, a linen TrainState among them, come back as new ones in `restored.state`.
+    Where nobody takes these, a warning says so at once, and the next save raises an error.
 
     Saving copies the state to the host and returns. A thread then writes the files; each process writes its own part. The folder
     gets its name when all files are complete. Files of a killed process are not a checkpoint: the next run's first save removes
@@ -85,6 +72,7 @@ class CheckpointManager:
         if "\\" in str(self.directory):  # its storage takes it for a slash, and writes to another folder
             raise CheckpointError("A folder of checkpoints cannot have a backslash in its path.", where=str(self.directory))
         self._every, self._has_saved = every, False
+        self._pending: Pending | None = None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
@@ -97,6 +85,8 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None and self._pending is not None:
+            self._pending.warn(stacklevel=2)
         self.close()
 
     def steps(self) -> tuple[int, ...]:
@@ -129,14 +119,18 @@ class CheckpointManager:
 
         Raises:
             TypeError: a step that is no int, or a leaf or a data position that cannot be stored.
-            CheckpointError: the step is negative or saved already, the state is empty, or the last save failed.
+            CheckpointError: the step is negative or saved already, the state is empty or holds an array that was donated, the last
+                save failed, or nobody has taken the state that was restored last.
         """
         step = _checked_step(step)
+        if self._pending is not None:
+            self._pending.check()
         if not force and step % self._every:
             return False
         from spmdctx.checkpoint.handler import SaveState
 
         tree = StateTree(state)
+        _check_alive(tree)
         forms = {path: stored_form(path, leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True)}
         arrays = _nested({path: to_stored(leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True) if forms[path].num_bytes})
         if not arrays:
@@ -162,7 +156,7 @@ class CheckpointManager:
         verify: bool = True,
         partial: bool = False,
     ) -> Restored:
-        """Reads a checkpoint into a state like the saved one; nnx objects in it take the values over.
+        """Reads a checkpoint into a state like the saved one; nnx objects in it take the values over, and the rest is returned.
 
         Each leaf comes back as the kind that `state` has in its place (array, number, key), and placed like it. The mesh, plan and
         number of processes that saved it do not matter. Whole entries of the first level, such as the optimizer, may be left out.
@@ -182,6 +176,7 @@ class CheckpointManager:
         """
         self.wait()
         step = self.latest_step() if step is None else step
+        self._pending = None
         if step is None:
             return Restored(0, state)
         folder = self.directory / str(step) / "state"
@@ -197,7 +192,8 @@ class CheckpointManager:
         if data is not None and hasattr(data, "set_state"):
             data.set_state(position)
         plan = None if contents["plan"] is None else parse_plan(contents["plan"], str(folder), Plan)
-        return Restored(int(contents["step"]), restored, position, plan)
+        self._pending = Pending(step, tree.returned, str(self.directory))
+        return Restored(int(contents["step"]), restored, position, plan).waiting(self._pending)
 
     def wait(self) -> None:
         """Waits until what was saved is complete.
@@ -258,6 +254,17 @@ def _checked_step(step: object) -> int:
     if step < 0:
         raise CheckpointError("The step counts those that are done.", got=str(step), need="0 or more")
     return int(step)
+
+
+def _check_alive(tree: StateTree) -> None:
+    """Refuses a state with arrays whose memory a step has reused."""
+    gone = [path for path, leaf in zip(tree.paths, tree.leaves, strict=True) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    if gone:
+        raise CheckpointError(
+            "The state holds arrays that are deleted: a step that they were donated to has reused their memory.",
+            got=", ".join([*gone[:3], *([f"and {len(gone) - 3} more"] if len(gone) > 3 else [])]),
+            fix="save the state that the step returned",
+        )
 
 
 def _check_files(folder: Path, *, contents: bool) -> None:

@@ -40,6 +40,11 @@ class StateTree:
 
     Args:
         state: the state; leaves are arrays, random keys, numbers, or shapes (`jax.ShapeDtypeStruct`).
+
+    Attributes:
+        paths: the path of each leaf.
+        leaves: the leaves.
+        returned: the paths of leaves outside of nnx objects; `filled` cannot change these in place, and returns new ones.
     """
 
     def __init__(self, state: Any) -> None:
@@ -47,6 +52,7 @@ class StateTree:
         leaves = self._flattening.leaves
         self.paths: tuple[str, ...] = tuple(path_text(leaf.keys[2:]) or _VALUE for leaf in leaves)
         self.leaves: tuple[Any, ...] = tuple(leaf.value for leaf in leaves)
+        self.returned: tuple[str, ...] = tuple(path for path, leaf in zip(self.paths, leaves, strict=True) if not leaf.owned)
         twice = [path for path in self.paths if self.paths.count(path) > 1] if len(set(self.paths)) < len(self.paths) else []
         if twice:
             raise CheckpointError("Two leaves of the state have the same path.", got=twice[0], fix="rename a key that holds a slash")

@@ -122,7 +122,7 @@ class Choice:
         """Returns the context layer in which to plan and run."""
         return auto_parallel_context(**self.options)
 
-    def parallel(self, fn: Callable[..., Any], **options: Any) -> ParallelStep:
+    def parallel(self, fn: Callable[..., Any], **options: Any) -> ParallelStep[..., Any]:
         """Returns `fn` as a step with this command's options."""
         return fn if isinstance(fn, ParallelStep) else parallel(fn, **{**self.step_options, **options})
 

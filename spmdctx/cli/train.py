@@ -87,7 +87,7 @@ def _data(choice: Choice) -> tuple[DecoderConfig, WordTokenizer, Iterator[Batch]
 
 
 def _run(
-    step: ParallelStep, state: dict[str, Any], data: Iterator[Batch], numbers: range, save: Callable[[int], bool], output: Output
+    step: ParallelStep[..., Any], state: dict[str, Any], data: Iterator[Batch], numbers: range, save: Callable[[int], bool], output: Output
 ) -> tuple[list[float], float]:
     """Runs the steps of these numbers; returns their losses, and the median seconds of a step."""
     times: list[float] = []
@@ -110,7 +110,7 @@ def _run(
 
 
 def _check_and_save(
-    step: ParallelStep, args: tuple[Any, ...], plan: Plan, losses: list[float], seconds: float, out: Path, output: Output
+    step: ParallelStep[..., Any], args: tuple[Any, ...], plan: Plan, losses: list[float], seconds: float, out: Path, output: Output
 ) -> int:
     with output.waiting("auditing the compiled program"):
         audit = step.audit(*args)

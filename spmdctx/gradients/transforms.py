@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 from spmdctx.gradients.loss import Loss
 from spmdctx.gradients.scope import carrier_of_trace
 
+P = ParamSpec("P")
 
-def value_and_grad(fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
+
+def value_and_grad(fun: Callable[P, Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[P, Any]:
     """Works like `jax.value_and_grad`, or like `nnx.value_and_grad` if an argument is an nnx object.
 
     In a step of semi_auto_parallel or auto_parallel it differentiates the loss over the global batch. In data_parallel and
@@ -33,7 +35,7 @@ def value_and_grad(fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = Fa
     return _transformed(Loss(fun, "value_and_grad", argnums, has_aux, options))
 
 
-def grad(fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
+def grad(fun: Callable[P, Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[P, Any]:
     """Works like `jax.grad`, or like `nnx.grad` if an argument is an nnx object; see `value_and_grad`."""
     return _transformed(Loss(fun, "grad", argnums, has_aux, options))
 

@@ -36,7 +36,7 @@ def next_token(model: Decoder, tokens: jax.Array, key: jax.Array, temperature: j
 class _Sized(NamedTuple):
     """The step for one number of tokens at once, and where it takes them."""
 
-    step: ParallelStep
+    step: ParallelStep[..., Any]
     tokens: Any
 
 
@@ -157,7 +157,7 @@ class Generator:
             self._sized[seq] = _Sized(step, step.in_shardings(*self._arguments(seq))[1])
         return self._sized[seq]
 
-    def _pinned(self, seq: int) -> ParallelStep:
+    def _pinned(self, seq: int) -> ParallelStep[..., Any]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "strategy.json"
             write_layouts({name: layout for name, layout in self.layouts.items() if layout.shape}, path)

@@ -51,8 +51,9 @@ def plan_json(plan: PlanData) -> str:
 
 
 def write_plan(plan: PlanData, path: str | os.PathLike[str]) -> None:
-    """Writes a plan file; a reader never sees half of it."""
+    """Writes a plan file, and makes its folder; a reader never sees half of it."""
     target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     scratch.write_text(plan_json(plan), encoding="utf-8")
     scratch.replace(target)

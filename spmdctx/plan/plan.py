@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Group
 
@@ -36,7 +37,7 @@ class Plan(PlanData):
         return f"<spmdctx.Plan {mesh_text(self.logical_mesh)} on {self.topology}: {cost}>"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON: the same bytes for equal plans, no timing, no absolute path."""
+        """Writes the plan as JSON, and makes the file's folder: the same bytes for equal plans, no timing, no absolute path."""
         write_plan(self, path)
 
     def save_mindspore(self, path: str | os.PathLike[str], *, only_parameters: bool = True, several_axes: bool = False) -> None:
@@ -112,7 +113,8 @@ class Plan(PlanData):
         return plan_again(self.replan, self.logical_mesh.num_devices, memory_bytes, num_devices, Pareto)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as one self-contained page."""
+        """Writes the plan as one self-contained page, and makes the file's folder."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:
             file.write(plan_document(self))
 

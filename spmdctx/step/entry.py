@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile import CompiledProgram, JitOptions, jit_program
@@ -17,6 +18,7 @@ from spmdctx.lowering.scheduler_limit import scheduler_options
 from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.direct import OtherArgumentsError, direct_call, signature
+from spmdctx.step.donation import Buffers, is_of_buffers
 from spmdctx.step.out_of_memory import add_advice
 from spmdctx.step.planning.planner import Planned
 from spmdctx.step.planning.saved import planned_with_files
@@ -55,6 +57,9 @@ class Entry:
         self._owned = captured.owned
         sources = {leaf.carried_from for leaf in captured.outputs} - {None}
         self._carried = {index for index, owned in enumerate(captured.owned) if index in sources and not owned}
+        self.buffers = Buffers(captured)
+        self._is_state = [owned or index in self._carried for index, owned in enumerate(captured.owned)]
+        self._donated = [leaf.donated for leaf in captured.inputs]
         self._seen_avals: list[Any] = []
         self._seen_shardings: list[Any] | None = None
         self._placed_by_jit: tuple[int, ...] = ()
@@ -79,6 +84,11 @@ class Entry:
     def spans_processes(self) -> bool:
         """True if the step runs on devices of several processes."""
         return spans_processes(self.environment.devices[: self.planned.mesh.num_devices])
+
+    @cached_property
+    def on_several_devices(self) -> bool:
+        """True if the step runs on more than one device."""
+        return self.planned.mesh.num_devices > 1
 
     @cached_property
     def agreed(self) -> bool:
@@ -192,11 +202,12 @@ class Entry:
         """Returns a leaf's type as the program sees it in a call; the sharding is None if the program places the leaf itself."""
         aval, target = self.captured.in_avals[index], self.program.in_shardings[index]
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(leaf, jax.Array) and index not in self._carried:
-            moves = (leaf.committed or self._owned[index]) and not target.is_equivalent_to(leaf.sharding, leaf.ndim)
+        is_state = self._is_state[index]
+        if isinstance(leaf, jax.Array) and not is_state:
+            moves = leaf.committed and not target.is_equivalent_to(leaf.sharding, leaf.ndim)
             on_mesh = moves or has_mesh_type(leaf)
         else:
-            on_mesh = index in self._carried or self._owned[index] or sharding is not None
+            on_mesh = is_state or sharding is not None
         on_mesh = on_mesh or self.spans_processes
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=target if on_mesh else None)
 
@@ -240,11 +251,31 @@ class Entry:
             inner = self._inner.jitted
             self.environment.check_running()
             return self.structure.finish(read.handle, inner(*leaves))
-        if not known:
-            leaves = self._placed(read)
-        if self.direct is None:
-            return self.structure.finish(read.handle, self.call(*leaves))
-        return self.direct(*self.structure.inputs(leaves)[0])
+        if not known or self.on_several_devices or self.direct is not None:
+            return self._call(*self._settled(read, known))
+        try:
+            return self._call(read, known)
+        except (RuntimeError, ValueError) as error:
+            if not is_of_buffers(error):
+                raise
+        return self._call(*self._settled(read, known))
+
+    def _settled(self, read: Read, known: bool) -> tuple[Read, bool]:
+        """Returns the call with arrays that may be donated, and whether they still are where the last call had them."""
+        if self.buffers.fit(read.leaves):
+            return read, known
+        leaves, notes = self.buffers.settled(read.leaves)
+        self.moved |= notes
+        return read._replace(leaves=leaves), known and not notes
+
+    def _call(self, read: Read, known: bool) -> Any:
+        leaves = read.leaves if known else self._placed(read)
+        if self.direct is not None:
+            return self.direct(*self.structure.inputs(leaves)[0])
+        outputs = self.call(*leaves)
+        if self.buffers.keeps and self.on_several_devices:
+            self.buffers.keep(outputs)
+        return self.structure.finish(read.handle, outputs)
 
     def _placed(self, read: Read) -> list[Any]:
         """Moves leaves that are committed elsewhere to where the plan wants them, and returns all leaves."""
@@ -255,9 +286,11 @@ class Entry:
             if spread and is_of_one_process(leaf):
                 placed[index], moves = on_all(leaf, target), True
                 continue
-            if index in self._carried and not (getattr(leaf, "committed", False) and has_mesh_type(leaf)):
+            if self._is_state[index] and not (getattr(leaf, "committed", False) and has_mesh_type(leaf)):
                 # jit would place it too, but then compile again for the next call, whose leaf has the mesh in its type.
-                placed[index], moves = jax.device_put(leaf, target, donate=self.captured.inputs[index].donated), True
+                placed[index], moves = jax.device_put(leaf, target, donate=index in self._carried and self._donated[index]), True
+                if self._owned[index] and sharding is not None and not sharding.is_equivalent_to(target, leaf.ndim):
+                    self._note_move(index, sharding, target)
                 continue
             if sharding is None:
                 continue
@@ -265,13 +298,16 @@ class Entry:
                 if has_explicit_type(leaf):
                     placed[index], moves = jax.device_put(leaf, target), True  # the same bytes, of another type
                 continue
-            if not leaf.committed and not self._owned[index]:
+            if not leaf.committed:
                 placed_by_jit.append(index)  # jit places it itself, on each call
                 continue
             placed[index], moves = jax.device_put(leaf, target), True
-            self.moved.setdefault(index, f"{self.captured.inputs[index].path} was on {sharding}; it is moved to {target.spec}.")
+            self._note_move(index, sharding, target)
         if moves:
             self.structure.place(read.handle, placed)
         else:
             self._seen_shardings, self._placed_by_jit = [getattr(leaf, "sharding", None) for leaf in placed], tuple(placed_by_jit)
         return placed
+
+    def _note_move(self, index: int, sharding: Any, target: NamedSharding) -> None:
+        self.moved.setdefault(index, f"{self.captured.inputs[index].path} was on {sharding}; it is moved to {target.spec}.")

@@ -13,6 +13,7 @@ from spmdctx.context.values import memory_budget
 from spmdctx.errors import ContextError, message
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
+from spmdctx.machine.topology import Topology
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.trace.scope.settings import StepOptions
 
@@ -29,6 +30,7 @@ def step_options(options: Mapping[str, Any]) -> StepOptions:
     Raises:
         ContextError: an unknown name or a bad value.
         TypeError: a value of a wrong type.
+        OSError: the file of a topology cannot be read.
     """
     own = {name: value for name, value in options.items() if name in _OF_PARALLEL and value is not None}
     devices, mesh, notes = _devices_and_mesh(own.get("devices"), own.get("mesh"))
@@ -36,7 +38,7 @@ def step_options(options: Mapping[str, Any]) -> StepOptions:
         context=checked({name: value for name, value in options.items() if name not in (*_OF_PARALLEL, *_ARGUMENTS)}),
         devices=devices,
         mesh=mesh,
-        topology=topology(own["topology"]) if "topology" in own else None,
+        topology=_topology(own["topology"]) if "topology" in own else None,
         memory_bytes=memory_budget(own.get("memory_bytes")),
         max_mesh_axes=_max_mesh_axes(own.get("max_mesh_axes")),
         strict=_boolean("strict", own.get("strict", False)),
@@ -44,6 +46,14 @@ def step_options(options: Mapping[str, Any]) -> StepOptions:
         arguments={name: value for name, value in options.items() if name in _ARGUMENTS},
         notes=notes,
     )
+
+
+def _topology(value: Any) -> Topology:
+    try:
+        return topology(value)
+    except OSError as error:
+        text = message("topology: the file cannot be read.", where=str(value), got=error.strerror or str(error))
+        raise type(error)(text) from error
 
 
 def _max_mesh_axes(value: Any) -> int | None:

@@ -22,20 +22,20 @@ from spmdctx.ir.mesh import replicated
 from spmdctx.plan.mismatch import differences_text, leaf_differences
 from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import spans_processes
+from spmdctx.step.donation import check_alive
 from spmdctx.step.entry import Entry
 from spmdctx.step.processes import on_all
-from spmdctx.trace.capture.arguments import NO_STATIC, Call, split_static
+from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
 from spmdctx.trace.capture.capture import Captured, Target, capture_call, flattening_of, leaf_paths, target_of
 from spmdctx.trace.capture.structure import Read, shape_of
 from spmdctx.trace.scope.mesh import auto_axes
 from spmdctx.trace.specs import make_mesh, named_sharding
 
 
-def abstract_call(entry: Entry) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments for which an entry was made, as shapes and dtypes; nnx objects appear as states."""
-    avals = [shape_of(aval) for aval in entry.captured.in_avals]
-    args, kwargs = entry.structure.inputs(avals)
-    return tuple(args), dict(kwargs)
+def abstract_call(entry: Entry, static: Static) -> Call:
+    """Returns the user's call for which an entry was made, with shapes and dtypes for arrays; nnx objects appear as states."""
+    args, kwargs = entry.structure.inputs([shape_of(aval) for aval in entry.captured.in_avals])
+    return static.join(args, kwargs)
 
 
 def arguments_tree(entry: Entry, leaves: Sequence[Any], num_leading: int) -> tuple[Any, ...]:
@@ -56,8 +56,13 @@ class Init:
         self._abstract = [shape_of(aval) for aval in avals]
         self._result = self._finish(self._abstract)
 
-    def arguments(self, target: Target, batch: Any, known: Entry | None) -> tuple[Any, ...]:
+    def arguments(self, target: Target, batch: Any, known: Call | None) -> Call:
         """Returns the abstract arguments of the step: its state as the initialiser makes it, then the batch.
+
+        Args:
+            target: the step.
+            batch: its other arguments, or None.
+            known: an earlier call, whose first arguments the state replaces if no batch is given.
 
         Raises:
             PlanError: no batch is given and none is known.
@@ -68,17 +73,17 @@ class Init:
             states.append(self._result)
         if batch is not None:
             batches = [(batch,), tuple(batch)] if type(batch) in (tuple, list) else [(batch,)]
-            return _fitting(target, [(*state, *rest) for rest in batches for state in states])
+            return _fitting(target, [_in_order(target, (*state, *rest)) for rest in batches for state in states])
         if known is None:
             raise PlanError(
                 "init needs a batch to plan for: no call was planned yet.",
                 fix="pass batch=, arrays or jax.ShapeDtypeStruct, or load a saved plan with strategy_ckpt_load_file",
             )
-        args, _ = abstract_call(known)
-        args = args[len(target.leading) :]
-        if args and type(args[0]) is not tuple:  # then a tuple of states is no first argument
+        args, kwargs = known[0][len(target.leading) :], known[1]
+        first = next(iter((*args, *_by_position(target, kwargs).values())), None)
+        if type(first) is not tuple:  # then a tuple of states is no first argument
             states.reverse()
-        return _fitting(target, [(*state, *args[len(state) :]) for state in states if len(state) <= len(args)])
+        return _fitting(target, [_replaced(target, args, kwargs, state) for state in states if len(state) <= len(args) + len(kwargs)])
 
     def run(self, entry: Entry, call: Call) -> Any:
         """Makes the state, with each leaf split as the step takes it; leaves that the step does not take are replicated."""
@@ -116,6 +121,7 @@ class Init:
         shardings = [targets.get(id(leaf), named_sharding(mesh, replicated(len(leaf.shape)))) for leaf in self._abstract]
         run = jax.jit(jexc.jaxpr_as_fun(self._captured.jaxpr), out_shardings=shardings)
         leaves = self._read().leaves
+        check_alive([leaf.path for leaf in self._captured.inputs], leaves, self._captured.name)
         with auto_axes():
             if spans_processes(mesh.devices.flat):
                 leaves = [on_all(leaf, named_sharding(mesh, ())) for leaf in leaves]
@@ -131,15 +137,15 @@ class Init:
             return self._captured.structure.finish(self._read().handle, leaves)
 
 
-def _fitting(target: Target, candidates: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+def _fitting(target: Target, candidates: Sequence[Call]) -> Call:
     """Returns the first candidate with which the step can be called."""
     signature = inspect.signature(target.fn)
-    for candidate in candidates:
+    for args, kwargs in candidates:
         try:
-            signature.bind(*target.leading, *candidate)
+            signature.bind(*target.leading, *args, **kwargs)
         except TypeError:
             continue
-        return candidate
+        return args, kwargs
     raise TypeError(
         message(
             f"What init makes and the batch do not make up the arguments of {target.name}.",
@@ -147,6 +153,31 @@ def _fitting(target: Target, candidates: Sequence[tuple[Any, ...]]) -> tuple[Any
             fix="let init_fn return the step's first argument, or a tuple of the first ones, and pass the others as batch=",
         )
     )
+
+
+def _in_order(target: Target, values: tuple[Any, ...]) -> Call:
+    """Returns a call with these values for the step's arguments in their order; those by name only come last."""
+    parameters = list(inspect.signature(target.fn).parameters.values())[len(target.leading) :]
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return values, {}
+    by_name = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    count = max(len(parameters) - len(by_name), 0)
+    if len(values) - count > len(by_name):
+        return values, {}
+    return values[:count], dict(zip(by_name, values[count:], strict=False))
+
+
+def _by_position(target: Target, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments of a call in the order of the step's parameters."""
+    names = [name for name in inspect.signature(target.fn).parameters if name in kwargs]
+    return {name: kwargs[name] for name in (*names, *(name for name in kwargs if name not in names))}
+
+
+def _replaced(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: tuple[Any, ...]) -> Call:
+    """Returns a call with its first arguments replaced, by position or by name as they were passed."""
+    names = list(_by_position(target, kwargs))
+    by_name = dict(zip(names, state[len(args) :], strict=False))
+    return (*state[: len(args)], *args[len(state) :]), {**kwargs, **by_name}
 
 
 def _no_eager_sharding() -> AbstractContextManager[Any]:

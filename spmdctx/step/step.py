@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
 import jax
@@ -26,6 +26,7 @@ from spmdctx.plan.plan import Plan
 from spmdctx.step import placement, verify
 from spmdctx.step.broadcast import broadcast_state
 from spmdctx.step.direct import OtherArgumentsError
+from spmdctx.step.donation import Buffers, check_alive, is_of_buffers
 from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
@@ -36,6 +37,11 @@ from spmdctx.trace.marker import tracing_in
 from spmdctx.trace.scope.environment import environment
 from spmdctx.trace.scope.mesh import auto_axes, traced_for
 from spmdctx.trace.scope.settings import StepOptions
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+Owner = TypeVar("Owner")
 
 _MOST_MISSES = 50
 """After so many misses calls skip the fast path: with arguments that keep changing, the slow one fails faster."""
@@ -51,21 +57,26 @@ class _Last(NamedTuple):
 
 
 class _Direct(NamedTuple):
-    """The short way to run the next call, while the context stays the same."""
+    """The short way to run the next call, while the context stays the same; `buffers` looks at the arrays first."""
 
     version: int
     run: Callable[..., Any]
     entry: Entry
+    buffers: Buffers | None
 
 
-class ParallelStep:
+class ParallelStep(Generic[P, R]):
     """A step that runs split over devices; made by `spmdctx.parallel`.
 
     Calling it runs it. It is planned and compiled once per shapes, static arguments and context; `plan`, `lower`, `audit`
     and `verify` take the arguments of a call, real or abstract (`jax.ShapeDtypeStruct`).
     """
 
-    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    __name__: str
+    __qualname__: str
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, fn: Callable[P, R], options: Mapping[str, Any]) -> None:
         fn, below = beneath_layers(fn)
         options = {**below, **options}
         self._options: StepOptions = step_options(options)
@@ -76,13 +87,17 @@ class ParallelStep:
         self._direct: _Direct | None = None
         self._has_run = False
         self._said: set[str] = set()
-        self._bound: WeakKeyDictionary[Any, ParallelStep] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[Any, ParallelStep[..., Any]] = WeakKeyDictionary()
         self._lock = threading.RLock()
         functools.update_wrapper(self, self._target.fn if self._target.leading else fn, updated=())
 
     def __repr__(self) -> str:
         return f"<spmdctx.ParallelStep {self._target.name}>"
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> ParallelStep[P, R]: ...
+    @overload
+    def __get__(self: ParallelStep[Concatenate[Owner, Q], R], instance: Owner, owner: type | None = None) -> ParallelStep[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds a step that is a method to its object; each object has plans of its own."""
         if instance is None:
@@ -96,12 +111,12 @@ class ParallelStep:
             return ParallelStep(MethodType(fn, instance), options)
         return bound
 
-    def with_options(self, **options: Any) -> ParallelStep:
+    def with_options(self, **options: Any) -> ParallelStep[P, R]:
         """Returns a step of the same function with more options, or with other values of the same ones."""
         fn, given = self._given
         return ParallelStep(fn, {**given, **options})
 
-    def with_context(self, **options: Any) -> ParallelStep:
+    def with_context(self, **options: Any) -> ParallelStep[P, R]:
         """Returns the same step with context options, which its own options override.
 
         A decorator `@auto_parallel_context(...)` above the step calls this.
@@ -109,20 +124,29 @@ class ParallelStep:
         fn, given = self._given
         return ParallelStep(fn, {**options, **given})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; results, and nnx objects that are mutated, are split as the plan says.
 
         Raises:
             ContextError: options that contradict each other or the devices.
             StrategyError: strategies or a batch that do not fit.
+            DonationError: an array was donated to an earlier call.
         """
         direct = self._direct
         if direct is not None and direct.version == version() and not kwargs:
+            buffers = direct.buffers
             try:
-                return direct.run(*args)
+                if buffers is None or buffers.fit(jax.tree.leaves(args)):
+                    result = cast(R, direct.run(*args))
+                    if buffers is not None and buffers.keeps:
+                        buffers.keep(jax.tree.leaves(result))
+                    return result
             except (OtherArgumentsError, ValueError):  # the long way finds out what it is
                 direct.entry.misses += 1
                 self._direct = None
+            except RuntimeError as error:
+                if not is_of_buffers(error):
+                    raise
         call, static = self._split(args, kwargs)
         with auto_axes():
             entry, read = self._found(call, static)
@@ -131,9 +155,9 @@ class ParallelStep:
             self._has_run = True
             self._say(entry)
             with entry.advising():
-                result = entry.run(read)
+                result = cast(R, entry.run(read))
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
-            self._direct = _Direct(version(), entry.direct, entry)
+            self._direct = _Direct(version(), entry.direct, entry, entry.buffers if entry.on_several_devices else None)
         return result
 
     @property
@@ -209,8 +233,10 @@ class ParallelStep:
         entry = self._entry_of(args, kwargs)
         call, static = self._split(args, kwargs)
         with entry.advising():
+            leaves = self._read(entry, call).leaves
+            check_alive([leaf.path for leaf in entry.captured.inputs], leaves, entry.captured.name)
             plain = self._on_one_device(call, static, entry) if entry.captured.is_rewritten else None
-            return verify.verify_entry(entry, self._read(entry, call).leaves, accepted, plain)
+            return verify.verify_entry(entry, leaves, accepted, plain)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
         """Calls `init_fn(*args)` so that its result is made split, as this step takes it, never whole on one device.
@@ -226,14 +252,14 @@ class ParallelStep:
             PlanMismatchError: the saved plan is for another state, mesh, machine or context.
         """
         made = placement.Init(init_fn, args)
-        known = None if self._last is None else self._last.entry
+        known = None if self._last is None else placement.abstract_call(self._last.entry, self._last.static)
         if batch is None and known is None:
             around = environment(self._options, self.context)
             saved = loaded_plan(around.settings)
             if saved is not None:
                 around.check_running()
                 return made.run_as_saved(saved, self._target, around.devices, self.context.strategy_ckpt_load_file)
-        call, static = self._split(made.arguments(self._target, batch, known), {})
+        call, static = self._split(*made.arguments(self._target, batch, known))
         return made.run(self._entry(call, static, stacklevel=3), call)
 
     def shard_batch(self, batch: Any) -> Any:
@@ -292,6 +318,7 @@ class ParallelStep:
         entry.environment.check_running()
         if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
             raise UnsupportedError("parameter_broadcast needs arrays, and this step is called inside of jit, grad or vmap.")
+        check_alive([leaf.path for leaf in entry.captured.inputs], read.leaves, entry.captured.name)
         leaves = broadcast_state(entry, read.leaves)
         entry.structure.place(read.handle, leaves)
         return read._replace(leaves=leaves)

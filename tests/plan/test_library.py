@@ -1,5 +1,6 @@
 """The library of strategies: found in a checkout, in an editable install and in a wheel, and read."""
 
+import email
 import os
 import subprocess
 import sys
@@ -29,6 +30,21 @@ def test_a_wheel_has_its_library_inside_the_package(tmp_path):
     shipped = tmp_path / "site" / "spmdctx" / "strategies"
     kept = ROOT / "strategies"
     assert {path.relative_to(shipped) for path in shipped.rglob("*.*")} == {path.relative_to(kept) for path in kept.rglob("*.*")}
+
+
+def test_a_wheel_has_types_licence_and_metadata(tmp_path):
+    wheel = _built("wheel", tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = email.message_from_bytes(archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))))
+        assert "spmdctx/py.typed" in names
+        licence = archive.read(next(name for name in names if name.endswith(".dist-info/licenses/LICENSE")))
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert metadata["Author"] or metadata["Author-Email"]
+    assert "jax" in metadata["Keywords"].split(",")
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert metadata.get_payload().startswith("# spmdctx")
 
 
 def test_an_editable_install_uses_the_library_of_the_checkout(tmp_path):

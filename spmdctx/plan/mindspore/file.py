@@ -228,8 +228,9 @@ def layout_entry(layout: ParameterLayout) -> dict[str, Any]:
 
 
 def write_layouts(layouts: Mapping[str, ParameterLayout], path: str | os.PathLike[str]) -> None:
-    """Writes layouts by name as a strategy file; a reader never sees half of it."""
+    """Writes layouts by name as a strategy file, and makes its folder; a reader never sees half of it."""
     target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
     body = {"current_stage": 0, STRATEGIES: {}, LAYOUTS: {name: layout_entry(layout) for name, layout in layouts.items()}}
     scratch = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.writing")  # ranks may write it at the same time
     scratch.write_text(_text(body), encoding="utf-8")
