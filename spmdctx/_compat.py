@@ -119,7 +119,8 @@ def without_mesh(context: Any) -> Any:
 
 def plain_call_params() -> Mapping[str, Any]:
     """Returns what `jax.jit` gives a call that has no shardings and no mesh; the value for "unspecified" has no public name."""
-    params = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns[0].params
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        params = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns[0].params
     return {"in_shardings": params["in_shardings"][0], "out_shardings": params["out_shardings"][0], "ctx_mesh": params.get("ctx_mesh")}
 
 

@@ -15,13 +15,21 @@ import numpy as np
 
 from spmdctx.trace.portable.rewriting import Handler
 
-_REDUCTIONS: Mapping[str, Callable[..., jax.Array]] = {
+_REDUCE: Mapping[str, Callable[..., jax.Array]] = {
     "psum": jax.lax.reduce_sum,
     "psum_invariant": jax.lax.reduce_sum,
     "pmax": jax.lax.reduce_max,
     "pmin": jax.lax.reduce_min,
 }
-_CASTS = ("pvary", "pbroadcast", "preduced", "reduced_vary_cast", "reduced_vary_cast_p", "vary_unreduced_cast", "vary_unreduced_cast_p")
+_DEVICE_CASTS = (
+    "pvary",
+    "pbroadcast",
+    "preduced",
+    "reduced_vary_cast",
+    "reduced_vary_cast_p",
+    "vary_unreduced_cast",
+    "vary_unreduced_cast_p",
+)
 _UNREDUCED = ("unreduced_psum", "unreduced_pmax", "unreduced_pmin")
 _GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 _SCATTERS = ("reduce_scatter", "unreduced_reduce_scatter")
@@ -41,7 +49,7 @@ def reduction(eqn: Any, operands: list[Any], eqns: list[Any], alone: Container[s
         return None
     value = operands[0]
     if positions:
-        reduce, out = _REDUCTIONS[eqn.primitive.name], eqn.outvars[0].aval
+        reduce, out = _REDUCE[eqn.primitive.name], eqn.outvars[0].aval
         results = None
         if named:
             # The names come last: fewer bytes are sent. How the result differs between devices is as it was before.
@@ -62,7 +70,7 @@ def _written(fn: Callable[[jax.Array], Any], eqn: Any, value: Any, eqns: list[An
     return eqns[-1].outvars[0]
 
 
-REDUCTIONS: Mapping[str, Handler] = dict.fromkeys(_REDUCTIONS, reduction)
+OVER_VMAP: Mapping[str, Handler] = dict.fromkeys(_REDUCE, reduction)
 """Handlers of collectives over axes of vmap."""
 
 
@@ -72,8 +80,8 @@ class Alone:
     def __init__(self, names: Container[str]) -> None:
         self._names = names
         self.handlers: Mapping[str, Handler] = {
-            **dict.fromkeys(_REDUCTIONS, self._reduction),
-            **dict.fromkeys((*_CASTS, *_UNREDUCED, "all_to_all"), self._same),
+            **dict.fromkeys(_REDUCE, self._reduction),
+            **dict.fromkeys((*_DEVICE_CASTS, *_UNREDUCED, "all_to_all"), self._same),
             **dict.fromkeys(_GATHERS, self._gathered),
             **dict.fromkeys(_SCATTERS, self._scattered),
             "ppermute": self._permuted,

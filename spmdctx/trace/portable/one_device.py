@@ -77,15 +77,18 @@ class OneDevice:
         return eqn.outvars  # type: ignore[no-any-return]  # JAX does not say so
 
     def _call(self, eqn: Any, _operands: list[Any], _eqns: list[Any]) -> Any:
-        params, plain = dict(eqn.params), plain_call_params()
+        given = eqn.params
+        count = sum(map(is_one_device, (*given["in_shardings"], *given["out_shardings"])))
+        if not count and not is_one_device(given.get("ctx_mesh")):
+            return None
+        if count:
+            self._leave_out("jit sharding", eqn, count)
+        plain, params = plain_call_params(), dict(given)
         for name in ("in_shardings", "out_shardings"):
-            found = sum(map(is_one_device, params[name]))
-            if found:
-                self._leave_out("jit sharding", eqn, found)
-                params[name] = tuple(plain[name] if is_one_device(sharding) else sharding for sharding in params[name])
-        if is_one_device(params.get("ctx_mesh")):
+            params[name] = tuple(plain[name] if is_one_device(sharding) else sharding for sharding in given[name])
+        if is_one_device(given.get("ctx_mesh")):
             params["ctx_mesh"] = plain["ctx_mesh"]
-        return eqn.replace(params=params) if any(params[name] is not value for name, value in eqn.params.items()) else None
+        return eqn.replace(params=params)
 
     def _shard_map(self, eqn: Any, operands: list[Any], eqns: list[Any]) -> Sequence[Any] | None:
         mesh, body = eqn.params["mesh"], eqn.params["jaxpr"]

@@ -32,6 +32,7 @@ class Rewriting:
 
     def __init__(self, handlers: Mapping[str, Handler], *, strips: bool = False, gone: frozenset[str] = frozenset()) -> None:
         self._handlers, self._strips, self._gone = handlers, strips or bool(gone), gone
+        self._concerned = CONTROL_FLOW | handlers.keys()
         # By identity; what is replaced is kept alive with what replaces it.
         self._known: dict[int, tuple[Any, Any]] = {}
         self._contexts: dict[int, tuple[Any, Any]] = {}
@@ -63,6 +64,9 @@ class Rewriting:
         `names` holds the inputs of the body. `outer` is the source info of the equation in whose place the body is written.
         """
         for eqn in jaxpr.eqns:
+            if not names and not self._strips and eqn.primitive.name not in self._concerned:
+                eqns.append(eqn)
+                continue
             if outer is not None:
                 info = eqn.source_info
                 eqn = eqn.replace(source_info=info.replace(name_stack=outer.name_stack + info.name_stack))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.extend.core as jexc
 
-from spmdctx.trace.portable.collectives import REDUCTIONS
+from spmdctx.trace.portable.collectives import OVER_VMAP
 from spmdctx.trace.portable.one_device import OneDevice
 from spmdctx.trace.portable.placements import is_one_device
 from spmdctx.trace.portable.rewriting import Rewriting
@@ -18,8 +18,8 @@ def portable(step: jexc.ClosedJaxpr, num_devices: int) -> tuple[jexc.ClosedJaxpr
     """
     left_out = OneDevice()
     if num_devices == 1:
-        return Rewriting(REDUCTIONS).closed(step), left_out
-    step = Rewriting({**REDUCTIONS, **left_out.handlers}).closed(step)
+        return Rewriting(OVER_VMAP).closed(step), left_out
+    step = Rewriting({**OVER_VMAP, **left_out.handlers}).closed(step)
     if left_out.counts or is_one_device(jax.sharding.get_abstract_mesh()):
         step = Rewriting({}, strips=True).closed(step)
     return step, left_out
