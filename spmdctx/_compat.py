@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -104,6 +104,38 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     # After 0.10 JAX replaced the two numbers by a tree of the operands.
     constants, carried, _ = params["ft_in"].unpack()
     return len(constants), len(carried)
+
+
+def is_axis_effect(effect: Any, names: Container[str]) -> bool:
+    """Returns whether an effect says that an equation communicates over one of some mesh axes; its type has no public name."""
+    return type(effect).__name__ == "NamedAxisEffect" and effect.name in names
+
+
+def without_mesh(context: Any) -> Any:
+    """Returns the context of an equation with no mesh set; other settings in it stay. Contexts have a private type."""
+    with context.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return type(context)()
+
+
+def plain_call_params() -> Mapping[str, Any]:
+    """Returns what `jax.jit` gives a call that has no shardings and no mesh; the value for "unspecified" has no public name."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        params = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns[0].params
+    return {"in_shardings": params["in_shardings"][0], "out_shardings": params["out_shardings"][0], "ctx_mesh": params.get("ctx_mesh")}
+
+
+def is_tracing() -> bool:
+    """Returns whether JAX traces the code that calls this."""
+    from jax._src import core
+
+    return not core.trace_state_clean()
+
+
+def entered_mesh() -> Any:
+    """Returns the mesh of `with mesh:`, empty if there is none; `jax.set_mesh` sets another one, which JAX has a public name for."""
+    from jax._src import mesh
+
+    return mesh.thread_resources.env.physical_mesh
 
 
 def without_high_primitives(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:

@@ -191,7 +191,7 @@ def _contents(values: Sequence[Any], form: Form, local: bool) -> tuple[str, ...]
         digest = 0
         for bounds, _ in part.blocks:
             digest = zlib.crc32(value[slices(part.local_bounds(bounds) if local else bounds)].tobytes(), digest)
-        found.append(f"{zlib.crc32(repr([bounds for bounds, _ in part.blocks]).encode()):08x}{digest:08x}")
+        found.append(f"{zlib.crc32(np.array([bounds for bounds, _ in part.blocks], dtype=np.int64).tobytes()):08x}{digest:08x}")
     return tuple(found)
 
 

@@ -49,10 +49,10 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
     """
     options = gradient_options(settings.context, settings.num_devices, settings.mesh)
     if not options.acts:
-        return refine(capture_call(target, call, static), settings)
+        return refine(capture_call(target, call, static, settings.num_devices), settings)
     first = _First(options)
     with carried_by(first):
-        captured = capture_call(target, call, static)
+        captured = capture_call(target, call, static, settings.num_devices)
     if not first.calls:
         return refine(replace(captured, notes=(*captured.notes, *_without_calls(captured, options))), settings)
     start = time.perf_counter()
@@ -60,7 +60,7 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
     captured = find_operands(captured, first.calls, options, own)
     second = _Second(first.calls, options)
     with carried_by(second), _said_before():
-        again = capture_call(target, call, static)
+        again = capture_call(target, call, static, settings.num_devices)
     again = with_roles(again, captured)
     notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *second.notes)))
     seconds = captured.trace_s + time.perf_counter() - start
@@ -81,7 +81,7 @@ def capture_plainly(target: Target, call: Call, static: Static) -> Captured:
     """Traces one call of a step as it runs on one device: without options of gradients, and with no guess about its batch."""
     with warnings.catch_warnings(), tracing_in("stand_alone"):
         warnings.simplefilter("ignore", ContextWarning)
-        return capture_call(target, call, static)
+        return capture_call(target, call, static, 1)
 
 
 _ASKS_FOR_MEAN = "Set gradients_mean=True for the gradient of one device; set gradients_mean=False to keep the sum without this warning."
@@ -122,10 +122,11 @@ class _First:
     def __init__(self, options: GradientOptions) -> None:
         self.calls: list[SeenCall] = []
         self._axes = options.mesh.axes if options.is_local else ()
+        self._num_replicas = options.num_replicas
 
     def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = len(self.calls)
-        call = LossCall(loss.with_value(), args, kwargs)
+        call = LossCall(loss.with_value(), args, kwargs, self._num_replicas)
         avals = [jax.typeof(value) for value in call.values]
         traced = plainly(lambda: traced_whole(lambda: call.trace(avals), self._axes))
         others = [const for const in traced.jaxpr.consts if isinstance(const, jax.core.Tracer)]
@@ -174,7 +175,7 @@ class _Second:
         seen, options = next(self._calls), self._options
         if seen.is_manual or not seen.has_batch:
             return self._alike(seen, loss, args, kwargs)
-        call = LossCall(loss, args, kwargs)
+        call = LossCall(loss, args, kwargs, options.num_replicas)
         operands = operands_of(seen)
         self.draws_apart = self.draws_apart or any(operand.is_key for operand in operands)
         shapes = [piece_shape(value.shape, operand, options) for value, operand in zip(call.values, operands, strict=True)]
@@ -183,6 +184,7 @@ class _Second:
         ]
         axes = options.mesh.axes if options.is_local else ()
         traced = plainly(lambda: traced_locally(lambda: call.trace(avals, axes), axes))
+        self.notes += [call.note] if call.note else []
         rows = rows_of(seen, call, traced, operands, options)
         if options.is_local:
             order = gradient_order(call, traced, rows)

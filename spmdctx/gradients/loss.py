@@ -18,6 +18,7 @@ from spmdctx.trace.capture.capture import flattening_of
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects
 from spmdctx.trace.capture.pytrees import NotPure
 from spmdctx.trace.capture.structure import Flattening, Keys, key_text, path_text, shape_of
+from spmdctx.trace.portable.step import portable
 
 
 class Loss(NamedTuple):
@@ -101,10 +102,13 @@ class Traced(NamedTuple):
 
 
 class LossCall:
-    """One call: its traced leaves (`values`, with `paths`), those that the loss closes over first."""
+    """One call: its traced leaves (`values`, with `paths`), those that the loss closes over first.
 
-    def __init__(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._loss = loss
+    `note` says what the last trace left out for `num_replicas` devices that run the loss by themselves, if there are several.
+    """
+
+    def __init__(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any], num_replicas: int) -> None:
+        self._loss, self._num_replicas, self.note = loss, num_replicas, ""
         self._closure = Closure(loss.fn)
         self._call: Any = ((tuple(self._closure.values), *args), kwargs)
         self._flattening: Flattening = flattening_of(self._call)
@@ -163,7 +167,9 @@ class LossCall:
                     self._fixed.append(result.value)
             return outputs
 
-        jaxpr = jax.make_jaxpr(program, axis_env=list(axes))(*map(shape_of, avals))
+        # What a loss says of one device cannot stand in the shard_map in which each device runs it.
+        jaxpr, left_out = portable(jax.make_jaxpr(program, axis_env=list(axes))(*map(shape_of, avals)), self._num_replicas)
+        self.note = left_out.note(self._num_replicas)
         return Traced(jaxpr, made)
 
     def _evaluate(self, call: Any) -> dict[str, Any]:

@@ -95,7 +95,8 @@ def program_differences(plan: PlanData, graph: Graph) -> Iterator[str]:
     elif not rows:
         yield (
             f"fingerprint: {plan.fingerprint[:12]} in the file, {graph.fingerprint[:12]} here; all inputs and ops have equal shapes, so "
-            "it is a parameter of an op, a literal, a dtype inside of the step, a shard() strategy or a sharding constraint"
+            "it is a parameter of an op, a literal, a dtype inside of the step, a shard() strategy or a sharding constraint; or an older "
+            "version of spmdctx wrote the file"
         )
 
 

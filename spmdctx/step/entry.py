@@ -28,7 +28,7 @@ from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.pytrees import PureStructure
 from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.scope.environment import Environment
-from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type
+from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
 
 
 def aval_of(leaf: Any) -> Any:
@@ -183,7 +183,7 @@ class Entry:
         The leaves may be abstract.
         """
         avals = [self.type_as_called(index, leaf) for index, leaf in enumerate(leaves)]
-        with auto_axes():
+        with auto_axes(), without_one_device(self.plan.logical_mesh.num_devices):
             lowered: jax.stages.Lowered = (
                 self.program.jitted.lower(*avals) if self.direct is None else self.direct.lower(*self.structure.inputs(avals)[0])
             )
@@ -191,9 +191,10 @@ class Entry:
 
     @contextmanager
     def advising(self) -> Iterator[None]:
-        """Adds to XLA's errors of memory what was planned and what to do."""
+        """Adds to XLA's errors of memory what was planned and what to do, where the program is compiled or run."""
         try:
-            yield
+            with without_one_device(self.plan.logical_mesh.num_devices):
+                yield
         except jax.errors.JaxRuntimeError as error:
             add_advice(error, self.plan.cost.memory_bytes, self.environment.settings.topology)
             raise

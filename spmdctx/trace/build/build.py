@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, count, repeat
@@ -25,6 +24,7 @@ from spmdctx.rules import rule_for
 from spmdctx.rules.flops import op_flops
 from spmdctx.trace.build import control_flow as bodies
 from spmdctx.trace.build.builder import Around, Env
+from spmdctx.trace.build.canonical import Canonical, Form
 from spmdctx.trace.build.common_subexpressions import find_copies, made_one
 from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
 from spmdctx.trace.build.program import LossOperand, ManualRegion, Program, UserPin
@@ -90,7 +90,9 @@ class GraphBuilder:
         self._frame_of: list[int] = []
         # Shared by many ops: rules with their cost in FLOPs, and frames.
         self._kinds: list[Kind] = []
-        self._texts: list[str] = []
+        self._forms: list[bytes] = []
+        self._by_form: dict[bytes, int] = {}
+        self._canonical = Canonical()
         self._alike: set[int] = set()
         self._quick: dict[Any, int] = {}
         self._known: dict[Any, int] = {}
@@ -178,7 +180,8 @@ class GraphBuilder:
         key = (primitive, rule)
         kind = self._known.get(key)
         if kind is None:
-            kind = self._learn(key, Kind(primitive, rule, 0), f"{primitive} {rule}")
+            form = self._canonical.form((primitive, rule.operands, rule.results, rule.sizes, rule.kinds, rule.blocked, rule.combiner))
+            kind = self._known[key] = self._learn(Kind(primitive, rule, 0), form)
         self._kind_of.append(kind)
         self._operands.append(operands)
         self._results.append(results)
@@ -210,25 +213,29 @@ class GraphBuilder:
         operands = tuple([self._tensor(var.aval).shape for var in eqn.invars])
         results = tuple([self._tensor(var.aval).shape for var in eqn.outvars])
         params = tuple(eqn.params.values())
-        key: tuple[Any, ...] = (name, operands, results, params)
-        is_exact = True
+        key: Any = (name, operands, results, params)
         try:
             kind = self._known.get(key)
         except TypeError:
-            key, is_exact = (name, operands, results, repr(params)), False
-            kind = self._known.get(key)
+            key = kind = None
         if kind is None:
-            rule = rule_for(name, operands, results, eqn.params)
-            text = f"{name} {operands} {results} {_stable_text(eqn.params)}"
-            kind = self._learn(key, Kind(name, rule, op_flops(name, rule, operands, results)), text)
-            if not is_exact:
+            # Bodies are hashed by identity, which depends on what JAX has kept of earlier traces: equal ones are one kind.
+            form = self._canonical.form((name, operands, results, eqn.params))
+            kind = self._by_form.get(form.text) if form.is_exact or key is None else None
+            if kind is None:
+                rule = rule_for(name, operands, results, eqn.params)
+                kind = self._learn(Kind(name, rule, op_flops(name, rule, operands, results)), form)
+            if key is not None:
+                self._known[key] = kind
+            elif not form.is_exact:
                 self._alike.add(kind)
         return kind
 
-    def _learn(self, key: Any, kind: Kind, text: str) -> int:
-        number = self._known[key] = len(self._kinds)
+    def _learn(self, kind: Kind, form: Form) -> int:
+        number = len(self._kinds)
         self._kinds.append(kind)
-        self._texts.append(text)
+        self._forms.append(form.text)
+        self._by_form[form.text] = number
         return number
 
     def finish(
@@ -288,7 +295,7 @@ class GraphBuilder:
         return Columns(self._kinds, kind_of, (around[:, 0], around[:, 1]), operands, results, self._tensors_of_values())
 
     def _comparable(self, alive: Sequence[int]) -> list[Any]:
-        """Returns the equations of some ops, with None for boundaries and for ops whose parameters only have the same text."""
+        """Returns the equations of some ops, with None for boundaries and for ops whose parameters are only known by name."""
         kinds, alike = self._kind_of, self._alike
         return [self._equations[index] if kinds[index] not in alike else None for index in alive]
 
@@ -324,12 +331,14 @@ class GraphBuilder:
                 return alive[::-1]
 
     def _trail(self) -> IntArray:
-        """Returns for each op its kind, its scope, how often it runs, and its operands, in one flat array."""
+        """Returns for each op the form of its kind, its scope, how often it runs, and its operands, in one flat array."""
         sizes = np.fromiter(map(len, self._operands), dtype=np.int64, count=self.num_ops) + 3
         starts, total = np.cumsum(sizes) - sizes, int(sizes.sum())
         around = np.array([(frame.scope, frame.repeats) for frame in self._frames], dtype=np.int64).reshape(-1, 2)[self._frame_of]
         trail, is_operand = np.empty(total, dtype=np.int64), np.ones(total, dtype=bool)
-        columns: tuple[ArrayLike, ...] = (self._kind_of, around[:, 0], around[:, 1])
+        numbers = {form: number for number, form in enumerate(dict.fromkeys(self._forms))}
+        forms = np.array([numbers[form] for form in self._forms], dtype=np.int64)[self._kind_of]
+        columns: tuple[ArrayLike, ...] = (forms, around[:, 0], around[:, 1])
         for place, column in enumerate(columns):
             trail[starts + place] = column
             is_operand[starts + place] = False
@@ -340,32 +349,22 @@ class GraphBuilder:
         self, trail: Sequence[ArrayLike], inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]
     ) -> str:
         """Hashes the program: kinds of equations with their parameters, which op reads which value how often, and arguments."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update("\n".join(self._texts).encode())
+        digest, form = hashlib.blake2b(digest_size=16), self._canonical.text
+        digest.update(form(list(dict.fromkeys(self._forms))))
         for part in (*trail, [*outputs, *(value for tie in ties for value in tie)]):
             digest.update(np.array(part, dtype=np.int64).tobytes())
         regions: dict[int, int] = {}
         for mark in self.marks:
             number = regions.setdefault(mark.region, len(regions))
-            digest.update(f"{mark.op} {number} {mark.side} {mark.position} {mark.strategy}".encode())
-        for pin in self.user_pins:
-            digest.update(repr(pin).encode())
+            digest.update(form((mark.op, number, mark.side, mark.position, mark.strategy)))
+        digest.update(form(self.user_pins))
         for region in self.manual:
-            digest.update(region.body.graph.fingerprint.encode())
             written = [(row.kind, row.axes, row.payload_bytes, row.repeats) for row in region.collectives]
-            digest.update(repr((region.mesh_axes, region.operands, region.results, written)).encode())
+            digest.update(form((region.body.graph.fingerprint, region.mesh_axes, region.operands, region.results, written)))
         for index in inputs:
-            (shape, dtype), (role, path) = self._tensor(self._avals[index]), self._named.get(index, (Role.INTERMEDIATE, ""))
-            digest.update(f"{path} {shape} {dtype} {role}".encode())
+            tensor, named = self._tensor(self._avals[index]), self._named.get(index, (Role.INTERMEDIATE, ""))
+            digest.update(form((*tensor, *named)))
         return digest.hexdigest()
-
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-
-def _stable_text(params: dict[str, Any]) -> str:
-    """Returns parameters as text without memory addresses, so that every process writes the same."""
-    return _ADDRESS.sub("", repr(sorted((name, str(value)) for name, value in params.items())))
 
 
 def _ops(columns: Columns, materialized: BoolArray) -> tuple[Op, ...]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jexc
 
-from spmdctx._compat import JitOptions, unwrap_jit, without_high_primitives
+from spmdctx._compat import JitOptions, entered_mesh, unwrap_jit, without_high_primitives
 from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir.graph import Role
 from spmdctx.trace.build.build import Argument, build
@@ -30,6 +30,10 @@ from spmdctx.trace.capture.roles import guesses, roles_of, with_update_roles
 from spmdctx.trace.capture.structure import Flattening, Keys, Result, Structure, argument_of, key_text, path_text, shape_of
 from spmdctx.trace.capture.updates import Updates
 from spmdctx.trace.collector import no_garbage_collection
+from spmdctx.trace.portable.axis_names import explaining_axis_names
+from spmdctx.trace.portable.one_device import OneDevice
+from spmdctx.trace.portable.placements import is_one_device
+from spmdctx.trace.portable.step import portable
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,17 +205,22 @@ def flattening_of(call: Call) -> Flattening:
     return ObjectFlattening(call) if has_objects(call) else PureFlattening(call)
 
 
-def capture_call(target: Target, call: Call, static: Static) -> Captured:
-    """Traces one call whose static arguments are already set apart."""
-    try:
-        with no_garbage_collection():
-            flattening = flattening_of(call)
-        return _capture_flat(target, static, flattening)
-    except NotPure:  # known once it is traced: an initialiser, for example
-        return _capture_flat(target, static, ObjectFlattening(call))
+def capture_call(target: Target, call: Call, static: Static, num_devices: int = 1) -> Captured:
+    """Traces one call whose static arguments are already set apart, for so many devices.
+
+    Raises:
+        UnsupportedError: the call names an axis that nothing in it binds.
+    """
+    with explaining_axis_names():
+        try:
+            with no_garbage_collection():
+                flattening = flattening_of(call)
+            return _capture_flat(target, static, flattening, num_devices)
+        except NotPure:  # known once it is traced: an initialiser, for example
+            return _capture_flat(target, static, ObjectFlattening(call), num_devices)
 
 
-def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Captured:
+def _capture_flat(target: Target, static: Static, flattening: Flattening, num_devices: int) -> Captured:
     started = time.perf_counter()
     paths = [_path(target, static, leaf.keys) for leaf in flattening.leaves]
     avals = [abstract(leaf.value, path) for leaf, path in zip(flattening.leaves, paths, strict=True)]
@@ -219,10 +228,13 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
     donated = [target.donated.holds(place) for place in places]
     with _naming(paths, target):
         traced = _trace(target, static, flattening, avals, donated)
+    jaxpr, left_out = portable(traced.jaxpr, num_devices)
+    traced = traced._replace(jaxpr=jaxpr)
+    mesh_axes, names = _partitioning(flattening, num_devices, left_out)
     roles, carried, notes = _roles(target, static, flattening, traced)
     inputs = tuple(
-        InputLeaf(path, tuple(aval.shape), dtype_text(aval.dtype), role, given, leaf.names, leaf.layerwise)
-        for path, aval, role, given, leaf in zip(paths, traced.jaxpr.in_avals, roles, donated, flattening.leaves, strict=True)
+        InputLeaf(path, tuple(aval.shape), dtype_text(aval.dtype), role, given, own, leaf.layerwise)
+        for path, aval, role, given, own, leaf in zip(paths, traced.jaxpr.in_avals, roles, donated, names, flattening.leaves, strict=True)
     )
     outputs = tuple(
         OutputLeaf(
@@ -242,11 +254,28 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening) -> Cap
         structure,
         time.perf_counter() - started,
         tuple(leaf.owned for leaf in flattening.leaves),
-        notes,
-        tuple(jax.sharding.get_abstract_mesh().shape.items()),
+        (*notes, *filter(None, [left_out.note(num_devices)])),
+        mesh_axes,
         guessed=frozenset(index for index, role in enumerate(roles) if role is Role.BATCH and target.batch is None),
         arguments=places,
     )
+
+
+def _partitioning(
+    flattening: Flattening, num_devices: int, left_out: OneDevice
+) -> tuple[tuple[tuple[str, int], ...], list[PartitionNames | None]]:
+    """Returns the axes of the mesh that is set, and the partition names of each leaf; those of a mesh of one device say nothing."""
+    mesh, names = jax.sharding.get_abstract_mesh(), [leaf.names for leaf in flattening.leaves]
+    entered = entered_mesh()
+    if num_devices == 1 or not (is_one_device(mesh) or (mesh.empty and is_one_device(entered))):
+        return tuple(mesh.shape.items()), names
+    known = set((entered if mesh.empty else mesh).axis_names)
+    for index, own in enumerate(names):
+        named = {name for dim in own or () for name in ((dim,) if isinstance(dim, str) else dim or ())}
+        if named and named <= known:
+            left_out.add("partitioned argument")
+            names[index] = None
+    return (), names
 
 
 @functools.lru_cache(maxsize=256)
@@ -277,8 +306,27 @@ def _trace(target: Target, static: Static, flattening: Flattening, avals: list[A
         results[:] = [made[index]._replace(value=None) for index in kept]
         return [made[index].value for index in kept]
 
-    jaxpr = without_high_primitives(jax.make_jaxpr(flat)(*[shape_of(aval) for aval in avals]))
-    return _Traced(jaxpr, results, kept)
+    shapes = [shape_of(aval) for aval in avals]
+    try:
+        jaxpr = jax.make_jaxpr(flat)(*shapes)
+    except ValueError as error:
+        if jax.sharding.get_abstract_mesh().empty:
+            raise
+        jaxpr = _traced_without_mesh(flat, shapes, error)
+    return _Traced(without_high_primitives(jaxpr), results, kept)
+
+
+def _traced_without_mesh(flat: Callable[..., Any], shapes: Sequence[Any], error: ValueError) -> jexc.ClosedJaxpr:
+    """Traces a step that failed while a mesh is set, such as the step's own.
+
+    JAX allows no shard_map of another mesh there, be it of one device. If it fails without the mesh too, the first error counts.
+    """
+    try:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            jaxpr: jexc.ClosedJaxpr = jax.make_jaxpr(flat)(*shapes)
+    except Exception:
+        raise error from None
+    return jaxpr
 
 
 @contextmanager

@@ -8,11 +8,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from spmdctx._compat import is_tracing
 from spmdctx.errors import ContextError
 from spmdctx.ir.layout import Layout
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.trace.portable.placements import is_one_device
 from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.specs import make_mesh
 
@@ -95,6 +98,16 @@ def auto_axes() -> Iterator[None]:
         return
     types = tuple(AxisType.Auto if kind is AxisType.Explicit else kind for kind in mesh.axis_types)
     with jax.sharding.use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)):
+        yield
+
+
+@contextmanager
+def without_one_device(num_devices: int) -> Iterator[None]:
+    """Unsets the mesh that the user set if it is of one device and a program is for several: JAX would refuse to run it."""
+    if num_devices == 1 or not is_one_device(jax.sharding.get_abstract_mesh()) or is_tracing():
+        yield
+        return
+    with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
         yield
 
 

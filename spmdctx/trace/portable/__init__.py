@@ -1,0 +1,1 @@
+"""Frees a traced step of what it says of the devices that it was written for."""

@@ -1,0 +1,25 @@
+"""Frees a traced step of the devices that it was written for."""
+
+from __future__ import annotations
+
+import jax
+import jax.extend.core as jexc
+
+from spmdctx.trace.portable.collectives import OVER_VMAP
+from spmdctx.trace.portable.one_device import OneDevice
+from spmdctx.trace.portable.placements import is_one_device
+from spmdctx.trace.portable.rewriting import Rewriting
+
+
+def portable(step: jexc.ClosedJaxpr, num_devices: int) -> tuple[jexc.ClosedJaxpr, OneDevice]:
+    """Returns a step for `num_devices` that says nothing of one device, and what it said.
+
+    Collectives over axes of vmap become reductions. A step that has none of this comes back as it is.
+    """
+    left_out = OneDevice()
+    if num_devices == 1:
+        return Rewriting(OVER_VMAP).closed(step), left_out
+    step = Rewriting({**OVER_VMAP, **left_out.handlers}).closed(step)
+    if left_out.counts or is_one_device(jax.sharding.get_abstract_mesh()):
+        step = Rewriting({}, strips=True).closed(step)
+    return step, left_out
