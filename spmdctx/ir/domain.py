@@ -86,11 +86,11 @@ class AxisCodes:
 
 
 class Domain:
-    """The shardings of one shape, numbered; number 0 is the replicated one."""
+    """The shardings of one shape, numbered; number 0 is the replicated one, and the only one of a tensor without elements."""
 
     def __init__(self, codes: AxisCodes, shape: tuple[int, ...]) -> None:
         self.codes, self.shape = codes, shape
-        self.rows = codes.rows(shape)
+        self.rows = codes.rows(shape, [False] * len(shape) if 0 in shape else None)
         self._weights = len(codes) ** np.arange(len(shape) - 1, -1, -1, dtype=np.int64)
         self._keys = self.rows @ self._weights
 

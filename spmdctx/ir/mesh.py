@@ -116,8 +116,10 @@ def moved_axes(before: AxisNames, after: AxisNames, mesh: LogicalMesh) -> frozen
 
 
 def divides(shape: tuple[int, ...], sharding: TensorSharding, mesh: LogicalMesh) -> bool:
-    """Returns whether every split dimension is a multiple of its number of slices."""
-    return all(size % mesh.num_slices(dim) == 0 for size, dim in zip(shape, sharding, strict=True) if dim)
+    """Returns whether every split dimension is a multiple of its number of slices, and there are elements to split."""
+    return (0 not in shape or not any(sharding)) and all(
+        size % mesh.num_slices(dim) == 0 for size, dim in zip(shape, sharding, strict=True) if dim
+    )
 
 
 def format_sharding(sharding: TensorSharding) -> str:

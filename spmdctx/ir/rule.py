@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 DimFactors = tuple[int, ...]
@@ -43,6 +44,30 @@ class OpRule:
             size > 1 and index not in self.blocked and kind in (FactorKind.PASS_THROUGH, FactorKind.REDUCTION)
             for index, (size, kind) in enumerate(zip(self.sizes, self.kinds, strict=True))
         )
+
+    def without_empty(self, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], *, blocks: bool) -> OpRule:
+        """Returns the rule of an op with operands and results of these shapes, some perhaps without elements; those take no part.
+
+        XLA makes them whole on every device, whatever their sharding says (jax 0.10.2), so nothing may split them.
+
+        Args:
+            operands: the shape of each operand.
+            results: the shape of each result.
+            blocks: whether their factors are not split in other tensors either, as an op needs that works on blocks of all operands.
+        """
+        if not any(0 in shape for shape in (*operands, *results)):
+            return self
+        empty: set[int] = set()
+        sides: list[tuple[tuple[DimFactors, ...], ...]] = []
+        for side, shapes in ((self.operands, operands), (self.results, results)):
+            sides.append(tuple([((),) * len(dims) if 0 in shape else dims for dims, shape in zip(side, shapes, strict=True)]))
+            empty.update(factor for dims, shape in zip(side, shapes, strict=True) if 0 in shape for own in dims for factor in own)
+        return replace(self, operands=sides[0], results=sides[1], blocked=self.blocked | empty if blocks else self.blocked)
+
+    def without_reductions(self) -> OpRule:
+        """Returns the rule with its reduced dimensions whole."""
+        reduced = {factor for factor, kind in enumerate(self.kinds) if kind is FactorKind.REDUCTION}
+        return replace(self, blocked=self.blocked | reduced) if reduced else self
 
     def __str__(self) -> str:
         names = [factor_name(index) for index in range(len(self.sizes))]

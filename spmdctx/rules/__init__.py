@@ -18,7 +18,7 @@ from spmdctx.rules import (
     shape,
 )
 from spmdctx.rules.builder import RuleBuilder, Shape, identity, replicate
-from spmdctx.rules.registry import RULES, RuleFn, has_rule, rule, rule_for
+from spmdctx.rules.registry import RULES, RuleFn, has_rule, missing_all_reduces, rule, rule_for
 
 __all__ = [
     "RULES",
@@ -36,6 +36,7 @@ __all__ = [
     "indexing",
     "kernels",
     "linalg",
+    "missing_all_reduces",
     "opaque",
     "ordering",
     "random",

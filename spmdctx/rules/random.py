@@ -46,12 +46,16 @@ def rng_bit_generator(operands: tuple[Shape, ...], results: tuple[Shape, ...], _
 
 @rule("random_gamma")
 def random_gamma(operands: tuple[Shape, ...], results: tuple[Shape, ...], _params: Mapping[str, Any]) -> OpRule:
-    """Draws from keys and shape parameters, flattened: only the leading dimension splits without a gather of the parameters."""
+    """Draws `[keys, drawn]` from keys `[keys]` and shape parameters `[keys, drawn]`.
+
+    Both are flattened, so only the leading dimension splits without a gather of the parameters.
+    """
     builder = RuleBuilder()
     (full,) = results
     leading = next((dim for dim, size in enumerate(full) if size > 1), 0)
     dims = [builder.factor(size, blocked=dim != leading) for dim, size in enumerate(full)]
-    return builder.build([broadcast_dims(dims, shape, full) for shape in operands], [dims])
+    keys, parameters = operands
+    return builder.build([dims[: len(keys)], broadcast_dims(dims, parameters, full)], [dims])
 
 
 @rule("rng_uniform", "iota_2x32_shape")

@@ -25,6 +25,9 @@ _COMBINER_OF_REDUCTION = {
 _ALL_REDUCED = frozenset({"add", "max", "min", "mul", "and", "or", "argmax", "argmin"})
 """Combiners that XLA can apply across devices: it has no all-reduce for xor or for a reducer that the user wrote."""
 
+_IDEMPOTENT = frozenset({"max", "min", "and", "or"})
+"""Combiners that may take an initial value once or once per device."""
+
 
 def _reduce_axes(combiner: str, operands: tuple[Shape, ...], _results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
     return _reduction(operands[:1], params["axes"], 1, combiner)
@@ -36,8 +39,13 @@ for _name, _combiner in _COMBINER_OF_REDUCTION.items():
 
 @rule("reduce")
 def reduce(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Reduces several operands at once by any reducer; its initial values are scalars."""
-    return _reduction(operands, params["dimensions"], len(results), _combiner_of(params["jaxpr"]))
+    """Reduces several operands at once by any reducer; its initial values are scalars.
+
+    XLA's partitioner lets every device start with the initial value (jax 0.10.2, on CPU), so sums and products stay whole. Those that
+    start with 0 and 1 are other primitives.
+    """
+    combiner = _combiner_of(params["jaxpr"])
+    return _reduction(operands, params["dimensions"], len(results), combiner if combiner in _IDEMPOTENT else "custom")
 
 
 def _reduction(operands: tuple[Shape, ...], axes: Sequence[int], num_results: int, combiner: str) -> OpRule:

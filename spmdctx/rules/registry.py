@@ -13,6 +13,11 @@ RuleFn = Callable[[tuple[Shape, ...], tuple[Shape, ...], Mapping[str, Any]], OpR
 
 RULES: dict[str, RuleFn] = {}
 
+_KEEPING = frozenset(
+    {"concatenate", "dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"}
+)
+"""Primitives whose result is what it was where one of several operands has no elements, and which XLA splits itself."""
+
 
 def rule(*primitives: str) -> Callable[[RuleFn], RuleFn]:
     """Registers the decorated function as the rule of `primitives`; a primitive has one rule."""
@@ -32,9 +37,38 @@ def has_rule(primitive: str) -> bool:
     return primitive in RULES
 
 
-def rule_for(primitive: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapping[str, Any]) -> OpRule:
-    """Returns the rule of one equation; a primitive without one is kept whole, and the rule's `reason` says so."""
+def missing_all_reduces(primitive: str, dtype: str) -> frozenset[str]:
+    """Returns the combiners of a primitive's results that no all-reduce of XLA applies to numbers of this type (jax 0.10.2)."""
+    if dtype in ("int2", "uint2"):
+        return _COMBINERS
+    if dtype.startswith("complex"):
+        return _ORDERING
+    return _LOGICAL if primitive in ("reduce", "reduce_and", "reduce_or") and dtype != "bool" else frozenset()
+
+
+_COMBINERS = frozenset({"add", "mul", "max", "min", "argmax", "argmin", "and", "or"})
+_ORDERING = frozenset({"max", "min"})
+_LOGICAL = frozenset({"and", "or"})
+
+
+def rule_for(
+    primitive: str,
+    operands: tuple[Shape, ...],
+    results: tuple[Shape, ...],
+    params: Mapping[str, Any],
+    missing: frozenset[str] = frozenset(),
+) -> OpRule:
+    """Returns the rule of one equation; a primitive without one is kept whole, and the rule's `reason` says so.
+
+    Args:
+        primitive: its name.
+        operands: the shape of each operand; literals have rank 0.
+        results: the shape of each result.
+        params: of the equation.
+        missing: combiners for which there is no all-reduce; what they reduce stays whole.
+    """
     function = RULES.get(primitive)
     if function is None:
         return replicate(operands, results, f"no rule for primitive '{primitive}'")
-    return function(operands, results, params)
+    rule = function(operands, results, params).without_empty(operands, results, blocks=primitive not in _KEEPING)
+    return rule.without_reductions() if rule.combiner in missing else rule

@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
+import spmdctx
 from spmdctx.rules import rule_for
 from tests.rules.cases import Case
 
@@ -42,3 +44,36 @@ def test_the_words_of_a_key_stay_together():
 
 def test_a_lone_seed_has_nothing_to_split():
     assert str(rule_for("random_seed", ((),), ((),), {})) == "([])->([]) {}"
+
+
+def test_a_batch_of_keys_draws_along_the_leading_dimensions():
+    assert str(rule_for("random_gamma", ((8,), (8, 4)), ((8, 4),), {})) == "([i], [i, j])->([i, j]) {i=8, j=4} blocked_propagation={j}"
+    assert str(rule_for("random_gamma", ((), (8, 4)), ((8, 4),), {})) == "([], [i, j])->([i, j]) {i=8, j=4} blocked_propagation={j}"
+    assert rule_for("random_gamma", ((8, 1), (8, 1, 4)), ((8, 1, 4),), {}).operands == (((0,), ()), ((0,), (), (1,)))
+
+
+DRAWS = {
+    "gamma": lambda key, a: jax.random.gamma(key, a),
+    "loggamma of one number": lambda key, a: jax.random.loggamma(key, a[0]),
+    "beta": lambda key, a: jax.random.beta(key, a, a + 1),
+    "dirichlet": lambda key, a: jax.random.dirichlet(key, a, (2,)),
+    "t of a shape": lambda key, a: jax.random.t(key, a[0], (3, 2)),
+    "binomial": lambda key, a: jax.random.binomial(key, 5.0, a / 5),
+    "poisson": lambda key, a: jax.random.poisson(key, a),
+    "choice": lambda key, a: jax.random.choice(key, a, (2,), replace=False),
+    "two levels": lambda key, a: jax.vmap(jax.random.gamma)(jax.random.split(key, 3), a),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel", "auto_parallel"])
+def test_draws_for_a_batch_of_keys_are_planned(name, mode):
+    step = spmdctx.parallel(jax.vmap(DRAWS[name]), device_num=8, parallel_mode=mode, batch_argnums=(0, 1), dataset_strategy="data_parallel")
+    assert step.plan(KEYS, jnp.ones((8, 3)) * 2.0)
+
+
+def test_gamma_for_a_batch_of_keys_is_split_and_gives_the_one_device_bits():
+    shapes = jnp.linspace(0.5, 3.0, 24).reshape(8, 3)
+    drawn = spmdctx.parallel(jax.vmap(jax.random.gamma), device_num=8, parallel_mode="data_parallel", batch_argnums=(0, 1))(KEYS, shapes)
+    assert not drawn.is_fully_replicated
+    np.testing.assert_allclose(drawn, jax.vmap(jax.random.gamma)(KEYS, shapes), rtol=1e-5)

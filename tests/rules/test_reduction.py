@@ -29,6 +29,8 @@ def pool_gradient(source, x):
 
 NO_ALL_REDUCE = ("Shardy splits operand 0 dim 0 reduction, we don't",)
 """XLA's CPU backend refuses such an all-reduce (Unsupported reduction computation)."""
+STARTS = tuple(f"Shardy splits operand 0 dim {dim} reduction, we don't" for dim in (0, 1))
+"""XLA lets every device start with the initial value."""
 
 REDUCTIONS = [
     Case("reduce_sum", lambda x: lax.reduce_sum(x, axes=(1,)), ((8, 8, 4),), "stablehlo.reduce"),
@@ -43,6 +45,9 @@ REDUCTIONS = [
     Case(
         "reduce", lambda x: lax.reduce(x, 0.0, lambda a, b: jnp.hypot(a, b), (0,)), ((8, 8),), "stablehlo.reduce", explained=NO_ALL_REDUCE
     ),
+    Case("reduce", lambda x: lax.reduce(x, 3.0, lax.add, (0,)), ((8, 8),), "stablehlo.reduce", explained=STARTS[:1], label="a sum from 3"),
+    Case("reduce", lambda x: lax.reduce(x, 2.0, lax.mul, (0, 1)), ((8, 8, 4),), "stablehlo.reduce", explained=STARTS, label="a product"),
+    Case("reduce", lambda x: lax.reduce(x, -3.0, lax.max, (1,)), ((8, 8),), "stablehlo.reduce", label="at least -3"),
 ]
 WINDOWS = [
     Case("reduce_window_sum", pool(0.0, lax.add), ((8, 8, 8),), "stablehlo.reduce_window"),

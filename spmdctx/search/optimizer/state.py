@@ -165,7 +165,7 @@ def splits_of(
         used = axes_of(stored[parameter])
         replicas = tuple([name for name, size in mesh.axes if size > 1 and name not in used])
         is_split = weight or state or (asked.level >= GRADIENTS_TOO and _has_gradient(graph, parameter))
-        if not is_split or not known.shape or not replicas or parameter in layerwise or math.prod(known.shape) == 1:
+        if not is_split or not known.shape or not replicas or parameter in layerwise or math.prod(known.shape) <= 1:
             continue
         one = StateSplit(parameter, tuple(dict.fromkeys((*weight, *state))), 0, replicas)
         if num_bytes(known) < asked.threshold_bytes:

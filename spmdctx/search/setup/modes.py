@@ -37,6 +37,7 @@ def prepare(graph: Graph, request: Request) -> Setup:
             setup.reasons[value] = f"dataset_strategy {strategy_text(entry)}"
     _pin_user_shardings(graph, request, setup)
     _SETUP_OF_MODE[request.parallel_mode](graph, request, setup)
+    _keep_empty_whole(graph, setup)
     _reconcile(graph, setup)
     return setup
 
@@ -53,9 +54,17 @@ def batch_parts(graph: Graph, setup: Setup) -> dict[int, TensorSharding]:
         for value, dim in batch_dims(graph, split, setup.mesh).parts.items():
             shape = graph.values[value].shape
             own = dividing_axes(shape[dim], axes, setup.mesh)
-            if own:
+            if own and 0 not in shape:
                 parts[value] = (*replicated(dim), own, *replicated(len(shape) - dim - 1))
     return parts
+
+
+def _keep_empty_whole(graph: Graph, setup: Setup) -> None:
+    """Keeps a pinned tensor without elements whole: XLA does so too, whatever its sharding says."""
+    for given in (setup.pins, setup.seeds):
+        for value in [value for value in given if 0 in graph.values[value].shape]:
+            given[value] = replicated(len(graph.values[value].shape))
+            setup.partial_pins.pop(value, None)
 
 
 def _reconcile(graph: Graph, setup: Setup) -> None:

@@ -20,7 +20,7 @@ from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ir.rule import OpRule
 from spmdctx.machine.xla.fusion import fused_bits, fused_slots, in_memory
 from spmdctx.machine.xla.fusion_work import fusion_works
-from spmdctx.rules import rule_for
+from spmdctx.rules import missing_all_reduces, rule_for
 from spmdctx.rules.flops import op_flops
 from spmdctx.trace.build import control_flow as bodies
 from spmdctx.trace.build.builder import Around, Env
@@ -177,6 +177,8 @@ class GraphBuilder:
 
     def add_op(self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rule: OpRule, info: Any, around: Around) -> int:
         """An op that is no equation (a boundary), or one whose rule the caller knows; returns its id."""
+        shapes = ([() if value == LITERAL else self.shape(value) for value in side] for side in (operands, results))
+        rule = rule.without_empty(*shapes, blocks=False)
         key = (primitive, rule)
         kind = self._known.get(key)
         if kind is None:
@@ -213,17 +215,18 @@ class GraphBuilder:
         operands = tuple([self._tensor(var.aval).shape for var in eqn.invars])
         results = tuple([self._tensor(var.aval).shape for var in eqn.outvars])
         params = tuple(eqn.params.values())
-        key: Any = (name, operands, results, params)
+        missing = missing_all_reduces(name, self._tensor(eqn.outvars[0].aval).dtype) if eqn.outvars else frozenset()
+        key: Any = (name, missing, operands, results, params)
         try:
             kind = self._known.get(key)
         except TypeError:
             key = kind = None
         if kind is None:
             # Bodies are hashed by identity, which depends on what JAX has kept of earlier traces: equal ones are one kind.
-            form = self._canonical.form((name, operands, results, eqn.params))
+            form = self._canonical.form((name, sorted(missing), operands, results, eqn.params))
             kind = self._by_form.get(form.text) if form.is_exact or key is None else None
             if kind is None:
-                rule = rule_for(name, operands, results, eqn.params)
+                rule = rule_for(name, operands, results, eqn.params, missing)
                 kind = self._learn(Kind(name, rule, op_flops(name, rule, operands, results)), form)
             if key is not None:
                 self._known[key] = kind
