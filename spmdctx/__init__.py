@@ -41,7 +41,7 @@ from spmdctx.ir.layout import Layout
 from spmdctx.machine.topology import Topology
 from spmdctx.plan import Plan
 from spmdctx.shard.decorate import shard
-from spmdctx.step.verify import VerifyReport
+from spmdctx.step.verify.verify import VerifyReport
 
 __version__ = "0.1.0"
 

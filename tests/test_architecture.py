@@ -40,7 +40,7 @@ TOP = (
 INNER = {
     "ir": ("arrays sharding", "primitives", "rule", "graph collective", "mesh layout", "domain projection", "analysis"),
     "machine": ("topology", "presets", "devices torus", "collectives", "reshard_table", "reshard", "xla"),
-    "trace": ("specs collector", "build", "portable", "capture", "marker", "scope"),
+    "trace": ("specs collector", "build", "capture", "marker", "scope"),
     "cost": ("roofline", "needs", "shared_reads", "memory", "bill", "price", "step evaluate bodies region_groups"),
     "search": (
         *("solver", "setup", "problem", "propagation", "optimizer"),
@@ -49,12 +49,7 @@ INNER = {
     "search/solver": ("problem", "unlimited", "limited", "solve"),
     "lowering": ("compile_options compile_only", "scheduler_limit", "rewrite", "compile"),
     "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
-    "step": (
-        "planning processes direct donation out_of_memory agreement options noise",
-        "entry",
-        "placement broadcast verify",
-        "step",
-    ),
+    "step": ("planning processes direct out_of_memory agreement options", "entry", "placement broadcast verify", "step"),
 }
 """The rows of the package and of packages in it, from the lowest to the highest.
 

@@ -20,7 +20,7 @@ from spmdctx.cli.program import add_program_arguments, add_target_argument, choo
 from spmdctx.cli.strategies import add_strategies_arguments, strategies
 from spmdctx.cli.train import add_train_arguments, train
 from spmdctx.plan.plan import Plan
-from spmdctx.step.verify import checked_rtol
+from spmdctx.step.verify.verify import checked_rtol
 
 _EPILOG = "Exit code: 0, 1 where the check failed, 2 where the command was used wrongly or the program failed, 70 where spmdctx itself did."
 

@@ -25,7 +25,7 @@ from spmdctx.ir.mesh import format_sharding
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.diff import PlanDiff
 from spmdctx.plan.show.explanation import Explanation
-from spmdctx.step.verify import VerifyReport
+from spmdctx.step.verify.verify import VerifyReport
 from spmdctx.wording import is_framework
 
 WIDTH = 120

@@ -27,8 +27,9 @@ from spmdctx.gradients.scope import carried_by, plainly
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ops.scope import traced_locally, traced_whole
 from spmdctx.trace.capture.arguments import Call, Static
-from spmdctx.trace.capture.capture import Captured, LossGradient, Target, capture_call
+from spmdctx.trace.capture.capture import Captured, LossGradient, capture_call
 from spmdctx.trace.capture.layerwise import is_layerwise
+from spmdctx.trace.capture.target import Target
 from spmdctx.trace.marker import tracing_in
 from spmdctx.trace.scope.mesh import get_mesh
 from spmdctx.trace.scope.settings import Settings

@@ -16,9 +16,9 @@ from spmdctx.ir.graph import Role
 from spmdctx.trace.capture.arguments import parameters_of
 from spmdctx.trace.capture.capture import flattening_of
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects
+from spmdctx.trace.capture.portable.step import portable
 from spmdctx.trace.capture.pytrees import NotPure
 from spmdctx.trace.capture.structure import Flattening, Keys, key_text, path_text, shape_of
-from spmdctx.trace.portable.step import portable
 
 
 class Loss(NamedTuple):

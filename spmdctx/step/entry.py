@@ -17,8 +17,8 @@ from spmdctx.lowering.compile_options import compile_options
 from spmdctx.lowering.scheduler_limit import scheduler_options
 from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import agree_on_plan, spans_processes
-from spmdctx.step.direct import OtherArgumentsError, direct_call, signature
-from spmdctx.step.donation import Buffers, is_of_buffers
+from spmdctx.step.direct.direct import OtherArgumentsError, direct_call, signature
+from spmdctx.step.direct.donation import Buffers, is_of_buffers
 from spmdctx.step.out_of_memory import add_advice
 from spmdctx.step.planning.planner import Planned
 from spmdctx.step.planning.saved import planned_with_files
@@ -171,7 +171,7 @@ class Entry:
 
     @cached_property
     def direct(self) -> jax.stages.Wrapped | None:
-        """The fast path for calls, or None if the step has none; see `spmdctx.step.direct`."""
+        """The fast path for calls, or None if the step has none; see `spmdctx.step.direct.direct`."""
         if not isinstance(self.structure, PureStructure) or self.structure.has_functions:
             return None
         donated = [leaf.donated for leaf in self.captured.inputs]

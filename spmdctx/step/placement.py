@@ -22,12 +22,13 @@ from spmdctx.ir.mesh import replicated
 from spmdctx.plan.mismatch import differences_text, leaf_differences
 from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import spans_processes
-from spmdctx.step.donation import check_alive
+from spmdctx.step.direct.donation import check_alive
 from spmdctx.step.entry import Entry
 from spmdctx.step.processes import on_all
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
-from spmdctx.trace.capture.capture import Captured, Target, capture_call, flattening_of, leaf_paths, target_of
+from spmdctx.trace.capture.capture import Captured, capture_call, flattening_of, leaf_paths
 from spmdctx.trace.capture.structure import Read, shape_of
+from spmdctx.trace.capture.target import Target, target_of
 from spmdctx.trace.scope.mesh import auto_axes
 from spmdctx.trace.specs import make_mesh, named_sharding
 

@@ -23,16 +23,18 @@ from spmdctx.lowering.compile_options import warn_without_option
 from spmdctx.machine.xla.collectives.ways import WAYS
 from spmdctx.plan.mindspore.file import ParameterLayout
 from spmdctx.plan.plan import Plan
-from spmdctx.step import placement, verify
+from spmdctx.step import placement
 from spmdctx.step.broadcast import broadcast_state
-from spmdctx.step.direct import OtherArgumentsError
-from spmdctx.step.donation import Buffers, check_alive, is_of_buffers
+from spmdctx.step.direct.direct import OtherArgumentsError
+from spmdctx.step.direct.donation import Buffers, check_alive, is_of_buffers
 from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
+from spmdctx.step.verify import verify
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
-from spmdctx.trace.capture.capture import Captured, target_of
+from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.structure import Read
+from spmdctx.trace.capture.target import target_of
 from spmdctx.trace.marker import tracing_in
 from spmdctx.trace.scope.environment import environment
 from spmdctx.trace.scope.mesh import auto_axes, traced_for

@@ -15,7 +15,7 @@ from spmdctx._compat import is_tracing
 from spmdctx.errors import ContextError
 from spmdctx.ir.layout import Layout
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.trace.portable.placements import is_one_device
+from spmdctx.trace.capture.portable.placements import is_one_device
 from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.specs import make_mesh
 

@@ -1,7 +1,8 @@
 """Steps that are traced by themselves: no context, no plan."""
 
 from spmdctx.trace.capture.arguments import split_static
-from spmdctx.trace.capture.capture import capture_call, target_of
+from spmdctx.trace.capture.capture import capture_call
+from spmdctx.trace.capture.target import target_of
 
 
 def capture(fn, args, kwargs=None, **named):

@@ -16,11 +16,11 @@ import numpy as np
 from spmdctx.errors import ContextError, message
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.step.entry import Entry
-from spmdctx.step.noise.callbacks import Answers, for_one_run
-from spmdctx.step.noise.floor import Excess, Floor, distances, relative
-from spmdctx.step.noise.interpreter import largest_array, noisy_program
-from spmdctx.step.noise.rounding import Noise
 from spmdctx.step.processes import on_all, to_host
+from spmdctx.step.verify.noise.callbacks import Answers, for_one_run
+from spmdctx.step.verify.noise.floor import Excess, Floor, distances, relative
+from spmdctx.step.verify.noise.interpreter import largest_array, noisy_program
+from spmdctx.step.verify.noise.rounding import Noise
 from spmdctx.trace.capture.capture import Captured, OutputLeaf
 from spmdctx.trace.scope.mesh import auto_axes
 from spmdctx.trace.specs import make_mesh, named_sharding

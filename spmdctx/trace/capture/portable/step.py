@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.extend.core as jexc
 
-from spmdctx.trace.portable.collectives import OVER_VMAP
-from spmdctx.trace.portable.one_device import OneDevice
-from spmdctx.trace.portable.placements import is_one_device
-from spmdctx.trace.portable.rewriting import Rewriting
+from spmdctx.trace.capture.portable.collectives import OVER_VMAP
+from spmdctx.trace.capture.portable.one_device import OneDevice
+from spmdctx.trace.capture.portable.placements import is_one_device
+from spmdctx.trace.capture.portable.rewriting import Rewriting
 
 
 def portable(step: jexc.ClosedJaxpr, num_devices: int) -> tuple[jexc.ClosedJaxpr, OneDevice]:

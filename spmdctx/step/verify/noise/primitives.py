@@ -24,7 +24,7 @@ EXACT = frozenset(
 )
 """Primitives whose results are operands, or exact functions of them."""
 
-SUMS = frozenset(
+SUMMING = frozenset(
     {
         *("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "reduce_sum", "cumsum", "cumlogsumexp"),
         *("reduce_prod", "cumprod", "reduce_window_sum", "reduce_window", "select_and_scatter_add", "scatter-add", "scatter_add"),
@@ -40,7 +40,7 @@ WIDENED = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "cumsu
 PRODUCTS = frozenset({"mul", "div", "sqrt", "rsqrt", "square", "integer_pow", "cbrt"})
 """Primitives of one or two operands whose relative error is that of their operands, and one rounding more."""
 
-ADDITIONS = frozenset({"add", "sub", "add_any"})
+ADDING = frozenset({"add", "sub", "add_any"})
 """Primitives that add two operands."""
 
 REPORTS = frozenset({"debug_callback", "debug_print", "io_callback"})

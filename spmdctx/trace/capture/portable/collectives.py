@@ -13,7 +13,7 @@ import jax
 import jax.extend.core as jexc
 import numpy as np
 
-from spmdctx.trace.portable.rewriting import Handler
+from spmdctx.trace.capture.portable.rewriting import Handler
 
 _REDUCE: Mapping[str, Callable[..., jax.Array]] = {
     "psum": jax.lax.reduce_sum,

@@ -13,7 +13,7 @@ from jax.experimental import io_callback
 import spmdctx
 from spmdctx.errors import ContextError
 from spmdctx.step.entry import Entry
-from spmdctx.step.verify import VerifyReport, VerifyRow
+from spmdctx.step.verify.verify import VerifyReport, VerifyRow
 
 
 def parallel(fn, **options):

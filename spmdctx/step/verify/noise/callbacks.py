@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.extend.core as jexc
 
-from spmdctx.step.noise.primitives import REPORTS
+from spmdctx.step.verify.noise.primitives import REPORTS
 
 
 def only_reports(eqn: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmdctx._compat import is_axis_effect, without_mesh
 from spmdctx.rules.control_flow import CONTROL_FLOW
-from spmdctx.trace.portable.placements import is_on_one_device, is_one_device
+from spmdctx.trace.capture.portable.placements import is_on_one_device, is_one_device
 
 Names = dict[Any, Any]
 """The atom that a variable has become."""

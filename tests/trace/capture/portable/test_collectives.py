@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import spmdctx
-from spmdctx.trace.portable.step import portable
+from spmdctx.trace.capture.portable.step import portable
 
 W = jax.random.normal(jax.random.key(0), (16, 6)) / 4
 X = jax.random.normal(jax.random.key(1), (8, 16))

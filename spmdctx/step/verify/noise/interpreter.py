@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from spmdctx._compat import scan_counts
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands
-from spmdctx.step.noise.callbacks import Answers, only_reports
-from spmdctx.step.noise.primitives import ADDITIONS, PRODUCTS, SUMS, amplification, is_exact, is_float, widens
-from spmdctx.step.noise.rounding import Noise
+from spmdctx.step.verify.noise.callbacks import Answers, only_reports
+from spmdctx.step.verify.noise.primitives import ADDING, PRODUCTS, SUMMING, amplification, is_exact, is_float, widens
+from spmdctx.step.verify.noise.rounding import Noise
 
 _MOST_BLOCKS = 8
 """Partial sums into which a sum is cut, as a mesh would cut it."""
@@ -101,10 +101,10 @@ class _Interpreter:
         if waits and name in PRODUCTS:
             return [_Value(result, all(operand.known for operand in operands)) for result in self._bound(eqn, _arrays(operands))]
         known = all(operand.known for operand in operands)
-        if name in ADDITIONS and all(operand.moved or operand.known for operand in operands) and not known:
+        if name in ADDING and all(operand.moved or operand.known for operand in operands) and not known:
             # The terms have moved by more than their sum is rounded.
             return [_Value(result, moved=is_float(result)) for result in self._bound(eqn, _arrays(operands))]
-        is_sum = name in SUMS or _holds_programs(eqn)
+        is_sum = name in SUMMING or _holds_programs(eqn)
         if not is_sum and (known or is_exact(eqn) or not any(map(is_float, _types(eqn.outvars)))):
             was_moved = any(operand.moved for operand in operands)
             return [_Value(result, known, was_moved and is_float(result)) for result in self._bound(eqn, _arrays(operands))]

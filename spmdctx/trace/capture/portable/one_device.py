@@ -12,9 +12,9 @@ from typing import Any
 
 from spmdctx._compat import plain_call_params
 from spmdctx.trace.build.origins import source_line
-from spmdctx.trace.portable.collectives import Alone
-from spmdctx.trace.portable.placements import is_one_device
-from spmdctx.trace.portable.rewriting import Handler, Rewriting
+from spmdctx.trace.capture.portable.collectives import Alone
+from spmdctx.trace.capture.portable.placements import is_one_device
+from spmdctx.trace.capture.portable.rewriting import Handler, Rewriting
 from spmdctx.wording import counted
 
 

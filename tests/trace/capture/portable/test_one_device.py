@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 from jax.sharding import PartitionSpec as P
 
 import spmdctx
-from spmdctx.trace.portable.step import portable
+from spmdctx.trace.capture.portable.step import portable
 
 MAXTEXT = (
     *("diloco", "data", "stage", "fsdp", "fsdp_transpose", "context", "context_autoregressive"),

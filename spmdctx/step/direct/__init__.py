@@ -1,0 +1,1 @@
+"""What comes right before a call: the fast path, and the check of donated arguments."""
