@@ -90,8 +90,8 @@ class _Interpreter:
 
     def _equation(self, eqn: Any, operands: list[_Value], *, waits: bool) -> list[_Value]:
         name = eqn.primitive.name
-        if name in _LOOPS:
-            return _LOOPS[name](self, eqn, operands)
+        if name in _WALKED:
+            return _WALKED[name](self, eqn, operands)
         if name == "shard_map":
             return self._manual(eqn, operands)
         if name in CALLS:
@@ -267,4 +267,4 @@ def _cond(outer: _Interpreter, eqn: Any, operands: list[_Value]) -> list[_Value]
     return [_Value(array) for array in jax.lax.switch(jnp.int32(index.array), branches, *_arrays(others))]
 
 
-_LOOPS: dict[str, Callable[[_Interpreter, Any, list[_Value]], list[_Value]]] = {"scan": _scan, "while": _while, "cond": _cond}
+_WALKED: dict[str, Callable[[_Interpreter, Any, list[_Value]], list[_Value]]] = {"scan": _scan, "while": _while, "cond": _cond}
