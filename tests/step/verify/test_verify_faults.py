@@ -219,7 +219,9 @@ def test_a_step_without_a_fault_is_the_same(program):
 
 
 @pytest.mark.parametrize(
-    ("program", "fault"), [*((attention, fault) for fault in ATTENTION), *((vision, fault) for fault in VISION)], ids=str
+    ("program", "fault"),
+    [*((attention, fault) for fault in ATTENTION), *((vision, fault) for fault in VISION)],
+    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_a_fault_is_found(monkeypatch, program, fault):
     step, args = right(program)
