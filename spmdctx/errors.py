@@ -106,6 +106,11 @@ def _is_small(value: object, left: list[int]) -> bool:
     return all(_is_small(part, left) for part in parts)
 
 
+def is_laid_out(error: BaseException) -> bool:
+    """Returns whether the package raised an error about what the user gave, so that its message says all."""
+    return isinstance(error, SpmdctxError) or (bool(error.args) and isinstance(error.args[0], Message))
+
+
 class SpmdctxError(Exception):
     """The root of the package's errors; `summary` is the first sentence, and labelled lines follow."""
 

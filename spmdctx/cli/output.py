@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spmdctx.audit import AuditReport
-from spmdctx.errors import Message, SpmdctxError
+from spmdctx.errors import is_laid_out
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.mesh import format_sharding
 from spmdctx.plan.plan import Plan
@@ -175,7 +175,7 @@ def failed(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         _print_error("interrupted")
         return INTERRUPTED
-    if isinstance(error, (SpmdctxError, OSError)) or _is_laid_out(error):
+    if isinstance(error, OSError) or is_laid_out(error):
         _print_error("\n".join((str(error), *getattr(error, "__notes__", ()))))
         return USAGE
     own = own_frames(error.__traceback__)
@@ -200,11 +200,6 @@ def own_frames(passed: TracebackType | None) -> list[str]:
 def _is_own(file: str) -> bool:
     in_library = file.startswith(_LIBRARY) and "site-packages" not in file
     return not (file.startswith((_PACKAGE, "<")) or in_library or is_framework(file))
-
-
-def _is_laid_out(error: BaseException) -> bool:
-    """Returns whether the package raised the error about what the user gave."""
-    return isinstance(error, TypeError) and bool(error.args) and isinstance(error.args[0], Message)
 
 
 def _print_error(text: str) -> None:

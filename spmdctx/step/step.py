@@ -27,6 +27,7 @@ from spmdctx.step import placement
 from spmdctx.step.broadcast import broadcast_state
 from spmdctx.step.direct.direct import OtherArgumentsError
 from spmdctx.step.direct.donation import Buffers, check_alive, is_of_buffers
+from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
@@ -150,7 +151,7 @@ class ParallelStep(Generic[P, R]):
                 if not is_of_buffers(error):
                     raise
         call, static = self._split(args, kwargs)
-        with auto_axes():
+        with ShortTracebacks(), auto_axes():
             entry, read = self._found(call, static)
             if not self._has_run and entry.environment.context.parameter_broadcast:
                 read = self._broadcast(entry, read)
@@ -332,12 +333,16 @@ class ParallelStep(Generic[P, R]):
         return read
 
     def _lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, jax.stages.Lowered]:
-        call, static = self._split(args, kwargs)
-        entry = self._entry(call, static, stacklevel=4)
-        return entry, entry.lower(self._read(entry, call).leaves)
+        with ShortTracebacks():
+            call, static = self._split(args, kwargs)
+            entry = self._entry(call, static, stacklevel=4)
+            return entry, entry.lower(self._read(entry, call).leaves)
 
     def _entry_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        return self._entry(*self._split(args, kwargs), stacklevel=4)
+        with ShortTracebacks():
+            entry = self._entry(*self._split(args, kwargs), stacklevel=4)
+            _ = entry.planned  # all callers need it, and its errors end here
+            return entry
 
     def _entry(self, call: Call, static: Static, stacklevel: int) -> Entry:
         """Finds or makes the entry of a call, which becomes the last one."""
