@@ -85,8 +85,6 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None and self._pending is not None:
-            self._pending.warn(stacklevel=2)
         self.close()
 
     def steps(self) -> tuple[int, ...]:

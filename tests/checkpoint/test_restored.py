@@ -135,11 +135,24 @@ def test_a_save_at_a_step_that_is_not_kept_tells_it_too(tmp_path):
             checkpoints.save(start + 1, of_pytrees())
 
 
-def test_a_state_kept_but_never_read_is_warned_of_at_the_end(tmp_path):
+def test_a_state_kept_but_never_read_is_warned_of_when_it_is_dropped(tmp_path):
     saved(tmp_path, of_pytrees())
-    with pytest.warns(RuntimeWarning, match="was not taken"), CheckpointManager(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         restored = checkpoints.restore(of_pytrees())
     assert restored.step == 5
+    with pytest.warns(RuntimeWarning, match="was not taken"):
+        del restored
+        gc.collect()
+
+
+def test_a_state_may_be_read_after_the_manager_is_closed(tmp_path, recwarn):
+    saved(tmp_path, of_pytrees())
+    with CheckpointManager(tmp_path) as checkpoints:
+        restored = checkpoints.restore(of_pytrees())
+    assert restored.state
+    del restored
+    gc.collect()
+    assert not [one for one in recwarn if one.category is RuntimeWarning]
 
 
 @pytest.mark.parametrize(

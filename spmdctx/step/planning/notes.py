@@ -160,8 +160,8 @@ def undivided_batch(program: Program, request: Request, setup: Setup, assignment
 
 
 def _is_undivided(shape: tuple[int, ...], num_devices: int, dataset: object) -> bool:
-    """Returns whether a batch does not divide over the devices; nobody expects it of a batch of one that nobody asked to split."""
-    return bool(shape) and shape[0] % num_devices != 0 and (shape[0] > 1 or dataset is not None)
+    """Returns whether a batch does not divide over the devices; nobody expects it of fewer rows than devices where nobody asked for it."""
+    return bool(shape) and shape[0] % num_devices != 0 and (shape[0] > num_devices or dataset is not None)
 
 
 def _all_to_all_notes(program: Program, setup: Setup, settings: Settings, bill: Bill) -> list[str]:
