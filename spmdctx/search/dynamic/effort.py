@@ -10,6 +10,10 @@ from typing import NamedTuple
 from spmdctx.search.dynamic.branching import SHORT_WORK, WORK
 
 
+_HOPELESS = 2e8
+"""Additions that take a good part of a second."""
+
+
 class Effort(NamedTuple):
     """The limits of one attempt.
 
@@ -23,6 +27,8 @@ class Effort(NamedTuple):
         work: of the branching.
         proves: whether a plan's remaining gap is worth one more level.
         insists: the gap, relative to the cost, above which the plan's problem is solved once more, one level higher.
+        hopeless: the solver's additions on one mesh after which it ends if no plan was seen.
+        limits_proofs: whether it ends then too if a plan was seen.
     """
 
     rounds: int = 12
@@ -34,21 +40,26 @@ class Effort(NamedTuple):
     work: int = WORK
     proves: bool = False
     insists: float = float("inf")
+    hopeless: float = float("inf")
+    limits_proofs: bool = False
 
 
-PROVEN = Effort(branches=True, proves=True)
+PROVEN = Effort(branches=True, proves=True, hopeless=_HOPELESS)
 """For a small program's cheapest plan, with every proof."""
 
-ANY = Effort(tolerance=1.0, branches=True, work=SHORT_WORK)
+ANY = Effort(tolerance=1.0, branches=True, work=SHORT_WORK, hopeless=_HOPELESS / 2, limits_proofs=True)
 """For a small program's plan whose cost matters little."""
 
-HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False)
+BRIEF = PROVEN._replace(tolerance=1e-3, work=SHORT_WORK, hopeless=_HOPELESS / 4, limits_proofs=True)
+"""For one of many plans of a small program."""
+
+HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False, hopeless=_HOPELESS)
 """For a plan of a program that is not small, in little time."""
 
-THOROUGH = Effort(insists=0.01)
+THOROUGH = Effort(insists=0.01, hopeless=_HOPELESS)
 """For the plan of a program that is not small."""
 
-SOFT = Effort(level=1, counts_copies=False)
+SOFT = Effort(level=1, counts_copies=False, hopeless=_HOPELESS)
 """For a small program's plan within a budget that the user did not set."""
 
 QUICK = SOFT._replace(rounds=4, tolerance=0.005)
@@ -128,6 +139,9 @@ class Schedule(NamedTuple):
 
 ANY_PLAN = Schedule((Attempt(ANY),), stops_at_first=True)
 HASTY_PLAN = Schedule((Attempt(HASTY),), stops_at_first=True)
+
+BRIEF_PLAN = Schedule((Attempt(BRIEF), Attempt(ANY._replace(hopeless=BRIEF.hopeless), out_of_limits)), enough=BRIEF.tolerance)
+BRIEF_LARGE_PLAN = Schedule((Attempt(HASTY._replace(limits_proofs=True)),))
 
 # An error names the budget of a plan that is found without proofs.
 PROVEN_PLAN = Schedule((Attempt(PROVEN), Attempt(ANY, out_of_limits)))

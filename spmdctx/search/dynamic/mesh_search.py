@@ -63,8 +63,10 @@ class MeshSearch:
         self._starts[setup.mesh] = solution.states
         if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - SAME_COST):
             return Beaten(solution.lower_bound)
-        # Of one mesh only: mostly the best one, which is the last that is not beaten.
-        self._solved = {setup.mesh: (tables, sought.problem)}
+        if not self._is_small:
+            # Of one mesh only: mostly the best one, which is the last that is not beaten.
+            self._solved.clear()
+        self._solved[setup.mesh] = tables, sought.problem
         return self.formulation.plan_of(setup, tables, solution)
 
     def bound_in_any_order(self, setup: Setup, meshes: Sequence[LogicalMesh], known_s: float) -> float | None:
@@ -77,12 +79,14 @@ class MeshSearch:
         bound = self.formulation.solve(begun.sought, cutoff).lower_bound
         return bound if bound >= cutoff else None
 
-    def within(self, budget: Budget, fastest: Found, known_s: float, lower_bound_s: float = 0.0) -> Found | Shortfall | Beaten:
+    def within(
+        self, budget: Budget, fastest: Found, known_s: float, lower_bound_s: float = 0.0, *, insists: bool = False
+    ) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan within a budget on the mesh of `fastest`, which does not fit, if there is one below `known_s`."""
         mesh = fastest.setup.mesh
         tables, problem = self._solved.get(mesh) or self._problem(fastest.setup)
         starts = (self._starts[mesh],) if mesh in self._starts else ()
-        return budget.search_on(MeshProblem(tables, problem, fastest, lower_bound_s, starts), known_s)
+        return budget.search_on(MeshProblem(tables, problem, fastest, lower_bound_s, starts), known_s, insists=insists)
 
     def _begin(self, setup: Setup) -> _Begun:
         tables = self.formulation.tables(setup)
@@ -90,7 +94,10 @@ class MeshSearch:
 
     def _problem(self, setup: Setup) -> tuple[Tables, Problem]:
         tables = self.formulation.tables(setup)
-        return tables, tables.problem()
+        found = tables, tables.problem()
+        if self._is_small:
+            self._solved[setup.mesh] = found
+        return found
 
     def _cutoff(self, mesh: LogicalMesh, known_s: float) -> float:
         """Returns the cost below which a plan on a mesh is worth the whole search."""
