@@ -154,7 +154,18 @@ class _OnDevices(Generic[AnyPlan]):
 
     def rows(self) -> list[tuple[ParetoPoint, AnyPlan]]:
         """Lists the points with their plans, the fastest first."""
-        return sorted(self._found.values(), key=lambda row: (row[0].total_s, row[0].memory_bytes))
+        kept: list[tuple[ParetoPoint, AnyPlan]] = []
+        for point, made in sorted(self._found.values(), key=lambda row: (row[0].total_s, row[0].memory_bytes)):
+            # A brief search may find a better plan under a smaller budget, which serves the larger one too.
+            limit = point.memory_limit_bytes
+            better = next((place for place, (own, _) in enumerate(kept) if limit is not None and own.memory_bytes <= limit), None)
+            if better is None or kept[better][0].total_s == point.total_s:
+                kept.append((point, made))
+            else:
+                own, plan = kept[better]
+                also = sorted((*own.also_limit_bytes, *[one for one in (limit, *point.also_limit_bytes) if one]), reverse=True)
+                kept[better] = replace(own, also_limit_bytes=tuple(also)), plan
+        return kept
 
     def _attempt(self, limit: int | None) -> AnyPlan | None:
         try:

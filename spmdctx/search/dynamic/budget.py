@@ -83,6 +83,7 @@ class Budget:
             if not attempt.when(standing):
                 continue
             run = _Run(self, mesh._replace(starts=starts), attempt.effort, min(known_s, standing.cost_s))
+            run.allowance.most = max(0.0, min(run.allowance.most, self.schedule.hopeless - self.spent))
             if insists or isinstance(result, Found):
                 run.lift()
             later = run.result()

@@ -50,7 +50,7 @@ PROVEN = Effort(branches=True, proves=True, hopeless=_HOPELESS)
 ANY = Effort(tolerance=1.0, branches=True, work=SHORT_WORK, hopeless=_HOPELESS / 2, limits_proofs=True)
 """For a small program's plan whose cost matters little."""
 
-BRIEF = PROVEN._replace(tolerance=1e-3, work=SHORT_WORK, hopeless=_HOPELESS / 4, limits_proofs=True)
+BRIEF = PROVEN._replace(tolerance=1e-3, work=SHORT_WORK, hopeless=_HOPELESS, limits_proofs=True)
 """For one of many plans of a small program."""
 
 HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False, hopeless=_HOPELESS)
@@ -130,17 +130,20 @@ class Schedule(NamedTuple):
         attempts: those made on each mesh, in this order.
         stops_at_first: whether the search ends at the first mesh with a plan.
         enough: the gap, relative to the bound, at which a plan makes the search of another mesh not worthwhile.
+        hopeless: the solver's additions on all meshes together; see `Effort.hopeless`.
     """
 
     attempts: tuple[Attempt, ...]
     stops_at_first: bool = False
     enough: float = 0.0
+    hopeless: float = 4 * _HOPELESS
 
 
 ANY_PLAN = Schedule((Attempt(ANY),), stops_at_first=True)
+ENOUGH_PLAN = Schedule((Attempt(ANY._replace(hopeless=_HOPELESS / 5)),), stops_at_first=True, hopeless=_HOPELESS / 2)
 HASTY_PLAN = Schedule((Attempt(HASTY),), stops_at_first=True)
 
-BRIEF_PLAN = Schedule((Attempt(BRIEF), Attempt(ANY._replace(hopeless=BRIEF.hopeless), out_of_limits)), enough=BRIEF.tolerance)
+BRIEF_PLAN = Schedule((Attempt(ANY), Attempt(BRIEF, unsettled)), enough=BRIEF.tolerance, hopeless=1.5 * _HOPELESS)
 BRIEF_LARGE_PLAN = Schedule((Attempt(HASTY._replace(limits_proofs=True)),))
 
 # An error names the budget of a plan that is found without proofs.

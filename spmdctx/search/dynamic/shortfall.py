@@ -10,6 +10,7 @@ from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir.graph import item_bytes
 from spmdctx.machine.topology import Topology
+from spmdctx.search.dynamic.effort import ENOUGH_PLAN
 from spmdctx.search.dynamic.least_bytes import least_bytes
 from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall
 from spmdctx.search.dynamic.searcher import Budgets, Searcher, mesh_is_fixed, plan_dynamic
@@ -18,7 +19,10 @@ from spmdctx.wording import bytes_text, counted, exact_bytes_text
 
 _LARGEST = 3
 _MOST_DEVICES = 4096
-_MOST_SEARCHED = 3
+_MOST_SEARCHED = 2
+_DOWN = 0.8
+"""Share of a budget that is enough at which a small program's next one is tried."""
+
 _ATTEMPTS = 10
 _MOST_ATTEMPTS = 60
 """Searches for the least budget. The first number is for programs that are not small, the second for small ones, to the byte."""
@@ -138,12 +142,13 @@ def _enough_bytes(
     is_exact = options.is_small(step)
     enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
     attempt, failures = max(found.enough_bytes, short + 1), 0
-    any_plan = replace(options, wants_any=True)
+    any_plan = replace(options, wants_any=True, schedule=ENOUGH_PLAN if is_exact else None)
     budgets = budgets or Searcher(step, topology, any_plan).budgets(request)
     before = budgets.spent
     for _ in range(_MOST_ATTEMPTS if is_exact else _ATTEMPTS):
         if not short < attempt < enough:
-            attempt = (short + enough) // 2
+            # A plan is found faster than it is found that there is none.
+            attempt = max((short + enough) // 2, int(enough * _DOWN)) if is_exact else (short + enough) // 2
         if enough - short <= (1 if is_exact else enough * _NEAR):
             break
         if budgets.spent - before > _MOST_WORK:
@@ -160,7 +165,7 @@ def _enough_bytes(
         else:
             # The bytes of a plan are often the least already. Only a small program's plan is sure to be found within its own bytes.
             taken, failures = _peak_bytes(step, topology, result), 0
-            enough, attempt = (taken, taken - 1) if is_exact else (attempt, min(taken, (short + attempt) // 2))
+            enough, attempt = (taken, short) if is_exact else (attempt, min(taken, (short + attempt) // 2))
     return enough
 
 
@@ -177,7 +182,8 @@ def _enough_devices(step: Step, request: Request, topology: Topology, options: D
         return None
     count, least, searched = request.num_devices, float("inf"), 0
     # There are many meshes of three axes, and little is gained by them.
-    any_plan = replace(options, wants_any=True, max_axes=min(2, options.max_axes or 2))
+    schedule = ENOUGH_PLAN if options.is_small(step) else None
+    any_plan = replace(options, wants_any=True, max_axes=min(2, options.max_axes or 2), schedule=schedule)
     while count < _MOST_DEVICES and searched < _MOST_SEARCHED:
         count *= 2
         bound = least_bytes(step, any_plan.meshes(step, count, topology), topology)

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spmdctx.search.dynamic.branching import WORK, cheapest_accepted
+from spmdctx.search.dynamic.branching import WORK, Within, cheapest_accepted
 from spmdctx.search.solver.problem.problem import Infeasible, Problem
 from spmdctx.search.solver.solve import solve
 
