@@ -14,6 +14,7 @@ hundred shardings it takes a few hundred NumPy operations. The seconds of a chai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -81,13 +82,18 @@ def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh, all_to_all: bool) -> P
     price = np.full((count, count), np.inf)
     np.fill_diagonal(price, 0.0)
     hops: dict[tuple[int, int], Hop] = {}
+    prices: dict[tuple[int, int], float] = {}
+    step_price = _STEP_PRICE / mesh.num_devices
     for number, hop, moved in _single_steps(states, codes):
         if hop.kind == "all_to_all" and not all_to_all:
             continue
-        own = moved + (_SLICE_PRICE if hop.kind == "slice" else _STEP_PRICE / mesh.num_devices)
-        if own < price[number, hop.after] - 1e-12:
-            price[number, hop.after] = own
-            hops[number, hop.after] = hop
+        own = moved + (_SLICE_PRICE if hop.kind == "slice" else step_price)
+        pair = number, hop.after
+        if own < prices.get(pair, math.inf) - 1e-12:
+            prices[pair] = own
+            hops[pair] = hop
+    for pair, own in prices.items():
+        price[pair] = min(price[pair], own)
     following = np.broadcast_to(np.arange(count), (count, count)).copy()
     most, through, better = price - 1e-12, np.empty_like(price), np.empty(price.shape, dtype=bool)
     for middle in range(count):

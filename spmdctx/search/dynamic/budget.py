@@ -43,13 +43,15 @@ class MeshProblem(NamedTuple):
         problem: the problem to minimise, without memory.
         fastest: the fastest plan on any mesh, with the set-up of this one.
         lower_bound_s: no plan on the mesh costs less, whatever memory it takes.
-        starts: choices of states from which a search starts.
+        start: returns the choice of states from which a search starts; empty if there is none.
+        starts: other such choices.
     """
 
     tables: Tables
     problem: Problem
     fastest: Found
     lower_bound_s: float = 0.0
+    start: Callable[[], Sequence[int]] = tuple
     starts: tuple[Sequence[int], ...] = ()
 
 
@@ -78,7 +80,8 @@ class Budget:
         The long attempt finds a plan within every budget in which a short one does. Errors name budgets and device counts
         that short attempts find, so these suffice.
         """
-        standing, result, starts = Standing(known_s), None, mesh.starts
+        standing, result = Standing(known_s), None
+        starts: tuple[Sequence[int], ...] = ()
         for attempt in self.schedule.attempts:
             if not attempt.when(standing):
                 continue
@@ -92,7 +95,7 @@ class Budget:
                 later = later._replace(is_cut=(result.is_cut or later.is_cut) and not later.is_proven)
             result = _better(result, later, known_s)
             standing = _standing(result, known_s, has_run_out=run.has_run_out)
-            starts = (*mesh.starts, run.fitting) if run.fitting else starts
+            starts = (run.fitting,) if run.fitting else starts
         assert result is not None, "a schedule begins with an attempt"
         return result
 
@@ -203,9 +206,15 @@ class _Run:
 
     def _solver(self, limited: Problem) -> Callable[[Problem], Solution | Infeasible]:
         """Returns the solver, which starts where earlier searches ended."""
-        starts = self._mesh.starts + self._last
-        known = Known(tuple(completed(limited, states) for states in starts), self._bound_s) if starts else None
-        return partial(solve, tolerance=self._tolerance, cutoff=self._known_s, effort=self._level, known=known, allowance=self.allowance)
+        how = partial(solve, tolerance=self._tolerance, cutoff=self._known_s, effort=self._level, allowance=self.allowance)
+
+        def solver(problem: Problem) -> Solution | Infeasible:
+            if self.allowance.is_spent:
+                return Infeasible(-1, math.inf, math.inf, is_proven=False, lower_bound=0.0)
+            starts = [states for states in (self._mesh.start(), *self._mesh.starts, *self._last) if len(states)]
+            return how(problem, known=Known(tuple(completed(limited, states) for states in starts), self._bound_s) if starts else None)
+
+        return solver
 
     def lift(self) -> None:
         """Works on without a limit, as a plan is known, unless the effort limits proofs too."""
