@@ -179,7 +179,7 @@ def _steps(row: tuple[int, ...], codes: AxisCodes) -> Iterator[tuple[str, AxisNa
     """Yields the slices, all_gathers and all_to_alls out of one sharding: kind, axes, and the row after."""
     held = [codes.axes[code] for code in row]
     used = {name for own in held for name in own}
-    free = [own for own in codes.axes[1:] if len(own) == 1 and own[0] not in used]
+    free = [own for own in codes.units if own[0] not in used]
     for dim, own in enumerate(held):
         for added in free:
             yield from _put(row, codes, "slice", added, {dim: own + added})

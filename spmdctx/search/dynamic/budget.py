@@ -45,6 +45,7 @@ class MeshProblem(NamedTuple):
         lower_bound_s: no plan on the mesh costs less, whatever memory it takes.
         start: returns the choice of states from which a search starts; empty if there is none.
         starts: other such choices.
+        insists: whether the search goes on while no plan is in sight.
     """
 
     tables: Tables
@@ -53,6 +54,7 @@ class MeshProblem(NamedTuple):
     lower_bound_s: float = 0.0
     start: Callable[[], Sequence[int]] = tuple
     starts: tuple[Sequence[int], ...] = ()
+    insists: bool = False
 
 
 class Budget:
@@ -72,10 +74,9 @@ class Budget:
         self.memory_bytes = options.memory_bytes or 0
         self.spent = 0.0
 
-    def search_on(self, mesh: MeshProblem, known_s: float, *, insists: bool = False) -> Found | Shortfall | Beaten:
+    def search_on(self, mesh: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan of a mesh whose peak is in the budget, if it can be below `known_s`.
 
-        Unless it `insists`, it gives up early if no plan is in sight.
 
         The long attempt finds a plan within every budget in which a short one does. Errors name budgets and device counts
         that short attempts find, so these suffice.
@@ -87,7 +88,7 @@ class Budget:
                 continue
             run = _Run(self, mesh._replace(starts=starts), attempt.effort, min(known_s, standing.cost_s))
             run.allowance.most = max(0.0, min(run.allowance.most, self.schedule.hopeless - self.spent))
-            if insists or isinstance(result, Found):
+            if mesh.insists or isinstance(result, Found):
                 run.lift()
             later = run.result()
             self.spent += run.allowance.spent + _ATTEMPT_WORK

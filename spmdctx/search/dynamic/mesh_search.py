@@ -92,7 +92,7 @@ class MeshSearch:
 
     def _merged_bound(self, setup: Setup, tables: Tables, problem: Problem, cutoff: float) -> float | None:
         """Returns a bound of a mesh with equal axes if states that differ by their names show that it has no plan below the cutoff."""
-        if math.isinf(cutoff) or len(setup.mesh.axes) < MAX_AXES:
+        if math.isinf(cutoff) or len(setup.mesh.axes) != MAX_AXES:
             return None
         smaller = merged(tables, problem)
         if smaller is None:
@@ -114,7 +114,7 @@ class MeshSearch:
         mesh = fastest.setup.mesh
         tables, problem = self._problem(fastest.setup)
         start = partial(self._start, mesh, problem)
-        return budget.search_on(MeshProblem(tables, problem, fastest, lower_bound_s, start), known_s, insists=insists)
+        return budget.search_on(MeshProblem(tables, problem, fastest, lower_bound_s, start, insists=insists), known_s)
 
     def _begin(self, setup: Setup) -> _Begun:
         tables, problem = self._problem(setup)

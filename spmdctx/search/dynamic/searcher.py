@@ -21,6 +21,7 @@ from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall
+from spmdctx.search.setup.blocks import with_blocks, without_blocks
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
@@ -42,7 +43,7 @@ def lower_bound_s(step: Step, request: Request, topology: Topology, options: Dyn
         meshes += [other for other in options.meshes(step, request.num_devices, topology) if other != mesh]
     lowest = float("inf")
     for other in meshes:
-        found = searcher.search(prepare(step.graph, replace(request, mesh=other)), lowest)
+        found = searcher.search(with_blocks(step.graph, prepare(step.graph, replace(request, mesh=other))), lowest)
         assert not isinstance(found, Shortfall)
         lowest = min(lowest, found.lower_bound_s)
     return lowest
@@ -86,7 +87,7 @@ class Searcher(Search):
         """Prepares a set-up for every mesh that may be tried."""
         graph = self._step.graph
         if mesh_is_fixed(request):
-            return [prepare(graph, request)]
+            return [with_blocks(graph, prepare(graph, request))]
         meshes = self._options.meshes(self._step, request.num_devices, self._topology)
         return [prepare(graph, replace(request, mesh=mesh)) for mesh in meshes]
 
@@ -196,4 +197,4 @@ def _apart(found: Result) -> Result:
     """Returns a result whose notes are its own."""
     if isinstance(found, Shortfall):
         return found._replace(fastest=_apart(found.fastest))
-    return found._replace(setup=replace(found.setup, notes=list(found.setup.notes)))
+    return found._replace(setup=without_blocks(replace(found.setup, notes=list(found.setup.notes))))
