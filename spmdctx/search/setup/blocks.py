@@ -13,7 +13,7 @@ from spmdctx.search.setup.request import Setup
 _FEW_AXES = 4
 """Axes that are never joined."""
 
-_MOST_SHARDINGS = 1300
+_MOST_SHARDINGS = 500
 """Shardings of one tensor up to which more axes stay apart."""
 
 
