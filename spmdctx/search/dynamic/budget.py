@@ -220,7 +220,7 @@ class _Run:
     def lift(self) -> None:
         """Works on without a limit, as a plan is known, unless the effort limits proofs too."""
         if not self._effort.limits_proofs:
-            self.allowance.most = math.inf
+            self.allowance.most = self._effort.proof
 
     def _cut(self, solution: Solution | Shortfall) -> Found | Shortfall | None:
         """Ends the attempt whose allowance is spent; goes on without one if the states so far are a plan after all."""

@@ -29,6 +29,7 @@ class Effort(NamedTuple):
         insists: the gap, relative to the cost, above which the plan's problem is solved once more, one level higher.
         hopeless: the solver's additions on one mesh after which it ends if no plan was seen.
         limits_proofs: whether it ends then too if a plan was seen.
+        proof: otherwise its additions on one mesh; a plan that is not proven then has a gap.
     """
 
     rounds: int = 12
@@ -42,9 +43,10 @@ class Effort(NamedTuple):
     insists: float = float("inf")
     hopeless: float = float("inf")
     limits_proofs: bool = False
+    proof: float = float("inf")
 
 
-PROVEN = Effort(branches=True, proves=True, hopeless=_HOPELESS)
+PROVEN = Effort(branches=True, proves=True, hopeless=_HOPELESS, proof=30 * _HOPELESS)
 """For a small program's cheapest plan, with every proof."""
 
 ANY = Effort(tolerance=1.0, branches=True, work=SHORT_WORK, hopeless=_HOPELESS / 2, limits_proofs=True)

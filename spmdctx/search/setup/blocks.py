@@ -31,7 +31,9 @@ def with_blocks(graph: Graph, setup: Setup) -> Setup:
     if len(blocks) == len(names):
         return setup
     joined = ", ".join("·".join(block) for block in blocks if len(block) > 1)
-    note = f"The mesh has {len(names)} axes. The search used some of them only together: {joined}. Plans that use them apart were not tried."
+    note = (
+        f"The mesh has {len(names)} axes. The search used some of them only together: {joined}. Plans that use them apart were not tried."
+    )
     return replace(setup, mesh=Blocks(mesh.axes, tuple(blocks)), notes=[*setup.notes, note])
 
 

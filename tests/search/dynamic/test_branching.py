@@ -15,7 +15,9 @@ def _best(accept, work=WORK, solver=solve):
     choices = [SimpleNamespace(states=None, stored=[np.arange(3)]) for _ in COSTS]
     tables = SimpleNamespace(network=SimpleNamespace(nodes=[SimpleNamespace(sort="slot")] * 2), choices=choices)
     problem = Problem(COSTS, ())
-    return cheapest_accepted(tables, problem, solver(problem), solver, lambda solution: solution if accept(solution) else None, Within(work))
+    return cheapest_accepted(
+        tables, problem, solver(problem), solver, lambda solution: solution if accept(solution) else None, Within(work)
+    )
 
 
 @pytest.mark.parametrize("least", range(13))
