@@ -7,6 +7,7 @@ Attention in several layouts of its heads, and `Plan.pareto` of small models. Th
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +51,7 @@ def stack(widths: tuple[int, ...], act: Callable[[jax.Array], jax.Array]) -> tup
     def step(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
         return jax.tree.map(lambda one, change: one - change, weights, jax.grad(loss)(weights, x))
 
-    return step, ([jnp.ones(pair) for pair in zip(widths, widths[1:], strict=False)], jnp.ones((64, widths[0])))
+    return step, ([jnp.ones(pair) for pair in itertools.pairwise(widths)], jnp.ones((64, widths[0])))
 
 
 def seconds(action: Callable[[], Any]) -> tuple[float, Any]:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from spmdctx.search.dynamic.branching import SHORT_WORK, WORK
 
-
 _HOPELESS = 2e8
 """Additions that take a good part of a second."""
 

@@ -86,7 +86,8 @@ class Shortfall(NamedTuple):
     """No plan on the mesh fits: the op at which memory runs out, the least bytes alive there, and a budget that may suffice.
 
     `fastest` is the best plan without the budget. If `is_proven`, every plan takes at least `least_bytes` at its peak; else the search
-    found no smaller one. If it `is_cut`, the search ended early, as no plan was in sight. No plan within the budget that the search missed costs less than `lower_bound_s`.
+    found no smaller one. If it `is_cut`, the search ended early, as no plan was in sight. No plan within the budget that the search missed
+    costs less than `lower_bound_s`.
     """
 
     time: int

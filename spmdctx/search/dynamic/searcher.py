@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
@@ -25,9 +24,6 @@ from spmdctx.search.setup.blocks import with_blocks, without_blocks
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
-
-
-Result = TypeVar("Result", Found, Shortfall)
 
 
 def plan_dynamic(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> Found | Shortfall:
@@ -95,7 +91,8 @@ class Searcher(Search):
 class Budgets:
     """The cheapest plans of one request within several budgets; the work that no budget changes is done once.
 
-    `spent` are the additions of all searches within budgets. A proof within one budget says nothing of other budgets. So a budget that an error names is met by a search of its own too.
+    `spent` are the additions of all searches within budgets. A proof within one budget says nothing of other budgets. So a budget that an
+    error names is met by a search of its own too.
     """
 
     def __init__(self, meshes: MeshSearch, setups: list[Setup]) -> None:
@@ -193,8 +190,12 @@ class Budgets:
         return best, short
 
 
-def _apart(found: Result) -> Result:
+def _apart(found: Found | Shortfall) -> Found | Shortfall:
     """Returns a result whose notes are its own."""
     if isinstance(found, Shortfall):
-        return found._replace(fastest=_apart(found.fastest))
+        return found._replace(fastest=_with_own_notes(found.fastest))
+    return _with_own_notes(found)
+
+
+def _with_own_notes(found: Found) -> Found:
     return found._replace(setup=without_blocks(replace(found.setup, notes=list(found.setup.notes))))

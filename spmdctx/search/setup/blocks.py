@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from spmdctx.ir.graph import Graph
 from spmdctx.ir.mesh import Blocks, LogicalMesh
@@ -65,7 +66,7 @@ def _apart(block: AxisNames, asked: list[AxisNames]) -> bool:
 
 def _asked(setup: Setup) -> list[AxisNames]:
     """Lists the axes of all dimensions and factors that are pinned."""
-    every = [setup.pins, setup.seeds, setup.forced, setup.partial_pins, setup.parts]
+    every: list[Mapping[Any, object]] = [setup.pins, setup.seeds, setup.forced, setup.partial_pins, setup.parts]
     return list(dict.fromkeys(axes for own in every for axes in _axes(list(own.values()))))
 
 

@@ -1,5 +1,6 @@
 """Budgets that no plan meets end after limited work, counted in the solver's additions, and name one that is enough."""
 
+import itertools
 import re
 
 import jax
@@ -28,7 +29,7 @@ def _stack(optimizer, widths):
         updates, own = optimizer.update(gradients, state["own"], state["weights"])
         return {"weights": optax.apply_updates(state["weights"], updates), "own": own}
 
-    weights = [jnp.ones(pair) for pair in zip(widths, widths[1:], strict=False)]
+    weights = [jnp.ones(pair) for pair in itertools.pairwise(widths)]
     return step, ({"weights": weights, "own": optimizer.init(weights)}, jnp.ones((48, widths[0])))
 
 
