@@ -18,6 +18,7 @@ from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget
+from spmdctx.search.dynamic.effort import ENOUGH_PLAN
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall
 from spmdctx.search.setup.blocks import with_blocks, without_blocks
@@ -158,6 +159,12 @@ class Budgets:
         # The most promising mesh comes first, so that most others need no search.
         setups = sorted(self._setups, key=lambda setup: (setup.mesh != fastest.setup.mesh, bounds[setup.mesh]))
         best, short = self._pass(budget, setups, bounds, None)
+        is_cut = any(one.is_cut for one in short.values())
+        if best is None and is_cut and budget.schedule is not ENOUGH_PLAN:
+            # An error names a budget that this short search meets.
+            again = Budget(budget.formulation, replace(budget.options, schedule=ENOUGH_PLAN), budget.fastest_peak)
+            best, _ = self._pass(again, setups, bounds, None)
+            budget.spent += again.spent
         if best is not None and not budget.schedule.stops_at_first:
             # Meshes that were given up while no plan was in sight may have a cheaper one.
             given_up = [setup for setup in setups if setup.mesh in short and short[setup.mesh].is_cut]
@@ -165,7 +172,7 @@ class Budgets:
         if best is not None:
             return best._replace(lower_bound_s=min([best.cost_s, *bounds.values()]))
         least = min(short.values(), key=lambda one: one.enough_bytes)
-        is_proven, is_cut = all(one.is_proven for one in short.values()), any(one.is_cut for one in short.values())
+        is_proven = all(one.is_proven for one in short.values())
         return least._replace(fastest=fastest, is_proven=is_proven, is_cut=is_cut)
 
     def _pass(

@@ -144,7 +144,7 @@ def _enough_bytes(
     attempt, failures = max(found.enough_bytes, short + 1), 0
     any_plan = replace(options, wants_any=True, schedule=ENOUGH_PLAN if is_exact else None)
     budgets = budgets or Searcher(step, topology, any_plan).budgets(request)
-    before = budgets.spent
+    before, met = budgets.spent, enough
     for _ in range(_MOST_ATTEMPTS if is_exact else _ATTEMPTS):
         if not short < attempt < enough:
             # A plan is found faster than it is found that there is none.
@@ -164,8 +164,11 @@ def _enough_bytes(
                 attempt = short
         else:
             # The bytes of a plan are often the least already. Only a small program's plan is sure to be found within its own bytes.
-            taken, failures = _peak_bytes(step, topology, result), 0
+            taken, failures, met = _peak_bytes(step, topology, result), 0, attempt
             enough, attempt = (taken, short) if is_exact else (attempt, min(taken, (short + attempt) // 2))
+    if enough < met and isinstance(budgets.within(replace(any_plan, memory_bytes=enough)), Shortfall):
+        # A limited search may find a plan within more bytes than it takes, and not within these.
+        return met
     return enough
 
 
