@@ -6,14 +6,14 @@ is a row of codes whose axes are disjoint; the domain of a shape holds all rows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import combinations, permutations
 
 import numpy as np
 
 from spmdctx.ir.arrays import IntArray
-from spmdctx.ir.mesh import LogicalMesh, moved_axes
+from spmdctx.ir.mesh import Blocks, LogicalMesh, moved_axes
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 
 MAX_ORDERED_AXES = 3
@@ -30,12 +30,14 @@ class AxisCodes:
             # By size: meshes of the same axes in another order have the same codes but for the names.
             names.sort(key=mesh.sizes.__getitem__)
         choose = permutations if len(names) <= MAX_ORDERED_AXES else combinations
-        self.axes: list[AxisNames] = [own for count in range(len(names) + 1) for own in choose(names, count)]
+        self.units: list[AxisNames] = list(mesh.blocks) if isinstance(mesh, Blocks) else [(name,) for name in names]
+        if isinstance(mesh, Blocks):
+            choose = combinations
+        self.axes: list[AxisNames] = [sum(own, ()) for count in range(len(self.units) + 1) for own in choose(self.units, count)]
         self.of: dict[AxisNames, int] = {own: code for code, own in enumerate(self.axes)}
         self.slices = np.array([mesh.num_slices(own) for own in self.axes], dtype=np.int64)
-        self._names = tuple(names)
-        bits = {name: 1 << place for place, name in enumerate(names)}
-        self.bits = np.array([sum(bits[name] for name in own) for own in self.axes], dtype=np.int64)
+        self._unit_of = {name: place for place, unit in enumerate(self.units) for name in unit}
+        self.bits = np.array([self.bits_of(own) for own in self.axes], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.axes)
@@ -56,13 +58,16 @@ class AxisCodes:
     @cached_property
     def moved(self) -> IntArray:
         """`moved[i, j]`: the axes, as bits, along which blocks move from the code i to j (`ir.mesh.moved_axes`)."""
-        bits = {own[0]: int(self.bits[code]) for code, own in enumerate(self.axes) if len(own) == 1}
-        pairs = [[sum(bits[name] for name in moved_axes(one, other, self.mesh)) for other in self.axes] for one in self.axes]
+        pairs = [[self.bits_of(moved_axes(one, other, self.mesh)) for other in self.axes] for one in self.axes]
         return np.array(pairs, dtype=np.int64)
 
     def names(self, bits: int) -> AxisNames:
         """Returns the axes of a set of bits, in the order of the mesh; if the mesh has three, by size."""
-        return tuple([name for place, name in enumerate(self._names) if bits >> place & 1])
+        return tuple([name for place, unit in enumerate(self.units) if bits >> place & 1 for name in unit])
+
+    def bits_of(self, axes: Iterable[str]) -> int:
+        """Returns the bits of some axes."""
+        return sum(1 << place for place in {self._unit_of[name] for name in axes})
 
     def code(self, axes: AxisNames) -> int:
         """Returns the code of some axes, -1 if there is none; axes of size 1 split nothing and are ignored."""

@@ -91,6 +91,13 @@ class AnyOrder(LogicalMesh):
         return cls(meshes[0].axes, tuple(orders))
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks(LogicalMesh):
+    """A mesh whose axes are used in blocks: each of the `blocks` of neighbouring axes splits a dimension as a whole, or not at all."""
+
+    blocks: tuple[AxisNames, ...]
+
+
 def replicated(rank: int) -> TensorSharding:
     """Returns the sharding of a tensor of `rank` dimensions that every device holds whole."""
     return ((),) * rank

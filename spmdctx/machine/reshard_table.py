@@ -14,6 +14,7 @@ hundred shardings it takes a few hundred NumPy operations. The seconds of a chai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -81,13 +82,18 @@ def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh, all_to_all: bool) -> P
     price = np.full((count, count), np.inf)
     np.fill_diagonal(price, 0.0)
     hops: dict[tuple[int, int], Hop] = {}
+    prices: dict[tuple[int, int], float] = {}
+    step_price = _STEP_PRICE / mesh.num_devices
     for number, hop, moved in _single_steps(states, codes):
         if hop.kind == "all_to_all" and not all_to_all:
             continue
-        own = moved + (_SLICE_PRICE if hop.kind == "slice" else _STEP_PRICE / mesh.num_devices)
-        if own < price[number, hop.after] - 1e-12:
-            price[number, hop.after] = own
-            hops[number, hop.after] = hop
+        own = moved + (_SLICE_PRICE if hop.kind == "slice" else step_price)
+        pair = number, hop.after
+        if own < prices.get(pair, math.inf) - 1e-12:
+            prices[pair] = own
+            hops[pair] = hop
+    for pair, own in prices.items():
+        price[pair] = min(price[pair], own)
     following = np.broadcast_to(np.arange(count), (count, count)).copy()
     most, through, better = price - 1e-12, np.empty_like(price), np.empty(price.shape, dtype=bool)
     for middle in range(count):
@@ -173,7 +179,7 @@ def _steps(row: tuple[int, ...], codes: AxisCodes) -> Iterator[tuple[str, AxisNa
     """Yields the slices, all_gathers and all_to_alls out of one sharding: kind, axes, and the row after."""
     held = [codes.axes[code] for code in row]
     used = {name for own in held for name in own}
-    free = [own for own in codes.axes[1:] if len(own) == 1 and own[0] not in used]
+    free = [own for own in codes.units if own[0] not in used]
     for dim, own in enumerate(held):
         for added in free:
             yield from _put(row, codes, "slice", added, {dim: own + added})

@@ -15,11 +15,11 @@ from spmdctx.plan.diff import diff_plans
 from spmdctx.plan.explain import explain_plan
 from spmdctx.plan.file import read_plan, write_plan
 from spmdctx.plan.mindspore.file import write_mindspore
-from spmdctx.plan.pareto import plan_again
+from spmdctx.plan.pareto import Ask, Brief, Progress, plan_again
 from spmdctx.plan.show.diff import PlanDiff
 from spmdctx.plan.show.explanation import Explanation
 from spmdctx.plan.show.page import plan_document, plan_page
-from spmdctx.plan.show.pareto import Pareto
+from spmdctx.plan.show.pareto import Pareto, showing
 from spmdctx.plan.show.table import plan_table
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
@@ -95,12 +95,18 @@ class Plan(PlanData):
             )
         return self.certifier()
 
-    def pareto(self, memory_bytes: Sequence[int] = (), num_devices: Sequence[int] = ()) -> Pareto[Plan]:
+    def pareto(
+        self, memory_bytes: Sequence[int] = (), num_devices: Sequence[int] = (), *, progress: Progress | None = None
+    ) -> Pareto[Plan]:
         """Weighs time against memory: plans the step again under each budget, and under none, on each number of devices.
+
+        Little work is spent on proofs, and notes say what was left out. In a terminal or notebook a line shows what is being planned. An
+        interrupt (Ctrl-C) ends it with the points found so far.
 
         Args:
             memory_bytes: budgets per device; empty for this plan's memory and fractions of it, down to where nothing fits.
             num_devices: device counts; empty for half as many, as many and twice as many.
+            progress: called with each point and each budget that no plan meets, as it is found, in place of that line.
 
         Raises:
             UnsupportedError: the plan is from a file; plan the step again.
@@ -110,7 +116,9 @@ class Plan(PlanData):
                 "This plan cannot be planned again: it does not hold the step that it was made for.",
                 fix="plan the step again in auto_parallel, and ask that plan",
             )
-        return plan_again(self.replan, self.logical_mesh.num_devices, memory_bytes, num_devices, Pareto)
+        replan = self.replan.briefly() if isinstance(self.replan, Brief) else self.replan
+        with showing(progress) as tell:
+            return plan_again(Ask(replan, self.logical_mesh.num_devices, memory_bytes, num_devices, tell), Pareto)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as one self-contained page, and makes the file's folder."""

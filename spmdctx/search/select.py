@@ -14,7 +14,7 @@ from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.certificate import Certificate
 from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
-from spmdctx.search.dynamic.searcher import plan_dynamic
+from spmdctx.search.dynamic.searcher import Budgets, Searcher
 from spmdctx.search.dynamic.shortfall import infeasible, over_device
 from spmdctx.search.optimizer.couplings import name_what_is_split
 from spmdctx.search.optimizer.state import split_optimizer
@@ -31,9 +31,28 @@ from spmdctx.wording import counted
 _IN_TURNS = "Gradients are reduced in every micro-batch, not once per step"
 
 
+class Shared:
+    """The work that brief searches of one step within several budgets share.
+
+    Brief searches work less on proofs, and their errors name no budget and no number of devices that are enough.
+    """
+
+    def __init__(self) -> None:
+        self._budgets: dict[tuple[int, bool], Budgets] = {}
+
+    def budgets(self, key: tuple[int, bool], make: Callable[[], Budgets]) -> Budgets:
+        """Returns the budgets of a number of devices, with or without gradients that are reduced once."""
+        if key not in self._budgets:
+            self._budgets[key] = make()
+        return self._budgets[key]
+
+
 @dataclass(frozen=True)
 class SearchOptions:
-    """The options of a search. `search_mode` is empty where the mode leaves nothing to search; `max_stages` 0 suggests no pipeline."""
+    """The options of a search. `search_mode` is empty where the mode leaves nothing to search; `max_stages` 0 suggests no pipeline.
+
+    With `shared`, the search is one of several brief ones.
+    """
 
     search_mode: str
     topology: Topology
@@ -42,6 +61,7 @@ class SearchOptions:
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     mem_coeff: float = DEFAULT_MEM_COEFF
     max_stages: int = 0
+    shared: Shared | None = None
 
 
 class Chosen(NamedTuple):
@@ -128,16 +148,22 @@ def _recursive(step: Step, request: Request, options: SearchOptions) -> Chosen:
 
 def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     """Searches within the user's budget, or within the device's memory as far as that is possible."""
-    asked = DynamicOptions(options.memory_bytes, options.limits, options.max_mesh_axes)
+    shared = options.shared or Shared()
+    asked = DynamicOptions(options.memory_bytes, options.limits, options.max_mesh_axes, is_brief=options.shared is not None)
     own = asked if options.memory_bytes is not None else replace(asked, memory_bytes=options.topology.memory_bytes, is_soft=True)
-    found = plan_dynamic(step, request, options.topology, own)
+
+    def budgets_of(wanted: Request) -> Budgets:
+        key = (wanted.num_devices, bool(wanted.once))
+        return shared.budgets(key, lambda: Searcher(step, options.topology, own).budgets(wanted))
+
+    found = budgets_of(request).within(own)
     if isinstance(found, Shortfall) and request.once:
-        in_turns = plan_dynamic(step, replace(request, once=()), options.topology, own)
+        in_turns = budgets_of(replace(request, once=())).within(own)
         if not isinstance(in_turns, Shortfall):
             found = in_turns
             found.setup.notes.append(f"{_IN_TURNS}: whole sums do not fit in the memory.")
     if isinstance(found, Shortfall) and options.memory_bytes is not None:
-        raise infeasible(step, request, options.topology, own, found)
+        raise infeasible(step, request, options.topology, own, found, budgets_of(request))
     if isinstance(found, Shortfall):
         note = over_device(step, request.num_devices, options.topology, found)
         found = found.fastest

@@ -147,3 +147,50 @@ def test_what_cannot_be_certified_says_why(changes, why):
 
 def test_a_plan_without_a_certificate_names_what_computes_it():
     assert "optimum   no lower bound computed; plan.certify() computes one" in str(small_plan(certifier=small_plan))
+
+
+def test_an_interrupt_keeps_what_was_found_and_a_note_says_what_was_not_planned(replan):
+    def interrupted(*, memory_bytes, num_devices):
+        if num_devices == 16 and memory_bytes is not None:
+            raise KeyboardInterrupt
+        return replan(memory_bytes=memory_bytes, num_devices=num_devices)
+
+    found = small_plan(replan=interrupted).pareto(num_devices=(8, 16, 32))
+    assert {point.num_devices for point in found.points} == {8, 16}
+    (note,) = found.notes
+    assert "16, 32 devices" in note
+    assert note in str(found).replace("\n", " ")
+    assert note in found._repr_html_()
+
+
+def test_an_interrupt_before_the_first_plan_leaves_no_points():
+    def interrupted(*, memory_bytes, num_devices):
+        raise KeyboardInterrupt
+
+    found = small_plan(replan=interrupted).pareto()
+    assert not found.points
+    assert found.notes
+
+
+def test_progress_gets_each_point_and_each_budget_that_is_not_met(replan):
+    told = []
+    found = small_plan(replan=replan).pareto(num_devices=(8,), progress=told.append)
+    assert told == [*found.points, *found.unmet]
+
+
+def test_nothing_is_written_where_nobody_looks(replan, capsys):
+    small_plan(replan=replan).pareto(num_devices=(8,))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_faster_plan_under_a_smaller_budget_serves_the_larger_one_too():
+    def replan(*, memory_bytes, num_devices):
+        needed, total_s = {None: (100, 1.0), 80: (60, 3.0), 50: (40, 2.0)}[memory_bytes]
+        return small_plan(logical_mesh=LogicalMesh.of({"data": num_devices}), cost=Cost(total_s, 0.0, total_s, needed))
+
+    found = small_plan(replan=replan).pareto(memory_bytes=(80, 50), num_devices=(8,))
+    assert [(point.memory_bytes, point.memory_limit_bytes, point.also_limit_bytes) for point in found.points] == [
+        (100, None, ()),
+        (40, 50, (80,)),
+    ]
+    assert len(found.plans) == 2

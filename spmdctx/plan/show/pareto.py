@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 
 from rich import box
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from spmdctx.plan.data import AnyPlan
-from spmdctx.plan.pareto import ParetoData, ParetoPoint
+from spmdctx.plan.pareto import ParetoData, ParetoPoint, Progress, Unmet
 from spmdctx.plan.show.charts import Mark, scatter_chart
 from spmdctx.plan.show.page import NUM_COLOURS, styled
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
 
+_WIDTH = 100
 _HEAD = ("devices", "mesh", "budget", "memory", "step", "device-seconds", "")
 
 
@@ -24,14 +29,43 @@ _HEAD = ("devices", "mesh", "budget", "memory", "step", "device-seconds", "")
 class Pareto(ParetoData[AnyPlan]):
     """The answer of `Plan.pareto`; it prints itself, and draws itself in a notebook."""
 
-    def __rich__(self) -> Table:
-        return _table(self)
+    def __rich__(self) -> Group:
+        return Group(_table(self), *[Text(f"note: {note}", style="dim") for note in self.notes])
 
     def __str__(self) -> str:
         return plain_text(self)
 
     def _repr_html_(self) -> str:
         return _page(self)
+
+
+_QUIET_S = 1.0
+"""Seconds after which progress is shown."""
+
+
+@contextmanager
+def showing(progress: Progress | None) -> Iterator[Progress]:
+    """Gives what is to be called with each point: the user's own, or a line in a terminal or notebook, after a second."""
+    console = Console(stderr=True)
+    if progress is not None or not (console.is_terminal or console.is_jupyter):
+        yield progress or (lambda _: None)
+        return
+    start, points, unmet = time.monotonic(), 0, 0
+
+    def tell(found: ParetoPoint | Unmet) -> None:
+        nonlocal points, unmet
+        points, unmet = points + isinstance(found, ParetoPoint), unmet + isinstance(found, Unmet)
+        if time.monotonic() - start > _QUIET_S:
+            last = f"{counted(found.num_devices, 'device')}, budget {_limit_text(found.memory_limit_bytes)}"
+            line = f"pareto: {counted(points, 'plan')}, {counted(unmet, 'budget')} not met; last: {last} (Ctrl-C keeps them)"
+            sys.stderr.write(f"\r{line:<{_WIDTH}}")
+            sys.stderr.flush()
+
+    try:
+        yield tell
+    finally:
+        if time.monotonic() - start > _QUIET_S:
+            sys.stderr.write(f"\r{'':<{_WIDTH}}\r")
 
 
 def _table(found: ParetoData[AnyPlan]) -> Table:
@@ -87,4 +121,5 @@ def _page(found: ParetoData[AnyPlan]) -> str:
     )
     table = f'<div class="grid pareto"><div class="row head">{head}</div>{rows}</div>'
     legend = f'<ul class="legend">{keys}<li class="muted">filled: no other plan beats it</li></ul>'
-    return styled(f"<h1>Time against memory</h1>{legend}{chart}{table}")
+    notes = "".join(f'<p class="muted">{escape(note)}</p>' for note in found.notes)
+    return styled(f"<h1>Time against memory</h1>{legend}{chart}{table}{notes}")

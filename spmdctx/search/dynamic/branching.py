@@ -25,6 +25,21 @@ SHORT_WORK = WORK // 4
 """Limits on the work of all parts together, as states times nodes looked at; the second is for searches for any plan."""
 
 
+class Within(NamedTuple):
+    """The limits of a search.
+
+    Attributes:
+        work: states times nodes of all parts together that are looked at. A search with more work finds the same solution, or a
+            cheaper one.
+        tolerance: the gap, relative to the cost, at which to stop.
+        is_over: says that no more may be solved.
+    """
+
+    work: int = WORK
+    tolerance: float = 0.0
+    is_over: Callable[[], bool] = lambda: False
+
+
 class Accepted(NamedTuple, Generic[T]):
     """The accepted solution, or None, and a lower bound on all solutions that would be accepted (infinite if there are none).
 
@@ -42,9 +57,7 @@ def cheapest_accepted(
     first: Solution,
     solve: Callable[[Problem], Solution | Infeasible],
     accept: Callable[[Solution], T | None],
-    *,
-    work: int = WORK,
-    tolerance: float = 0.0,
+    within: Within | None = None,
 ) -> Accepted[T]:
     """Tries choices in the order of their cost.
 
@@ -54,10 +67,9 @@ def cheapest_accepted(
         first: its solution.
         solve: solves it with some states forbidden.
         accept: turns a solution into a result, or None to reject it.
-        work: states times nodes of all parts together that are looked at. A search with more work finds the same solution, or a
-            cheaper one.
-        tolerance: the gap, relative to the cost, at which to stop.
+        within: the limits of the search.
     """
+    work, tolerance, is_over = within or Within()
     kinds = [_kinds(node, choices) for node, choices in zip(tables.network.nodes, tables.choices, strict=True)]
     most = max(1, work // max(1, len(problem.costs) * sum(map(len, problem.costs))))
     queue: list[tuple[float, int, Solution, Problem]] = [(first.lower_bound, 0, first, problem)]
@@ -72,7 +84,7 @@ def cheapest_accepted(
             if cost - bound <= max(tolerance, EQUAL) * abs(cost):
                 break
         for own in _divided(part, kinds, solution.states):
-            if solved >= most:
+            if solved >= most or is_over():
                 return Accepted(_cheapest(queue, cost, accept) or best, min(bound, left, cost), is_cut=True)
             solved += 1
             found = solve(own)

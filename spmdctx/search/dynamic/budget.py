@@ -12,12 +12,13 @@ from functools import partial
 from typing import NamedTuple
 
 from spmdctx.cost.memory.lives import Peak
-from spmdctx.search.dynamic.branching import Accepted, cheapest_accepted
+from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
 from spmdctx.search.dynamic.effort import Effort, Standing
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
 from spmdctx.search.problem.memory_rows import Passing, completed, counted_bytes, least_peak, on_chip, op_at, passing_at, with_memory
 from spmdctx.search.problem.tables import Tables
+from spmdctx.search.solver.problem.allowance import Allowance
 from spmdctx.search.solver.problem.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.solve import may_be_proven, solve
 
@@ -26,6 +27,9 @@ SAME_COST = 5e-10
 
 _LEAST_S = 1e-300
 """Takes the place of a cost of zero, of which no share can be taken."""
+
+_ATTEMPT_WORK = 2e7
+"""Additions that take as long as an attempt does beyond the solver's."""
 
 _LIMIT_SPACING = 0.005
 """Least share of the budget between two limits that are tried for a program that is not small."""
@@ -39,14 +43,18 @@ class MeshProblem(NamedTuple):
         problem: the problem to minimise, without memory.
         fastest: the fastest plan on any mesh, with the set-up of this one.
         lower_bound_s: no plan on the mesh costs less, whatever memory it takes.
-        starts: choices of states from which a search starts.
+        start: returns the choice of states from which a search starts; empty if there is none.
+        starts: other such choices.
+        insists: whether the search goes on while no plan is in sight.
     """
 
     tables: Tables
     problem: Problem
     fastest: Found
     lower_bound_s: float = 0.0
+    start: Callable[[], Sequence[int]] = tuple
     starts: tuple[Sequence[int], ...] = ()
+    insists: bool = False
 
 
 class Budget:
@@ -56,27 +64,39 @@ class Budget:
         formulation: states the step's problem.
         options: the budget, and how much it is worth.
         fastest_peak: peak of the fastest plan of all.
+
+    `spent` are the additions of all attempts.
     """
 
     def __init__(self, formulation: Formulation[Tables], options: DynamicOptions, fastest_peak: Peak) -> None:
         self.formulation, self.options, self.fastest_peak = formulation, options, fastest_peak
         self.schedule = options.schedule_of(formulation.step)
         self.memory_bytes = options.memory_bytes or 0
+        self.spent = 0.0
 
     def search_on(self, mesh: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan of a mesh whose peak is in the budget, if it can be below `known_s`.
 
+
         The long attempt finds a plan within every budget in which a short one does. Errors name budgets and device counts
         that short attempts find, so these suffice.
         """
-        standing, result, starts = Standing(known_s), None, mesh.starts
+        standing, result = Standing(known_s), None
+        starts: tuple[Sequence[int], ...] = ()
         for attempt in self.schedule.attempts:
             if not attempt.when(standing):
                 continue
             run = _Run(self, mesh._replace(starts=starts), attempt.effort, min(known_s, standing.cost_s))
-            result = _better(result, run.result(), known_s)
+            run.allowance.most = max(0.0, min(run.allowance.most, self.schedule.hopeless - self.spent))
+            if mesh.insists or isinstance(result, Found):
+                run.lift()
+            later = run.result()
+            self.spent += run.allowance.spent + _ATTEMPT_WORK
+            if isinstance(result, Shortfall) and isinstance(later, Shortfall):
+                later = later._replace(is_cut=(result.is_cut or later.is_cut) and not later.is_proven)
+            result = _better(result, later, known_s)
             standing = _standing(result, known_s, has_run_out=run.has_run_out)
-            starts = (*mesh.starts, run.fitting) if run.fitting else starts
+            starts = (run.fitting,) if run.fitting else starts
         assert result is not None, "a schedule begins with an attempt"
         return result
 
@@ -139,6 +159,7 @@ class _Run:
         formulation, small = budget.formulation, budget.options.is_small(budget.formulation.step)
         self._budget, self._mesh, self._effort, self._known_s = budget, mesh, effort, known_s
         self._formulation = formulation
+        self.allowance = Allowance(effort.hopeless)
         self._tolerance = max(formulation.limits.tolerance, effort.tolerance)
         full = float(budget.memory_bytes + on_chip(formulation.topology).total_bytes)
         self._limits = _Limits(full, 0.0 if small else _LIMIT_SPACING * full)
@@ -166,6 +187,8 @@ class _Run:
         only_stored = self._effort.only_stored
         limited = with_memory(mesh.tables, mesh.problem, self._formulation.memory, limits.limit, self._copies, only_stored=only_stored)
         solution = self._budget.solve_within(limited, mesh.fastest, self._solver(limited))
+        if self.allowance.is_spent:
+            return self._cut(solution)
         if isinstance(solution, Shortfall):
             return self._short(solution)
         if not limits.is_full and solution.lower_bound >= self._known_s:
@@ -184,9 +207,45 @@ class _Run:
 
     def _solver(self, limited: Problem) -> Callable[[Problem], Solution | Infeasible]:
         """Returns the solver, which starts where earlier searches ended."""
-        starts = self._mesh.starts + self._last
-        known = Known(tuple(completed(limited, states) for states in starts), self._bound_s) if starts else None
-        return partial(solve, tolerance=self._tolerance, cutoff=self._known_s, effort=self._level, known=known)
+        how = partial(solve, tolerance=self._tolerance, cutoff=self._known_s, effort=self._level, allowance=self.allowance)
+
+        def solver(problem: Problem) -> Solution | Infeasible:
+            if self.allowance.is_spent:
+                return Infeasible(-1, math.inf, math.inf, is_proven=False, lower_bound=0.0)
+            starts = [states for states in (self._mesh.start(), *self._mesh.starts, *self._last) if len(states)]
+            return how(problem, known=Known(tuple(completed(limited, states) for states in starts), self._bound_s) if starts else None)
+
+        return solver
+
+    def lift(self) -> None:
+        """Works on without a limit, as a plan is known, unless the effort limits proofs too."""
+        if not self._effort.limits_proofs:
+            self.allowance.most = self._effort.proof
+
+    def _cut(self, solution: Solution | Shortfall) -> Found | Shortfall | None:
+        """Ends the attempt whose allowance is spent; goes on without one if the states so far are a plan after all."""
+        if isinstance(solution, Solution):
+            self._last = (solution.states[: len(self._mesh.tables.choices)],)
+            found = self._formulation.plan_of(self._mesh.fastest.setup, self._mesh.tables, solution)
+            peak = self._formulation.peak_of(found)
+            if peak.bytes <= self._budget.memory_bytes:
+                self.lift()
+                if self._seen is None or found.cost_s < self._seen.cost_s:
+                    self._seen, self.fitting = found._replace(lower_bound_s=self._bound_s), self._last[0]
+                if not self.allowance.is_spent:
+                    return None
+            elif not self._nearest.bytes or peak.bytes < self._nearest.bytes:
+                self._nearest = peak
+        if self._seen is not None:
+            return self._seen
+        if isinstance(solution, Shortfall) and solution.is_proven:
+            return solution
+        self.has_run_out = True
+        return self._short_of_all()._replace(is_cut=True)
+
+    def _short_of_all(self) -> Shortfall:
+        nearest = self._nearest if self._nearest.bytes else self._budget.fastest_peak
+        return _short_of(nearest, self._mesh.fastest, self._bound_s)
 
     def _short(self, shortfall: Shortfall) -> Found | Shortfall | None:
         """Goes on at a higher limit, unless the whole budget is too small."""
@@ -224,6 +283,7 @@ class _Run:
 
     def _with_plan(self, found: Found) -> Found | None:
         """Keeps a plan that fits; returns the best one if more effort is not worth it."""
+        self.lift()
         if self._seen is None or found.cost_s <= self._seen.cost_s:
             self._seen, self.fitting = found, self._last[0]
         gap_s = self._seen.cost_s - self._bound_s
@@ -239,6 +299,8 @@ class _Run:
         limits = self._limits
         if limits.is_full and self._effort.branches:
             best = self._branched(limited, solution)
+            if best.found is None and self.allowance.is_spent:
+                return self._cut(solution)
             if not best.is_cut:
                 return _short_of(self._nearest, self._mesh.fastest, self._bound_s) if best.found is None else best.found
             self._seen, self._bound_s = best.found, max(self._bound_s, best.lower_bound)
@@ -252,10 +314,15 @@ class _Run:
 
         def accept(solution: Solution) -> Found | None:
             found = formulation.plan_of(mesh.fastest.setup, mesh.tables, solution)
-            return found if formulation.fits(found, self._budget.memory_bytes) else None
+            if not formulation.fits(found, self._budget.memory_bytes):
+                return None
+            self.lift()
+            return found
 
-        solver = partial(solve, tolerance=self._tolerance)
-        best = cheapest_accepted(mesh.tables, limited, first, solver, accept, work=self._effort.work, tolerance=self._tolerance)
+        solver = partial(solve, tolerance=self._tolerance, allowance=self.allowance)
+        is_over = partial(getattr, self.allowance, "is_spent")
+        within = Within(self._effort.work, self._tolerance, is_over)
+        best = cheapest_accepted(mesh.tables, limited, first, solver, accept, within)
         return best if best.found is None else best._replace(found=best.found._replace(lower_bound_s=best.lower_bound))
 
     def _out_of_limits(self) -> Found | Shortfall:

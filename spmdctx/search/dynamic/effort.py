@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from spmdctx.search.dynamic.branching import SHORT_WORK, WORK
 
+_HOPELESS = 2e8
+"""Additions that take a good part of a second."""
+
 
 class Effort(NamedTuple):
     """The limits of one attempt.
@@ -23,6 +26,9 @@ class Effort(NamedTuple):
         work: of the branching.
         proves: whether a plan's remaining gap is worth one more level.
         insists: the gap, relative to the cost, above which the plan's problem is solved once more, one level higher.
+        hopeless: the solver's additions on one mesh after which it ends if no plan was seen.
+        limits_proofs: whether it ends then too if a plan was seen.
+        proof: otherwise its additions on one mesh; a plan that is not proven then has a gap.
     """
 
     rounds: int = 12
@@ -34,21 +40,27 @@ class Effort(NamedTuple):
     work: int = WORK
     proves: bool = False
     insists: float = float("inf")
+    hopeless: float = float("inf")
+    limits_proofs: bool = False
+    proof: float = float("inf")
 
 
-PROVEN = Effort(branches=True, proves=True)
+PROVEN = Effort(branches=True, proves=True, hopeless=_HOPELESS, proof=30 * _HOPELESS)
 """For a small program's cheapest plan, with every proof."""
 
-ANY = Effort(tolerance=1.0, branches=True, work=SHORT_WORK)
+ANY = Effort(tolerance=1.0, branches=True, work=SHORT_WORK, hopeless=_HOPELESS / 2, limits_proofs=True)
 """For a small program's plan whose cost matters little."""
 
-HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False)
+BRIEF = PROVEN._replace(tolerance=1e-3, work=SHORT_WORK, hopeless=_HOPELESS, limits_proofs=True)
+"""For one of many plans of a small program."""
+
+HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False, hopeless=_HOPELESS)
 """For a plan of a program that is not small, in little time."""
 
-THOROUGH = Effort(insists=0.01)
+THOROUGH = Effort(insists=0.01, hopeless=_HOPELESS)
 """For the plan of a program that is not small."""
 
-SOFT = Effort(level=1, counts_copies=False)
+SOFT = Effort(level=1, counts_copies=False, hopeless=_HOPELESS)
 """For a small program's plan within a budget that the user did not set."""
 
 QUICK = SOFT._replace(rounds=4, tolerance=0.005)
@@ -119,15 +131,21 @@ class Schedule(NamedTuple):
         attempts: those made on each mesh, in this order.
         stops_at_first: whether the search ends at the first mesh with a plan.
         enough: the gap, relative to the bound, at which a plan makes the search of another mesh not worthwhile.
+        hopeless: the solver's additions on all meshes together; see `Effort.hopeless`.
     """
 
     attempts: tuple[Attempt, ...]
     stops_at_first: bool = False
     enough: float = 0.0
+    hopeless: float = 4 * _HOPELESS
 
 
 ANY_PLAN = Schedule((Attempt(ANY),), stops_at_first=True)
+ENOUGH_PLAN = Schedule((Attempt(ANY._replace(hopeless=_HOPELESS / 5)),), stops_at_first=True, hopeless=_HOPELESS / 2)
 HASTY_PLAN = Schedule((Attempt(HASTY),), stops_at_first=True)
+
+BRIEF_PLAN = Schedule((Attempt(ANY), Attempt(BRIEF, unsettled)), enough=BRIEF.tolerance, hopeless=1.5 * _HOPELESS)
+BRIEF_LARGE_PLAN = Schedule((Attempt(HASTY._replace(limits_proofs=True)),))
 
 # An error names the budget of a plan that is found without proofs.
 PROVEN_PLAN = Schedule((Attempt(PROVEN), Attempt(ANY, out_of_limits)))

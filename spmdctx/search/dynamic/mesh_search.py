@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from spmdctx.cost.step import Step
@@ -12,6 +14,7 @@ from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget, MeshProblem
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
+from spmdctx.search.problem.orbits import merged
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.request import Setup
@@ -41,6 +44,7 @@ class MeshSearch:
         self._begun: dict[LogicalMesh, _Begun] = {}
         self._solved: dict[LogicalMesh, tuple[Tables, Problem]] = {}
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
+        self._unsolved: dict[LogicalMesh, float] = {}
 
     def first_cost_s(self, setup: Setup) -> float:
         """Searches a mesh for a short time, and returns the cost of the solution."""
@@ -53,7 +57,14 @@ class MeshSearch:
         """Finds the cheapest plan on a mesh, whatever memory it takes, if there is one below `known_s`."""
         cutoff = self._cutoff(setup.mesh, known_s)
         begun = self._begun.pop(setup.mesh, None)
-        tables, sought, solution = begun or self._begin(setup)
+        if begun is None:
+            problem = self._problem(setup)
+            bound = self._merged_bound(setup, *problem, cutoff)
+            if bound is not None:
+                self._unsolved[setup.mesh] = cutoff
+                return Beaten(bound)
+            begun = _Begun(problem[0], self.formulation.sought(problem[1]))
+        tables, sought, solution = begun
         if solution is not None:
             self._starts[setup.mesh] = solution.states
             if solution.lower_bound >= cutoff:
@@ -63,8 +74,10 @@ class MeshSearch:
         self._starts[setup.mesh] = solution.states
         if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - SAME_COST):
             return Beaten(solution.lower_bound)
-        # Of one mesh only: mostly the best one, which is the last that is not beaten.
-        self._solved = {setup.mesh: (tables, sought.problem)}
+        if not self._is_small:
+            # Of one mesh only: mostly the best one, which is the last that is not beaten.
+            self._solved.clear()
+        self._solved[setup.mesh] = tables, sought.problem
         return self.formulation.plan_of(setup, tables, solution)
 
     def bound_in_any_order(self, setup: Setup, meshes: Sequence[LogicalMesh], known_s: float) -> float | None:
@@ -77,20 +90,44 @@ class MeshSearch:
         bound = self.formulation.solve(begun.sought, cutoff).lower_bound
         return bound if bound >= cutoff else None
 
-    def within(self, budget: Budget, fastest: Found, known_s: float, lower_bound_s: float = 0.0) -> Found | Shortfall | Beaten:
+    def _merged_bound(self, setup: Setup, tables: Tables, problem: Problem, cutoff: float) -> float | None:
+        """Returns a bound of a mesh with equal axes if states that differ by their names show that it has no plan below the cutoff."""
+        if math.isinf(cutoff) or len(setup.mesh.axes) != MAX_AXES:
+            return None
+        smaller = merged(tables, problem)
+        if smaller is None:
+            return None
+        bound = self.formulation.solve(self.formulation.sought(smaller), cutoff).lower_bound
+        return bound if bound >= cutoff else None
+
+    def _start(self, mesh: LogicalMesh, problem: Problem) -> Sequence[int]:
+        """Returns a choice of states on a mesh from which searches within budgets start."""
+        cutoff = self._unsolved.pop(mesh, None)
+        if cutoff is not None:
+            self._starts[mesh] = self.formulation.solve(self.formulation.sought(problem), cutoff).states
+        return self._starts.get(mesh, ())
+
+    def within(
+        self, budget: Budget, fastest: Found, known_s: float, lower_bound_s: float = 0.0, *, insists: bool = False
+    ) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan within a budget on the mesh of `fastest`, which does not fit, if there is one below `known_s`."""
         mesh = fastest.setup.mesh
-        tables, problem = self._solved.get(mesh) or self._problem(fastest.setup)
-        starts = (self._starts[mesh],) if mesh in self._starts else ()
-        return budget.search_on(MeshProblem(tables, problem, fastest, lower_bound_s, starts), known_s)
+        tables, problem = self._problem(fastest.setup)
+        start = partial(self._start, mesh, problem)
+        return budget.search_on(MeshProblem(tables, problem, fastest, lower_bound_s, start, insists=insists), known_s)
 
     def _begin(self, setup: Setup) -> _Begun:
-        tables = self.formulation.tables(setup)
-        return _Begun(tables, self.formulation.sought(tables.problem()))
+        tables, problem = self._problem(setup)
+        return _Begun(tables, self.formulation.sought(problem))
 
     def _problem(self, setup: Setup) -> tuple[Tables, Problem]:
-        tables = self.formulation.tables(setup)
-        return tables, tables.problem()
+        found = self._solved.get(setup.mesh)
+        if found is None:
+            tables = self.formulation.tables(setup)
+            found = tables, tables.problem()
+            if self._is_small and type(setup.mesh) is LogicalMesh:
+                self._solved[setup.mesh] = found
+        return found
 
     def _cutoff(self, mesh: LogicalMesh, known_s: float) -> float:
         """Returns the cost below which a plan on a mesh is worth the whole search."""

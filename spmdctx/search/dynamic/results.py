@@ -27,6 +27,7 @@ class DynamicOptions:
         max_axes: of the meshes that are tried; None for three if the program has at most `small_program` ops, else two.
         is_soft: whether the budget is not the user's, so that little time is spent on it.
         wants_any: whether any plan within the budget will do.
+        is_brief: whether this is one of many budgets, so that little work is spent on proofs.
         small_program: ops up to which meshes of three axes are tried by default, and budgets are worth every proof.
         large_program: ops from which a budget that the user did not set is given up if a hasty attempt finds no plan.
         schedule: the attempts within a budget; None to derive them from the program's size and the other options.
@@ -38,6 +39,7 @@ class DynamicOptions:
     max_axes: int | None = None
     is_soft: bool = False
     wants_any: bool = False
+    is_brief: bool = False
     small_program: int = 100
     large_program: int = 5000
     schedule: effort.Schedule | None = None
@@ -56,6 +58,8 @@ class DynamicOptions:
         """Returns the attempts that the budget is worth."""
         if self.schedule is not None:
             return self.schedule
+        if self.is_brief:
+            return effort.BRIEF_PLAN if self.is_small(step) else effort.BRIEF_LARGE_PLAN
         if self.is_small(step):
             return effort.ANY_PLAN if self.wants_any else effort.SOFT_PLAN if self.is_soft else effort.PROVEN_PLAN
         if self.wants_any:
@@ -82,7 +86,8 @@ class Shortfall(NamedTuple):
     """No plan on the mesh fits: the op at which memory runs out, the least bytes alive there, and a budget that may suffice.
 
     `fastest` is the best plan without the budget. If `is_proven`, every plan takes at least `least_bytes` at its peak; else the search
-    found no smaller one. No plan within the budget that the search missed costs less than `lower_bound_s`.
+    found no smaller one. If it `is_cut`, the search ended early, as no plan was in sight. No plan within the budget that the search missed
+    costs less than `lower_bound_s`.
     """
 
     time: int
@@ -91,6 +96,7 @@ class Shortfall(NamedTuple):
     fastest: Found
     is_proven: bool = False
     lower_bound_s: float = 0.0
+    is_cut: bool = False
 
 
 class Beaten(NamedTuple):

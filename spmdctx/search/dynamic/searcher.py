@@ -11,14 +11,17 @@ over every legal split on every mesh that is tried. The solver minimises exactly
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget
+from spmdctx.search.dynamic.effort import ENOUGH_PLAN
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall
+from spmdctx.search.setup.blocks import with_blocks, without_blocks
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
@@ -37,7 +40,7 @@ def lower_bound_s(step: Step, request: Request, topology: Topology, options: Dyn
         meshes += [other for other in options.meshes(step, request.num_devices, topology) if other != mesh]
     lowest = float("inf")
     for other in meshes:
-        found = searcher.search(prepare(step.graph, replace(request, mesh=other)), lowest)
+        found = searcher.search(with_blocks(step.graph, prepare(step.graph, replace(request, mesh=other))), lowest)
         assert not isinstance(found, Shortfall)
         lowest = min(lowest, found.lower_bound_s)
     return lowest
@@ -81,7 +84,7 @@ class Searcher(Search):
         """Prepares a set-up for every mesh that may be tried."""
         graph = self._step.graph
         if mesh_is_fixed(request):
-            return [prepare(graph, request)]
+            return [with_blocks(graph, prepare(graph, request))]
         meshes = self._options.meshes(self._step, request.num_devices, self._topology)
         return [prepare(graph, replace(request, mesh=mesh)) for mesh in meshes]
 
@@ -89,7 +92,8 @@ class Searcher(Search):
 class Budgets:
     """The cheapest plans of one request within several budgets; the work that no budget changes is done once.
 
-    A proof within one budget says nothing of other budgets. So a budget that an error names is met by a search of its own too.
+    `spent` are the additions of all searches within budgets. A proof within one budget says nothing of other budgets. So a budget that an
+    error names is met by a search of its own too.
     """
 
     def __init__(self, meshes: MeshSearch, setups: list[Setup]) -> None:
@@ -97,13 +101,17 @@ class Budgets:
         self._bounds: dict[LogicalMesh, float] = {}
         self._setups = self._promising_first(setups)
         self._fastest = self._fastest_of_all()
+        self.spent = 0.0
 
     def within(self, options: DynamicOptions) -> Found | Shortfall:
         """Finds the cheapest assignment within the budget of `options`, whose limits and axes are those of the search."""
         formulation = self._meshes.formulation
         if formulation.fits(self._fastest, options.memory_bytes):
-            return self._fastest
-        return self._cheapest(Budget(formulation, options, formulation.peak_of(self._fastest)))
+            return _apart(self._fastest)
+        budget = Budget(formulation, options, formulation.peak_of(self._fastest))
+        found = _apart(self._cheapest(budget))
+        self.spent += budget.spent
+        return found
 
     def _promising_first(self, setups: list[Setup]) -> list[Setup]:
         """Sorts the set-ups by the costs that a first, short search finds on their meshes."""
@@ -147,23 +155,54 @@ class Budgets:
 
         The fastest plan's peak is not.
         """
-        schedule, fastest, bounds = budget.schedule, self._fastest, dict(self._bounds)
-        best: Found | None = None
-        least: Shortfall | None = None
-        is_proven = True
+        fastest, bounds = self._fastest, dict(self._bounds)
         # The most promising mesh comes first, so that most others need no search.
-        for setup in sorted(self._setups, key=lambda setup: (setup.mesh != fastest.setup.mesh, bounds[setup.mesh])):
+        setups = sorted(self._setups, key=lambda setup: (setup.mesh != fastest.setup.mesh, bounds[setup.mesh]))
+        best, short = self._pass(budget, setups, bounds, None)
+        is_cut = any(one.is_cut for one in short.values())
+        if best is None and is_cut and budget.schedule is not ENOUGH_PLAN:
+            # An error names a budget that this short search meets.
+            again = Budget(budget.formulation, replace(budget.options, schedule=ENOUGH_PLAN), budget.fastest_peak)
+            best, _ = self._pass(again, setups, bounds, None)
+            budget.spent += again.spent
+        if best is not None and not budget.schedule.stops_at_first:
+            # Meshes that were given up while no plan was in sight may have a cheaper one.
+            given_up = [setup for setup in setups if setup.mesh in short and short[setup.mesh].is_cut]
+            best, _ = self._pass(budget, given_up, bounds, best)
+        if best is not None:
+            return best._replace(lower_bound_s=min([best.cost_s, *bounds.values()]))
+        least = min(short.values(), key=lambda one: one.enough_bytes)
+        is_proven = all(one.is_proven for one in short.values())
+        return least._replace(fastest=fastest, is_proven=is_proven, is_cut=is_cut)
+
+    def _pass(
+        self, budget: Budget, setups: Sequence[Setup], bounds: dict[LogicalMesh, float], best: Found | None
+    ) -> tuple[Found | None, dict[LogicalMesh, Shortfall]]:
+        """Searches meshes for a plan cheaper than `best`, and raises their bounds.
+
+        Returns the best plan, and the meshes on which none was found.
+        """
+        schedule, short = budget.schedule, dict[LogicalMesh, Shortfall]()
+        for setup in setups:
             known_s = float("inf") if best is None else best.cost_s * (1 - schedule.enough)
             if best is not None and (schedule.stops_at_first or bounds[setup.mesh] >= known_s):
                 continue
-            found = self._meshes.within(budget, fastest._replace(setup=setup), known_s, bounds[setup.mesh])
+            fastest = self._fastest._replace(setup=setup)
+            found = self._meshes.within(budget, fastest, known_s, bounds[setup.mesh], insists=best is not None)
             bounds[setup.mesh] = max(bounds[setup.mesh], found.lower_bound_s)
             if isinstance(found, Shortfall):
-                is_proven &= found.is_proven
-                least = found._replace(fastest=fastest) if least is None or found.enough_bytes < least.enough_bytes else least
+                short[setup.mesh] = found
             elif isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - SAME_COST)):
                 best = found
-        if best is not None:
-            return best._replace(lower_bound_s=min([best.cost_s, *bounds.values()]))
-        assert least is not None
-        return least._replace(is_proven=is_proven)
+        return best, short
+
+
+def _apart(found: Found | Shortfall) -> Found | Shortfall:
+    """Returns a result whose notes are its own."""
+    if isinstance(found, Shortfall):
+        return found._replace(fastest=_with_own_notes(found.fastest))
+    return _with_own_notes(found)
+
+
+def _with_own_notes(found: Found) -> Found:
+    return found._replace(setup=without_blocks(replace(found.setup, notes=list(found.setup.notes))))

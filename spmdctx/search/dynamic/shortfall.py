@@ -10,16 +10,25 @@ from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir.graph import item_bytes
 from spmdctx.machine.topology import Topology
+from spmdctx.search.dynamic.effort import ENOUGH_PLAN
+from spmdctx.search.dynamic.least_bytes import least_bytes
 from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall
-from spmdctx.search.dynamic.searcher import Searcher, mesh_is_fixed, plan_dynamic
+from spmdctx.search.dynamic.searcher import Budgets, Searcher, mesh_is_fixed, plan_dynamic
 from spmdctx.search.setup.request import Request
 from spmdctx.wording import bytes_text, counted, exact_bytes_text
 
 _LARGEST = 3
 _MOST_DEVICES = 4096
+_MOST_SEARCHED = 2
+_DOWN = 0.8
+"""Share of a budget that is enough at which a small program's next one is tried."""
+
 _ATTEMPTS = 10
 _MOST_ATTEMPTS = 60
 """Searches for the least budget. The first number is for programs that are not small, the second for small ones, to the byte."""
+
+_MOST_WORK = 4e8
+"""Additions of all of these searches, after the last of which none begins."""
 
 _JUMPS = 2
 """Failures in a row after which the search no longer tries the bytes of a small program's smallest plan seen."""
@@ -31,25 +40,38 @@ _STAYS = 0.9
 """More devices are tried only if the least bytes alive shrink by a tenth."""
 
 
-def infeasible(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> InfeasibleError:
+def infeasible(
+    step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets | None = None
+) -> InfeasibleError:
     """Returns the error for a budget that no plan meets.
 
-    It searches on more devices for the smallest number that meets the budget.
+    It searches for the smallest budget and the smallest number of devices that are enough, with limited work. `budgets` are those of the
+    search that found none. An error of a brief search names neither.
     """
+    if options.is_brief:
+        return InfeasibleError(_no_plan(request, options, found), where=place_of(step, found.time), got=f"{found.least_bytes} bytes alive")
     count = _enough_devices(step, request, topology, options)
-    budget = _enough_bytes(step, request, topology, options, found)
-    enough = f"memory_bytes={budget} ({bytes_text(budget)})"
+    budgets = budgets or Searcher(step, topology, options).budgets(request)
+    before = budgets.spent
+    budget = _enough_bytes(step, request, topology, options, found, budgets)
+    is_whole = budgets.spent - before <= _MOST_WORK
+    enough = f"memory_bytes={budget} ({bytes_text(budget)})" + ("" if is_whole else ", which is enough; less may be")
     least = exact_bytes_text(found.least_bytes)
     alive = f"at least {least} alive there" if found.is_proven else f"{least} alive there in the smallest plan of this search"
-    devices = counted(request.num_devices, "device")
-    no_plan = f"No plan on {devices} keeps" if found.is_proven else f"No plan was found on {devices} that keeps"
     return InfeasibleError(
-        f"{no_plan} the step within memory_bytes={options.memory_bytes}.",
+        _no_plan(request, options, found),
         where=place_of(step, found.time),
         got=f"{alive}, the largest of them {_largest(step, topology, found.time)}",
         need=enough if count is None else f"{enough}, or device_num={count}",
         fix="raise the budget or the number of devices, make the batch smaller, or recompute activations (jax.checkpoint)",
     )
+
+
+def _no_plan(request: Request, options: DynamicOptions, found: Shortfall) -> str:
+    devices = counted(request.num_devices, "device")
+    no_plan = f"No plan on {devices} keeps" if found.is_proven else f"No plan was found on {devices} that keeps"
+    cut = "; the search ended early, as none was in sight" if found.is_cut else ""
+    return f"{no_plan} the step within memory_bytes={options.memory_bytes}{cut}."
 
 
 def over_device(step: Step, num_devices: int, topology: Topology, found: Shortfall) -> str:
@@ -110,20 +132,26 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _enough_bytes(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall) -> int:
-    """Returns the least budget within which the search finds a plan.
+def _enough_bytes(
+    step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets | None = None
+) -> int:
+    """Returns the least budget within which the search finds a plan, or a larger one if that takes too much work.
 
     For a program that is not small, it comes as near to the least as a few short searches get.
     """
     is_exact = options.is_small(step)
     enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
     attempt, failures = max(found.enough_bytes, short + 1), 0
-    any_plan = replace(options, wants_any=True)
-    budgets = Searcher(step, topology, any_plan).budgets(request)
+    any_plan = replace(options, wants_any=True, schedule=ENOUGH_PLAN if is_exact else None)
+    budgets = budgets or Searcher(step, topology, any_plan).budgets(request)
+    before, met = budgets.spent, enough
     for _ in range(_MOST_ATTEMPTS if is_exact else _ATTEMPTS):
         if not short < attempt < enough:
-            attempt = (short + enough) // 2
+            # A plan is found faster than it is found that there is none.
+            attempt = max((short + enough) // 2, int(enough * _DOWN)) if is_exact else (short + enough) // 2
         if enough - short <= (1 if is_exact else enough * _NEAR):
+            break
+        if budgets.spent - before > _MOST_WORK:
             break
         result = budgets.within(replace(any_plan, memory_bytes=attempt))
         if isinstance(result, Shortfall):
@@ -136,8 +164,11 @@ def _enough_bytes(step: Step, request: Request, topology: Topology, options: Dyn
                 attempt = short
         else:
             # The bytes of a plan are often the least already. Only a small program's plan is sure to be found within its own bytes.
-            taken, failures = _peak_bytes(step, topology, result), 0
-            enough, attempt = (taken, taken - 1) if is_exact else (attempt, min(taken, (short + attempt) // 2))
+            taken, failures, met = _peak_bytes(step, topology, result), 0, attempt
+            enough, attempt = (taken, short) if is_exact else (attempt, min(taken, (short + attempt) // 2))
+    if enough < met and isinstance(budgets.within(replace(any_plan, memory_bytes=enough)), Shortfall):
+        # A limited search may find a plan within more bytes than it takes, and not within these.
+        return met
     return enough
 
 
@@ -152,11 +183,19 @@ def _enough_devices(step: Step, request: Request, topology: Topology, options: D
     """
     if mesh_is_fixed(request):
         return None
-    count, least = request.num_devices, float("inf")
+    count, least, searched = request.num_devices, float("inf"), 0
     # There are many meshes of three axes, and little is gained by them.
-    any_plan = replace(options, wants_any=True, max_axes=min(2, options.max_axes or 2))
-    while count < _MOST_DEVICES:
+    schedule = ENOUGH_PLAN if options.is_small(step) else None
+    any_plan = replace(options, wants_any=True, max_axes=min(2, options.max_axes or 2), schedule=schedule)
+    while count < _MOST_DEVICES and searched < _MOST_SEARCHED:
         count *= 2
+        bound = least_bytes(step, any_plan.meshes(step, count, topology), topology)
+        if bound > (options.memory_bytes or 0):
+            if bound > least * _STAYS:
+                return None
+            least = bound
+            continue
+        searched += 1
         found = plan_dynamic(step, replace(request, num_devices=count), topology, any_plan)
         if not isinstance(found, Shortfall):
             return count

@@ -236,7 +236,7 @@ class _StateBuilder:
 
     def add_unreduced(self, hands_on: bool) -> None:
         """Adds the states in which an addition takes both of its terms unreduced over axes that its split does not use."""
-        every = [(bits, self._codes.names(bits)) for bits in range(1, 1 << len(self._codes.names(-1)))]
+        every = [(bits, self._codes.names(bits)) for bits in range(1, 1 << len(self._codes.units))]
         taken = np.bitwise_or.reduce(self._codes.bits[self._split.rows], axis=1).tolist()
         for place, used in enumerate(taken):
             for bits, names in every:
@@ -252,7 +252,7 @@ class _StateBuilder:
         if len(natural) != 1 or self._op.rule.combiner != "add":
             return
         if hands_on:
-            bits = sum(1 << self._codes.names(-1).index(name) for name in partial)
+            bits = self._codes.bits_of(partial)
             self._found.append(_State(place, unreduced_in, natural, bits, compute_s))
         if not self._later.scatters:
             return

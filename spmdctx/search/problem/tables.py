@@ -117,7 +117,7 @@ class Tables:
         """
         codes = axis_codes(self.space.mesh)
         used = np.bitwise_or.reduce(codes.bits[domain(self.space.mesh, shape).rows[numbers]], axis=1, initial=0)
-        subsets = range(1 << len(codes.names(-1)))
+        subsets = range(1 << len(codes.units))
         kept = [numbers[used & bits == 0] for bits in subsets]
         return np.concatenate(kept), np.repeat(np.array(subsets, dtype=np.int64), [len(own) for own in kept])
 

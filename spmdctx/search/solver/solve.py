@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 
 import numpy as np
 
 from spmdctx.search.solver.limited.constrained import Constrained, most_variables
+from spmdctx.search.solver.problem.allowance import Allowance
 from spmdctx.search.solver.problem.graph import CostGraph, cost_of
 from spmdctx.search.solver.problem.local import totals
 from spmdctx.search.solver.problem.memory import Rows
@@ -28,6 +30,7 @@ def solve(
     cutoff: float = float("inf"),
     deadline: float | Callable[[], bool] | None = None,
     known: Known | None = None,
+    allowance: Allowance | None = None,
 ) -> Solution | Infeasible:
     """Chooses the states of least cost that fit the memory.
 
@@ -40,6 +43,7 @@ def solve(
         tolerance: The gap, relative to the cost, at which to stop.
         cutoff: A cost that the caller has already: once nothing here can be below it, the best so far is returned with its bound.
         known: What is known of the problem without its memory or with more of it: the first choice of a wide problem.
+        allowance: The additions that this and other searches may make together; charged. Once it is spent, the best so far is returned.
         deadline: Seconds from now, or a function that says that the time is over. For benchmarks.
 
     Returns:
@@ -47,8 +51,10 @@ def solve(
         `Infeasible` at time -1 with an infinite limit. The limit that it names works, and is the smallest if no pair of states is
         forbidden or the problem is small. A large problem with forbidden pairs may be called infeasible because none that fits was found.
     """
+    if allowance is not None and deadline is None:
+        deadline = partial(getattr, allowance, "is_spent")
     search = _search(effort, tolerance, cutoff, deadline)
-    graph = CostGraph.of(problem.costs, problem.edges, Pool())
+    graph = CostGraph.of(problem.costs, problem.edges, Pool(allowance))
     with np.errstate(invalid="ignore"):
         if not supported(graph):
             return HOPELESS

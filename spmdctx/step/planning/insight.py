@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from spmdctx.context.values import memory_budget
 from spmdctx.ir.graph import Role
 from spmdctx.plan.plan import Plan
+from spmdctx.search.select import Shared
 from spmdctx.search.whatif.alternatives import PricedAlternatives
 from spmdctx.step.planning.planner import Planned, certify, plan_program
 from spmdctx.trace.capture.capture import Captured
@@ -32,6 +33,11 @@ class Replanner:
 
     captured: Captured
     settings: Settings
+    shared: Shared | None = field(default=None, compare=False)
+
+    def briefly(self) -> Replanner:
+        """Returns one that makes several plans with little work on proofs; they share what no budget changes."""
+        return replace(self, shared=Shared())
 
     def __call__(self, *, memory_bytes: int | None = None, num_devices: int | None = None) -> Plan:
         """Plans for a budget per device (None for no budget) and a number of devices (None for as many as before).
@@ -46,7 +52,7 @@ class Replanner:
         mesh = old.mesh if count == old.num_devices else None
         context = old.context.replace(device_num=count) if old.context.is_set("device_num") else old.context
         settings = replace(old, context=context, num_devices=count, mesh=mesh, memory_bytes=memory_budget(memory_bytes))
-        return with_insight(plan_program(self.captured, settings), self.captured, settings).plan
+        return with_insight(plan_program(self.captured, settings, self.shared), self.captured, settings).plan
 
 
 def _alternatives(planned: Planned, captured: Captured, settings: Settings) -> PricedAlternatives:

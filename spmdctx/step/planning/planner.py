@@ -28,7 +28,7 @@ from spmdctx.search.dynamic.results import DynamicOptions
 from spmdctx.search.dynamic.searcher import lower_bound_s
 from spmdctx.search.dynamic.shortfall import over_budget
 from spmdctx.search.optimizer.refined_mesh import refined_axes
-from spmdctx.search.select import search
+from spmdctx.search.select import Shared, search
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.modes import prepare
 from spmdctx.step.planning.assemble import Decided, assembled, certified, cost_of, plain_gradients, reshards_of
@@ -57,8 +57,8 @@ class Planned:
         return with_copies(self.priced, self.program.graph, self.assignment) if self.mesh.num_devices > 1 else self.priced
 
 
-def plan_program(captured: Captured, settings: Settings) -> Planned:
-    """Plans a captured step.
+def plan_program(captured: Captured, settings: Settings, shared: Shared | None = None) -> Planned:
+    """Plans a captured step; with `shared`, briefly, as one of several plans.
 
     Raises:
         StrategyError: strategies, batch or constraints that do not fit the mesh.
@@ -69,7 +69,7 @@ def plan_program(captured: Captured, settings: Settings) -> Planned:
         program = captured.built()
         request = request_of(program, captured, settings)
         step = step_of(program, captured)
-        setup, assignment, certificate = search(step, request, search_options(settings))
+        setup, assignment, certificate = search(step, request, replace(search_options(settings), shared=shared))
         bill, directives = _priced(
             program, Assigned(step, assignment, setup.mesh, settings.topology), settings.context, _written(program, setup.parts)
         )

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spmdctx.search.dynamic.branching import WORK, cheapest_accepted
+from spmdctx.search.dynamic.branching import WORK, Within, cheapest_accepted
 from spmdctx.search.solver.problem.problem import Infeasible, Problem
 from spmdctx.search.solver.solve import solve
 
@@ -15,7 +15,9 @@ def _best(accept, work=WORK, solver=solve):
     choices = [SimpleNamespace(states=None, stored=[np.arange(3)]) for _ in COSTS]
     tables = SimpleNamespace(network=SimpleNamespace(nodes=[SimpleNamespace(sort="slot")] * 2), choices=choices)
     problem = Problem(COSTS, ())
-    return cheapest_accepted(tables, problem, solver(problem), solver, lambda solution: solution if accept(solution) else None, work=work)
+    return cheapest_accepted(
+        tables, problem, solver(problem), solver, lambda solution: solution if accept(solution) else None, Within(work)
+    )
 
 
 @pytest.mark.parametrize("least", range(13))

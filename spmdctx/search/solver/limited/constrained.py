@@ -178,7 +178,7 @@ class Constrained:
             self.bound = known
         elif self._is_exhausted(core, known):
             self.bound = min(known, np.inf if self.best is None else self.best.cost)
-        elif self._is_closable(core):
+        elif self._is_closable(core) and not self.search.expired():
             found_states, bound = integer_optimum(core, Amounts(core, self.rows), self.active, known, self.search.left())
             for states in found_states:
                 self._offer(core.complete(states))

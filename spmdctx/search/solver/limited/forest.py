@@ -8,6 +8,7 @@ import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
 from spmdctx.search.solver.limited.selection import Amounts
+from spmdctx.search.solver.problem.allowance import CALL
 from spmdctx.search.solver.problem.graph import CostGraph
 
 Forest = list[tuple[int, int]]
@@ -51,6 +52,7 @@ def best_states(graph: CostGraph, amounts: Amounts, weights: FloatArray, nodes: 
     """
     arrays, links = graph.pool.arrays, graph.links
     parents = dict(nodes)
+    graph.pool.allowance.charge(2 * CALL * len(nodes))
     costs: dict[int, FloatArray] = {}
     for node, parent in nodes:
         used = amounts.of[node]

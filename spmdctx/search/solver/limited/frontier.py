@@ -17,6 +17,7 @@ from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.search.solver.limited.capacity import without_costs
 from spmdctx.search.solver.limited.lagrange import priced
 from spmdctx.search.solver.limited.selection import Amounts
+from spmdctx.search.solver.problem.allowance import CALL
 from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.unlimited.eliminate import Elimination, Factors, Memo, Order, elimination, order
@@ -32,6 +33,9 @@ _AT_ONCE = 4_000_000
 
 _RIVALS = 24
 """The number of cheapest choices with which others that are the same for the nodes ahead are compared."""
+
+_SORTING = 30
+"""Additions that take as long as sorting one entry."""
 
 _ONE_ROW = 3
 """Number of measures if the memory has one row."""
@@ -130,9 +134,10 @@ class _PartialChoices:
         at_once = max(1, _AT_ONCE // (size * len(self._parts)))
         pieces: list[tuple[IntArray, IntArray, FloatArray]] = []
         for start in range(0, count, at_once):
+            self._graph.pool.allowance.charge(len(self._parts) * (CALL + min(at_once, count - start) * size))
             befores, states, least = self._continued(place, node, np.arange(start, min(start + at_once, count)))
             pieces.append((befores, states, least))
-            if sum(len(piece[0]) for piece in pieces) > 4 * MAX_CHOICES:
+            if self._graph.pool.allowance.is_spent or sum(len(piece[0]) for piece in pieces) > 4 * MAX_CHOICES:
                 return False
         before = np.concatenate([piece[0] for piece in pieces])
         state = np.concatenate([piece[1] for piece in pieces])
@@ -179,6 +184,7 @@ class _PartialChoices:
         A dominating choice is no worse in cost and in every row, and the same for the nodes ahead.
         """
         count = least.shape[1]
+        self._graph.pool.allowance.charge(len(columns) * (CALL + _SORTING * count))
         key = np.zeros(count, dtype=np.int64)
         for node in sorted(columns):
             key = np.unique(key * self._graph.size(node) + columns[node], return_inverse=True)[1].reshape(-1)
@@ -191,6 +197,7 @@ class _PartialChoices:
             rank = np.arange(len(kept)) - np.repeat(firsts, lengths)
             if rank.max(initial=0) <= rival:
                 break
+            self._graph.pool.allowance.charge(CALL + 2 * len(least) * len(kept))
             other = np.repeat(np.minimum(firsts + rival, firsts + lengths - 1), lengths)
             measures = least[:-1, kept]
             worse = (rank > rival) & (measures[:, other] <= measures).all(axis=0)

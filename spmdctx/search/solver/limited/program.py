@@ -21,6 +21,9 @@ NODE_LIMIT = 10_000
 PRECISION = 1e-6
 """The distance from its bound at which HiGHS calls a choice optimal, in units of the scaled objective."""
 SCALE = 1e4
+ROOT_WORK = 40_000
+NODE_WORK = 40_000
+"""Additions that take as long as the relaxation, and as one node of the tree, for each variable."""
 ROW_ROUNDS = 8
 ROWS_AT_ONCE = 100
 """The number of rows that cost HiGHS less than another round does."""
@@ -123,7 +126,7 @@ def integer_optimum(
     scale = SCALE / max(float(np.abs(model.costs).max()), 1e-300)
     integral = np.zeros(len(model.costs))
     integral[: model.num_states] = 1
-    options: dict[str, float] = {"mip_rel_gap": 0.0, "node_limit": NODE_LIMIT}
+    options: dict[str, float] = {"mip_rel_gap": 0.0}
     if seconds is not None:
         options["time_limit"] = max(seconds, 0.1)
     found: list[list[int]] = []
@@ -132,7 +135,7 @@ def integer_optimum(
         rows = [LinearConstraint(model.rows, model.sums, model.sums)]
         if chosen:
             rows.append(memory_rows(graph, amounts, np.array(chosen), model.starts, len(model.costs)))
-        answer = milp(model.costs * scale, integrality=integral, bounds=Bounds(0, 1), constraints=rows, options=options)
+        answer = _solved(graph, model.costs * scale, integral, Bounds(0, 1), rows, options)
         if answer.status == 2:
             return found, np.inf
         if answer.mip_dual_bound is not None:
@@ -172,9 +175,21 @@ def lowest_peak(graph: CostGraph, amounts: Amounts) -> list[int] | None:
     integral = np.zeros(count + 1)
     integral[: model.num_states] = 1
     bounds = Bounds(np.append(np.zeros(count), -1.0), np.append(np.ones(count), np.inf))
-    options = {"mip_rel_gap": 0.0, "node_limit": NODE_LIMIT}
-    answer = milp(np.append(np.zeros(count), 1.0), integrality=integral, bounds=bounds, constraints=rows, options=options)
+    answer = _solved(graph, np.append(np.zeros(count), 1.0), integral, bounds, rows, {"mip_rel_gap": 0.0})
     return None if answer.x is None else _states(graph, model, answer.x)
+
+
+def _solved(
+    graph: CostGraph, costs: FloatArray, integral: FloatArray, bounds: Bounds, rows: list[LinearConstraint], options: dict[str, float]
+) -> Any:
+    """Returns HiGHS's answer, with as many nodes as the allowance has room for."""
+    allowance = graph.pool.allowance
+    allowance.charge(ROOT_WORK * len(costs))
+    each = NODE_WORK * len(costs)
+    nodes = int(min(NODE_LIMIT, max(1.0, allowance.left / each)))
+    answer = milp(costs, integrality=integral, bounds=bounds, constraints=rows, options={**options, "node_limit": nodes})
+    allowance.charge(each * (getattr(answer, "mip_node_count", None) or 0))
+    return answer
 
 
 def _states(graph: CostGraph, model: Program, values: FloatArray) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from spmdctx.ir.arrays import FloatArray
+from spmdctx.search.solver.problem.allowance import CALL
 from spmdctx.search.solver.problem.graph import CostGraph
 
 
@@ -35,6 +36,7 @@ def descend(graph: CostGraph, states: list[int]) -> float:
 def totals(graph: CostGraph, node: int, states: Sequence[int]) -> FloatArray:
     """Returns the costs of a node's states beside its neighbours' present ones."""
     total, arrays = graph.costs(node), graph.pool.arrays
+    graph.pool.allowance.charge(CALL)
     for other, number in graph.links[node].items():
         total = total + arrays[number][:, states[other]]
     return total

@@ -7,6 +7,7 @@ from math import prod
 import numpy as np
 
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
+from spmdctx.search.solver.problem.allowance import CALL, Allowance
 from spmdctx.search.solver.problem.groups import Groups, content_hash, grouped
 from spmdctx.search.solver.problem.join import least
 
@@ -21,10 +22,11 @@ _WIDE = 1 << 18
 class Pool:
     """Arrays by number. Operations on them are memoised by the numbers of their operands.
 
-    `arrays[i]` is the array of number i; no array changes after it is added.
+    `arrays[i]` is the array of number i; no array changes after it is added. All work on them is charged to the allowance.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allowance: Allowance | None = None) -> None:
+        self.allowance = Allowance() if allowance is None else allowance
         self.arrays: list[FloatArray] = []
         self._objects: dict[int, int] = {}
         self._held: list[FloatArray] = []
@@ -49,6 +51,7 @@ class Pool:
     def intern(self, array: FloatArray) -> int:
         """Returns the number of an array, the same for equal contents."""
         data = np.ascontiguousarray(array)
+        self.allowance.charge(data.size + CALL)
         if data.size <= _PLAIN:
             return self._known((data.shape, data.tobytes()), data)
         value = content_hash(data)
@@ -128,6 +131,7 @@ class Pool:
 
     def _least(self, costs: FloatArray, arrays: list[FloatArray], tables: tuple[int, ...]) -> FloatArray:
         """Forms the minimum for `best`; equal columns of a table are formed once."""
+        self.allowance.charge(CALL + costs.size * prod(array.shape[1] for array in arrays))
         groups = [None] * len(tables) if costs.size * prod(array.shape[1] for array in arrays) < _WIDE else [*map(self.groups, tables)]
         for place, own in enumerate(groups):
             if own is not None:
@@ -172,6 +176,7 @@ class Pool:
         found = self._worst.get(number)
         if found is None:
             table = self.arrays[number]
+            self.allowance.charge(len(table) * (table.size + CALL))
             # If b is forbidden, a is never worse.
             lower = np.where(np.isinf(table), -np.inf, -table)
             found = np.empty((len(table), len(table)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.groups import Groups
-from spmdctx.search.solver.unlimited.batches import Batch, Link, Places, Single, batches_of, narrowed
+from spmdctx.search.solver.unlimited.batches import BATCH_WORK, Batch, Link, Places, Single, batches_of, narrowed
 
 CHUNK = 1 << 20
 MAX_NUMBERED = 1000
@@ -54,6 +55,8 @@ class Dual:
         )
         self._all = batches_of(graph, self._edges, dict.fromkeys(self.nodes, 0), places, self._shared, fills=False)
         self._sizes = [graph.size(node) for node in self.nodes]
+        # Both directions send over as many entries.
+        self._work = len(self._forward) * BATCH_WORK + sum(math.prod(graph.table(*edge).shape) for edge in self._edges)
         behind = [sum(rank[other] < rank[node] for other in graph.links[node]) for node in self.nodes]
         shares = np.array([self._shared(node) for node in self.nodes])
         self._share = np.repeat(shares, self._sizes)
@@ -105,6 +108,7 @@ class Dual:
             for batches in (self._forward, self._backward):
                 if expired():
                     return
+                self._graph.pool.allowance.charge(self._work)
                 totals = self._totals()
                 for batch in batches:
                     if isinstance(batch, Single):
@@ -145,6 +149,7 @@ class Dual:
         """Returns the bound of the present messages."""
         if not self.nodes:
             return Bound(0.0, {})
+        self._graph.pool.allowance.charge(2 * self._work)
         totals = self._totals()[:-1]
         # After a backward pass a node's costs belong in equal shares to its edges to the nodes before.
         beliefs = totals * self._own

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray
+from spmdctx.search.solver.problem.allowance import CALL
 from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.join import least
 from spmdctx.search.solver.problem.pool import Pool
@@ -142,8 +144,15 @@ def _minimised(node: int, factors: list[Factors], pool: Pool, memo: Memo) -> tup
                 array = array.transpose(at, *(axis for axis in range(array.ndim) if axis != at))
                 places = (-1, *(other for other in places if other >= 0))
             operands.append((places, array))
+        pool.allowance.charge(2 * CALL + _additions(operands))
         result = memo[key] = pool.lowered(least(operands, len(near)))
     return near, *result
+
+
+def _additions(operands: list[tuple[tuple[int, ...], FloatArray]]) -> int:
+    """Returns the entries of the sum of all operands."""
+    sizes = {place: size for places, array in operands for place, size in zip(places, array.shape, strict=True)}
+    return prod(sizes.values())
 
 
 def _state(node: int, around: Factors, pool: Pool, states: list[int]) -> int:
