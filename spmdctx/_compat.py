@@ -117,3 +117,10 @@ def without_high_primitives(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
     from jax._src.interpreters import partial_eval
 
     return partial_eval.lower_jaxpr2(jaxpr)
+
+
+def acts_outside(eqn: jexc.JaxprEqn) -> bool:
+    """Returns whether an equation acts on more than its results; the class of effects by which axes get their names is private."""
+    from jax._src.core import NamedAxisEffect
+
+    return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)

@@ -23,10 +23,11 @@ from spmdctx.machine.xla.fusion_work import fusion_works
 from spmdctx.rules import rule_for
 from spmdctx.rules.flops import op_flops
 from spmdctx.trace.build import control_flow as bodies
-from spmdctx.trace.build.builder import Around, Env
+from spmdctx.trace.build.builder import Around, Env, ReadRegion
 from spmdctx.trace.build.common_subexpressions import find_copies, made_one
 from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
 from spmdctx.trace.build.program import LossOperand, ManualRegion, Program, UserPin
+from spmdctx.trace.build.shard_maps import read_regions
 
 _Literal = jexc.Literal
 
@@ -72,7 +73,7 @@ class GraphBuilder:
         self.ties: list[tuple[int, int]] = []
         self.marks: list[Mark] = []
         self.user_pins: list[UserPin] = []
-        self.manual: list[ManualRegion] = []
+        self.manual: dict[int, ReadRegion] = {}
         self.loss_operands: list[LossOperand] = []
         self.notes: list[str] = []
         self._num_scopes = 1
@@ -247,6 +248,7 @@ class GraphBuilder:
             columns = self._columns(alive)
             materialized, from_literals = in_memory(columns, (*inputs, *outputs)), _values_from_literals(columns)
         sites = self._sites(alive, twins)
+        regions = read_regions(self.manual, alive, outputs, (self._operands, self._results))
         origins = LazyOrigins(self._infos, self._frames, self._frame_of).select(alive)
         graph = Graph(
             values=self._values(),
@@ -255,7 +257,7 @@ class GraphBuilder:
             outputs=outputs,
             ties=(*self.ties, *ties),
             origins=origins,
-            fingerprint=self._fingerprint([trail, *twins.items()], inputs, outputs, ties),
+            fingerprint=self._fingerprint([trail, *twins.items()], inputs, outputs, ties, regions),
             notes=tuple(dict.fromkeys(self.notes)),
         )
         return Program(
@@ -265,7 +267,7 @@ class GraphBuilder:
             scopes=tuple(columns.scopes.tolist()),
             marks=tuple(mark._replace(op=sites[mark.op]) for mark in self.marks if sites[mark.op] >= 0),
             user_pins=tuple(self.user_pins),
-            manual=tuple(region._replace(op=sites[region.op]) for region in self.manual if sites[region.op] >= 0),
+            manual=tuple(region._replace(op=sites[region.op]) for region in regions if sites[region.op] >= 0),
             from_literals=from_literals,
             region_ops=origins.inside_regions() if self.marks else frozenset(),
             loss_operands=tuple(one._replace(value=same.values.get(one.value, one.value)) for one in self.loss_operands),
@@ -336,20 +338,25 @@ class GraphBuilder:
         return trail
 
     def _fingerprint(
-        self, trail: Sequence[ArrayLike], inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]
+        self,
+        trail: Sequence[ArrayLike],
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        ties: Sequence[tuple[int, int]],
+        regions: Sequence[ManualRegion],
     ) -> str:
         """Hashes the program: kinds of equations with their parameters, which op reads which value how often, and arguments."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update("\n".join(self._texts).encode())
         for part in (*trail, [*outputs, *(value for tie in ties for value in tie)]):
             digest.update(np.array(part, dtype=np.int64).tobytes())
-        regions: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         for mark in self.marks:
-            number = regions.setdefault(mark.region, len(regions))
+            number = numbers.setdefault(mark.region, len(numbers))
             digest.update(f"{mark.op} {number} {mark.side} {mark.position} {mark.strategy}".encode())
         for pin in self.user_pins:
             digest.update(repr(pin).encode())
-        for region in self.manual:
+        for region in regions:
             digest.update(region.body.graph.fingerprint.encode())
             written = [(row.kind, row.axes, row.payload_bytes, row.repeats) for row in region.collectives]
             digest.update(repr((region.mesh_axes, region.operands, region.results, written)).encode())
