@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -124,3 +125,10 @@ def acts_outside(eqn: jexc.JaxprEqn) -> bool:
     from jax._src.core import NamedAxisEffect
 
     return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)
+
+
+def gamma_sampler(params: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns the function of keys and shapes to which JAX lowers `random_gamma`; JAX runs it only when it lowers."""
+    from jax._src.random import core
+
+    return functools.partial(core._gamma_impl, log_space=params["log_space"], use_vmap=True)

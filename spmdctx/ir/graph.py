@@ -42,13 +42,15 @@ LOW = frozenset({"bfloat16", "float16"})
 
 @cache
 def item_bytes(dtype: str) -> int:
-    """Returns the bytes of one element; PRNG keys count as their two uint32 words, float8 variants as one byte."""
+    """Returns the bytes of one element; PRNG keys count as their uint32 words, two or (`rbg`) four, float8 variants as one byte."""
     known = _ITEM_BYTES.get(dtype)
     if known is not None:
         return known
     if dtype.startswith("float8") or dtype.startswith("float4"):
         return 1
-    return 8 if dtype.startswith("key") else 4
+    if dtype.startswith("key"):
+        return 16 if dtype.endswith("rbg>") else 8
+    return 4
 
 
 class Role(StrEnum):
