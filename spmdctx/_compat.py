@@ -132,3 +132,10 @@ def gamma_sampler(params: Mapping[str, Any]) -> Callable[..., Any]:
     from jax._src.random import core
 
     return functools.partial(core._gamma_impl, log_space=params["log_space"], use_vmap=True)
+
+
+def ordered_effects() -> tuple[Any, Any]:
+    """Returns the effects of ordered calls of `jax.debug` and of `io_callback`; they have no public names."""
+    from jax._src import callback, debugging
+
+    return debugging.ordered_debug_effect, callback._OrderedIOEffect

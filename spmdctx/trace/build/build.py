@@ -312,11 +312,11 @@ class GraphBuilder:
     def _alive(self, outputs: tuple[int, ...]) -> list[int]:
         """Returns the ops that some output or effect needs; a carry is needed along with its next value."""
         operands, results = self._operands, self._results
-        needed = set(outputs)
+        needed, acts = set(outputs), [kind.primitive == "io_callback" for kind in self._kinds]
         while True:
             alive = []
             for op in range(self.num_ops - 1, -1, -1):
-                if not results[op] or not needed.isdisjoint(results[op]):
+                if not results[op] or acts[self._kind_of[op]] or not needed.isdisjoint(results[op]):
                     needed.update(operands[op])
                     alive.append(op)
             size = len(needed)

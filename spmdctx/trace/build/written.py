@@ -101,7 +101,8 @@ def _read(eqn: Any, needed: Sequence[bool]) -> Sequence[bool]:
     taken = {place for one in inside for place in one.operands}
     read = [place not in taken for place in range(len(eqn.invars))]
     for one in inside:
-        for place, is_read in zip(one.operands, _alive(one.jaxpr, one.needed)[1], strict=True):
+        # Bodies of other primitives, such as the addition of a scatter, take no operands as they are.
+        for place, is_read in zip(one.operands, _alive(one.jaxpr, one.needed)[1], strict=len(one.operands) > 0):
             read[place] |= is_read
     return read
 

@@ -19,10 +19,10 @@ from spmdctx._compat import JitOptions, unwrap_jit, without_high_primitives
 from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir.graph import Role
 from spmdctx.trace.capture.arguments import Call, Names, Parameters, Positions, Selection, Static, parameters_of
+from spmdctx.trace.capture.as_lowered import as_lowered
 from spmdctx.trace.capture.carry import Span, carried_leaves
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects
 from spmdctx.trace.capture.partitioning import PartitionNames
-from spmdctx.trace.capture.predicates import with_one_predicate
 from spmdctx.trace.capture.pytrees import NotPure, PureFlattening
 from spmdctx.trace.capture.roles import Argument, guesses, roles_of
 from spmdctx.trace.capture.structure import Flattening, Keys, Result, Structure, argument_of, key_text, path_text, shape_of
@@ -252,7 +252,7 @@ def _trace(target: Target, static: Static, flattening: Flattening, avals: list[A
         return [made[index].value for index in kept]
 
     jaxpr = without_high_primitives(jax.make_jaxpr(flat)(*[shape_of(aval) for aval in avals]))
-    return _Traced(with_one_predicate(jaxpr), results, kept)
+    return _Traced(as_lowered(jaxpr), results, kept)
 
 
 @contextmanager

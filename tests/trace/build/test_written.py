@@ -74,6 +74,7 @@ CASES = {
     "sums of different values": split(lambda x: jax.lax.psum(x, "d") * jax.lax.psum(x * x, "d")),
     "a sum and a maximum": split(lambda x: jax.lax.psum(x, "d") * jax.lax.pmax(x, "d")),
     "one call for two values": split(lambda x: (lambda f: f(x) * f(x * x))(jax.jit(partial(jax.lax.psum, axis_name="d")))),
+    "sum of a scatter": split(lambda x: jax.lax.psum(x.at[x[:, 0].astype(int) % 4].add(1.0), "d")[:4]),
     "gradient of a ring": jax.grad(lambda x: jnp.sum(split(lambda x: ring(x, x + 1))(x) ** 2)),
 }
 

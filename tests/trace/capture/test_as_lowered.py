@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import spmdctx
-from spmdctx.trace.capture.predicates import with_one_predicate
+from spmdctx.trace.capture.as_lowered import as_lowered
 
 X = jnp.linspace(0.1, 3.0, 64).reshape(16, 4)
 
@@ -94,4 +94,4 @@ def test_elementwise_functions_that_iterate_ask_no_other_device(name):
 
 def test_a_program_without_such_loops_is_not_touched():
     jaxpr = jax.make_jaxpr(lambda x: LOOPS["one predicate"](jnp.sin(x)) @ jax.random.normal(jax.random.key(0), (4, 4)))(X)
-    assert with_one_predicate(jaxpr) is jaxpr
+    assert as_lowered(jaxpr) is jaxpr

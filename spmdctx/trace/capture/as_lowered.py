@@ -1,25 +1,31 @@
-"""Writes while loops whose elements end one by one as JAX lowers them: each has one predicate, and runs until no element goes on.
+"""Writes a step as JAX lowers it where the plan would not see it, and as several devices can run it.
 
-vmap makes such loops, and so does the sampling of gamma distributions. The plan then counts what every iteration communicates to know
-whether an element goes on, and the second test that chooses between states.
+While loops whose elements end one by one get one predicate, and run until no element goes on. vmap makes such loops, and so does the
+sampling of gamma distributions. The plan then counts what every iteration communicates to know whether an element goes on, and the second
+test that chooses between states.
+
+Ordered calls of `jax.debug`, which JAX refuses on several devices, become ordered calls of `io_callback`, which it places on one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
+from jax.experimental import io_callback
 
-from spmdctx._compat import gamma_sampler
+from spmdctx._compat import gamma_sampler, ordered_effects
 
 _OWN_PROGRAMS = frozenset({"shard_map", "pallas_call"})
 """Primitives whose bodies are one device's own programs."""
 
+_DEBUGGING = ("debug_callback", "debug_print")
 
-def with_one_predicate(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
-    """Returns the program in which every while loop has a scalar predicate; a program without others comes back as it is."""
+
+def as_lowered(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
+    """Returns the program so written; one in which nothing changes comes back as it is."""
     return _rewritten(jaxpr)
 
 
@@ -28,7 +34,7 @@ def _rewritten(body: Any) -> Any:
     eqns = [_equation(eqn) for eqn in jaxpr.eqns]
     if all(own is eqn for own, eqn in zip(eqns, jaxpr.eqns, strict=True)):
         return body
-    jaxpr = jaxpr.replace(eqns=eqns)
+    jaxpr = jaxpr.replace(eqns=eqns, effects=_effects(jaxpr.effects))
     return jexc.ClosedJaxpr(jaxpr, body.consts) if hasattr(body, "consts") else jaxpr
 
 
@@ -37,17 +43,37 @@ def _equation(eqn: Any) -> Any:
         return eqn
     if eqn.primitive.name == "random_gamma":
         eqn = _sampled(eqn)
+    if eqn.primitive.name in _DEBUGGING and ordered_effects()[0] in eqn.effects:
+        return _called_in_order(eqn)
     params = dict(_with_bodies(eqn.params, _rewritten))
     if any(params[name] is not param for name, param in eqn.params.items()):
-        eqn = eqn.replace(params=params)
+        eqn = eqn.replace(params=params, effects=_effects(eqn.effects))
     is_batched = eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape
     return _with_scalar_predicate(eqn) if is_batched else eqn
 
 
+def _effects(effects: Iterable[Any]) -> set[Any]:
+    debugging, calling = ordered_effects()
+    return {calling if effect == debugging else effect for effect in effects}
+
+
+def _called_in_order(eqn: Any) -> Any:
+    """Returns the ordered `io_callback` that does what an ordered call of `jax.debug` does."""
+
+    def call(*arrays: Any) -> None:
+        eqn.primitive.bind(*arrays, **eqn.params)
+
+    (made,) = jax.make_jaxpr(lambda *own: io_callback(call, None, *own, ordered=True))(*_structs(eqn)).jaxpr.eqns
+    return made.replace(invars=eqn.invars, source_info=eqn.source_info)
+
+
+def _structs(eqn: Any) -> list[Any]:
+    return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in eqn.invars]
+
+
 def _sampled(eqn: Any) -> Any:
     """Returns the call of the function by which JAX draws from a gamma distribution."""
-    structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in eqn.invars]
-    (call,) = jax.make_jaxpr(jax.jit(gamma_sampler(eqn.params)))(*structs).jaxpr.eqns
+    (call,) = jax.make_jaxpr(jax.jit(gamma_sampler(eqn.params)))(*_structs(eqn)).jaxpr.eqns
     return _at(call, eqn.source_info).replace(invars=eqn.invars, outvars=eqn.outvars)
 
 
