@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
@@ -156,3 +157,24 @@ def primitive_harnesses() -> list[Any]:
     from jax._src.internal_test_util import test_harnesses
 
     return list(test_harnesses.all_harnesses)
+
+
+def acts_outside(eqn: jexc.JaxprEqn) -> bool:
+    """Returns whether an equation acts on more than its results; the class of effects by which axes get their names is private."""
+    from jax._src.core import NamedAxisEffect
+
+    return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)
+
+
+def gamma_sampler(params: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns the function of keys and shapes to which JAX lowers `random_gamma`; JAX runs it only when it lowers."""
+    from jax._src.random import core
+
+    return functools.partial(core._gamma_impl, log_space=params["log_space"], use_vmap=True)
+
+
+def ordered_effects() -> tuple[Any, Any]:
+    """Returns the effects of ordered calls of `jax.debug` and of `io_callback`; they have no public names."""
+    from jax._src import callback, debugging
+
+    return debugging.ordered_debug_effect, callback._OrderedIOEffect

@@ -14,6 +14,8 @@ from spmdctx.wording import file_text, is_framework
 
 _DTYPE_OF_HLO = {
     "pred": "bool",
+    "s2": "int2",
+    "u2": "uint2",
     "s4": "int4",
     "u4": "uint4",
     "s8": "int8",
@@ -31,6 +33,7 @@ _DTYPE_OF_HLO = {
     "c64": "complex64",
     "c128": "complex128",
 }
+_NARROW_FLOAT = re.compile(r"f([468])(e\d+m\d+\w*)")
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -61,7 +64,8 @@ def read_leaves(text: str) -> tuple[Leaf, ...]:
 
 
 def _dtype(name: str) -> str:
-    return _DTYPE_OF_HLO.get(name) or (f"float8_{name[2:]}" if name.startswith("f8") else name)
+    narrow = _NARROW_FLOAT.fullmatch(name)
+    return _DTYPE_OF_HLO.get(name) or (f"float{narrow[1]}_{narrow[2]}" if narrow else name)
 
 
 class Instruction(NamedTuple):

@@ -26,6 +26,7 @@ class CauseForm(Enum):
     LOOP_BUCKET = "bucket {bucket} of gradients: partial result of {primitive}, added up by a loop"
     LOSS = "joined by value_and_grad"
     WRITTEN = "{primitive} written in shard_map"
+    BROADCAST = "result of {primitive}, which runs on one device"
     OTHER = "{text}"
 
 

@@ -18,6 +18,8 @@ LITERAL = -1
 
 _ITEM_BYTES = {
     "bool": 1,
+    "int2": 1,
+    "uint2": 1,
     "int4": 1,
     "uint4": 1,
     "int8": 1,
@@ -36,19 +38,24 @@ _ITEM_BYTES = {
     "complex128": 16,
 }
 
+NARROW_FLOATS = ("float8_", "float6_", "float4_")
+"""How the names of floating types begin that take a byte or less."""
+
 LOW = frozenset({"bfloat16", "float16"})
 """Types of low precision, whose sums are less exact than those of float32."""
 
 
 @cache
 def item_bytes(dtype: str) -> int:
-    """Returns the bytes of one element; PRNG keys count as their two uint32 words, float8 variants as one byte."""
+    """Returns the bytes of one element; PRNG keys count as their uint32 words, two or (`rbg`) four, float8 variants as one byte."""
     known = _ITEM_BYTES.get(dtype)
     if known is not None:
         return known
-    if dtype.startswith("float8") or dtype.startswith("float4"):
+    if dtype.startswith(NARROW_FLOATS):
         return 1
-    return 8 if dtype.startswith("key") else 4
+    if dtype.startswith("key"):
+        return 16 if dtype.endswith("rbg>") else 8
+    return 4
 
 
 class Role(StrEnum):

@@ -20,7 +20,7 @@ from spmdctx.data.targets import Targets
 from spmdctx.errors import CommunicationError, ContextWarning, UnsupportedError
 from spmdctx.gradients.capture import capture_plainly, capture_step
 from spmdctx.lowering.compile_options import warn_without_option
-from spmdctx.machine.xla.collectives.ways import WAYS
+from spmdctx.machine.xla.collectives.ways import ways_of
 from spmdctx.plan.mindspore.file import ParameterLayout
 from spmdctx.plan.plan import Plan
 from spmdctx.step import placement
@@ -214,7 +214,8 @@ class ParallelStep(Generic[P, R]):
         """Compiles the program and compares its collectives and memory with the plan."""
         entry, lowered = self._lowered(args, kwargs)
         with entry.advising():
-            return audit_program(entry.plan, lowered.compile(), WAYS)
+            ways = ways_of(value.dtype for value in entry.planned.program.graph.values)
+            return audit_program(entry.plan, lowered.compile(), ways)
 
     def verify(self, *args: Any, rtol: float | None = None, **kwargs: Any) -> verify.VerifyReport:
         """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated.

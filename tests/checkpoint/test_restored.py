@@ -142,7 +142,6 @@ def test_a_state_kept_but_never_read_is_warned_of_when_it_is_dropped(tmp_path):
     assert restored.step == 5
     with pytest.warns(RuntimeWarning, match="was not taken"):
         del restored
-        gc.collect()
 
 
 def test_a_state_may_be_read_after_the_manager_is_closed(tmp_path, recwarn):

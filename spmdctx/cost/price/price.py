@@ -25,6 +25,7 @@ from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.partial_sums import Readers
+from spmdctx.machine.xla.partitioner.callbacks import broadcasts
 
 
 def price(
@@ -47,7 +48,7 @@ def price(
     """
     assigned = Assigned(step, assignment, mesh, topology)
     bill = _Biller(assigned, directives or priced_directives(assigned)).bill()
-    for row in written:
+    for row in (*broadcasts(step.graph, mesh), *written):
         time_s = collective_time_s(row.kind, row.payload_bytes, row.axes, mesh, topology)
         bill.collectives.append(Collective(row.kind, row.axes, row.payload_bytes, time_s, row.repeats, row.cause, row.source))
         bill.shares.append(0.0)

@@ -28,9 +28,14 @@ LOCAL_OPS = frozenset(
         "geqrf",
         "hessenberg",
         "householder_product",
+        "igamma",
+        "igamma_grad_a",
+        "igammac",
         "lu",
         "ormqr",
         "qr",
+        "random_gamma_grad",
+        "regularized_incomplete_beta",
         "schur",
         "select_and_gather_add",
         "select_and_scatter_add",
@@ -43,7 +48,8 @@ LOCAL_OPS = frozenset(
 )
 """Primitives whose split dimensions are all batch dimensions, and whose parameters do not name their sizes.
 
-Most become custom calls, which the partitioner keeps whole; select_and_scatter is expanded into a scatter before it runs.
+Most become custom calls, which the partitioner keeps whole; select_and_scatter is expanded into a scatter before it runs. Gamma and beta
+functions become loops until every element has converged; split by the partitioner, devices would ask each other in every iteration.
 """
 
 

@@ -23,11 +23,12 @@ from spmdctx.machine.xla.fusion_work import fusion_works
 from spmdctx.rules import missing_all_reduces, rule_for
 from spmdctx.rules.flops import op_flops
 from spmdctx.trace.build import control_flow as bodies
-from spmdctx.trace.build.builder import Around, Env
+from spmdctx.trace.build.builder import Around, Env, ReadRegion
 from spmdctx.trace.build.canonical import Canonical, Form
 from spmdctx.trace.build.common_subexpressions import find_copies, made_one
 from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
 from spmdctx.trace.build.program import LossOperand, ManualRegion, Program, UserPin
+from spmdctx.trace.build.shard_maps import read_regions
 
 _Literal = jexc.Literal
 
@@ -73,7 +74,7 @@ class GraphBuilder:
         self.ties: list[tuple[int, int]] = []
         self.marks: list[Mark] = []
         self.user_pins: list[UserPin] = []
-        self.manual: list[ManualRegion] = []
+        self.manual: dict[int, ReadRegion] = {}
         self.loss_operands: list[LossOperand] = []
         self.notes: list[str] = []
         self._num_scopes = 1
@@ -258,6 +259,7 @@ class GraphBuilder:
             columns = self._columns(alive)
             materialized, from_literals = in_memory(columns, (*inputs, *outputs)), _values_from_literals(columns)
         sites = self._sites(alive, twins)
+        regions = read_regions(self.manual, alive, outputs, (self._operands, self._results))
         origins = LazyOrigins(self._infos, self._frames, self._frame_of).select(alive)
         graph = Graph(
             values=self._values(),
@@ -266,7 +268,7 @@ class GraphBuilder:
             outputs=outputs,
             ties=(*self.ties, *ties),
             origins=origins,
-            fingerprint=self._fingerprint([trail, *twins.items()], inputs, outputs, ties),
+            fingerprint=self._fingerprint([trail, *twins.items()], inputs, outputs, ties, regions),
             notes=tuple(dict.fromkeys(self.notes)),
         )
         return Program(
@@ -276,7 +278,7 @@ class GraphBuilder:
             scopes=tuple(columns.scopes.tolist()),
             marks=tuple(mark._replace(op=sites[mark.op]) for mark in self.marks if sites[mark.op] >= 0),
             user_pins=tuple(self.user_pins),
-            manual=tuple(region._replace(op=sites[region.op]) for region in self.manual if sites[region.op] >= 0),
+            manual=tuple(region._replace(op=sites[region.op]) for region in regions if sites[region.op] >= 0),
             from_literals=from_literals,
             region_ops=origins.inside_regions() if self.marks else frozenset(),
             loss_operands=tuple(one._replace(value=same.values.get(one.value, one.value)) for one in self.loss_operands),
@@ -322,10 +324,11 @@ class GraphBuilder:
         """Returns the ops that some output or effect needs; a carry is needed along with its next value."""
         operands, results = self._operands, self._results
         needed = {*outputs, *(one.value for one in self.loss_operands if one.leaf == LOSS_VALUE)}
+        acts = [kind.primitive == "io_callback" for kind in self._kinds]
         while True:
             alive = []
             for op in range(self.num_ops - 1, -1, -1):
-                if not results[op] or not needed.isdisjoint(results[op]):
+                if not results[op] or acts[self._kind_of[op]] or not needed.isdisjoint(results[op]):
                     needed.update(operands[op])
                     alive.append(op)
             size = len(needed)
@@ -349,19 +352,24 @@ class GraphBuilder:
         return trail
 
     def _fingerprint(
-        self, trail: Sequence[ArrayLike], inputs: tuple[int, ...], outputs: tuple[int, ...], ties: Sequence[tuple[int, int]]
+        self,
+        trail: Sequence[ArrayLike],
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        ties: Sequence[tuple[int, int]],
+        regions: Sequence[ManualRegion],
     ) -> str:
         """Hashes the program: kinds of equations with their parameters, which op reads which value how often, and arguments."""
         digest, form = hashlib.blake2b(digest_size=16), self._canonical.text
         digest.update(form(list(dict.fromkeys(self._forms))))
         for part in (*trail, [*outputs, *(value for tie in ties for value in tie)]):
             digest.update(np.array(part, dtype=np.int64).tobytes())
-        regions: dict[int, int] = {}
+        numbers: dict[int, int] = {}
         for mark in self.marks:
-            number = regions.setdefault(mark.region, len(regions))
+            number = numbers.setdefault(mark.region, len(numbers))
             digest.update(form((mark.op, number, mark.side, mark.position, mark.strategy)))
         digest.update(form(self.user_pins))
-        for region in self.manual:
+        for region in regions:
             written = [(row.kind, row.axes, row.payload_bytes, row.repeats) for row in region.collectives]
             digest.update(form((region.body.graph.fingerprint, region.mesh_axes, region.operands, region.results, written)))
         for index in inputs:

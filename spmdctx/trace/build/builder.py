@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,10 @@ from spmdctx.trace.build.program import LossOperand, ManualRegion, Program, User
 
 Env = dict[Any, int]
 """The value id of each variable of a jaxpr."""
+
+
+ReadRegion = Callable[[Sequence[bool]], ManualRegion]
+"""Reads a shard_map, given which of its results the step uses."""
 
 
 class Around(NamedTuple):
@@ -27,7 +31,7 @@ class Builder(Protocol):
     ties: list[tuple[int, int]]
     marks: list[Mark]
     user_pins: list[UserPin]
-    manual: list[ManualRegion]
+    manual: dict[int, ReadRegion]
     loss_operands: list[LossOperand]
     notes: list[str]
 

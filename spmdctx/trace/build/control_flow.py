@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from spmdctx._compat import scan_counts
@@ -237,7 +238,7 @@ def _shard_map(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     results = tuple(builder.add_value(var.aval) for var in eqn.outvars)
     env.update(zip(eqn.outvars, results, strict=True))
     op = builder.add_op("shard_map", operands, results, manual.rule_of(eqn), eqn.source_info, around)
-    builder.manual.append(manual.region_of(eqn, op, builder.program_of(eqn.params["jaxpr"]), around.repeats))
+    builder.manual[op] = partial(manual.region_of, eqn, op, builder.program_of(eqn.params["jaxpr"]), around.repeats)
 
 
 HANDLERS: dict[str, Handler] = {

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmdctx.ir.collective import LOSS_REDUCTION, Cause, CauseForm, Collective
-from spmdctx.ir.graph import item_bytes
+from spmdctx.ir.collective import LOSS_REDUCTION
 from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import AxisNames
 from spmdctx.rules.builder import RuleBuilder
-from spmdctx.trace.build.origins import source_line
+from spmdctx.trace.build.builder import ReadRegion
 from spmdctx.trace.build.program import ManualRegion, Program
 from spmdctx.trace.build.user_pins import spec_dims
-
-_KIND_OF_PRIMITIVE = {
-    "psum": "all_reduce",
-    "psum2": "all_reduce",
-    "psum_invariant": "all_reduce",
-    "pmax": "all_reduce",
-    "pmin": "all_reduce",
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "ppermute": "collective_permute",
-}
-
+from spmdctx.trace.build.written import written_collectives
 
 LOSS_SCOPE = "spmdctx_loss"
 """Name scope of the shard_maps that `spmdctx.value_and_grad` makes."""
@@ -41,8 +26,8 @@ def rule_of(eqn: Any) -> OpRule:
     return builder.build(operands, results)
 
 
-def region_of(eqn: Any, op: int, program: Program, repeats: int) -> ManualRegion:
-    """Reads the specs and collectives of a shard_map equation, whose body is `program`."""
+def region_of(eqn: Any, op: int, program: Program, repeats: int, used: Sequence[bool]) -> ManualRegion:
+    """Reads the specs and collectives of a shard_map equation, whose body is `program`; `used` tells which results the step uses."""
     mesh = eqn.params["mesh"]
     body = eqn.params["jaxpr"]
     is_loss = LOSS_SCOPE in str(eqn.source_info.name_stack)
@@ -52,36 +37,35 @@ def region_of(eqn: Any, op: int, program: Program, repeats: int) -> ManualRegion
         mesh_axes=tuple((str(name), int(size)) for name, size in mesh.shape.items()),
         operands=_specs(eqn.params["in_specs"], eqn.invars),
         results=_specs(eqn.params["out_specs"], eqn.outvars),
-        collectives=tuple(_collectives(getattr(body, "jaxpr", body), repeats, cause)),
+        collectives=tuple(written_collectives(getattr(body, "jaxpr", body), used, repeats, cause)),
         body=program,
         repeats=repeats,
         is_loss=is_loss,
     )
 
 
+def read_regions(
+    waiting: Mapping[int, ReadRegion],
+    alive: Sequence[int],
+    outputs: Sequence[int],
+    columns: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
+) -> list[ManualRegion]:
+    """Reads the shard_maps of a step; in those that are dead, every result counts as used.
+
+    Args:
+        waiting: How to read each, by its op.
+        alive: The ops that are not dead.
+        outputs: The values that the step returns.
+        columns: The operands and the results of all ops.
+    """
+    if not waiting:
+        return []
+    operands, results = columns
+    used, living = set(outputs).union(*(operands[op] for op in alive)), set(alive)
+    return [read([op not in living or value in used for value in results[op]]) for op, read in waiting.items()]
+
+
 def _specs(specs: Any, atoms: Any) -> tuple[tuple[AxisNames, ...], ...]:
     return tuple(
         tuple(dim or () for dim in spec_dims(spec, len(getattr(atom.aval, "shape", ())))) for spec, atom in zip(specs, atoms, strict=True)
     )
-
-
-def _collectives(jaxpr: Any, repeats: int, cause: Cause | None) -> Iterator[Collective]:
-    """Yields the collectives written in a manual body, with the repeats of loops multiplied."""
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in _KIND_OF_PRIMITIVE:
-            yield from _written(eqn, _KIND_OF_PRIMITIVE[name], repeats, cause or Cause(CauseForm.WRITTEN, primitive=name))
-        inside = repeats * int(eqn.params["length"]) if name == "scan" else repeats
-        for param in eqn.params.values():
-            for body in param if isinstance(param, (tuple, list)) else (param,):
-                if hasattr(body, "eqns") or hasattr(body, "jaxpr"):
-                    yield from _collectives(getattr(body, "jaxpr", body), inside, cause)
-
-
-def _written(eqn: Any, kind: str, repeats: int, cause: Cause) -> Iterator[Collective]:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-    names = tuple(str(axis) for axis in (axes if isinstance(axes, (tuple, list)) else (axes,)))
-    for operand, result in zip(eqn.invars, eqn.outvars, strict=False):
-        carrier = (result if kind == "all_gather" else operand).aval
-        payload = math.prod(getattr(carrier, "shape", ())) * item_bytes(str(getattr(carrier, "dtype", "float32")))
-        yield Collective(kind, names, payload, 0.0, repeats, cause, source_line(eqn.source_info))

@@ -20,6 +20,7 @@ from spmdctx.ir.graph import Role
 from spmdctx.trace.build.build import Argument, build
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.arguments import Call, Static
+from spmdctx.trace.capture.as_lowered import as_lowered
 from spmdctx.trace.capture.carry import Span, carried_leaves
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects
 from spmdctx.trace.capture.partitioning import PartitionNames
@@ -235,7 +236,7 @@ def _trace(target: Target, static: Static, flattening: Flattening, avals: list[A
         if jax.sharding.get_abstract_mesh().empty:
             raise
         jaxpr = _traced_without_mesh(flat, shapes, error)
-    return _Traced(without_high_primitives(jaxpr), results, kept)
+    return _Traced(as_lowered(without_high_primitives(jaxpr)), results, kept)
 
 
 def _traced_without_mesh(flat: Callable[..., Any], shapes: Sequence[Any], error: ValueError) -> jexc.ClosedJaxpr:

@@ -1,0 +1,163 @@
+"""Writes a step as JAX lowers it where the plan would not see it, and as several devices can run it.
+
+While loops whose elements end one by one get one predicate, and run until no element goes on. vmap makes such loops, and so does the
+sampling of gamma distributions. The plan then counts what every iteration communicates to know whether an element goes on, and the second
+test that chooses between states.
+
+Ordered calls of `jax.debug`, which JAX refuses on several devices, become ordered calls of `io_callback`, which it places on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+from jax.experimental import io_callback
+
+from spmdctx._compat import gamma_sampler, ordered_effects
+
+_OWN_PROGRAMS = frozenset({"shard_map", "pallas_call"})
+"""Primitives whose bodies are one device's own programs."""
+
+_DEBUGGING = ("debug_callback", "debug_print")
+
+
+def as_lowered(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
+    """Returns the program so written; one in which nothing changes comes back as it is."""
+    return _rewritten(jaxpr)
+
+
+def _rewritten(body: Any) -> Any:
+    jaxpr = getattr(body, "jaxpr", body)
+    eqns = [_equation(eqn) for eqn in jaxpr.eqns]
+    if all(own is eqn for own, eqn in zip(eqns, jaxpr.eqns, strict=True)):
+        return body
+    jaxpr = jaxpr.replace(eqns=eqns, effects=_effects(jaxpr.effects))
+    return jexc.ClosedJaxpr(jaxpr, body.consts) if hasattr(body, "consts") else jaxpr
+
+
+def _equation(eqn: Any) -> Any:
+    if eqn.primitive.name in _OWN_PROGRAMS:
+        return eqn
+    if eqn.primitive.name == "random_gamma":
+        eqn = _sampled(eqn)
+    if eqn.primitive.name in _DEBUGGING and ordered_effects()[0] in eqn.effects:
+        return _called_in_order(eqn)
+    params = dict(_with_bodies(eqn.params, _rewritten))
+    if any(params[name] is not param for name, param in eqn.params.items()):
+        eqn = eqn.replace(params=params, effects=_effects(eqn.effects))
+    is_batched = eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape
+    return _with_scalar_predicate(eqn) if is_batched else eqn
+
+
+def _effects(effects: Iterable[Any]) -> set[Any]:
+    debugging, calling = ordered_effects()
+    return {calling if effect == debugging else effect for effect in effects}
+
+
+def _called_in_order(eqn: Any) -> Any:
+    """Returns the ordered `io_callback` that does what an ordered call of `jax.debug` does."""
+
+    def call(*arrays: Any) -> None:
+        eqn.primitive.bind(*arrays, **eqn.params)
+
+    (made,) = jax.make_jaxpr(lambda *own: io_callback(call, None, *own, ordered=True))(*_structs(eqn)).jaxpr.eqns
+    return made.replace(invars=eqn.invars, source_info=eqn.source_info)
+
+
+def _structs(eqn: Any) -> list[Any]:
+    return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in eqn.invars]
+
+
+def _sampled(eqn: Any) -> Any:
+    """Returns the call of the function by which JAX draws from a gamma distribution."""
+    (call,) = jax.make_jaxpr(jax.jit(gamma_sampler(eqn.params)))(*_structs(eqn)).jaxpr.eqns
+    return _at(call, eqn.source_info).replace(invars=eqn.invars, outvars=eqn.outvars)
+
+
+def _at(eqn: Any, info: Any) -> Any:
+    """Returns an equation with all those in it at another source line."""
+
+    def moved(body: Any) -> Any:
+        jaxpr = getattr(body, "jaxpr", body)
+        own = jaxpr.replace(eqns=[_at(one, info) for one in jaxpr.eqns])
+        return jexc.ClosedJaxpr(own, body.consts) if hasattr(body, "consts") else own
+
+    own = eqn.source_info.replace(traceback=info.traceback)
+    return eqn.replace(source_info=own, params=dict(_with_bodies(eqn.params, moved)))
+
+
+def _with_bodies(params: Mapping[str, Any], function: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the parameters of an equation, with a function of each body in place of it; others stay the objects that they are."""
+    for name, param in params.items():
+        if _holds_equations(param):
+            yield name, function(param)
+        elif isinstance(param, (tuple, list)) and param and all(map(_holds_equations, param)):
+            own = [function(body) for body in param]
+            make = getattr(param, "_make", type(param))  # named tuples take their fields one by one
+            yield name, param if all(new is old for new, old in zip(own, param, strict=True)) else make(own)
+        else:
+            yield name, param
+
+
+def _holds_equations(param: Any) -> bool:
+    return hasattr(param, "eqns") or hasattr(getattr(param, "jaxpr", None), "eqns")
+
+
+def _with_scalar_predicate(eqn: Any) -> Any:
+    """Lets a loop run while any element goes on; elements that do not keep their state."""
+    params = eqn.params
+    test, body, num_test = params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]
+    (goes_on,) = test.jaxpr.outvars
+    written, (any_goes_on,) = _written(lambda own: [jax.lax.reduce_or(own, range(own.ndim))], [goes_on], eqn)
+    new_test = test.jaxpr.replace(eqns=[*test.jaxpr.eqns, *written], outvars=[any_goes_on])
+
+    constants, state = test.jaxpr.invars[:num_test], body.jaxpr.invars[params["body_nconsts"] :]
+    renamed = dict(zip(test.jaxpr.invars[num_test:], state, strict=True))
+    again = [own.replace(invars=[_renamed(atom, renamed) for atom in own.invars]) for own in test.jaxpr.eqns]
+    chosen, outputs = _written(_next_state, [_renamed(goes_on, renamed), *state, *body.jaxpr.outvars], eqn)
+    new_body = body.jaxpr.replace(
+        constvars=[*test.jaxpr.constvars, *body.jaxpr.constvars],
+        invars=[*constants, *body.jaxpr.invars],
+        eqns=[*again, *body.jaxpr.eqns, *chosen],
+        outvars=outputs,
+        effects=test.jaxpr.effects | body.jaxpr.effects,
+    )
+    return eqn.replace(
+        invars=[*eqn.invars[:num_test], *eqn.invars],
+        params={
+            **params,
+            "cond_jaxpr": jexc.ClosedJaxpr(new_test, test.consts),
+            "body_jaxpr": jexc.ClosedJaxpr(new_body, [*test.consts, *body.consts]),
+            "body_nconsts": num_test + params["body_nconsts"],
+        },
+    )
+
+
+def _next_state(goes_on: Any, *states: Any) -> list[Any]:
+    size = len(states) // 2
+    dims = range(goes_on.ndim)
+    return [
+        jax.lax.select(jax.lax.broadcast_in_dim(goes_on, after.shape, dims), after, before)
+        for before, after in zip(states[:size], states[size:], strict=True)
+    ]
+
+
+def _renamed(atom: Any, names: dict[Any, Any]) -> Any:
+    return atom if isinstance(atom, jexc.Literal) else names.get(atom, atom)
+
+
+def _written(function: Any, atoms: Sequence[Any], eqn: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the equations by which a function of some atoms is computed, at the source line of `eqn`, and its results."""
+    made = jax.make_jaxpr(function)(
+        *[jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in atoms]
+    )
+    names = dict(zip(made.jaxpr.invars, atoms, strict=True))
+    eqns = []
+    for own in made.jaxpr.eqns:
+        fresh = [jexc.Var(var.aval) for var in own.outvars]
+        eqns.append(own.replace(invars=[_renamed(atom, names) for atom in own.invars], outvars=fresh, source_info=eqn.source_info))
+        names.update(zip(own.outvars, fresh, strict=True))
+    return eqns, [_renamed(atom, names) for atom in made.jaxpr.outvars]
