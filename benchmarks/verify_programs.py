@@ -78,7 +78,7 @@ def haiku_like(dtype: Any, optimizer: optax.GradientTransformation, value_and_gr
     params: dict[str, dict[str, np.ndarray]] = {"transformer/embed": {"embeddings": _numbers(WORDS, WIDTH, seed=1, size=0.02)}}
     params["transformer"] = {"positional_embeddings": _numbers(SEQ, WIDTH, seed=2, size=0.02)}
     for number, layer in enumerate(layers):
-        shapes = {name: (WIDTH, WIDTH) for name in ("query", "key", "value", "linear")}
+        shapes = dict.fromkeys(("query", "key", "value", "linear"), (WIDTH, WIDTH))
         names = {f"{layer}/attn/{name}": shape for name, shape in shapes.items()}
         names |= {f"{layer}/mlp/linear": (WIDTH, 4 * WIDTH), f"{layer}/mlp/linear_1": (4 * WIDTH, WIDTH)}
         for index, (name, shape) in enumerate(names.items()):
