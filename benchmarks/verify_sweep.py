@@ -161,10 +161,8 @@ def _show(row: dict[str, Any]) -> None:
 
 def _summary(rows: list[dict[str, Any]]) -> int:
     bad = [row for row in rows if row["verdict"] not in _GOOD]
-    good = sum(row["verdict"] == "same" for row in rows)
-    print(
-        f"{good} the same, {len(bad)} accused or failed, {len(rows) - good - len(bad)} refused or not made, {sum(row['seconds'] for row in rows):.0f} s"
-    )
+    good, seconds = sum(row["verdict"] == "same" for row in rows), sum(row["seconds"] for row in rows)
+    print(f"{good} the same, {len(bad)} accused or failed, {len(rows) - good - len(bad)} refused or not made, {seconds:.0f} s")
     for row in bad:
         print(f"  {row['case']}: {row['worst']}")
     return 1 if bad else 0
