@@ -3,14 +3,12 @@
 import functools
 
 import jax
-import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import spmdctx
-from spmdctx.lowering import compile as lowering
 from spmdctx.step.entry import Entry
 
 DEVICES, BATCH, SEQ, WIDTH, HEADS, EXPERTS = 8, 16, 8, 16, 2, 4
@@ -228,44 +226,3 @@ def test_a_fault_is_found(monkeypatch, program, fault):
     monkeypatch.setattr(Entry, "execute", wrong(program, fault))
     report = step.verify(*args)
     assert not report.ok, report
-
-
-# Faults of the lowered program itself: what each device does in the loss of its own shard.
-
-
-def summed(w, x):
-    loss, gradient = spmdctx.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w["up"] + w["bias"]) ** 2))(w)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, w, gradient), loss
-
-
-def without_psum(eqn):
-    copies = [
-        jexc.new_jaxpr_eqn([atom], [var], jexc.primitives.copy_p, {}, set(), eqn.source_info)
-        for atom, var in zip(eqn.invars, eqn.outvars, strict=True)
-    ]
-    return copies
-
-
-def twice(eqn):
-    between = [jexc.Var(var.aval) for var in eqn.outvars]
-    return [eqn.replace(outvars=between), eqn.replace(invars=between)]
-
-
-def mutated(jaxpr, primitive, change):
-    """The program with `change(eqn)` in place of the first equation of a primitive, wherever it is."""
-    if hasattr(jaxpr, "consts"):
-        return jexc.ClosedJaxpr(mutated(jaxpr.jaxpr, primitive, change), jaxpr.consts)
-    eqns = []
-    for eqn in jaxpr.eqns:
-        inner = {name: mutated(value, primitive, change) for name, value in eqn.params.items() if hasattr(value, "eqns")}
-        eqns += change(eqn) if eqn.primitive.name == primitive else [eqn.replace(params={**eqn.params, **inner})]
-    return jaxpr.replace(eqns=eqns)
-
-
-@pytest.mark.parametrize("change", [without_psum, twice])
-def test_a_fault_in_the_reduction_of_gradients_is_found(monkeypatch, change):
-    constrain = lowering.constrain
-    monkeypatch.setattr(lowering, "constrain", lambda *given: mutated(constrain(*given), "psum", change))
-    w = {"up": numbers(16, 8), "bias": np.zeros(8, np.float32)}
-    step = spmdctx.parallel(summed, parallel_mode="data_parallel", gradients_mean=True)
-    assert not step.verify(w, numbers(BATCH, 16, seed=1)).ok
