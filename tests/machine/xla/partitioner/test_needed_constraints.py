@@ -13,7 +13,7 @@ BOTH, D, M = ("data", "model"), ("data",), ("model",)
 def anchors(function, pins, moved=()):
     """The primitives of the ops that need a constraint."""
     program = trace(function, X, W)
-    found = NeededConstraints(spread(program, pins), MESH, moved)
+    found = NeededConstraints(program.graph, program.from_literals, spread(program, pins), MESH, moved)
     return [op.primitive for op in program.graph.ops if op in found]
 
 
