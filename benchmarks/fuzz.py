@@ -77,12 +77,10 @@ class Tally:
     def lines(self) -> list[str]:
         """Returns the tally as text."""
         kinds = Counter(fault["kind"] for _, _, fault in self.faults)
-        tagged = Counter(tag for _, tags, fault in self.faults if fault["kind"] != "audit" for tag in tags)
         return [
             f"{self.programs} programs ({self.unfit} not finite on one device), {self.ways} plans, {self.split} of them split an argument",
             f"refused: {dict(self.refused) or 'none'}",
             f"faults: {dict(kinds) or 'none'}; audits that hold: {self.audits - kinds['audit']} of {self.audits}",
-            f"faults but audits by what is special about the program: {dict(tagged) or 'none'}",
             f"{(time.monotonic() - self.since) / max(self.programs, 1):.2f} s a program",
         ]
 

@@ -26,7 +26,7 @@ from spmdctx.rules.flops import op_flops
 from spmdctx.trace.build import control_flow as bodies
 from spmdctx.trace.build.builder import Around, Env
 from spmdctx.trace.build.canonical import Canonical, Form
-from spmdctx.trace.build.common_subexpressions import find_copies, made_one
+from spmdctx.trace.build.common_subexpressions import choices_of_one, find_copies, made_one
 from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
 from spmdctx.trace.build.program import LossOperand, ManualRegion, Program, UserPin
 
@@ -265,9 +265,12 @@ class GraphBuilder:
         trail, alive = self._trail(), self._alive(outputs)
         columns = self._columns(alive)
         materialized, from_literals = in_memory(columns, (*inputs, *outputs)), bodies.values_from_literals(columns)
-        same = made_one(find_copies(columns, self._comparable(alive)), columns, materialized, from_literals)
+        same = made_one(copies := find_copies(columns, self._comparable(alive)), columns, materialized, from_literals)
         twins = {alive[copy]: alive[first] for copy, first in same.ops.items()}
-        if twins:
+        settled = [alive[op] for op in choices_of_one(columns, copies)]
+        for op in settled:
+            self._operands[op] = (LITERAL, *self._operands[op][1:])
+        if twins or settled:
             self._operands = [tuple([same.values.get(value, value) for value in own]) for own in self._operands]
             outputs = tuple([same.values.get(value, value) for value in outputs])
             ties = [(before, same.values.get(after, after)) for before, after in ties]
