@@ -162,7 +162,9 @@ def _match_ways(ledger: _Ledger, ways: Sequence[Way]) -> None:
 
     pairs.improve(fits, [one.item.repeats > 1 for one in ledger.planned])
     for pair in sorted(pairs.found(), key=lambda pair: (pair.way, pair.planned)):
-        ledger.close(ledger.planned[pair.planned], pair.count, [(ledger.compiled[pair.compiled], pair.count)], ways[pair.way].name)
+        ledger.close(
+            ledger.planned[pair.planned], pair.executions, [(ledger.compiled[pair.compiled], pair.executions)], ways[pair.way].name
+        )
 
 
 def _distance(planned: Collective, compiled: CompiledCollective, wanted: int) -> tuple[int, bool, bool]:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 
 class Pair(NamedTuple):
-    """`count` executions of the planned collective at one place, found in those of a compiled one in the way numbered."""
+    """`executions` of the planned collective at one place, found in those of a compiled one in the way numbered."""
 
     planned: int
     compiled: int
-    count: int
+    executions: int
     way: int
 
 

@@ -57,7 +57,7 @@ class NeededConstraints:
         """Returns whether a plain op's result is split, and depends on an input, but no operand hands that on, as with random bits."""
         return (
             any(self._assignment.ops[op.id].axes)
-            and not self._from_literals.issuperset(op.results)
+            and not all(value in self._from_literals for value in op.results)
             and not any(op.rule.operands[place] for place in self._handing(op))
         )
 
