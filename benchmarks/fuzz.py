@@ -5,6 +5,7 @@
 A program has 5 to 40 ops, odd sizes, narrow types, pins, loops and gradients (`benchmarks/fuzz_moves.py`). Each is planned in two ways,
 drawn from all parallel modes, searches and more options (`benchmarks/fuzz_checks.py`), on eight CPU devices. Processes of their own run the
 programs, so one that aborts its process is a fault like others. A failing program is printed as a script; `--only N` runs it again.
+The total so far is printed every 50 programs, and when the run is interrupted or terminated.
 Exits with 1 on any fault but audits, of which 1 % may fail.
 """
 
@@ -15,6 +16,7 @@ import json
 import os
 import queue
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +30,10 @@ PATIENCE_S = 180.0
 AUDITS = 0.99
 CACHED = 40
 """Programs after which a process forgets what it has compiled."""
+EVERY = 50
+"""Programs after which the total is printed."""
+XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+"""Eight devices; LLVM, which is most of the time, does as little as it can. The partitioner and the passes behind it stay the same."""
 
 
 @dataclass
@@ -41,9 +47,15 @@ class Tally:
     audits: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     faults: list[tuple[int, list[str], dict[str, str]]] = field(default_factory=list)
+    since: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, row: dict[str, Any]) -> None:
         """Counts one program."""
+        with self.lock:
+            self._add(row)
+
+    def _add(self, row: dict[str, Any]) -> None:
         self.programs += 1
         if row["outcomes"] is None:
             self.unfit += 1
@@ -65,12 +77,11 @@ class Tally:
     def lines(self) -> list[str]:
         """Returns the tally as text."""
         kinds = Counter(fault["kind"] for _, _, fault in self.faults)
-        tagged = Counter(tag for _, tags, fault in self.faults if fault["kind"] != "audit" for tag in tags)
         return [
             f"{self.programs} programs ({self.unfit} not finite on one device), {self.ways} plans, {self.split} of them split an argument",
             f"refused: {dict(self.refused) or 'none'}",
             f"faults: {dict(kinds) or 'none'}; audits that hold: {self.audits - kinds['audit']} of {self.audits}",
-            f"faults but audits by what is special about the program: {dict(tagged) or 'none'}",
+            f"{(time.monotonic() - self.since) / max(self.programs, 1):.2f} s a program",
         ]
 
 
@@ -100,7 +111,7 @@ class Worker:
     """A process that runs programs, and the program that it is at."""
 
     def __init__(self, seed: int, numbers: list[int]) -> None:
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS}
         command = [sys.executable, "-m", "benchmarks.fuzz", "--seed", str(seed), "--worker", ",".join(map(str, numbers))]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
         self.at, self.way, self.tags = numbers[0], "", list[str]()
@@ -146,6 +157,8 @@ def run(seed: int, numbers: list[int], tally: Tally, *, show: bool = True) -> No
             tally.add(row)
             if show:
                 show_faults(seed, row)
+                if tally.programs % EVERY == 0:
+                    print("so far: " + "; ".join(tally.lines()), flush=True)
             numbers = numbers[numbers.index(row["number"]) + 1 :]
             done = "ended" in row
 
@@ -185,14 +198,18 @@ def main() -> int:
     numbers = [args.only] if args.only is not None else list(range(args.start, args.start + args.count))
     if args.show:
         print(script(args.seed, numbers[0], ""))
-    tally, before = Tally(), time.monotonic()
+    tally = Tally()
     shares = [share for share in (numbers[place :: args.workers] for place in range(args.workers)) if share]
-    threads = [threading.Thread(target=run, args=(args.seed, share, tally)) for share in shares]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    print("\n".join([*tally.lines(), f"{(time.monotonic() - before) / max(tally.programs, 1):.2f} s a program"]))
+    threads = [threading.Thread(target=run, args=(args.seed, share, tally), daemon=True) for share in shares]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        print("ended early")
+    print("\n".join(tally.lines()))
     return 0 if tally.passes else 1
 
 

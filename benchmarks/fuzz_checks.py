@@ -197,7 +197,7 @@ def _held(reference: Reference, source: str, options: Mapping[str, Any], faults:
     if audit:
         report = made.audit(*args)
         if not report.ok:
-            faults.append(Fault("audit", source, " ".join(str(report).split())[:400]))
+            faults.append(Fault("audit", source, " ".join(str(report).split())[:1500]))
     is_split = any(any(dim for dim in sharding) for sharding in (leaf.sharding for leaf in plan.inputs))
     return Outcome(source, audited=audit, is_split=is_split)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from spmdctx.audit.collectives import CompiledCollective
 from spmdctx.audit.groups import in_mesh_order
+from spmdctx.audit.pairs import Pairs
 from spmdctx.ir.collective import Collective, Way
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import AxisNames
@@ -95,13 +96,27 @@ def compare(planned: Iterable[Collective], compiled: Iterable[CompiledCollective
         mesh: The plan's mesh.
         ways: The ways in which the compiler may write a planned collective as one other, in the order to try them.
     """
+    found = _compared(planned, compiled, mesh, ways, by_axes=False)
+    if found.missing and found.unplanned:
+        # What runs over few axes may have taken a step of what runs over many, one axis at a time.
+        return min(found, _compared(planned, compiled, mesh, ways, by_axes=True), key=_left_bytes)
+    return found
+
+
+def _compared(
+    planned: Iterable[Collective], compiled: Iterable[CompiledCollective], mesh: LogicalMesh, ways: Sequence[Way], *, by_axes: bool
+) -> Comparison:
+    """Returns the matches; those over more axes come first if they are looked for `by_axes`."""
     own = [_Planned(one, in_mesh_order(one.axes, mesh), one.repeats) for one in planned if one.payload_bytes]
     ledger = _Ledger(
         sorted((one for one in own if one.axes), key=lambda one: -one.item.payload_bytes),
         [_Compiled(one, one.repeats, one.repeats * (one.summands - 1)) for one in compiled],
     )
-    for way in ways:
-        _match_way(ledger, way)
+    for number in sorted({len(one.axes) for one in ledger.planned}, reverse=True) if by_axes else ():
+        some = _Ledger([one for one in ledger.planned if len(one.axes) == number], ledger.compiled, ledger.matches)
+        _match_ways(some, ways)
+        _match_per_axis(some, mesh)
+    _match_ways(ledger, ways)
     _match_per_axis(ledger, mesh)
     _match_at_once(ledger, mesh)
     _match_stacked(ledger)
@@ -116,20 +131,40 @@ def compare(planned: Iterable[Collective], compiled: Iterable[CompiledCollective
     )
 
 
-def _match_way(ledger: _Ledger, way: Way) -> None:
-    candidates: dict[AxisNames, list[_Compiled]] = {}
-    for one in ledger.compiled:
-        if one.left and one.item.kind == way.compiled and (not way.dtypes or one.item.dtype in way.dtypes):
-            candidates.setdefault(one.item.axes, []).append(one)
-    for planned in ledger.planned:
-        if planned.item.kind != way.planned or not planned.left:
-            continue
-        wanted = round(planned.item.payload_bytes * way.ratio)
-        fitting = [one for one in candidates.get(planned.axes, ()) if one.left and _near(one.item.payload_bytes, wanted)]
-        for one in sorted(fitting, key=lambda one: _distance(planned.item, one.item, wanted)):
-            if planned.left:
-                count = min(planned.left, one.left)
-                ledger.close(planned, count, [(one, count)], way.name)
+def _left_bytes(found: Comparison) -> int:
+    missing = sum(one.payload_bytes * one.repeats for one in found.missing)
+    return missing + sum(one.total_bytes for one in found.unplanned)
+
+
+def _match_ways(ledger: _Ledger, ways: Sequence[Way]) -> None:
+    """Matches collectives one for one, as many as can be; earlier ways are preferred."""
+    pairs = Pairs([one.left for one in ledger.planned], [one.left for one in ledger.compiled])
+    places: dict[AxisNames, list[int]] = {}
+    for place, compiled in enumerate(ledger.compiled):
+        if compiled.left:
+            places.setdefault(compiled.item.axes, []).append(place)
+    for number, way in enumerate(ways):
+        for place, planned in enumerate(ledger.planned):
+            if planned.item.kind == way.planned and pairs.left_planned[place]:
+                own = [one for one in places.get(planned.axes, ()) if pairs.left_compiled[one]]
+                wanted = round(planned.item.payload_bytes * way.ratio)
+                fitting = [one for one in own if _realises(ledger.compiled[one].item, planned.item, (way,))]
+                for one in sorted(fitting, key=lambda one: _distance(planned.item, ledger.compiled[one].item, wanted)):
+                    pairs.add(place, one, number)
+
+    def fits(place: int) -> Iterator[tuple[int, int]]:
+        planned = ledger.planned[place]
+        for one in places.get(planned.axes, ()):
+            for number, way in enumerate(ways):
+                if _realises(ledger.compiled[one].item, planned.item, (way,)):
+                    yield one, number
+                    break
+
+    pairs.improve(fits, [one.item.repeats > 1 for one in ledger.planned])
+    for pair in sorted(pairs.found(), key=lambda pair: (pair.way, pair.planned)):
+        ledger.close(
+            ledger.planned[pair.planned], pair.executions, [(ledger.compiled[pair.compiled], pair.executions)], ways[pair.way].name
+        )
 
 
 def _distance(planned: Collective, compiled: CompiledCollective, wanted: int) -> tuple[int, bool, bool]:

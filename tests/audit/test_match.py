@@ -153,3 +153,39 @@ def test_complex_numbers_are_found_as_two_real_collectives_from_the_same_line(ki
     assert summary([named], halves)[1:] == ([], [])
     elsewhere = real(compiled, "model", 512, repeats=3, source="net.py:9")
     assert summary([plan(kind, "model", 1024, repeats=3)], [halves[0], elsewhere])[0] == []
+
+
+def test_ways_are_chosen_so_that_most_is_found():
+    """As planned, the gather of 64 bytes would take the place of the one of 32, which is compiled in float32."""
+    planned = [plan("all_gather", "data", payload) for payload in (128, 64, 32, 16)]
+    compiled = [real("all_gather", "data", payload) for payload in (256, 128, 64, 32)]
+    assert summary(planned, compiled) == ([(payload, 1, 2 * payload, WIDENED) for payload in (128, 64, 32, 16)], [], [])
+
+
+def test_pairing_anew_finds_no_more_than_is_there():
+    planned = [plan("all_gather", "data", payload) for payload in (128, 64, 32)]
+    matches, missing, unplanned = summary(planned, [real("all_gather", "data", 64), real("all_gather", "model", 32)])
+    assert (len(matches), missing, unplanned) == (1, [1, 1], [1])
+
+
+def test_what_runs_once_is_found_before_what_a_loop_repeats():
+    planned = [plan("all_reduce", "data", 4, repeats=3), plan("all_reduce", "data", 2)]
+    matches, missing, unplanned = summary(planned, [real("all_reduce", "data", 4), real("all_reduce", "data", 4)])
+    assert (missing, unplanned) == ([], [])
+    assert sorted(matches) == [(2, 1, 4, WIDENED), (4, 1, 4, AS_PLANNED), (4, 2, 0, HOISTED)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_steps_over_some_axes_are_kept_for_what_runs_over_all(reverse):
+    planned = [plan("all_reduce", "data model", 4), plan("all_reduce", "model", 4), plan("all_reduce", "pipe model", 4)]
+    compiled = [real("all_reduce", axes, 4) for axes in ("model", "data", "model", "model")]
+    matches, missing, unplanned = summary(planned, compiled[::-1] if reverse else compiled)
+    assert (len(matches), missing, unplanned) == (3, [], [])
+
+
+def test_a_sum_over_three_axes_in_two_steps_leaves_one_over_two_in_two_steps():
+    mesh = LogicalMesh.of({"data": 2, "model": 2, "pipe": 2})
+    planned = [plan("all_reduce", "data model", 8), plan("all_reduce", "data model pipe", 4), plan("all_reduce", "data model", 4)]
+    steps = ("pipe", "data model", "data", "model")
+    found = compare(planned, [real("all_reduce", "data model", 8), *(real("all_reduce", axes, 4) for axes in steps)], mesh, WAYS)
+    assert (found.missing, found.unplanned) == ((), ())

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -14,8 +15,6 @@ from benchmarks.fuzz_moves import MOVES
 from benchmarks.fuzz_programs import make_program
 
 AUTO = "parallel_mode='auto_parallel', search_mode='dynamic_programming', device_num=8, topology=FREE_LINKS"
-KNOWN = {"grouped convolution", "zero size"}
-"""What XLA's partitioner does wrong, and is tested on its own."""
 
 
 def _sample(number):
@@ -26,7 +25,7 @@ def test_a_sample_of_programs_holds():
     tally = fuzz.Tally()
     fuzz.run(7, list(range(24)), tally, show=False)
     assert tally.programs == 24
-    assert [fault for _, tags, fault in tally.faults if fault["kind"] != "audit" and KNOWN.isdisjoint(tags)] == []
+    assert [fault for _, _, fault in tally.faults if fault["kind"] != "audit"] == []
     assert tally.audits > 35
     assert tally.split > 15
 
@@ -107,3 +106,13 @@ def test_a_process_that_ends_is_a_fault_of_its_program(monkeypatch):
     assert [(number, fault["kind"]) for number, _, fault in tally.faults] == [(4, "abort")]
     assert tally.programs == 2
     assert not tally.passes
+
+
+def test_a_run_that_is_ended_says_what_it_has_found():
+    command = [sys.executable, "-m", "benchmarks.fuzz", "--seed", "7", "--count", "500"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        time.sleep(4)
+        process.terminate()
+        out, _ = process.communicate(timeout=60)
+    assert "ended early" in out
+    assert "audits that hold" in out

@@ -106,3 +106,31 @@ def test_a_rule_leaves_out_what_has_no_elements():
     rule = rule_for("dot_general", *shapes, {"dimension_numbers": (((1,), (0,)), ((), ()))})
     assert rule.operands == (((), ()), ((), ()))
     assert rule.results == (((0,), (1,)),)
+
+
+def scanned_prefixes(x):
+    return lax.associative_scan(jnp.add, x, axis=1), x.sum(axis=0)
+
+
+def convolved_to_nothing(x):
+    wide = (x @ x.T).reshape(8, 2, 4)
+    return lax.conv_general_dilated(wide, jnp.ones((3, 4, 1)), (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")), x * 2
+
+
+def cut_from_a_carry(x):
+    return lax.scan(lambda carry, row: (carry * 2, carry[:0] + row[:0]), x.sum(axis=0), x)
+
+
+@pytest.mark.parametrize("fn", [scanned_prefixes, convolved_to_nothing, cut_from_a_carry])
+@pytest.mark.parametrize("mode", ["sharding_propagation", "dynamic_programming"])
+def test_nothing_moves_for_results_without_elements(fn, mode):
+    step = spmdctx.parallel(
+        lambda x: fn(spmdctx.shard(jnp.sin, ((1, 8),))(x)), parallel_mode="auto_parallel", search_mode=mode, device_num=8
+    )
+    report = step.audit(X)
+    assert report.ok, report
+
+
+def test_ops_read_nothing_for_results_without_elements():
+    plan = spmdctx.parallel(convolved_to_nothing, parallel_mode="auto_parallel", device_num=8).plan(X)
+    assert not any(op.primitive == "dot_general" for op in plan.ops)

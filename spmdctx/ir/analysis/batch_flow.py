@@ -106,7 +106,7 @@ class _Follower:
                 self._tied.setdefault(right, []).append(left)
 
     def run(self, ops: Sequence[Op], flows: Flows) -> Flows:
-        again = True
+        again, carried = True, dict[int, Flow]()
         while again:
             again = False
             for op in ops:
@@ -115,11 +115,12 @@ class _Follower:
                 for value, flow in zip(op.results, self._results(op, flows), strict=True):
                     if flow is None:
                         continue
-                    flows[value] = flow
+                    # A carry keeps what earlier passes found, so it changes a few times at most.
+                    flows[value] = _joined(carried.get(value), flow)
                     for start in self._tied.get(value, ()):
-                        joined = _joined(flows.get(start), flow)
+                        joined = _joined(flows.get(start), flows[value])
                         if joined != flows.get(start):
-                            flows[start], again = joined, True
+                            flows[start], carried[start], again = joined, joined, True
         return flows
 
     def _results(self, op: Op, flows: Flows) -> Sequence[Flow | None]:
@@ -265,7 +266,8 @@ def _joined(old: Flow | None, new: Flow) -> Flow:
         if old.dims != new.dims:
             return Flow(FlowKind.LOST, why="a loop carries its rows in another dimension than before")
         return new._replace(is_impure=old.is_impure or new.is_impure, is_partial=old.is_partial or new.is_partial)
-    return later._replace(is_impure=old.is_impure or new.is_impure)
+    is_product = later.is_product and (old.kind is not new.kind or (old.is_product and new.is_product))
+    return later._replace(is_impure=old.is_impure or new.is_impure, is_product=is_product)
 
 
 def _factors_of_rows(op: Op, position: int, flow: Flow) -> dict[int, int] | None:

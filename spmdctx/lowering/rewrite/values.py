@@ -90,7 +90,7 @@ def _records(sharded: ShardedProgram, grouped: Iterable[int], carried: Iterable[
     program, assignment, directives = sharded.program, sharded.assignment, sharded.directives
     graph, moved = program.graph, directives.moved
     equal = equal_values(graph, program.scopes, assignment, moved)
-    needed = NeededConstraints(assignment, sharded.mesh, moved)
+    needed = NeededConstraints(graph, program.from_literals, assignment, sharded.mesh, moved)
     by_field: dict[str, Iterable[int]] = {
         "is_unconstrained": turned_products(graph, assignment) | free_values(graph, program.from_literals, moved),
         "is_constrained": [*equal, *(value for op in graph.ops if op in needed for value in op.results)],

@@ -21,11 +21,12 @@ from spmdctx.ir.rule import OpRule
 from spmdctx.machine.xla.fusion import fused_bits, fused_slots, in_memory
 from spmdctx.machine.xla.fusion_work import fusion_works
 from spmdctx.rules import missing_all_reduces, rule_for
+from spmdctx.rules.builder import replicate
 from spmdctx.rules.flops import op_flops
 from spmdctx.trace.build import control_flow as bodies
 from spmdctx.trace.build.builder import Around, Env, ReadRegion
 from spmdctx.trace.build.canonical import Canonical, Form
-from spmdctx.trace.build.common_subexpressions import find_copies, made_one
+from spmdctx.trace.build.common_subexpressions import choices_of_one, find_copies, made_one
 from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
 from spmdctx.trace.build.program import LossOperand, ManualRegion, Program, UserPin
 from spmdctx.trace.build.shard_maps import read_regions
@@ -95,6 +96,7 @@ class GraphBuilder:
         self._by_form: dict[bytes, int] = {}
         self._canonical = Canonical()
         self._alike: set[int] = set()
+        self._hollow: set[int] = set()
         self._quick: dict[Any, int] = {}
         self._known: dict[Any, int] = {}
         self._frames: list[Frame] = []
@@ -171,10 +173,20 @@ class GraphBuilder:
         starts = accumulate(sizes, initial=first)
         self._results += [(start,) if size == 1 else tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
         self._operands += [tuple([LITERAL if isinstance(atom, _Literal) else env[atom] for atom in eqn.invars]) for eqn in eqns]
-        self._kind_of += map(self._kind, eqns)
+        kinds = list(map(self._kind, eqns))
+        if not self._hollow.isdisjoint(kinds):
+            self._forget_operands(kinds)
+        self._kind_of += kinds
         self._equations += eqns
         self._infos += [eqn.source_info for eqn in eqns]
         self._frame_of += [self._frame(around)] * len(eqns)
+
+    def _forget_operands(self, kinds: Sequence[int]) -> None:
+        """Has the last ops read nothing if their results have no elements."""
+        first = len(self._operands) - len(kinds)
+        for place, kind in enumerate(kinds, first):
+            if kind in self._hollow:
+                self._operands[place] = (LITERAL,) * len(self._operands[place])
 
     def add_op(self, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rule: OpRule, info: Any, around: Around) -> int:
         """An op that is no equation (a boundary), or one whose rule the caller knows; returns its id."""
@@ -227,8 +239,13 @@ class GraphBuilder:
             form = self._canonical.form((name, sorted(missing), operands, results, eqn.params))
             kind = self._by_form.get(form.text) if form.is_exact or key is None else None
             if kind is None:
-                rule = rule_for(name, operands, results, eqn.params, missing)
-                kind = self._learn(Kind(name, rule, op_flops(name, rule, operands, results)), form)
+                if results and all(0 in shape for shape in results) and not eqn.effects:
+                    # XLA drops such an op, and all that only it needs.
+                    kind = self._learn(Kind("empty", replicate(operands, results, "its results have no elements"), 0), form)
+                    self._hollow.add(kind)
+                else:
+                    rule = rule_for(name, operands, results, eqn.params, missing)
+                    kind = self._learn(Kind(name, rule, op_flops(name, rule, operands, results)), form)
             if key is not None:
                 self._known[key] = kind
             elif not form.is_exact:
@@ -248,16 +265,19 @@ class GraphBuilder:
         """Drops dead ops, makes equal ones one, renumbers the rest, and freezes everything."""
         trail, alive = self._trail(), self._alive(outputs)
         columns = self._columns(alive)
-        materialized, from_literals = in_memory(columns, (*inputs, *outputs)), _values_from_literals(columns)
-        same = made_one(find_copies(columns, self._comparable(alive)), columns, materialized, from_literals)
+        materialized, from_literals = in_memory(columns, (*inputs, *outputs)), bodies.values_from_literals(columns)
+        same = made_one(copies := find_copies(columns, self._comparable(alive)), columns, materialized, from_literals)
         twins = {alive[copy]: alive[first] for copy, first in same.ops.items()}
-        if twins:
+        settled = [alive[op] for op in choices_of_one(columns, copies)]
+        for op in settled:
+            self._operands[op] = (LITERAL, *self._operands[op][1:])
+        if twins or settled:
             self._operands = [tuple([same.values.get(value, value) for value in own]) for own in self._operands]
             outputs = tuple([same.values.get(value, value) for value in outputs])
             ties = [(before, same.values.get(after, after)) for before, after in ties]
             alive = self._alive(outputs)
             columns = self._columns(alive)
-            materialized, from_literals = in_memory(columns, (*inputs, *outputs)), _values_from_literals(columns)
+            materialized, from_literals = in_memory(columns, (*inputs, *outputs)), bodies.values_from_literals(columns)
         sites = self._sites(alive, twins)
         regions = read_regions(self.manual, alive, outputs, (self._operands, self._results))
         origins = LazyOrigins(self._infos, self._frames, self._frame_of).select(alive)
@@ -386,13 +406,3 @@ def _ops(columns: Columns, materialized: BoolArray) -> tuple[Op, ...]:
     rest = repeat(None), fused_bits(columns, fused), fusion_works(columns, fused)
     fields = zip(range(columns.num_ops), primitives, *sides, rules, flops, columns.repeats.tolist(), *rest, strict=False)
     return tuple(map(_new, repeat(Op), fields))
-
-
-def _values_from_literals(columns: Columns) -> frozenset[int]:
-    """Returns the values computed from literals alone, without an input, constant array or random key."""
-    from_literals = {LITERAL}
-    never = columns.which(bodies.NEVER_FROM_LITERALS.__contains__).tolist()
-    for operands, results, depends in zip(columns.operands, columns.results, never, strict=True):
-        if not depends and from_literals.issuperset(operands):
-            from_literals.update(results)
-    return frozenset(from_literals - {LITERAL})

@@ -59,6 +59,16 @@ def find_copies(columns: Columns, equations: Sequence[Any]) -> Copies:
     return copies
 
 
+def choices_of_one(columns: Columns, copies: Copies) -> list[int]:
+    """Returns the selections whose cases are all equal, as in the gradient of an update by a constant: XLA drops what selects."""
+    found = []
+    for op in np.flatnonzero(columns.which(("select_n",).__contains__)).tolist():
+        cases = {copies.values.get(value, value) for value in columns.operands[op][1:]}
+        if len(cases) == 1 and LITERAL not in cases:
+            found.append(op)
+    return found
+
+
 def _literals(eqn: Any) -> tuple[Any, ...]:
     literals = [np.asarray(atom.val) for atom in eqn.invars if isinstance(atom, jexc.Literal)]
     return tuple([(literal.dtype, literal.tobytes()) for literal in literals])

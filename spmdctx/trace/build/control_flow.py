@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 from spmdctx._compat import scan_counts
-from spmdctx.ir.graph import Mark, Role
+from spmdctx.ir.analysis.columns import Columns
+from spmdctx.ir.graph import LITERAL, Mark, Role
 from spmdctx.ir.primitives import BOUNDARY_OF, COND_EXIT, LOSS, MARKER, SCAN_ENTER, SCAN_EXIT, SCAN_NEXT, WHILE_ENTER, WHILE_NEXT
 from spmdctx.ir.rule import OpRule
 from spmdctx.rules.builder import RuleBuilder, identity
@@ -253,3 +254,13 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _joined),
     "shard_map": _shard_map,
 }
+
+
+def values_from_literals(columns: Columns) -> frozenset[int]:
+    """Returns the values computed from literals alone, without an input, constant array or random key."""
+    from_literals = {LITERAL}
+    never = columns.which(NEVER_FROM_LITERALS.__contains__).tolist()
+    for operands, results, depends in zip(columns.operands, columns.results, never, strict=True):
+        if not depends and from_literals.issuperset(operands):
+            from_literals.update(results)
+    return frozenset(from_literals - {LITERAL})

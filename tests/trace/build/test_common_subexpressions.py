@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 import spmdctx
 from spmdctx.audit import audit_text
@@ -119,3 +121,27 @@ def test_on_tpu_what_is_planned_of_a_step_with_copies_is_what_is_compiled(search
     assert not report.missing
     assert not report.unplanned
     assert report.planned_bytes == report.compiled_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        jax.grad(lambda x: jnp.sum(jnp.square(x.at[np.array([3, 1, 2])].set(0.0)))),
+        jax.grad(lambda x: jnp.sum(jnp.square(x.at[jnp.arange(3) * 2].set(0.0)))),
+        lambda x: jnp.where(jnp.sort(x) > 0, jnp.zeros_like(x), jnp.zeros_like(x)) + x,
+        lambda x: lax.select_n(jnp.argsort(x) // 4, x * 2, x * 2, x * 2),
+    ],
+    ids=["an update by zeros", "at computed places", "zeros", "three cases"],
+)
+def test_what_selects_among_equal_values_is_dropped(function):
+    primitives = [op.primitive for op in trace(function, jnp.arange(8.0)).graph.ops]
+    assert not {"gather", "sort"}.intersection(primitives)
+
+
+def test_what_selects_among_different_values_is_kept():
+    program = trace(lambda x: jnp.where(jnp.sort(x) > 0, jnp.zeros_like(x), jnp.ones_like(x)) + x, jnp.arange(8.0))
+    assert ops(program, "sort")
+    step = spmdctx.parallel(
+        jax.grad(lambda x: jnp.sum(jnp.square(x.at[np.array([3, 1, 2])].set(0.0)))), parallel_mode="auto_parallel", device_num=8
+    )
+    np.testing.assert_allclose(step(jnp.arange(8.0)), [0, 0, 0, 0, 8, 10, 12, 14])

@@ -1,8 +1,12 @@
 """Results that the partitioner can only split as planned carry no constraint."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import pytest
 
+import spmdctx
 from spmdctx.machine.xla.partitioner.needed_constraints import NeededConstraints
 from tests.road import MESH, ops, spread, trace
 
@@ -13,7 +17,7 @@ BOTH, D, M = ("data", "model"), ("data",), ("model",)
 def anchors(function, pins, moved=()):
     """The primitives of the ops that need a constraint."""
     program = trace(function, X, W)
-    found = NeededConstraints(spread(program, pins), MESH, moved)
+    found = NeededConstraints(program.graph, program.from_literals, spread(program, pins), MESH, moved)
     return [op.primitive for op in program.graph.ops if op in found]
 
 
@@ -40,3 +44,43 @@ def test_a_result_that_some_reader_takes_otherwise_needs_one():
 
 def test_what_no_operand_hands_on_needs_one():
     assert "iota" in anchors(lambda x, w: x + jnp.arange(64.0) + w[:32], {0: ((), BOTH), 1: ((), BOTH)})
+
+
+CONSTANT = jnp.linspace(-1.0, 1.0, 4)
+
+
+def broadcast(x):
+    return jnp.broadcast_to(x[:, None], (8, 4))
+
+
+def drawn(key):
+    return jax.random.normal(key, (8, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (broadcast, X[:8, 0]),
+        (lambda x: jnp.sin(broadcast(x)) * jnp.cos(broadcast(2 * x)), X[:8, 0]),
+        (lambda x: x[:, None] * jnp.arange(4.0), X[:8, 0]),
+        (lambda x: x[:, None] * CONSTANT, X[:8, 0]),
+        (lambda x: jnp.einsum("i,j->ij", x, CONSTANT), X[:8, 0]),
+        (lambda x: jnp.einsum("j,i->ij", CONSTANT, x), X[:8, 0]),
+        (lambda x: jnp.where(x[:, None] > 0, 1.0, jnp.arange(4.0)), X[:8, 0]),
+        (drawn, jax.random.key(0)),
+        (lambda key: jnp.exp(drawn(key)) + 1, jax.random.key(0)),
+    ],
+    ids=["broadcast", "two broadcasts", "iota", "constant", "outer", "turned outer", "select", "drawn", "drawn and more"],
+)
+def test_a_pinned_split_that_no_operand_hands_on_is_kept(make, argument):
+    @functools.partial(spmdctx.parallel, parallel_mode="auto_parallel", search_mode="sharding_propagation", device_num=8)
+    def step(value):
+        return jnp.sum(spmdctx.shard(lambda made: made * made, ((2, 4),))(make(value)))
+
+    report = step.audit(argument)
+    assert report.ok, report
+    assert [row.axes for row in report.rows] == [("data", "model")]
+
+
+def test_a_broadcast_that_meets_a_split_operand_needs_none():
+    assert "broadcast_in_dim" not in anchors(lambda x, w: x + jnp.broadcast_to(jnp.exp(w[0]), (32, 64)), {0: (D, M), 1: ((), M)})
