@@ -32,7 +32,7 @@ def merged(tables: Tables, problem: Problem) -> Problem | None:
     renamings = _renamings(axis_codes(tables.space.mesh))
     if len(renamings) == 1 or sum(map(len, problem.costs)) <= _FEW_STATES:
         return None
-    known: dict[int, _Classes] = {}
+    known: dict[int, _Orbits] = {}
     classes = []
     for node, choices in zip(tables.network.nodes, tables.choices, strict=True):
         if id(choices) not in known:
@@ -57,7 +57,7 @@ class _Renaming(NamedTuple):
     bits: IntArray
 
 
-class _Classes(NamedTuple):
+class _Orbits(NamedTuple):
     """States sorted by class, and the start of each class among them."""
 
     order: IntArray
@@ -79,11 +79,11 @@ def _renamings(codes: AxisCodes) -> list[_Renaming]:
     return found
 
 
-def _classes(tables: Tables, node: Node, choices: Choices, renamings: Sequence[_Renaming]) -> _Classes:
+def _classes(tables: Tables, node: Node, choices: Choices, renamings: Sequence[_Renaming]) -> _Orbits:
     """Finds the states of a node that some renaming makes the same."""
     keys = np.minimum.reduce([_key(tables, node, choices, renaming) for renaming in renamings])
     order = keys.argsort(kind="stable")
-    return _Classes(order, np.flatnonzero(np.diff(np.unique(keys, return_inverse=True)[1].reshape(-1)[order], prepend=-1)))
+    return _Orbits(order, np.flatnonzero(np.diff(np.unique(keys, return_inverse=True)[1].reshape(-1)[order], prepend=-1)))
 
 
 def _key(tables: Tables, node: Node, choices: Choices, renaming: _Renaming) -> WordArray:
@@ -107,7 +107,7 @@ def _key(tables: Tables, node: Node, choices: Choices, renaming: _Renaming) -> W
     return key
 
 
-def _least(array: FloatArray, classes: _Classes) -> FloatArray:
+def _least(array: FloatArray, classes: _Orbits) -> FloatArray:
     """Returns the least entries of each class, along the first axis."""
     least: FloatArray = np.minimum.reduceat(array[classes.order], classes.starts, axis=0)
     return least

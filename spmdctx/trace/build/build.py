@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from spmdctx.ir.analysis.columns import Columns, Kind, Tensor
-from spmdctx.ir.arrays import BoolArray, IntArray
-from spmdctx.ir.graph import LITERAL, Graph, Mark, Op, Role, Value
+from spmdctx.ir.arrays import IntArray
+from spmdctx.ir.graph import LITERAL, Graph, Mark, Role, Value
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ir.rule import OpRule
-from spmdctx.machine.xla.fusion import fused_bits, fused_slots, in_memory
-from spmdctx.machine.xla.fusion_work import fusion_works
+from spmdctx.machine.xla.fusion import in_memory
 from spmdctx.rules import missing_all_reduces, rule_for
 from spmdctx.rules.builder import replicate
 from spmdctx.rules.flops import op_flops
@@ -27,6 +26,7 @@ from spmdctx.trace.build import control_flow as bodies
 from spmdctx.trace.build.builder import Around, Env, ReadRegion
 from spmdctx.trace.build.canonical import Canonical, Form
 from spmdctx.trace.build.common_subexpressions import choices_of_one, find_copies, made_one
+from spmdctx.trace.build.ops_of_columns import ops_of
 from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
 from spmdctx.trace.build.program import LossOperand, ManualRegion, Program, UserPin
 from spmdctx.trace.build.shard_maps import read_regions
@@ -283,7 +283,7 @@ class GraphBuilder:
         origins = LazyOrigins(self._infos, self._frames, self._frame_of).select(alive)
         graph = Graph(
             values=self._values(),
-            ops=_ops(columns, materialized),
+            ops=ops_of(columns, materialized),
             inputs=inputs,
             outputs=outputs,
             ties=(*self.ties, *ties),
@@ -396,13 +396,3 @@ class GraphBuilder:
             tensor, named = self._tensor(self._avals[index]), self._named.get(index, (Role.INTERMEDIATE, ""))
             digest.update(form((*tensor, *named)))
         return digest.hexdigest()
-
-
-def _ops(columns: Columns, materialized: BoolArray) -> tuple[Op, ...]:
-    """Makes the ops; `materialized` tells for each value whether it exists in memory."""
-    fused = fused_slots(columns, materialized)
-    primitives, rules, flops = ([kind[place] for kind in map(columns.kinds.__getitem__, columns.kind_of.tolist())] for place in range(3))
-    sides = columns.operands, columns.results
-    rest = repeat(None), fused_bits(columns, fused), fusion_works(columns, fused)
-    fields = zip(range(columns.num_ops), primitives, *sides, rules, flops, columns.repeats.tolist(), *rest, strict=False)
-    return tuple(map(_new, repeat(Op), fields))
