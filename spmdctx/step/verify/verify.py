@@ -24,6 +24,7 @@ from spmdctx.step.verify.noise.rounding import Noise
 from spmdctx.trace.capture.capture import Captured, OutputLeaf
 from spmdctx.trace.scope.mesh import auto_axes
 from spmdctx.trace.specs import make_mesh, named_sharding
+from spmdctx.wording import counted
 
 _FIRST_SAMPLES, _MOST_SAMPLES = 6, 24
 _AMPLITUDES = (1.0, 2.0)
@@ -115,7 +116,8 @@ class VerifyReport(NamedTuple):
 
     def __str__(self) -> str:
         verdict = "same" if self.ok else "NOT the same"
-        lines = [f"{verdict} on {self.num_devices} devices as {self.reference}: {len(self.rows)} results"]
+        devices, results = counted(self.num_devices, "device"), counted(len(self.rows), "result")
+        lines = [f"{verdict} on {devices} as {self.reference}: {results}"]
         shown = sorted(self.rows, key=lambda row: (row.ok, -row.difference))[:10]
         return "\n".join([*lines, *(f"  {row}" for row in shown), *(f"  why: {sentence}" for sentence in self.explanations)])
 
