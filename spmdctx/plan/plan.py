@@ -100,7 +100,7 @@ class Plan(PlanData):
     ) -> Pareto[Plan]:
         """Weighs time against memory: plans the step again under each budget, and under none, on each number of devices.
 
-        Little work is spent on proofs, and notes say what was left out. In a terminal or notebook a line shows what is being planned. An
+        Little work is spent on proofs, and notes say what was left out. In a terminal a line shows what is being planned. An
         interrupt (Ctrl-C) ends it with the points found so far.
 
         Args:

@@ -20,6 +20,7 @@ CAUSES = {
     "bucket 12 of gradients: partial result of reduce_sum, added up by a loop": Cause.sum("reduce_sum", 12, in_loop=True),
     "joined by value_and_grad": LOSS_REDUCTION,
     "psum written in shard_map": Cause(CauseForm.WRITTEN, primitive="psum"),
+    "result of pure_callback, which runs on one device": Cause(CauseForm.BROADCAST, primitive="pure_callback"),
     "of another version": Cause(CauseForm.OTHER, text="of another version"),
 }
 

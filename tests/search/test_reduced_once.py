@@ -10,8 +10,8 @@ import pytest
 
 import spmdctx
 from spmdctx.ir.analysis.loop_sums import held_axes
-from spmdctx.search import select
 from spmdctx.search.dynamic.results import Shortfall
+from spmdctx.search.dynamic.searcher import Searcher
 from spmdctx.search.reduced_once import reduced_once, sums_of_gradients
 from spmdctx.step.planning import planner
 from spmdctx.step.planning import request as request_module
@@ -85,12 +85,18 @@ def test_the_step_follows_that_of_the_whole_batch(mode):
 
 
 def test_sums_that_do_not_fit_in_the_memory_are_reduced_in_turns_and_named(monkeypatch):
-    def cramped(step, request, *others):
-        found = select_plan(step, request, *others)
-        return Shortfall(0, 1, 1, found) if request.once else found
+    class Cramped:
+        def __init__(self, budgets):
+            self._budgets = budgets
 
-    select_plan = select.plan_dynamic
-    monkeypatch.setattr(select, "plan_dynamic", cramped)
+        def within(self, options):
+            return Shortfall(0, 1, 1, self._budgets.within(options))
+
+    def cramped(searcher, request):
+        return Cramped(budgets(searcher, request)) if request.once else budgets(searcher, request)
+
+    budgets = Searcher.budgets
+    monkeypatch.setattr(Searcher, "budgets", cramped)
     plan = parallel("dynamic_programming", 2, topology="tpu-v5e", device_num=8).plan(*arguments())
     assert in_turns(plan)
     assert any("whole sums do not fit" in note for note in plan.notes)

@@ -45,9 +45,9 @@ _QUIET_S = 1.0
 
 @contextmanager
 def showing(progress: Progress | None) -> Iterator[Progress]:
-    """Gives what is to be called with each point: the user's own, or a line in a terminal or notebook, after a second."""
+    """Gives what is to be called with each point: the user's own, or a line in a terminal, after a second."""
     console = Console(stderr=True)
-    if progress is not None or not (console.is_terminal or console.is_jupyter):
+    if progress is not None or not console.is_terminal or console.is_jupyter:
         yield progress or (lambda _: None)
         return
     start, points, unmet = time.monotonic(), 0, 0

@@ -178,7 +178,7 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0, plain: 
     """
     with auto_axes():
         # Copies: the step may have been told to reuse the memory of its arguments.
-        split = entry.execute(_as_called(entry, leaves))
+        split = [_host(result) for result in entry.execute(_as_called(entry, leaves))]
         if entry not in _PREPARED:
             _PREPARED[entry] = _Prepared(_reference(entry, plain))
         prepared = _PREPARED[entry]
@@ -186,7 +186,7 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0, plain: 
         with prepared.reference.around():
             whole = prepared.run(copied)
             floors = [Floor(values, _spacing(leaf.dtype)) for values, leaf in zip(whole, entry.captured.outputs, strict=True)]
-            differences = [distances(_host(result), values) for result, values in zip(split, whole, strict=True)]
+            differences = [distances(result, values) for result, values in zip(split, whole, strict=True)]
             excesses = _measured(floors, differences, prepared.samples(copied))
     rows = [
         VerifyRow(

@@ -241,7 +241,7 @@ class GraphBuilder:
             if kind is None:
                 if results and all(0 in shape for shape in results) and not eqn.effects:
                     # XLA drops such an op, and all that only it needs.
-                    kind = self._learn(Kind("empty", replicate(operands, results, "its results have no elements"), 0), form)
+                    kind = self._learn(Kind("empty", replicate(operands, results, ""), 0), form)
                     self._hollow.add(kind)
                 else:
                     rule = rule_for(name, operands, results, eqn.params, missing)

@@ -335,7 +335,7 @@ def test_a_loss_of_very_many_parameters_is_priced():
     params = [jnp.ones((64, 4))] * 200
 
     def step(params, x):
-        gradients = spmdctx.grad(lambda params: jnp.mean(x) * sum(jnp.sum(one) for one in params))(params)
+        gradients = spmdctx.grad(lambda params: jnp.mean(x) * sum((index + 1) * jnp.sum(one) for index, one in enumerate(params)))(params)
         return optax.apply_updates(params, tx.update(gradients, tx.init(params))[0])
 
     plan = parallel(step, "level2", device_num=64, config={"parallel_optimizer_threshold": 0}).plan(params, jnp.ones((64, 4)))
