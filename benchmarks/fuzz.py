@@ -102,7 +102,7 @@ def worker(seed: int, numbers: list[int]) -> None:
             jax.clear_caches()
         program = make_program(f"{seed} {number}", MOVES)
         tags = sorted(program.tags)
-        outcomes = check(program, random.Random(f"ways {seed} {number}"), lambda source: say(way=source, tags=tags))  # noqa: B023
+        outcomes = check(program, random.Random(f"ways {seed} {number}"), lambda source: say(way=source, tags=tags))  # noqa: B023  called before the next number
         rows = outcomes and [{**one._asdict(), "faults": [fault._asdict() for fault in one.faults]} for one in outcomes]
         say(number=number, tags=tags, outcomes=rows)
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from functools import lru_cache
 from string import Formatter
@@ -104,6 +105,25 @@ def _is_small(value: object, left: list[int]) -> bool:
         return False
     parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple | set | frozenset) else ()
     return all(_is_small(part, left) for part in parts)
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Joins the first names, and says how many more there are."""
+    more = len(names) - most
+    return ", ".join([*names[:most], *([f"and {more} more"] if more > 0 else [])])
+
+
+@contextmanager
+def naming_file(option: str, path: object, what: str) -> Iterator[None]:
+    """Names the option whose file fails inside.
+
+    Raises:
+        OSError: the file system refuses; of the kind that it raised.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(message(f"{option}: {what}.", where=str(path), got=error.strerror or str(error))) from error
 
 
 def is_laid_out(error: BaseException) -> bool:

@@ -60,7 +60,7 @@ ROWS = {(): TOP, **{tuple(folder.split("/")): rows for folder, rows in INNER.ite
 WITHOUT_JAX = {"errors", "wording", "ir", "rules", "context", "machine", "cost", "search", "plan"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
-MODULES_AT_THE_TOP = {"__init__", "__main__", "_compat", "api", "errors", "wording"}
+MODULES_AT_THE_TOP = {"__init__", "__main__", "_compat", "api", "errors"}
 MOST_MODULES = {"rules": 18, "gradients": 18, "search": 3}
 """Folders of many like things, and one that is to hold packages; any other may have twelve."""
 

@@ -44,6 +44,7 @@ def uses(params: Params, batch: jax.Array, trainer: Trainer) -> None:
         restored = checkpoints.restore({"params": params})
         assert_type(restored.step, int)
 
+    # Each of these is a mistake; mypy reports the comment that none of them needs any longer.
     train_step(params)  # type: ignore[call-arg]
     train_step(params, "x")  # type: ignore[arg-type]
     train_step(params, batch, speed=1.0)  # type: ignore[call-arg]

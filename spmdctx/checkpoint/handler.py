@@ -97,7 +97,12 @@ def _without_patterns(folder: Path) -> Iterator[Any]:
     with TemporaryDirectory(prefix="spmdctx-") as scratch:
         link = Path(scratch) / "checkpoint"
         if _GLOB.search(str(link)):
-            raise CheckpointError("Checkpoints cannot be finished below this folder.", where=str(folder), fix="set TMPDIR to a plain path")
+            raise CheckpointError(
+                "Checkpoints cannot be finished below this folder.",
+                where=str(folder),
+                got=f"the temporary path {link}",
+                fix="set TMPDIR to a path without * ? [ ]",
+            )
         link.symlink_to(folder, target_is_directory=True)
         yield epath.Path(link)
 

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from spmdctx.checkpoint.files import damage, read_json
 from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
-from spmdctx.errors import CheckpointError, message
+from spmdctx.errors import CheckpointError, listed, message
 from spmdctx.plan.file import parse_plan, plan_json
 from spmdctx.plan.plan import Plan
 
@@ -68,9 +68,11 @@ class CheckpointManager:
 
         self.directory = Path(directory).resolve()
         if self.directory.exists() and not self.directory.is_dir():
-            raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(self.directory))
+            raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(self.directory), need="a folder")
         if "\\" in str(self.directory):  # its storage takes it for a slash, and writes to another folder
-            raise CheckpointError("A folder of checkpoints cannot have a backslash in its path.", where=str(self.directory))
+            raise CheckpointError(
+                "A folder of checkpoints cannot have a backslash in its path.", where=str(self.directory), fix="rename the folder"
+            )
         self._every, self._has_saved = every, False
         self._pending: Pending | None = None
         options = ocp.CheckpointManagerOptions(
@@ -260,7 +262,7 @@ def _check_alive(tree: StateTree) -> None:
     if gone:
         raise CheckpointError(
             "The state holds arrays that are deleted: a step that they were donated to has reused their memory.",
-            got=", ".join([*gone[:3], *([f"and {len(gone) - 3} more"] if len(gone) > 3 else [])]),
+            got=listed(gone),
             fix="save the state that the step returned",
         )
 
@@ -303,7 +305,7 @@ def _check_places(tree: StateTree, saved: Iterable[str], where: str) -> None:
         raise CheckpointError(
             "The state has no place for what the checkpoint holds.",
             where=where,
-            got=", ".join([*left[:3], *([f"and {len(left) - 3} more"] if len(left) > 3 else [])]),
+            got=listed(left),
             fix="restore a state like the saved one, whole entries of its first level, or a part with partial=True",
         )
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
-from spmdctx.errors import CheckpointError, message
+from spmdctx.errors import CheckpointError, listed, message
 from spmdctx.plan.plan import Plan
 
 
@@ -29,13 +29,11 @@ class Pending:
 
     @property
     def _text(self) -> tuple[str, dict[str, str]]:
-        more = len(self._paths) - 3
-        leaves = ", ".join([*self._paths[:3], *([f"and {more} more"] if more > 0 else [])])
         return (
             "The restored state was not taken, so these leaves are not those of the checkpoint.",
             {
                 "where": f"step {self._step} of {self._where}",
-                "got": leaves,
+                "got": listed(self._paths),
                 "need": "only nnx objects change in place; all else comes back as new leaves",
                 "fix": "restored = checkpoints.restore(state); state, start = restored.state, restored.step",
             },
@@ -45,12 +43,11 @@ class Pending:
         """Notes that the caller has read the state."""
         self._paths = ()
 
-    def warn(self, stacklevel: int) -> None:
-        """Warns, once, if the state was not taken."""
+    def warn(self) -> None:
+        """Warns if the state was not taken and no error has said so."""
         if self._paths and not self._is_told:
-            self._is_told = True
             summary, lines = self._text
-            warnings.warn(message(summary, **lines), RuntimeWarning, stacklevel=stacklevel + 1)
+            warnings.warn(message(summary, **lines), RuntimeWarning, stacklevel=3)
 
     def check(self) -> None:
         """Refuses to go on if the state was not taken.
@@ -99,7 +96,7 @@ class Restored(_Fields):
 
     def __del__(self) -> None:
         if self._pending is not None:
-            self._pending.warn(stacklevel=2)
+            self._pending.warn()
 
     def _take(self) -> None:
         if self._pending is not None:

@@ -22,7 +22,10 @@ from spmdctx.cli.train import add_train_arguments, train
 from spmdctx.plan.plan import Plan
 from spmdctx.step.verify.verify import checked_rtol
 
-_EPILOG = "Exit code: 0, 1 where the check failed, 2 where the command was used wrongly or the program failed, 70 where spmdctx itself did."
+_EPILOG = (
+    "Exit code: 0, 1 where the check failed, 2 where the command was used wrongly or the program failed, 70 where spmdctx itself did, "
+    "130 where it was interrupted."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

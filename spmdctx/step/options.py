@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from spmdctx.context.options import checked
 from spmdctx.context.values import memory_budget
-from spmdctx.errors import ContextError, message
+from spmdctx.errors import ContextError, message, naming_file
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
 from spmdctx.machine.topology import Topology
@@ -49,11 +49,8 @@ def step_options(options: Mapping[str, Any]) -> StepOptions:
 
 
 def _topology(value: Any) -> Topology:
-    try:
+    with naming_file("topology", value, "the file cannot be read"):
         return topology(value)
-    except OSError as error:
-        text = message("topology: the file cannot be read.", where=str(value), got=error.strerror or str(error))
-        raise type(error)(text) from error
 
 
 def _max_mesh_axes(value: Any) -> int | None:

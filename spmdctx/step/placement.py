@@ -122,7 +122,7 @@ class Init:
         shardings = [targets.get(id(leaf), named_sharding(mesh, replicated(len(leaf.shape)))) for leaf in self._abstract]
         run = jax.jit(jexc.jaxpr_as_fun(self._captured.jaxpr), out_shardings=shardings)
         leaves = self._read().leaves
-        check_alive([leaf.path for leaf in self._captured.inputs], leaves, self._captured.name)
+        check_alive(self._captured, leaves)
         with auto_axes():
             if spans_processes(mesh.devices.flat):
                 leaves = [on_all(leaf, named_sharding(mesh, ())) for leaf in leaves]

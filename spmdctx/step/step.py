@@ -170,7 +170,7 @@ class ParallelStep(Generic[P, R]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the first call warned of, and the leaves that the last call had to move, one sentence for each."""
+        """What the first call warns of, and the leaves that calls had to move or copy, one sentence for each."""
         return () if self._last is None else (*self._last.entry.warnings, *self._last.entry.moved.values())
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -238,7 +238,7 @@ class ParallelStep(Generic[P, R]):
         call, static = self._split(args, kwargs)
         with entry.advising():
             leaves = self._read(entry, call).leaves
-            check_alive([leaf.path for leaf in entry.captured.inputs], leaves, entry.captured.name)
+            check_alive(entry.captured, leaves)
             plain = self._on_one_device(call, static, entry) if entry.captured.is_rewritten else None
             return verify.verify_entry(entry, leaves, accepted, plain)
 
@@ -322,7 +322,7 @@ class ParallelStep(Generic[P, R]):
         entry.environment.check_running()
         if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
             raise UnsupportedError("parameter_broadcast needs arrays, and this step is called inside of jit, grad or vmap.")
-        check_alive([leaf.path for leaf in entry.captured.inputs], read.leaves, entry.captured.name)
+        check_alive(entry.captured, read.leaves)
         leaves = broadcast_state(entry, read.leaves)
         entry.structure.place(read.handle, leaves)
         return read._replace(leaves=leaves)
@@ -341,9 +341,7 @@ class ParallelStep(Generic[P, R]):
 
     def _entry_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         with ShortTracebacks():
-            entry = self._entry(*self._split(args, kwargs), stacklevel=4)
-            _ = entry.planned  # all callers need it, and its errors end here
-            return entry
+            return self._entry(*self._split(args, kwargs), stacklevel=4)
 
     def _entry(self, call: Call, static: Static, stacklevel: int) -> Entry:
         """Finds or makes the entry of a call, which becomes the last one."""

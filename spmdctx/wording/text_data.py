@@ -1,4 +1,4 @@
-"""Reads JSON and YAML text of unknown origin: every fault is one kind of error, and no text makes more data than it has characters."""
+"""Reads JSON and YAML text of unknown origin: every fault is one kind of error, and no text stands for more than a million values."""
 
 from __future__ import annotations
 

@@ -16,10 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdctx.errors import DonationError
+from spmdctx.errors import DonationError, listed
 from spmdctx.trace.capture.capture import Captured, InputLeaf
 
-_SHOWN = 3
 _WITH_POINTERS = ("cpu", "gpu")
 """The platforms on which equal pointers on one device surely are the same memory."""
 
@@ -35,17 +34,17 @@ def is_of_buffers(error: Exception) -> bool:
     return _REFUSALS.search(str(error)) is not None
 
 
-def check_alive(paths: Sequence[str], leaves: Sequence[Any], name: str) -> None:
-    """Refuses arrays whose memory was reused.
+def check_alive(captured: Captured, leaves: Sequence[Any]) -> None:
+    """Refuses arrays among a step's leaves whose memory was reused.
 
     Raises:
         DonationError: an array is deleted.
     """
-    gone = [f"{path} ({leaf.aval.str_short()})" for path, leaf in zip(paths, leaves, strict=True) if _is_deleted(leaf)]
+    gone = [f"{own.path} ({leaf.aval.str_short()})" for own, leaf in zip(captured.inputs, leaves, strict=True) if _is_deleted(leaf)]
     if gone:
         raise DonationError(
-            f"{name} gets arrays that are deleted: they were donated to an earlier call, which reused their memory.",
-            got=", ".join([*gone[:_SHOWN], *([f"and {len(gone) - _SHOWN} more"] if len(gone) > _SHOWN else [])]),
+            f"{captured.name} gets arrays that are deleted: they were donated to an earlier call, which reused their memory.",
+            got=listed(gone),
             fix="pass what the earlier call returned, or leave that argument out of its donate_argnums",
         )
 
@@ -58,8 +57,7 @@ class Buffers:
     """
 
     def __init__(self, captured: Captured) -> None:
-        inputs = captured.inputs
-        self._inputs, self._name = inputs, captured.name
+        self._captured, self._inputs = captured, (inputs := captured.inputs)
         donated = {_kind(leaf) for leaf in inputs if leaf.donated}
         counts = Counter(_kind(leaf) for leaf in inputs)
         # Only arrays of one shape and dtype share memory, and only where one of them is donated is it a fault.
@@ -122,7 +120,7 @@ class Buffers:
         Raises:
             DonationError: an array is deleted.
         """
-        check_alive([leaf.path for leaf in self._inputs], leaves, self._name)
+        check_alive(self._captured, leaves)
         found, notes = list(leaves), {}
         owners: dict[Any, int] = {}
         arrays = [index for index in self._members if _is_array(leaves[index])]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 
 from spmdctx.context.options import PLANNED_MODES
-from spmdctx.errors import PlanMismatchError, message
+from spmdctx.errors import PlanMismatchError
 from spmdctx.ir.mesh import format_sharding
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.plan.data import Cost, PeakForm, PeakNote, PlannedTensor, Timing
@@ -47,7 +46,7 @@ def planned_with_files(captured: Captured, settings: Settings) -> Planned:
     made = _loaded(captured, settings, load) if load else with_insight(plan_program(captured, settings), captured, settings)
     # Every process makes the same plan; one of them writes it.
     if save and not (jax.distributed.is_initialized() and jax.process_index()):
-        with _named("strategy_ckpt_save_file", save, "the plan cannot be written"):
+        with naming_file("strategy_ckpt_save_file", save, "the plan cannot be written"):
             write_plan(made.plan, save)
     return made
 
@@ -58,7 +57,7 @@ def loaded_plan(settings: Settings) -> Plan | None:
     load = context.strategy_ckpt_load_file
     if not load or context.parallel_mode not in PLANNED_MODES:
         return None
-    with _named("strategy_ckpt_load_file", load, "the strategy file cannot be read"):
+    with naming_file("strategy_ckpt_load_file", load, "the strategy file cannot be read"):
         found = read_strategy(load, Plan)
     if not isinstance(found, Plan):
         return None
@@ -66,21 +65,8 @@ def loaded_plan(settings: Settings) -> Plan | None:
     return found
 
 
-@contextmanager
-def _named(option: str, path: str, what: str) -> Iterator[None]:
-    """Names the option whose file fails.
-
-    Raises:
-        OSError: the file system refuses; of the kind that it raised.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise type(error)(message(f"{option}: {what}.", where=path, got=error.strerror or str(error))) from error
-
-
 def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
-    with _named("strategy_ckpt_load_file", load, "the strategy file cannot be read"):
+    with naming_file("strategy_ckpt_load_file", load, "the strategy file cannot be read"):
         found = read_strategy(load, Plan)
     if isinstance(found, MindSporeStrategy):
         return _pinned(captured, settings, found, Path(load).name)

@@ -69,12 +69,10 @@ class Floor:
         over = differences > FACTOR * self._first + self._least
         alone = self._first > FACTOR * self._second + self._least
         num_alone = int(np.count_nonzero(alone))
-        if not num_alone or not self.num_samples:
-            return Excess(int(np.count_nonzero(over)), 0)
-        farthest = FACTOR * self._first[alone].max()
-        if np.any(differences[over] > farthest):
-            return Excess(int(np.count_nonzero(over)), 0)
-        return Excess(int(np.count_nonzero(over)), 2 + math.ceil(4 * num_alone / self.num_samples))
+        num_over = int(np.count_nonzero(over))
+        if not num_alone or np.any(differences[over] > FACTOR * self._first[alone].max()):
+            return Excess(num_over, 0)
+        return Excess(num_over, 2 + math.ceil(4 * num_alone / self.num_samples))
 
 
 def distances(values: np.ndarray, reference: np.ndarray) -> np.ndarray:

@@ -82,4 +82,4 @@ def test_the_way_out_works():
 
 def test_other_names_that_are_not_defined_stay_what_they_are():
     with pytest.raises(NameError, match="name 'undefined' is not defined"):
-        spmdctx.plan(lambda x: undefined + x, X, parallel_mode="auto_parallel")  # noqa: F821
+        spmdctx.plan(lambda x: undefined + x, X, parallel_mode="auto_parallel")  # noqa: F821  the fault that is tested
