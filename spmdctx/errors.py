@@ -123,7 +123,7 @@ def naming_file(option: str, path: object, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise type(error)(message(f"{option}: {what}.", where=str(path), got=error.strerror or str(error))) from error
+        raise type(error)(message(f"{option}: {what}.", where=str(path), got=error.strerror or str(error))) from None
 
 
 def is_laid_out(error: BaseException) -> bool:

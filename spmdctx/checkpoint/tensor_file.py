@@ -195,7 +195,9 @@ class TensorFile:
 
     def _header(self) -> dict[str, TensorInfo]:
         size = os.fstat(self._file).st_size
-        length = int.from_bytes(self._bytes(0, 8), "little") if size >= 8 else -1
+        if size < 8:
+            raise self._damaged(f"{size} bytes, fewer than the length of a header takes")
+        length = int.from_bytes(self._bytes(0, 8), "little")
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise self._damaged(f"a header of {length} bytes in a file of {size}")
         text = self._bytes(8, length)
@@ -238,6 +240,8 @@ def _metadata(header: Any) -> Mapping[str, str]:
     Raises:
         ValueError: it does not map texts to texts, as the format wants.
     """
+    if not isinstance(header, dict):
+        raise ValueError("the header is no JSON object")
     found = header.get(_METADATA) or {}
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         raise ValueError(f"{_METADATA} is no mapping of texts")

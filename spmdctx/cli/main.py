@@ -19,6 +19,7 @@ from spmdctx.cli.output import Output, audit_data, diff_data, explain_data, fail
 from spmdctx.cli.program import add_program_arguments, add_target_argument, choose, started, target_options
 from spmdctx.cli.strategies import add_strategies_arguments, strategies
 from spmdctx.cli.train import add_train_arguments, train
+from spmdctx.errors import naming_file
 from spmdctx.plan.plan import Plan
 from spmdctx.step.verify.verify import checked_rtol
 
@@ -49,16 +50,18 @@ def plan(arguments: argparse.Namespace, output: Output) -> int:
         made = choice.parallel(step).plan(*args)
     output.show(made)
     if arguments.save:
-        made.save(arguments.save)
+        with naming_file("--save", arguments.save, "the plan cannot be written"):
+            made.save(arguments.save)
     if arguments.html:
-        made.save_html(arguments.html)
+        with naming_file("--html", arguments.html, "the page cannot be written"):
+            made.save_html(arguments.html)
     output.finish(plan_data(made))
     return 0
 
 
 def explain(arguments: argparse.Namespace, output: Output) -> int:
     """Explains what a plan does with the tensors or ops that match; returns 1 if none does."""
-    explanation = Plan.load(arguments.plan).explain(arguments.pattern)
+    explanation = _read_plan("plan", arguments.plan).explain(arguments.pattern)
     output.show(explanation)
     output.finish(explain_data(explanation))
     return 0 if explanation else 1
@@ -66,10 +69,15 @@ def explain(arguments: argparse.Namespace, output: Output) -> int:
 
 def diff(arguments: argparse.Namespace, output: Output) -> int:
     """Compares two plans; returns 1 if they differ."""
-    found = Plan.load(arguments.before).diff(Plan.load(arguments.after))
+    found = _read_plan("before", arguments.before).diff(_read_plan("after", arguments.after))
     output.show(found)
     output.finish(diff_data(found))
     return 1 if found else 0
+
+
+def _read_plan(argument: str, path: Path) -> Plan:
+    with naming_file(argument, path, "the plan file cannot be read"):
+        return Plan.load(path)
 
 
 def audit(arguments: argparse.Namespace, output: Output) -> int:

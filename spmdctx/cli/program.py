@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from spmdctx.cli.output import Output, own_frames
 from spmdctx.cli.values import positive, positive_number
 from spmdctx.context.docs import add_context_arguments, options_from_arguments
 from spmdctx.context.layers import ContextConfig, auto_parallel_context, load_config
-from spmdctx.errors import ContextError
+from spmdctx.errors import ContextError, naming_file
 from spmdctx.lowering.compile_only import gpu_devices, tpu_devices
 from spmdctx.machine.presets import PRESETS as MACHINES
 from spmdctx.models import (
@@ -176,8 +177,9 @@ def choose(arguments: argparse.Namespace, all_devices: int | None = None) -> Cho
     """
     given = options_from_arguments(arguments)
     count = all_devices or expected_devices()
-    ready = ready_strategy(arguments.strategy, arguments, given.get("device_num", count)) if arguments.strategy else None
-    config = load_config(arguments.config) if arguments.config else ContextConfig({}) if ready is None else ready.config
+    with naming_file("--strategy", arguments.strategy, "the file cannot be read"):
+        ready = ready_strategy(arguments.strategy, arguments, given.get("device_num", count)) if arguments.strategy else None
+    config = _read_config(arguments.config) if arguments.config else ContextConfig({}) if ready is None else ready.config
     options = {**config.options, **given}
     options.setdefault("parallel_mode", "auto_parallel")
     num_devices = options.setdefault("device_num", count)
@@ -189,6 +191,11 @@ def choose(arguments: argparse.Namespace, all_devices: int | None = None) -> Cho
     memory_bytes = arguments.memory_bytes or (int(arguments.memory_gib * 2**30) if arguments.memory_gib else config.memory_bytes)
     step_options = {"topology": arguments.topology, "memory_bytes": memory_bytes, "strict": arguments.strict}
     return Choice(arguments, options, num_devices, split, {name: value for name, value in step_options.items() if value})
+
+
+def _read_config(path: str) -> ContextConfig:
+    with naming_file("--config", path, "the file cannot be read"):
+        return load_config(path)
 
 
 def _with_defaults(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> argparse.Namespace:
@@ -242,6 +249,9 @@ def target_options(target: str) -> dict[str, Any]:
 
 def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     module_name, _, function_name = name.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        fix = f"give the module's name: {Path(module_name).stem}:{function_name or 'program'}" if module_name.endswith(".py") else ""
+        raise ContextError(f"--program {name!r} names no module.", need="MODULE:FUNCTION, in the current folder or installed", fix=fix)
     sys.path.insert(0, os.getcwd())
     try:
         program = getattr(importlib.import_module(module_name), function_name or "program")
@@ -250,18 +260,26 @@ def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         where = frames[0] if frames else ""
         raise ContextError(f"--program {name!r} cannot be loaded.", where=where, got=str(error), need="MODULE:FUNCTION") from error
     except Exception as error:
-        raise _program_failed(name, "cannot be imported", error) from error
+        raise _program_failed(name, "raised an error when it was imported", error) from error
     finally:
         sys.path.remove(os.getcwd())
+    if not callable(program):
+        raise ContextError(
+            f"--program {name!r} is no function.", got=type(program).__name__, need="a function that returns (step, arguments)"
+        )
     try:
         made = program()
     except Exception as error:
-        raise _program_failed(name, "cannot be called without arguments", error) from error
+        raise _program_failed(name, "raised an error when it was called without arguments", error) from error
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
-        raise ContextError(f"--program {name!r} must return (step, arguments).", got=type(made).__name__)
+        raise ContextError(f"--program {name!r} must return (step, arguments), where arguments is a tuple.", got=_parts(made))
     return made
 
 
+def _parts(made: Any) -> str:
+    return f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made).__name__
+
+
 def _program_failed(name: str, what: str, error: Exception) -> ContextError:
-    frames = own_frames(error.__traceback__)
-    return ContextError(f"--program {name!r} {what}.", where=frames[0] if frames else "", got=f"{type(error).__name__}: {error}")
+    frames, text = own_frames(error.__traceback__), str(error).replace("\n", "\n         ")
+    return ContextError(f"--program {name!r} {what}.", where=frames[0] if frames else "", got=f"{type(error).__name__}: {text}")

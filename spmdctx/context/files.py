@@ -85,7 +85,7 @@ def _read_yaml(path: str) -> Mapping[str, Any]:
     try:
         content = read_yaml_text(Path(path).read_bytes())
     except ValueError as error:
-        raise ContextError("The configuration is no valid YAML.", where=path, got=str(error)) from error
+        raise ContextError("The configuration is no valid YAML.", where=path, got=str(error)) from None
     if not isinstance(content, dict):
         raise ContextError(
             "The configuration holds no options.", where=path, got=type(content).__name__, need="a mapping such as `device_num: 8`"

@@ -138,7 +138,7 @@ def memory_budget(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(message("memory_bytes must be a number of bytes.", got=shown(value)))
     if not 0 < value < math.inf:
-        raise ContextError("memory_bytes must be positive.", got=shown(value))
+        raise ContextError("memory_bytes must be positive and finite.", got=shown(value))
     if value >= _MAX_BYTES:
         raise ContextError("memory_bytes is more than any device has.", got=shown(int(value)), need="less than 2**63")
     return int(value)

@@ -20,6 +20,10 @@ _MOST_LISTED = 4
 
 _NO_BATCH = "'{path}' is not taken as the batch: {why}; batch_argnames= says it otherwise."
 _UNSURE = "'{path}' is taken as the batch, although this is not shown ({why}); batch_argnames= says what is the batch."
+_NAMED = (
+    "The loss is not shown to be a sum over the rows of '{path}' ({why}). Each device or micro-batch takes the loss of its own rows, so "
+    "the numbers may not be those of one device."
+)
 
 
 class Call(Protocol):
@@ -52,15 +56,17 @@ def refine(captured: Captured, settings: Settings) -> Captured:
 def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call], mesh: LogicalMesh) -> Captured:
     """Returns the step of whose guessed leaves only those are the batch over which its losses are shown to be sums.
 
+    Leaves that the user names are the batch; a note says where that is not shown.
+
     Raises:
         StrategyError: no guessed leaf is shown to be a batch.
     """
     graph = program.graph
     own = [one for one in program.loss_operands if not calls[one.call].is_manual and one.value != LITERAL]
     losses = {one.value for one in own if one.leaf == LOSS_VALUE}
-    if not captured.guessed or not losses:
+    if not losses:
         return captured
-    leaves = _leaves(captured, graph)
+    leaves = _leaves(captured, graph) if captured.guessed else _named(captured, graph)
     entering = {one.value for one in own if one.leaf != LOSS_VALUE}
     cut = [leaf for leaf in leaves if not entering.isdisjoint(batch_dims(graph, [leaf], mesh).found)]
     differentiated = {one.value for one in own if one.leaf in calls[one.call].differentiated}
@@ -68,7 +74,10 @@ def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call]
     others = {leaf: why for leaf, why in verdict.others.items() if leaf in cut}
     paths = {value: leaf.path for value, leaf in zip(graph.inputs, captured.inputs, strict=True)}
     notes = _impure_notes([paths[leaf] for leaf in sorted(verdict.impure)])
-    if others and not verdict.batch:
+    if others and not captured.guessed:
+        first = min(others, key=lambda leaf: (leaf not in verdict.wrong, leaf))
+        notes, others = [*notes, _NAMED.format(path=paths[first], why=others[first])], {}
+    elif others and not verdict.batch:
         first = min(others, key=lambda leaf: (leaf not in verdict.wrong, leaf))
         place_of = dict(zip(graph.inputs, captured.arguments, strict=True))
         if first in verdict.wrong or len({place_of[leaf] for leaf in cut}) > 1:
@@ -82,6 +91,11 @@ def with_roles(captured: Captured, judged: Captured) -> Captured:
     """Returns a second trace of a step with the roles of the first, which was judged."""
     inputs = [replace(leaf, role=known.role) for leaf, known in zip(captured.inputs, judged.inputs, strict=True)]
     return replace(captured, inputs=tuple(inputs), guessed=judged.guessed, program=None)
+
+
+def _named(captured: Captured, graph: Graph) -> list[int]:
+    """Returns the values of the leaves that the user names as batch."""
+    return [value for value, leaf in zip(graph.inputs, captured.inputs, strict=True) if leaf.role is Role.BATCH]
 
 
 def _leaves(captured: Captured, graph: Graph) -> list[int]:

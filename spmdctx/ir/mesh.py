@@ -21,7 +21,7 @@ def _check_names(names: AxisNames) -> None:
     for name in names:
         if not (name and name.isascii() and name.isprintable()) or "\\" in name:
             raise StrategyError(
-                "A mesh axis has a name that XLA cannot take.", got=ascii(name)[:80], need="printable ASCII letters, without a backslash"
+                "A mesh axis has a name that XLA cannot take.", got=ascii(name)[:80], need="printable ASCII without a backslash, not empty"
             )
     _AXIS_NAMES.update(names)
 

@@ -230,7 +230,7 @@ def read_topology(path: str | os.PathLike[str]) -> Topology:
     try:
         content = read_yaml_text(Path(where).read_bytes())  # JSON is YAML
     except ValueError as error:
-        raise ContextError("The topology file is neither JSON nor YAML.", where=where, got=str(error)) from error
+        raise ContextError("The topology file is neither JSON nor YAML.", where=where, got=str(error)) from None
     if not isinstance(content, dict) or not set(content) <= {*_FIELDS, *_RETIRED}:
         got = ", ".join(map(str, set(content) - {*_FIELDS, *_RETIRED})) if isinstance(content, dict) else type(content).__name__
         raise ContextError("The file holds no topology.", where=where, got=got, need=", ".join(_FIELDS))

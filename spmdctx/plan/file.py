@@ -55,8 +55,13 @@ def write_plan(plan: PlanData, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    scratch.write_text(plan_json(plan), encoding="utf-8")
-    scratch.replace(target)
+    try:
+        scratch.write_text(plan_json(plan), encoding="utf-8")
+        scratch.replace(target)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def read_plan(path: str | os.PathLike[str], kind: type[AnyPlan]) -> AnyPlan:
@@ -98,8 +103,8 @@ def _parsed(text: str | bytes, where: str) -> Any:
             "The file is no plan: it does not hold JSON text.",
             where=where,
             got=str(error),
-            fix="of MindSpore's strategy files only those whose name ends in .json are JSON; save such a one",
-        ) from error
+            fix="plan again and save the plan; of MindSpore's strategy files only those whose name ends in .json are JSON",
+        ) from None
 
 
 def _plan_of(body: Any, where: str, kind: type[AnyPlan]) -> AnyPlan:
@@ -132,7 +137,9 @@ def _check(body: Any, where: str) -> None:
         )
     known = body.pop("sha256", None)
     if known != _checksum(body):
-        raise PlanFormatError("The plan file is damaged: its checksum does not match what it holds.", where=where)
+        raise PlanFormatError(
+            "The plan file is damaged: its checksum does not match what it holds.", where=where, fix="plan again and save the plan"
+        )
 
 
 def _checksum(body: dict[str, Any]) -> str:

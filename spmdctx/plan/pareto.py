@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 from spmdctx.errors import InfeasibleError, StrategyError
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.plan.data import AnyPlan
+from spmdctx.plan.data import AnyPlan, PeakForm, PeakNote
 
 FRACTIONS = (0.75, 0.5, 0.375, 0.25, 0.125)
 """The default budgets, as fractions of what the fastest plan on that many devices needs."""
@@ -172,6 +172,11 @@ class _OnDevices(Generic[AnyPlan]):
             made = self._ask.replan(memory_bytes=limit, num_devices=self._count)
         except (InfeasibleError, StrategyError) as error:
             self.unmet.append(Unmet(self._count, limit, error.summary))
+            self._ask.progress(self.unmet[-1])
+            return None
+        if limit is not None and made.cost.memory_bytes > limit:
+            why = next((note for note in made.notes if isinstance(note, PeakNote) and note.form is PeakForm.OVER_BUDGET), "")
+            self.unmet.append(Unmet(self._count, limit, str(why) or "The predicted peak is over the budget."))
             self._ask.progress(self.unmet[-1])
             return None
         point = ParetoPoint(self._count, made.logical_mesh, limit, made.cost.memory_bytes, made.cost.total_s)

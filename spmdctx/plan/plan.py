@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group
 
-from spmdctx.errors import UnsupportedError
+from spmdctx.errors import ContextError, UnsupportedError, message, shown
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.diff import diff_plans
 from spmdctx.plan.explain import explain_plan
@@ -110,12 +110,23 @@ class Plan(PlanData):
 
         Raises:
             UnsupportedError: the plan is from a file; plan the step again.
+            TypeError: budgets or counts that are no numbers, or a progress that cannot be called.
+            ContextError: a budget or count that is not positive.
         """
         if self.replan is None:
             raise UnsupportedError(
                 "This plan cannot be planned again: it does not hold the step that it was made for.",
                 fix="plan the step again in auto_parallel, and ask that plan",
             )
+        for name, values in (("memory_bytes", memory_bytes), ("num_devices", num_devices)):
+            if not isinstance(values, Iterable):
+                raise TypeError(message(f"{name} must be a list.", got=shown(values)))
+        if any(isinstance(count, bool) or not isinstance(count, int) for count in num_devices):
+            raise TypeError(message("num_devices must hold ints.", got=shown(list(num_devices))))
+        if any(count < 1 for count in num_devices):
+            raise ContextError("num_devices must hold ints of at least 1.", got=shown(list(num_devices)))
+        if progress is not None and not callable(progress):
+            raise TypeError(message("progress must be a function of what is found.", got=shown(progress)))
         replan = self.replan.briefly() if isinstance(self.replan, Brief) else self.replan
         with showing(progress) as tell:
             return plan_again(Ask(replan, self.logical_mesh.num_devices, memory_bytes, num_devices, tell), Pareto)

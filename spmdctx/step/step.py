@@ -26,7 +26,7 @@ from spmdctx.plan.plan import Plan
 from spmdctx.step import placement
 from spmdctx.step.broadcast import broadcast_state
 from spmdctx.step.direct.direct import OtherArgumentsError
-from spmdctx.step.direct.donation import Buffers, check_alive, is_of_buffers
+from spmdctx.step.direct.donation import Buffers, check_alive, check_concrete, is_of_buffers
 from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
@@ -158,7 +158,11 @@ class ParallelStep(Generic[P, R]):
             self._has_run = True
             self._say(entry)
             with entry.advising():
-                result = cast(R, entry.run(read))
+                try:
+                    result = cast(R, entry.run(read))
+                except Exception:
+                    check_concrete(entry.captured, read.leaves)
+                    raise
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
             self._direct = _Direct(version(), entry.direct, entry, entry.buffers if entry.on_several_devices else None)
         return result
@@ -240,6 +244,7 @@ class ParallelStep(Generic[P, R]):
         call, static = self._split(args, kwargs)
         with entry.advising():
             leaves = self._read(entry, call).leaves
+            check_concrete(entry.captured, leaves)
             check_alive(entry.captured, leaves)
             plain = self._on_one_device(call, static, entry) if entry.captured.is_rewritten else None
             return verify.verify_entry(entry, leaves, accepted, plain)

@@ -241,6 +241,7 @@ def two(): return misshapen, matrices()
 def three(): raise KeyError("no such layer")
 def opening(w, x): return open("/no/such/data")
 def four(): return opening, matrices()
+PLACE = 3
 """
 
 
@@ -249,11 +250,14 @@ def four(): return opening, matrices()
     [
         ("failing_programs:one", ("The program raised TypeError: ", "failing_programs.py:3 (indexed)")),
         ("failing_programs:two", ("The program raised TypeError: dot_general", "failing_programs.py:5 (misshapen)")),
-        ("failing_programs:three", ("cannot be called", "KeyError: 'no such layer'", "failing_programs.py:9 (three)")),
+        ("failing_programs:three", ("raised an error when it was called", "KeyError: 'no such layer'", "failing_programs.py:9 (three)")),
         ("failing_programs:four", ("The program raised FileNotFoundError", "failing_programs.py:10 (opening)")),
         ("failing_import:one", ("cannot be loaded", "no_such_module", "failing_import.py:1")),
-        ("failing_syntax:one", ("cannot be imported", "SyntaxError")),
-        ("json:loads", ("cannot be called", "TypeError: loads() missing")),
+        ("failing_syntax:one", ("raised an error when it was imported", "SyntaxError")),
+        ("json:loads", ("raised an error when it was called", "TypeError: loads() missing")),
+        ("failing_programs:PLACE", ("is no function", "int")),
+        ("./failing_programs.py:one", ("names no module", "failing_programs:one")),
+        (":one", ("names no module", "MODULE:FUNCTION")),
         ("os:getcwd", ("must return (step, arguments)", "str")),
     ],
 )

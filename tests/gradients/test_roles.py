@@ -256,3 +256,23 @@ def test_a_table_is_no_batch_of_a_global_loss_either(mode):
 def test_a_forward_step_with_a_table():
     plan = spmdctx.plan(lambda w, table, ids: jnp.tanh(table[ids] @ w), W, normal(64, 16), TOKENS, parallel_mode="semi_auto_parallel")
     assert batch_of(plan) == {"ids"}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"grad_accumulation_step": 4}, {"parallel_mode": "stand_alone", "gradients_mean": False, "grad_accumulation_step": 4}]
+)
+def test_a_named_batch_is_cut_and_a_loss_that_is_no_sum_over_it_is_said(options):
+    local, _ = steps_of(lambda w, x: jnp.sqrt(jnp.mean((x @ w) ** 2)))
+    step = parallel(local, batch_argnums=(1,), **options)
+    said = [note for note in step.plan(W, X).notes if "not shown to be a sum over the rows of 'rest/0'" in note]
+    assert len(said) == 1
+    report = step.verify(W, X)
+    assert not report.ok
+    assert said[0] in report.explanations
+
+
+def test_a_batch_that_the_user_names_and_the_loss_adds_up_needs_no_word():
+    local, plain = steps_of(lambda w, x: jnp.mean((x @ w) ** 2))
+    step = parallel(local, batch_argnums=(1,))
+    assert not [note for note in step.plan(W, X).notes if "sum over the rows" in note]
+    np.testing.assert_allclose(step(W, X)[1], plain(W, X)[1], rtol=1e-5)

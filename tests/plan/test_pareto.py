@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from spmdctx.errors import InfeasibleError, StrategyError, UnsupportedError
+from spmdctx.errors import ContextError, InfeasibleError, StrategyError, UnsupportedError
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.plan.data import Cost
 from tests.plan import small_plan
@@ -194,3 +194,27 @@ def test_a_faster_plan_under_a_smaller_budget_serves_the_larger_one_too():
         (40, 50, (80,)),
     ]
     assert len(found.plans) == 2
+
+
+def test_a_plan_over_its_budget_does_not_meet_it(replan):
+    def careless(*, memory_bytes, num_devices):
+        return replan(memory_bytes=None, num_devices=num_devices)
+
+    found = dataclasses.replace(small_plan(), replan=careless).pareto([16 * MIB], [1])
+    assert [point.memory_limit_bytes for point in found.points] == [None]
+    assert [(one.memory_limit_bytes, one.reason) for one in found.unmet] == [(16 * MIB, "The predicted peak is over the budget.")]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"memory_bytes": 100}, TypeError, "memory_bytes must be a list"),
+        ({"num_devices": [0]}, ContextError, "num_devices must hold ints of at least 1"),
+        ({"num_devices": [True]}, TypeError, "num_devices must hold ints"),
+        ({"progress": 3}, TypeError, "progress must be a function"),
+    ],
+)
+def test_what_pareto_cannot_use_is_refused(replan, options, error, words):
+    with pytest.raises(error, match=words):
+        dataclasses.replace(small_plan(), replan=replan).pareto(**options)
+    assert not replan.asked

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdctx.errors import DonationError, listed
+from spmdctx.errors import DonationError, listed, message
 from spmdctx.trace.capture.capture import Captured, InputLeaf
 
 _WITH_POINTERS = ("cpu", "gpu")
@@ -46,6 +46,24 @@ def check_alive(captured: Captured, leaves: Sequence[Any]) -> None:
             f"{captured.name} gets arrays that are deleted: they were donated to an earlier call, which reused their memory.",
             got=listed(gone),
             fix="pass what the earlier call returned, or leave that argument out of its donate_argnums",
+        )
+
+
+def check_concrete(captured: Captured, leaves: Sequence[Any]) -> None:
+    """Refuses shapes in the place of arrays, with which a step can be planned but not run.
+
+    Raises:
+        TypeError: a leaf is a shape.
+    """
+    shapes = [own.path for own, leaf in zip(captured.inputs, leaves, strict=True) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if shapes:
+        raise TypeError(
+            message(
+                f"{captured.name} gets shapes where it needs arrays.",
+                where=listed(shapes),
+                got="jax.ShapeDtypeStruct",
+                need="arrays, to run or verify a step; plan, lower and audit take shapes",
+            )
         )
 
 

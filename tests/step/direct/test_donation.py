@@ -225,3 +225,13 @@ def test_a_look_at_the_arrays_costs_little_of_a_small_step():
         calls.append(time.perf_counter() - begin)
     print(f"{min(looks) * 1e6:.1f} of {min(calls) * 1e6:.1f} us")
     assert min(looks) < 0.1 * min(calls)
+
+
+@pytest.mark.parametrize("mode", ["stand_alone", "data_parallel", "auto_parallel"])
+@pytest.mark.parametrize("run", [lambda step, *args: step(*args), lambda step, *args: step.verify(*args)], ids=["call", "verify"])
+def test_shapes_can_be_planned_but_not_run(mode, run):
+    step = spmdctx.parallel(lambda w, x: x @ w, parallel_mode=mode)
+    shapes = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    assert step.plan(*shapes).inputs[0].shape == (8, 8)
+    with pytest.raises(TypeError, match=r"(?s)gets shapes where it needs arrays.*w, x"):
+        run(step, *shapes)
