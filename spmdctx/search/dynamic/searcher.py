@@ -107,9 +107,9 @@ class Budgets:
         """Finds the cheapest assignment within the budget of `options`, whose limits and axes are those of the search."""
         formulation = self._meshes.formulation
         if formulation.fits(self._fastest, options.memory_bytes):
-            return _apart(self._fastest)
+            return _as_plan(self._fastest)
         budget = Budget(formulation, options, formulation.peak_of(self._fastest))
-        found = _apart(self._cheapest(budget))
+        found = _as_result(self._cheapest(budget))
         self.spent += budget.spent
         return found
 
@@ -160,7 +160,7 @@ class Budgets:
         setups = sorted(self._setups, key=lambda setup: (setup.mesh != fastest.setup.mesh, bounds[setup.mesh]))
         best, short = self._pass(budget, setups, bounds, None)
         is_cut = any(one.is_cut for one in short.values())
-        if best is None and is_cut and budget.schedule is not ENOUGH_PLAN:
+        if best is None and is_cut and budget.schedule != ENOUGH_PLAN:
             # An error names a budget that this short search meets.
             again = Budget(budget.formulation, replace(budget.options, schedule=ENOUGH_PLAN), budget.fastest_peak)
             best, _ = self._pass(again, setups, bounds, None)
@@ -197,12 +197,10 @@ class Budgets:
         return best, short
 
 
-def _apart(found: Found | Shortfall) -> Found | Shortfall:
-    """Returns a result whose notes are its own."""
-    if isinstance(found, Shortfall):
-        return found._replace(fastest=_with_own_notes(found.fastest))
-    return _with_own_notes(found)
+def _as_result(found: Found | Shortfall) -> Found | Shortfall:
+    """Returns a result as callers get it: its plan has notes of its own, and the mesh as it was before axes were joined."""
+    return found._replace(fastest=_as_plan(found.fastest)) if isinstance(found, Shortfall) else _as_plan(found)
 
 
-def _with_own_notes(found: Found) -> Found:
+def _as_plan(found: Found) -> Found:
     return found._replace(setup=without_blocks(replace(found.setup, notes=list(found.setup.notes))))

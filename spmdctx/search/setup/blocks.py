@@ -24,7 +24,7 @@ def with_blocks(graph: Graph, setup: Setup) -> Setup:
     names = [name for name, size in mesh.axes if size > 1]
     rank = max((sum(size > 1 for size in value.shape) for value in graph.values), default=0)
     count = len(names)
-    while count > _FEW_AXES - 1 and (rank + 1) ** count > _MOST_SHARDINGS:
+    while count >= _FEW_AXES and (rank + 1) ** count > _MOST_SHARDINGS:
         count -= 1
     if len(names) <= _FEW_AXES or count >= len(names):
         return setup
