@@ -21,7 +21,7 @@ from spmdctx.search.dynamic.budget import SAME_COST, Budget
 from spmdctx.search.dynamic.effort import ENOUGH_PLAN
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall
-from spmdctx.search.setup.blocks import with_blocks, without_blocks
+from spmdctx.search.setup.blocks import joined_axes, with_blocks, without_blocks
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
@@ -32,18 +32,24 @@ def plan_dynamic(step: Step, request: Request, topology: Topology, options: Dyna
     return Searcher(step, topology, options).plan(request)
 
 
-def lower_bound_s(step: Step, request: Request, topology: Topology, options: DynamicOptions, mesh: LogicalMesh) -> float:
-    """Bounds the cost of every assignment, on the meshes that the search would try or on `mesh`; memory plays no part."""
+def lower_bound_s(
+    step: Step, request: Request, topology: Topology, options: DynamicOptions, mesh: LogicalMesh
+) -> tuple[float, tuple[str, ...]]:
+    """Bounds the cost of every assignment, on the meshes that the search would try or on `mesh`; memory plays no part.
+
+    Returns the bound, and the axes that it takes only together, as text: one for each mesh on which there are any.
+    """
     searcher = Searcher(step, topology, replace(options, memory_bytes=None))
     meshes = [mesh]
     if not mesh_is_fixed(request):
         meshes += [other for other in options.meshes(step, request.num_devices, topology) if other != mesh]
     lowest = float("inf")
-    for other in meshes:
-        found = searcher.search(with_blocks(step.graph, prepare(step.graph, replace(request, mesh=other))), lowest)
+    setups = [with_blocks(step.graph, prepare(step.graph, replace(request, mesh=other))) for other in meshes]
+    for setup in setups:
+        found = searcher.search(setup, lowest)
         assert not isinstance(found, Shortfall)
         lowest = min(lowest, found.lower_bound_s)
-    return lowest
+    return lowest, tuple(filter(None, (joined_axes(setup.mesh) for setup in setups)))
 
 
 def mesh_is_fixed(request: Request) -> bool:
@@ -172,8 +178,9 @@ class Budgets:
         if best is not None:
             return best._replace(lower_bound_s=min([best.cost_s, *bounds.values()]))
         least = min(short.values(), key=lambda one: one.enough_bytes)
-        is_proven = all(one.is_proven for one in short.values())
-        return least._replace(fastest=fastest, is_proven=is_proven, is_cut=is_cut)
+        joined = next(filter(None, (joined_axes(setup.mesh) for setup in setups)), "")
+        is_proven = not joined and all(one.is_proven for one in short.values())
+        return least._replace(fastest=fastest, is_proven=is_proven, is_cut=is_cut, joined=joined)
 
     def _pass(
         self, budget: Budget, setups: Sequence[Setup], bounds: dict[LogicalMesh, float], best: Found | None
