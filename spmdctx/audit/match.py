@@ -94,7 +94,8 @@ def compare(planned: Iterable[Collective], compiled: Iterable[CompiledCollective
         planned: The plan's collectives. Those over axes of size 1, or without payload, are left out.
         compiled: What `parse_collectives` found for the same mesh.
         mesh: The plan's mesh.
-        ways: The ways in which the compiler may write a planned collective as one other, in the order to try them.
+        ways: The ways in which the compiler may write a planned collective as one other; among equally many matches,
+            earlier ways are preferred.
     """
     found = _compared(planned, compiled, mesh, ways, by_axes=False)
     if found.missing and found.unplanned:

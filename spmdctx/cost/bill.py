@@ -48,3 +48,8 @@ class Bill:
     def exposed_communication_s(self) -> float:
         """The seconds that are left when weight gathers and gradient reductions hide behind matrix products as far as they can."""
         return self.communication_s - self.hidden_communication_s
+
+    @property
+    def total_s(self) -> float:
+        """The seconds of a step: compute, and the communication that does not hide behind it."""
+        return self.compute_s + self.exposed_communication_s

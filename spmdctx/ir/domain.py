@@ -29,10 +29,9 @@ class AxisCodes:
         if len(names) == MAX_ORDERED_AXES:
             # By size: meshes of the same axes in another order have the same codes but for the names.
             names.sort(key=mesh.sizes.__getitem__)
-        choose = permutations if len(names) <= MAX_ORDERED_AXES else combinations
         self.units: list[AxisNames] = list(mesh.blocks) if isinstance(mesh, Blocks) else [(name,) for name in names]
-        if isinstance(mesh, Blocks):
-            choose = combinations
+        is_ordered = len(names) <= MAX_ORDERED_AXES and not isinstance(mesh, Blocks)
+        choose = permutations if is_ordered else combinations
         self.axes: list[AxisNames] = [sum(own, ()) for count in range(len(self.units) + 1) for own in choose(self.units, count)]
         self.of: dict[AxisNames, int] = {own: code for code, own in enumerate(self.axes)}
         self.slices = np.array([mesh.num_slices(own) for own in self.axes], dtype=np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -79,6 +80,11 @@ class Value(NamedTuple):
     dtype: str
     role: Role
     path: str
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
 
 
 class Work(NamedTuple):

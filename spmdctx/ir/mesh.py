@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from spmdctx.errors import StrategyError
 from spmdctx.ir.sharding import AxisNames, TensorSharding
@@ -12,18 +13,16 @@ from spmdctx.ir.sharding import AxisNames, TensorSharding
 DEFAULT_AXIS_NAMES = ("data", "model")
 
 
-_AXIS_NAMES: set[str] = set()
-"""Names that were checked before: searches make many meshes of the same names."""
+@lru_cache
+def _check_name(name: str) -> None:
+    """Refuses a name with which XLA ends the process (jaxlib 0.10.2: no ASCII, a backslash), and the empty one, which JAX drops.
 
-
-def _check_names(names: AxisNames) -> None:
-    """Refuses names with which XLA ends the process (jaxlib 0.10.2: no ASCII, a backslash), and the empty one, which JAX drops."""
-    for name in names:
-        if not (name and name.isascii() and name.isprintable()) or "\\" in name:
-            raise StrategyError(
-                "A mesh axis has a name that XLA cannot take.", got=ascii(name)[:80], need="printable ASCII without a backslash, not empty"
-            )
-    _AXIS_NAMES.update(names)
+    Searches make many meshes of the same names, so an answer is kept.
+    """
+    if not (name and name.isascii() and name.isprintable()) or "\\" in name:
+        raise StrategyError(
+            "A mesh axis has a name that XLA cannot take.", got=ascii(name)[:80], need="printable ASCII without a backslash, not empty"
+        )
 
 
 def axis_name(index: int) -> str:
@@ -42,8 +41,8 @@ class LogicalMesh:
         sizes = dict(self.axes)
         if len(sizes) != len(self.axes):
             raise StrategyError("A mesh axis name is used twice.", got=", ".join(name for name, _ in self.axes))
-        if not _AXIS_NAMES.issuperset(sizes):
-            _check_names(tuple(sizes))
+        for name in sizes:
+            _check_name(name)
         object.__setattr__(self, "sizes", sizes)
 
     @classmethod

@@ -16,8 +16,8 @@ from spmdctx.plan.data import AnyPlan, PeakForm, PeakNote
 FRACTIONS = (0.75, 0.5, 0.375, 0.25, 0.125)
 """The default budgets, as fractions of what the fastest plan on that many devices needs."""
 
-WORTH_A_WORD = 2e-3
-"""Gap of a plan that is said."""
+_LOOSE_GAP = 2e-3
+"""Gap above which a plan counts as not proven."""
 
 Answer = TypeVar("Answer")
 
@@ -77,7 +77,7 @@ class Brief(Protocol):
     """A way to plan again that can make many plans with little work on each."""
 
     def briefly(self) -> Callable[..., Any]:
-        """Returns it."""
+        """Returns a replanner that spends little work on each plan."""
         ...
 
 
@@ -94,9 +94,9 @@ class Ask(NamedTuple, Generic[AnyPlan]):
 
     replan: Callable[..., AnyPlan]
     own: int
-    memory_bytes: Sequence[int] = ()
-    num_devices: Sequence[int] = ()
-    progress: Progress = lambda _: None
+    memory_bytes: Sequence[int]
+    num_devices: Sequence[int]
+    progress: Progress
 
 
 def plan_again(ask: Ask[AnyPlan], answer: Callable[..., Answer]) -> Answer:
@@ -120,10 +120,10 @@ def plan_again(ask: Ask[AnyPlan], answer: Callable[..., Answer]) -> Answer:
         notes.append(f"Interrupted: budgets on {', '.join(planned)} devices were not all planned.")
     rows = [row for own in found.values() for row in own.rows()]
     unmet = tuple(one for own in found.values() for one in own.unmet)
-    loose = sum((made.gap or 0.0) > WORTH_A_WORD for _, made in rows)
+    loose = sum((made.gap or 0.0) > _LOOSE_GAP for _, made in rows)
     if loose:
         notes.append(
-            f"Little work is spent on each budget: {loose} of {len(rows)} plans are not proven to be within {WORTH_A_WORD:.1%} of the "
+            f"Little work is spent on each budget: {loose} of {len(rows)} plans are not proven to be within {_LOOSE_GAP:.1%} of the "
             "cheapest. A plan made with memory_bytes= has the whole search."
         )
     return answer(tuple(point for point, _ in rows), unmet, tuple(made for _, made in rows), tuple(notes))

@@ -32,9 +32,9 @@ _IN_TURNS = "Gradients are reduced in every micro-batch, not once per step"
 
 
 class Shared:
-    """The work that brief searches of one step within several budgets share.
+    """The work that searches of one step share: no budget changes it.
 
-    Brief searches work less on proofs, and their errors name no budget and no number of devices that are enough.
+    All are searches of one request but for its number of devices, the mesh that follows from that, and whether gradients are reduced once.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,8 @@ class Shared:
 class SearchOptions:
     """The options of a search. `search_mode` is empty where the mode leaves nothing to search; `max_stages` 0 suggests no pipeline.
 
-    With `shared`, the search is one of several brief ones.
+    A search that `is_brief` works less on proofs, and its errors name no budget and no number of devices that are enough. With `shared`, it
+    shares its work with others.
     """
 
     search_mode: str
@@ -61,6 +62,7 @@ class SearchOptions:
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     mem_coeff: float = DEFAULT_MEM_COEFF
     max_stages: int = 0
+    is_brief: bool = False
     shared: Shared | None = None
 
 
@@ -149,7 +151,7 @@ def _recursive(step: Step, request: Request, options: SearchOptions) -> Chosen:
 def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     """Searches within the user's budget, or within the device's memory as far as that is possible."""
     shared = options.shared or Shared()
-    asked = DynamicOptions(options.memory_bytes, options.limits, options.max_mesh_axes, is_brief=options.shared is not None)
+    asked = DynamicOptions(options.memory_bytes, options.limits, options.max_mesh_axes, is_brief=options.is_brief)
     own = asked if options.memory_bytes is not None else replace(asked, memory_bytes=options.topology.memory_bytes, is_soft=True)
 
     def budgets_of(wanted: Request) -> Budgets:

@@ -47,7 +47,7 @@ class Term:
     rule: OpRule
     split: tuple[AxisNames, ...]
     axes: AxisNames
-    is_wide: bool = False
+    is_wide: bool
 
     @property
     def alike(self) -> AxisNames:

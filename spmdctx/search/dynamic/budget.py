@@ -77,7 +77,6 @@ class Budget:
     def search_on(self, mesh: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan of a mesh whose peak is in the budget, if it can be below `known_s`.
 
-
         The long attempt finds a plan within every budget in which a short one does. Errors name budgets and device counts
         that short attempts find, so these suffice.
         """
@@ -187,7 +186,7 @@ class _Run:
         only_stored = self._effort.only_stored
         limited = with_memory(mesh.tables, mesh.problem, self._formulation.memory, limits.limit, self._copies, only_stored=only_stored)
         solution = self._budget.solve_within(limited, mesh.fastest, self._solver(limited))
-        if self.allowance.is_spent:
+        if self.allowance.is_spent():
             return self._cut(solution)
         if isinstance(solution, Shortfall):
             return self._short(solution)
@@ -210,7 +209,7 @@ class _Run:
         how = partial(solve, tolerance=self._tolerance, cutoff=self._known_s, effort=self._level, allowance=self.allowance)
 
         def solver(problem: Problem) -> Solution | Infeasible:
-            if self.allowance.is_spent:
+            if self.allowance.is_spent():
                 return Infeasible(-1, math.inf, math.inf, is_proven=False, lower_bound=0.0)
             starts = [states for states in (self._mesh.start(), *self._mesh.starts, *self._last) if len(states)]
             return how(problem, known=Known(tuple(completed(limited, states) for states in starts), self._bound_s) if starts else None)
@@ -218,12 +217,12 @@ class _Run:
         return solver
 
     def lift(self) -> None:
-        """Works on without a limit, as a plan is known, unless the effort limits proofs too."""
+        """Goes on within the effort's limit for proofs, as a plan is known, unless the effort limits proofs like the rest."""
         if not self._effort.limits_proofs:
             self.allowance.most = self._effort.proof
 
     def _cut(self, solution: Solution | Shortfall) -> Found | Shortfall | None:
-        """Ends the attempt whose allowance is spent; goes on without one if the states so far are a plan after all."""
+        """Ends the attempt whose allowance is spent; goes on within the effort's limit for proofs if the states so far are a plan."""
         if isinstance(solution, Solution):
             self._last = (solution.states[: len(self._mesh.tables.choices)],)
             found = self._formulation.plan_of(self._mesh.fastest.setup, self._mesh.tables, solution)
@@ -232,7 +231,7 @@ class _Run:
                 self.lift()
                 if self._seen is None or found.cost_s < self._seen.cost_s:
                     self._seen, self.fitting = found._replace(lower_bound_s=self._bound_s), self._last[0]
-                if not self.allowance.is_spent:
+                if not self.allowance.is_spent():
                     return None
             elif not self._nearest.bytes or peak.bytes < self._nearest.bytes:
                 self._nearest = peak
@@ -299,7 +298,7 @@ class _Run:
         limits = self._limits
         if limits.is_full and self._effort.branches:
             best = self._branched(limited, solution)
-            if best.found is None and self.allowance.is_spent:
+            if best.found is None and self.allowance.is_spent():
                 return self._cut(solution)
             if not best.is_cut:
                 return _short_of(self._nearest, self._mesh.fastest, self._bound_s) if best.found is None else best.found
@@ -320,8 +319,7 @@ class _Run:
             return found
 
         solver = partial(solve, tolerance=self._tolerance, allowance=self.allowance)
-        is_over = partial(getattr, self.allowance, "is_spent")
-        within = Within(self._effort.work, self._tolerance, is_over)
+        within = Within(self._effort.work, self._tolerance, self.allowance.is_spent)
         best = cheapest_accepted(mesh.tables, limited, first, solver, accept, within)
         return best if best.found is None else best._replace(found=best.found._replace(lower_bound_s=best.lower_bound))
 

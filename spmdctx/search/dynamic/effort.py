@@ -51,7 +51,7 @@ PROVEN = Effort(branches=True, proves=True, hopeless=_HOPELESS, proof=30 * _HOPE
 ANY = Effort(tolerance=1.0, branches=True, work=SHORT_WORK, hopeless=_HOPELESS / 2, limits_proofs=True)
 """For a small program's plan whose cost matters little."""
 
-BRIEF = PROVEN._replace(tolerance=1e-3, work=SHORT_WORK, hopeless=_HOPELESS, limits_proofs=True)
+BRIEF = PROVEN._replace(tolerance=1e-3, work=SHORT_WORK, limits_proofs=True)
 """For one of many plans of a small program."""
 
 HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False, hopeless=_HOPELESS)

@@ -125,8 +125,7 @@ class Formulation(Generic[TablesT]):
         return memory_bytes is None or self.peak_of(found).bytes <= memory_bytes
 
     def _price_s(self, assignment: Assignment, mesh: LogicalMesh) -> float:
-        bill = bill_of(self.step, assignment, mesh, self.topology)
-        return bill.compute_s + bill.exposed_communication_s
+        return bill_of(self.step, assignment, mesh, self.topology).total_s
 
 
 def _numbered(pins: Mapping[int, object]) -> dict[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -11,7 +10,6 @@ import numpy as np
 from spmdctx.cost.memory.lives import step_memory
 from spmdctx.cost.step import Step
 from spmdctx.ir.domain import domain
-from spmdctx.ir.graph import item_bytes
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.narrowing import kept_share
@@ -33,7 +31,7 @@ def least_bytes(step: Step, meshes: Sequence[LogicalMesh], topology: Topology) -
             continue
         known = graph.values[value]
         share = kept_share(known, memory.narrow, topology)
-        size = share * item_bytes(known.dtype) * math.prod(known.shape) / slices(known.shape)
+        size = share * known.num_bytes / slices(known.shape)
         change[start] += size
         change[end + 1] -= size
     return max(0.0, float(np.cumsum(change).max()) - on_chip(topology).total_bytes)

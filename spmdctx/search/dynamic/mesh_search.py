@@ -125,7 +125,8 @@ class MeshSearch:
         if found is None:
             tables = self.formulation.tables(setup)
             found = tables, tables.problem()
-            if self._is_small and type(setup.mesh) is LogicalMesh:
+            # Several orders at once are searched for one bound, and never again.
+            if self._is_small and not isinstance(setup.mesh, AnyOrder):
                 self._solved[setup.mesh] = found
         return found
 

@@ -87,7 +87,7 @@ class Shortfall(NamedTuple):
 
     `fastest` is the best plan without the budget. If `is_proven`, every plan takes at least `least_bytes` at its peak; else the search
     found no smaller one. If it `is_cut`, the search ended early, as no plan was in sight. No plan within the budget that the search missed
-    costs less than `lower_bound_s`.
+    costs less than `lower_bound_s`. `joined` names the axes that the search used only together, so that it proves nothing of other plans.
     """
 
     time: int
@@ -97,6 +97,7 @@ class Shortfall(NamedTuple):
     is_proven: bool = False
     lower_bound_s: float = 0.0
     is_cut: bool = False
+    joined: str = ""
 
 
 class Beaten(NamedTuple):

@@ -21,7 +21,7 @@ from spmdctx.search.dynamic.budget import SAME_COST, Budget
 from spmdctx.search.dynamic.effort import ENOUGH_PLAN
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall
-from spmdctx.search.setup.blocks import with_blocks, without_blocks
+from spmdctx.search.setup.blocks import joined_axes, with_blocks, without_blocks
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
@@ -32,18 +32,24 @@ def plan_dynamic(step: Step, request: Request, topology: Topology, options: Dyna
     return Searcher(step, topology, options).plan(request)
 
 
-def lower_bound_s(step: Step, request: Request, topology: Topology, options: DynamicOptions, mesh: LogicalMesh) -> float:
-    """Bounds the cost of every assignment, on the meshes that the search would try or on `mesh`; memory plays no part."""
+def lower_bound_s(
+    step: Step, request: Request, topology: Topology, options: DynamicOptions, mesh: LogicalMesh
+) -> tuple[float, tuple[str, ...]]:
+    """Bounds the cost of every assignment, on the meshes that the search would try or on `mesh`; memory plays no part.
+
+    Returns the bound, and the axes that it takes only together, as text: one for each mesh on which there are any.
+    """
     searcher = Searcher(step, topology, replace(options, memory_bytes=None))
     meshes = [mesh]
     if not mesh_is_fixed(request):
         meshes += [other for other in options.meshes(step, request.num_devices, topology) if other != mesh]
     lowest = float("inf")
-    for other in meshes:
-        found = searcher.search(with_blocks(step.graph, prepare(step.graph, replace(request, mesh=other))), lowest)
+    setups = [with_blocks(step.graph, prepare(step.graph, replace(request, mesh=other))) for other in meshes]
+    for setup in setups:
+        found = searcher.search(setup, lowest)
         assert not isinstance(found, Shortfall)
         lowest = min(lowest, found.lower_bound_s)
-    return lowest
+    return lowest, tuple(filter(None, (joined_axes(setup.mesh) for setup in setups)))
 
 
 def mesh_is_fixed(request: Request) -> bool:
@@ -107,9 +113,9 @@ class Budgets:
         """Finds the cheapest assignment within the budget of `options`, whose limits and axes are those of the search."""
         formulation = self._meshes.formulation
         if formulation.fits(self._fastest, options.memory_bytes):
-            return _apart(self._fastest)
+            return _as_plan(self._fastest)
         budget = Budget(formulation, options, formulation.peak_of(self._fastest))
-        found = _apart(self._cheapest(budget))
+        found = _as_result(self._cheapest(budget))
         self.spent += budget.spent
         return found
 
@@ -160,7 +166,7 @@ class Budgets:
         setups = sorted(self._setups, key=lambda setup: (setup.mesh != fastest.setup.mesh, bounds[setup.mesh]))
         best, short = self._pass(budget, setups, bounds, None)
         is_cut = any(one.is_cut for one in short.values())
-        if best is None and is_cut and budget.schedule is not ENOUGH_PLAN:
+        if best is None and is_cut and budget.schedule != ENOUGH_PLAN:
             # An error names a budget that this short search meets.
             again = Budget(budget.formulation, replace(budget.options, schedule=ENOUGH_PLAN), budget.fastest_peak)
             best, _ = self._pass(again, setups, bounds, None)
@@ -172,8 +178,9 @@ class Budgets:
         if best is not None:
             return best._replace(lower_bound_s=min([best.cost_s, *bounds.values()]))
         least = min(short.values(), key=lambda one: one.enough_bytes)
-        is_proven = all(one.is_proven for one in short.values())
-        return least._replace(fastest=fastest, is_proven=is_proven, is_cut=is_cut)
+        joined = next(filter(None, (joined_axes(setup.mesh) for setup in setups)), "")
+        is_proven = not joined and all(one.is_proven for one in short.values())
+        return least._replace(fastest=fastest, is_proven=is_proven, is_cut=is_cut, joined=joined)
 
     def _pass(
         self, budget: Budget, setups: Sequence[Setup], bounds: dict[LogicalMesh, float], best: Found | None
@@ -197,12 +204,10 @@ class Budgets:
         return best, short
 
 
-def _apart(found: Found | Shortfall) -> Found | Shortfall:
-    """Returns a result whose notes are its own."""
-    if isinstance(found, Shortfall):
-        return found._replace(fastest=_with_own_notes(found.fastest))
-    return _with_own_notes(found)
+def _as_result(found: Found | Shortfall) -> Found | Shortfall:
+    """Returns a result as callers get it: its plan has notes of its own, and the mesh as it was before axes were joined."""
+    return found._replace(fastest=_as_plan(found.fastest)) if isinstance(found, Shortfall) else _as_plan(found)
 
 
-def _with_own_notes(found: Found) -> Found:
+def _as_plan(found: Found) -> Found:
     return found._replace(setup=without_blocks(replace(found.setup, notes=list(found.setup.notes))))

@@ -8,18 +8,19 @@ from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import step_memory
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import InfeasibleError
-from spmdctx.ir.graph import item_bytes
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.effort import ENOUGH_PLAN
 from spmdctx.search.dynamic.least_bytes import least_bytes
 from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall
-from spmdctx.search.dynamic.searcher import Budgets, Searcher, mesh_is_fixed, plan_dynamic
+from spmdctx.search.dynamic.searcher import Budgets, mesh_is_fixed, plan_dynamic
 from spmdctx.search.setup.request import Request
 from spmdctx.wording import bytes_text, counted, exact_bytes_text
 
 _LARGEST = 3
 _MOST_DEVICES = 4096
 _MOST_SEARCHED = 2
+"""Device counts that are searched for a plan; a bound that rules a count out is no search."""
+
 _DOWN = 0.8
 """Share of a budget that is enough at which a small program's next one is tried."""
 
@@ -37,50 +38,53 @@ _NEAR = 0.005
 """Share of the budget by which it may be too large without another search."""
 
 _STAYS = 0.9
-"""More devices are tried only if the least bytes alive shrink by a tenth."""
+"""More devices are tried only if the least bytes alive, or the bounds on them, shrink by a tenth."""
 
 
 def infeasible(
-    step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets | None = None
+    step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets
 ) -> InfeasibleError:
     """Returns the error for a budget that no plan meets.
 
     It searches for the smallest budget and the smallest number of devices that are enough, with limited work. `budgets` are those of the
     search that found none. An error of a brief search names neither.
     """
-    if options.is_brief:
-        return InfeasibleError(_no_plan(request, options, found), where=place_of(step, found.time), got=f"{found.least_bytes} bytes alive")
-    count = _enough_devices(step, request, topology, options)
-    budgets = budgets or Searcher(step, topology, options).budgets(request)
-    before = budgets.spent
-    budget = _enough_bytes(step, request, topology, options, found, budgets)
-    is_whole = budgets.spent - before <= _MOST_WORK
-    enough = f"memory_bytes={budget} ({bytes_text(budget)})" + ("" if is_whole else ", which is enough; less may be")
+    said = _said(found, request.num_devices, f"keeps the step within memory_bytes={options.memory_bytes}")
+    joined = f"; axes of the mesh were used only together: {found.joined}" if found.joined else ""
     least = exact_bytes_text(found.least_bytes)
     alive = f"at least {least} alive there" if found.is_proven else f"{least} alive there in the smallest plan of this search"
     return InfeasibleError(
-        _no_plan(request, options, found),
+        f"{said}{joined}.",
         where=place_of(step, found.time),
         got=f"{alive}, the largest of them {_largest(step, topology, found.time)}",
-        need=enough if count is None else f"{enough}, or device_num={count}",
+        need="" if options.is_brief else _need(step, request, topology, options, found, budgets),
         fix="raise the budget or the number of devices, make the batch smaller, or recompute activations (jax.checkpoint)",
     )
 
 
-def _no_plan(request: Request, options: DynamicOptions, found: Shortfall) -> str:
-    devices = counted(request.num_devices, "device")
-    no_plan = f"No plan on {devices} keeps" if found.is_proven else f"No plan was found on {devices} that keeps"
-    cut = "; the search ended early, as none was in sight" if found.is_cut else ""
-    return f"{no_plan} the step within memory_bytes={options.memory_bytes}{cut}."
+def _need(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets) -> str:
+    """Returns a budget and a number of devices that are enough, as far as the search finds them."""
+    count = _enough_devices(step, request, topology, options)
+    budget, is_whole = _enough_bytes(step, request, topology, options, found, budgets)
+    enough = f"memory_bytes={budget} ({bytes_text(budget)})" + ("" if is_whole else ", which is enough; less may be")
+    if count is not None:
+        return f"{enough}, or device_num={count}"
+    return enough if mesh_is_fixed(request) else f"{enough}; a short search found no number of devices that is enough"
+
+
+def _said(found: Shortfall, num_devices: int, what: str) -> str:
+    """Returns that no plan does `what`, or only that none was found, and whether the search ended early."""
+    devices = counted(num_devices, "device")
+    no_plan = f"No plan on {devices} {what}" if found.is_proven else f"No plan was found on {devices} that {what}"
+    return f"{no_plan}; the search ended early, as none was in sight" if found.is_cut else no_plan
 
 
 def over_device(step: Step, num_devices: int, topology: Topology, found: Shortfall) -> str:
     """Returns the note for a budget that the user did not set, where no plan fits in the memory of the devices."""
-    devices, has = counted(num_devices, "device"), f"fits in the {bytes_text(topology.memory_bytes)} of a {topology.device}"
+    said = _said(found, num_devices, f"fits in the {bytes_text(topology.memory_bytes)} of a {topology.device}")
+    least = ": each has at least" if found.is_proven else "; the smallest that was seen has"
     alive = f"{bytes_text(found.least_bytes)} alive at {place_of(step, found.time)}"
-    proven, seen = f"No plan on {devices} {has}: each has at least {alive}.", f"the smallest that was seen has {alive}."
-    said = proven if found.is_proven else f"No plan was found on {devices} that {has}; {seen}"
-    return f"{said} More devices, a smaller batch or recomputed activations (jax.checkpoint) take less."
+    return f"{said}{least} {alive}. More devices, a smaller batch or recomputed activations (jax.checkpoint) take less."
 
 
 def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int, topology: Topology) -> InfeasibleError:
@@ -110,7 +114,7 @@ def _largest(step: Step, topology: Topology, time: int) -> str:
     graph = step.graph
     memory = step_memory(graph, step.scopes, step.donated, fuses_into_products=topology.compiler.fuses_into_products)
     alive = [life.value for life in memory.lives if life.start <= time <= life.end]
-    sizes = {value: item_bytes(graph.values[value].dtype) * _count(graph.values[value].shape) for value in alive}
+    sizes = {value: graph.values[value].num_bytes for value in alive}
     shown = sorted(sizes, key=lambda value: (-sizes[value], value))[:_LARGEST]
     return ", ".join(f"{_name(step, value)} {graph.values[value].dtype}{list(graph.values[value].shape)}" for value in shown)
 
@@ -125,33 +129,29 @@ def _name(step: Step, value: int) -> str:
     return f"{step.graph.ops[maker].primitive} ({step.graph.origins[maker].source})"
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def _enough_bytes(
-    step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets | None = None
-) -> int:
+    step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets
+) -> tuple[int, bool]:
     """Returns the least budget within which the search finds a plan, or a larger one if that takes too much work.
 
-    For a program that is not small, it comes as near to the least as a few short searches get.
+    Returns also whether the search for it went to its end. In a program that is not small, it comes as near to the least as a few short
+    searches get.
     """
     is_exact = options.is_small(step)
     enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
+    if found.is_proven:
+        short = max(short, found.least_bytes - 1)
     attempt, failures = max(found.enough_bytes, short + 1), 0
     any_plan = replace(options, wants_any=True, schedule=ENOUGH_PLAN if is_exact else None)
-    budgets = budgets or Searcher(step, topology, any_plan).budgets(request)
-    before, met = budgets.spent, enough
+    most, met, is_whole = budgets.spent + _MOST_WORK, enough, True
     for _ in range(_MOST_ATTEMPTS if is_exact else _ATTEMPTS):
         if not short < attempt < enough:
             # A plan is found faster than it is found that there is none.
             attempt = max((short + enough) // 2, int(enough * _DOWN)) if is_exact else (short + enough) // 2
         if enough - short <= (1 if is_exact else enough * _NEAR):
             break
-        if budgets.spent - before > _MOST_WORK:
+        if budgets.spent > most:
+            is_whole = False
             break
         result = budgets.within(replace(any_plan, memory_bytes=attempt))
         if isinstance(result, Shortfall):
@@ -163,13 +163,13 @@ def _enough_bytes(
             elif failures > _JUMPS:
                 attempt = short
         else:
-            # The bytes of a plan are often the least already. Only a small program's plan is sure to be found within its own bytes.
+            # The bytes of a plan are often the least already. Only for a small program are they tried; the search below makes sure.
             taken, failures, met = _peak_bytes(step, topology, result), 0, attempt
             enough, attempt = (taken, short) if is_exact else (attempt, min(taken, (short + attempt) // 2))
     if enough < met and isinstance(budgets.within(replace(any_plan, memory_bytes=enough)), Shortfall):
         # A limited search may find a plan within more bytes than it takes, and not within these.
-        return met
-    return enough
+        return met, is_whole
+    return enough, is_whole
 
 
 def _peak_bytes(step: Step, topology: Topology, found: Found) -> int:
@@ -179,11 +179,13 @@ def _peak_bytes(step: Step, topology: Topology, found: Found) -> int:
 def _enough_devices(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> int | None:
     """Returns the first doubling of the devices that meets the budget.
 
-    Returns None if the user's code fixes the mesh, or no doubling meets it.
+    Returns None if the user's code fixes the mesh, or if no such doubling was found. It ends after a few searches that found no plan, and
+    where twice as many devices need hardly fewer bytes.
     """
     if mesh_is_fixed(request):
         return None
-    count, least, searched = request.num_devices, float("inf"), 0
+    count, searched = request.num_devices, 0
+    least_bound = least_found = float("inf")
     # There are many meshes of three axes, and little is gained by them.
     schedule = ENOUGH_PLAN if options.is_small(step) else None
     any_plan = replace(options, wants_any=True, max_axes=min(2, options.max_axes or 2), schedule=schedule)
@@ -191,15 +193,15 @@ def _enough_devices(step: Step, request: Request, topology: Topology, options: D
         count *= 2
         bound = least_bytes(step, any_plan.meshes(step, count, topology), topology)
         if bound > (options.memory_bytes or 0):
-            if bound > least * _STAYS:
+            if bound > least_bound * _STAYS:
                 return None
-            least = bound
+            least_bound = bound
             continue
         searched += 1
         found = plan_dynamic(step, replace(request, num_devices=count), topology, any_plan)
         if not isinstance(found, Shortfall):
             return count
-        if found.least_bytes > least * _STAYS:
+        if found.least_bytes > least_found * _STAYS:
             return None
-        least = found.least_bytes
+        least_found = found.least_bytes
     return None

@@ -25,7 +25,7 @@ from spmdctx.search.optimizer.gather_at_use import is_slice, keep_at_rest, reade
 from spmdctx.search.optimizer.owners import is_weight, owners
 from spmdctx.search.optimizer.refined_mesh import refined, refined_assignment, refined_setup
 from spmdctx.search.optimizer.update_region import multiplied_state, plan_update
-from spmdctx.search.optimizer.whole import num_bytes, whole_notes
+from spmdctx.search.optimizer.whole import whole_notes
 from spmdctx.search.problem.space import Space
 from spmdctx.search.setup.request import ALL_REPLICAS, OptimizerSharding, Setup
 
@@ -75,8 +75,7 @@ def split_optimizer(
 
 
 def _seconds(step: Step, assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> float:
-    bill = bill_of(step, assignment, mesh, topology)
-    return bill.compute_s + bill.exposed_communication_s
+    return bill_of(step, assignment, mesh, topology).total_s
 
 
 def _split(
@@ -115,7 +114,6 @@ def _split(
         return setup, assignment
     setup.pins.update(stored)
     setup.reasons.update(dict.fromkeys(stored, REASON))
-    weights = {value: stored[value] for value in stored if is_weight(graph.values[value])}
     weights = {value: stored.pop(value) for value in list(stored) if is_weight(graph.values[value])} if multiplied else {}
     space, kept = Space(graph, mesh, topology, step.from_literals), frozenset(setup.forced)
     replanned = partial(plan_update, space, splits_accumulators=asked.splits_accumulators)
@@ -168,18 +166,19 @@ def splits_of(
         if not is_split or not known.shape or not replicas or parameter in layerwise or math.prod(known.shape) <= 1:
             continue
         one = StateSplit(parameter, tuple(dict.fromkeys((*weight, *state))), 0, replicas)
-        if num_bytes(known) < asked.threshold_bytes:
+        if known.num_bytes < asked.threshold_bytes:
             small += one.leaves
             continue
         fitting = _fitting_dims(known, stored[parameter], mesh, one, asked.shard_size)
         dim = _dim(graph, readers, parameter, dict(asked.layers))
         if not _has_gradient(graph, parameter) and dim not in fitting:
             dim = next(iter(fitting), dim)
-        found.append(one._replace(dim=dim))
+        one = one._replace(dim=dim)
         stack = next((own for own in fitting if own < dim), dim)
         if stack != dim and not multiplied.isdisjoint(state):
-            found[-1:] = [one._replace(values=weight, dim=dim)] if weight else []
-            found.append(one._replace(values=tuple(state), dim=stack))
+            found += [one._replace(values=weight)] if weight else []
+            one = one._replace(values=tuple(state), dim=stack)
+        found.append(one)
     return found, small
 
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from spmdctx.ir.graph import Graph, Role, Value, item_bytes
+from spmdctx.ir.graph import Graph, Role
 from spmdctx.search.setup.request import ALL_REPLICAS, OptimizerSharding
 
 _MOST_NAMED = 16
-
-
-def num_bytes(known: Value) -> int:
-    """Returns the bytes of a whole tensor."""
-    return math.prod(known.shape) * item_bytes(known.dtype)
 
 
 def whole_notes(graph: Graph, asked: OptimizerSharding, small: Iterable[int], unfit: Iterable[int], split: Iterable[int]) -> list[str]:
@@ -41,7 +36,7 @@ def _note(graph: Graph, values: Iterable[int], reason: str) -> list[str]:
     known = [own for own in (graph.values[value] for value in dict.fromkeys(values)) if math.prod(own.shape) > 1]
     if not known:
         return []
-    listed = known if len(known) <= _MOST_NAMED else sorted(known, key=num_bytes, reverse=True)[:_MOST_NAMED]
+    listed = known if len(known) <= _MOST_NAMED else sorted(known, key=lambda own: own.num_bytes, reverse=True)[:_MOST_NAMED]
     names = ", ".join(f"'{own.path}' {list(own.shape)}" for own in listed)
     more = f" and {len(known) - len(listed)} smaller" if len(known) > len(listed) else ""
     return [f"enable_parallel_optimizer leaves whole what {reason}: {names}{more}."]

@@ -11,7 +11,6 @@ adds the chip's bytes to the limit; the second leaves out the values that may be
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -186,7 +185,7 @@ class _RowBuilder:
         """Returns one device's bytes of a value for each of the sharding `numbers`; without numbers, for its whole domain."""
         known = self._space.graph.values[value]
         own = domain(self._space.mesh, known.shape)
-        total = float(item_bytes(known.dtype) * math.prod(known.shape))
+        total = float(known.num_bytes)
         return total / (own.slices if numbers is None else own.slices[numbers])
 
     def _unread_node(self, value: int) -> int:

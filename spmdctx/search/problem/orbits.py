@@ -66,7 +66,7 @@ class _Orbits(NamedTuple):
 
 def _renamings(codes: AxisCodes) -> list[_Renaming]:
     """Lists the ways to exchange axes of equal sizes; the first changes nothing."""
-    names = [own[0] for own in codes.axes if len(own) == 1]
+    names = [own[0] for own in codes.units]
     sizes = codes.mesh.sizes
     found = []
     for others in permutations(names):

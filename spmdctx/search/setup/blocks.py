@@ -24,18 +24,21 @@ def with_blocks(graph: Graph, setup: Setup) -> Setup:
     names = [name for name, size in mesh.axes if size > 1]
     rank = max((sum(size > 1 for size in value.shape) for value in graph.values), default=0)
     count = len(names)
-    while count > _FEW_AXES - 1 and (rank + 1) ** count > _MOST_SHARDINGS:
+    while count >= _FEW_AXES and (rank + 1) ** count > _MOST_SHARDINGS:
         count -= 1
     if len(names) <= _FEW_AXES or count >= len(names):
         return setup
     blocks = _blocks(mesh, names, _asked(setup), count)
     if len(blocks) == len(names):
         return setup
-    joined = ", ".join("·".join(block) for block in blocks if len(block) > 1)
-    note = (
-        f"The mesh has {len(names)} axes. The search used some of them only together: {joined}. Plans that use them apart were not tried."
-    )
-    return replace(setup, mesh=Blocks(mesh.axes, tuple(blocks)), notes=[*setup.notes, note])
+    own = Blocks(mesh.axes, tuple(blocks))
+    note = f"The mesh has {len(names)} axes. The search used some of them only together: {joined_axes(own)}. "
+    return replace(setup, mesh=own, notes=[*setup.notes, f"{note}Plans that use them apart were not tried."])
+
+
+def joined_axes(mesh: LogicalMesh) -> str:
+    """Returns the axes that a mesh has joined, as text: `a0·a1, a2·a3`; empty if there are none."""
+    return ", ".join("·".join(block) for block in mesh.blocks if len(block) > 1) if isinstance(mesh, Blocks) else ""
 
 
 def without_blocks(setup: Setup) -> Setup:

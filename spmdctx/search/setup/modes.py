@@ -16,6 +16,8 @@ from spmdctx.search.setup.mark_checks import strategy_text
 from spmdctx.search.setup.marks import PinnedDims, resolve_marks
 from spmdctx.search.setup.request import LAYERWISE, ManualSpecs, Request, Setup
 
+_MOST_NAMED = 8
+
 
 def prepare(graph: Graph, request: Request) -> Setup:
     """Prepares the mesh, pins and seeds of a mode.
@@ -60,11 +62,28 @@ def batch_parts(graph: Graph, setup: Setup) -> dict[int, TensorSharding]:
 
 
 def _keep_empty_whole(graph: Graph, setup: Setup) -> None:
-    """Keeps a pinned tensor without elements whole: XLA does so too, whatever its sharding says."""
+    """Keeps pinned and seeded tensors without elements whole: XLA does so too, whatever their shardings say. A note names changed pins."""
+    changed: list[str] = []
     for given in (setup.pins, setup.seeds):
         for value in [value for value in given if 0 in graph.values[value].shape]:
-            given[value] = replicated(len(graph.values[value].shape))
+            known, asked = graph.values[value], given[value]
+            given[value] = replicated(len(known.shape))
+            is_pin = given is setup.pins or value in setup.partial_pins
             setup.partial_pins.pop(value, None)
+            if asked == given[value]:
+                continue
+            setup.reasons.pop(value, None)
+            if is_pin:
+                changed.append(f"{list(known.shape)} {_place(graph, value)} (asked for: {format_sharding(asked)})")
+    if changed:
+        more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
+        setup.notes.append(f"Tensors without elements stay whole: {'; '.join(changed[:_MOST_NAMED])}{more}.")
+
+
+def _place(graph: Graph, value: int) -> str:
+    """Returns where a value comes from: its path, or the line that makes it."""
+    path = graph.values[value].path
+    return f"of '{path}'" if path else f"at {graph.origins[graph.producers[value]].source}"
 
 
 def _reconcile(graph: Graph, setup: Setup) -> None:
@@ -161,7 +180,7 @@ def _pin_user_shardings(graph: Graph, request: Request, setup: Setup) -> None:
             continue
         sharding = tuple(dim or () for dim in pin.dims)
         if not divides(known.shape, sharding, setup.mesh):
-            place = f"of '{known.path}'" if known.path else f"at {graph.origins[graph.producers[pin.value]].source}"
+            place = _place(graph, pin.value)
             setup.notes.append(f"{pin.origin} {format_sharding(sharding)} does not divide shape {known.shape} {place}: ignored.")
         else:
             _fix(setup, pin.value, pin.dims)

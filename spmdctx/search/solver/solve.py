@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -52,7 +51,7 @@ def solve(
         forbidden or the problem is small. A large problem with forbidden pairs may be called infeasible because none that fits was found.
     """
     if allowance is not None and deadline is None:
-        deadline = partial(getattr, allowance, "is_spent")
+        deadline = allowance.is_spent
     search = _search(effort, tolerance, cutoff, deadline)
     graph = CostGraph.of(problem.costs, problem.edges, Pool(allowance))
     with np.errstate(invalid="ignore"):

@@ -210,7 +210,7 @@ class PricedAlternatives:
         pairs = zip(self.assignment.values, assignment.values, strict=True)
         slots = {slot for slot, (old, new) in zip(self._around.space.slot_of, pairs, strict=True) if old != new}
         moved = len(slots - {self._around.space.slot_of[value]})
-        delta_s = rounded_s(_total_s(bill) - _total_s(self._bill), _total_s(self._bill))
+        delta_s = rounded_s(bill.total_s - self._bill.total_s, self._bill.total_s)
         return Alternative(assignment.values[value], axes, delta_s, bill.memory_bytes - self._bill.memory_bytes, moved, assignment, bill)
 
     def _ways(self, op: int) -> Iterator[_Option]:
@@ -278,13 +278,13 @@ class PricedAlternatives:
     def _delta_at(self, scale: Fraction, alternative: Alternative) -> float:
         """Returns the alternative's extra cost over the plan with another batch; 0 if there is no such batch."""
         scaled = self._scaled(scale)
-        return 0.0 if scaled is None else rounded_s(_total_s(self._price(alternative.assignment, scaled[0])) - scaled[1], scaled[1])
+        return 0.0 if scaled is None else rounded_s(self._price(alternative.assignment, scaled[0]).total_s - scaled[1], scaled[1])
 
     def _scaled(self, scale: Fraction) -> tuple[Graph, float] | None:
         """Returns the step with another batch, and the plan's cost there; None if the batch does not divide."""
         if scale not in self._batches:
             graph = with_batch(self.graph, scale)
-            self._batches[scale] = None if graph is None else (graph, _total_s(self._price(self.assignment, graph)))
+            self._batches[scale] = None if graph is None else (graph, self._price(self.assignment, graph).total_s)
         return self._batches[scale]
 
 
@@ -321,10 +321,6 @@ def _moved_axes(own: FactorAxes, splittable: Collection[bool], names: Iterable[s
 
 def _with_axes(assignment: Assignment, op: int, axes: FactorAxes) -> Assignment:
     return replace(assignment, ops=(*assignment.ops[:op], OpSharding(axes), *assignment.ops[op + 1 :]))
-
-
-def _total_s(bill: Bill) -> float:
-    return bill.compute_s + bill.exposed_communication_s
 
 
 def _difference(its: Bill, mine: Bill) -> list[tuple[_TimedCollective, int]]:

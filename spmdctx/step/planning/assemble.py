@@ -86,8 +86,7 @@ def assembled(program: Program, captured: Captured, settings: Settings, decided:
 
 def cost_of(bill: Bill) -> Cost:
     """Returns the totals of a bill."""
-    total_s = bill.compute_s + bill.exposed_communication_s
-    return Cost(bill.compute_s, bill.communication_s, total_s, bill.memory_bytes, bill.hidden_communication_s)
+    return Cost(bill.compute_s, bill.communication_s, bill.total_s, bill.memory_bytes, bill.hidden_communication_s)
 
 
 def _reason(setup: Setup, assignment: Assignment, value: int) -> str:

@@ -69,7 +69,8 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         program = captured.built()
         request = request_of(program, captured, settings)
         step = step_of(program, captured)
-        setup, assignment, certificate = search(step, request, replace(search_options(settings), shared=shared))
+        options = replace(search_options(settings), is_brief=shared is not None, shared=shared)
+        setup, assignment, certificate = search(step, request, options)
         bill, directives = _priced(
             program, Assigned(step, assignment, setup.mesh, settings.topology), settings.context, _written(program, setup.parts)
         )
@@ -134,8 +135,13 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo), max_axes=settings.max_mesh_axes)
         request = request_of(program, captured, settings)
         step, mesh, machine = step_of(program, captured), plan.logical_mesh, settings.topology
-        bound = lower_bound_s(step, request, machine, options, mesh)
+        bound, joined = lower_bound_s(step, request, machine, options, mesh)
         counted = evaluate(step.graph, step.scopes, step.from_literals, plan.assignment, mesh, machine).total_s
+    if joined:
+        # The plan itself may use them apart.
+        bound = min(bound, counted)
+        note = f"The lower bound holds for this plan, and for plans that use axes of the mesh only together: {'; '.join(joined)}."
+        plan = replace(plan, notes=(*plan.notes, note))
     return certified(plan, Certificate(bound, counted))
 
 

@@ -11,7 +11,7 @@ from spmdctx.cost.step import Step, bill_of
 from spmdctx.search.dynamic import budget as budget_module
 from spmdctx.search.dynamic import shortfall
 from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
-from spmdctx.search.dynamic.searcher import plan_dynamic
+from spmdctx.search.dynamic.searcher import Searcher, plan_dynamic
 from spmdctx.search.setup.request import Request
 from spmdctx.search.solver.problem.problem import Infeasible
 from tests.oracles.exhaustive import Conditions, exhaustive
@@ -20,6 +20,10 @@ from tests.search.random_graphs import fused, random_machine, random_mesh, rando
 
 def _request(num_devices, mesh=None):
     return Request("auto_parallel", num_devices, mesh, None, (), frozenset(), (), (), frozenset())
+
+
+def _budgets(step, request, machine, options):
+    return Searcher(step, machine, options).budgets(request)
 
 
 def _problem(seed):
@@ -33,7 +37,9 @@ def _problem(seed):
 def test_the_budget_that_is_named_works_and_with_one_byte_less_no_plan_is_found(seed):
     made, step, request, machine = _problem(seed)
     options = DynamicOptions(memory_bytes=1)
-    error = shortfall.infeasible(step, request, machine, options, plan_dynamic(step, request, machine, options))
+    error = shortfall.infeasible(
+        step, request, machine, options, plan_dynamic(step, request, machine, options), _budgets(step, request, machine, options)
+    )
     budget = int(re.search(r"need: +memory_bytes=(\d+)", str(error)).group(1))
     enough = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=budget))
     peak = price(Step(made.graph, made.scopes, made.from_literals), enough.assignment, request.mesh, machine).memory_bytes
@@ -83,7 +89,7 @@ def test_the_budget_named_for_a_larger_program_works_and_is_mostly_near_the_leas
         step, machine, options = _tight(seed, 0)
         found = plan_dynamic(step, _request(2), machine, options)
         if isinstance(found, Shortfall):
-            budget = shortfall._enough_bytes(step, _request(2), machine, options, found)
+            budget, _ = shortfall._enough_bytes(step, _request(2), machine, options, found, _budgets(step, _request(2), machine, options))
             assert not isinstance(plan_dynamic(step, _request(2), machine, replace(options, memory_bytes=budget)), Shortfall), seed
             excess.append(budget / found.least_bytes - 1)
     assert statistics.median(excess) < 0.05
@@ -99,12 +105,13 @@ def test_no_plan_at_all_fits_in_less_than_what_is_said_to_be_alive_at_least(seed
 
 
 def test_what_is_not_proven_is_not_said(monkeypatch):
-    monkeypatch.setattr(shortfall, "_enough_bytes", lambda *_: 1)
+    monkeypatch.setattr(shortfall, "_enough_bytes", lambda *_: (1, True))
     _, step, request, machine = _problem(6101)
     options = DynamicOptions(memory_bytes=1)
     found = plan_dynamic(step, request, machine, options)
-    assert "No plan on" in (proven := str(shortfall.infeasible(step, request, machine, options, found)))
+    budgets = _budgets(step, request, machine, options)
+    assert "No plan on" in (proven := str(shortfall.infeasible(step, request, machine, options, found, budgets)))
     assert "at least" in proven
-    other = str(shortfall.infeasible(step, request, machine, options, found._replace(is_proven=False)))
+    other = str(shortfall.infeasible(step, request, machine, options, found._replace(is_proven=False), budgets))
     assert "No plan was found on" in other
     assert "at least" not in other

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import spmdctx
+from spmdctx.errors import InfeasibleError
 from spmdctx.ir.domain import AxisCodes
 from spmdctx.ir.mesh import Blocks, LogicalMesh
 from spmdctx.search.setup.blocks import with_blocks, without_blocks
@@ -65,3 +66,23 @@ def test_a_step_on_many_axes_is_planned_and_a_note_says_what_was_left_out(functi
     assert dict(found.logical_mesh.axes) == mesh
     assert type(found.logical_mesh) is LogicalMesh
     assert any(f"The mesh has {axes} axes" in note for note in found.notes)
+
+
+def _on_nine_axes(**options):
+    mesh = {f"a{place}": 2 for place in range(9)}
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (256, 64))]
+    own = {"parallel_mode": "auto_parallel", "device_num": 512, "mesh": mesh, "topology": "tpu-v5e", **options}
+    return spmdctx.plan(lambda w, x: jnp.tanh(x @ w).sum(), *arrays, **own)
+
+
+def test_that_no_plan_fits_is_not_said_to_be_proven_of_joined_axes():
+    with pytest.raises(InfeasibleError, match=r"No plan was found on 512 devices.* only together: \w+·\w+") as error:
+        _on_nine_axes(memory_bytes=1)
+    assert "at least" not in str(error.value)
+
+
+def test_a_bound_over_joined_axes_says_so_once_and_is_not_above_the_plan():
+    certified = _on_nine_axes(search_mode="sharding_propagation").certify()
+    (note,) = [note for note in certified.notes if "only together" in note]
+    assert "lower bound" in note
+    assert certified.gap >= 0

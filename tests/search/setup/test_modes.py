@@ -177,6 +177,14 @@ def test_auto_parallel_notes_a_batch_that_does_not_divide():
     assert [note for note in setup.guesses if "(9, 64) does not divide" in note]
 
 
+def test_a_pinned_tensor_without_elements_is_whole_and_a_note_names_it():
+    setup = prepare(layer(0), request("data_parallel"))
+    assert setup.pins[BATCH] == ((), ())
+    assert BATCH not in setup.reasons
+    assert [note for note in setup.notes if "[0, 64] of 'batch/x' (asked for: [data, -])" in note]
+    assert not prepare(layer(), request("data_parallel")).notes
+
+
 def test_a_dimension_that_a_constraint_leaves_free_is_free():
     pin = ValuePin(DOT, AXES, (None, M), "a sharding constraint")
     setup = prepare(layer(), request("auto_parallel", dataset=None, value_pins=(pin,)))

@@ -36,7 +36,10 @@ WAYS: tuple[Way, ...] = (
     Way("reduce_scatter", "all_reduce", 2.0, ("float32",), f"{SLICED}, {WIDENED}"),
     *(Way(kind, kind, 0.5, ("bfloat16", "float16"), NARROWED) for kind in COLLECTIVE_KINDS),
 )
-"""The ways in which a planned collective may appear in a compiled program, one for one; the first that fits counts."""
+"""The ways in which a planned collective may appear in a compiled program, one for one.
+
+`audit.match` pairs as many collectives as can be; among equally many pairs, earlier ways are preferred.
+"""
 
 
 def ways_of(dtypes: Iterable[str]) -> tuple[Way, ...]:

@@ -12,11 +12,10 @@ Checked by: tests/machine/xla/partitioner/test_callbacks.py
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from spmdctx.ir.collective import Cause, CauseForm, Collective
-from spmdctx.ir.graph import Graph, item_bytes
+from spmdctx.ir.graph import Graph
 from spmdctx.ir.mesh import LogicalMesh
 
 _CALLBACKS = ("pure_callback", "io_callback")
@@ -28,7 +27,5 @@ def broadcasts(graph: Graph, mesh: LogicalMesh) -> Iterator[Collective]:
     for op in graph.ops if axes else ():
         for value in op.results if op.primitive in _CALLBACKS else ():
             if graph.readers[value] or value in graph.outputs:
-                known = graph.values[value]
                 cause = Cause(CauseForm.BROADCAST, primitive=op.primitive)
-                payload = math.prod(known.shape) * item_bytes(known.dtype)
-                yield Collective("all_reduce", axes, payload, 0.0, op.repeats, cause, graph.origins[op.id].source)
+                yield Collective("all_reduce", axes, graph.values[value].num_bytes, 0.0, op.repeats, cause, graph.origins[op.id].source)

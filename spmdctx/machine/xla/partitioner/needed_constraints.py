@@ -31,6 +31,9 @@ _HANDING_ON = frozenset(
 )
 """Ops through which the partitioner hands on how their operands are split."""
 
+_FAR = 20
+"""Ops after which a chain of plain ops counts as split."""
+
 
 class NeededConstraints:
     """The ops of an assignment that need a constraint.
@@ -124,10 +127,6 @@ class NeededConstraints:
             axes, handed = self._assignment.ops[op.id].axes, self._handed(op)
             return all(factor in handed for dim in dims for factor in op.rule.results[0][dim] if axes[factor])
         return not _is_plain(op) or self._is_split_by(op, dims, depth=depth)
-
-
-_FAR = 20
-"""Ops after which a chain of plain ops counts as split."""
 
 
 def _dims_of(factors: AbstractSet[int], dims: Sequence[DimFactors]) -> list[int]:

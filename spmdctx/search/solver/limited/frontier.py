@@ -137,7 +137,7 @@ class _PartialChoices:
             self._graph.pool.allowance.charge(len(self._parts) * (CALL + min(at_once, count - start) * size))
             befores, states, least = self._continued(place, node, np.arange(start, min(start + at_once, count)))
             pieces.append((befores, states, least))
-            if self._graph.pool.allowance.is_spent or sum(len(piece[0]) for piece in pieces) > 4 * MAX_CHOICES:
+            if self._graph.pool.allowance.is_spent() or sum(len(piece[0]) for piece in pieces) > 4 * MAX_CHOICES:
                 return False
         before = np.concatenate([piece[0] for piece in pieces])
         state = np.concatenate([piece[1] for piece in pieces])

@@ -16,7 +16,6 @@ class Allowance:
     most: float = math.inf
     spent: float = 0.0
 
-    @property
     def is_spent(self) -> bool:
         """Returns whether no more may be made."""
         return self.spent >= self.most
