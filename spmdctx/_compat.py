@@ -152,13 +152,6 @@ def without_high_primitives(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
     return partial_eval.lower_jaxpr2(jaxpr)
 
 
-def primitive_harnesses() -> list[Any]:
-    """Returns JAX's own test programs of its primitives."""
-    from jax._src.internal_test_util import test_harnesses
-
-    return list(test_harnesses.all_harnesses)
-
-
 def acts_outside(eqn: jexc.JaxprEqn) -> bool:
     """Returns whether an equation acts on more than its results; the class of effects by which axes get their names is private."""
     from jax._src.core import NamedAxisEffect
