@@ -174,12 +174,12 @@ def show_faults(seed: int, row: dict[str, Any]) -> None:
 
 def script(seed: int, number: int, options: str) -> str:
     """Returns a program as a script."""
-    from benchmarks.fuzz_checks import FREE_LINKS
     from benchmarks.fuzz_moves import MOVES
     from benchmarks.fuzz_programs import make_program
+    from benchmarks.split_checks import FREE_LINKS_SOURCE
 
     text = make_program(f"{seed} {number}", MOVES).script(options)
-    return text.replace("\nargs = ", f"\nFREE_LINKS = {FREE_LINKS}\nargs = ") if "FREE_LINKS" in options else text
+    return text.replace("\nargs = ", f"\nFREE_LINKS = {FREE_LINKS_SOURCE}\nargs = ") if "FREE_LINKS" in options else text
 
 
 def main() -> int:

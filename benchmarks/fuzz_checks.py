@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -14,12 +13,9 @@ import numpy as np
 
 import spmdctx
 from benchmarks.fuzz_programs import Program
+from benchmarks.split_checks import FREE_LINKS, crash_text, plain_array
 from spmdctx.plan.file import plan_json
 
-FREE_LINKS = """spmdctx.Topology(device="free-links", peak_flops_per_s=1e10, memory_bytes=2**33, memory_bytes_per_s=1e9,
-    latency_s=1e-9, link_bytes_per_s=1e13, devices_per_host=8, network_bytes_per_s=1e12, network_latency_s=1e-8,
-    merges_partial_sums=False, source="fuzz")"""
-"""A machine whose links cost next to nothing, on which searches split all they can."""
 SEARCHES = ("dynamic_programming", "sharding_propagation", "recursive_programming")
 PLAIN = ("data_parallel", "semi_auto_parallel", "hybrid_parallel", "stand_alone")
 LEVELS = ("level1", "level2", "level3")
@@ -83,8 +79,7 @@ def _optimizer(rng: random.Random) -> str:
 
 def options_of(source: str) -> dict[str, Any]:
     """Returns the options that a text stands for."""
-    topology = eval(FREE_LINKS, {"spmdctx": spmdctx})
-    return dict(eval(f"dict({source})", {"FREE_LINKS": topology}))
+    return dict(eval(f"dict({source})", {"FREE_LINKS": FREE_LINKS}))
 
 
 class Reference:
@@ -123,9 +118,7 @@ class Reference:
 
 
 def _array(leaf: Any) -> np.ndarray:
-    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    found = np.asarray(leaf)
+    found = plain_array(leaf)
     return found if found.dtype.kind in "biufc" else found.astype(np.float32)
 
 
@@ -164,14 +157,14 @@ def compare(reference: Reference, got: Any) -> str:
     return ""
 
 
-def try_way(reference: Reference, source: str, *, audit: bool = True) -> Outcome:
+def try_way(reference: Reference, source: str) -> Outcome:
     """Plans, runs and audits a program in one way, and plans it once more."""
     options = options_of(source)
     faults: list[Fault] = []
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            outcome = _held(reference, source, options, faults, audit=audit)
+            outcome = _held(reference, source, options, faults)
         faults += [
             Fault("warning", source, f"{one.category.__name__}: {one.message} ({one.filename}:{one.lineno})")
             for one in caught
@@ -181,10 +174,10 @@ def try_way(reference: Reference, source: str, *, audit: bool = True) -> Outcome
     except spmdctx.SpmdctxError as error:
         return Outcome(source, refused=f"{type(error).__name__}: {str(error).splitlines()[0]}")
     except Exception as error:
-        return Outcome(source, (*faults, Fault("crash", source, _where(error))))
+        return Outcome(source, (*faults, Fault("crash", source, crash_text(error))))
 
 
-def _held(reference: Reference, source: str, options: Mapping[str, Any], faults: list[Fault], *, audit: bool) -> Outcome:
+def _held(reference: Reference, source: str, options: Mapping[str, Any], faults: list[Fault]) -> Outcome:
     step, args = reference.step, reference.args
     made = spmdctx.parallel(step, **options)
     plan = made.plan(*args)
@@ -194,18 +187,11 @@ def _held(reference: Reference, source: str, options: Mapping[str, Any], faults:
     wrong = compare(reference, made(*args))
     if wrong:
         faults.append(Fault("numbers", source, wrong))
-    if audit:
-        report = made.audit(*args)
-        if not report.ok:
-            faults.append(Fault("audit", source, " ".join(str(report).split())[:1500]))
+    report = made.audit(*args)
+    if not report.ok:
+        faults.append(Fault("audit", source, " ".join(str(report).split())[:1500]))
     is_split = any(any(dim for dim in sharding) for sharding in (leaf.sharding for leaf in plan.inputs))
-    return Outcome(source, audited=audit, is_split=is_split)
-
-
-def _where(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "spmdctx" in frame.filename]
-    places = [f"{frame.filename.split('spmdctx/')[-1]}:{frame.lineno}" for frame in frames[-2:]]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({' < '.join(reversed(places))})"
+    return Outcome(source, audited=True, is_split=is_split)
 
 
 def check(program: Program, rng: random.Random, report: Callable[[str], None] = lambda _: None) -> list[Outcome] | None:

@@ -8,12 +8,28 @@ from collections.abc import Callable
 from benchmarks.fuzz_programs import EPS, Block, Var, fill, indented
 
 _UNARY = (
-    "jnp.sin({})", "jnp.cos({})", "jnp.tanh({})", "jax.nn.sigmoid({})", "jnp.exp(-jnp.abs({}))", "jnp.square(jnp.tanh({}))", "lax.erf({})",
-    "jnp.log1p(jnp.abs({}))", "jnp.sqrt(jnp.abs({}) + 0.1)", "lax.rsqrt(jnp.abs({}) + 0.5)", "jax.nn.gelu({})", "jax.nn.silu({})",
-    "jnp.arctan({})", "jax.nn.softplus({})", "jnp.expm1(-jnp.abs({}))", "lax.integer_pow(jnp.tanh({}), 3)", "jnp.cbrt({})",
+    "jnp.sin({})",
+    "jnp.cos({})",
+    "jnp.tanh({})",
+    "jax.nn.sigmoid({})",
+    "jnp.exp(-jnp.abs({}))",
+    "jnp.square(jnp.tanh({}))",
+    "lax.erf({})",
+    "jnp.log1p(jnp.abs({}))",
+    "jnp.sqrt(jnp.abs({}) + 0.1)",
+    "lax.rsqrt(jnp.abs({}) + 0.5)",
+    "jax.nn.gelu({})",
+    "jax.nn.silu({})",
+    "jnp.arctan({})",
+    "jax.nn.softplus({})",
+    "jnp.expm1(-jnp.abs({}))",
+    "lax.integer_pow(jnp.tanh({}), 3)",
+    "jnp.cbrt({})",
     "jnp.sinh(jnp.tanh({}))",
-    "lax.logistic({})", "0.5 * {} + 0.25", "lax.stop_gradient({}) * 0.5",
-)  # fmt: skip
+    "lax.logistic({})",
+    "0.5 * {} + 0.25",
+    "lax.stop_gradient({}) * 0.5",
+)
 _EXACT_UNARY = ("-{}", "jnp.abs({})", "jnp.maximum({}, 0)", "jnp.minimum({}, 1)", "jnp.clip({}, -1, 2)", "lax.stop_gradient({})")
 _ROUNDING = ("jnp.floor({})", "jnp.round({})", "jnp.ceil({})", "jnp.sign({})", "jnp.trunc({})")
 _INTEGER = (
@@ -73,14 +89,13 @@ def unary(b: Block) -> None:
             b.let(b.random.choice(_INTEGER).format(x.name), x, exact=True)
 
 
-def _fitting(b: Block, x: Var, fits: Callable[[Var], bool]) -> tuple[Var, str] | None:
-    """Returns another variable and an expression of it that broadcasts with x."""
+def _fitting(b: Block, x: Var, fits: Callable[[Var], bool]) -> Var | None:
+    """Returns another variable that broadcasts with x."""
 
     def broadcasts(var: Var) -> bool:
         return all(1 in pair or pair[0] == pair[1] for pair in zip(reversed(var.shape), reversed(x.shape), strict=False))
 
-    y = b.pick(lambda var: var.name != x.name and fits(var) and broadcasts(var))
-    return None if y is None else (y, y.name)
+    return b.pick(lambda var: var.name != x.name and fits(var) and broadcasts(var))
 
 
 def binary(b: Block) -> None:
@@ -88,41 +103,41 @@ def binary(b: Block) -> None:
     if x is None:
         return
     if x.is_float and EPS[x.dtype] < 0.1:
-        found = _fitting(b, x, lambda var: var.dtype == x.dtype)
-        if found:
+        y = _fitting(b, x, lambda var: var.dtype == x.dtype)
+        if y:
             exact = b.random.random() < 0.2
-            table = _BINARY if not exact else _EXACT_BINARY if x.exact and found[0].exact else _EXACT_BINARY[:2]
-            b.let(b.random.choice(table).format(x.name, found[1]), x, found[0], exact=exact)
+            table = _BINARY if not exact else _EXACT_BINARY if x.exact and y.exact else _EXACT_BINARY[:2]
+            b.let(b.random.choice(table).format(x.name, y.name), x, y, exact=exact)
     elif x.is_int:
-        found = _fitting(b, x, lambda var: var.is_int)
-        if found:
-            b.let(b.random.choice(_INT_BINARY).format(x.name, found[1]), x, found[0], exact=True)
+        y = _fitting(b, x, lambda var: var.is_int)
+        if y:
+            b.let(b.random.choice(_INT_BINARY).format(x.name, y.name), x, y, exact=True)
     elif x.dtype == "bool":
-        found = _fitting(b, x, lambda var: var.dtype == "bool")
-        if found:
+        y = _fitting(b, x, lambda var: var.dtype == "bool")
+        if y:
             b.let(
-                b.random.choice(("{} & {}", "{} | {}", "{} ^ {}", "jnp.logical_and({}, ~{})")).format(x.name, found[1]),
+                b.random.choice(("{} & {}", "{} | {}", "{} ^ {}", "jnp.logical_and({}, ~{})")).format(x.name, y.name),
                 x,
-                found[0],
+                y,
                 exact=True,
             )
 
 
 def compare(b: Block) -> None:
     x = b.pick(lambda var: (var.is_float or var.is_int) and var.exact)
-    found = x and _fitting(b, x, lambda var: var.exact and var.dtype == x.dtype)
-    if x and found:
-        other = found[1] if b.random.random() < 0.7 else "1"
-        b.let(b.random.choice(_COMPARISONS).format(x.name, other), x, found[0], exact=True)
+    y = x and _fitting(b, x, lambda var: var.exact and var.dtype == x.dtype)
+    if x and y:
+        other = y.name if b.random.random() < 0.7 else "1"
+        b.let(b.random.choice(_COMPARISONS).format(x.name, other), x, y, exact=True)
 
 
 def select(b: Block) -> None:
     c = b.pick(lambda var: var.dtype == "bool")
     x = c and _fitting(b, c, lambda var: not var.is_key)
     if c and x:
-        y = b.pick(lambda var: var.dtype == x[0].dtype and var.shape == x[0].shape)
+        y = b.pick(lambda var: var.dtype == x.dtype and var.shape == x.shape)
         other = y.name if y and b.random.random() < 0.7 else "0"
-        b.let(f"jnp.where({c.name}, {x[1]}, {other})", c, x[0], *([y] if y else []), exact=True)
+        b.let(f"jnp.where({c.name}, {x.name}, {other})", c, x, *([y] if y else []), exact=True)
 
 
 def convert(b: Block) -> None:
@@ -185,8 +200,13 @@ def join(b: Block) -> None:
     if x is None:
         return
     axis = b.random.randrange(len(x.shape))
-    y = b.pick(lambda v: v.dtype == x.dtype and len(v.shape) == len(x.shape) and all(
-        p == q for k, (p, q) in enumerate(zip(v.shape, x.shape, strict=True)) if k != axis))  # fmt: skip
+    y = b.pick(
+        lambda v: (
+            v.dtype == x.dtype
+            and len(v.shape) == len(x.shape)
+            and all(p == q for k, (p, q) in enumerate(zip(v.shape, x.shape, strict=True)) if k != axis)
+        )
+    )
     if y:
         b.let(f"jnp.concatenate([{x.name}, {y.name}], axis={axis})", x, y, exact=True)
 
@@ -289,8 +309,12 @@ def reduce(b: Block) -> None:
         if "norm" in form:
             b.let(f"jnp.sqrt(jnp.sum(jnp.square({x.name}), axis={axes}) + 0.1)", x)
         else:
-            b.let(form.replace("{})", f"{{}}, axis={axes}, keepdims={keep})").replace("}), ", "}, ").format(x.name) if "prod" not in form
-                  else f"jnp.prod(jnp.tanh({x.name}), axis={axes}, keepdims={keep})", x)  # fmt: skip
+            b.let(
+                form.replace("{})", f"{{}}, axis={axes}, keepdims={keep})").replace("}), ", "}, ").format(x.name)
+                if "prod" not in form
+                else f"jnp.prod(jnp.tanh({x.name}), axis={axes}, keepdims={keep})",
+                x,
+            )
 
 
 def normalize(b: Block) -> None:
@@ -568,14 +592,19 @@ def _branches(b: Block) -> None:
     b.let(f"lax.cond({test}, {names[0]}, {names[1]}, {x.name})", *own, x, *b.vars, before=before)
 
 
+def _mapped(b: Block, x: Var, shape: tuple[int, ...] | None = None, exact: bool = False) -> tuple[Var, Block, str, Var]:
+    """Returns the parameter, the body, the name and the last value of a new function, which is to be called with x."""
+    param = _renamed(b, x, shape, exact)
+    inner, name = _body(b, [param], b.random.randint(1, 4)), b.maker.name("f")
+    return param, inner, name, inner.own[-1]
+
+
 def _vmap(b: Block) -> None:
     x = b.pick(lambda v: len(v.shape) >= 1 and v.shape[0] >= 1 and not v.is_key and v.size > 0)
     if x is None:
         return
     axis = b.random.randrange(len(x.shape))
-    param = _renamed(b, x, (*x.shape[:axis], *x.shape[axis + 1 :]), exact=x.exact)
-    inner, name = _body(b, [param], b.random.randint(1, 4)), b.maker.name("f")
-    last = inner.own[-1]
+    param, inner, name, last = _mapped(b, x, (*x.shape[:axis], *x.shape[axis + 1 :]), exact=x.exact)
     if not last.is_key:
         before = _define(name, [param], inner, last.name)
         b.let(f"jax.vmap({name}, in_axes={axis}, out_axes=0)({x.name})", *inner.own, x, *b.vars, before=before)
@@ -585,9 +614,7 @@ def _remat(b: Block) -> None:
     x = b.float()
     if x is None:
         return
-    param = _renamed(b, x)
-    inner, name = _body(b, [param], b.random.randint(1, 4)), b.maker.name("f")
-    last = inner.own[-1]
+    param, inner, name, last = _mapped(b, x)
     if not last.is_key:
         wrap = b.random.choice(("jax.checkpoint", "jax.jit", "jax.checkpoint"))
         b.let(f"{wrap}({name})({x.name})", *inner.own, x, *b.vars, before=_define(name, [param], inner, last.name))
@@ -597,9 +624,7 @@ def _gradient(b: Block) -> None:
     x = b.float()
     if x is None:
         return
-    param = _renamed(b, x)
-    inner, name = _body(b, [param], b.random.randint(1, 4)), b.maker.name("f")
-    last = inner.own[-1]
+    param, inner, name, last = _mapped(b, x)
     if last.is_float and last.size:
         before = _define(name, [param], inner, f"jnp.mean({last.name}.astype(jnp.float32))")
         b.let(f"jax.{b.random.choice(('grad', 'grad', 'value_and_grad'))}({name})({x.name})", *inner.own, x, *b.vars, before=before)
@@ -622,8 +647,30 @@ def _custom(b: Block) -> None:
 
 
 MOVES: list[tuple[int, Callable[[Block], object]]] = [
-    (10, unary), (10, binary), (3, compare), (3, select), (4, convert), (4, reshape), (4, transpose), (3, broadcast), (3, join), (5, cut),
-    (2, dynamic), (4, gather), (3, scatter), (7, reduce), (4, normalize), (3, order), (8, product), (3, convolve), (2, pool), (1, algebra),
-    (1, complexes), (2, literals), (2, draw), (4, pin), (6, nested),
-]  # fmt: skip
+    (10, unary),
+    (10, binary),
+    (3, compare),
+    (3, select),
+    (4, convert),
+    (4, reshape),
+    (4, transpose),
+    (3, broadcast),
+    (3, join),
+    (5, cut),
+    (2, dynamic),
+    (4, gather),
+    (3, scatter),
+    (7, reduce),
+    (4, normalize),
+    (3, order),
+    (8, product),
+    (3, convolve),
+    (2, pool),
+    (1, algebra),
+    (1, complexes),
+    (2, literals),
+    (2, draw),
+    (4, pin),
+    (6, nested),
+]
 """All moves with their weights."""

@@ -93,7 +93,6 @@ class Program:
     arguments: list[Argument]
     eps: list[float]
     tags: set[str]
-    num_lines: int
 
     @property
     def bytes(self) -> int:
@@ -123,7 +122,6 @@ class Maker:
     count: int = 0
     lines_left: int = 0
     batch: int = 8
-    inner: int = 0
 
     def name(self, stem: str = "v") -> str:
         self.count += 1
@@ -169,7 +167,7 @@ class Block:
         """Returns a variable of any type but keys."""
         return self.pick(lambda var: not var.is_key and len(var.shape) >= rank)
 
-    def let(self, expression: str, *operands: Var, exact: bool = False, before: Sequence[str] = (), most: int = MOST_ELEMENTS) -> list[Var]:
+    def let(self, expression: str, *operands: Var, exact: bool = False, before: Sequence[str] = ()) -> list[Var]:
         """Adds a line that names the results of an expression; adds nothing if JAX refuses it or a result is too large.
 
         Args:
@@ -177,10 +175,9 @@ class Block:
             operands: what the results depend on.
             exact: the results have the same bits wherever they are computed, if those of the operands have.
             before: lines that define the functions that the expression calls.
-            most: elements of a result.
         """
         shapes = self._types([*before, f"_r = {expression}"])
-        if shapes is None or not shapes or any(math.prod(one.shape) > most or len(one.shape) > MOST_RANK for one in shapes):
+        if shapes is None or not shapes or any(math.prod(one.shape) > MOST_ELEMENTS or len(one.shape) > MOST_RANK for one in shapes):
             return []
         eps = max((operand.eps for operand in operands), default=0.0)
         is_exact = exact and all(operand.exact for operand in operands)
@@ -244,7 +241,7 @@ def _attempt(rng: random.Random, moves: Sequence[tuple[int, Callable[[Block], ob
     maker.lines_left = count = rng.randint(5, 40 if rng.random() < 0.3 else 16)
     fill(block, count, moves)
     source, eps = _training(block) if is_training else _plain(block)
-    program = Program(source, list(maker.arguments), eps, set(maker.tags), count)
+    program = Program(source, list(maker.arguments), eps, set(maker.tags))
     return program if eps and _runs(program) else None
 
 

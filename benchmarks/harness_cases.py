@@ -10,12 +10,10 @@ import hashlib
 import math
 import re
 import time
-import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,23 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmdctx
+from benchmarks.split_checks import DEVICES, FREE_LINKS, crash_text, first_line, plain_array
 from spmdctx.errors import SpmdctxError
-
-DEVICES = 8
-
-FREE_LINKS = spmdctx.Topology(
-    device="links-for-nothing",
-    peak_flops_per_s=1e10,
-    memory_bytes=2**33,
-    memory_bytes_per_s=1e9,
-    latency_s=1e-9,
-    link_bytes_per_s=1e13,
-    devices_per_host=DEVICES,
-    network_bytes_per_s=1e12,
-    network_latency_s=1e-8,
-    merges_partial_sums=False,
-    source="made up: communication costs next to nothing, so that a search splits all it can",
-)
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "data_parallel": {"parallel_mode": "data_parallel"},
@@ -185,7 +168,7 @@ def run_case(name: str, wrap: str, ways: Sequence[str] = tuple(WAYS), *, run: bo
             alone = jax.jit(lambda *args: fn(*args))
             wanted = jax.device_get(alone(*arguments)) if run else alone.lower(*arguments)
         except Exception as error:
-            row["skipped"] = _first_line(error)
+            row["skipped"] = first_line(error)
         else:
             seen: dict[str, str] = {}
             row["ways"] = {way: _run_way(fn, arguments, way, wanted, seen if run else None) for way in ways}
@@ -210,9 +193,7 @@ def _run_way(fn: Callable[..., Any], arguments: tuple[Any, ...], way: str, wante
     except SpmdctxError as error:
         return {"outcome": "refused", "error": f"{type(error).__name__}: {error.summary}"}
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "spmdctx" in frame.filename]
-        places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[:-4:-1])
-        return {"outcome": "crashed", "error": f"{type(error).__name__}: {_first_line(error)} ({places})"}
+        return {"outcome": "crashed", "error": crash_text(error)}
     if seen[key]:
         return {"outcome": "wrong", "split": split, "error": seen[key]}
     return {"outcome": "ok", "split": split}
@@ -232,11 +213,6 @@ def _batch_options(arguments: tuple[Any, ...], way: str) -> dict[str, Any]:
     return {"device_num": DEVICES, **({"batch_argnums": batch} if batch else {})}
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
-
-
 def lowest_precision(tree: Any) -> float:
     """Returns the largest rounding unit among a tree's types."""
     types = [leaf.dtype for leaf in jax.tree.leaves(tree)]
@@ -252,7 +228,7 @@ def difference(got: Any, wanted: Any, unit: float) -> str:
         unit: the rounding unit of the arguments; that of a result counts where it is larger.
     """
     for index, (one, other) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)):
-        one, other = _plain_array(one), _plain_array(other)
+        one, other = plain_array(one), plain_array(other)
         if one.shape != other.shape or one.dtype != other.dtype:
             return f"result {index}: {one.dtype}{one.shape} instead of {other.dtype}{other.shape}"
         if not jnp.issubdtype(other.dtype, jnp.inexact):
@@ -274,7 +250,3 @@ def difference(got: Any, wanted: Any, unit: float) -> str:
         if worst > allowed:
             return f"result {index}: differs by {worst:.1e}, allowed {allowed:.1e}"
     return ""
-
-
-def _plain_array(leaf: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)

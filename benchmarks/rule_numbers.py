@@ -96,13 +96,13 @@ def _work(names: list[str], most: int) -> None:
 
 def _programs() -> dict[str, Any]:
     """All programs by name: those of the tests, and JAX's harnesses that CPUs can run."""
-    from spmdctx._compat import primitive_harnesses
+    from benchmarks.harness_cases import all_harnesses
     from tests.rules.small_programs import FAMILIES
 
     found: dict[str, Any] = {f"small/{family}/{index}": small for family, smalls in FAMILIES.items() for index, small in enumerate(smalls)}
-    for harness in primitive_harnesses():
-        if harness.filter("cpu") and not any(part in harness.fullname for part in _UNLIKE):
-            found[harness.fullname] = harness
+    for name, harness in all_harnesses().items():
+        if harness.filter("cpu") and not any(part in name for part in _UNLIKE):
+            found[name] = harness
     return found
 
 

@@ -107,9 +107,21 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(constants), len(carried)
 
 
+def _names_axis(effect: Any) -> bool:
+    """Returns whether an effect only names a mesh axis; the class of such effects is private."""
+    from jax._src.core import NamedAxisEffect
+
+    return isinstance(effect, NamedAxisEffect)
+
+
 def is_axis_effect(effect: Any, names: Container[str]) -> bool:
-    """Returns whether an effect says that an equation communicates over one of some mesh axes; its type has no public name."""
-    return type(effect).__name__ == "NamedAxisEffect" and effect.name in names
+    """Returns whether an effect says that an equation communicates over one of some mesh axes."""
+    return _names_axis(effect) and effect.name in names
+
+
+def acts_outside(eqn: jexc.JaxprEqn) -> bool:
+    """Returns whether an equation acts on more than its results."""
+    return not all(map(_names_axis, eqn.effects))
 
 
 def without_mesh(context: Any) -> Any:
@@ -118,6 +130,7 @@ def without_mesh(context: Any) -> Any:
         return type(context)()
 
 
+@functools.cache
 def plain_call_params() -> Mapping[str, Any]:
     """Returns what `jax.jit` gives a call that has no shardings and no mesh; the value for "unspecified" has no public name."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
@@ -150,20 +163,6 @@ def without_high_primitives(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
     from jax._src.interpreters import partial_eval
 
     return partial_eval.lower_jaxpr2(jaxpr)
-
-
-def primitive_harnesses() -> list[Any]:
-    """Returns JAX's own test programs of its primitives."""
-    from jax._src.internal_test_util import test_harnesses
-
-    return list(test_harnesses.all_harnesses)
-
-
-def acts_outside(eqn: jexc.JaxprEqn) -> bool:
-    """Returns whether an equation acts on more than its results; the class of effects by which axes get their names is private."""
-    from jax._src.core import NamedAxisEffect
-
-    return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)
 
 
 def gamma_sampler(params: Mapping[str, Any]) -> Callable[..., Any]:

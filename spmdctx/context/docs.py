@@ -6,7 +6,6 @@ import argparse
 import ast
 import json
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from spmdctx.context.options import ALGO_OPTIONS, OPTIONS, PARALLEL_MODES
@@ -81,7 +80,7 @@ def cli_arguments(defaults: Mapping[str, str]) -> Iterator[tuple[str, dict[str, 
         yield "--" + option.name.replace("_", "-"), keywords
 
 
-def add_context_arguments(parser: argparse.ArgumentParser, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
+def add_context_arguments(parser: argparse.ArgumentParser, defaults: Mapping[str, str]) -> None:
     """Adds every option to a command, in a group of its own; `defaults` as for `cli_arguments`."""
     group = parser.add_argument_group("context options")
     for flag, keywords in cli_arguments(defaults):

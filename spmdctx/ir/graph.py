@@ -48,7 +48,7 @@ LOW = frozenset({"bfloat16", "float16"})
 
 @cache
 def item_bytes(dtype: str) -> int:
-    """Returns the bytes of one element; PRNG keys count as their uint32 words, two or (`rbg`) four, float8 variants as one byte."""
+    """Returns the bytes of one element; PRNG keys count as their uint32 words, two or (`rbg`) four, `NARROW_FLOATS` as one byte."""
     known = _ITEM_BYTES.get(dtype)
     if known is not None:
         return known

@@ -8,7 +8,7 @@ from typing import Any
 
 from spmdctx.ir.rule import DimFactors, FactorKind, OpRule
 from spmdctx.rules.builder import RuleBuilder, Shape
-from spmdctx.rules.registry import rule
+from spmdctx.rules.registry import ALL_REDUCED, rule
 
 _COMBINER_OF_REDUCTION = {
     "reduce_sum": "add",
@@ -21,9 +21,6 @@ _COMBINER_OF_REDUCTION = {
     "argmax": "argmax",
     "argmin": "argmin",
 }
-
-_ALL_REDUCED = frozenset({"add", "max", "min", "mul", "and", "or", "argmax", "argmin"})
-"""Combiners that XLA can apply across devices: it has no all-reduce for xor or for a reducer that the user wrote."""
 
 _IDEMPOTENT = frozenset({"max", "min", "and", "or"})
 """Combiners that may take an initial value once or once per device."""
@@ -50,7 +47,7 @@ def reduce(operands: tuple[Shape, ...], results: tuple[Shape, ...], params: Mapp
 
 def _reduction(operands: tuple[Shape, ...], axes: Sequence[int], num_results: int, combiner: str) -> OpRule:
     builder = RuleBuilder()
-    whole = combiner not in _ALL_REDUCED
+    whole = combiner not in ALL_REDUCED
     dims: list[DimFactors] = []
     for dim, size in enumerate(operands[0]):
         reduced = dim in axes

@@ -18,6 +18,15 @@ _KEEPING = frozenset(
 )
 """Primitives whose result is what it was where one of several operands has no elements, and which XLA splits itself."""
 
+ALL_REDUCED = frozenset({"add", "max", "min", "mul", "and", "or", "argmax", "argmin"})
+"""Combiners that XLA can apply across devices: it has no all-reduce for xor or for a reducer that the user wrote."""
+
+_ORDERING = frozenset({"max", "min"})
+"""Combiners that compare numbers."""
+
+_LOGICAL = frozenset({"and", "or"})
+"""Combiners that XLA's all-reduce applies to booleans, but not to the bits of integers."""
+
 
 def rule(*primitives: str) -> Callable[[RuleFn], RuleFn]:
     """Registers the decorated function as the rule of `primitives`; a primitive has one rule."""
@@ -40,15 +49,10 @@ def has_rule(primitive: str) -> bool:
 def missing_all_reduces(primitive: str, dtype: str) -> frozenset[str]:
     """Returns the combiners of a primitive's results that no all-reduce of XLA applies to numbers of this type (jax 0.10.2)."""
     if dtype in ("int2", "uint2"):
-        return _COMBINERS
+        return ALL_REDUCED
     if dtype.startswith("complex"):
         return _ORDERING
     return _LOGICAL if primitive in ("reduce", "reduce_and", "reduce_or") and dtype != "bool" else frozenset()
-
-
-_COMBINERS = frozenset({"add", "mul", "max", "min", "argmax", "argmin", "and", "or"})
-_ORDERING = frozenset({"max", "min"})
-_LOGICAL = frozenset({"and", "or"})
 
 
 def rule_for(
@@ -70,5 +74,5 @@ def rule_for(
     function = RULES.get(primitive)
     if function is None:
         return replicate(operands, results, f"no rule for primitive '{primitive}'")
-    rule = function(operands, results, params).without_empty(operands, results, blocks=primitive not in _KEEPING)
-    return rule.without_reductions() if rule.combiner in missing else rule
+    found = function(operands, results, params).without_empty(operands, results, blocks=primitive not in _KEEPING)
+    return found.without_reductions() if found.combiner in missing else found

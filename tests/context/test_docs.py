@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 
 def parser():
     made = argparse.ArgumentParser(exit_on_error=False)
-    add_context_arguments(made)
+    add_context_arguments(made, {})
     return made
 
 

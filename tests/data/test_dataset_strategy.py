@@ -100,7 +100,7 @@ def test_layouts_go_through_get_and_through_files():
 
 def test_layouts_are_written_on_the_command_line():
     parser = argparse.ArgumentParser()
-    add_context_arguments(parser)
+    add_context_arguments(parser, {})
     text = json.dumps([LAYOUT("None", "h", "w").to_dict(), [1]])
     assert options_from_arguments(parser.parse_args(["--dataset-strategy", text])) == {"dataset_strategy": STRATEGIES["mixed"]}
 

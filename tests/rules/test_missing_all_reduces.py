@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import spmdctx
-from benchmarks.harness_cases import FREE_LINKS
+from benchmarks.split_checks import FREE_LINKS
 
 NUMBERS = np.random.RandomState(0).randint(0, 7, (16, 8))
 COMPLEX = jnp.asarray(NUMBERS + 1j * NUMBERS.T.reshape(16, 8), jnp.complex64)

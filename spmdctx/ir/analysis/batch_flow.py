@@ -30,6 +30,9 @@ class FlowKind(StrEnum):
     WRONG = "wrong"
 
 
+_ORDER = tuple(FlowKind)
+
+
 class Flow(NamedTuple):
     """How a value depends on the batch.
 
@@ -50,10 +53,14 @@ class Flow(NamedTuple):
         """True if devices can compute the value from their own rows each."""
         return self.kind in (FlowKind.SUM, FlowKind.ROWS)
 
+    @property
+    def rank(self) -> int:
+        """The place of the kind in the order in which kinds prevail."""
+        return _ORDER.index(self.kind)
+
 
 Flows = dict[int, Flow]
 
-_ORDER = tuple(FlowKind)
 _JOINTLY_LINEAR = (
     ADDITIONS
     | CASTS
@@ -74,7 +81,7 @@ _JOINTLY_LINEAR = (
             "unstack",
             "pad",
         ),
-        *("cumsum", "select_n", "optimization_barrier", "dynamic_slice", "expand_dims", "stop_gradient", "pvary", *BOUNDARY_OF),
+        *("cumsum", "select_n", "optimization_barrier", "dynamic_slice", "stop_gradient", "pvary", *BOUNDARY_OF),
     }
 )
 _MULTILINEAR = MATRIX_PRODUCTS | {"mul"}
@@ -126,7 +133,7 @@ class _Follower:
     def _results(self, op: Op, flows: Flows) -> Sequence[Flow | None]:
         given = [flows.get(value) if value != LITERAL else None for value in op.operands]
         known = [flow for flow in given if flow is not None]
-        worst = max(known, key=lambda flow: _ORDER.index(flow.kind))
+        worst = max(known, key=lambda flow: flow.rank)
         if worst.kind in (FlowKind.LOST, FlowKind.WRONG):
             return [worst] * len(op.results)
         impure = any(flow.is_impure for flow in known)
@@ -261,7 +268,7 @@ def _joined(old: Flow | None, new: Flow) -> Flow:
     """Returns what a loop's carry is that starts as `old` and is `new` in the next iteration."""
     if old is None or old == new:
         return new
-    later = max(old, new, key=lambda flow: _ORDER.index(flow.kind))
+    later = max(old, new, key=lambda flow: flow.rank)
     if FlowKind.ROWS in (old.kind, new.kind) and later.kind not in (FlowKind.LOST, FlowKind.WRONG):
         if old.dims != new.dims:
             return Flow(FlowKind.LOST, why="a loop carries its rows in another dimension than before")

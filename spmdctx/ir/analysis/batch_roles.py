@@ -127,10 +127,9 @@ def _judged(graph: Graph, ops: Sequence[Op], family: _Family, losses: Collection
         return _Judged(family, None, None)
     flows = follow(graph, ops, family.sources)
     reached = [flows[value] for value in sorted(losses) if value in flows]
-    order = tuple(FlowKind)
 
     def badness(flow: Flow) -> tuple[int, bool]:
-        return (0 if flow.is_sum else order.index(flow.kind)), flow.is_impure
+        return (0 if flow.is_sum else flow.rank), flow.is_impure
 
     return _Judged(family, max(reached, key=badness, default=None), min(reached, key=badness, default=None))
 

@@ -22,14 +22,14 @@ import numpy as np
 from spmdctx.ir.analysis.columns import Columns
 from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.ir.graph import LITERAL
-from spmdctx.ir.primitives import BOUNDARY_OF, CARRYING, ENTERING, SCAN_EXIT
+from spmdctx.ir.primitives import BOUNDARY_OF, CARRYING, ENTERING, MARKER, SCAN_EXIT
 from spmdctx.rules.elementwise import ELEMENTWISE
 
 CHAINED = frozenset(
     {
         *ELEMENTWISE,
         *("broadcast_in_dim", "broadcast_to", "iota", "empty", "empty2", "reshape", "transpose", "squeeze", "expand_dims", "rev", "slice"),
-        *("dynamic_slice", "pad", "concatenate", "split", "bitcast_convert_type", "spmdctx_shard", "sharding_constraint", "name"),
+        *("dynamic_slice", "pad", "concatenate", "split", "bitcast_convert_type", MARKER, "sharding_constraint", "name"),
         *(*ENTERING, *CARRYING, "device_put", "random_wrap", "random_unwrap"),
     }
 )

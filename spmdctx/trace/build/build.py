@@ -95,6 +95,7 @@ class GraphBuilder:
         self._forms: list[bytes] = []
         self._by_form: dict[bytes, int] = {}
         self._canonical = Canonical()
+        # Kinds whose parameters are only known by name, and kinds whose results have no elements.
         self._alike: set[int] = set()
         self._hollow: set[int] = set()
         self._quick: dict[Any, int] = {}

@@ -37,8 +37,8 @@ class Canonical:
 
     def __init__(self) -> None:
         self._is_exact = True
-        self._known: dict[int, Form] = {}
-        self._bodies: list[Any] = []
+        # With the body, which is kept alive so that no other takes its identity.
+        self._known: dict[int, tuple[Any, Form]] = {}
         self._around: set[int] = set()
 
     def form(self, value: Any) -> Form:
@@ -137,16 +137,16 @@ class Canonical:
         return _joined(b"array", *head, np.asarray(value).tobytes())
 
     def _body(self, body: Any) -> bytes:
-        known = self._known.get(id(body))
-        if known is None:
+        _, form = self._known.get(id(body), (None, None))
+        if form is None:
             jaxpr, consts = (body, ()) if isinstance(body, jexc.Jaxpr) else (body.jaxpr, tuple(body.consts))
             outer, self._is_exact = self._is_exact, True
             digest = hashlib.blake2b(self._jaxpr(jaxpr) + self.text(consts), digest_size=16).digest()
-            known = self._known[id(body)] = Form(_joined(b"body", digest), self._is_exact)
+            form = Form(_joined(b"body", digest), self._is_exact)
+            self._known[id(body)] = body, form
             self._is_exact = outer
-            self._bodies.append(body)  # kept alive, so that no other body takes its identity
-        self._is_exact = self._is_exact and known.is_exact
-        return known.text
+        self._is_exact = self._is_exact and form.is_exact
+        return form.text
 
     def _jaxpr(self, jaxpr: jexc.Jaxpr) -> bytes:
         numbers_of: dict[Any, int] = {}

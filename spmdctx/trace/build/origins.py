@@ -19,7 +19,6 @@ _TRANSFORMS = re.compile(r"\w+\(|\)")
 _FRAME_COUNTS = (8, 128)
 """How many frames to read in search of the user's own; most lie near, and each read frame costs time."""
 
-
 DIFFERENTIATED = "jvp("
 """Part of the name scope of every op of a differentiated function, also of its backward pass."""
 

@@ -94,12 +94,13 @@ class OneDevice:
         mesh, body = eqn.params["mesh"], eqn.params["jaxpr"]
         body = getattr(body, "jaxpr", body)
         names = self._inside | frozenset(map(str, mesh.axis_names))
-        if not is_one_device(mesh) or not Alone(names).knows(body):
+        alone = Alone(names)
+        if not is_one_device(mesh) or not alone.knows(body):
             return None
         self._leave_out("shard_map", eqn)
         outer, self._inside = self._inside, names
         if names not in self._rewritings:
-            self._rewritings[names] = Rewriting({**self.handlers, **Alone(names).handlers}, gone=names)
+            self._rewritings[names] = Rewriting({**self.handlers, **alone.handlers}, gone=names)
         results = self._rewritings[names].write(body, dict(zip(body.invars, operands, strict=True)), eqns, eqn.source_info)
         self._inside = outer
         return results
