@@ -9,7 +9,7 @@ Ordered calls of `jax.debug`, which JAX refuses on several devices, become order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.extend.core as jexc
 from jax.experimental import io_callback
 
 from spmdctx._compat import gamma_sampler, ordered_effects
+from spmdctx.rules.control_flow import opened, with_bodies
 
 _OWN_PROGRAMS = frozenset({"shard_map", "pallas_call"})
 """Primitives whose bodies are one device's own programs."""
@@ -30,7 +31,7 @@ def as_lowered(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
 
 
 def _rewritten(body: Any) -> Any:
-    jaxpr = getattr(body, "jaxpr", body)
+    jaxpr = opened(body)
     eqns = [_equation(eqn) for eqn in jaxpr.eqns]
     if all(own is eqn for own, eqn in zip(eqns, jaxpr.eqns, strict=True)):
         return body
@@ -45,7 +46,7 @@ def _equation(eqn: Any) -> Any:
         eqn = _sampled(eqn)
     if eqn.primitive.name in _DEBUGGING and ordered_effects()[0] in eqn.effects:
         return _called_in_order(eqn)
-    params = dict(_with_bodies(eqn.params, _rewritten))
+    params = with_bodies(eqn.params, _rewritten)
     if any(params[name] is not param for name, param in eqn.params.items()):
         eqn = eqn.replace(params=params, effects=_effects(eqn.effects))
     is_batched = eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape
@@ -81,29 +82,12 @@ def _at(eqn: Any, info: Any) -> Any:
     """Returns an equation with all those in it at another source line."""
 
     def moved(body: Any) -> Any:
-        jaxpr = getattr(body, "jaxpr", body)
+        jaxpr = opened(body)
         own = jaxpr.replace(eqns=[_at(one, info) for one in jaxpr.eqns])
         return jexc.ClosedJaxpr(own, body.consts) if hasattr(body, "consts") else own
 
     own = eqn.source_info.replace(traceback=info.traceback)
-    return eqn.replace(source_info=own, params=dict(_with_bodies(eqn.params, moved)))
-
-
-def _with_bodies(params: Mapping[str, Any], function: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the parameters of an equation, with a function of each body in place of it; others stay the objects that they are."""
-    for name, param in params.items():
-        if _holds_equations(param):
-            yield name, function(param)
-        elif isinstance(param, (tuple, list)) and param and all(map(_holds_equations, param)):
-            own = [function(body) for body in param]
-            make = getattr(param, "_make", type(param))  # named tuples take their fields one by one
-            yield name, param if all(new is old for new, old in zip(own, param, strict=True)) else make(own)
-        else:
-            yield name, param
-
-
-def _holds_equations(param: Any) -> bool:
-    return hasattr(param, "eqns") or hasattr(getattr(param, "jaxpr", None), "eqns")
+    return eqn.replace(source_info=own, params=with_bodies(eqn.params, moved))
 
 
 def _with_scalar_predicate(eqn: Any) -> Any:

@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as jexc
 import numpy as np
 
+from spmdctx.rules.control_flow import bodies_of, opened
 from spmdctx.trace.capture.portable.rewriting import Handler
 
 _REDUCE: Mapping[str, Callable[..., jax.Array]] = {
@@ -95,8 +96,7 @@ class Alone:
     def _knows(self, eqn: Any) -> bool:
         if eqn.primitive.name not in self.handlers and any(isinstance(axis, str) for axis in axes_of(eqn)):
             return False
-        bodies = [body for value in eqn.params.values() for body in (value if isinstance(value, tuple | list) else (value,))]
-        return all(self.knows(getattr(body, "jaxpr", body)) for body in bodies if isinstance(body, jexc.Jaxpr | jexc.ClosedJaxpr))
+        return all(self.knows(opened(body)) for body in bodies_of(eqn.params))
 
     def _is_alone(self, eqn: Any) -> bool:
         return all(axis in self._names for axis in axes_of(eqn))
