@@ -41,7 +41,7 @@ class CheckpointManager:
                 checkpoints.save(number + 1, state, data=batches)
 
     nnx objects take the restored values over; pytrees, a linen TrainState among them, come back as new ones in `restored.state`.
-    Where nobody takes these, a warning says so at once, and the next save raises an error.
+    Where the result is dropped and nobody took these, a warning says so; the next save raises an error.
 
     Saving copies the state to the host and returns. A thread then writes the files; each process writes its own part. The folder
     gets its name when all files are complete. Files of a killed process are not a checkpoint: the next run's first save removes

@@ -175,10 +175,10 @@ def failed(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         _print_error("interrupted")
         return INTERRUPTED
-    if isinstance(error, OSError) or is_laid_out(error):
+    own = own_frames(error.__traceback__)
+    if is_laid_out(error) or (isinstance(error, OSError) and not own):
         _print_error("\n".join((str(error), *getattr(error, "__notes__", ()))))
         return USAGE
-    own = own_frames(error.__traceback__)
     text = f"{type(error).__name__}: {error}".strip().removesuffix(":")
     if not own:
         traceback.print_exception(error)

@@ -246,7 +246,9 @@ def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     try:
         program = getattr(importlib.import_module(module_name), function_name or "program")
     except (ImportError, AttributeError) as error:
-        raise ContextError(f"--program {name!r} cannot be loaded.", got=str(error), need="MODULE:FUNCTION") from error
+        frames = own_frames(error.__traceback__)
+        where = frames[0] if frames else ""
+        raise ContextError(f"--program {name!r} cannot be loaded.", where=where, got=str(error), need="MODULE:FUNCTION") from error
     except Exception as error:
         raise _program_failed(name, "cannot be imported", error) from error
     finally:

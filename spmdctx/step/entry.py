@@ -53,6 +53,7 @@ class Entry:
         self.signature = signature(captured.in_avals)
         self.misses = 0
         self.moved: dict[int, str] = {}
+        self.copied: dict[int, str] = {}
         self._notes = (*environment.notes, *environment.warnings, *notes)
         self._owned = captured.owned
         sources = {leaf.carried_from for leaf in captured.outputs} - {None}
@@ -266,7 +267,7 @@ class Entry:
         if self.buffers.fit(read.leaves):
             return read, known
         leaves, notes = self.buffers.settled(read.leaves)
-        self.moved |= notes
+        self.copied |= notes
         return read._replace(leaves=leaves), known and not notes
 
     def _call(self, read: Read, known: bool) -> Any:

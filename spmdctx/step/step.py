@@ -171,7 +171,9 @@ class ParallelStep(Generic[P, R]):
     @property
     def notes(self) -> tuple[str, ...]:
         """What the first call warns of, and the leaves that calls had to move or copy, one sentence for each."""
-        return () if self._last is None else (*self._last.entry.warnings, *self._last.entry.moved.values())
+        return (
+            () if self._last is None else (*self._last.entry.warnings, *self._last.entry.moved.values(), *self._last.entry.copied.values())
+        )
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Returns the plan by which the step would run; needs no devices, and arguments may be abstract."""

@@ -47,7 +47,10 @@ def read_yaml_text(text: bytes) -> Any:
     Raises:
         ValueError: the text is no YAML, a value is none of its type, it is nested too deeply, or its aliases stand for too much.
     """
-    loader = yaml.SafeLoader(text.decode())
+    try:
+        loader = yaml.SafeLoader(text.decode())
+    except yaml.YAMLError as error:  # a character that YAML does not have
+        raise ValueError(str(error)) from error
     try:
         node = loader.get_single_node()
         if node is None:

@@ -239,6 +239,8 @@ def matrices(): return jnp.ones((4, 4)), jnp.ones((4, 4))
 def one(): return indexed, matrices()
 def two(): return misshapen, matrices()
 def three(): raise KeyError("no such layer")
+def opening(w, x): return open("/no/such/data")
+def four(): return opening, matrices()
 """
 
 
@@ -248,6 +250,8 @@ def three(): raise KeyError("no such layer")
         ("failing_programs:one", ("The program raised TypeError: ", "failing_programs.py:3 (indexed)")),
         ("failing_programs:two", ("The program raised TypeError: dot_general", "failing_programs.py:5 (misshapen)")),
         ("failing_programs:three", ("cannot be called", "KeyError: 'no such layer'", "failing_programs.py:9 (three)")),
+        ("failing_programs:four", ("The program raised FileNotFoundError", "failing_programs.py:10 (opening)")),
+        ("failing_import:one", ("cannot be loaded", "no_such_module", "failing_import.py:1")),
         ("failing_syntax:one", ("cannot be imported", "SyntaxError")),
         ("json:loads", ("cannot be called", "TypeError: loads() missing")),
         ("os:getcwd", ("must return (step, arguments)", "str")),
@@ -258,8 +262,9 @@ def test_a_fault_of_the_users_program_is_one_error_with_its_line(
 ) -> None:
     (tmp_path / "failing_programs.py").write_text(PROGRAMS)
     (tmp_path / "failing_syntax.py").write_text("def one(:")
+    (tmp_path / "failing_import.py").write_text("import no_such_module")
     monkeypatch.chdir(tmp_path)
-    for name in ("failing_programs", "failing_syntax"):
+    for name in ("failing_programs", "failing_syntax", "failing_import"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert main(["plan", "--program", program]) == 2
     error = capsys.readouterr().err

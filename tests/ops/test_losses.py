@@ -247,4 +247,6 @@ def test_a_mesh_of_ones_own_and_every_kind_of_group_are_planned_audited_and_veri
     axes = {"rows": ("b",)}.get(group, ("a", "b"))
     assert [row.axes for row in run.plan(*args).collectives] == [axes, axes, ("a", "b"), ("a", "b")]
     assert run.audit(*args).ok
-    assert run.verify(*args).ok
+    report = run.verify(*args)
+    assert report.ok
+    assert "the step holds collectives" in str(report)

@@ -41,6 +41,8 @@ def test_json_is_read(text, value):
         "a: &x [*x]",
         "? [1]\n: 2",
         "a: 1\n b: 2",
+        "a: \x01",
+        "a: \x1b[31m",
     ],
     ids=lambda text: text[:20],
 )

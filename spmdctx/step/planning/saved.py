@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from spmdctx.context.options import PLANNED_MODES
-from spmdctx.errors import PlanMismatchError
+from spmdctx.errors import PlanMismatchError, naming_file
 from spmdctx.ir.mesh import format_sharding
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.plan.data import Cost, PeakForm, PeakNote, PlannedTensor, Timing

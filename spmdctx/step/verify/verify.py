@@ -128,6 +128,9 @@ class VerifyReport(NamedTuple):
 _DRAWS_APART = "each device, or micro-batch, draws random numbers of its own: the comparison is with whole arguments, not with one device"
 
 
+_COLLECTIVES = "the step holds collectives, which one device does not have: the comparison is with whole arguments, not with one device"
+
+
 def checked_rtol(rtol: Any) -> float:
     """Returns the relative difference that a caller accepts; None accepts nothing but noise.
 
@@ -202,8 +205,12 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0, plain: 
         for leaf, floor, difference, excess in zip(entry.captured.outputs, floors, differences, excesses, strict=True)
     ]
     report = VerifyReport(tuple(rows), entry.program.mesh.devices.size, prepared.reference.words)
-    if entry.captured.draws_apart:
-        return report._replace(explanations=(_DRAWS_APART, *entry.captured.deviations))
+    own = [
+        *([_DRAWS_APART] if entry.captured.draws_apart else []),
+        *([_COLLECTIVES] if entry.captured.is_rewritten and plain is None else []),
+    ]
+    if own:
+        return report._replace(explanations=(*own, *entry.captured.deviations))
     return report if report.ok else report._replace(explanations=entry.captured.deviations)
 
 

@@ -177,7 +177,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening, num_de
         structure,
         time.perf_counter() - started,
         tuple(leaf.owned for leaf in flattening.leaves),
-        (*notes, *filter(None, [left_out.note(num_devices)])),
+        (*notes, *filter(None, [traced.note, left_out.note(num_devices)])),
         mesh_axes,
         guessed=frozenset(index for index, role in enumerate(roles) if role is Role.BATCH and target.batch is None),
         arguments=places,
@@ -211,6 +211,7 @@ class _Traced(NamedTuple):
     jaxpr: jexc.ClosedJaxpr
     results: list[Result]
     kept: list[int]
+    note: str = ""
 
 
 def _trace(target: Target, static: Static, flattening: Flattening, avals: list[Any], donated: list[bool]) -> _Traced:
@@ -229,14 +230,16 @@ def _trace(target: Target, static: Static, flattening: Flattening, avals: list[A
         results[:] = [made[index]._replace(value=None) for index in kept]
         return [made[index].value for index in kept]
 
-    shapes = [shape_of(aval) for aval in avals]
+    shapes, note = [shape_of(aval) for aval in avals], ""
     try:
         jaxpr = jax.make_jaxpr(flat)(*shapes)
     except ValueError as error:
         if jax.sharding.get_abstract_mesh().empty:
             raise
+        axes, reason = ", ".join(jax.sharding.get_abstract_mesh().axis_names), str(error).partition("\n")[0]
         jaxpr = _traced_without_mesh(flat, shapes, error)
-    return _Traced(as_lowered(without_high_primitives(jaxpr)), results, kept)
+        note = f"The step is traced without the mesh that is set (axes {axes}): with it, JAX says {reason!r}."
+    return _Traced(as_lowered(without_high_primitives(jaxpr)), results, kept, note)
 
 
 def _traced_without_mesh(flat: Callable[..., Any], shapes: Sequence[Any], error: ValueError) -> jexc.ClosedJaxpr:

@@ -7,28 +7,29 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from spmdctx.ir.primitives import IDENTITIES, LAYOUT
+from spmdctx.ir.primitives import IDENTITIES, LAYOUT, LOSS
 
 EXACT = frozenset(
     {
         *LAYOUT,
-        *("broadcast_in_dim", "expand_dims", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "concatenate", "pad", "rev"),
+        *("broadcast_in_dim", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "concatenate", "pad", "rev"),
         *("select_n", "max", "min", "clamp", "neg", "abs", "sign", "floor", "ceil", "round", "stop_gradient", "optimization_barrier"),
-        *("reduce_max", "reduce_min", "cummax", "cummin", "sort", "top_k", "scatter", "scatter_max", "scatter_min"),
+        *("reduce_max", "reduce_min", "cummax", "cummin", "sort", "top_k", "scatter", "scatter-max", "scatter-min"),
         *("reduce_window_max", "reduce_window_min", "select_and_gather_add", "argmax", "argmin", "reduce_and", "reduce_or"),
-        *("real", "imag", "complex", "conj", "copy_p", "device_put", "split", "tile", "iota", "bitcast_convert_type", "nextafter"),
-        *("pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all", "pvary", "pcast", "pbroadcast", "axis_index"),
+        *("real", "imag", "complex", "conj", "device_put", "split", "tile", "iota", "bitcast_convert_type", "nextafter"),
+        *("pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all", "pvary", "pbroadcast", "axis_index"),
         *("random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split", "threefry2x32"),
-        *("is_finite", "empty", "spmdctx_loss"),
+        *("is_finite", "empty", LOSS),
     }
 )
 """Primitives whose results are operands, or exact functions of them."""
 
 SUMMING = frozenset(
     {
-        *("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "reduce_sum", "cumsum", "cumlogsumexp"),
-        *("reduce_prod", "cumprod", "reduce_window_sum", "reduce_window", "select_and_scatter_add", "scatter-add", "scatter_add"),
-        *("psum", "psum_invariant", "psum2", "reduce_scatter", "psum_scatter", "reduce", "fft", "cholesky", "triangular_solve"),
+        *("dot_general", "conv_general_dilated", "ragged_dot_general", "reduce_sum", "cumsum", "cumlogsumexp"),
+        *("scatter-add", "scatter-sub", "scatter-mul"),
+        *("reduce_prod", "cumprod", "reduce_window_sum", "reduce_window", "select_and_scatter_add"),
+        *("psum", "psum_invariant", "reduce_scatter", "reduce", "fft", "cholesky", "triangular_solve"),
         *("eigh", "eig", "svd", "lu", "qr", "geqrf", "householder_product", "custom_partitioning"),
     }
 )

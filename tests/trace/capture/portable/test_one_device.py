@@ -309,3 +309,13 @@ def test_a_step_written_as_those_of_maxtext_costs_what_it_costs_without_its_mesh
     planned, wanted = (spmdctx.plan(decoder(says, mesh(*MAXTEXT)), structs, batch, **options) for says in (True, False))
     assert planned.cost.total_s <= 1.01 * wanted.cost.total_s
     assert planned.cost.memory_bytes <= 1.01 * wanted.cost.memory_bytes
+
+
+def test_a_step_that_cannot_be_traced_with_the_mesh_that_is_set_says_so():
+    other = mesh("replica")
+    ready = spmdctx.parallel(
+        lambda w, x: jax.shard_map(lambda x: x * 2, mesh=other, in_specs=P(), out_specs=P())(x) @ w, parallel_mode="auto_parallel"
+    )
+    with jax.set_mesh(mesh("data")):
+        notes = [note for note in ready.plan(W, X).notes if "without the mesh that is set (axes data)" in note]
+    assert len(notes) == 1
