@@ -8,12 +8,8 @@ from typing import Any
 import jax.extend.core as jexc
 
 from spmdctx._compat import scan_counts
+from spmdctx.rules.control_flow import CALLS, bodies_of, call_body, call_operands, opened
 from spmdctx.trace.build.origins import DIFFERENTIATED
-
-_ONE_BODY = {
-    **dict.fromkeys(("jit", "closed_call", "core_call", "eval_jaxpr", "remat2", "checkpoint", "custom_lin"), "jaxpr"),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
-}
 
 Flags = list[bool]
 
@@ -48,16 +44,11 @@ class Updates:
 
 
 def _differentiates(jaxpr: Any) -> bool:
-    return any(_is_differentiated(eqn) or any(map(_differentiates, _bodies(eqn))) for eqn in jaxpr.eqns)
+    return any(_is_differentiated(eqn) or any(map(_differentiates, bodies_of(eqn.params))) for eqn in opened(jaxpr).eqns)
 
 
 def _is_differentiated(eqn: Any) -> bool:
     return DIFFERENTIATED in str(eqn.source_info.name_stack)
-
-
-def _bodies(eqn: Any) -> list[Any]:
-    bodies = [body for param in eqn.params.values() for body in (param if isinstance(param, (tuple, list)) else (param,))]
-    return [getattr(body, "jaxpr", body) for body in bodies if hasattr(body, "eqns") or hasattr(body, "jaxpr")]
 
 
 def _reads(jaxpr: Any, outputs: Sequence[bool], ahead: bool) -> Flags:
@@ -73,13 +64,14 @@ def _reads(jaxpr: Any, outputs: Sequence[bool], ahead: bool) -> Flags:
 def _through(eqn: Any, results: Flags, ahead: bool) -> Flags:
     """Flags the operands of an equation that reach its flagged results, or what is differentiated inside it."""
     name = eqn.primitive.name
-    if name in _ONE_BODY and (body := eqn.params.get(_ONE_BODY[name])) is not None:
-        inner = getattr(body, "jaxpr", body)
-        if len(inner.invars) == len(eqn.invars):
-            return _reads(inner, results, ahead)
+    if name in CALLS:
+        inner, taken = opened(call_body(name, eqn.params)), call_operands(name, eqn.params, len(eqn.invars))
+        if len(inner.invars) == len(taken):
+            of_body = dict(zip(taken, _reads(inner, results, ahead), strict=True))
+            return [of_body.get(place, True) for place in range(len(eqn.invars))]
     if name in _CONTROL:
         return _CONTROL[name](eqn, results, ahead)
-    read = any(results) or (ahead and any(map(_differentiates, _bodies(eqn))))
+    read = any(results) or (ahead and any(map(_differentiates, bodies_of(eqn.params))))
     return [read] * len(eqn.invars)
 
 
