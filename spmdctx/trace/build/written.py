@@ -11,7 +11,7 @@ from spmdctx._compat import acts_outside
 from spmdctx.ir.collective import Cause, CauseForm, Collective
 from spmdctx.ir.graph import item_bytes
 from spmdctx.rules.control_flow import CALLS
-from spmdctx.trace.build.liveness import Liveness
+from spmdctx.trace.build.jaxprs.liveness import Liveness
 from spmdctx.trace.build.origins import source_line
 
 _KIND_OF_PRIMITIVE = {

@@ -8,7 +8,7 @@ from typing import Any
 import jax.extend.core as jexc
 
 from spmdctx.rules.control_flow import bodies_of, opened
-from spmdctx.trace.build.liveness import Liveness
+from spmdctx.trace.build.jaxprs.liveness import Liveness
 from spmdctx.trace.build.origins import DIFFERENTIATED
 
 

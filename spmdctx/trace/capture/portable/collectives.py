@@ -14,6 +14,7 @@ import jax.extend.core as jexc
 import numpy as np
 
 from spmdctx.rules.control_flow import bodies_of, opened
+from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.capture.portable.rewriting import Handler
 
 _REDUCE: Mapping[str, Callable[..., jax.Array]] = {
@@ -64,8 +65,7 @@ def reduction(eqn: Any, operands: list[Any], eqns: list[Any], alone: Container[s
 
 def _written(fn: Callable[[jax.Array], Any], eqn: Any, value: Any, eqns: list[Any], results: list[Any] | None = None) -> Any:
     """Appends the one equation of `fn` on a value in place of `eqn`; returns its result, `eqn`'s own if none is given."""
-    struct = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype, weak_type=value.aval.weak_type)
-    template = jax.make_jaxpr(fn)(struct).jaxpr.eqns[0]
+    template = jax.make_jaxpr(fn)(struct_of(value.aval)).jaxpr.eqns[0]
     operands = [atom if isinstance(atom, jexc.Literal) else value for atom in template.invars]
     eqns.append(template.replace(invars=operands, outvars=results or eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx))
     return eqns[-1].outvars[0]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdctx.trace.build.liveness import Liveness
+from spmdctx.trace.build.jaxprs.liveness import Liveness
 
 ONES = jnp.ones(4)
 LIVENESS = Liveness(lambda _eqn: False, lambda _eqn, _needed: None)
