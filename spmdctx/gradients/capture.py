@@ -26,6 +26,7 @@ from spmdctx.gradients.roles import refine, with_roles
 from spmdctx.gradients.scope import carried_by, plainly
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ops.scope import traced_locally, traced_whole
+from spmdctx.rules.control_flow import bodies_of, opened
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured, LossGradient, capture_call
 from spmdctx.trace.capture.layerwise import is_layerwise
@@ -157,10 +158,8 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
     """Yields all equations, including those of bodies."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for param in eqn.params.values():
-            for body in param if isinstance(param, tuple | list) else (param,):
-                if hasattr(body, "eqns") or hasattr(body, "jaxpr"):
-                    yield from _equations(getattr(body, "jaxpr", body))
+        for body in bodies_of(eqn.params):
+            yield from _equations(opened(body))
 
 
 class _Second:

@@ -10,7 +10,7 @@ import jax.extend.core as jexc
 from spmdctx._compat import scan_counts
 from spmdctx.ir.primitives import VIEWS
 from spmdctx.ir.sharding import AxisNames
-from spmdctx.rules.control_flow import CALLS, call_body, call_operands
+from spmdctx.rules.control_flow import CALLS, call_body, call_operands, opened
 
 _PREPARING = VIEWS | {"broadcast_in_dim"}
 """Ops of a loss that are no use of a parameter yet. In `gradient_order` a broadcast is one: plans number their gradients by it."""
@@ -24,7 +24,7 @@ def dependents(jaxpr: Any, inputs: Sequence[bool], joined: AxisNames = ()) -> li
 
     Values computed from a device's number count as dependent. Values that collectives join over all axes `joined` do not.
     """
-    body = getattr(jaxpr, "jaxpr", jaxpr)
+    body = opened(jaxpr)
     reached = {var for var, mark in zip(body.invars, inputs, strict=True) if mark}
     for eqn in body.eqns:
         marks = [_is_in(atom, reached) for atom in eqn.invars]
@@ -74,7 +74,7 @@ def first_uses(jaxpr: Any) -> list[int]:
     An input that no equation reads gets the number of all equations. The forward pass comes first in the program of a gradient,
     so this is the order of the forward pass.
     """
-    body = getattr(jaxpr, "jaxpr", jaxpr)
+    body = opened(jaxpr)
     counter = _Counter()
     counter.walk(body, {var: [index] for index, var in enumerate(body.invars)})
     return [counter.first.get(index, counter.count) for index in range(len(body.invars))]
@@ -90,7 +90,7 @@ class _Counter:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name in CALLS:
-                inner = getattr(call_body(name, eqn.params), "jaxpr", call_body(name, eqn.params))
+                inner = opened(call_body(name, eqn.params))
                 taken = [eqn.invars[index] for index in call_operands(name, eqn.params, len(eqn.invars))]
                 self.walk(inner, self._bound(inner.invars, taken, names))
                 continue

@@ -13,12 +13,13 @@ from jax.tree_util import SequenceKey
 
 from spmdctx.gradients.closure import Closure
 from spmdctx.ir.graph import Role
+from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.capture.arguments import parameters_of
 from spmdctx.trace.capture.capture import flattening_of
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects
 from spmdctx.trace.capture.portable.step import portable
 from spmdctx.trace.capture.pytrees import NotPure
-from spmdctx.trace.capture.structure import Flattening, Keys, key_text, path_text, shape_of
+from spmdctx.trace.capture.structure import Flattening, Keys, key_text, path_text
 
 
 class Loss(NamedTuple):
@@ -168,7 +169,7 @@ class LossCall:
             return outputs
 
         # What a loss says of one device cannot stand in the shard_map in which each device runs it.
-        jaxpr, left_out = portable(jax.make_jaxpr(program, axis_env=list(axes))(*map(shape_of, avals)), self._num_replicas)
+        jaxpr, left_out = portable(jax.make_jaxpr(program, axis_env=list(axes))(*map(struct_of, avals)), self._num_replicas)
         self.note = left_out.note(self._num_replicas)
         return Traced(jaxpr, made)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 CALLS: Mapping[str, str] = {
@@ -40,6 +40,37 @@ MANUAL = frozenset({"shard_map"})
 
 CONTROL_FLOW = frozenset(CALLS) | LOOPS | BRANCHES | MANUAL
 """Everything that the trace handles by structure instead of by a rule."""
+
+
+def opened(body: Any) -> Any:
+    """Returns the open jaxpr of a body that an equation holds open or closed."""
+    return getattr(body, "jaxpr", body)
+
+
+def is_body(value: Any) -> bool:
+    """Returns whether a value is a jaxpr, open or closed."""
+    return hasattr(opened(value), "eqns")
+
+
+def bodies_of(params: Mapping[str, Any]) -> list[Any]:
+    """Returns the bodies among the parameters of an equation, open or closed as they are there."""
+    return [value for param in params.values() for value in (param if isinstance(param, tuple | list) else (param,)) if is_body(value)]
+
+
+def with_bodies(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation with a function of each body in place of it; others stay the objects that they are."""
+    return {name: with_entries(param, lambda value: function(value) if is_body(value) else value) for name, param in params.items()}
+
+
+def with_entries(param: Any, function: Callable[[Any], Any]) -> Any:
+    """Returns a function of a parameter, or a tuple or list with a function of each entry; the same object if no entry changes."""
+    if not isinstance(param, tuple | list):
+        return function(param)
+    made = [with_entries(entry, function) for entry in param]
+    if all(new is old for new, old in zip(made, param, strict=True)):
+        return param
+    make = getattr(param, "_make", type(param))  # named tuples take their fields one by one
+    return make(made)
 
 
 def body_parameter(primitive: str, params: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from spmdctx.ir.rule import DimFactors, FactorKind, OpRule
 from spmdctx.rules.builder import RuleBuilder, Shape
+from spmdctx.rules.control_flow import opened
 from spmdctx.rules.registry import ALL_REDUCED, rule
 
 _COMBINER_OF_REDUCTION = {
@@ -58,7 +59,7 @@ def _reduction(operands: tuple[Shape, ...], axes: Sequence[int], num_results: in
 
 def _combiner_of(reducer: Any) -> str:
     """Returns the name of the combiner if the reducer is one known equation, else `custom`."""
-    equations = getattr(reducer, "jaxpr", reducer).eqns
+    equations = opened(reducer).eqns
     name = equations[0].primitive.name if len(equations) == 1 else ""
     return name if name in _COMBINER_OF_REDUCTION.values() else "custom"
 

@@ -18,6 +18,7 @@ from spmdctx._compat import KeyValueStore, key_value_store
 from spmdctx.errors import CommunicationError, PlanMismatchError
 from spmdctx.plan.file import parse_plan, plan_json
 from spmdctx.plan.plan import Plan
+from spmdctx.rules.control_flow import bodies_of, opened
 
 _TIMEOUT_S = 600.0
 """Limit on how much longer the other processes may take to plan than this one."""
@@ -115,16 +116,14 @@ def _constants_digest(jaxpr: jexc.ClosedJaxpr) -> str:
 
 
 def _constants(jaxpr: Any) -> Iterator[Any]:
-    body = getattr(jaxpr, "jaxpr", jaxpr)
+    body = opened(jaxpr)
     for const in getattr(jaxpr, "consts", ()):
         if isinstance(const, np.ndarray) or (isinstance(const, jax.Array) and const.is_fully_addressable and not _is_key(const)):
             yield const
     for eqn in body.eqns:
         yield from (atom.val for atom in eqn.invars if isinstance(atom, jexc.Literal) and not _is_key(atom.val))
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, tuple | list) else (param,):
-                if isinstance(inner, jexc.Jaxpr | jexc.ClosedJaxpr):
-                    yield from _constants(inner)
+        for inner in bodies_of(eqn.params):
+            yield from _constants(inner)
 
 
 def _is_key(value: Any) -> bool:

@@ -25,9 +25,10 @@ from spmdctx.step.agreement import spans_processes
 from spmdctx.step.direct.donation import check_alive
 from spmdctx.step.entry import Entry
 from spmdctx.step.processes import on_all
+from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
 from spmdctx.trace.capture.capture import Captured, capture_call, flattening_of, leaf_paths
-from spmdctx.trace.capture.structure import Read, shape_of
+from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.capture.target import Target, target_of
 from spmdctx.trace.scope.mesh import auto_axes
 from spmdctx.trace.specs import make_mesh, named_sharding
@@ -35,7 +36,7 @@ from spmdctx.trace.specs import make_mesh, named_sharding
 
 def abstract_call(entry: Entry, static: Static) -> Call:
     """Returns the user's call for which an entry was made, with shapes and dtypes for arrays; nnx objects appear as states."""
-    args, kwargs = entry.structure.inputs([shape_of(aval) for aval in entry.captured.in_avals])
+    args, kwargs = entry.structure.inputs([struct_of(aval) for aval in entry.captured.in_avals])
     return static.join(args, kwargs)
 
 
@@ -54,7 +55,7 @@ class Init:
         with _no_eager_sharding():
             self._captured: Captured = capture_call(target, self._call, NO_STATIC)
         avals = self._captured.jaxpr.out_avals
-        self._abstract = [shape_of(aval) for aval in avals]
+        self._abstract = [struct_of(aval) for aval in avals]
         self._result = self._finish(self._abstract)
 
     def arguments(self, target: Target, batch: Any, known: Call | None) -> Call:

@@ -19,6 +19,7 @@ from spmdctx.lowering.rewrite.precision import cast
 from spmdctx.lowering.rewrite.values import ShardedProgram, Values
 from spmdctx.machine.reshard import reshard_steps
 from spmdctx.machine.xla.partitioner.repetition import whole
+from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.specs import named_sharding
 
 
@@ -37,8 +38,7 @@ class Constraints:
         template = self._templates.get(key)
         if template is None:
             named = named_sharding(self._sharded.jax_mesh, sharding)
-            struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-            template = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, named))(struct).jaxpr.eqns[0]
+            template = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, named))(struct_of(aval)).jaxpr.eqns[0]
             self._templates[key] = template
         return template.replace(invars=[source], outvars=[target], source_info=self.source_info)
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from spmdctx.lowering.rewrite.equations import ancestors, barrier_of, computed_from, in_order, renamed, variables
+from spmdctx.lowering.rewrite.equations import ancestors, barrier_of, computed_from, in_order, variables
+from spmdctx.trace.build.jaxprs.equations import renamed
 
 
 class Sum(NamedTuple):

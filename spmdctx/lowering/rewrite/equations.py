@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
+
+from spmdctx.trace.build.jaxprs.equations import struct_of, structs_of
 
 
 def variables(eqn: Any) -> list[Any]:
@@ -22,11 +24,6 @@ def computed_from(eqns: Sequence[Any], some: Iterable[Any]) -> set[Any]:
         if not found.isdisjoint(variables(eqn)):
             found.update(eqn.outvars)
     return found
-
-
-def renamed(atom: Any, names: Mapping[Any, Any]) -> Any:
-    """Returns the new name of an atom, or the atom itself if `names` has none."""
-    return atom if isinstance(atom, jexc.Literal) else names.get(atom, atom)
 
 
 def ancestors(eqns: Sequence[Any], some: Iterable[Any]) -> set[int]:
@@ -63,13 +60,11 @@ def in_order(eqns: Sequence[Any]) -> list[Any]:
 
 def barrier_of(operands: Sequence[Any], results: Sequence[Any], source_info: Any) -> Any:
     """Returns an optimization barrier from some variables to others."""
-    structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type) for var in operands]
-    template = jax.make_jaxpr(lambda *values: jax.lax.optimization_barrier(values))(*structs).jaxpr.eqns[0]
+    template = jax.make_jaxpr(lambda *values: jax.lax.optimization_barrier(values))(*structs_of(operands)).jaxpr.eqns[0]
     return template.replace(invars=list(operands), outvars=list(results), source_info=source_info)
 
 
 def repetition(atom: Any, shape: tuple[int, ...], source_info: Any) -> Any:
     """Returns an equation that repeats an operand along its dimensions of size 1."""
-    struct = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
-    template = jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim(x, shape, range(len(shape))))(struct).jaxpr.eqns[0]
+    template = jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim(x, shape, range(len(shape))))(struct_of(atom.aval)).jaxpr.eqns[0]
     return template.replace(invars=[atom], outvars=[jexc.Var(template.outvars[0].aval)], source_info=source_info)

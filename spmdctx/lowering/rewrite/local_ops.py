@@ -15,6 +15,7 @@ from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.machine.xla.partitioner.grouped_convolutions import group_factor, groups_of
+from spmdctx.trace.build.jaxprs.equations import structs_of
 from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.specs import named_sharding, partition_spec
 
@@ -105,8 +106,7 @@ def local_op(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: M
         out_specs=out_specs if eqn.primitive.multiple_results else out_specs[0],
         check_vma=False,
     )
-    structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type) for var in eqn.invars]
-    template = jax.make_jaxpr(mapped)(*structs).jaxpr.eqns[0]
+    template = jax.make_jaxpr(mapped)(*structs_of(eqn.invars)).jaxpr.eqns[0]
     return template.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 

@@ -20,21 +20,13 @@ from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.lowering.rewrite.local_ops import is_grouped, on_block
 from spmdctx.lowering.rewrite.precision import computing_wide
+from spmdctx.trace.build.jaxprs.equations import written
 
 
-def written(fn: Callable[..., Any], atoms: Sequence[Any], source_info: Any) -> tuple[list[Any], Any]:
+def _single(fn: Callable[..., Any], atoms: Sequence[Any], source_info: Any) -> tuple[list[Any], Any]:
     """Returns the equations of `fn` on some atoms, and the variable of its result."""
-    structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in atoms]
-    closed = jax.make_jaxpr(fn)(*structs)
-    names: dict[Any, Any] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
-    eqns = []
-    for eqn in closed.jaxpr.eqns:
-        fresh = [jexc.Var(var.aval) for var in eqn.outvars]
-        operands = [atom if isinstance(atom, jexc.Literal) else names[atom] for atom in eqn.invars]
-        names.update(zip(eqn.outvars, fresh, strict=True))
-        eqns.append(eqn.replace(invars=operands, outvars=fresh, source_info=source_info))
-    (result,) = closed.jaxpr.outvars
-    return eqns, names[result]
+    eqns, (result,) = written(fn, atoms, source_info)
+    return eqns, result
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,7 @@ def partial_term(eqn: Any, operands: Sequence[Any], term: Term, mesh: Mesh) -> A
         )
         return mapped(jnp.arange(_count(term.axes, mesh)), *arrays)
 
-    return written(partial, operands, eqn.source_info)
+    return _single(partial, operands, eqn.source_info)
 
 
 def _is_first(number: Any, axes: AxisNames, alike: AxisNames, mesh: Mesh) -> Any:
@@ -132,7 +124,7 @@ def whole_term(atom: Any, shape: Sequence[int], axes: AxisNames, mesh: Mesh, sou
         place = jax.lax.broadcasted_iota(jnp.int32, spread.shape, 0)
         return jax.lax.select(place == 0, spread, jnp.zeros_like(spread))
 
-    return written(lifted, [atom], source_info)
+    return _single(lifted, [atom], source_info)
 
 
 def linear(eqn: Any, operand: Any, place: int) -> Any:
@@ -146,7 +138,7 @@ def linear(eqn: Any, operand: Any, place: int) -> Any:
         given = [value if index == place else jnp.asarray(literal, value.dtype) for index, literal in enumerate(literals)]
         return eqn.primitive.bind(*given, **params)
 
-    return written(jax.vmap(each), [operand], eqn.source_info)
+    return _single(jax.vmap(each), [operand], eqn.source_info)
 
 
 def added(first: Any, second: Any, source_info: Any) -> Any:
@@ -156,19 +148,19 @@ def added(first: Any, second: Any, source_info: Any) -> Any:
         dtype = jnp.promote_types(one.dtype, other.dtype)
         return jax.lax.add(one.astype(dtype), other.astype(dtype))
 
-    return written(total, [first, second], source_info)
+    return _single(total, [first, second], source_info)
 
 
 def unstacked(var: Any, source_info: Any) -> Any:
     """Writes the values that a loop has stacked with the devices first."""
-    return written(lambda stack: jnp.moveaxis(stack, 1, 0), [var], source_info)
+    return _single(lambda stack: jnp.moveaxis(stack, 1, 0), [var], source_info)
 
 
 def of_type(var: Any, dtype: Any, source_info: Any) -> Any:
     """Writes the cast of a value to a type."""
-    return ([], var) if var.aval.dtype == dtype else written(lambda value: value.astype(dtype), [var], source_info)
+    return ([], var) if var.aval.dtype == dtype else _single(lambda value: value.astype(dtype), [var], source_info)
 
 
 def complete(var: Any, source_info: Any) -> Any:
     """Writes the sum over the devices, in the type of its terms."""
-    return written(lambda value: jax.lax.reduce_sum(value, (0,)), [var], source_info)
+    return _single(lambda value: jax.lax.reduce_sum(value, (0,)), [var], source_info)

@@ -14,6 +14,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from spmdctx.ir.primitives import ADDITIONS, REARRANGED
+from spmdctx.trace.build.jaxprs.equations import struct_of, structs_of
 
 _BY_RESULT = frozenset({"dot_general", "conv_general_dilated"})
 """Primitives that multiply low-precision operands and say in which type they add up."""
@@ -65,16 +66,14 @@ def passed_on(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 def cast(atom: Any, dtype: Any, source_info: Any) -> Any:
     """Returns an equation that casts."""
-    struct = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
-    template = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(struct).jaxpr.eqns[0]
+    template = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(struct_of(atom.aval)).jaxpr.eqns[0]
     return template.replace(invars=[atom], outvars=[jexc.Var(template.outvars[0].aval)], source_info=source_info)
 
 
 def _bound(eqn: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
     """Returns the primitive bound anew, so that its result has the type that it makes now."""
-    structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in operands]
     bind = _binder(eqn, params)
-    template = jax.make_jaxpr(bind)(*structs).jaxpr.eqns[-1]
+    template = jax.make_jaxpr(bind)(*structs_of(operands)).jaxpr.eqns[-1]
     fresh = [jexc.Var(var.aval) for var in template.outvars]
     return template.replace(invars=list(operands), outvars=fresh, source_info=eqn.source_info)
 

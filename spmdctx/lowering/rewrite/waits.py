@@ -13,7 +13,8 @@ from typing import Any
 import jax.extend.core as jexc
 
 from spmdctx.errors import ContextWarning
-from spmdctx.lowering.rewrite.equations import ancestors, barrier_of, in_order, renamed, variables
+from spmdctx.lowering.rewrite.equations import ancestors, barrier_of, in_order, variables
+from spmdctx.trace.build.jaxprs.equations import renamed
 
 
 def wait_for(eqns: Sequence[Any], outputs: Sequence[Any], gate: Any, *results: Any) -> tuple[list[Any], list[Any]]:

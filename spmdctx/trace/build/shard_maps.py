@@ -9,6 +9,7 @@ from spmdctx.ir.collective import LOSS_REDUCTION
 from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import AxisNames
 from spmdctx.rules.builder import RuleBuilder
+from spmdctx.rules.control_flow import opened
 from spmdctx.trace.build.builder import ReadRegion
 from spmdctx.trace.build.program import ManualRegion, Program
 from spmdctx.trace.build.user_pins import spec_dims
@@ -37,7 +38,7 @@ def region_of(eqn: Any, op: int, program: Program, repeats: int, used: Sequence[
         mesh_axes=tuple((str(name), int(size)) for name, size in mesh.shape.items()),
         operands=_specs(eqn.params["in_specs"], eqn.invars),
         results=_specs(eqn.params["out_specs"], eqn.outvars),
-        collectives=tuple(written_collectives(getattr(body, "jaxpr", body), used, repeats, cause)),
+        collectives=tuple(written_collectives(opened(body), used, repeats, cause)),
         body=program,
         repeats=repeats,
         is_loss=is_loss,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
-from spmdctx._compat import acts_outside, scan_counts
+from spmdctx._compat import acts_outside
 from spmdctx.ir.collective import Cause, CauseForm, Collective
 from spmdctx.ir.graph import item_bytes
-from spmdctx.rules.control_flow import CALLS, call_body, call_operands
+from spmdctx.rules.control_flow import CALLS
+from spmdctx.trace.build.jaxprs.liveness import Liveness
 from spmdctx.trace.build.origins import source_line
 
 _KIND_OF_PRIMITIVE = {
@@ -30,15 +31,6 @@ _SEALED = frozenset({"remat2", "remat", "checkpoint"})
 """Calls whose ops XLA may keep apart from equal ones outside."""
 
 
-class _Inner(NamedTuple):
-    """A body that an equation runs `runs` times: which of its results are needed, and which operands of the equation it takes."""
-
-    jaxpr: Any
-    needed: Sequence[bool]
-    operands: Sequence[int]
-    runs: int = 1
-
-
 def written_collectives(jaxpr: Any, used: Sequence[bool], repeats: int, cause: Cause | None) -> Iterator[Collective]:
     """Yields the collectives of a manual body that run, with the repeats of loops multiplied.
 
@@ -52,9 +44,9 @@ def written_collectives(jaxpr: Any, used: Sequence[bool], repeats: int, cause: C
 
 
 def _collectives(jaxpr: Any, used: Sequence[bool], repeats: int, cause: Cause | None, numbers: _Numbers) -> Iterator[Collective]:
-    for eqn, needed in _alive(jaxpr, used)[0]:
+    for eqn, needed in _LIVENESS.alive(jaxpr, used)[0]:
         name = eqn.primitive.name
-        inside = _inner(eqn, needed)
+        inside = _LIVENESS.inner(eqn, needed)
         for one in inside:
             is_inlined = name in CALLS and name not in _SEALED
             own = numbers if is_inlined else _Numbers()
@@ -79,71 +71,12 @@ def _written(eqn: Any, kind: str, needed: Sequence[bool], repeats: int, cause: C
             yield Collective(kind, names, payload, 0.0, repeats, cause, source_line(eqn.source_info))
 
 
-def _alive(jaxpr: Any, used: Sequence[bool]) -> tuple[list[tuple[Any, list[bool]]], list[bool]]:
-    """Returns the equations that results or effects need, each with its needed results, and the inputs that are needed."""
-    wanted = {id(var) for var, is_used in zip(jaxpr.outvars, used, strict=True) if is_used}
-    alive = []
-    for eqn in reversed(jaxpr.eqns):
-        needed = [id(var) in wanted for var in eqn.outvars]
-        if any(needed) or acts_outside(eqn):
-            alive.append((eqn, needed))
-            wanted.update(id(atom) for atom, is_read in zip(eqn.invars, _read(eqn, needed), strict=True) if is_read)
-    return alive[::-1], [id(var) in wanted for var in jaxpr.invars]
+def _reads(eqn: Any, needed: Sequence[bool]) -> Sequence[bool] | None:
+    """Returns that a collective reads an operand for each result."""
+    return needed if eqn.primitive.name in _KIND_OF_PRIMITIVE and len(eqn.invars) == len(eqn.outvars) else None
 
 
-def _read(eqn: Any, needed: Sequence[bool]) -> Sequence[bool]:
-    """Returns which operands an equation reads to make its needed results."""
-    if eqn.primitive.name in _KIND_OF_PRIMITIVE and len(eqn.invars) == len(eqn.outvars):
-        return needed
-    inside = _inner(eqn, needed)
-    if not inside:
-        return [True] * len(eqn.invars)
-    taken = {place for one in inside for place in one.operands}
-    read = [place not in taken for place in range(len(eqn.invars))]
-    for one in inside:
-        # Bodies of other primitives, such as the addition of a scatter, take no operands as they are.
-        for place, is_read in zip(one.operands, _alive(one.jaxpr, one.needed)[1], strict=len(one.operands) > 0):
-            read[place] |= is_read
-    return read
-
-
-def _inner(eqn: Any, needed: Sequence[bool]) -> list[_Inner]:
-    """Returns the bodies that an equation runs; none for one that is no call, loop or branch."""
-    name, params = eqn.primitive.name, eqn.params
-    every = range(len(eqn.invars))
-    if name == "scan":
-        consts, carried = scan_counts(params)
-        jaxpr = _opened(params["jaxpr"])
-        return [_Inner(jaxpr, _around(jaxpr, needed, consts, carried), every, int(params["length"]))]
-    if name == "while":
-        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-        test, body = _opened(params["cond_jaxpr"]), _opened(params["body_jaxpr"])
-        state = every[num_cond + num_body :]
-        read = _alive(test, [True])[1][num_cond:]
-        wanted = _around(body, [own or tested for own, tested in zip(needed, read, strict=True)], num_body, len(state))
-        return [_Inner(test, [True], [*every[:num_cond], *state]), _Inner(body, wanted, every[num_cond:])]
-    if name == "cond":
-        return [_Inner(_opened(branch), needed, every[1:]) for branch in params["branches"]]
-    if name in CALLS:
-        return [_Inner(_opened(call_body(name, params)), needed, call_operands(name, params, len(eqn.invars)))]
-    held = [body for param in params.values() for body in (param if isinstance(param, (tuple, list)) else (param,))]
-    bodies = [_opened(body) for body in held if hasattr(body, "eqns") or hasattr(body, "jaxpr")]
-    return [_Inner(body, [True] * len(body.outvars), ()) for body in bodies]
-
-
-def _around(body: Any, needed: Sequence[bool], num_consts: int, num_carried: int) -> list[bool]:
-    """Returns which results of a loop's body are needed: a carried one also if the next iteration reads it for others."""
-    wanted = list(needed)
-    while True:
-        read = _alive(body, wanted)[1][num_consts : num_consts + num_carried]
-        more = [own or again for own, again in zip(wanted, [*read, *wanted[num_carried:]], strict=True)]
-        if more == wanted:
-            return wanted
-        wanted = more
-
-
-def _opened(body: Any) -> Any:
-    return getattr(body, "jaxpr", body)
+_LIVENESS = Liveness(acts_outside, _reads)
 
 
 class _Numbers:

@@ -9,7 +9,7 @@ Ordered calls of `jax.debug`, which JAX refuses on several devices, become order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ import jax.extend.core as jexc
 from jax.experimental import io_callback
 
 from spmdctx._compat import gamma_sampler, ordered_effects
+from spmdctx.rules.control_flow import opened, with_bodies
+from spmdctx.trace.build.jaxprs.equations import renamed, structs_of, written
 
 _OWN_PROGRAMS = frozenset({"shard_map", "pallas_call"})
 """Primitives whose bodies are one device's own programs."""
@@ -30,7 +32,7 @@ def as_lowered(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
 
 
 def _rewritten(body: Any) -> Any:
-    jaxpr = getattr(body, "jaxpr", body)
+    jaxpr = opened(body)
     eqns = [_equation(eqn) for eqn in jaxpr.eqns]
     if all(own is eqn for own, eqn in zip(eqns, jaxpr.eqns, strict=True)):
         return body
@@ -45,7 +47,7 @@ def _equation(eqn: Any) -> Any:
         eqn = _sampled(eqn)
     if eqn.primitive.name in _DEBUGGING and ordered_effects()[0] in eqn.effects:
         return _called_in_order(eqn)
-    params = dict(_with_bodies(eqn.params, _rewritten))
+    params = with_bodies(eqn.params, _rewritten)
     if any(params[name] is not param for name, param in eqn.params.items()):
         eqn = eqn.replace(params=params, effects=_effects(eqn.effects))
     is_batched = eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape
@@ -63,17 +65,13 @@ def _called_in_order(eqn: Any) -> Any:
     def call(*arrays: Any) -> None:
         eqn.primitive.bind(*arrays, **eqn.params)
 
-    (made,) = jax.make_jaxpr(lambda *own: io_callback(call, None, *own, ordered=True))(*_structs(eqn)).jaxpr.eqns
+    (made,) = jax.make_jaxpr(lambda *own: io_callback(call, None, *own, ordered=True))(*structs_of(eqn.invars)).jaxpr.eqns
     return made.replace(invars=eqn.invars, source_info=eqn.source_info)
-
-
-def _structs(eqn: Any) -> list[Any]:
-    return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in eqn.invars]
 
 
 def _sampled(eqn: Any) -> Any:
     """Returns the call of the function by which JAX draws from a gamma distribution."""
-    (call,) = jax.make_jaxpr(jax.jit(gamma_sampler(eqn.params)))(*_structs(eqn)).jaxpr.eqns
+    (call,) = jax.make_jaxpr(jax.jit(gamma_sampler(eqn.params)))(*structs_of(eqn.invars)).jaxpr.eqns
     return _at(call, eqn.source_info).replace(invars=eqn.invars, outvars=eqn.outvars)
 
 
@@ -81,29 +79,12 @@ def _at(eqn: Any, info: Any) -> Any:
     """Returns an equation with all those in it at another source line."""
 
     def moved(body: Any) -> Any:
-        jaxpr = getattr(body, "jaxpr", body)
+        jaxpr = opened(body)
         own = jaxpr.replace(eqns=[_at(one, info) for one in jaxpr.eqns])
         return jexc.ClosedJaxpr(own, body.consts) if hasattr(body, "consts") else own
 
     own = eqn.source_info.replace(traceback=info.traceback)
-    return eqn.replace(source_info=own, params=dict(_with_bodies(eqn.params, moved)))
-
-
-def _with_bodies(params: Mapping[str, Any], function: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the parameters of an equation, with a function of each body in place of it; others stay the objects that they are."""
-    for name, param in params.items():
-        if _holds_equations(param):
-            yield name, function(param)
-        elif isinstance(param, (tuple, list)) and param and all(map(_holds_equations, param)):
-            own = [function(body) for body in param]
-            make = getattr(param, "_make", type(param))  # named tuples take their fields one by one
-            yield name, param if all(new is old for new, old in zip(own, param, strict=True)) else make(own)
-        else:
-            yield name, param
-
-
-def _holds_equations(param: Any) -> bool:
-    return hasattr(param, "eqns") or hasattr(getattr(param, "jaxpr", None), "eqns")
+    return eqn.replace(source_info=own, params=with_bodies(eqn.params, moved))
 
 
 def _with_scalar_predicate(eqn: Any) -> Any:
@@ -111,13 +92,13 @@ def _with_scalar_predicate(eqn: Any) -> Any:
     params = eqn.params
     test, body, num_test = params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]
     (goes_on,) = test.jaxpr.outvars
-    written, (any_goes_on,) = _written(lambda own: [jax.lax.reduce_or(own, range(own.ndim))], [goes_on], eqn)
-    new_test = test.jaxpr.replace(eqns=[*test.jaxpr.eqns, *written], outvars=[any_goes_on])
+    joined, (any_goes_on,) = written(lambda own: jax.lax.reduce_or(own, range(own.ndim)), [goes_on], eqn.source_info)
+    new_test = test.jaxpr.replace(eqns=[*test.jaxpr.eqns, *joined], outvars=[any_goes_on])
 
     constants, state = test.jaxpr.invars[:num_test], body.jaxpr.invars[params["body_nconsts"] :]
-    renamed = dict(zip(test.jaxpr.invars[num_test:], state, strict=True))
-    again = [own.replace(invars=[_renamed(atom, renamed) for atom in own.invars]) for own in test.jaxpr.eqns]
-    chosen, outputs = _written(_next_state, [_renamed(goes_on, renamed), *state, *body.jaxpr.outvars], eqn)
+    as_state = dict(zip(test.jaxpr.invars[num_test:], state, strict=True))
+    again = [own.replace(invars=[renamed(atom, as_state) for atom in own.invars]) for own in test.jaxpr.eqns]
+    chosen, outputs = written(_next_state, [renamed(goes_on, as_state), *state, *body.jaxpr.outvars], eqn.source_info)
     new_body = body.jaxpr.replace(
         constvars=[*test.jaxpr.constvars, *body.jaxpr.constvars],
         invars=[*constants, *body.jaxpr.invars],
@@ -143,21 +124,3 @@ def _next_state(goes_on: Any, *states: Any) -> list[Any]:
         jax.lax.select(jax.lax.broadcast_in_dim(goes_on, after.shape, dims), after, before)
         for before, after in zip(states[:size], states[size:], strict=True)
     ]
-
-
-def _renamed(atom: Any, names: dict[Any, Any]) -> Any:
-    return atom if isinstance(atom, jexc.Literal) else names.get(atom, atom)
-
-
-def _written(function: Any, atoms: Sequence[Any], eqn: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the equations by which a function of some atoms is computed, at the source line of `eqn`, and its results."""
-    made = jax.make_jaxpr(function)(
-        *[jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type) for atom in atoms]
-    )
-    names = dict(zip(made.jaxpr.invars, atoms, strict=True))
-    eqns = []
-    for own in made.jaxpr.eqns:
-        fresh = [jexc.Var(var.aval) for var in own.outvars]
-        eqns.append(own.replace(invars=[_renamed(atom, names) for atom in own.invars], outvars=fresh, source_info=eqn.source_info))
-        names.update(zip(own.outvars, fresh, strict=True))
-    return eqns, [_renamed(atom, names) for atom in made.jaxpr.outvars]

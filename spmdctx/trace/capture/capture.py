@@ -18,6 +18,7 @@ from spmdctx._compat import entered_mesh, without_high_primitives
 from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir.graph import Role
 from spmdctx.trace.build.build import Argument, build
+from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.as_lowered import as_lowered
@@ -31,7 +32,7 @@ from spmdctx.trace.capture.portable.step import portable
 from spmdctx.trace.capture.pytrees import NotPure, PureFlattening
 from spmdctx.trace.capture.roles import Argument as CallArgument
 from spmdctx.trace.capture.roles import guesses, roles_of, with_update_roles
-from spmdctx.trace.capture.structure import Flattening, Keys, Result, Structure, argument_of, key_text, path_text, shape_of
+from spmdctx.trace.capture.structure import Flattening, Keys, Result, Structure, argument_of, key_text, path_text
 from spmdctx.trace.capture.target import Target
 from spmdctx.trace.capture.updates import Updates
 from spmdctx.trace.collector import no_garbage_collection
@@ -230,7 +231,7 @@ def _trace(target: Target, static: Static, flattening: Flattening, avals: list[A
         results[:] = [made[index]._replace(value=None) for index in kept]
         return [made[index].value for index in kept]
 
-    shapes, note = [shape_of(aval) for aval in avals], ""
+    shapes, note = [struct_of(aval) for aval in avals], ""
     try:
         jaxpr = jax.make_jaxpr(flat)(*shapes)
     except ValueError as error:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 
 from spmdctx.ir.primitives import MATRIX_PRODUCTS
+from spmdctx.rules.control_flow import CALLS, call_body, call_operands, opened
 
 Avals = Sequence[Any]
-_CALLS_OF_ONE_BODY = ("jit", "closed_call", "eval_jaxpr", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 _MIXING = MATRIX_PRODUCTS | {"gather", "sort", "reshape", "transpose", "broadcast_in_dim"}
 
 
@@ -118,23 +118,15 @@ def _reach(jaxpr: Any, start: set[Any]) -> set[Any]:
         operands = [var in reached for var in eqn.invars if not isinstance(var, jexc.Literal)]
         if not any(operands) or eqn.primitive.name in _MIXING:
             continue
-        inner = _called(eqn)
-        if inner is None:
+        name = eqn.primitive.name
+        if name not in CALLS or name == "custom_linear_solve":
             reached.update(var for var in eqn.outvars if getattr(var.aval, "shape", None) == shape)
             continue
-        entered = {
-            bound for bound, var in zip(inner.invars, eqn.invars, strict=False) if not isinstance(var, jexc.Literal) and var in reached
-        }
+        inner = opened(call_body(name, eqn.params))
+        taken = [eqn.invars[place] for place in call_operands(name, eqn.params, len(eqn.invars))]
+        entered = {bound for bound, var in zip(inner.invars, taken, strict=False) if not isinstance(var, jexc.Literal) and var in reached}
         leaving = _reach(inner, entered)
         reached.update(
             var for var, own in zip(eqn.outvars, inner.outvars, strict=False) if not isinstance(own, jexc.Literal) and own in leaving
         )
     return reached
-
-
-def _called(eqn: Any) -> Any:
-    """The body of a call whose operands are the body's inputs; None for other ops, loops among them."""
-    if eqn.primitive.name not in _CALLS_OF_ONE_BODY:
-        return None
-    body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-    return getattr(body, "jaxpr", body)

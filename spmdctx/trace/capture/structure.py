@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from spmdctx.ir.graph import Role
@@ -91,11 +90,6 @@ class Flattening(Protocol):
 
     def structure(self, kept: Sequence[int]) -> Structure:
         """Returns the structure of this call for a flat program that gives the `kept` results."""
-
-
-def shape_of(aval: Any) -> Any:
-    """Returns an abstract value as an argument, with shape, dtype and weak type but no sharding."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def path_text(keys: Sequence[Any]) -> str:

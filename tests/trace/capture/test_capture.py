@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.custom_batching import custom_vmap
 
 from spmdctx.errors import ContextError, UnsupportedError
 from spmdctx.ir.graph import Role
@@ -96,6 +97,12 @@ def test_a_matrix_product_of_equal_shapes_is_no_next_value():
     captured = capture(lambda w, x: x @ w, (jnp.ones((4, 4)), jnp.ones((4, 4))))
     assert captured.carried == ()
     assert roles(captured)["x"] is Role.BATCH
+
+
+def test_a_matrix_product_inside_a_call_of_any_kind_is_no_next_value():
+    product = custom_vmap(lambda w, x: x @ w)
+    product.def_vmap(lambda _size, _batched, w, x: (x @ w, True))
+    assert capture(product, (jnp.ones((4, 4)), jnp.ones((4, 4)))).carried == ()
 
 
 def test_bare_arrays_that_are_updated_element_by_element_are_carried():

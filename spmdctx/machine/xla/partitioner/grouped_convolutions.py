@@ -6,8 +6,8 @@ What XLA does: it takes a convolution whose window has one position for a matrix
     gradient, it adds a split contraction up over devices that hold the same slice, and aborts on split output features. What it does
     right it gathers first, if groups have several features. Convolutions without groups, and splits of the batch alone, are right.
 Seen in: jaxlib 0.10.2, plain `jax.jit` with such shardings of operands and results on eight CPU devices, meshes 2x4 and 2x2x2, against
-    one device; 126 convolutions and gradients of convolutions. Wrong are 666 of 1,220 splits with feature groups and a window of one position,
-    50 of 964 with larger windows, 194 of 418 with batch groups, none of 2,028 without groups; 23 of the convolutions end the process.
+    one device; 126 convolutions and gradients of convolutions. Wrong are 666 of 1,220 splits with feature groups and a window of one
+    position, 50 of 964 with larger windows, 194 of 418 with batch groups, none of 2,028 without groups; 23 convolutions end the process.
     TPU and GPU programs pass the same partitioner.
 Switch: none: all backends
 Priced by: nothing

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.extend.core as jexc
 
+from spmdctx.rules.control_flow import with_bodies
 from spmdctx.step.verify.noise.primitives import REPORTS
 
 
@@ -54,9 +55,6 @@ class Answers:
         self._next.clear()
 
 
-_PROGRAMS = (jexc.Jaxpr, jexc.ClosedJaxpr)
-
-
 def for_one_run(jaxpr: Any, answers: Answers | None, *, keep_constraints: bool) -> Any:
     """Returns a program without reports to the host, whose other calls with effects may be recorded.
 
@@ -69,21 +67,15 @@ def for_one_run(jaxpr: Any, answers: Answers | None, *, keep_constraints: bool) 
     is_open = isinstance(jaxpr, jexc.Jaxpr)
     body = jaxpr if is_open else jaxpr.jaxpr
 
-    def inner(value: Any) -> Any:
-        return for_one_run(value, answers, keep_constraints=keep_constraints) if isinstance(value, _PROGRAMS) else value
+    def inner(program: Any) -> Any:
+        return for_one_run(program, answers, keep_constraints=keep_constraints)
 
     def changed(eqn: Any) -> Any:
         if eqn.primitive.name == "sharding_constraint" and not keep_constraints:
             return eqn.replace(primitive=jexc.primitives.copy_p, params={})
-        params = dict(eqn.params)
+        params = with_bodies(eqn.params, inner)
         if eqn.primitive.name == "io_callback" and answers is not None:
             params["callback"] = answers.recording(params["callback"])
-        for name, value in eqn.params.items():
-            if isinstance(value, tuple) and any(isinstance(entry, _PROGRAMS) for entry in value):
-                entries = [inner(entry) for entry in value]
-                params[name] = value._make(entries) if hasattr(value, "_make") else tuple(entries)
-            elif isinstance(value, _PROGRAMS):
-                params[name] = inner(value)
         return eqn.replace(params=params)
 
     plain = body.replace(eqns=[changed(eqn) for eqn in body.eqns if not only_reports(eqn)])

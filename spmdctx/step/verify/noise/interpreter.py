@@ -12,16 +12,13 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from spmdctx._compat import scan_counts
-from spmdctx.rules.control_flow import CALLS, call_body, call_operands
+from spmdctx.rules.control_flow import CALLS, bodies_of, call_body, call_operands, opened
 from spmdctx.step.verify.noise.callbacks import Answers, only_reports
 from spmdctx.step.verify.noise.primitives import ADDING, PRODUCTS, SUMMING, amplification, is_exact, is_float, widens
 from spmdctx.step.verify.noise.rounding import Noise
 
 _MOST_BLOCKS = 8
 """Partial sums into which a sum is cut, as a mesh would cut it."""
-
-
-_PROGRAMS = (jexc.Jaxpr, jexc.ClosedJaxpr)
 
 
 class _Value(NamedTuple):
@@ -55,9 +52,7 @@ def largest_array(jaxpr: Any) -> int:
     """Returns the number of elements of the largest array in a program, or in a program inside."""
     sizes = [math.prod(getattr(var.aval, "shape", ())) for eqn in jaxpr.eqns for var in (*eqn.invars, *eqn.outvars)]
     for eqn in jaxpr.eqns:
-        for value in eqn.params.values():
-            programs = [entry for entry in (value if isinstance(value, tuple) else (value,)) if isinstance(entry, _PROGRAMS)]
-            sizes += [largest_array(getattr(program, "jaxpr", program)) for program in programs]
+        sizes += [largest_array(opened(program)) for program in bodies_of(eqn.params)]
     return max(sizes, default=0)
 
 
@@ -104,7 +99,8 @@ class _Interpreter:
         if name in ADDING and all(operand.moved or operand.known for operand in operands) and not known:
             # The terms have moved by more than their sum is rounded.
             return [_Value(result, moved=is_float(result)) for result in self._bound(eqn, _arrays(operands))]
-        is_sum = name in SUMMING or _holds_programs(eqn)
+        # Any other program, such as a kernel, is not entered.
+        is_sum = name in SUMMING or bool(bodies_of(eqn.params))
         if not is_sum and (known or is_exact(eqn) or not any(map(is_float, _types(eqn.outvars)))):
             was_moved = any(operand.moved for operand in operands)
             return [_Value(result, known, was_moved and is_float(result)) for result in self._bound(eqn, _arrays(operands))]
@@ -183,11 +179,6 @@ def _read_by_products_only(jaxpr: Any) -> set[Any]:
 
 def _types(variables: Sequence[Any]) -> list[Any]:
     return [var.aval for var in variables]
-
-
-def _holds_programs(eqn: Any) -> bool:
-    """Returns whether an equation runs a program that this does not enter, such as a kernel."""
-    return any(isinstance(value, _PROGRAMS) for value in eqn.params.values())
 
 
 def _entering(operands: Sequence[_Value]) -> list[_Value]:

@@ -13,6 +13,8 @@ import jax
 import jax.extend.core as jexc
 import numpy as np
 
+from spmdctx.rules.control_flow import bodies_of, opened
+from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.capture.portable.rewriting import Handler
 
 _REDUCE: Mapping[str, Callable[..., jax.Array]] = {
@@ -63,8 +65,7 @@ def reduction(eqn: Any, operands: list[Any], eqns: list[Any], alone: Container[s
 
 def _written(fn: Callable[[jax.Array], Any], eqn: Any, value: Any, eqns: list[Any], results: list[Any] | None = None) -> Any:
     """Appends the one equation of `fn` on a value in place of `eqn`; returns its result, `eqn`'s own if none is given."""
-    struct = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype, weak_type=value.aval.weak_type)
-    template = jax.make_jaxpr(fn)(struct).jaxpr.eqns[0]
+    template = jax.make_jaxpr(fn)(struct_of(value.aval)).jaxpr.eqns[0]
     operands = [atom if isinstance(atom, jexc.Literal) else value for atom in template.invars]
     eqns.append(template.replace(invars=operands, outvars=results or eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx))
     return eqns[-1].outvars[0]
@@ -95,8 +96,7 @@ class Alone:
     def _knows(self, eqn: Any) -> bool:
         if eqn.primitive.name not in self.handlers and any(isinstance(axis, str) for axis in axes_of(eqn)):
             return False
-        bodies = [body for value in eqn.params.values() for body in (value if isinstance(value, tuple | list) else (value,))]
-        return all(self.knows(getattr(body, "jaxpr", body)) for body in bodies if isinstance(body, jexc.Jaxpr | jexc.ClosedJaxpr))
+        return all(self.knows(opened(body)) for body in bodies_of(eqn.params))
 
     def _is_alone(self, eqn: Any) -> bool:
         return all(axis in self._names for axis in axes_of(eqn))

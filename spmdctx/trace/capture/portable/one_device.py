@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdctx._compat import plain_call_params
+from spmdctx.rules.control_flow import opened
 from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.capture.portable.collectives import Alone
 from spmdctx.trace.capture.portable.placements import is_one_device
@@ -92,7 +93,7 @@ class OneDevice:
 
     def _shard_map(self, eqn: Any, operands: list[Any], eqns: list[Any]) -> Sequence[Any] | None:
         mesh, body = eqn.params["mesh"], eqn.params["jaxpr"]
-        body = getattr(body, "jaxpr", body)
+        body = opened(body)
         names = self._inside | frozenset(map(str, mesh.axis_names))
         alone = Alone(names)
         if not is_one_device(mesh) or not alone.knows(body):

@@ -10,7 +10,7 @@ import jax.extend.core as jexc
 import numpy as np
 
 from spmdctx._compat import is_axis_effect, without_mesh
-from spmdctx.rules.control_flow import CONTROL_FLOW
+from spmdctx.rules.control_flow import CONTROL_FLOW, with_entries
 from spmdctx.trace.capture.portable.placements import is_on_one_device, is_one_device
 
 Names = dict[Any, Any]
@@ -92,19 +92,14 @@ class Rewriting:
         """Returns the parameters of an equation with their bodies rewritten, or None if nothing in them changes."""
         if not self._strips and eqn.primitive.name not in CONTROL_FLOW:
             return None
-        new = {name: self._param(value) for name, value in eqn.params.items()}
+        new = {name: with_entries(value, self._entry) for name, value in eqn.params.items()}
         return new if any(new[name] is not value for name, value in eqn.params.items()) else None
 
-    def _param(self, value: Any) -> Any:
+    def _entry(self, value: Any) -> Any:
         if isinstance(value, jexc.ClosedJaxpr):
             return self.closed(value)
         if isinstance(value, jexc.Jaxpr):
             return self.jaxpr(value)
-        if isinstance(value, tuple | list) and value:
-            new = [self._param(item) for item in value]
-            if all(one is other for one, other in zip(new, value, strict=True)):
-                return value
-            return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
         if self._strips and isinstance(value, jax.core.ShapedArray):
             return stripped(value)
         return None if self._strips and isinstance(value, jax.sharding.NamedSharding) and is_one_device(value) else value

@@ -1,0 +1,1 @@
+"""What parts of spmdctx ask of jaxprs, and write into them."""
