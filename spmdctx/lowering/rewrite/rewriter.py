@@ -40,7 +40,7 @@ class Rewriter:
         program = sharded.program
         self.sharded, self.assignment, self._bodies = sharded, sharded.assignment, bodies
         self._graph, self._scopes, self._sharers = program.graph, program.scopes, sharers(program.graph)
-        self._routes, self._all_to_all = sharded.directives.routes, sharded.directives.all_to_all
+        self._routes = sharded.directives.routes
         self._widens = bool(sharded.directives.widened)
         self._sites = iter(program.op_of_site)
         self._made: dict[int, list[Any]] = {}
@@ -167,7 +167,7 @@ class Rewriter:
         record = self.values[op.results[0]] if op.results else NO_RECORD
         if record.is_partial and not self.loop_sums.is_whole(op):
             return [self.loop_sums.equation(block, op, eqn, operands)]
-        if record.is_recomputed and (self._all_to_all or not _repeats(eqn)):
+        if record.is_recomputed:
             block.recipes[op.results[0]] = op, eqn, operands
         operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
         if op.primitive in ELEMENTWISE:
@@ -217,15 +217,6 @@ class Rewriter:
         results = [self.settle(block, op, 0, self.use(block, op, 0, operands[0]))]
         block.note(op, None, results)
         return results
-
-
-def _repeats(eqn: Any) -> bool:
-    """Returns whether an equation repeats an operand along dimensions of size 1.
-
-    XLA makes the repeated operand once for all copies of the equation, and moves it between their shardings, by all-to-all too.
-    """
-    shape = eqn.outvars[0].aval.shape
-    return any(getattr(atom.aval, "shape", ()) not in ((), shape) for atom in eqn.invars)
 
 
 def _nested(info: Any, outer: Any) -> Any:

@@ -54,7 +54,8 @@ class Planned:
     @cached_property
     def directives(self) -> Directives:
         """Everything that the program says besides shardings; what no price depends on is found when the step is lowered."""
-        return with_copies(self.priced, self.program.graph, self.assignment) if self.mesh.num_devices > 1 else self.priced
+        program = self.program
+        return with_copies(self.priced, program.graph, program.scopes, self.assignment) if self.mesh.num_devices > 1 else self.priced
 
 
 def plan_program(captured: Captured, settings: Settings, shared: Shared | None = None) -> Planned:
