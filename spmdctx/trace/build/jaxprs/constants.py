@@ -1,7 +1,8 @@
 """Drops from a step what its results cannot depend on: operands of integer and boolean equations whose result is known.
 
 XLA does the same behind its partitioner, so the collectives of such operands never run. What is dropped here is not planned or lowered.
-Only exact identities count (`x ^ x`, `x & False`, an integer times zero, a choice by a known predicate), never sums or products of floats.
+Only exact identities count (`x ^ x`, `x & False`, an integer times zero, a choice by a known predicate, a sort of single elements, the
+start of a carry that no iteration reads), never sums or products of floats.
 What depends on literals alone stays as it is: no plan moves it.
 """
 
@@ -14,9 +15,12 @@ from typing import Any
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
+from jax.dtypes import extended
 
+from spmdctx._compat import acts_outside, scan_counts
 from spmdctx.rules.control_flow import CALLS, CONTROL_FLOW, LOOPS, body_parameter, opened, with_bodies
 from spmdctx.trace.build.jaxprs.equations import renamed, written
+from spmdctx.trace.build.jaxprs.liveness import Liveness
 
 _COMPARED: Mapping[str, Callable[[Any, Any], Any]] = {
     **{"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
@@ -141,6 +145,11 @@ class _Folding:
         name = eqn.primitive.name
         if name == "cond":
             return self.branch(eqn)
+        if name == "scan":
+            return self.unread(eqn)
+        if name in _SAME:
+            kept = _SAME[name](eqn)
+            return None if kept is None or all(map(self.is_free, eqn.invars)) else ([], kept)
         if name not in _FOLDS or len(eqn.outvars) != 1 or all(map(self.is_free, eqn.invars)):
             return None
         (var,) = eqn.outvars
@@ -149,10 +158,33 @@ class _Folding:
         number = _FOLDS[name](self, eqn)
         if number is None:
             return None
-        number = np.asarray(number).astype(var.aval.dtype)[()]
-        eqns, (atom,) = written(lambda: jnp.full(var.aval.shape, number, var.aval.dtype), [], eqn.source_info)
-        self.note([atom], [number])
+        eqns, atom = self.filled(var.aval, number, eqn.source_info)
         return eqns, [atom]
+
+    def filled(self, aval: Any, number: Any, source_info: Any) -> tuple[list[Any], Any]:
+        """Returns the equations that fill a tensor with a number, and its atom."""
+        number = np.asarray(number).astype(aval.dtype)[()]
+        eqns, (atom,) = written(lambda: jnp.full(aval.shape, number, aval.dtype), [], source_info)
+        self.note([atom], [number])
+        return eqns, atom
+
+    def unread(self, eqn: Any) -> tuple[list[Any], list[Any]] | None:
+        """Returns a loop that starts with zeros where its first iteration reads no start."""
+        num_constants, num_carried = scan_counts(eqn.params)
+        places = [place for place in range(num_constants, num_constants + num_carried) if not self.is_free(eqn.invars[place])]
+        if not places or not eqn.params["length"]:
+            return None
+        loop = self.with_bodies(eqn)
+        body = opened(loop.params["jaxpr"])
+        _, reads = Liveness(acts_outside, lambda eqn, needed: None).alive(body, [True] * len(body.outvars))
+        unread = [place for place in places if not reads[place] and not jnp.issubdtype(eqn.invars[place].aval.dtype, extended)]
+        if not unread:
+            return None
+        invars, eqns = list(eqn.invars), []
+        for place in unread:
+            made, invars[place] = self.filled(invars[place].aval, 0, eqn.source_info)
+            eqns += made
+        return [*eqns, loop.replace(invars=invars)], list(eqn.outvars)
 
     def choice(self, eqn: Any) -> tuple[list[Any], list[Any]] | None:
         which, cases = self.value(eqn.invars[0]), eqn.invars[1:]
@@ -212,6 +244,31 @@ def _is_exact(eqn: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_))
 
 
+def _of_single(eqn: Any) -> Any:
+    """Returns the number of an index among single elements."""
+    shape = eqn.invars[0].aval.shape
+    return 0 if all(shape[axis] == 1 for axis in eqn.params["axes"]) else None
+
+
+def _sorted(eqn: Any) -> list[Any] | None:
+    """Returns the operands of a sort of single elements."""
+    return list(eqn.invars) if eqn.invars[0].aval.shape[eqn.params["dimension"]] == 1 else None
+
+
+def _sliced(eqn: Any) -> list[Any] | None:
+    """Returns the operand of a slice of everything; a start beyond the operand is moved back into it."""
+    return [eqn.invars[0]] if eqn.outvars[0].aval.shape == eqn.invars[0].aval.shape else None
+
+
+def _updated(eqn: Any) -> list[Any] | None:
+    """Returns what an update of everything writes."""
+    return [eqn.invars[1]] if eqn.outvars[0].aval.shape == eqn.invars[1].aval.shape else None
+
+
+_SAME: Mapping[str, Callable[[Any], list[Any] | None]] = {"sort": _sorted, "dynamic_slice": _sliced, "dynamic_update_slice": _updated}
+"""For equations whose results may be some of their operands: these operands, or None."""
+
+
 def _of_equals(number: int) -> Callable[[_Folding, Any], Any]:
     return lambda folding, eqn: number if _is_exact(eqn) and folding.is_same(*eqn.invars) else None
 
@@ -243,5 +300,6 @@ _FOLDS: Mapping[str, Callable[[_Folding, Any], Any]] = {
     "mul": _of_one(_zero),
     "or": _of_one(_all_bits),
     "integer_pow": lambda folding, eqn: 1 if eqn.params["y"] == 0 else None,
+    **dict.fromkeys(("argmax", "argmin"), lambda folding, eqn: _of_single(eqn)),
 }
 """For equations that may drop operands: the number that all elements of the result are, or None. Choices have a fold of their own."""

@@ -33,6 +33,14 @@ KNOWN = {
     "through a call": lambda n, x: jax.jit(lambda keep: jnp.where(keep, x, 1.0))(n < n),
     "out of a call": lambda n, x: jnp.where(jax.jit(lambda n: n < n)(n), x, 1.0),
     "remat": lambda n, x: jnp.where(jax.checkpoint(lambda n: n ^ n)(n) == 1, x, 1.0),
+    "sort of single elements": lambda n, x: jnp.argsort(x[:, None], axis=1),
+    "place of a single element": lambda n, x: jnp.argmax(x[:, None], axis=1) + jnp.argmin(n.reshape(4, 1, 4), axis=1).sum(),
+    "update of everything": lambda n, x: jax.lax.dynamic_update_slice(x, jnp.ones(16), (n[3],)),
+    "slice of everything": lambda n, x: jax.lax.dynamic_slice(jnp.ones(16), (n[3],), (16,)),
+    "start that no turn reads": lambda n, x: jax.lax.scan(lambda c, _: (jnp.ones(16), None), x * 2, None, length=3)[0],
+    "start of a loop in a loop": lambda n, x: jax.lax.scan(
+        lambda c, _: (jax.lax.scan(lambda d, _: (jnp.ones(16), None), c, None, length=2)[0], None), x, None, length=3
+    )[0],
     "branch": lambda n, x: jax.lax.cond(jnp.zeros((), bool), lambda: x, lambda: jnp.full(16, 3.0)),
     "branch by identity": lambda n, x: jax.lax.cond((n[0] ^ n[0]) == 1, lambda: x * 2, lambda: jnp.full(16, 3.0)),
 }
@@ -46,6 +54,13 @@ OPEN = {
     "different": lambda n, x: (n + 1) - (n + 2),
     "one case": lambda n, x: jnp.where(jnp.ones(16, bool), x, 2.0),
     "random": lambda n, x: jnp.where(jax.random.bits(jax.random.key(0), (16,), jnp.uint32) > 7, x, 2.0),
+    "sort of two": lambda n, x: jnp.argsort(x.reshape(8, 2), axis=1),
+    "place among two": lambda n, x: jnp.argmax(x.reshape(8, 2), axis=1),
+    "slice of a part": lambda n, x: jax.lax.dynamic_slice(x, (n[3],), (15,)),
+    "update of a part": lambda n, x: jax.lax.dynamic_update_slice(x, jnp.ones(15), (n[3],)),
+    "start that a turn reads": lambda n, x: jax.lax.scan(lambda c, _: (c, jnp.ones(())), x * 2, None, length=3)[0],
+    "start of no turn": lambda n, x: jax.lax.scan(lambda c, _: (jnp.ones(16), None), x * 2, None, length=0)[0],
+    "start that a while may keep": lambda n, x: jax.lax.while_loop(lambda c: c[0] > 4, lambda c: jnp.ones(16), x),
     "norm": lambda n, x: (x - x.mean()) * jax.lax.rsqrt(jnp.var(x) + 1e-5),
 }
 
@@ -94,6 +109,8 @@ def test_two_draws_are_not_taken_for_one():
 STEPS = {
     "a mask of nothing": lambda x, w: jnp.sum(jnp.where((x @ w > 1) ^ (x @ w > 1), jnp.tanh(x @ w), 0.0) ** 2) + jnp.sum(x),
     "integer weights": lambda x, w: jnp.sum(jnp.round(x @ w).astype(jnp.int32) * 0) + jnp.sum(x),
+    "an order of single rows": lambda x, w: jnp.sum(jnp.argsort(jnp.sum(x @ w, 1, keepdims=True), axis=1)) + jnp.sum(x),
+    "a start": lambda x, w: jax.lax.scan(lambda c, row: (jnp.sum(row), None), jnp.sum(x @ w), x)[0],
     "a branch": lambda x, w: jax.lax.cond(jnp.array(False), lambda: jnp.sum(x @ w), lambda: jnp.sum(x * x)),
 }
 
