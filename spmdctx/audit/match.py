@@ -174,26 +174,35 @@ def _distance(planned: Collective, compiled: CompiledCollective, wanted: int) ->
 
 
 def _match_per_axis(ledger: _Ledger, mesh: LogicalMesh, ways: Sequence[Way]) -> None:
-    """Matches one planned collective over several axes with a compiled one over some axes and one over the rest."""
+    """Matches one planned collective over several axes with compiled ones that run over some of the axes each, one after the other."""
     for planned in ledger.planned:
-        for whole, part in _pairs_within(planned, ledger, mesh, ways) if len(planned.axes) > 1 else ():
-            count = min(planned.left, whole.left, part.left)
-            if count:
-                ledger.close(planned, count, [(whole, count), (part, count)], PER_AXIS)
+        kinds = ("reduce_scatter", "all_reduce") if planned.item.kind == "reduce_scatter" else (planned.item.kind,)
+        for kind in kinds if len(planned.axes) > 1 else ():
+            # All steps are moved in one type.
+            for ratio in dict.fromkeys(way.ratio for way in ways):
+                while planned.left and (steps := _steps(planned, kind, ratio, ledger, mesh, ways)):
+                    count = min(planned.left, *(one.left for one in steps))
+                    ledger.close(planned, count, [(one, count) for one in steps], PER_AXIS)
 
 
-def _pairs_within(planned: _Planned, ledger: _Ledger, mesh: LogicalMesh, ways: Sequence[Way]) -> Iterator[tuple[_Compiled, _Compiled]]:
-    payload = planned.item.payload_bytes
-    kinds = ("reduce_scatter", "all_reduce") if planned.item.kind == "reduce_scatter" else (planned.item.kind,)
-    own = [one for one in ledger.compiled if one.left and one.item.kind in kinds and set(one.item.axes) < set(planned.axes)]
-    for whole in own:
-        rest = tuple(name for name in planned.axes if name not in whole.item.axes)
-        share = _second_payload(whole.item.kind, payload, mesh.num_slices(whole.item.axes))
-        # Both steps are moved in one type.
-        for ratio in _ratios(whole.item, payload, ways):
-            for part in own:
-                if (part.item.kind, part.item.axes) == (whole.item.kind, rest) and ratio in _ratios(part.item, share, ways):
-                    yield whole, part
+def _steps(planned: _Planned, kind: str, ratio: float, ledger: _Ledger, mesh: LogicalMesh, ways: Sequence[Way]) -> tuple[_Compiled, ...]:
+    """Returns compiled collectives of a kind that run over the axes of a planned one in steps, or an empty tuple."""
+    own = [one for one in ledger.compiled if one.left and one.item.kind == kind and set(one.item.axes) < set(planned.axes)]
+
+    def rest_of(axes: AxisNames, payload: int) -> tuple[_Compiled, ...]:
+        tried: set[AxisNames] = set()
+        for one in own:
+            name = one.item.axes
+            if name in tried or not set(name) <= set(axes) or ratio not in _ratios(one.item, payload, ways):
+                continue
+            tried.add(name)
+            left = tuple(axis for axis in axes if axis not in name)
+            others = rest_of(left, _second_payload(kind, payload, mesh.num_slices(name))) if left else ()
+            if others or not left:
+                return one, *others
+        return ()
+
+    return rest_of(planned.axes, planned.item.payload_bytes)
 
 
 def _match_at_once(ledger: _Ledger, mesh: LogicalMesh, ways: Sequence[Way]) -> None:

@@ -129,6 +129,25 @@ def test_both_steps_are_moved_in_one_type():
     assert summary(planned, wider) == ([], [1], [1, 1])
 
 
+THREE = LogicalMesh.of({"data": 2, "model": 2, "pipe": 2})
+
+
+@pytest.mark.parametrize(
+    ("kind", "payloads"), [("all_gather", (512, 256, 128)), ("reduce_scatter", (512, 256, 128)), ("all_reduce", (512,) * 3)]
+)
+@pytest.mark.parametrize("order", ["data model pipe", "pipe data model", "model pipe data"])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_one_over_three_axes_is_found_in_three_steps_or_two(kind, payloads, order, ratio):
+    planned = [plan(kind, "data model pipe", 512, repeats=2)]
+    steps = [real(kind, axis, payload * ratio, repeats=2) for axis, payload in zip(order.split(), payloads, strict=True)]
+    found = compare(planned, steps, THREE, WAYS)
+    assert ([one.way for one in found.matches], found.missing, found.unplanned) == ([PER_AXIS], (), ())
+    assert compare(planned, steps[:2], THREE, WAYS).missing
+    first, second = order.split()[0], " ".join(sorted(order.split()[1:]))
+    two = [real(kind, first, 512 * ratio, repeats=2), real(kind, second, payloads[1] * ratio, repeats=2)]
+    assert not compare(planned, two, THREE, WAYS).missing
+
+
 def test_a_sum_per_axis_in_float32_is_found_beside_a_gather_of_its_size():
     planned = [plan("all_reduce", "data model", 2), plan("all_gather", "data", 4)]
     compiled = [real("all_gather", "data", 8), real("all_reduce", "data", 4), real("all_reduce", "model", 4)]
