@@ -98,12 +98,12 @@ def sliced_values(
     found, seen = set(), set(wanted)
     while wanted:
         scope, value, target = wanted.pop()
-        op = made.get((scope, value))
-        taken = slices(op, target, stored) if op is not None and refines(stored[value], target) else None
-        if op is None or taken is None:
+        maker = made.get((scope, value))
+        taken = slices(maker, target, stored) if maker is not None and refines(stored[value], target) else None
+        if maker is None or taken is None:
             found.add(value)
             continue
-        pairs = zip(op.operands, taken, strict=True)
+        pairs = zip(maker.operands, taken, strict=True)
         new = [(scope, *pair) for pair in pairs if pair[0] != LITERAL and pair[1] != stored[pair[0]]]
         wanted += [one for one in new if one not in seen]
         seen.update(new)

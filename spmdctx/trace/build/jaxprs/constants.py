@@ -137,7 +137,8 @@ class _Folding:
         if jnp.issubdtype(var.aval.dtype, jnp.integer) and jnp.issubdtype(eqn.invars[-1].aval.dtype, jnp.inexact):
             return None
         with np.errstate(all="ignore"):
-            made = _COMPUTED.get(eqn.primitive.name, lambda value: value)(*values)
+            compute = _COMPUTED.get(eqn.primitive.name)
+            made = values[0] if compute is None else compute(*values)
             return np.asarray(made).astype(var.aval.dtype)[()]
 
     def equation(self, eqn: Any) -> tuple[list[Any], list[Any]] | None:
