@@ -15,17 +15,18 @@ import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from spmdctx.communication.clusters import Cluster
 from spmdctx.communication.meeting.door import Door
 from spmdctx.communication.meeting.hub import GO, Hub
 from spmdctx.communication.meeting.key import TOKEN, Key, job_key
 from spmdctx.communication.meeting.link import Link, close_in_children
-from spmdctx.communication.meeting.place import listen, open_listeners
+from spmdctx.communication.meeting.place import forget_service_address, is_in_reach, listen, new_service_address, open_listeners
 from spmdctx.communication.meeting.proof import Caller, hello, new_nonce, read_answer, read_greeting, session_key
 from spmdctx.errors import CommunicationError
 
-__all__ = ["Link", "gather", "join", "listen", "meet"]
+__all__ = ["Link", "Met", "gather", "join", "listen", "meet"]
 
 _RETRY_S = 0.1
 _LONGEST_RETRY_S = 2.0
@@ -33,8 +34,18 @@ _STEP_S = 10.0
 """Seconds that process 0 may take for each line of the meeting, before the caller calls again."""
 
 
-def meet(cluster: Cluster, timeout_s: float) -> Link | None:
-    """Waits until all processes have connected; returns this process's connection to process 0, or None for a process alone.
+class Met(NamedTuple):
+    """What the meeting leaves: this process's connection to process 0, None for a process alone, and JAX's address.
+
+    `service` is where JAX's own service listens, as gRPC writes addresses.
+    """
+
+    link: Link | None
+    service: str
+
+
+def meet(cluster: Cluster, timeout_s: float) -> Met:
+    """Waits until all processes have connected.
 
     Raises:
         CommunicationError: some do not connect in time, two have the same number, they were told different numbers of processes, or
@@ -48,7 +59,7 @@ def meet(cluster: Cluster, timeout_s: float) -> Link | None:
     if cluster.num_processes < 2:
         for server in servers:
             server.close()
-        return None
+        return Met(None, new_service_address(os.environ, cluster))
     if not key.is_secret:
         warnings.warn(
             f"No secret keeps strangers out of this job: any process that reaches {cluster.address} can join it. "
@@ -56,23 +67,28 @@ def meet(cluster: Cluster, timeout_s: float) -> Link | None:
             RuntimeWarning,
             stacklevel=4,
         )
-    return gather(cluster, key, servers, timeout_s)
+    service = new_service_address(os.environ, cluster)
+    try:
+        return Met(gather(cluster, key, servers, timeout_s, service), service)
+    except BaseException:
+        forget_service_address(service)
+        raise
 
 
-def gather(cluster: Cluster, key: Key, servers: Sequence[socket.socket], timeout_s: float) -> Link:
-    """Waits, as process 0, until all others have come; the sockets are closed then.
+def gather(cluster: Cluster, key: Key, servers: Sequence[socket.socket], timeout_s: float, service: str = "") -> Link:
+    """Waits, as process 0, until all others have come, and tells them where JAX's service is; the sockets are closed then.
 
     Raises:
         CommunicationError: some have not come in time.
     """
-    return _Meeting(cluster, key, servers, timeout_s).link()
+    return _Meeting(cluster, key, servers, timeout_s, service).link()
 
 
 class _Meeting:
     """Process 0's side: the door, and then the hub, on a thread with an event loop of its own."""
 
-    def __init__(self, cluster: Cluster, key: Key, servers: Sequence[socket.socket], timeout_s: float) -> None:
-        self._cluster, self._key, self._servers, self._timeout_s = cluster, key, servers, timeout_s
+    def __init__(self, cluster: Cluster, key: Key, servers: Sequence[socket.socket], timeout_s: float, service: str) -> None:
+        self._cluster, self._key, self._servers, self._timeout_s, self._service = cluster, key, servers, timeout_s, service
         self._all_here: Future[None] = Future()
         self._own_key = secrets.token_bytes(32)
         self._own, self._hubs = socket.socketpair()
@@ -103,12 +119,12 @@ class _Meeting:
             return
         if hub.abandoned:
             return
-        hub.begin()
+        hub.begin(self._service)
         self._all_here.set_result(None)
         await hub.ended()
 
 
-def join(cluster: Cluster, key: Key, timeout_s: float) -> Link:
+def join(cluster: Cluster, key: Key, timeout_s: float) -> Met:
     """Connects this process to process 0, and waits for the word to begin.
 
     Raises:
@@ -142,7 +158,7 @@ class _NotProcess0(Exception):
     """What answers at the address is not process 0 of this job, or takes this process for a stranger."""
 
 
-def _joined(link: Link, cluster: Cluster, key: Key, deadline: float) -> Link:
+def _joined(link: Link, cluster: Cluster, key: Key, deadline: float) -> Met:
     caller = Caller(cluster.process_id, cluster.num_processes, new_nonce())
     try:
         greeted = read_greeting(link.line(min(deadline, time.monotonic() + _STEP_S)))
@@ -162,9 +178,17 @@ def _joined(link: Link, cluster: Cluster, key: Key, deadline: float) -> Link:
             f"Process 0 does not let this process join: {refusal}", where=_place(cluster), need="a number of its own for each"
         )
     link.seal(session_key(key.secret, greeted, caller), "caller", "process 0")
-    if not link.wait_for(GO, deadline + _STEP_S):
+    word, _, service = link.row(deadline + _STEP_S).partition(" ")
+    if word != GO:
         raise CommunicationError("Process 0 has not let the job begin.", where=_place(cluster), fix="see the output of process 0")
-    return link
+    if not is_in_reach(service):
+        raise CommunicationError(
+            "This process does not see the files of process 0's machine, though its address is that of one machine alone.",
+            where=_place(cluster),
+            got=service,
+            fix="SPMDCTX_ADDRESS=HOST:PORT with a host that is not a loopback address",
+        )
+    return Met(link, service)
 
 
 def _place(cluster: Cluster) -> str:

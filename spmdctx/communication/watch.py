@@ -123,7 +123,7 @@ def connect_beside_jax(cluster: Cluster, timeout_s: float) -> Link | None:
         port = store.get(_ADDRESS, timeout_s) or "0"
     place = cluster._replace(address=f"{host}:{port}", process_id=process, num_processes=jax.process_count())
     try:
-        return gather(place, key, servers, _CONNECT_S) if process == 0 else join(place, key, _CONNECT_S)
+        return join(place, key, _CONNECT_S).link if process else gather(place, key, servers, _CONNECT_S)
     except (CommunicationError, ValueError, OverflowError):
         warnings.warn(
             f"Process {process} cannot meet the others at port {port} of {host}: "

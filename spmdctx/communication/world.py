@@ -14,7 +14,7 @@ from spmdctx.communication.clusters import Cluster, detect
 from spmdctx.communication.current import World, current_world, enter, is_initialized
 from spmdctx.communication.groups import WORLD, forget_groups, own_ranks
 from spmdctx.communication.meeting.hub import BYE
-from spmdctx.communication.meeting.place import bind_address
+from spmdctx.communication.meeting.place import bind_address, forget_service_address
 from spmdctx.communication.parent import die_with_launcher
 from spmdctx.communication.rendezvous import Link, meet
 from spmdctx.communication.watch import Watch, connect_beside_jax
@@ -203,18 +203,19 @@ def _start(cluster: Cluster | None, platform: str | None, timeout_s: float, hear
     """Starts JAX's part of the job; returns the connection to process 0 that the meeting has left."""
     if cluster is not None and has_used_devices():
         raise CommunicationError("init is called after JAX has used a device.", fix="call init() first, at the start of the script")
-    link = None if cluster is None else meet(cluster, timeout_s)
+    met = None if cluster is None else meet(cluster, timeout_s)
     # JAX's own would catch SIGTERM and do nothing more: neither a launcher nor a user could stop the job.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        if cluster is not None:
+        if cluster is not None and met is not None:
+            on_socket = met.service != cluster.address
             jax.distributed.initialize(
-                cluster.address,
+                met.service,
                 cluster.num_processes,
                 cluster.process_id,
                 cluster.local_device_ids,
                 cluster_detection_method="deactivate",
-                coordinator_bind_address=bind_address(os.environ, cluster),
+                coordinator_bind_address=met.service if on_socket else bind_address(os.environ, cluster),
                 initialization_timeout=int(timeout_s),
                 heartbeat_timeout_seconds=int(heartbeat_timeout_s),
             )
@@ -222,10 +223,13 @@ def _start(cluster: Cluster | None, platform: str | None, timeout_s: float, hear
             # The machines of a TPU pod know their job; nothing else does.
             jax.distributed.initialize(initialization_timeout=int(timeout_s), heartbeat_timeout_seconds=int(heartbeat_timeout_s))
     except (RuntimeError, ValueError) as error:
-        if link is not None:
-            link.close()
+        if met is not None and met.link is not None:
+            met.link.close()
         raise _not_started(cluster, timeout_s, error) from error
-    return link
+    finally:
+        if cluster is not None and met is not None and not cluster.process_id:
+            forget_service_address(met.service)
+    return None if met is None else met.link
 
 
 def _not_started(cluster: Cluster | None, timeout_s: float, error: Exception) -> CommunicationError:

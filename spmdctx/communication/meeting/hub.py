@@ -72,12 +72,12 @@ class Hub:
         session = session_key(key, greeted, caller)
         self._add(Member(caller.process, *streams, Seal(session, "process 0"), Seal(session, "caller")))
 
-    def begin(self) -> None:
-        """Tells all that the job begins; who is lost from now on is missed."""
+    def begin(self, service: str) -> None:
+        """Tells all that the job begins, and where JAX's service is; who is lost from now on is missed."""
         self._begun = True
         for member in self._members.values():
             if member.process:
-                member.writer.write(member.sent.sealed(GO))
+                member.writer.write(member.sent.sealed(f"{GO} {service}"))
 
     async def ended(self) -> None:
         """Waits until all connections have ended."""

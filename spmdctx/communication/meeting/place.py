@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Mapping
 
 from spmdctx.communication.clusters import Cluster
@@ -13,6 +15,40 @@ from spmdctx.errors import CommunicationError, ContextError
 
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 """Read by JAX too: where process 0 listens, for machines whose address is not that by which others reach them."""
+
+
+_UNIX = "unix:"
+_LONGEST_PATH = 100
+"""Bytes of the path of a Unix socket; Linux takes 107, macOS 103."""
+
+
+def new_service_address(environ: Mapping[str, str], cluster: Cluster) -> str:
+    """Returns where process 0 has JAX's own service listen, which asks nobody who it is.
+
+    On one machine that is a Unix socket in a new folder that only the user can enter. `forget_service_address` removes it.
+    """
+    if not is_loopback(cluster.address.rpartition(":")[0]) or _BIND in environ:
+        return cluster.address
+    try:
+        folder = tempfile.mkdtemp(prefix="spmdctx-")
+    except OSError:
+        return cluster.address
+    path = os.path.join(folder, "jax")
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        os.rmdir(folder)
+        return cluster.address
+    return _UNIX + path
+
+
+def forget_service_address(service: str) -> None:
+    """Removes a Unix socket's folder, once all processes have connected: nobody can connect any more."""
+    if service.startswith(_UNIX):
+        shutil.rmtree(os.path.dirname(service.removeprefix(_UNIX)), ignore_errors=True)
+
+
+def is_in_reach(service: str) -> bool:
+    """Returns whether this process sees the folder of a Unix socket; a container of its own may not."""
+    return not service.startswith(_UNIX) or os.path.isdir(os.path.dirname(service.removeprefix(_UNIX)))
 
 
 def bind_address(environ: Mapping[str, str], cluster: Cluster) -> str:

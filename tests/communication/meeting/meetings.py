@@ -48,7 +48,7 @@ class Meeting:
 
     def join(self, number, key=KEY, num_processes=None, timeout_s=10.0):
         """A process that joins: its connection."""
-        self.links.append(join(self.place(number, num_processes), key, timeout_s))
+        self.links.append(join(self.place(number, num_processes), key, timeout_s).link)
         return self.links[-1]
 
     def own(self):

@@ -24,7 +24,7 @@ LINES = {
     "a row of JSON": b'{"hello": 1, "token": "x"}\n',
     "a long number": b"hello " + b"9" * 3000 + b"\n",
     "a negative number": b"hello -1 2 " + NONCE + b" " + b"0" * 64 + b"\n",
-    "another alphabet": "hello ١ ٢".encode() + b" " + NONCE + b" " + b"0" * 64 + b"\n",
+    "another alphabet": "hello \u0661 \u0662".encode() + b" " + NONCE + b" " + b"0" * 64 + b"\n",
     "no proof": b"hello 1 2 " + NONCE + b"\n",
     "an empty proof": b"hello 1 2 " + NONCE + b" " + b"0" * 64 + b"\n",
     "the words of an older version": b"spmdctx 1 2\n",
