@@ -49,9 +49,10 @@ class Result(NamedTuple):
 class Process:
     """One process of the job, its output read as it comes."""
 
-    def __init__(self, environ: dict[str, str], arguments: list[str], limit: int) -> None:
+    def __init__(self, environ: dict[str, str], arguments: list[str], limit: int, *, hard: bool) -> None:
         def limited() -> None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit if hard else most))
 
         self._process = subprocess.Popen(
             [sys.executable, "-m", SCRIPT, *arguments],
@@ -123,7 +124,7 @@ def run(attack: Attack, num_steps: int = NUM_STEPS) -> Result:
     processes: list[Process] = []
 
     def start(number: int) -> None:
-        processes.append(Process(environs[number], arguments, attack.limit))
+        processes.append(Process(environs[number], arguments, attack.limit, hard=attack.own_port))
 
     try:
         if attack.when == "meeting":
@@ -179,7 +180,7 @@ def _while_it_runs(
     begun = time.monotonic()
     if attack.actor == "late":
         return time.monotonic() - begun, _refused(environ, environ["SPMDCTX_TOKEN"])
-    attack.move(Target(ports_under_attack(processes, port), key, held))
+    attack.move(Target([port] if attack.own_port else ports_under_attack(processes, port), key, held))
     return time.monotonic() - begun, []
 
 

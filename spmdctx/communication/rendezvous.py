@@ -79,9 +79,16 @@ def gather(cluster: Cluster, key: Key, servers: Sequence[socket.socket], timeout
     """Waits, as process 0, until all others have come, and tells them where JAX's service is; the sockets are closed then.
 
     Raises:
-        CommunicationError: some have not come in time.
+        CommunicationError: some have not come in time, or process 0 can open no more files.
     """
-    return _Meeting(cluster, key, servers, timeout_s, service).link()
+    try:
+        return _Meeting(cluster, key, servers, timeout_s, service).link()
+    except OSError as error:  # no file is left for an event loop
+        for server in servers:
+            server.close()
+        raise CommunicationError(
+            "Process 0 cannot open what it needs to meet the others.", where=_place(cluster), got=error.strerror or str(error)
+        ) from error
 
 
 class _Meeting:
@@ -97,7 +104,7 @@ class _Meeting:
 
     def link(self) -> Link:
         """Runs the meeting, and returns process 0's own connection to the hub."""
-        thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="spmdctx-hub", daemon=True)
+        thread = threading.Thread(target=self._serve, name="spmdctx-hub", daemon=True)
         thread.start()
         try:
             self._all_here.result()
@@ -107,6 +114,15 @@ class _Meeting:
         link = Link(self._own)
         link.seal(self._own_key, "process 0", "hub")
         return link
+
+    def _serve(self) -> None:
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(self._run())
+        except Exception as error:
+            self._hubs.close()
+            if not self._all_here.done():
+                self._all_here.set_exception(error)
 
     async def _run(self) -> None:
         hub = Hub(self._cluster.num_processes)

@@ -12,6 +12,7 @@ import jax
 from spmdctx._compat import has_used_devices, key_value_store
 from spmdctx.communication.clusters import Cluster, detect
 from spmdctx.communication.current import World, current_world, enter, is_initialized
+from spmdctx.communication.files import raise_file_limit
 from spmdctx.communication.groups import WORLD, forget_groups, own_ranks
 from spmdctx.communication.meeting.hub import BYE
 from spmdctx.communication.meeting.place import bind_address, forget_service_address
@@ -203,6 +204,8 @@ def _start(cluster: Cluster | None, platform: str | None, timeout_s: float, hear
     """Starts JAX's part of the job; returns the connection to process 0 that the meeting has left."""
     if cluster is not None and has_used_devices():
         raise CommunicationError("init is called after JAX has used a device.", fix="call init() first, at the start of the script")
+    if cluster is not None and cluster.num_processes > 1:
+        raise_file_limit()
     met = None if cluster is None else meet(cluster, timeout_s)
     # JAX's own would catch SIGTERM and do nothing more: neither a launcher nor a user could stop the job.
     jax.config.update("jax_enable_preemption_service", False)

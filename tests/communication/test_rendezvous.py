@@ -8,18 +8,19 @@ import pytest
 
 from spmdctx.communication.clusters import Cluster
 from spmdctx.communication.launch.environment import free_port
+from spmdctx.communication.meeting.place import forget_service_address
 from spmdctx.communication.rendezvous import listen, meet
 from spmdctx.errors import CommunicationError
 
 
 def run(port, places, timeout_s, delay_s=0.0):
     """What became of each of these processes, (number, of how many): None, or its error."""
-    found = {}
+    found, met = {}, {}
 
     def one(place, number, count):
         time.sleep(delay_s * place)
         try:
-            meet(Cluster("a test", f"127.0.0.1:{port}", count, number), timeout_s)
+            met[place] = meet(Cluster("a test", f"127.0.0.1:{port}", count, number), timeout_s)
             found[place] = None
         except CommunicationError as error:
             found[place] = str(error)
@@ -29,6 +30,8 @@ def run(port, places, timeout_s, delay_s=0.0):
         thread.start()
     for thread in threads:
         thread.join(30)
+    for one in met.values():
+        forget_service_address(one.service)
     return [found[place] for place in range(len(places))]
 
 

@@ -167,12 +167,24 @@ def test_a_full_table_of_files_holds_the_meeting_up_for_moments_only():
     flood = "import socket, sys, time\ntime.sleep(0.3)\n"
     flood += "held = [socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5) for _ in range(200)]\ntime.sleep(60)"
     with Meeting() as meeting, socket.socket() as probe, strangers_run(flood, meeting.port):
+        meeting.call()
         resource.setrlimit(resource.RLIMIT_NOFILE, (probe.fileno() + 12, before[1]))
         try:
             time.sleep(1)
             goes_on(meeting)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_meeting_for_which_no_file_is_left_is_a_clear_error(monkeypatch):
+    def full(*_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("asyncio.Runner.__enter__", full)
+    with Meeting() as meeting:
+        assert meeting.own() is None
+        assert "Process 0 cannot open what it needs" in meeting.error
+        assert "Too many open files" in meeting.error
 
 
 @contextmanager
