@@ -63,7 +63,7 @@ def meet(cluster: Cluster, timeout_s: float) -> Met:
     if not key.is_secret:
         warnings.warn(
             f"No secret keeps strangers out of this job: any process that reaches {cluster.address} can join it. "
-            f"Set {TOKEN} to one secret on all processes (docs/security.md).",
+            f"Set {TOKEN} to one secret on all processes (SECURITY.md).",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -1,11 +1,14 @@
 """What strangers send to process 0: none of it joins, ends or holds up the meeting, and each is sent away."""
 
+import os
 import resource
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -185,6 +188,24 @@ def test_a_meeting_for_which_no_file_is_left_is_a_clear_error(monkeypatch):
         assert meeting.own() is None
         assert "Process 0 cannot open what it needs" in meeting.error
         assert "Too many open files" in meeting.error
+
+
+def test_a_forked_child_does_not_hide_that_its_process_is_gone():
+    with Meeting() as meeting:
+        joined = meeting.join(1)
+        own = meeting.own()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # JAX and Python warn of threads; this child uses none
+            child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        try:
+            joined.close()
+            assert heard(own, seconds=5) == ["gone 1"]
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 @contextmanager
