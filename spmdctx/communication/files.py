@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import resource
+import sys
 
 _ENOUGH = 1 << 16
 
@@ -14,6 +14,10 @@ def raise_file_limit() -> None:
     Whoever connects to a port that JAX opens takes a file of this process. Gloo ends its process when none is left, and other
     parts of a training need files for data and checkpoints.
     """
+    if sys.platform == "win32":
+        return
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:

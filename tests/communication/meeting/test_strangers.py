@@ -13,7 +13,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from spmdctx.communication.clusters import Cluster
 from spmdctx.communication.meeting import door, proof
+from spmdctx.communication.meeting.place import listen
+from spmdctx.communication.rendezvous import gather
 from spmdctx.errors import CommunicationError
 from tests.communication.meeting.meetings import KEY, OTHER, Meeting, heard, is_closed, line_of
 
@@ -206,6 +209,23 @@ def test_a_forked_child_does_not_hide_that_its_process_is_gone():
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+
+
+def test_an_interrupted_meeting_gives_its_port_back():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    server = listen(0, "127.0.0.1")
+    port = server.getsockname()[1]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gather(Cluster("a test", f"127.0.0.1:{port}", 2, 0), KEY, [server], 30)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    time.sleep(0.3)
+    listen(port, "127.0.0.1").close()
 
 
 @contextmanager
