@@ -179,7 +179,8 @@ def _while_it_runs(
         return 0.0, ["the job does not start"]
     begun = time.monotonic()
     if attack.actor == "late":
-        return time.monotonic() - begun, _refused(environ, environ["SPMDCTX_TOKEN"])
+        faults = _refused(environ, environ["SPMDCTX_TOKEN"])
+        return time.monotonic() - begun, faults
     attack.move(Target([port] if attack.own_port else ports_under_attack(processes, port), key, held))
     return time.monotonic() - begun, []
 
