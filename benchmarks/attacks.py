@@ -111,13 +111,13 @@ def ports_of(pid: int) -> list[int]:
     return sorted({int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets})
 
 
-def run(attack: Attack, num_steps: int = NUM_STEPS) -> Result:
-    """Runs a job under attack."""
+def run(attack: Attack, step_s: float = STEP_S) -> Result:
+    """Runs a job under attack, each of whose steps takes at least so many seconds."""
     port, token = free_port(), new_token()
     held: list[socket.socket] = []
     base = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environs = [process_environment(base, port, 2, number, 2, token) for number in range(2)]
-    arguments = [str(num_steps), str(STEP_S), *([f"{attack.dies}:{KILL_STEP}"] if attack.dies >= 0 else [])]
+    arguments = [str(NUM_STEPS), str(step_s), *([f"{attack.dies}:{KILL_STEP}"] if attack.dies >= 0 else [])]
     cluster = detect(environs[0])
     assert cluster is not None, "the environment is that of a launcher"
     key = job_key(environs[0], cluster).secret
@@ -137,7 +137,7 @@ def run(attack: Attack, num_steps: int = NUM_STEPS) -> Result:
     finally:
         for one in held:
             one.close()
-    return _judged(attack, num_steps, processes, codes, seconds, faults)
+    return _judged(attack, processes, codes, seconds, faults)
 
 
 def _in_the_meeting(
@@ -201,7 +201,7 @@ def _refused(environ: dict[str, str], token: str) -> list[str]:
     return [] if done.returncode == 1 and last else [f"a stranger was not refused: {done.returncode} {done.stderr[-200:]}"]
 
 
-def _judged(attack: Attack, num_steps: int, processes: list[Process], codes: list[int], seconds: float, faults: list[str]) -> Result:
+def _judged(attack: Attack, processes: list[Process], codes: list[int], seconds: float, faults: list[str]) -> Result:
     losses = {int(step): value for step, value in (row.split() for row in processes[0].said("loss"))}
     others = {int(step): value for step, value in (row.split() for row in processes[1].said("loss"))}
     faults += [f"the processes differ at step {step}" for step in losses if step in others and losses[step] != others[step]][:1]
@@ -210,7 +210,7 @@ def _judged(attack: Attack, num_steps: int, processes: list[Process], codes: lis
         expected = [0, 0]
         faults += [f"process {number} is not done" for number, process in enumerate(processes) if "done" not in process.lines]
         faults += [f"process {number} opens no file" for number, one in enumerate(processes) if "files can be opened" not in one.lines]
-        faults += [f"{len(losses)} losses"] if len(losses) != num_steps else []
+        faults += [f"{len(losses)} losses"] if len(losses) != NUM_STEPS else []
     else:
         expected = [KILLED if number == attack.dies else PEER_LOST for number in range(2)]
         other, killed = processes[1 - attack.dies], processes[attack.dies].said("killed")

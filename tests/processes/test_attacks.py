@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 @functools.cache
 def undisturbed():
-    result = run(ATTACKS[0])
+    result = run(ATTACKS[0], 0.01)
     assert not result.faults
     return result.losses
 
@@ -24,7 +24,7 @@ def together(*moves):
 
 def test_a_meeting_under_attack_begins_the_undisturbed_job():
     moves = together(garbage, holds(200), sends(b"spmdctx 1 2\n", b"[" * 9999 + b"\n", keeps=True), says(hello(1, 3), hello(0, 2)))
-    result = run(Attack("all at once", "meeting", moves, limit=256, own_port=True))
+    result = run(Attack("all at once", "meeting", moves, limit=256, own_port=True), 0.01)
     assert not result.faults
     assert result.losses == undisturbed()
     assert len(result.losses) == NUM_STEPS
