@@ -1,5 +1,6 @@
 """What strangers send to process 0: none of it joins, ends or holds up the meeting, and each is sent away."""
 
+import itertools
 import os
 import resource
 import signal
@@ -172,9 +173,9 @@ def test_a_full_table_of_files_holds_the_meeting_up_for_moments_only():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     flood = "import socket, sys, time\ntime.sleep(0.3)\n"
     flood += "held = [socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5) for _ in range(200)]\ntime.sleep(60)"
-    with Meeting() as meeting, socket.socket() as probe, strangers_run(flood, meeting.port):
+    with Meeting() as meeting, strangers_run(flood, meeting.port):
         meeting.call()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (probe.fileno() + 12, before[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit_that_leaves(12), before[1]))
         try:
             time.sleep(1)
             goes_on(meeting)
@@ -226,6 +227,12 @@ def test_an_interrupted_meeting_gives_its_port_back():
         signal.signal(signal.SIGALRM, previous)
     time.sleep(0.3)
     listen(port, "127.0.0.1").close()
+
+
+def limit_that_leaves(count):
+    """The limit of open files below which so many numbers are free."""
+    taken = {int(name) for name in os.listdir("/dev/fd")}
+    return next(itertools.islice((number for number in itertools.count() if number not in taken), count, None))
 
 
 @contextmanager
