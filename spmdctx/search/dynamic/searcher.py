@@ -21,7 +21,7 @@ from spmdctx.search.dynamic.budget import SAME_COST, Budget
 from spmdctx.search.dynamic.effort import ENOUGH_PLAN
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall
-from spmdctx.search.setup.blocks import joined_axes, with_blocks, without_blocks
+from spmdctx.search.setup.blocks import is_too_wide, joined_axes, with_blocks, without_blocks
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
@@ -34,10 +34,11 @@ def plan_dynamic(step: Step, request: Request, topology: Topology, options: Dyna
 
 def lower_bound_s(
     step: Step, request: Request, topology: Topology, options: DynamicOptions, mesh: LogicalMesh
-) -> tuple[float, tuple[str, ...]]:
+) -> tuple[float | None, tuple[str, ...]]:
     """Bounds the cost of every assignment, on the meshes that the search would try or on `mesh`; memory plays no part.
 
-    Returns the bound, and the axes that it takes only together, as text: one for each mesh on which there are any.
+    Returns the bound, None if a mesh has too many axes for the search, and the axes that it takes only together, as text: one for each
+    mesh on which there are any.
     """
     searcher = Searcher(step, topology, replace(options, memory_bytes=None))
     meshes = [mesh]
@@ -45,6 +46,8 @@ def lower_bound_s(
         meshes += [other for other in options.meshes(step, request.num_devices, topology) if other != mesh]
     lowest = float("inf")
     setups = [with_blocks(step.graph, prepare(step.graph, replace(request, mesh=other))) for other in meshes]
+    if any(is_too_wide(step.graph, setup) for setup in setups):
+        return None, ()
     for setup in setups:
         found = searcher.search(setup, lowest)
         assert not isinstance(found, Shortfall)
