@@ -298,7 +298,7 @@ class _Run:
         self._level += 1
         return True
 
-    def _with_plan(self, found: Found) -> Found | None:
+    def _with_plan(self, found: Found) -> Found | Shortfall | None:
         """Keeps a plan that fits; returns the best one if more effort is not worth it."""
         self.lift()
         if self._seen is None or found.cost_s <= self._seen.cost_s:

@@ -158,7 +158,7 @@ ENOUGH_PLAN = Schedule((Attempt(_FEW),), stops_at_first=True, repairs=2 * _HOPEL
 ENOUGH_DEVICES = ENOUGH_PLAN._replace(repairs=_HOPELESS)
 HASTY_PLAN = Schedule((Attempt(HASTY),), stops_at_first=True)
 
-BRIEF_PLAN = Schedule((Attempt(BRIEF),), enough=BRIEF.tolerance, repairs=2 * _HOPELESS, hopeless=_HOPELESS, proof=4 * _HOPELESS)
+BRIEF_PLAN = Schedule((Attempt(BRIEF),), enough=BRIEF.tolerance, repairs=_HOPELESS, hopeless=_HOPELESS / 2, proof=2 * _HOPELESS)
 BRIEF_LARGE_PLAN = Schedule((Attempt(HASTY._replace(limits_proofs=True)),))
 
 # An error names the budget of a plan that is found without proofs.

@@ -187,7 +187,10 @@ class Budgets:
             return best._replace(lower_bound_s=min([best.cost_s, *bounds.values()]))
         joined = next(filter(None, (joined_axes(setup.mesh) for setup in setups)), "")
         is_proven = not joined and all(one.is_proven for one in short.values())
-        least = min([*short.values(), *(() if is_proven else seen.values())], key=lambda one: one.enough_bytes)
+        ends = list(short.values())
+        if not is_proven:
+            ends += seen.values()
+        least = min(ends, key=lambda one: one.enough_bytes)
         return least._replace(fastest=fastest, is_proven=is_proven, is_cut=is_cut, joined=joined)
 
     def _repaired(

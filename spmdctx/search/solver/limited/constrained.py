@@ -29,9 +29,11 @@ from spmdctx.search.solver.unlimited.energy import EQUAL, MAX_TABLE, Minimum, So
 
 PRICE_STEPS = 30
 QUICK_WORK = 20_000_000
+"""Additions of one elimination at rising prices; beyond them, messages and states decoded from them do."""
 QUICK_PRICES = 24
 QUICK_SWEEPS = 3
 QUICK_FITS = 6
+"""Choices at rising prices, sweeps of messages before each, and choices that fit after which it ends."""
 MAX_REPAIRS = 12
 MAX_FREE = 3000
 """The most nodes of a wide problem that is first solved without memory."""
