@@ -12,7 +12,7 @@ from spmdctx.search.dynamic.branching import SHORT_WORK, WORK
 _HOPELESS = 1e8
 """Additions that take a small part of a second."""
 
-_PROOF = 16 * _HOPELESS
+_PROOF = 40 * _HOPELESS
 """Additions that take a few seconds."""
 
 
