@@ -156,6 +156,8 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         request = request_of(program, captured, settings)
         step, mesh, machine = step_of(program, captured), plan.logical_mesh, settings.topology
         bound, joined = lower_bound_s(step, request, machine, options, mesh)
+        if bound is None:
+            return replace(plan, notes=(*plan.notes, "No lower bound was searched: the mesh has too many axes."))
         counted = evaluate(step.graph, step.scopes, step.from_literals, plan.assignment, mesh, machine).total_s
     if joined:
         # The plan itself may use them apart.
