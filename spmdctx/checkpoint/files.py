@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spmdctx.errors import CheckpointError
+from spmdctx.errors import CheckpointError, FileError
+from spmdctx.wording.files import is_inside, open_file, read_file, write_file
 from spmdctx.wording.text_data import read_json_text
 
 _BLOCK_BYTES = 1 << 22
@@ -24,7 +27,7 @@ class Seal(NamedTuple):
 def seal(path: Path) -> Seal:
     """Reads a file once, a block at a time."""
     size = crc = 0
-    with path.open("rb") as file:
+    with os.fdopen(open_file(path), "rb") as file:
         while block := file.read(_BLOCK_BYTES):
             crc = zlib.crc32(block, crc)
             size += len(block)
@@ -51,6 +54,8 @@ def damage(root: Path, seals: Mapping[str, Seal], *, contents: bool) -> str:
     """
     for name, wanted in sorted(seals.items()):
         path = root / name
+        if not is_inside(path, root):
+            return f"{path} leads out of the folder of the checkpoint"
         if not path.is_file():
             return f"{path} is missing"
         size = path.stat().st_size
@@ -61,11 +66,24 @@ def damage(root: Path, seals: Mapping[str, Seal], *, contents: bool) -> str:
     return ""
 
 
+@contextmanager
+def writing() -> Iterator[None]:
+    """Turns the error of a file that cannot be written into that of a checkpoint.
+
+    Raises:
+        CheckpointError: the file system refuses; a former file is as it was.
+    """
+    try:
+        yield
+    except FileError as error:
+        raise CheckpointError("A file of the checkpoint cannot be written.", where=str(error.filename), got=str(error.strerror)) from error
+
+
 def write_json(path: Path, body: Mapping[str, Any]) -> None:
-    """Writes JSON; a reader never sees half of it."""
-    scratch = path.with_name(f".{path.name}.writing")
-    scratch.write_text(json.dumps(body, sort_keys=True, allow_nan=True), encoding="utf-8")
-    scratch.replace(path)
+    """Writes JSON, and reads it back before the file gets its name; a reader never sees half of it."""
+    text = json.dumps(body, sort_keys=True, allow_nan=False)
+    with writing():
+        write_file(path, text, read_json)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -75,7 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or damaged.
     """
     try:
-        body = read_json_text(path.read_bytes())
+        body = read_json_text(read_file(path))
     except OSError as error:
         raise CheckpointError("A file of the checkpoint cannot be read.", where=str(path), got=str(error)) from error
     except ValueError as error:
