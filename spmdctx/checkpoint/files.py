@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,11 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spmdctx.errors import CheckpointError, FileError
+import numpy as np
+
+from spmdctx.checkpoint.tree import Stored
+from spmdctx.errors import CheckpointError, FileError, message, shown
 from spmdctx.wording.files import is_inside, open_file, read_file, write_file
 from spmdctx.wording.text_data import read_json_text
 
+CONTENTS = "contents.json"
+"""The file of all that is no array."""
+
 _BLOCK_BYTES = 1 << 22
+_BYTES, _NUMBER = "__bytes__", "__number__"
+_MOST_PROCESSES, _MOST_BYTES = 1 << 20, 1 << 62
 
 
 class Seal(NamedTuple):
@@ -101,3 +111,87 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise CheckpointError("A file of the checkpoint is damaged.", where=str(path), got=type(body).__name__, need="a JSON object")
     return body
+
+
+def read_contents(folder: Path, step: int) -> dict[str, Any]:
+    """Reads what a checkpoint holds besides arrays: step, leaves (the fields of `Stored` by path), processes, and plan.
+
+    Raises:
+        CheckpointError: the file is damaged, or that of another step.
+    """
+    body = read_json(folder / CONTENTS)
+    wrong = _wrong_contents(body)
+    if wrong:
+        raise CheckpointError("A file of the checkpoint is damaged.", where=str(folder / CONTENTS), got=wrong)
+    if body["step"] != step:
+        raise CheckpointError(
+            "The folder has the name of another step.",
+            where=str(folder.parent),
+            got=f"step {body['step']}",
+            fix="give the folder its name back",
+        )
+    return body
+
+
+def _wrong_contents(body: Mapping[str, Any]) -> str:
+    """Says what is no part of contents, or returns an empty string."""
+    missing = sorted({"step", "leaves", "processes", "plan"} - set(body))
+    if missing:
+        return f"no {missing[0]}"
+    if type(body["step"]) is not int or type(body["processes"]) is not int or not 1 <= body["processes"] <= _MOST_PROCESSES:
+        return f"step {shown(body['step'])}, processes {shown(body['processes'])}"
+    if not (body["plan"] is None or isinstance(body["plan"], str)) or not isinstance(body["leaves"], dict):
+        return "no leaves, or a plan that is no text"
+    return next((f"leaf {shown(path)}: {shown(form)}" for path, form in body["leaves"].items() if not _is_form(form)), "")
+
+
+def _is_form(form: Any) -> bool:
+    if not (isinstance(form, list) and len(form) == 3 and isinstance(form[0], list) and all(isinstance(text, str) for text in form[1:])):
+        return False
+    if any(type(size) is not int or not 0 <= size <= _MOST_BYTES for size in form[0]):
+        return False
+    try:
+        return Stored(tuple(form[0]), *form[1:]).num_bytes <= _MOST_BYTES
+    except (TypeError, ValueError):
+        return False
+
+
+def packed(value: Any) -> Any:
+    """Converts a data position to JSON.
+
+    Raises:
+        TypeError: a value that JSON does not have, or keys that it cannot tell apart.
+    """
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        found = {str(key): packed(item) for key, item in value.items()}
+        if len(found) < len(value) or set(found) in ({_BYTES}, {_NUMBER}):
+            raise TypeError(message("A data position has keys that JSON cannot tell apart.", got=shown(sorted(found))))
+        return found
+    if isinstance(value, list | tuple):
+        return [packed(item) for item in value]
+    if isinstance(value, np.integer | np.floating):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_NUMBER: repr(value)}  # JSON has none
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        message(
+            "A data position holds JSON values and bytes.", got=type(value).__name__, fix="pass an iterator with get_state(), or a number"
+        )
+    )
+
+
+def unpacked(value: Any) -> Any:
+    """Returns the data position of what `packed` made.
+
+    Raises:
+        ValueError: it did not make this.
+    """
+    if isinstance(value, dict):
+        if set(value) == {_BYTES}:
+            return base64.b64decode(value[_BYTES])
+        return float(value[_NUMBER]) if set(value) == {_NUMBER} else {key: unpacked(item) for key, item in value.items()}
+    return [unpacked(item) for item in value] if isinstance(value, list) else value

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,14 +14,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from spmdctx.checkpoint.files import damage, read_json
+from spmdctx.checkpoint.files import damage, packed, read_contents, read_json, unpacked
 from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
 from spmdctx.errors import CheckpointError, listed, message
 from spmdctx.plan.file import parse_plan, plan_json
 from spmdctx.plan.plan import Plan
 
-_BYTES = "__bytes__"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -66,22 +65,17 @@ class CheckpointManager:
 
         from spmdctx.checkpoint.handler import StateHandler
 
-        self.directory = Path(directory).resolve()
-        if self.directory.exists() and not self.directory.is_dir():
-            raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(self.directory), need="a folder")
-        if "\\" in str(self.directory):  # its storage takes it for a slash, and writes to another folder
-            raise CheckpointError(
-                "A folder of checkpoints cannot have a backslash in its path.", where=str(self.directory), fix="rename the folder"
-            )
+        self.directory = _checked_directory(directory)
         self._every, self._has_saved = every, False
         self._pending: Pending | None = None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
-        self._manager = ocp.CheckpointManager(
-            self.directory, options=options, item_names=("state",), item_handlers={"state": StateHandler()}
-        )
+        with _reporting("The folder of checkpoints cannot be used.", self.directory):
+            self._manager = ocp.CheckpointManager(
+                self.directory, options=options, item_names=("state",), item_handlers={"state": StateHandler()}
+            )
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -136,14 +130,15 @@ class CheckpointManager:
         if not arrays:
             raise CheckpointError("The state holds nothing to save.", got=f"{len(forms)} leaves")
         contents = {"step": step, "leaves": forms, "processes": jax.process_count(), "plan": None if plan is None else plan_json(plan)}
-        own = {"data": _packed(data.get_state() if hasattr(data, "get_state") else data)}
+        own = {"data": packed(data.get_state() if hasattr(data, "get_state") else data)}
         self.wait()
         if step in self.steps():
             raise CheckpointError(f"Step {step} is saved already.", where=str(self.directory), fix="restore before training goes on")
         self._remove_unfinished()
         import orbax.checkpoint as ocp
 
-        self._manager.save(step, args=ocp.args.Composite(state=SaveState(arrays, contents, own)), force=True)
+        with _reporting("A checkpoint could not be written.", self.directory):
+            self._manager.save(step, args=ocp.args.Composite(state=SaveState(arrays, contents, own)), force=True)
         return True
 
     def restore(
@@ -175,7 +170,7 @@ class CheckpointManager:
                 has it in another shape or dtype; or `state` has no place for some leaves of an entry.
         """
         self.wait()
-        step = self.latest_step() if step is None else step
+        step = self.latest_step() if step is None else _checked_step(step)
         self._pending = None
         if step is None:
             return Restored(0, state)
@@ -183,8 +178,9 @@ class CheckpointManager:
         if not folder.parent.is_dir():
             raise CheckpointError(f"There is no checkpoint of step {step}.", where=str(self.directory), need=f"one of {list(self.steps())}")
         _check_files(folder, contents=verify)
-        contents = read_json(folder / "contents.json")
-        position = _unpacked(_own_data(folder, contents["processes"]))
+        contents = read_contents(folder, step)
+        with _reporting("The data position of the checkpoint is damaged.", folder.parent):
+            position = unpacked(_own_data(folder, contents["processes"]))
         tree = StateTree(state)
         if not partial:
             _check_places(tree, contents["leaves"], str(folder.parent))
@@ -201,11 +197,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: it could not be written.
         """
-        try:
+        with _reporting("A checkpoint could not be written.", self.directory):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
-        except Exception as error:
-            raise CheckpointError("A checkpoint could not be written.", where=str(self.directory), got=str(error)) from error
 
     def close(self) -> None:
         """Waits for unfinished saves, and ends the threads."""
@@ -218,8 +212,12 @@ class CheckpointManager:
             return
         self._has_saved = True
         if jax.process_index() == 0:
-            for folder in sorted(self.directory.glob(f"*{_UNFINISHED}")):
-                shutil.rmtree(folder)
+            with _reporting("What a killed run has left cannot be removed.", self.directory):
+                for left in sorted(self.directory.glob(f"*{_UNFINISHED}")):
+                    if left.is_dir() and not left.is_symlink():
+                        shutil.rmtree(left)
+                    else:
+                        left.unlink()
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"spmdctx checkpoints {self.directory}")
 
@@ -246,6 +244,33 @@ class CheckpointManager:
             raise CheckpointError("The checkpoint cannot be read.", where=str(self.directory / str(step)), got=str(error)) from error
         pairs = zip(tree.paths, tree.leaves, strict=True)
         return tree.filled([from_stored(leaf, found[path], forms[path], given.get(path)) for path, leaf in pairs])
+
+
+def _checked_directory(directory: str | os.PathLike[str]) -> Path:
+    with _reporting("There can be no such folder of checkpoints.", directory):
+        found = Path(directory).resolve()
+        if found.exists() and not found.is_dir():
+            raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(found), need="a folder")
+    if "\\" in str(found):  # its storage takes it for a slash, and writes to another folder
+        raise CheckpointError("A folder of checkpoints cannot have a backslash in its path.", where=str(found), fix="rename the folder")
+    return found
+
+
+@contextmanager
+def _reporting(summary: str, where: object) -> Iterator[None]:
+    """Turns errors of orbax and of the file system into that of a checkpoint.
+
+    Raises:
+        CheckpointError: with the message of the other error.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (TypeError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise CheckpointError(summary, where=str(where), got=str(error)[:1000]) from error
 
 
 def _checked_step(step: object) -> int:
@@ -323,8 +348,8 @@ def _own_data(folder: Path, num_saved: int) -> Any:
     from spmdctx.checkpoint.handler import own_contents
 
     if num_saved == jax.process_count():
-        return read_json(folder / own_contents(jax.process_index()))["data"]
-    positions = [read_json(folder / own_contents(process))["data"] for process in range(num_saved)]
+        return read_json(folder / own_contents(jax.process_index())).get("data")
+    positions = [read_json(folder / own_contents(process)).get("data") for process in range(num_saved)]
     if any(position != positions[0] for position in positions):
         raise CheckpointError(
             "The processes that saved had data positions of their own, and now there is another number of processes.",
@@ -355,28 +380,3 @@ def _flat(tree: Any, paths: Sequence[str]) -> dict[str, Any]:
             node = node[name]
         found[path] = node
     return found
-
-
-def _packed(value: Any) -> Any:
-    """Converts a data position to JSON."""
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, Mapping):
-        return {str(key): _packed(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_packed(item) for item in value]
-    if isinstance(value, np.integer | np.floating):
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(
-        message(
-            "A data position holds JSON values and bytes.", got=type(value).__name__, fix="pass an iterator with get_state(), or a number"
-        )
-    )
-
-
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, dict):
-        return base64.b64decode(value[_BYTES]) if set(value) == {_BYTES} else {key: _unpacked(item) for key, item in value.items()}
-    return [_unpacked(item) for item in value] if isinstance(value, list) else value
