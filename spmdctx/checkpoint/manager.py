@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from spmdctx.checkpoint.files import damage, packed, read_contents, read_json, unpacked
 from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
-from spmdctx.errors import CheckpointError, listed, message
+from spmdctx.errors import CheckpointError, listed, message, shown
 from spmdctx.plan.file import parse_plan, plan_json
 from spmdctx.plan.plan import Plan
 
@@ -247,10 +247,14 @@ class CheckpointManager:
 
 
 def _checked_directory(directory: str | os.PathLike[str]) -> Path:
-    with _reporting("There can be no such folder of checkpoints.", directory):
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(message("The folder of checkpoints must be a path.", got=shown(directory)))
+    with _reporting("There can be no such folder of checkpoints.", ascii(directory)):
         found = Path(directory).resolve()
-        if found.exists() and not found.is_dir():
-            raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(found), need="a folder")
+        os.fsencode(found)
+        is_other = found.exists() and not found.is_dir()
+    if is_other:
+        raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(found), need="a folder")
     if "\\" in str(found):  # its storage takes it for a slash, and writes to another folder
         raise CheckpointError("A folder of checkpoints cannot have a backslash in its path.", where=str(found), fix="rename the folder")
     return found
@@ -265,10 +269,6 @@ def _reporting(summary: str, where: object) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError:
-        raise
-    except (TypeError, KeyboardInterrupt):
-        raise
     except Exception as error:
         raise CheckpointError(summary, where=str(where), got=str(error)[:1000]) from error
 
