@@ -75,6 +75,11 @@ def limited() -> Iterator[Callable[[], int]]:
         signal.signal(signal.SIGALRM, former)
 
 
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    return "".join(f"\n    {Path(frame.filename).name}:{frame.lineno} {(frame.line or '')[:120]}" for frame in frames)
+
+
 def judged(read: Callable[[], str]) -> tuple[str, str]:
     """Reads one input; returns "right", "refused" or the kind of its fault, and what is to be said of that."""
     from spmdctx.errors import is_laid_out
@@ -83,14 +88,14 @@ def judged(read: Callable[[], str]) -> tuple[str, str]:
         try:
             wrong = read()
             outcome = ("wrong", wrong) if wrong else ("right", "")
-        except TimeUp:
-            outcome = ("hang", f"more than {LIMIT_S:.0f} s: {traceback.format_exc()[-600:]}")
+        except TimeUp as error:
+            outcome = ("hang", f"more than {LIMIT_S:.0f} s{_place(error)}")
         except BaseException as error:
             if is_laid_out(error) or isinstance(error, FileNotFoundError):
                 size = len(str(error))
                 outcome = ("refused", "") if size < 20_000 else ("long", f"a message of {size} characters")
             else:
-                outcome = ("raw", f"{type(error).__name__}: {str(error)[:200]} {traceback.format_exc()[-700:]}")
+                outcome = ("raw", f"{type(error).__name__}: {str(error)[:160]}{_place(error)}")
         peak = taken()
     if peak > LIMIT_BYTES and outcome[0] in ("right", "refused"):
         return "memory", f"{peak >> 20} MB"
@@ -138,7 +143,7 @@ def run(seed: int, numbers: range, only: str | None, show: Callable[[str], None]
             at = row if "at" in row else at
             if "fault" in row:
                 faults.append(row)
-                show(f"--seed {seed} --only {row['kind']} --number {row['number']}: {row['fault']} [{row['what'][:200]}] {row['said']}")
+                show(f"--seed {seed} --only {row['kind']} --number {row['number']}: {row['fault']} [{row['what'][:160]}] {row['said']}")
             if "far" in row:
                 show(f"at {row['far']}, {len(faults)} faults")
             if "counts" in row:

@@ -209,7 +209,11 @@ def safetensors_kind(folder: Path) -> Callable[[random.Random], Input]:
     def lies(chance: random.Random, own: dict[str, Any]) -> str:
         name = chance.choice([name for name in own if name != "__metadata__"])
         key = chance.choice(["dtype", "shape"])
-        odd = ["F64", "I32", "BF16", "F8_E4M3", "F4", "f32", ""] if key == "dtype" else [[], [8], [2, 4], [16], [0], [-1], [2, 8, 1], [10**30]]
+        odd = (
+            ["F64", "I32", "BF16", "F8_E4M3", "F4", "f32", ""]
+            if key == "dtype"
+            else [[], [8], [2, 4], [16], [0], [-1], [2, 8, 1], [10**30]]
+        )
         own[name][key] = chance.choice(odd)
         return f"{key} of {name} is {own[name][key]}"
 
@@ -233,7 +237,9 @@ def safetensors_kind(folder: Path) -> Callable[[random.Random], Input]:
             put(text.encode(), data)
             return f"{name} twice", read
         if way == "raw":
-            text = chance.choice([b"[" * 10**5, b"{}", b"[]", b"null", b'{"__metadata__": [1]}', b'{"w": {"dtype": "F32"}}', b" " * 99, b"NaN"])
+            text = chance.choice(
+                [b"[" * 10**5, b"{}", b"[]", b"null", b'{"__metadata__": [1]}', b'{"w": {"dtype": "F32"}}', b" " * 99, b"NaN"]
+            )
             put(text, chance.choice([b"", data]))
             return f"header {text[:20]!r}", read
         said = ranges(chance, own) if way == "ranges" else lies(chance, own) if way == "lies" else way
@@ -273,7 +279,9 @@ def _rearranged(chance: random.Random, root: Path, other: Path) -> str:
         return f"{said}: {specials(one, chance, outside)}"
     elif kind == "extra":
         place = chance.choice(folders)
-        (place / chance.choice(("x.json", ".x", "files.9.json", "rank_9", "rank_٣", "7", "-1", "1e3", "commit", "[x]"))).mkdir(exist_ok=True)
+        (place / chance.choice(("x.json", ".x", "files.9.json", "rank_9", "rank_٣", "7", "-1", "1e3", "commit", "[x]"))).mkdir(
+            exist_ok=True
+        )
         (place / "extra.safetensors").write_bytes(b"x")
     elif kind in ("drop folder", "rename folder"):
         own = chance.choice(folders[1:] or folders)
@@ -316,7 +324,9 @@ def ranks_kind(folder: Path) -> Callable[[random.Random], Input]:
         shutil.rmtree(folder / "moved", ignore_errors=True)
         shutil.copytree(folder / "good", place)
         if chance.random() < 0.2:
-            names = chance.choice([["../x"], ["/etc/passwd"], [3], "x", None, {"a": 1}, ["rank_0/x.safetensors"], ["a\0b"], [""], ["strategy.json"]])
+            names = chance.choice(
+                [["../x"], ["/etc/passwd"], [3], "x", None, {"a": 1}, ["rank_0/x.safetensors"], ["a\0b"], [""], ["strategy.json"]]
+            )
             (place / ".commit.json").write_text(json.dumps({"names": names} if chance.random() < 0.8 else any_value(chance)))
             return f"list {names}", mixed
         said = _rearranged(chance, place, folder / "other")
@@ -361,7 +371,9 @@ def folder_kind(folder: Path) -> Callable[[random.Random], Input]:
             (place / "5/state/files.json").write_text(json.dumps(own))
             return f"manifest {odd[:40]!r} {str(own[odd])[:40]}", read
         if chance.random() < 0.15:
-            return specials(place / "5" / "state" / chance.choice(("files.json", "contents.json", "manifest.ocdbt", "d")), chance, folder), read
+            return specials(
+                place / "5" / "state" / chance.choice(("files.json", "contents.json", "manifest.ocdbt", "d")), chance, folder
+            ), read
         return _rearranged(chance, place / "5", folder / "other" / "5"), read
 
     return make

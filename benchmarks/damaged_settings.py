@@ -22,8 +22,19 @@ Input = tuple[str, Callable[[], str]]
 
 CONTEXT: dict[str, Any] = {
     "use_parallel": True,
-    "parallel": {"parallel_mode": 1, "device_num": 8, "enable_alltoall": True, "comm_fusion": {"allreduce": {"mode": "index", "config": [2, 3]}}},
-    "parallel_config": {"data_parallel": 2, "model_parallel": 4, "pipeline_stage": 1, "micro_batch_num": 4, "recompute": {"recompute": True}},
+    "parallel": {
+        "parallel_mode": 1,
+        "device_num": 8,
+        "enable_alltoall": True,
+        "comm_fusion": {"allreduce": {"mode": "index", "config": [2, 3]}},
+    },
+    "parallel_config": {
+        "data_parallel": 2,
+        "model_parallel": 4,
+        "pipeline_stage": 1,
+        "micro_batch_num": 4,
+        "recompute": {"recompute": True},
+    },
     "context": {"max_device_memory": "58GB"},
     "runner_config": {"gradient_accumulation_steps": 2},
 }
@@ -53,10 +64,60 @@ def odd_yaml(chance: random.Random, names: list[str]) -> tuple[str, bytes]:
     """Returns YAML that no configuration has."""
     key = chance.choice(names)
     values = (
-        *("2020-99-99", "2020-01-01", "!!int abc", "!!int _", "!!int ''", "!!float x", "!!float 1:2:3", "!!binary ====", "!!binary x", "!!timestamp x"),
-        *("!!set {a, b}", "!!omap [a: 1]", "!!pairs [a: 1]", "!!null x", "!!bool x", "!!python/object/apply:os.getcwd []", "!!python/name:os.system"),
-        *("&a [*a]", "&a {b: *a}", "*none", "? [1, 2]", "{[1]: 2}", "{{}: 1}", "[" * 5000, "{a: " * 900, "9" * 5000, "0x" + "f" * 5000, ".inf", ".nan", "-.inf"),
-        *("1:1" + ":1" * 2000, "1_0", "0o17", "0b1", "~", "yes", "'8'", '"\\ud800"', '"\\x00"', "|\n  x", "8 # x", "[1, 2", "@x", "`x`", "%x", "- - - 1"),
+        *(
+            "2020-99-99",
+            "2020-01-01",
+            "!!int abc",
+            "!!int _",
+            "!!int ''",
+            "!!float x",
+            "!!float 1:2:3",
+            "!!binary ====",
+            "!!binary x",
+            "!!timestamp x",
+        ),
+        *(
+            "!!set {a, b}",
+            "!!omap [a: 1]",
+            "!!pairs [a: 1]",
+            "!!null x",
+            "!!bool x",
+            "!!python/object/apply:os.getcwd []",
+            "!!python/name:os.system",
+        ),
+        *(
+            "&a [*a]",
+            "&a {b: *a}",
+            "*none",
+            "? [1, 2]",
+            "{[1]: 2}",
+            "{{}: 1}",
+            "[" * 5000,
+            "{a: " * 900,
+            "9" * 5000,
+            "0x" + "f" * 5000,
+            ".inf",
+            ".nan",
+            "-.inf",
+        ),
+        *(
+            "1:1" + ":1" * 2000,
+            "1_0",
+            "0o17",
+            "0b1",
+            "~",
+            "yes",
+            "'8'",
+            '"\\ud800"',
+            '"\\x00"',
+            "|\n  x",
+            "8 # x",
+            "[1, 2",
+            "@x",
+            "`x`",
+            "%x",
+            "- - - 1",
+        ),
         *("x" * 100_000, "[" + "1, " * 30_000 + "1]", "!<tag:yaml.org,2002:int> 8", "!x 8", "<<", "{<<: 3}", "{<<: [3]}", "{<<: {a: 1}}"),
     )
     return f"{key}: odd", f"{key}: {chance.choice(values)}\n".encode()
@@ -142,7 +203,11 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {"JAX_COORDINATOR_ADDRESS": "h:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"},
     {
         **{"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-        **{"OMPI_MCA_ess_base_jobid": "77", "OMPI_MCA_orte_hnp_uri": "0.0;tcp://10.0.0.1,10.0.0.2:99;tcp6://[fe80::1]:99", "CUDA_VISIBLE_DEVICES": "0,1"},
+        **{
+            "OMPI_MCA_ess_base_jobid": "77",
+            "OMPI_MCA_orte_hnp_uri": "0.0;tcp://10.0.0.1,10.0.0.2:99;tcp6://[fe80::1]:99",
+            "CUDA_VISIBLE_DEVICES": "0,1",
+        },
     },
     {
         **{"SLURM_STEP_NODELIST": "node[007-009,12],other", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"},
@@ -155,9 +220,69 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
     },
 )
 TEXTS = (
-    *("", " ", "0", "-1", "3", "x", "4x", "1.5", "1e3", "9" * 50, "9" * 5000, "٣", "²", "+1", "1_0", "\udcff", "ä", "\t1", "0x1", "None", "null", "nan"),
-    *("h:0", "h:65536", "h:99999", ":1", "h:", "h", "::1:5", "[::1]:5", "h:1:2", "h:-1", "h:1 ", "h h:1", "a" * 300 + ":1", "h:١", "[", "[a", "n[", "n[]", "n[1"),
-    *("n[1-", ",", "n,m", "]", "\0", "\n", "tcp://", "0.0;tcp://,", "tcp6://[", "2(x2)", "(x2)", "0,,1", ",", "0,1,", "0,x", "999999999999"),
+    *(
+        "",
+        " ",
+        "0",
+        "-1",
+        "3",
+        "x",
+        "4x",
+        "1.5",
+        "1e3",
+        "9" * 50,
+        "9" * 5000,
+        "٣",
+        "²",
+        "+1",
+        "1_0",
+        "\udcff",
+        "ä",
+        "\t1",
+        "0x1",
+        "None",
+        "null",
+        "nan",
+    ),
+    *(
+        "h:0",
+        "h:65536",
+        "h:99999",
+        ":1",
+        "h:",
+        "h",
+        "::1:5",
+        "[::1]:5",
+        "h:1:2",
+        "h:-1",
+        "h:1 ",
+        "h h:1",
+        "a" * 300 + ":1",
+        "h:١",
+        "[",
+        "[a",
+        "n[",
+        "n[]",
+        "n[1",
+    ),
+    *(
+        "n[1-",
+        ",",
+        "n,m",
+        "]",
+        "\0",
+        "\n",
+        "tcp://",
+        "0.0;tcp://,",
+        "tcp6://[",
+        "2(x2)",
+        "(x2)",
+        "0,,1",
+        ",",
+        "0,1,",
+        "0,x",
+        "999999999999",
+    ),
 )
 
 
@@ -194,7 +319,16 @@ def environment_kind(_: Path) -> Callable[[random.Random], Input]:
 def options_kind(_: Path) -> Callable[[random.Random], Input]:
     """Every option of the context, of the algorithms and of `parallel`."""
     devices = jax.devices()
-    own: tuple[str, ...] = ("devices", "mesh", "memory_bytes", "max_mesh_axes", "strict", "layerwise_parallel", "topology", "batch_argnames")
+    own: tuple[str, ...] = (
+        "devices",
+        "mesh",
+        "memory_bytes",
+        "max_mesh_axes",
+        "strict",
+        "layerwise_parallel",
+        "topology",
+        "batch_argnames",
+    )
     names = ("a", "b", "data", "model", "", "ä", "数据", "\\", "\ud800", "a b", "a" * 300, "\0", "a\nb", "None", "*")
     sizes = (0, 1, 2, 4, 8, -1, 2**31, 10**30, True, 1.5, "2", None, [2])
 
@@ -205,7 +339,9 @@ def options_kind(_: Path) -> Callable[[random.Random], Input]:
         if name == "mesh" and chance.random() < 0.8:
             return name, {chance.choice(names): chance.choice(sizes) for _ in range(chance.choice((1, 2, 3, 12, 70)))}
         if name == "devices" and chance.random() < 0.8:
-            return name, chance.choice((devices, devices[:3], devices[:1] * 8, [0, 1], 8, "cpu", [], [None], [devices], {"a": devices[0]}, iter(devices)))
+            return name, chance.choice(
+                (devices, devices[:3], devices[:1] * 8, [0, 1], 8, "cpu", [], [None], [devices], {"a": devices[0]}, iter(devices))
+            )
         return name, any_value(chance)
 
     def make(chance: random.Random) -> Input:

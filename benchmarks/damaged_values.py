@@ -17,7 +17,21 @@ ODD: tuple[Callable[[], Any], ...] = tuple(
     )
 )
 """Values that no part expects, or that it expects elsewhere."""
-TOKENS = (b"NaN", b"-Infinity", b"1e999", b"null", b"[", b"{", b'"', b"\\ud800", b"\x00", b"\xff\xfe", b"9" * 5000, b"[" * 3000, b"\xef\xbb\xbf")
+TOKENS = (
+    b"NaN",
+    b"-Infinity",
+    b"1e999",
+    b"null",
+    b"[",
+    b"{",
+    b'"',
+    b"\\ud800",
+    b"\x00",
+    b"\xff\xfe",
+    b"9" * 5000,
+    b"[" * 3000,
+    b"\xef\xbb\xbf",
+)
 
 
 def any_value(chance: random.Random, depth: int = 0) -> Any:

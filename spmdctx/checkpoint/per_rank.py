@@ -65,9 +65,12 @@ def save_distributed_checkpoint(
     own = {name: device for name, device in zip(names, devices, strict=True) if device.process_index == jax.process_index()}
     first = [STRATEGY] if jax.process_index() == 0 else []
     with together(root, [*names, STRATEGY], [*own, *first]):
-        for name, device in own.items():
+        for rank, name in enumerate(names):
+            if name not in own:
+                continue
+            device = own[name]
             rows = [_tensor(path, form, array, device) for path, form, array in zip(tree.paths, forms, arrays, strict=True)]
-            write_tensors(waiting_place(root, name), rows)
+            write_tensors(waiting_place(root, name), rows, rank)
         if first:
             with writing():
                 write_layouts(layouts, waiting_place(root, STRATEGY))

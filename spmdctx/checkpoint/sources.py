@@ -139,6 +139,10 @@ class Sources:
     def _file(self, rank: int) -> TensorFile:
         if rank not in self._open:
             file = self._stack.enter_context(TensorFile(self._files[rank], self.reads))
+            if file.rank not in ("", str(rank)):
+                raise CheckpointError(
+                    "A file holds the slices of another rank.", where=str(file.path), got=f"rank {shown(file.rank)}", need=f"rank {rank}"
+                )
             if self._verify:
                 file.verify()
             self._open[rank] = file

@@ -6,7 +6,7 @@
 
 The format is that of https://github.com/huggingface/safetensors. Tensors are written one at a time, so that memory holds no
 second copy of a file's content, and in any dtype of JAX that the format has. The metadata holds a CRC-32 of each tensor, and one
-of the header with zeros in its own place. Other programs' files without them can be read too. A tensor that is read whole is
+of the header with zeros in its own place, and the rank whose slices the file holds. Other programs' files without them can be read too. A tensor that is read whole is
 compared with its checksum. This is not possible for a part of a tensor; `TensorFile.verify` reads everything.
 """
 
@@ -34,7 +34,7 @@ from spmdctx.wording.text_data import read_json_text
 
 SUFFIX = ".safetensors"
 _METADATA = "__metadata__"
-_SUM, _HEADER_SUM, _NO_SUM = "crc32 of ", "crc32 of the header", "0" * 8
+_SUM, _HEADER_SUM, _NO_SUM, _RANK = "crc32 of ", "crc32 of the header", "0" * 8, "spmdctx rank"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MOST_DIMS, _MOST_NUMBER = 32, 1 << 62
 _SHORT_RUN_BYTES = 256
@@ -98,13 +98,17 @@ class TensorFile:
         path: the file.
         reads: counts what is read.
 
+    Attributes:
+        tensors: by name.
+        rank: the rank whose slices they are, as text; empty where the file does not say.
+
     Raises:
         CheckpointError: the file is missing, cut, or no safetensors file.
     """
 
     def __init__(self, path: str | os.PathLike[str], reads: Reads) -> None:
         self.path = Path(path)
-        self._reads = reads
+        self._reads, self.rank = reads, ""
         try:
             self._file = open_file(self.path)
         except (OSError, ValueError) as error:
@@ -218,6 +222,7 @@ class TensorFile:
             raise self._damaged(f"{type(error).__name__}: {error}") from error
         if any(name.startswith(_SUM) for name in sums) and not _is_intact(text, sums.get(_HEADER_SUM, "")):
             raise self._damaged("a header with another checksum than was written")
+        self.rank = sums.get(_RANK, "")
         end = 8 + length
         for name, info in sorted(found.items(), key=lambda entry: (entry[1].start, entry[1].num_bytes)):
             if info.start != end:
@@ -289,8 +294,8 @@ class Tensor(NamedTuple):
     make: Callable[[], np.ndarray]
 
 
-def write_tensors(path: str | os.PathLike[str], tensors: Iterable[Tensor]) -> None:
-    """Writes a file, one tensor at a time, and reads its header back before it gets its name; a reader never sees half of it.
+def write_tensors(path: str | os.PathLike[str], tensors: Iterable[Tensor], rank: int | None = None) -> None:
+    """Writes a file of a rank, one tensor at a time, and reads its header back before it gets its name; a reader never sees half of it.
 
     Raises:
         UnsupportedError: a dtype that the format does not have.
@@ -298,7 +303,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: Iterable[Tensor]) -> No
     """
     rows = list(tensors)
     with writing(), replacing(path, partial(_check_written, rows)) as file:
-        file.write(_header_bytes(rows, [0] * len(rows)))
+        file.write(_header_bytes(rows, [0] * len(rows), rank))
         sums = []
         for row in rows:
             # A view of bytes: numpy cannot hand bfloat16 to a file.
@@ -307,7 +312,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: Iterable[Tensor]) -> No
             file.write(view)
             del view  # before the next one is made
         file.seek(0)
-        file.write(_header_bytes(rows, sums))  # as long as the one before
+        file.write(_header_bytes(rows, sums, rank))  # as long as the one before
 
 
 def _check_written(rows: Sequence[Tensor], path: Path) -> None:
@@ -317,8 +322,10 @@ def _check_written(rows: Sequence[Tensor], path: Path) -> None:
         raise CheckpointError("A file was written, but cannot be read back.", where=str(path), got=f"{len(found)} of {len(rows)} tensors")
 
 
-def _header_bytes(rows: Sequence[Tensor], sums: Sequence[int]) -> bytes:
+def _header_bytes(rows: Sequence[Tensor], sums: Sequence[int], rank: int | None) -> bytes:
     own = {_SUM + row.name: f"{crc:08x}" for row, crc in zip(rows, sums, strict=True)}
+    if rank is not None:
+        own[_RANK] = str(rank)
     header: dict[str, Any] = {_METADATA: {_HEADER_SUM: _NO_SUM, **own}}
     end = 0
     for row in rows:

@@ -153,7 +153,7 @@ def transform_checkpoint_by_rank(
     _check_suffix(save_checkpoint_file_name)
     source, target = _pair(rank_id, src_strategy_file, dst_strategy_file)
     with Sources(checkpoint_files_map, source) as sources:
-        write_tensors(save_checkpoint_file_name, _tensors(sources, target, rank_id))
+        write_tensors(save_checkpoint_file_name, _tensors(sources, target, rank_id), rank_id)
         folder = Path(save_checkpoint_file_name).parent
         if folder.name == f"rank_{rank_id}":
             _write_strategy(folder.parent / STRATEGY, sources, target)
@@ -209,7 +209,7 @@ def transform_checkpoints(  # noqa: PLR0913  # MindSpore's arguments
 
     def one(rank: int) -> Reads:
         with Sources(files, source) as sources:
-            write_tensors(waiting_place(root, names[rank]), _tensors(sources, target, rank))
+            write_tensors(waiting_place(root, names[rank]), _tensors(sources, target, rank), rank)
             return sources.reads
 
     total = Reads()

@@ -32,6 +32,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+_NO_NAME = (errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 _READ, _WRITE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -42,8 +43,13 @@ def open_file(path: str | os.PathLike[str]) -> int:
         ValueError: it is none, or no file can have this name.
         OSError: the file system refuses.
     """
-    _check_ordinary(os.stat(path))  # before it is opened, since opening may already act on a device
-    found = os.open(path, _READ)
+    try:
+        _check_ordinary(os.stat(path))  # before it is opened, since opening may already act on a device
+        found = os.open(path, _READ)
+    except OSError as error:
+        if error.errno in _NO_NAME:
+            raise ValueError(error.strerror) from error
+        raise
     try:
         _check_ordinary(os.fstat(found))
     except BaseException:
@@ -72,8 +78,11 @@ def _check_ordinary(found: os.stat_result) -> None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Returns whether a path lies in a folder when all links are followed."""
-    return path.resolve().is_relative_to(folder.resolve())
+    """Returns whether a path can be one, and lies in a folder when all links are followed."""
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: a link to itself
+        return False
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes, check: Callable[[Path], object] | None = None) -> None:
