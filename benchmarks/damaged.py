@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import random
 import resource
 import signal
@@ -29,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LIMIT_S, LIMIT_BYTES = 5.0, 500 << 20
+LIMIT_S, PATIENCE_S, LIMIT_BYTES = 5.0, 60.0, 500 << 20
 HARD_BYTES = 4 << 30
 """What an input may take before its process gets no more memory."""
 KINDS = ("plan", "context", "topology", "mindspore", "safetensors", "ranks", "folder", "environment", "options")
@@ -136,9 +137,8 @@ def run(seed: int, numbers: range, only: str | None, show: Callable[[str], None]
         share = f"{seed},{start},{numbers.stop},{numbers.step},{only or ''}"
         command = [sys.executable, "-m", "benchmarks.damaged", "--worker", share]
         made = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace", env=environment)
-        assert made.stdout is not None
         at, is_done = {"at": start, "kind": "start", "what": ""}, False
-        for line in made.stdout:
+        for line in _lines(made):
             row = json.loads(line) if line.startswith("{") else {}
             at = row if "at" in row else at
             if "fault" in row:
@@ -156,6 +156,28 @@ def run(seed: int, numbers: range, only: str | None, show: Callable[[str], None]
         show(f"--seed {seed} --only {at['kind']} --number {at['at']}: abort, exit status {code} [{at['what'][:200]}]")
         start = at["at"] + numbers.step
     return counts, faults
+
+
+def _lines(made: subprocess.Popen[str]) -> Iterator[str]:
+    """Gives what a process prints; one that says nothing for too long is ended."""
+    rows: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        assert made.stdout is not None
+        for line in made.stdout:
+            rows.put(line)
+        rows.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            line = rows.get(timeout=PATIENCE_S)
+        except queue.Empty:
+            made.kill()
+            return
+        if not line:
+            return
+        yield line
 
 
 def main() -> int:

@@ -54,6 +54,16 @@ def files_below(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*") if path.is_file())
 
 
+def not_ordinary(root: Path) -> str:
+    """Says which file in a folder is a pipe, a device or the like, or a link that leads out of it; returns an empty string if none is."""
+    for path in root.rglob("*"):
+        if path.is_symlink() and not is_inside(path, root):
+            return f"{path} is a link that leads out of the folder"
+        if not (path.is_file() or path.is_dir()):
+            return f"{path} is neither a file nor a folder"
+    return ""
+
+
 def damage(root: Path, seals: Mapping[str, Seal], *, contents: bool) -> str:
     """Says what is wrong with the first file that has changed; returns an empty string if all files are as written.
 

@@ -14,14 +14,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from spmdctx.checkpoint.files import damage, packed, read_contents, read_json, unpacked
+from spmdctx.checkpoint.files import damage, not_ordinary, packed, read_contents, read_json, unpacked
 from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
 from spmdctx.errors import CheckpointError, listed, message, shown
 from spmdctx.plan.file import parse_plan, plan_json
 from spmdctx.plan.plan import Plan
 
-_UNFINISHED = ".orbax-checkpoint-tmp"
+_UNFINISHED, _METADATA = ".orbax-checkpoint-tmp", "_CHECKPOINT_METADATA"
 
 
 class CheckpointManager:
@@ -72,6 +72,7 @@ class CheckpointManager:
             max_to_keep=keep,
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
+        _check_steps(self.directory)
         with _reporting("The folder of checkpoints cannot be used.", self.directory):
             self._manager = ocp.CheckpointManager(
                 self.directory, options=options, item_names=("state",), item_handlers={"state": StateHandler()}
@@ -260,6 +261,18 @@ def _checked_directory(directory: str | os.PathLike[str]) -> Path:
     return found
 
 
+def _check_steps(directory: Path) -> None:
+    """Refuses a folder in which orbax would wait for a pipe: it reads a file of each step at once."""
+    for path in directory.glob(f"*/{_METADATA}"):
+        if not path.is_file():
+            raise CheckpointError(
+                "The checkpoint is damaged.",
+                where=str(path.parent),
+                got=f"{_METADATA} is no file",
+                fix=f"remove the folder {path.parent.name}",
+            )
+
+
 @contextmanager
 def _reporting(summary: str, where: object) -> Iterator[None]:
     """Turns errors of orbax and of the file system into that of a checkpoint.
@@ -296,6 +309,9 @@ def _check_files(folder: Path, *, contents: bool) -> None:
     """Checks the files, each process its own part; all processes learn what is wrong."""
     from spmdctx.checkpoint.handler import read_seals
 
+    odd = not_ordinary(folder.parent)
+    if odd:
+        raise CheckpointError("The checkpoint is damaged.", where=str(folder.parent), got=odd)
     seals = read_seals(folder)
     own = dict(sorted(seals.items())[jax.process_index() :: jax.process_count()])
     wrong = damage(folder, own, contents=contents)

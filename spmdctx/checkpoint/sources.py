@@ -195,7 +195,7 @@ def check_inside(path: Path, folder: Path) -> None:
     """
     if not is_inside(path, folder):
         raise CheckpointError(
-            "A link leads out of the folder of the checkpoint.", where=str(path), got=str(path.resolve()), fix="give the files by name"
+            "A link leads out of the folder of the checkpoint.", where=str(path), got=os.path.realpath(path), fix="give the files by name"
         )
 
 

@@ -5,9 +5,9 @@
     data             the tensors, row-major, little-endian, one after the other
 
 The format is that of https://github.com/huggingface/safetensors. Tensors are written one at a time, so that memory holds no
-second copy of a file's content, and in any dtype of JAX that the format has. The metadata holds a CRC-32 of each tensor, and one
-of the header with zeros in its own place, and the rank whose slices the file holds. Other programs' files without them can be read too. A tensor that is read whole is
-compared with its checksum. This is not possible for a part of a tensor; `TensorFile.verify` reads everything.
+second copy of a file's content, and in any dtype of JAX that the format has. The metadata holds a CRC-32 of each tensor, one of the
+header with zeros in its own place, and the rank whose slices the file holds. Other programs' files without them can be read too. A
+tensor that is read whole is compared with its checksum. This is not possible for a part of a tensor; `TensorFile.verify` reads everything.
 """
 
 from __future__ import annotations
