@@ -105,7 +105,7 @@ def plan_kind(folder: Path) -> Callable[[random.Random], Input]:
     def make(chance: random.Random) -> Input:
         way = chance.random()
         if way < 0.03:
-            return specials(path, chance, path.with_name("again.json")), whole
+            return specials(path, chance, path.with_name("page.html")), whole
         if path.is_symlink() or not path.is_file():
             specials(path, random.Random(0), path)
             path.is_dir() and path.rmdir()

@@ -171,6 +171,9 @@ class CheckpointError(SpmdctxError, ValueError):
 class FileError(SpmdctxError, OSError):
     """A file that cannot be written; the message names it, and the file that was there before is as it was."""
 
+    def __str__(self) -> str:
+        return str(self.args[0])  # OSError shows its number and file instead
+
 
 class PlanError(SpmdctxError, ValueError):
     """A plan that cannot be used."""

@@ -76,9 +76,12 @@ def damage(root: Path, seals: Mapping[str, Seal], *, contents: bool) -> str:
         path = root / name
         if not is_inside(path, root):
             return f"{path} leads out of the folder of the checkpoint"
-        if not path.is_file():
+        try:
+            size = path.stat().st_size if path.is_file() else -1
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
+        if size < 0:
             return f"{path} is missing"
-        size = path.stat().st_size
         if size != wanted.num_bytes:
             return f"{path} has {size} bytes instead of {wanted.num_bytes}"
         if contents and seal(path).crc != wanted.crc:

@@ -163,7 +163,7 @@ def refused_unless(default: Any, check: Check, reason: str) -> Check:
 
     def guarded(name: str, value: Any) -> Any:
         if check(name, value) != default:
-            raise UnsupportedError(f"{name}={value!r} is not supported: {reason}.", need=f"{default!r}, or leave it unset")
+            raise UnsupportedError(f"{name}={shown(value)} is not supported: {reason}.", need=f"{default!r}, or leave it unset")
         return default
 
     return guarded
@@ -234,7 +234,8 @@ def entries(name: str, value: Any, known: Mapping[str, Check]) -> dict[str, Any]
         raise wrong_type(name, value, "a dict with keys among " + ", ".join(map(repr, known)))
     for key in value:
         if key not in known:
-            raise ContextError(f"{name} has no key {key!r}.", need="keys among " + ", ".join(map(repr, known)), fix=nearest(key, known))
+            need = "keys among " + ", ".join(map(repr, known))
+            raise ContextError(f"{name} has no key {shown(key)}.", need=need, fix=nearest(key, known))
     return {key: known[key](f"{name}[{key!r}]", part) for key, part in value.items()}
 
 
