@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -121,7 +122,7 @@ def positive_number(high: float = math.inf) -> Check:
     def check(name: str, value: Any) -> float:
         if not is_int(value) and not isinstance(value, float):
             raise wrong_type(name, value, need)
-        if not (0 < value <= high) or math.isinf(value):
+        if not 0 < value <= min(high, sys.float_info.max):  # an int may be too large for a float
             raise bad_value(name, value, need)
         return float(value)
 

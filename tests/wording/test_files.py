@@ -122,7 +122,9 @@ def failing(monkeypatch, name, number):
         yield
 
 
-@pytest.mark.parametrize(("call", "number"), [("fsync", errno.ENOSPC), ("fsync", errno.EIO), ("replace", errno.EROFS), ("open", errno.EDQUOT)])
+@pytest.mark.parametrize(
+    ("call", "number"), [("fsync", errno.ENOSPC), ("fsync", errno.EIO), ("replace", errno.EROFS), ("open", errno.EDQUOT)]
+)
 def test_a_failed_write_leaves_the_former_file_and_nothing_else(tmp_path, monkeypatch, call, number):
     (tmp_path / "x").write_text("old")
     with failing(monkeypatch, call, number), pytest.raises(FileError, match=os.strerror(number)) as caught:
