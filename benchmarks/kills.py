@@ -2,10 +2,11 @@
 
     python -m benchmarks.kills [--kills 40] [--seed 0]
 
-Three kinds of saves take turns: the checkpoint manager, files per rank, and transforms into another split. Each writes one state after the
-other into one folder, which lies on a disk of its own where the user may mount one (root). In turn the disk is left alone, filled up, or made
-read-only for a while. Then comes kill -9. The next process finds what is there: a state that was completely saved or was being saved when
-the kill came, with all of its numbers. It goes on from it. In the end each folder holds the same bytes as that of an undisturbed run.
+Three kinds of saves take turns: the checkpoint manager, files per rank, and transforms into another split. Each writes one state after
+the other into one folder, which lies on a disk of its own where the user may mount one (root). In turn the disk is left alone, filled up,
+or made read-only for a while. Then comes kill -9. The next process finds what is there: a state that was completely saved or was being
+saved when the kill came, with all of its numbers. It goes on from it. In the end each folder holds the same bytes as that of an undisturbed
+run.
 """
 
 from __future__ import annotations
@@ -124,8 +125,9 @@ class Run:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.rows.append(line.split(maxsplit=2))
-            self._new.put(self.rows[-1])
+            if line.endswith("\n"):  # the last one may be cut
+                self.rows.append(line.split(maxsplit=2))
+                self._new.put(self.rows[-1])
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
@@ -202,7 +204,8 @@ def main() -> int:
     tally: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folders = {kind: Path(scratch, kind) for kind in KINDS}
-        own = all([stack.enter_context(disk(folder)) for folder in folders.values()])
+        mounted = [stack.enter_context(disk(folder)) for folder in folders.values()]
+        own = all(mounted)
         done = dict.fromkeys(KINDS, 0)
         for number in range(args.kills):
             kind, state = KINDS[number % 3], DISKS[number // 3 % 3] if own else DISKS[0]
@@ -211,9 +214,8 @@ def main() -> int:
             faults += [f"in the end, {kind}: {fault}" for fault in finish(kind, folder, done, Path(scratch, f"calm-{kind}"))]
     for fault in faults:
         print(fault)
-    print(
-        f"{args.kills} kills, {'disks of their own' if own else 'no disks of their own'}: {dict(sorted(tally.items()))}, {len(faults)} faults"
-    )
+    print(f"{args.kills} kills, {'disks of their own' if own else 'no disks of their own'}: {dict(sorted(tally.items()))}")
+    print(f"{len(faults)} faults")
     return 1 if faults else 0
 
 

@@ -109,14 +109,14 @@ def _named(root: Path, names: Sequence[str], own: Sequence[str], *, is_first: bo
     if not is_alone:
         _meet(f"renames {root}")
     if is_first:
-        (root / _LIST).unlink(missing_ok=True)
+        _remove_list(root)
 
 
 def _finish_former(root: Path) -> None:
     """Renames what a save has completed before it was killed; removes what it has not."""
-    done = waiting(root)
-    _rename(root, list(done))
-    (root / _LIST).unlink(missing_ok=True)
+    if (root / _LIST).exists():
+        _rename(root, list(waiting(root)))
+        _remove_list(root)
     _remove(path for folder in (root, *root.glob("rank_*")) for path in folder.glob(f".*{_NEXT}"))
 
 
@@ -129,6 +129,13 @@ def _rename(root: Path, names: Sequence[str]) -> None:
         raise CheckpointError("A file of the checkpoint cannot be renamed.", where=str(root), got=got) from error
     for folder in {(root / name).parent for name in names}:
         sync_folder(folder)
+
+
+def _remove_list(root: Path) -> None:
+    try:
+        (root / _LIST).unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError("The list of a save's files cannot be removed.", where=str(root / _LIST), got=str(error.strerror)) from error
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ CONTENTS = "contents.json"
 
 _BLOCK_BYTES = 1 << 22
 _BYTES, _NUMBER = "__bytes__", "__number__"
+_UNFINISHED, _METADATA = ".orbax-checkpoint-tmp", "_CHECKPOINT_METADATA"  # names of orbax
 _MOST_PROCESSES, _MOST_BYTES = 1 << 20, 1 << 62
 
 
@@ -100,6 +102,49 @@ def writing() -> Iterator[None]:
         yield
     except FileError as error:
         raise CheckpointError("A file of the checkpoint cannot be written.", where=str(error.filename), got=str(error.strerror)) from error
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes the folders of saves that ended early.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
+    with reporting("What an unfinished save has left cannot be removed.", directory):
+        for left in sorted(directory.glob(f"*{_UNFINISHED}")):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
+
+
+def check_steps(directory: Path) -> None:
+    """Refuses a folder in which orbax would wait for a pipe: it reads a file of each step at once.
+
+    Raises:
+        CheckpointError: the step is named.
+    """
+    for path in directory.glob(f"*/{_METADATA}"):
+        if not path.is_file():
+            raise CheckpointError(
+                "The checkpoint is damaged.",
+                where=str(path.parent),
+                got=f"{_METADATA} is no file",
+                fix=f"remove the folder {path.parent.name}",
+            )
+
+
+@contextmanager
+def reporting(summary: str, where: object) -> Iterator[None]:
+    """Turns errors of orbax and of the file system into that of a checkpoint.
+
+    Raises:
+        CheckpointError: with the message of the other error.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(summary, where=str(where), got=str(error)[:1000]) from error
 
 
 def write_json(path: Path, body: Mapping[str, Any]) -> None:

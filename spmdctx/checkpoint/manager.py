@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,14 +13,22 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from spmdctx.checkpoint.files import damage, not_ordinary, packed, read_contents, read_json, unpacked
+from spmdctx.checkpoint.files import (
+    check_steps,
+    damage,
+    not_ordinary,
+    packed,
+    read_contents,
+    read_json,
+    remove_unfinished,
+    reporting,
+    unpacked,
+)
 from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
 from spmdctx.errors import CheckpointError, listed, message, shown
 from spmdctx.plan.file import parse_plan, plan_json
 from spmdctx.plan.plan import Plan
-
-_UNFINISHED, _METADATA = ".orbax-checkpoint-tmp", "_CHECKPOINT_METADATA"
 
 
 class CheckpointManager:
@@ -72,8 +79,8 @@ class CheckpointManager:
             max_to_keep=keep,
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
-        _check_steps(self.directory)
-        with _reporting("The folder of checkpoints cannot be used.", self.directory):
+        check_steps(self.directory)
+        with reporting("The folder of checkpoints cannot be used.", self.directory):
             self._manager = ocp.CheckpointManager(
                 self.directory, options=options, item_names=("state",), item_handlers={"state": StateHandler()}
             )
@@ -138,7 +145,7 @@ class CheckpointManager:
         self._remove_unfinished()
         import orbax.checkpoint as ocp
 
-        with _reporting("A checkpoint could not be written.", self.directory):
+        with reporting("A checkpoint could not be written.", self.directory):
             self._manager.save(step, args=ocp.args.Composite(state=SaveState(arrays, contents, own)), force=True)
         return True
 
@@ -180,7 +187,7 @@ class CheckpointManager:
             raise CheckpointError(f"There is no checkpoint of step {step}.", where=str(self.directory), need=f"one of {list(self.steps())}")
         _check_files(folder, contents=verify)
         contents = read_contents(folder, step)
-        with _reporting("The data position of the checkpoint is damaged.", folder.parent):
+        with reporting("The data position of the checkpoint is damaged.", folder.parent):
             position = unpacked(_own_data(folder, contents["processes"]))
         tree = StateTree(state)
         if not partial:
@@ -198,9 +205,15 @@ class CheckpointManager:
         Raises:
             CheckpointError: it could not be written.
         """
-        with _reporting("A checkpoint could not be written.", self.directory):
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+        try:
+            with reporting("A checkpoint could not be written.", self.directory):
+                self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+        except CheckpointError:
+            if jax.process_count() == 1:  # others may still write
+                with suppress(CheckpointError):
+                    remove_unfinished(self.directory)
+            raise
 
     def close(self) -> None:
         """Waits for unfinished saves, and ends the threads."""
@@ -213,12 +226,7 @@ class CheckpointManager:
             return
         self._has_saved = True
         if jax.process_index() == 0:
-            with _reporting("What a killed run has left cannot be removed.", self.directory):
-                for left in sorted(self.directory.glob(f"*{_UNFINISHED}")):
-                    if left.is_dir() and not left.is_symlink():
-                        shutil.rmtree(left)
-                    else:
-                        left.unlink()
+            remove_unfinished(self.directory)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"spmdctx checkpoints {self.directory}")
 
@@ -250,7 +258,7 @@ class CheckpointManager:
 def _checked_directory(directory: str | os.PathLike[str]) -> Path:
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(message("The folder of checkpoints must be a path.", got=shown(directory)))
-    with _reporting("There can be no such folder of checkpoints.", ascii(directory)):
+    with reporting("There can be no such folder of checkpoints.", ascii(directory)):
         found = Path(directory).resolve()
         os.fsencode(found)
         is_other = found.exists() and not found.is_dir()
@@ -259,31 +267,6 @@ def _checked_directory(directory: str | os.PathLike[str]) -> Path:
     if "\\" in str(found):  # its storage takes it for a slash, and writes to another folder
         raise CheckpointError("A folder of checkpoints cannot have a backslash in its path.", where=str(found), fix="rename the folder")
     return found
-
-
-def _check_steps(directory: Path) -> None:
-    """Refuses a folder in which orbax would wait for a pipe: it reads a file of each step at once."""
-    for path in directory.glob(f"*/{_METADATA}"):
-        if not path.is_file():
-            raise CheckpointError(
-                "The checkpoint is damaged.",
-                where=str(path.parent),
-                got=f"{_METADATA} is no file",
-                fix=f"remove the folder {path.parent.name}",
-            )
-
-
-@contextmanager
-def _reporting(summary: str, where: object) -> Iterator[None]:
-    """Turns errors of orbax and of the file system into that of a checkpoint.
-
-    Raises:
-        CheckpointError: with the message of the other error.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(summary, where=str(where), got=str(error)[:1000]) from error
 
 
 def _checked_step(step: object) -> int:

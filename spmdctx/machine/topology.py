@@ -215,7 +215,7 @@ _POSITIVE = (
 _SHARES = ("gather_overlap", "reduction_overlap")
 _LEAST, _MOST = 1e-30, 1e30
 """Between these, sums and quotients of a topology's figures stay finite."""
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+_TYPES_OF_FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a string"),
     "bool": ((bool,), "True or False"),
     "int": ((Integral,), "an int"),  # NumPy's too
@@ -224,12 +224,12 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def _check_field(name: str, kind: str, value: object) -> None:
+def _check_field(name: str, kind: str, value: Any) -> None:
     """Refuses a value that no topology has."""
-    types, need = _KINDS[kind]
+    types, need = _TYPES_OF_FIELDS[kind]
     if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
         raise TypeError(message(f"Topology.{name} does not take values of type {type(value).__name__}.", got=shown(value), need=need))
-    if not isinstance(value, Real):
+    if kind not in ("int", "float"):
         return
     if name in _SHARES and not 0 <= value <= 1:
         raise ContextError(f"Topology.{name} must be a share, from 0 to 1.", got=shown(value))
