@@ -164,8 +164,9 @@ def _lines(made: subprocess.Popen[str]) -> Iterator[str]:
 
     def read() -> None:
         assert made.stdout is not None
-        for line in made.stdout:
-            rows.put(line)
+        with made.stdout as lines:
+            for line in lines:
+                rows.put(line)
         rows.put("")
 
     threading.Thread(target=read, daemon=True).start()

@@ -124,14 +124,16 @@ class Run:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.endswith("\n"):  # the last one may be cut
-                self.rows.append(line.split(maxsplit=2))
-                self._new.put(self.rows[-1])
+        with self.process.stdout as lines:
+            for line in lines:
+                if line.endswith("\n"):  # the last one may be cut
+                    self.rows.append(line.split(maxsplit=2))
+                    self._new.put(self.rows[-1])
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
-        self.errors = self.process.stderr.read()
+        with self.process.stderr as lines:
+            self.errors = lines.read()
 
     def wait_for(self, word: str, count: int = 1) -> None:
         """Waits for so many rows that begin with a word, or the end of the process."""
