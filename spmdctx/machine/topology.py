@@ -227,7 +227,8 @@ _TYPES_OF_FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
 def _check_field(name: str, kind: str, value: Any) -> None:
     """Refuses a value that no topology has."""
     types, need = _TYPES_OF_FIELDS[kind]
-    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+    fits = isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))
+    if not fits:
         raise TypeError(message(f"Topology.{name} does not take values of type {type(value).__name__}.", got=shown(value), need=need))
     if kind not in ("int", "float"):
         return

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from spmdctx.errors import PlanFormatError
+from spmdctx.errors import PlanFormatError, shown
 from spmdctx.ir.collective import Cause, Collective
 from spmdctx.ir.graph import Op, Origin, Role
 from spmdctx.ir.mesh import LogicalMesh
@@ -129,11 +129,11 @@ def _check(body: Any, where: str) -> None:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise PlanFormatError(f"The file is no plan: its format is not {FORMAT!r}.", where=where)
     version = body.get("format_version")
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise PlanFormatError(
             "The plan file has another format version.",
             where=where,
-            got=repr(version),
+            got=shown(version),
             need=str(FORMAT_VERSION),
             fix="make the plan again with this version of spmdctx",
         )
