@@ -48,7 +48,7 @@ INNER = {
     ),
     "search/solver": ("problem", "unlimited", "limited", "solve"),
     "lowering": ("compile_options compile_only", "scheduler_limit", "rewrite", "compile"),
-    "plan": ("rows alternatives checks", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
+    "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
     "step": ("planning processes direct out_of_memory agreement options", "entry", "placement broadcast verify", "step"),
 }
 """The rows of the package and of packages in it, from the lowest to the highest.

@@ -14,9 +14,9 @@ from spmdctx.ir.graph import Op, Origin, Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.rule import FactorKind, OpRule
 from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorSharding
-from spmdctx.plan.checks import check_body
 from spmdctx.plan.data import FORMAT_VERSION, AnyPlan, Cost, OpTable, PeakNote, PlanData, PlannedGradient, PlannedTensor, Reshard
 from spmdctx.plan.mindspore.file import MindSporeStrategy, is_mindspore, parse_mindspore
+from spmdctx.plan.mismatch import check_body
 from spmdctx.wording.files import read_file, write_file
 from spmdctx.wording.text_data import read_json_text
 
