@@ -16,7 +16,7 @@ from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import op_kinds
 from spmdctx.ir.graph import LITERAL, Graph, Op, Value, Work, item_bytes
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.ir.primitives import MATRIX_PRODUCTS, PICKING, Boundary
+from spmdctx.ir.primitives import KERNELS, MATRIX_PRODUCTS, PICKING, Boundary
 from spmdctx.ir.projection import FactorAxes, local_bytes
 from spmdctx.ir.rule import DimFactors
 from spmdctx.ir.sharding import TensorSharding
@@ -44,6 +44,8 @@ def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> f
     vector = work.vector_flops if work is not None else vector_flops(op)
     moved = _moved_bytes(graph, op, slices) if work is None else _moved_by_fusion(graph, op, work, slices)
     longest = max(moved / topology.memory_bytes_per_s, vector / math.prod(slices) / topology.vector_flops_per_s)
+    if op.primitive in KERNELS:
+        return max(longest, op.flops / math.prod(slices) / _matrix_rate(graph, op, topology))
     return max(longest, _product_time_s(graph, op, slices, topology)) if is_product else longest
 
 
@@ -139,10 +141,14 @@ def _product_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) ->
         rows *= _apart(graph, op, 2)
     narrow, wide = sorted((rows, columns))
     used = _filled(narrow, topology.matrix_tile) * _filled(inner, topology.matrix_tile) * _filled(wide, _SUBLANES)
+    return op.flops / math.prod(slices) / _matrix_rate(graph, op, topology) / used
+
+
+def _matrix_rate(graph: Graph, op: Op, topology: Topology) -> float:
+    """Returns the operations per second of the matrix unit on numbers of the op's types."""
     exact = graph.values[op.results[0]].dtype in ("float64", "complex64", "complex128")
-    wide_items = op.operands[0] != LITERAL and item_bytes(graph.values[op.operands[0]].dtype) > 2
-    rate = topology.float32_flops_per_s if wide_items or exact else topology.peak_flops_per_s
-    return op.flops / math.prod(slices) / rate / used
+    wide_items = bool(op.operands) and op.operands[0] != LITERAL and item_bytes(graph.values[op.operands[0]].dtype) > 2
+    return topology.float32_flops_per_s if wide_items or exact else topology.peak_flops_per_s
 
 
 def _apart(graph: Graph, op: Op, place: int) -> int:

@@ -122,5 +122,8 @@ CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "scaled_dot"})
 MATRIX_PRODUCTS = CONTRACTIONS | {"conv_general_dilated"}
 """Ops that run on the matrix unit."""
 
-HEAVY = MATRIX_PRODUCTS | {"shard_map"}
+KERNELS = frozenset({"pallas_call"})
+"""Programs for one device's matrix and vector units, on blocks of tensors in memory."""
+
+HEAVY = MATRIX_PRODUCTS | KERNELS | {"shard_map"}
 """Ops long enough to hide communication behind them; a region that the user wrote per device counts as one with products."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
-from spmdctx.ir.primitives import CONTRACTIONS
+from spmdctx.ir.primitives import CONTRACTIONS, KERNELS
 from spmdctx.ir.rule import OpRule
 from spmdctx.rules.builder import Shape
+from spmdctx.rules.kernels.grids import kernel_flops
 
 _Shapes = tuple[Shape, ...]
 
@@ -43,8 +46,13 @@ _MATRIX_FLOPS: dict[str, Callable[[int, int], float]] = {
 }
 
 
-def op_flops(primitive: str, rule: OpRule, operands: _Shapes, results: _Shapes) -> int:
-    """Returns the operations of the whole op on one device; a multiply-add counts as two, moving data as none."""
+def op_flops(primitive: str, rule: OpRule, operands: _Shapes, results: _Shapes, params: Mapping[str, Any] = MappingProxyType({})) -> int:
+    """Returns the operations of the whole op on one device; a multiply-add counts as two, moving data as none.
+
+    Only kernels, which bring a program of their own, need the parameters of their equation.
+    """
+    if primitive in KERNELS:
+        return kernel_flops(params)
     if primitive in _WITHOUT_FLOPS:
         return 0
     if primitive in CONTRACTIONS:

@@ -39,7 +39,7 @@ keep_whole(
 
 keep_whole(
     "runs a kernel that is written for whole arrays; wrap it in shard_map to split it",
-    *("pallas_call", "core_map", "mpmd_map", "call_hi_primitive", "call_hi_primitive_linearized", "fused_call"),
+    *("core_map", "mpmd_map", "call_hi_primitive", "call_hi_primitive_linearized", "fused_call"),
     *("tpu_custom_call", "custom_fusion", "fusible", "mosaic_gpu_p"),
 )
 

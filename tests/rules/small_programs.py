@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.shard_alike import shard_alike
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from tests.rules import kernel_programs as kernels
 from tests.rules.sweep import Small
 
 INTS = np.arange(32, dtype=np.int32).reshape(4, 8)
@@ -312,6 +315,18 @@ ANNOTATED = [
     Small(lambda x, y: shard_alike(x * 2, y + 1), ((4, 8), (4, 8))),
     Small(kernel, ((4, 8), (4, 8))),
 ]
+KERNELS = [
+    Small(kernels.scaled, ((16, 4), (4,))),
+    Small(kernels.transposed, ((8, 16),)),
+    Small(partial(kernels.attention, causal=True), ((2, 8, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8))),
+    Small(kernels.attention, ((4, 4, 8, 8), (4, 2, 8, 8), (4, 2, 8, 8))),
+    Small(kernels.summed, ((4, 8, 3),)),
+    Small(partial(kernels.summed, order=(0, 2, 1)), ((4, 8, 3),)),
+    Small(kernels.looked_up, (np.array([2, 0, 3, 1], np.int32), (4, 16))),
+    Small(kernels.in_place, ((8, 4),)),
+    Small(jax.vmap(kernels.numbered), ((8, 2, 2),)),
+    Small(jax.vmap(jax.vmap(kernels.scaled, (0, None)), (None, 0)), ((4, 4, 4), (8, 4))),
+]
 NOT_RUN = {
     **dict.fromkeys(("cholesky_update", "geqp3", "geqrf", "select_and_scatter"), "has no public function that makes it"),
     **dict.fromkeys(("eq_to", "le_to", "lt_to", "copy_p", "dce_sink", "empty", "tie", "zeros_like", "relayout", "stage"), "is JAX's own"),
@@ -338,4 +353,5 @@ FAMILIES = {
     "random": RANDOM,
     "control": CONTROL,
     "annotated": ANNOTATED,
+    "kernels": KERNELS,
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,12 @@ import jax
 from jax.sharding import Mesh
 
 from spmdctx.errors import UnsupportedError
+from spmdctx.ir.primitives import KERNELS
 from spmdctx.ir.projection import partial_axes, project
-from spmdctx.ir.rule import OpRule
+from spmdctx.ir.rule import DimFactors, OpRule
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.machine.xla.partitioner.grouped_convolutions import group_factor, groups_of
+from spmdctx.rules.kernels.grids import shared_axes
 from spmdctx.trace.build.jaxprs.equations import structs_of
 from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.specs import named_sharding, partition_spec
@@ -54,10 +57,11 @@ functions become loops until every element has converged; split by the partition
 """
 
 
-KERNELS = frozenset({"pallas_call", "ffi_call", "tpu_custom_call", "mosaic_gpu_p"})
+CUSTOM_CALLS = KERNELS | {"ffi_call", "tpu_custom_call", "mosaic_gpu_p"}
 """Primitives that run a kernel of which the partitioner knows nothing.
 
-TPU's compiler refuses them in a program that it partitions. In a manual region they run on what the plan gives each device: all of it.
+TPU's compiler refuses them in a program that it partitions. In a manual region they run on what the plan gives each device: all of it,
+but for parts of a grid.
 """
 
 PARTITIONED = "custom_partitioning"
@@ -67,7 +71,7 @@ PARTITIONED = "custom_partitioning"
 def is_local(eqn: Any, axes: Sequence[Any], mesh: Mesh) -> bool:
     """Returns whether an equation, split over `axes`, must be written as a manual region."""
     name = eqn.primitive.name
-    if name in KERNELS:
+    if name in CUSTOM_CALLS:
         return not eqn.effects
     if name == PARTITIONED:
         return bool(mesh.devices.flat[0].platform == "tpu")
@@ -80,12 +84,39 @@ def is_grouped(eqn: Any) -> bool:
 
 
 def on_block(eqn: Any, rule: OpRule, axes: tuple[AxisNames, ...], mesh: Mesh) -> Any:
-    """Returns an equation with the parameters that it has on one device's block: a convolution has fewer groups there."""
+    """Returns an equation with the parameters that it has on one device's block: fewer groups of a convolution, a smaller grid."""
+    if eqn.primitive.name in KERNELS and any(axes):
+        return eqn.replace(params=_on_part_of_grid(eqn.params, rule, [math.prod(mesh.shape[name] for name in own) for own in axes]))
     if not is_grouped(eqn):
         return eqn
     ways = math.prod(mesh.shape[name] for name in axes[group_factor(rule, eqn.params)])
     counts = {name: -(-eqn.params[name] // ways) for name in ("feature_group_count", "batch_group_count")}
     return eqn.replace(params={**eqn.params, **counts})
+
+
+def _on_part_of_grid(params: Mapping[str, Any], rule: OpRule, ways: Sequence[int]) -> dict[str, Any]:
+    """Returns the parameters of a kernel that runs the steps of one device, its factor `i` split so many ways."""
+    grid, shared = params["grid_mapping"], shared_axes(params)
+    sizes = list(grid.grid)
+    for own, count in zip(shared, ways, strict=False):
+        sizes[own.axis] //= count
+    blocks = [
+        mapping.replace(array_aval=_block_of(mapping.array_aval, dims, ways))
+        for mapping, dims in zip(grid.block_mappings, (*rule.operands[grid.num_index_operands :], *rule.results), strict=True)
+    ]
+    own_avals = tuple(_block_of(aval, dims, ways) for aval, dims in zip(params["out_avals"], rule.results, strict=True))
+    changed = {**params, "grid_mapping": grid.replace(grid=tuple(sizes), block_mappings=tuple(blocks)), "out_avals": own_avals}
+    estimate = params.get("cost_estimate")
+    if estimate is not None:
+        fields = {name: int(getattr(estimate, name)) // math.prod(ways) for name in ("flops", "transcendentals", "bytes_accessed")}
+        changed["cost_estimate"] = dataclasses.replace(estimate, **fields)
+    return changed
+
+
+def _block_of(aval: Any, dims: Sequence[DimFactors], ways: Sequence[int]) -> Any:
+    """Returns an array's type on one device, the factors of its dimensions split so many ways."""
+    shape = tuple(size // math.prod(ways[factor] for factor in factors) for size, factors in zip(aval.shape, dims, strict=True))
+    return aval.update(shape=shape)
 
 
 def local_op(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: Mesh) -> Any:

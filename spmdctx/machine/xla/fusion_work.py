@@ -19,7 +19,7 @@ import numpy as np
 from spmdctx.ir.analysis.columns import Columns, Kind
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir.graph import Op, Work
-from spmdctx.ir.primitives import ANNOTATIONS, CARRYING, MATRIX_PRODUCTS, PICKING, SCAN_ENTER, SCAN_EXIT, WHILE_ENTER
+from spmdctx.ir.primitives import ANNOTATIONS, CARRYING, KERNELS, MATRIX_PRODUCTS, PICKING, SCAN_ENTER, SCAN_EXIT, WHILE_ENTER
 from spmdctx.machine.xla.fusion import CHAINED
 
 _COSTLY = frozenset(
@@ -38,10 +38,10 @@ Checked by: benchmarks/fidelity_plans.py
 NAMING = ANNOTATIONS | CARRYING | {WHILE_ENTER}
 """Ops that only give a tensor another name."""
 
-_APART = frozenset({SCAN_ENTER, SCAN_EXIT, "dynamic_update_slice", "gather", "shard_map"})
+_APART = KERNELS | {SCAN_ENTER, SCAN_EXIT, "dynamic_update_slice", "gather", "shard_map"}
 """Ops priced on their own: they take parts of their operands, write in place, or are whole programs."""
 
-_ALONE, _NO_ARITHMETIC = _APART | NAMING, MATRIX_PRODUCTS | NAMING
+_ALONE, _NO_ARITHMETIC = _APART | NAMING, MATRIX_PRODUCTS | KERNELS | NAMING
 
 _HIDDEN = 1 / 64
 """The part of its price that is left for arithmetic that hides in a fusion, so that a search still prefers to split it."""

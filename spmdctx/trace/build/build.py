@@ -246,7 +246,7 @@ class GraphBuilder:
                     self._hollow.add(kind)
                 else:
                     rule = rule_for(name, operands, results, eqn.params, missing)
-                    kind = self._learn(Kind(name, rule, op_flops(name, rule, operands, results)), form)
+                    kind = self._learn(Kind(name, rule, op_flops(name, rule, operands, results, eqn.params)), form)
             if key is not None:
                 self._known[key] = kind
             elif not form.is_exact:

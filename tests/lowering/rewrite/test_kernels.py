@@ -1,5 +1,6 @@
 """Kernels that XLA's partitioner knows nothing of: every device runs them as planned, on TPU (compiled only) and in numbers on CPU."""
 
+import re
 from functools import partial
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -78,11 +80,53 @@ def step_of(model, interpret):
 
 
 @pytest.mark.parametrize(("model", "mode"), [(scanned, "auto_parallel"), (mapped, "data_parallel"), (branched, "semi_auto_parallel")])
-def test_tpu_compiles_kernels_that_every_device_runs_whole(model, mode):
+def test_tpu_compiles_kernels_that_are_split_and_whole(model, mode):
     step = spmdctx.parallel(step_of(model, False), devices=need_tpu(), parallel_mode=mode)
     args = jax.ShapeDtypeStruct((2, 128, 128), jnp.float32), jax.ShapeDtypeStruct((256, 128), jnp.float32)
     assert any("pallas_call is computed whole" in note for note in step.plan(*args).notes)
     assert "tpu_custom_call" in step.lower(*args).compile().as_text()
+    report = step.audit(*args)
+    assert report.ok, str(report)
+
+
+BATCH, HEADS, LENGTH, FEATURES = 8, 8, 256, 128
+
+
+def attending(split):
+    """A training step of JAX's own attention kernel for TPU, with the strategy of its operands if one is given."""
+    attend = partial(flash_attention, causal=True)
+    if split is not None:
+        attend = spmdctx.shard(attend, (split,) * 3, (split,))
+
+    def loss(w, x):
+        q, k, v = ((x @ w[name]).reshape(BATCH, LENGTH, HEADS, FEATURES).swapaxes(1, 2) for name in "qkv")
+        out = attend(q, k, v).swapaxes(1, 2).reshape(x.shape)
+        return jnp.mean((out @ w["o"]).astype(jnp.float32) ** 2)
+
+    def step(w, x):
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        return jax.tree.map(jnp.subtract, w, gradient), value
+
+    weights = {name: jax.ShapeDtypeStruct((HEADS * FEATURES,) * 2, jnp.bfloat16) for name in "qkvo"}
+    return step, weights, jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS * FEATURES), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("mode", "split", "heads"),
+    [
+        ("data_parallel", None, {(1, 8)}),
+        ("auto_parallel", None, {(1, 8), (8, 1), (2, 4), (4, 2)}),
+        ("semi_auto_parallel", (2, 4, 1, 1), {(4, 2)}),
+    ],
+)
+def test_devices_share_batch_and_heads_of_jax_s_attention_kernel(mode, split, heads):
+    step, *args = attending(split)
+    step = spmdctx.parallel(step, devices=need_tpu(), parallel_mode=mode)
+    assert not any("pallas_call" in note for note in step.plan(*args).notes)
+    calls = [line for line in step.lower(*args).compile().as_text().splitlines() if "tpu_custom_call" in line]
+    found = re.findall(rf"bf16\[(\d+),(\d+),{LENGTH},{FEATURES}\]", " ".join(line.split(" custom-call(")[0] for line in calls))
+    assert len(calls) == 3
+    assert {(int(batch), int(own)) for batch, own in found} <= heads
     report = step.audit(*args)
     assert report.ok, str(report)
 

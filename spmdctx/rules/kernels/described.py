@@ -1,4 +1,4 @@
-"""Rules of kernels that can be split: custom_partitioning with a rule from the user, scaled matmuls, and cuDNN's attention."""
+"""Rules of kernels whose dimensions are known: custom_partitioning with a rule from the user, scaled matmuls, and cuDNN's attention."""
 
 from __future__ import annotations
 
