@@ -289,8 +289,8 @@ def _check_ops(body: dict[str, Any], ops: Any, axes: dict[str, int]) -> None:
         check_at("ops axes", as_long_as(ops["rules"][rule][2]), ops["choices"][choice])
         check_at("ops operands", as_long_as(ops["rules"][rule][0]), operands)
         check_at("ops results", as_long_as(ops["rules"][rule][1]), results)
-    for row, number in zip(body["inputs"], ops["inputs"], strict=True):
-        check_at("ops inputs", as_long_as(row[2]), body["shardings"][body["values"][number]] if number != LITERAL else row[2])
+    for row, value in zip(body["inputs"], ops["inputs"], strict=True):
+        check_at("ops inputs", as_long_as(row[2]), body["shardings"][body["values"][value]] if value != LITERAL else row[2])
 
 
 def _seconds(value: Any) -> None:
