@@ -75,8 +75,9 @@ def _check_mapped(array: Any) -> None:
     """Refuses a mapped file whose end is gone: the system ends a process that reads there."""
     while isinstance(array, np.ndarray) and isinstance(array.base, np.ndarray):
         array = array.base
-    if isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap):
-        need, found = int(array.offset) + array.nbytes, array.base.size()
+    mapped: Any = getattr(array, "base", None)
+    if isinstance(array, np.memmap) and isinstance(mapped, mmap.mmap):
+        need, found = int(array.offset) + array.nbytes, mapped.size()
         if found < need:
             raise StrategyError(
                 "A mapped file has become shorter.", where=str(array.filename), got=f"{found} bytes", need=f"{need} bytes, as it had"
