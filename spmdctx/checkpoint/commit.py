@@ -7,7 +7,7 @@ the new files. These get their names, and the list is removed. Where a save ende
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 import jax
@@ -61,19 +61,44 @@ def together(root: Path, names: Sequence[str], own: Sequence[str] | None = None)
     Raises:
         CheckpointError: a file of this process or of another one cannot be written; all files are then as they were.
     """
-    if own is None:
-        with _one_at_a_time(root):
-            _finish_former(root)
-            with _named(root, names, names, is_first=True, is_alone=True):
+    is_alone = own is None or jax.process_count() == 1
+    is_first = is_alone or jax.process_index() == 0
+    with ExitStack() as stack:
+        with _agreeing(root, is_alone):
+            if is_first:
+                stack.enter_context(_one_at_a_time(root))
+                _finish_former(root)
+        try:
+            with _agreeing(root, is_alone):
                 yield
-        return
-    is_first = jax.process_index() == 0
-    with _one_at_a_time(root) if is_first else nullcontext():
+            with _agreeing(root, is_alone):
+                if is_first:
+                    write_json(root / _LIST, {_NAMES: list(names)})
+        except BaseException:
+            if not (root / _LIST).exists():  # else the next save does the rest
+                _remove(waiting_place(root, name) for name in (names if own is None else own))
+            raise
+        with _agreeing(root, is_alone):
+            _rename(root, names if own is None else own)
         if is_first:
-            _finish_former(root)
-        _meet(f"begins {root}")
-        with _named(root, names, own, is_first=is_first, is_alone=jax.process_count() == 1):
-            yield
+            _remove_list(root)
+
+
+@contextmanager
+def _agreeing(root: Path, is_alone: bool) -> Iterator[None]:
+    """Meets the other processes of the job behind what is done inside.
+
+    Raises:
+        CheckpointError: it failed here or in another process.
+    """
+    error: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as failed:
+        error = failed
+    is_failed = error is not None if is_alone else bool(np.any(multihost_utils.process_allgather(np.bool_(error is not None))))
+    if is_failed:
+        raise error or CheckpointError("Another process could not write its files of the checkpoint.", where=str(root))
 
 
 @contextmanager
@@ -84,32 +109,6 @@ def _one_at_a_time(root: Path) -> Iterator[None]:
             yield
     except FileError as error:
         raise CheckpointError("The folder cannot be written.", where=str(root), got=str(error.strerror)) from error
-
-
-@contextmanager
-def _named(root: Path, names: Sequence[str], own: Sequence[str], *, is_first: bool, is_alone: bool) -> Iterator[None]:
-    error: CheckpointError | None = None
-    try:
-        try:
-            yield
-        except CheckpointError as failed:
-            error = failed
-        if error is not None and is_alone:
-            raise error
-        if not is_alone and _any(error is not None):
-            raise error or CheckpointError("Another process could not write its files of the checkpoint.", where=str(root))
-        if is_first:
-            write_json(root / _LIST, {_NAMES: list(names)})
-        if not is_alone:
-            _meet(f"lists {root}")
-    except BaseException:
-        _remove(waiting_place(root, name) for name in own)
-        raise
-    _rename(root, own)
-    if not is_alone:
-        _meet(f"renames {root}")
-    if is_first:
-        _remove_list(root)
 
 
 def _finish_former(root: Path) -> None:
@@ -144,12 +143,3 @@ def _remove(paths: Iterable[Path]) -> None:
             path.unlink()
         with suppress(OSError):
             path.parent.rmdir()  # made for it, if nothing else lies there
-
-
-def _meet(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"spmdctx checkpoint {name}")
-
-
-def _any(flag: bool) -> bool:
-    return bool(np.any(multihost_utils.process_allgather(np.bool_(flag))))
