@@ -24,6 +24,7 @@ _FIRST_PORT, _NUM_PORTS = 61440, 4096
 _KUBERNETES_PORT = 55527
 _HOST = re.compile(r"[A-Za-z0-9._%:\[\]-]+")
 """A name, or an address of either kind of IP."""
+_ONE_HOST = re.compile(r"[\w.-]+")
 _MAX_DIGITS = 9
 """Digits of a number of processes, a rank or a port; longer ones are no such number."""
 
@@ -118,7 +119,8 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     if "SLURM_STEP_NODELIST" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
-    host = first_host(environ["SLURM_STEP_NODELIST"])
+    hosts = environ["SLURM_STEP_NODELIST"]
+    host = "127.0.0.1" if _ONE_HOST.fullmatch(hosts) else first_host(hosts)
     port = _port(zlib.crc32(os.fsencode(f"{job}.{step}")))
     own = _own_gpu(environ, "SLURM_LOCALID", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     return Cluster("Slurm", f"{host}:{port}", _of(environ, "SLURM_STEP_NUM_TASKS"), _of(environ, "SLURM_PROCID"), own)
