@@ -25,7 +25,7 @@ MOST_BYTES = 64 << 20
 """The bytes that a file may have which is read as a whole."""
 
 _ENDING = ".writing"
-_SPECIAL = {
+_NO_FILES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -74,7 +74,7 @@ def read_file(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> byt
 
 def _check_ordinary(found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"it is {_SPECIAL.get(stat.S_IFMT(found.st_mode), 'something else')}, and no file")
+        raise ValueError(f"it is {_NO_FILES.get(stat.S_IFMT(found.st_mode), 'something else')}, and no file")
 
 
 def is_inside(path: Path, folder: Path) -> bool:
