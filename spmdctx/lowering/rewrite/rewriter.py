@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.extend.core as jexc
+import numpy as np
 
 from spmdctx.ir.graph import LITERAL, Op
 from spmdctx.ir.primitives import IDENTITIES
@@ -207,6 +209,9 @@ class Rewriter:
         if op.primitive in WRITTEN_AGAIN:
             self._note_literal(block, op, eqn, operands)
         operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
+        if op.primitive == "select_n" and op.operands[0] == LITERAL and not isinstance(operands[0], jexc.Literal):
+            # All cases are equal: no op reads what selects, and its split must not reach the result.
+            operands[0] = _first_case(operands[0].aval.dtype)
         if op.primitive in ELEMENTWISE:
             operands = self._spread(block, op, eqn, operands, project(op.rule.results[0], self.assignment.ops[op.id].axes))
         widened = self._widened(eqn, op, operands, block) if self._widens and eqn.primitive.name == op.primitive else None
@@ -255,6 +260,12 @@ class Rewriter:
         results = [self.settle(block, op, 0, self.use(block, op, 0, operands[0]))]
         block.note(op, None, results)
         return results
+
+
+def _first_case(dtype: Any) -> Any:
+    """Returns an atom that selects the first case."""
+    number = np.zeros((), dtype)
+    return jexc.Literal(number, jax.typeof(number))
 
 
 def _nested(info: Any, outer: Any) -> Any:
