@@ -228,10 +228,12 @@ class Rewriter:
         return [self.loop_sums.added_by_one(block, op, results[0], eqn.source_info)] if record.is_partial else results
 
     def _is_sliced_again(self, op: Op) -> bool:
-        """Returns whether the one result of an op is moved where it is made or read."""
+        """Returns whether the one result of an op is moved where it is made or read, or read by another slice."""
         (value,) = op.results
         natural = project(op.rule.results[0], self.assignment.ops[op.id].axes)
-        return self.values[value].is_moved or natural != self.assignment.values[value]
+        if self.values[value].is_moved or natural != self.assignment.values[value]:
+            return True
+        return any(reader.primitive == "dynamic_slice" for reader in self._graph.readers[value])
 
     def _widened(self, eqn: Any, op: Op, operands: list[Any], block: Block) -> Any:
         """Returns the op's result in float32 if that is reduced, or passed on from such a result; else None."""

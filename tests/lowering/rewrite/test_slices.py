@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.road import ops, run, trace
@@ -27,3 +28,14 @@ def looped(x, start):
 def test_blocks_of_a_slice_beyond_the_end_are_of_that_slice(function, start):
     (cut,) = ops(trace(function, X, start := jnp.int32(start)), "dynamic_slice")
     run(function, X, start, pins={cut: (("data",), ())}).check()
+
+
+@pytest.mark.parametrize("start", [14, 3])
+def test_a_slice_of_a_slice_beyond_the_end_is_of_that_slice(start):
+    def twice(x, start):
+        return jax.lax.dynamic_slice_in_dim(jax.lax.dynamic_slice_in_dim(x, start, 8), start, 4)
+
+    *_, last = ops(trace(twice, X, start := jnp.int32(start)), "dynamic_slice")
+    found = run(twice, X, start, pins={last: (("data",), ())})
+    first = min(int(start), 8) + min(int(start), 4)
+    np.testing.assert_array_equal(found.got[0], X[first : first + 4])
