@@ -238,7 +238,7 @@ class Rewriter:
     def _widened(self, eqn: Any, op: Op, operands: list[Any], block: Block) -> Any:
         """Returns the op's result in float32 if that is reduced, or passed on from such a result; else None."""
         if op.results and self.values[op.results[0]].is_widened and partial_axes(op.rule, self.assignment.ops[op.id].axes):
-            written = wide(eqn, operands)
+            written = wide(eqn, operands, self.sharded.jax_mesh.devices.flat[0].platform)
             written[-1] = self._as_local(written[-1], op)
         elif op.primitive in PASSED_ON and operands and all(not isinstance(atom, jexc.Literal) and atom in block.wide for atom in operands):
             operands = [block.wide[atom] for atom in operands]
