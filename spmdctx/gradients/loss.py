@@ -169,7 +169,8 @@ class LossCall:
             return outputs
 
         # What a loss says of one device cannot stand in the shard_map in which each device runs it.
-        jaxpr, left_out = portable(jax.make_jaxpr(program, axis_env=list(axes))(*map(struct_of, avals)), self._num_replicas)
+        replicas = self._num_replicas if self._num_replicas > 1 else None
+        jaxpr, left_out = portable(jax.make_jaxpr(program, axis_env=list(axes))(*map(struct_of, avals)), replicas)
         self.note = left_out.note(self._num_replicas)
         return Traced(jaxpr, made)
 

@@ -1,4 +1,4 @@
-"""Tells what is said of one device: devices, meshes and shardings."""
+"""Tells what is said of one device, and of several: devices, meshes and shardings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ def is_one_device(placement: Any) -> bool:
     if isinstance(placement, jax.sharding.NamedSharding):
         return is_one_device(placement.mesh)
     return isinstance(placement, jax.sharding.Sharding) and len(placement.device_set) == 1
+
+
+def is_of_several(placement: Any) -> bool:
+    """Returns whether a mesh or sharding is of several devices, whose axes are not in the types of values."""
+    if isinstance(placement, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        return placement.size > 1 and not placement.explicit_axes
+    if isinstance(placement, jax.sharding.NamedSharding):
+        return is_of_several(placement.mesh)
+    return isinstance(placement, jax.sharding.Sharding) and len(placement.device_set) > 1
 
 
 def is_on_one_device(aval: Any) -> bool:

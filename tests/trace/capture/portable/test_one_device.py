@@ -208,6 +208,29 @@ def test_the_note_counts_and_names_the_first_line():
     assert "the first at test_one_device.py:" in note
 
 
+EIGHT = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+SPLITS = NamedSharding(EIGHT, SPLIT)
+OF_EIGHT = {
+    "constraint": on(SPLITS),
+    "constraint to nothing": on(NamedSharding(EIGHT, P())),
+    "map": partial(lax.map, on(NamedSharding(EIGHT, P("model")))),
+    "scan": lambda x: lax.scan(lambda c, row: (on(NamedSharding(EIGHT, P("data")))(c + row), row), x[0], x)[1],
+    "remat": jax.checkpoint(lambda x: jnp.sin(on(SPLITS)(jnp.sin(x)))),
+    "jit": jax.jit(lambda x: x * 2, out_shardings=SPLITS),
+    "device_put": lambda x: jax.device_put(jnp.sin(x), SPLITS),
+}
+
+
+@pytest.mark.parametrize("options", [{"parallel_mode": "stand_alone"}, {"parallel_mode": "auto_parallel", "device_num": 1}])
+@pytest.mark.parametrize("constrain", OF_EIGHT.values(), ids=OF_EIGHT)
+def test_what_a_step_says_of_several_devices_has_no_effect_on_one(constrain, options):
+    planned = spmdctx.parallel(partial(step, constrain), **options)
+    results = planned(W, X)
+    assert {len(made.devices()) for made in results} == {1}
+    assert_close(results, jax.jit(partial(step, constrain))(W, X))
+    assert sum(note.startswith("What the step says of several devices has no effect on 1") for note in planned.plan(W, X).notes) == 1
+
+
 def test_a_move_to_the_memory_of_the_host_stays_one():
     def offloaded(x):
         there = jax.device_put(x, NamedSharding(ONE, P(), memory_kind="pinned_host"))
