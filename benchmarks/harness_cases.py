@@ -127,7 +127,9 @@ def _weighted(leaf: Any) -> Any:
         return jnp.float32(0)
     weights = jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape)
     parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
-    return sum((jnp.sum(part.astype(jnp.float32) * weights) for part in parts), jnp.float32(0))
+    terms = [part.astype(jnp.float32) * weights for part in parts]
+    # A sum whose terms cancel is all rounding; their magnitudes, whose gradient is left out, keep it as large as they are.
+    return sum((jnp.sum(term) + jax.lax.stop_gradient(jnp.sum(jnp.abs(term))) for term in terms), jnp.float32(0))
 
 
 def _checkpoint(fn: Callable[..., Any], drawn: Callable[[], tuple[Any, ...]]) -> Case:
