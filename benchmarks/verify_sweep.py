@@ -130,15 +130,31 @@ def _row(case: Case) -> dict[str, Any]:
     except ContextError as error:
         row |= {"verdict": "refused", "worst": str(error).splitlines()[0]}
     except Exception as error:  # a case that fails is a row too
+        if not _runs_alone(case):
+            row["verdict"] = "not made"
         row["worst"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     row["seconds"] = round(time.process_time() - start, 1)
     jax.clear_caches()
     return row
 
 
-def _verified(case: Case) -> dict[str, Any]:
+def _made(case: Case) -> tuple[Any, Any]:
     make = {**OWN, **ZOO}[case.program]
-    fn, args = make(TYPES[case.dtype], OPTIMIZERS[case.optimizer](), VALUE_AND_GRAD.get(case.mode, jax.value_and_grad))
+    return make(TYPES[case.dtype], OPTIMIZERS[case.optimizer](), VALUE_AND_GRAD.get(case.mode, jax.value_and_grad))
+
+
+def _runs_alone(case: Case) -> bool:
+    """Returns whether one device runs the step by itself."""
+    fn, args = _made(case)
+    try:
+        jax.block_until_ready(jax.jit(lambda *own: fn(*own))(*args))
+    except Exception:  # whatever JAX says of what a backend does not have
+        return False
+    return True
+
+
+def _verified(case: Case) -> dict[str, Any]:
+    fn, args = _made(case)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = spmdctx.parallel(fn, **MODES[case.mode]).verify(*args)
