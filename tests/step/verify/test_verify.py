@@ -234,3 +234,15 @@ def test_reports_to_the_host_come_once_and_answers_are_asked_for_twice():
     assert report.ok, report
     assert len(asked) == 2
     assert len(seen) == 8
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bool_])
+def test_sums_of_whole_numbers_are_exact_beside_floats(dtype):
+    def step(w, x):
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        codes = jnp.round(10 * (x @ w)).astype(dtype)
+        products = jax.lax.dot_general(codes, codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        return w - gradient, value + 0.0 * products.sum(), products.sum(0), jnp.cumsum(codes, 0), jnp.sum(x > 0, 1)
+
+    x = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
+    assert parallel(step).verify(jnp.eye(16, 8), x).ok

@@ -100,8 +100,9 @@ class _Interpreter:
             # The terms have moved by more than their sum is rounded.
             return [_Value(result, moved=is_float(result)) for result in self._bound(eqn, _arrays(operands))]
         # Any other program, such as a kernel, is not entered.
-        is_sum = name in SUMMING or bool(bodies_of(eqn.params))
-        if not is_sum and (known or is_exact(eqn) or not any(map(is_float, _types(eqn.outvars)))):
+        has_floats = any(map(is_float, _types(eqn.outvars)))
+        is_sum = has_floats and (name in SUMMING or bool(bodies_of(eqn.params)))
+        if not is_sum and (known or is_exact(eqn) or not has_floats):
             was_moved = any(operand.moved for operand in operands)
             return [_Value(result, known, was_moved and is_float(result)) for result in self._bound(eqn, _arrays(operands))]
         results = self._sum(eqn, operands) if is_sum else self._bound(eqn, _arrays(operands))
