@@ -1,0 +1,86 @@
+"""The programs of the chunks into which a line of equations is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax.extend.core as jexc
+
+from spmdctx.pipeline.cut.line import Line, variables
+
+
+class Chunk(NamedTuple):
+    """A part of the forward pass.
+
+    Attributes:
+        program: takes the chunk's leaves, then what enters; gives what leaves, then its results.
+        leaves: the inputs of the loss that it reads, by number.
+        entering: what chunks before it hand over, for itself or for later ones.
+        leaving: what it hands to the next chunk.
+        results: the results of the loss that it makes, by number.
+    """
+
+    program: jexc.ClosedJaxpr
+    leaves: tuple[int, ...]
+    entering: tuple[Any, ...]
+    leaving: tuple[Any, ...]
+    results: tuple[int, ...]
+
+
+def chunks_of(line: Line, places: Sequence[int]) -> list[Chunk]:
+    """Returns the chunks of a line that is cut behind the equations `places`.
+
+    A result of the loss belongs to the chunk that computes it, and to the last one if none does.
+    """
+    bounds = [0, *(place + 1 for place in places), len(line.eqns)]
+    made = {var: place for place, eqn in enumerate(line.eqns) for var in eqn.outvars}
+    last_read: dict[Any, int] = {}
+    for place, eqn in enumerate(line.eqns):
+        last_read.update(dict.fromkeys((var for var in variables(eqn.invars) if var in made), place))
+    found = []
+    for number, (first, last) in enumerate(pairwise(bounds)):
+        is_last = number == len(bounds) - 2
+        entering = tuple(var for var, place in last_read.items() if made[var] < first <= place)
+        leaving = tuple(var for var, place in last_read.items() if made[var] < last <= place)
+        results = tuple(
+            index
+            for index, atom in enumerate(line.jaxpr.outvars)
+            if (first <= made[atom] < last if not isinstance(atom, jexc.Literal) and atom in made else is_last)
+        )
+        found.append(_chunk(line, line.eqns[first:last], entering, leaving, results))
+    return found
+
+
+def _chunk(line: Line, eqns: Sequence[Any], entering: tuple[Any, ...], leaving: tuple[Any, ...], results: tuple[int, ...]) -> Chunk:
+    outvars = [*leaving, *(line.jaxpr.outvars[index] for index in results)]
+    own = [*_copies(line, [*(atom for eqn in eqns for atom in eqn.invars), *outvars]), *eqns]
+    read = {var for eqn in own for var in variables(eqn.invars)} | set(variables(outvars))
+    leaves = tuple(index for index, var in enumerate(line.jaxpr.invars) if var in read)
+    consts = [(var, value) for var, value in zip(line.jaxpr.constvars, line.consts, strict=True) if var in read]
+    jaxpr = line.jaxpr.replace(
+        constvars=[var for var, _ in consts],
+        invars=[*(line.jaxpr.invars[index] for index in leaves), *entering],
+        outvars=outvars,
+        eqns=own,
+        effects=frozenset().union(*(eqn.effects for eqn in own)),
+        debug_info=line.jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return Chunk(jexc.ClosedJaxpr(jaxpr, [value for _, value in consts]), leaves, entering, leaving, results)
+
+
+def _copies(line: Line, atoms: Iterable[Any]) -> list[Any]:
+    """Returns the equations that a chunk computes by itself, each after those that it reads."""
+    found: dict[int, Any] = {}
+
+    def pull(atom: Any) -> None:
+        eqn = line.copied.get(atom) if not isinstance(atom, jexc.Literal) else None
+        if eqn is not None and id(eqn) not in found:
+            for operand in eqn.invars:
+                pull(operand)
+            found[id(eqn)] = eqn
+
+    for atom in atoms:
+        pull(atom)
+    return list(found.values())
