@@ -1,0 +1,106 @@
+"""Walks a schedule: runs each task on the devices of its stage, and moves what the next one reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from spmdctx.pipeline.programs.slots import Holds, Slot
+from spmdctx.pipeline.run.compiled import CompiledChunk
+from spmdctx.pipeline.schedule.tasks import Kind, Schedule, Task
+
+_LAST = frozenset({Kind.BACKWARD, Kind.WEIGHT})
+"""Kinds after which a chunk is done with a micro-batch."""
+
+
+@dataclass
+class Counts:
+    """What a walk has done: arrays and bytes moved over each pair of chunks, and the most micro-batches in flight in each chunk."""
+
+    moves: Counter[tuple[int, int]] = field(default_factory=Counter)
+    bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    in_flight: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass
+class Held:
+    """The arrays of a chunk: those of the whole step, and those of each micro-batch."""
+
+    step: dict[Slot, Any] = field(default_factory=dict)
+    micro: dict[int, dict[Slot, Any]] = field(default_factory=dict)
+    results: dict[int, dict[int, Any]] = field(default_factory=dict)
+
+    def of(self, slot: Slot, micro: int) -> Any:
+        """Returns an array; what a micro-batch has of its own comes first."""
+        own = self.micro.get(micro, {})
+        return own[slot] if slot in own else self.step[slot]
+
+
+class Walk:
+    """Runs the tasks of a schedule in an order in which each comes after those that it needs.
+
+    Args:
+        chunks: the compiled chunks.
+        schedule: their schedule.
+        order: all tasks.
+        carried: for each leaf that a micro-batch takes from the one before, by chunk, the result that is its next value.
+    """
+
+    def __init__(
+        self, chunks: Sequence[CompiledChunk], schedule: Schedule, order: Sequence[Task], carried: Sequence[Mapping[int, int]]
+    ) -> None:
+        self._chunks, self._schedule, self._order, self._carried = chunks, schedule, order, carried
+        self.counts = Counts()
+
+    def run(self, held: Sequence[Held]) -> None:
+        """Runs all tasks; `held` has the leaves, the sums and the parts of the batch, and takes sums and results."""
+        self.counts = Counts()
+        alive: Counter[int] = Counter()
+        for task in self._order:
+            own = held[task.chunk]
+            self._run(task, own)
+            if task.kind is Kind.FORWARD:
+                alive[task.chunk] += 1
+                self.counts.in_flight[task.chunk] = max(self.counts.in_flight[task.chunk], alive[task.chunk])
+                self._hand_on(task, held, 1, Holds.LEAVING, Holds.ENTERING)
+            elif task.kind is not Kind.WEIGHT:
+                self._hand_on(task, held, -1, Holds.OF_ENTERING, Holds.OF_LEAVING)
+            if task.kind in _LAST:
+                alive[task.chunk] -= 1
+                del own.micro[task.micro]
+
+    def _run(self, task: Task, own: Held) -> None:
+        program, micro = self._chunks[task.chunk].tasks[task.kind], task.micro
+        arrays = own.micro.setdefault(micro, {})
+        if task.kind is Kind.FORWARD:
+            # The backward pass reads state as it was, and not as later micro-batches leave it.
+            arrays.update({slot: own.step[slot] for leaf in self._carried[task.chunk] if (slot := Slot(Holds.LEAF, leaf)) in own.step})
+        made = program.run(*(own.of(slot, micro) for slot in program.inputs))
+        for slot, value in zip(program.outputs, made, strict=True):
+            if slot.holds is Holds.SUM:
+                own.step[slot] = value
+            elif slot.holds is Holds.RESULT:
+                own.results.setdefault(slot.number, {})[micro] = value
+            else:
+                arrays[slot] = value
+        if task.kind is Kind.FORWARD:
+            for leaf, result in self._carried[task.chunk].items():
+                own.step[Slot(Holds.LEAF, leaf)] = own.results[result][micro]
+
+    def _hand_on(self, task: Task, held: Sequence[Held], step: int, source: Holds, target: Holds) -> None:
+        """Moves what a task has made for the chunk after or before it."""
+        reader = task.chunk + step
+        arrays = held[task.chunk].micro[task.micro]
+        leaving = [slot for slot in arrays if slot.holds is source]
+        if not leaving or not 0 <= reader < len(self._chunks):
+            return
+        values = [arrays.pop(slot) for slot in leaving]
+        targets = [Slot(target, slot.number) for slot in leaving]
+        moved = jax.device_put(values, [self._chunks[reader].shardings[slot] for slot in targets])
+        held[reader].micro.setdefault(task.micro, {}).update(zip(targets, moved, strict=True))
+        self.counts.moves[task.chunk, reader] += len(values)
+        self.counts.bytes[task.chunk, reader] += sum(value.nbytes for value in values)
