@@ -23,7 +23,7 @@ from spmdctx.gradients.reduce import buckets_of
 from spmdctx.gradients.replicas import gradient_order, run_on_replicas
 from spmdctx.gradients.results import Row, piece_shape, rows_of
 from spmdctx.gradients.roles import refine, with_roles
-from spmdctx.gradients.scope import carried_by, plainly
+from spmdctx.gradients.scope import Carrier, carried_by, plainly
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ops.scope import traced_locally, traced_whole
 from spmdctx.rules.control_flow import bodies_of, opened
@@ -52,18 +52,12 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
     options = gradient_options(settings.context, settings.num_devices, settings.mesh)
     if not options.acts:
         return refine(capture_call(target, call, static, settings.num_devices), settings)
-    first = _First(options)
-    with carried_by(first):
-        captured = capture_call(target, call, static, settings.num_devices)
-    if not first.calls:
+    captured, calls = seen_losses(target, call, static, settings, options)
+    if not calls:
         return refine(replace(captured, notes=(*captured.notes, *_without_calls(captured, options))), settings)
     start = time.perf_counter()
-    own = frozenset(index for index, leaf in enumerate(captured.inputs) if is_layerwise(leaf, settings.layerwise_parallel))
-    captured = find_operands(captured, first.calls, options, own)
-    second = _Second(first.calls, options)
-    with carried_by(second), _said_before():
-        again = capture_call(target, call, static, settings.num_devices)
-    again = with_roles(again, captured)
+    second = _Second(calls, options)
+    again = capture_again(second, target, call, static, captured, settings.num_devices)
     notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *second.notes)))
     seconds = captured.trace_s + time.perf_counter() - start
     sums = second.sums and not settings.context.is_set("gradients_mean")
@@ -77,6 +71,33 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
         is_rewritten=True,
         draws_apart=second.draws_apart,
     )
+
+
+def seen_losses(
+    target: Target, call: Call, static: Static, settings: Settings, options: GradientOptions
+) -> tuple[Captured, list[SeenCall]]:
+    """Traces a step to see what each of its losses reads; returns the step with the roles that they show, and the calls.
+
+    Raises:
+        StrategyError: a loss that cannot be split.
+        UnsupportedError: a loss inside a vmap over the batch.
+    """
+    first = _First(options)
+    with carried_by(first):
+        captured = capture_call(target, call, static, settings.num_devices)
+    if not first.calls:
+        return captured, []
+    start = time.perf_counter()
+    own = frozenset(index for index, leaf in enumerate(captured.inputs) if is_layerwise(leaf, settings.layerwise_parallel))
+    found = find_operands(captured, first.calls, options, own)
+    return replace(found, trace_s=found.trace_s + time.perf_counter() - start), first.calls
+
+
+def capture_again(carrier: Carrier, target: Target, call: Call, static: Static, first: Captured, num_devices: int) -> Captured:
+    """Traces a step a second time, its losses carried out by `carrier`; roles are those of the first trace."""
+    with carried_by(carrier), _said_before():
+        again = capture_call(target, call, static, num_devices)
+    return with_roles(again, first)
 
 
 def capture_plainly(target: Target, call: Call, static: Static) -> Captured:

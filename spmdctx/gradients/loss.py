@@ -133,14 +133,21 @@ class LossCall:
 
     def trace(self, avals: Sequence[Any], axes: Sequence[tuple[str, int]] = ()) -> Traced:
         """Traces the differentiated loss for traced leaves of these types."""
+        return self._traced(self._evaluate, avals, axes)
+
+    def trace_forward(self, avals: Sequence[Any]) -> Traced:
+        """Traces the loss alone; `finish` builds results of the last trace by `trace`."""
+        return self._traced(self._evaluate_forward, avals, ())
+
+    def _traced(self, evaluate: Callable[[Any], Any], avals: Sequence[Any], axes: Sequence[tuple[str, int]]) -> Traced:
         try:
-            return self._trace(avals, axes)
+            return self._trace(evaluate, avals, axes)
         except NotPure:
             self._flattening = ObjectFlattening(self._call)
             self._take_leaves()
-            return self._trace(avals, axes)
+            return self._trace(evaluate, avals, axes)
 
-    def _trace(self, avals: Sequence[Any], axes: Sequence[tuple[str, int]]) -> Traced:
+    def _trace(self, evaluate: Callable[[Any], Any], avals: Sequence[Any], axes: Sequence[tuple[str, int]]) -> Traced:
         made: list[Made] = []
         flat = self._flattening
         originals = [leaf.value for leaf in flat.leaves]
@@ -150,7 +157,7 @@ class LossCall:
             given = list(originals)
             for place, leaf in zip(self._places, leaves, strict=True):
                 given[place] = leaf
-            results = flat.run(self._evaluate, given)
+            results = flat.run(evaluate, given)
             same = [result.source is not None and result.value is given[result.source] for result in results]
             self._kept = flat.kept(same)
             self._fixed = []
@@ -177,6 +184,11 @@ class LossCall:
         (values, *args), kwargs = call
         loss = self._loss._replace(fn=self._closure.rebind(values))
         return loss.parts(loss.call(tuple(args), kwargs))
+
+    def _evaluate_forward(self, call: Any) -> dict[str, Any]:
+        (values, *args), kwargs = call
+        result = self._closure.rebind(values)(*args, **kwargs)
+        return {"value": result[0], "aux": result[1]} if self._loss.has_aux else {"value": result}
 
     def finish(self, outputs: Sequence[Any]) -> Any:
         """Builds the result of the user's call from the results of the traced program, and mutates nnx objects."""

@@ -102,7 +102,8 @@ class Passes:
 
     def _cotangents(self, leaving: Sequence[Any]) -> list[Any]:
         """Returns the cotangents of all results: the loss has 1, and what it gives beside itself has none."""
-        given, found = iter(leaving), []
+        given = iter(leaving)
+        found: list[Any] = []
         for slot, aval in zip(self._outputs, self._chunk.program.out_avals, strict=True):
             if not _has_cotangent(aval):
                 found.append(np.zeros(aval.shape, jax.dtypes.float0))
