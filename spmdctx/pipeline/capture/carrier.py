@@ -1,0 +1,87 @@
+"""Traces a step so that each of its losses becomes one equation, which a pipeline runs in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from spmdctx.errors import UnsupportedError
+from spmdctx.gradients.capture import capture_again, seen_losses
+from spmdctx.gradients.loss import Loss, LossCall
+from spmdctx.gradients.operands import SeenCall, operands_of
+from spmdctx.gradients.options import GradientOptions, gradient_options
+from spmdctx.gradients.results import piece_shape, rows_of
+from spmdctx.gradients.scope import plainly
+from spmdctx.pipeline.capture.loss import PipelinedLoss, pipelined_loss
+from spmdctx.pipeline.capture.marker import stand_in
+from spmdctx.trace.capture.arguments import Call, Static
+from spmdctx.trace.capture.capture import Captured
+from spmdctx.trace.capture.target import Target
+from spmdctx.trace.scope.settings import Settings
+
+
+@dataclass(frozen=True)
+class PipelinedStep:
+    """A captured step, in whose program one equation stands for the loss and its gradients."""
+
+    captured: Captured
+    loss: PipelinedLoss
+
+
+def capture_pipelined(target: Target, call: Call, static: Static, settings: Settings, num_micro: int) -> PipelinedStep:
+    """Traces one call of a step whose loss a pipeline runs over so many micro-batches.
+
+    Raises:
+        StrategyError: the batch does not divide.
+        UnsupportedError: the step has no call of `spmdctx.value_and_grad`, or several, or one that a pipeline cannot run.
+    """
+    options = gradient_options(settings.context, settings.num_devices, settings.mesh)._replace(micro_batches=num_micro)
+    captured, calls = seen_losses(target, call, static, settings, options)
+    if len(calls) != 1:
+        raise UnsupportedError(
+            f"pipeline_stages={settings.context.pipeline_stages} needs one loss to cut, and {captured.name} has {len(calls)}.",
+            got="; ".join(seen.where for seen in calls) or "no call of spmdctx.value_and_grad",
+            fix="differentiate the loss by one call of spmdctx.value_and_grad",
+        )
+    carrier = _Pipelined(calls, options)
+    again = capture_again(carrier, target, call, static, captured, settings.num_devices)
+    (loss,) = carrier.losses
+    notes = tuple(dict.fromkeys((*captured.notes, *again.notes)))
+    return PipelinedStep(replace(again, notes=notes, trace_s=captured.trace_s + again.trace_s, is_rewritten=True), loss)
+
+
+class _Pipelined:
+    """Puts one equation in the place of each loss, and remembers what it stands for."""
+
+    def __init__(self, calls: Sequence[SeenCall], options: GradientOptions) -> None:
+        self._calls, self._options = iter(calls), options
+        self.losses: list[PipelinedLoss] = []
+
+    def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen, options = next(self._calls), self._options
+        if seen.is_manual or not seen.has_batch:
+            raise UnsupportedError(
+                "A pipeline cannot cut a loss that " + ("holds a shard_map" if seen.is_manual else "reads nothing of the batch") + ".",
+                where=seen.where,
+                fix="leave pipeline_stages out",
+            )
+        call = LossCall(loss, args, kwargs, 1)
+        operands = operands_of(seen)
+        avals = [
+            jax.ShapeDtypeStruct(piece_shape(value.shape, operand, options), value.dtype, weak_type=jax.typeof(value).weak_type)
+            for value, operand in zip(call.values, operands, strict=True)
+        ]
+        forward = plainly(lambda: call.trace_forward(avals))
+        traced = plainly(lambda: call.trace(avals))
+        if any(isinstance(const, jax.core.Tracer) for const in forward.jaxpr.consts):
+            raise UnsupportedError(
+                "A pipeline cannot cut a loss that reads an array of the step by a way that cannot be followed.",
+                where=seen.where,
+                fix="pass it to the loss as an argument",
+            )
+        rows = rows_of(seen, call, traced, operands, options)
+        self.losses.append(pipelined_loss(seen, call, (forward, traced), operands, rows, options.micro_batches))
+        return call.finish(stand_in(len(self.losses) - 1, call.values, seen.out_avals))
