@@ -23,6 +23,7 @@ from spmdctx.step.out_of_memory import add_advice
 from spmdctx.step.planning.planner import Planned
 from spmdctx.step.planning.saved import planned_with_files
 from spmdctx.step.processes import is_of_one_process, on_all
+from spmdctx.trace.build.program import ManualRegion
 from spmdctx.trace.capture.arguments import Call
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.pytrees import PureStructure
@@ -75,6 +76,11 @@ class Entry:
     def plan(self) -> Plan:
         """The plan of this step for these shapes."""
         return self.planned.plan
+
+    @property
+    def regions(self) -> Sequence[ManualRegion]:
+        """The shard_maps of the step."""
+        return self.planned.program.manual
 
     @property
     def warnings(self) -> tuple[str, ...]:

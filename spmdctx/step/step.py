@@ -18,7 +18,7 @@ from spmdctx.checkpoint.layouts import predicted_layouts
 from spmdctx.context.layers import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.data.targets import Targets
 from spmdctx.errors import CommunicationError, ContextWarning, UnsupportedError
-from spmdctx.gradients.capture import capture_plainly, capture_step
+from spmdctx.gradients.capture import capture_plainly
 from spmdctx.lowering.compile_options import warn_without_option
 from spmdctx.machine.xla.collectives.ways import ways_of
 from spmdctx.plan.mindspore.file import ParameterLayout
@@ -30,6 +30,7 @@ from spmdctx.step.direct.donation import Buffers, check_alive, check_concrete, i
 from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
+from spmdctx.step.pipelined.make import entry_of
 from spmdctx.step.planning.saved import loaded_plan
 from spmdctx.step.verify import verify
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
@@ -362,8 +363,7 @@ class ParallelStep(Generic[P, R]):
                 notes = warn_ineffective(around.context, stacklevel=stacklevel + 1)
                 notes += warn_without_option(around.backend, around.context, stacklevel=stacklevel + 1)
                 with tracing_in(around.context.parallel_mode), traced_for(around):
-                    captured = capture_step(self._target, call, static, around.settings)
-                entry = Entry(captured, around, notes)
+                    entry = entry_of(self._target, call, static, around, notes)
                 entries.append(entry)
             entry.planned  # noqa: B018  errors of planning belong to this call
             self._last = _Last(number, x64, static, entry)

@@ -1,0 +1,27 @@
+"""Makes the entry of a call: on a pipeline if the context has several stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmdctx.gradients.capture import capture_step
+from spmdctx.pipeline.capture.carrier import capture_pipelined
+from spmdctx.step.entry import Entry
+from spmdctx.step.pipelined.entry import PipelinedEntry
+from spmdctx.trace.capture.arguments import Call, Static
+from spmdctx.trace.capture.target import Target
+from spmdctx.trace.scope.environment import Environment
+
+
+def entry_of(target: Target, call: Call, static: Static, around: Environment, notes: Sequence[str]) -> Entry:
+    """Traces one call of a step, and returns its entry.
+
+    Raises:
+        StrategyError: a loss that cannot be split.
+        UnsupportedError: a loss that cannot be cut, or that no micro-batches can run.
+    """
+    settings = around.settings
+    if settings.context.pipeline_stages == 1:
+        return Entry(capture_step(target, call, static, settings), around, notes)
+    step = capture_pipelined(target, call, static, settings, settings.context.grad_accumulation_step)
+    return PipelinedEntry(step, around, notes)
