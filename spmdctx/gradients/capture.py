@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -52,7 +52,7 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
     options = gradient_options(settings.context, settings.num_devices, settings.mesh)
     if not options.acts:
         return refine(capture_call(target, call, static, settings.num_devices), settings)
-    captured, calls = seen_losses(target, call, static, settings, options)
+    captured, calls = seen_losses(target, call, static, settings, lambda _: options)
     if not calls:
         return refine(replace(captured, notes=(*captured.notes, *_without_calls(captured, options))), settings)
     start = time.perf_counter()
@@ -74,22 +74,29 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
 
 
 def seen_losses(
-    target: Target, call: Call, static: Static, settings: Settings, options: GradientOptions
+    target: Target, call: Call, static: Static, settings: Settings, options_of: Callable[[Sequence[SeenCall]], GradientOptions]
 ) -> tuple[Captured, list[SeenCall]]:
     """Traces a step to see what each of its losses reads; returns the step with the roles that they show, and the calls.
+
+    Args:
+        target: the step.
+        call: its dynamic arguments.
+        static: its static ones.
+        settings: of the step.
+        options_of: gives the options of gradients, which may depend on the calls.
 
     Raises:
         StrategyError: a loss that cannot be split.
         UnsupportedError: a loss inside a vmap over the batch.
     """
-    first = _First(options)
+    first = _First(options_of(()))
     with carried_by(first):
         captured = capture_call(target, call, static, settings.num_devices)
     if not first.calls:
         return captured, []
     start = time.perf_counter()
     own = frozenset(index for index, leaf in enumerate(captured.inputs) if is_layerwise(leaf, settings.layerwise_parallel))
-    found = find_operands(captured, first.calls, options, own)
+    found = find_operands(captured, first.calls, options_of(first.calls), own)
     return replace(found, trace_s=found.trace_s + time.perf_counter() - start), first.calls
 
 
@@ -164,6 +171,7 @@ class _First:
                 out_avals=[traced.jaxpr.out_avals[index] for index in asked],
                 differentiated=frozenset(primals),
                 is_manual=any(eqn.primitive.name == "shard_map" for eqn in _equations(traced.jaxpr.jaxpr)),
+                micro_size=loss.micro_size,
             )
         )
         marked = iter([mark(value, number, index) for index, value in enumerate([*call.values, *others])])

@@ -44,7 +44,8 @@ class Operand(NamedTuple):
 class SeenCall:
     """A call in the first trace: its leaves and its results.
 
-    `is_manual` marks a call in which a shard_map of the user's lies. The call differentiates by the leaves `differentiated`.
+    `is_manual` marks a call in which a shard_map of the user's lies. The call differentiates by the leaves `differentiated`. `micro_size`
+    is the number of micro-batches that the loss itself asks a pipeline for.
     """
 
     where: str
@@ -55,6 +56,7 @@ class SeenCall:
     is_manual: bool
     differentiated: frozenset[int] = frozenset()
     operands: dict[int, Operand] = field(default_factory=dict)
+    micro_size: int | None = None
 
     @property
     def has_batch(self) -> bool:

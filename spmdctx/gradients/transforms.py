@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
+from spmdctx.gradients.cell import loss_of
 from spmdctx.gradients.loss import Loss
 from spmdctx.gradients.scope import carrier_of_trace
 
@@ -32,12 +33,14 @@ def value_and_grad(fun: Callable[P, Any], argnums: Any = 0, has_aux: bool = Fals
         has_aux: whether `fun` returns (loss, aux).
         options: further options of the two functions.
     """
-    return _transformed(Loss(fun, "value_and_grad", argnums, has_aux, options))
+    fn, micro_size = loss_of(fun)
+    return _transformed(Loss(fn, "value_and_grad", argnums, has_aux, options, micro_size))
 
 
 def grad(fun: Callable[P, Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[P, Any]:
     """Works like `jax.grad`, or like `nnx.grad` if an argument is an nnx object; see `value_and_grad`."""
-    return _transformed(Loss(fun, "grad", argnums, has_aux, options))
+    fn, micro_size = loss_of(fun)
+    return _transformed(Loss(fn, "grad", argnums, has_aux, options, micro_size))
 
 
 def _transformed(loss: Loss) -> Callable[..., Any]:

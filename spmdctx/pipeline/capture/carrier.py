@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from spmdctx.errors import UnsupportedError
+from spmdctx.errors import ContextError, UnsupportedError
 from spmdctx.gradients.capture import capture_again, seen_losses
 from spmdctx.gradients.loss import Loss, LossCall
 from spmdctx.gradients.operands import SeenCall, operands_of
@@ -31,20 +31,35 @@ class PipelinedStep:
     loss: PipelinedLoss
 
 
-def capture_pipelined(target: Target, call: Call, static: Static, settings: Settings, num_micro: int) -> PipelinedStep:
-    """Traces one call of a step whose loss a pipeline runs over so many micro-batches.
+def capture_pipelined(target: Target, call: Call, static: Static, settings: Settings) -> PipelinedStep:
+    """Traces one call of a step whose loss runs through a pipeline.
 
     Raises:
+        ContextError: there are fewer micro-batches than stages.
         StrategyError: the batch does not divide.
         UnsupportedError: the step has no call of `spmdctx.value_and_grad`, or several, or one that a pipeline cannot run.
     """
-    options = gradient_options(settings.context, settings.num_devices, settings.mesh)._replace(micro_batches=num_micro)
-    captured, calls = seen_losses(target, call, static, settings, options)
+    plain = gradient_options(settings.context, settings.num_devices, settings.mesh)
+    stages = settings.context.pipeline_stages
+
+    def options_of(calls: Sequence[SeenCall]) -> GradientOptions:
+        sizes = [seen.micro_size for seen in calls if seen.micro_size is not None]
+        return plain._replace(micro_batches=sizes[0]) if sizes else plain
+
+    captured, calls = seen_losses(target, call, static, settings, options_of)
     if len(calls) != 1:
         raise UnsupportedError(
-            f"pipeline_stages={settings.context.pipeline_stages} needs one loss to cut, and {captured.name} has {len(calls)}.",
+            f"pipeline_stages={stages} needs one loss to cut, and {captured.name} has {len(calls)}.",
             got="; ".join(seen.where for seen in calls) or "no call of spmdctx.value_and_grad",
             fix="differentiate the loss by one call of spmdctx.value_and_grad",
+        )
+    options = options_of(calls)
+    if options.micro_batches < stages:
+        raise ContextError(
+            f"A pipeline of {stages} stages needs at least as many micro-batches.",
+            where=calls[0].where,
+            got=f"{options.micro_batches}",
+            fix=f"wrap the loss in spmdctx.PipelineCell(loss, micro_size={4 * stages}), or set grad_accumulation_step",
         )
     carrier = _Pipelined(calls, options)
     again = capture_again(carrier, target, call, static, captured, settings.num_devices)

@@ -17,11 +17,11 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     """Traces one call of a step, and returns its entry.
 
     Raises:
+        ContextError: a pipeline with fewer micro-batches than stages.
         StrategyError: a loss that cannot be split.
         UnsupportedError: a loss that cannot be cut, or that no micro-batches can run.
     """
     settings = around.settings
     if settings.context.pipeline_stages == 1:
         return Entry(capture_step(target, call, static, settings), around, notes)
-    step = capture_pipelined(target, call, static, settings, settings.context.grad_accumulation_step)
-    return PipelinedEntry(step, around, notes)
+    return PipelinedEntry(capture_pipelined(target, call, static, settings), around, notes)
