@@ -9,6 +9,7 @@
     │   ├── InfeasibleError (RuntimeError)    no plan satisfies a constraint, which is named
     │   ├── DonationError (RuntimeError)      an array that a step has reused, passed again
     │   ├── CheckpointError (ValueError)      a checkpoint that is missing, damaged, or holds another state
+    │   ├── FileError (OSError)               a file that cannot be written: a full disk, no such folder, something that is no file
     │   └── PlanError (ValueError)
     │       ├── PlanFormatError               a file that is not a plan, or a plan of another version
     │       └── PlanMismatchError             a plan for another program, mesh or context
@@ -165,6 +166,13 @@ class DonationError(SpmdctxError, RuntimeError):
 
 class CheckpointError(SpmdctxError, ValueError):
     """A checkpoint that is missing, damaged, or holds another state than requested; the message names the file or the leaf."""
+
+
+class FileError(SpmdctxError, OSError):
+    """A file that cannot be written; the message names it, and the file that was there before is as it was."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # OSError shows its number and file instead
 
 
 class PlanError(SpmdctxError, ValueError):

@@ -5,7 +5,7 @@ write it in another way. Each such way has a name, which the result carries toge
 
 The caller knows the ways that are one for one (`machine.xla.collectives.ways`). The functions below find collectives over several axes
 that run one axis at a time, and those over one axis each that run at once. They also find collectives moved out of a loop, and partial
-results added up before they are reduced.
+results added up before they are reduced. All of them allow for the types in which those ways move a kind (`_ratios`).
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ def _compared(
     for number in sorted({len(one.axes) for one in ledger.planned}, reverse=True) if by_axes else ():
         some = _Ledger([one for one in ledger.planned if len(one.axes) == number], ledger.compiled, ledger.matches)
         _match_ways(some, ways)
-        _match_per_axis(some, mesh)
+        _match_per_axis(some, mesh, ways)
     _match_ways(ledger, ways)
-    _match_per_axis(ledger, mesh)
-    _match_at_once(ledger, mesh)
-    _match_stacked(ledger)
+    _match_per_axis(ledger, mesh, ways)
+    _match_at_once(ledger, mesh, ways)
+    _match_stacked(ledger, ways)
     _match_hoisted(ledger)
-    _match_hoisted_slices(ledger)
+    _match_hoisted_slices(ledger, ways)
     _match_joined(ledger, ways)
     _match_halves(ledger)
     return Comparison(
@@ -173,37 +173,48 @@ def _distance(planned: Collective, compiled: CompiledCollective, wanted: int) ->
     return abs(compiled.payload_bytes - wanted), planned.repeats != compiled.repeats, _line(planned) != _line(compiled)
 
 
-def _match_per_axis(ledger: _Ledger, mesh: LogicalMesh) -> None:
-    """Matches one planned collective over several axes with a compiled one over some axes and one over the rest."""
+def _match_per_axis(ledger: _Ledger, mesh: LogicalMesh, ways: Sequence[Way]) -> None:
+    """Matches one planned collective over several axes with compiled ones that run over some of the axes each, one after the other."""
     for planned in ledger.planned:
-        for whole, part in _pairs_within(planned, ledger, mesh) if len(planned.axes) > 1 else ():
-            count = min(planned.left, whole.left, part.left)
-            if count:
-                ledger.close(planned, count, [(whole, count), (part, count)], PER_AXIS)
+        kinds = ("reduce_scatter", "all_reduce") if planned.item.kind == "reduce_scatter" else (planned.item.kind,)
+        for kind in kinds if len(planned.axes) > 1 else ():
+            # All steps are moved in one type.
+            for ratio in dict.fromkeys(way.ratio for way in ways):
+                while planned.left and (steps := _steps(planned, kind, ratio, ledger, mesh, ways)):
+                    count = min(planned.left, *(one.left for one in steps))
+                    ledger.close(planned, count, [(one, count) for one in steps], PER_AXIS)
 
 
-def _pairs_within(planned: _Planned, ledger: _Ledger, mesh: LogicalMesh) -> Iterator[tuple[_Compiled, _Compiled]]:
-    payload = planned.item.payload_bytes
-    kinds = ("reduce_scatter", "all_reduce") if planned.item.kind == "reduce_scatter" else (planned.item.kind,)
-    own = [one for one in ledger.compiled if one.left and one.item.kind in kinds and set(one.item.axes) < set(planned.axes)]
-    for whole in own:
-        rest = tuple(name for name in planned.axes if name not in whole.item.axes)
-        share = _second_payload(whole.item.kind, payload, mesh.num_slices(whole.item.axes))
-        for part in own if _near(whole.item.payload_bytes, payload) else ():
-            if (part.item.kind, part.item.axes) == (whole.item.kind, rest) and _near(part.item.payload_bytes, share):
-                yield whole, part
+def _steps(planned: _Planned, kind: str, ratio: float, ledger: _Ledger, mesh: LogicalMesh, ways: Sequence[Way]) -> tuple[_Compiled, ...]:
+    """Returns compiled collectives of a kind that run over the axes of a planned one in steps, or an empty tuple."""
+    own = [one for one in ledger.compiled if one.left and one.item.kind == kind and set(one.item.axes) < set(planned.axes)]
+
+    def rest_of(axes: AxisNames, payload: int) -> tuple[_Compiled, ...]:
+        tried: set[AxisNames] = set()
+        for one in own:
+            name = one.item.axes
+            if name in tried or not set(name) <= set(axes) or ratio not in _ratios(one.item, payload, ways):
+                continue
+            tried.add(name)
+            left = tuple(axis for axis in axes if axis not in name)
+            others = rest_of(left, _second_payload(kind, payload, mesh.num_slices(name))) if left else ()
+            if others or not left:
+                return one, *others
+        return ()
+
+    return rest_of(planned.axes, planned.item.payload_bytes)
 
 
-def _match_at_once(ledger: _Ledger, mesh: LogicalMesh) -> None:
+def _match_at_once(ledger: _Ledger, mesh: LogicalMesh, ways: Sequence[Way]) -> None:
     """Matches two planned collectives over different axes with a compiled one over both."""
     for compiled in ledger.compiled:
         item = compiled.item
         own = [one for one in ledger.planned if one.left and one.item.kind == item.kind and set(one.axes) < set(item.axes)]
         for whole in own if compiled.left else ():
             rest = tuple(name for name in item.axes if name not in whole.axes)
-            share = _second_payload(item.kind, item.payload_bytes, mesh.num_slices(whole.axes))
+            share = _second_payload(item.kind, whole.item.payload_bytes, mesh.num_slices(whole.axes))
             part = next((one for one in own if one.left and one.axes == rest and _near(one.item.payload_bytes, share)), None)
-            if part is not None and _near(whole.item.payload_bytes, item.payload_bytes):
+            if part is not None and _ratios(item, whole.item.payload_bytes, ways):
                 count = min(whole.left, part.left, compiled.left)
                 ledger.close(whole, count, [(compiled, count)], AT_ONCE)
                 ledger.close(part, count, [], AT_ONCE)
@@ -214,16 +225,26 @@ def _second_payload(kind: str, payload: int, num_slices: int) -> int:
     return payload // num_slices if kind in ("all_gather", "reduce_scatter") else payload
 
 
-def _match_stacked(ledger: _Ledger) -> None:
+def _match_stacked(ledger: _Ledger, ways: Sequence[Way]) -> None:
     """Matches a collective planned once per iteration with one compiled for the stacked results of all iterations."""
     for planned in ledger.planned:
         for one in ledger.compiled if planned.left > 1 else ():
             same = one.left and (one.item.kind, one.item.axes) == (planned.item.kind, planned.axes)
-            iterations = round(one.item.payload_bytes / planned.item.payload_bytes) if same else 0
-            wanted = iterations * planned.item.payload_bytes
-            if 1 < iterations <= planned.left and planned.item.repeats % iterations == 0 and _near(one.item.payload_bytes, wanted):
-                count = min(planned.left // iterations, one.left)
+            iterations = _iterations(planned, one.item, ways) if same else 0
+            count = min(planned.left // iterations, one.left) if iterations else 0
+            if count:
                 ledger.close(planned, count * iterations, [(one, count)], STACKED)
+
+
+def _iterations(planned: _Planned, compiled: CompiledCollective, ways: Sequence[Way]) -> int:
+    """Returns how many iterations of a planned collective a compiled one holds, or 0 if that is no number of them."""
+    payload, repeats = planned.item.payload_bytes, planned.item.repeats
+    for ratio in _known_ratios(compiled, ways):
+        iterations = round(compiled.payload_bytes / (payload * ratio))
+        near = _near(compiled.payload_bytes, round(iterations * payload * ratio))
+        if 1 < iterations <= planned.left and repeats % iterations == 0 and near:
+            return iterations
+    return 0
 
 
 def _match_hoisted(ledger: _Ledger) -> None:
@@ -239,12 +260,12 @@ def _match_hoisted(ledger: _Ledger) -> None:
                 ledger.close(one, one.left, [], HOISTED)
 
 
-def _match_hoisted_slices(ledger: _Ledger) -> None:
+def _match_hoisted_slices(ledger: _Ledger, ways: Sequence[Way]) -> None:
     """Matches reductions planned once per iteration with one compiled after the loop, of which every device keeps a slice."""
     for planned in ledger.planned:
         if planned.item.kind == "all_reduce" and planned.left == planned.item.repeats > 1:
             own = (one for one in ledger.compiled if one.left and one.item.kind == "reduce_scatter" and one.item.axes == planned.axes)
-            one = next((one for one in own if _near(one.item.payload_bytes, planned.item.payload_bytes)), None)
+            one = next((one for one in own if _ratios(one.item, planned.item.payload_bytes, ways)), None)
             if one is not None:
                 ledger.close(planned, planned.left, [(one, 1)], HOISTED_SLICE)
 
@@ -290,6 +311,16 @@ def _realises(compiled: CompiledCollective, planned: Collective, ways: Sequence[
         and _near(compiled.payload_bytes, round(planned.payload_bytes * way.ratio))
         for way in ways
     )
+
+
+def _ratios(compiled: CompiledCollective, payload: int, ways: Sequence[Way]) -> list[float]:
+    """Returns the multiples of a planned payload that a compiled collective moves: 1 in its own type, 2 as float32 for bfloat16."""
+    return [ratio for ratio in _known_ratios(compiled, ways) if _near(compiled.payload_bytes, round(payload * ratio))]
+
+
+def _known_ratios(compiled: CompiledCollective, ways: Sequence[Way]) -> list[float]:
+    """Returns the multiples of a payload that collectives of this kind may move in this type."""
+    return [way.ratio for way in ways if way.planned == way.compiled == compiled.kind and (not way.dtypes or compiled.dtype in way.dtypes)]
 
 
 def _near(value: int, wanted: int) -> bool:

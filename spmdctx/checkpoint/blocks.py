@@ -38,12 +38,18 @@ def block_of(layout: ParameterLayout, rank: int) -> Block:
 
 
 def layout_sharding(layout: ParameterLayout, devices: Sequence[Any]) -> NamedSharding:
-    """Returns the layout as a sharding over the first of `devices`, which it divides into the layout's axes."""
+    """Returns the layout as a sharding over the first of `devices`, which it divides into the layout's axes.
+
+    Raises:
+        CheckpointError: the layout does not fit its tensor, its own device matrix, or the number of devices.
+    """
     ends = [math.prod(layout.device_matrix[index + 1 :]) for index in range(len(layout.device_matrix))]
     bounds = {1, *ends, math.prod(layout.device_matrix)}
     if layout.shard_size:
         bounds |= {layout.shard_step, layout.shard_step * layout.shard_size}
     strides = sorted(bounds, reverse=True)
+    if any(major % minor for major, minor in itertools.pairwise(strides)) or strides[0] > math.prod(layout.device_matrix):
+        raise CheckpointError("The optimizer's sharding of a tensor does not fit its device matrix.", got=str(layout))
     axes = {minor: f"axis{index}" for index, minor in enumerate(strides[1:])}
 
     def between(low: int, high: int) -> tuple[str, ...]:
@@ -54,6 +60,10 @@ def layout_sharding(layout: ParameterLayout, devices: Sequence[Any]) -> NamedSha
         spans = [(ends[-1 - axis], ends[-1 - axis] * layout.device_matrix[-1 - axis]) for axis in own]
         spans += [(layout.shard_step, layout.shard_step * layout.shard_size)] if dim == 0 and layout.shard_size else []
         dims.append(tuple(name for span in spans for name in between(*span)) or None)
+    used = [name for own in dims for name in own or ()]
+    if len(set(used)) < len(used):
+        raise CheckpointError("The optimizer's sharding of a tensor uses devices that already hold different slices.", got=str(layout))
+    block_of(layout, 0)
     sizes = [major // minor for major, minor in itertools.pairwise(strides)] or [1]
     names = tuple(axes.values()) or ("axis0",)
     if len(devices) < math.prod(sizes):

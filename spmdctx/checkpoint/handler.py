@@ -15,12 +15,12 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from spmdctx.checkpoint.files import Seal, files_below, read_json, seal_all, write_json
+from spmdctx.checkpoint.files import CONTENTS, Seal, files_below, read_json, seal_all, write_json
 from spmdctx.checkpoint.tree import Stored
-from spmdctx.errors import CheckpointError
+from spmdctx.errors import CheckpointError, shown
 
-ITEM, CONTENTS, SEALS = "state", "contents.json", "files.json"
-"""The folder inside that of a step, and in it, besides orbax's arrays, the file of other contents and that of all seals."""
+SEALS = "files.json"
+"""The file of all seals, in the folder `state` of a step, besides orbax's arrays and the file of other contents."""
 
 _PROCESS_FOLDER = "ocdbt.process_"
 _GLOB = re.compile(r"[*?\[\]]")
@@ -126,8 +126,19 @@ def own_contents(process: int) -> str:
 
 
 def read_seals(folder: Path) -> dict[str, Seal]:
-    """Reads the seals of a step's files, by path below its folder."""
-    return {name: Seal(*own) for name, own in read_json(folder / SEALS).items()}
+    """Reads the seals of a step's files, by path below its folder.
+
+    Raises:
+        CheckpointError: the file of seals is damaged.
+    """
+    found = read_json(folder / SEALS)
+    for name, own in found.items():
+        is_seal = isinstance(own, list) and len(own) == 2 and all(type(part) is int and part >= 0 for part in own)
+        if not is_seal or "\0" in name:
+            raise CheckpointError("A file of the checkpoint is damaged.", where=str(folder / SEALS), got=f"{shown(name)}: {shown(own)}")
+    if CONTENTS not in found:
+        raise CheckpointError("A file of the checkpoint is damaged.", where=str(folder / SEALS), got=f"no {CONTENTS}")
+    return {name: Seal(*own) for name, own in found.items()}
 
 
 def _own_seals(process: int | str) -> str:

@@ -83,6 +83,8 @@ def layouts_of(strategy: Strategy) -> dict[str, ParameterLayout]:
 
 def _read(path: str | os.PathLike[str]) -> Plan | MindSporeStrategy:
     try:
+        if os.path.isdir(path):
+            raise CheckpointError("A strategy file cannot be read.", where=os.fspath(path), got="a folder")
         return read_strategy(path, Plan)
     except FileNotFoundError as error:
         raise CheckpointError("There is no such strategy file.", where=os.fspath(path)) from error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,15 +13,22 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from spmdctx.checkpoint.files import damage, read_json
+from spmdctx.checkpoint.files import (
+    check_steps,
+    damage,
+    not_ordinary,
+    packed,
+    read_contents,
+    read_json,
+    remove_unfinished,
+    reporting,
+    unpacked,
+)
 from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
-from spmdctx.errors import CheckpointError, listed, message
+from spmdctx.errors import CheckpointError, listed, message, shown
 from spmdctx.plan.file import parse_plan, plan_json
 from spmdctx.plan.plan import Plan
-
-_BYTES = "__bytes__"
-_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class CheckpointManager:
@@ -66,22 +72,18 @@ class CheckpointManager:
 
         from spmdctx.checkpoint.handler import StateHandler
 
-        self.directory = Path(directory).resolve()
-        if self.directory.exists() and not self.directory.is_dir():
-            raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(self.directory), need="a folder")
-        if "\\" in str(self.directory):  # its storage takes it for a slash, and writes to another folder
-            raise CheckpointError(
-                "A folder of checkpoints cannot have a backslash in its path.", where=str(self.directory), fix="rename the folder"
-            )
+        self.directory = _checked_directory(directory)
         self._every, self._has_saved = every, False
         self._pending: Pending | None = None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
-        self._manager = ocp.CheckpointManager(
-            self.directory, options=options, item_names=("state",), item_handlers={"state": StateHandler()}
-        )
+        check_steps(self.directory)
+        with reporting("The folder of checkpoints cannot be used.", self.directory):
+            self._manager = ocp.CheckpointManager(
+                self.directory, options=options, item_names=("state",), item_handlers={"state": StateHandler()}
+            )
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -136,14 +138,15 @@ class CheckpointManager:
         if not arrays:
             raise CheckpointError("The state holds nothing to save.", got=f"{len(forms)} leaves")
         contents = {"step": step, "leaves": forms, "processes": jax.process_count(), "plan": None if plan is None else plan_json(plan)}
-        own = {"data": _packed(data.get_state() if hasattr(data, "get_state") else data)}
+        own = {"data": packed(data.get_state() if hasattr(data, "get_state") else data)}
         self.wait()
         if step in self.steps():
             raise CheckpointError(f"Step {step} is saved already.", where=str(self.directory), fix="restore before training goes on")
         self._remove_unfinished()
         import orbax.checkpoint as ocp
 
-        self._manager.save(step, args=ocp.args.Composite(state=SaveState(arrays, contents, own)), force=True)
+        with reporting("A checkpoint could not be written.", self.directory):
+            self._manager.save(step, args=ocp.args.Composite(state=SaveState(arrays, contents, own)), force=True)
         return True
 
     def restore(
@@ -175,7 +178,7 @@ class CheckpointManager:
                 has it in another shape or dtype; or `state` has no place for some leaves of an entry.
         """
         self.wait()
-        step = self.latest_step() if step is None else step
+        step = self.latest_step() if step is None else _checked_step(step)
         self._pending = None
         if step is None:
             return Restored(0, state)
@@ -183,8 +186,9 @@ class CheckpointManager:
         if not folder.parent.is_dir():
             raise CheckpointError(f"There is no checkpoint of step {step}.", where=str(self.directory), need=f"one of {list(self.steps())}")
         _check_files(folder, contents=verify)
-        contents = read_json(folder / "contents.json")
-        position = _unpacked(_own_data(folder, contents["processes"]))
+        contents = read_contents(folder, step)
+        with reporting("The data position of the checkpoint is damaged.", folder.parent):
+            position = unpacked(_own_data(folder, contents["processes"]))
         tree = StateTree(state)
         if not partial:
             _check_places(tree, contents["leaves"], str(folder.parent))
@@ -202,10 +206,14 @@ class CheckpointManager:
             CheckpointError: it could not be written.
         """
         try:
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
-        except Exception as error:
-            raise CheckpointError("A checkpoint could not be written.", where=str(self.directory), got=str(error)) from error
+            with reporting("A checkpoint could not be written.", self.directory):
+                self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+        except CheckpointError:
+            if jax.process_count() == 1:  # others may still write
+                with suppress(CheckpointError):
+                    remove_unfinished(self.directory)
+            raise
 
     def close(self) -> None:
         """Waits for unfinished saves, and ends the threads."""
@@ -218,8 +226,7 @@ class CheckpointManager:
             return
         self._has_saved = True
         if jax.process_index() == 0:
-            for folder in sorted(self.directory.glob(f"*{_UNFINISHED}")):
-                shutil.rmtree(folder)
+            remove_unfinished(self.directory)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"spmdctx checkpoints {self.directory}")
 
@@ -248,6 +255,20 @@ class CheckpointManager:
         return tree.filled([from_stored(leaf, found[path], forms[path], given.get(path)) for path, leaf in pairs])
 
 
+def _checked_directory(directory: str | os.PathLike[str]) -> Path:
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(message("The folder of checkpoints must be a path.", got=shown(directory)))
+    with reporting("There can be no such folder of checkpoints.", ascii(directory)):
+        found = Path(directory).resolve()
+        os.fsencode(found)
+        is_other = found.exists() and not found.is_dir()
+    if is_other:
+        raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(found), need="a folder")
+    if "\\" in str(found):  # its storage takes it for a slash, and writes to another folder
+        raise CheckpointError("A folder of checkpoints cannot have a backslash in its path.", where=str(found), fix="rename the folder")
+    return found
+
+
 def _checked_step(step: object) -> int:
     if isinstance(step, bool) or not isinstance(step, int | np.integer):
         raise TypeError(message("The step counts those that are done: an int.", got=repr(step)))
@@ -273,7 +294,7 @@ def _check_files(folder: Path, *, contents: bool) -> None:
 
     seals = read_seals(folder)
     own = dict(sorted(seals.items())[jax.process_index() :: jax.process_count()])
-    wrong = damage(folder, own, contents=contents)
+    wrong = not_ordinary(folder.parent) or damage(folder, own, contents=contents)
     if jax.process_count() > 1 and np.any(multihost_utils.process_allgather(np.bool_(wrong != ""))):
         wrong = wrong or "another process found a damaged file, and names it"
     if wrong:
@@ -323,8 +344,8 @@ def _own_data(folder: Path, num_saved: int) -> Any:
     from spmdctx.checkpoint.handler import own_contents
 
     if num_saved == jax.process_count():
-        return read_json(folder / own_contents(jax.process_index()))["data"]
-    positions = [read_json(folder / own_contents(process))["data"] for process in range(num_saved)]
+        return read_json(folder / own_contents(jax.process_index())).get("data")
+    positions = [read_json(folder / own_contents(process)).get("data") for process in range(num_saved)]
     if any(position != positions[0] for position in positions):
         raise CheckpointError(
             "The processes that saved had data positions of their own, and now there is another number of processes.",
@@ -355,28 +376,3 @@ def _flat(tree: Any, paths: Sequence[str]) -> dict[str, Any]:
             node = node[name]
         found[path] = node
     return found
-
-
-def _packed(value: Any) -> Any:
-    """Converts a data position to JSON."""
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, Mapping):
-        return {str(key): _packed(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_packed(item) for item in value]
-    if isinstance(value, np.integer | np.floating):
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(
-        message(
-            "A data position holds JSON values and bytes.", got=type(value).__name__, fix="pass an iterator with get_state(), or a number"
-        )
-    )
-
-
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, dict):
-        return base64.b64decode(value[_BYTES]) if set(value) == {_BYTES} else {key: _unpacked(item) for key, item in value.items()}
-    return [_unpacked(item) for item in value] if isinstance(value, list) else value

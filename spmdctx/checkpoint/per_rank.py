@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from spmdctx.checkpoint.blocks import Block, layout_sharding, shape_of_block
+from spmdctx.checkpoint.commit import together, waiting_place
+from spmdctx.checkpoint.files import writing
 from spmdctx.checkpoint.layouts import Layouts, Slicing, Strategy, rank_devices, slicing, state_layouts
-from spmdctx.checkpoint.sources import STRATEGY, Sources, check_complete, rank_files
+from spmdctx.checkpoint.sources import STRATEGY, Sources, check_complete, check_no_more_ranks, rank_file, rank_files, strategy_beside
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, Tensor, write_tensors
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, stored_form, to_stored
 from spmdctx.context.layers import current_context
@@ -35,7 +36,8 @@ def save_distributed_checkpoint(
 ) -> Layouts:
     """Writes what each device holds: `directory/rank_0/<prefix>0.safetensors`, and `directory/strategy.json`, which says what that is.
 
-    A rank is a device, in the order of the arrays' mesh. Each process writes the files of its devices; all return together.
+    A rank is a device, in the order of the arrays' mesh. Each process writes the files of its devices; all return together. The files
+    get their names when all are complete: a checkpoint that the folder held stays until then, and needs its space.
     A dict by the names of a step's arguments gives tensors the names that they have in its plans and strategy files.
 
     Args:
@@ -49,7 +51,7 @@ def save_distributed_checkpoint(
 
     Raises:
         UnsupportedError: `enc_key` is set, an array is on no mesh, or a dtype that safetensors files do not hold.
-        CheckpointError: arrays on different devices.
+        CheckpointError: arrays on different devices, or a file that cannot be written; the file of that name is as it was.
     """
     _refuse_encryption("enc_key", enc_key)
     tree, layouts = StateTree(network), state_layouts(network)
@@ -57,15 +59,21 @@ def save_distributed_checkpoint(
     forms = [stored_form(path, leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True)]
     arrays = [to_stored(leaf) for leaf in tree.leaves]
     num_ranks = slicing(layouts).num_ranks if layouts else 1
-    for rank, device in enumerate(rank_devices(getattr(array, "sharding", None) for array in arrays)[:num_ranks]):
-        if device.process_index == jax.process_index():
+    check_no_more_ranks(root, num_ranks)
+    devices = rank_devices(getattr(array, "sharding", None) for array in arrays)[:num_ranks]
+    names = [rank_file(rank, ckpt_prefix) for rank in range(num_ranks)]
+    own = {name: device for name, device in zip(names, devices, strict=True) if device.process_index == jax.process_index()}
+    first = [STRATEGY] if jax.process_index() == 0 else []
+    with together(root, [*names, STRATEGY], [*own, *first]):
+        for rank, name in enumerate(names):
+            if name not in own:
+                continue
+            device = own[name]
             rows = [_tensor(path, form, array, device) for path, form, array in zip(tree.paths, forms, arrays, strict=True)]
-            write_tensors(root / f"rank_{rank}" / f"{ckpt_prefix}{rank}{SUFFIX}", rows)
-    if jax.process_index() == 0:
-        root.mkdir(parents=True, exist_ok=True)
-        write_layouts(layouts, root / STRATEGY)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"spmdctx checkpoint {root}")
+            write_tensors(waiting_place(root, name), rows, rank)
+        if first:
+            with writing():
+                write_layouts(layouts, waiting_place(root, STRATEGY))
     return layouts
 
 
@@ -139,8 +147,8 @@ def _refuse_encryption(name: str, key: object) -> None:
 def _files(given: Any) -> tuple[dict[int, Any], str]:
     """Returns the file of each rank, and the strategy file in their folder, if there is one."""
     if isinstance(given, str | os.PathLike) and Path(given).suffix != SUFFIX:
-        beside = Path(given) / STRATEGY
-        return dict(rank_files(given)), str(beside) if beside.is_file() else ""
+        files, beside = rank_files(given), strategy_beside(Path(given))
+        return dict(files), "" if beside is None else str(beside)
     names = [given] if isinstance(given, str | os.PathLike) else given
     if not isinstance(names, list | tuple) or not all(isinstance(name, str | os.PathLike) for name in names):
         raise TypeError(message("checkpoint_filenames must be a list of paths, or a folder.", got=repr(given)[:80]))

@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmdctx.checkpoint.blocks import Block, block_of, overlap, shape_of_block, slices_of, whole, within
+from spmdctx.checkpoint.commit import waiting
 from spmdctx.checkpoint.layouts import Slicing
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, TensorFile
-from spmdctx.errors import CheckpointError, message
+from spmdctx.errors import CheckpointError, message, shown
 from spmdctx.plan.mindspore.file import ParameterLayout
+from spmdctx.wording.files import is_inside
 
 STRATEGY = "strategy.json"
 """The strategy file next to the folders of the ranks."""
-_RANK_FOLDER = re.compile(r"rank_(\d+)")
+_RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,8})")
 
 
 class Piece(NamedTuple):
@@ -101,9 +103,10 @@ class Sources:
 
     def read(self, name: str, block: Block, rank: int) -> np.ndarray:
         """Reads a block of a tensor; only the bytes of the block are read."""
-        out = np.empty(shape_of_block(block), self._file(min(self._files)).tensors[name].dtype)
-        for piece in pieces(self.source, name, self.shape(name), block):
-            file = self._holder(piece, name, rank, out.dtype)
+        dtype = self._file(min(self._files)).tensors[name].dtype
+        parts = [(piece, self._holder(piece, name, rank, dtype)) for piece in pieces(self.source, name, self.shape(name), block)]
+        out = np.empty(shape_of_block(block), dtype)  # files hold the parts, so it is no larger than they are
+        for piece, file in parts:
             file.read(name, within(piece.wanted, piece.held), out[slices_of(within(piece.wanted, block))] if block else out)
         return out
 
@@ -136,6 +139,10 @@ class Sources:
     def _file(self, rank: int) -> TensorFile:
         if rank not in self._open:
             file = self._stack.enter_context(TensorFile(self._files[rank], self.reads))
+            if file.rank not in ("", str(rank)):
+                raise CheckpointError(
+                    "A file holds the slices of another rank.", where=str(file.path), got=f"rank {shown(file.rank)}", need=f"rank {rank}"
+                )
             if self._verify:
                 file.verify()
             self._open[rank] = file
@@ -155,16 +162,70 @@ def rank_files(directory: str | os.PathLike[str]) -> dict[int, Path]:
     if not root.is_dir():
         raise CheckpointError("There is no such folder.", where=str(root))
     found: dict[int, Path] = {}
+    new = waiting(root)
     for folder in root.iterdir():
         match = _RANK_FOLDER.fullmatch(folder.name)
         if match and folder.is_dir():
-            files = sorted(folder.glob(f"*{SUFFIX}"))
+            files = {path.name: path for path in folder.glob(f"*{SUFFIX}")}
+            files |= {place.name: path for name, path in new.items() for place in [root / name] if place.parent == folder}
             if not files:
                 raise CheckpointError("A rank's folder has no file of its checkpoint.", where=str(folder), need=f"a file *{SUFFIX}")
-            found[int(match[1])] = files[-1]
+            last = files[max(files)]
+            check_inside(last, root)
+            found[int(match[1])] = last
     if not found:
         raise CheckpointError("The folder holds no checkpoint in files per rank.", where=str(root), need=f"rank_0/*{SUFFIX}")
     return dict(sorted(found.items()))
+
+
+def strategy_beside(directory: Path) -> Path | None:
+    """Returns the strategy file in a folder of ranks, or None if there is none."""
+    found = waiting(directory).get(STRATEGY, directory / STRATEGY)
+    if not found.exists():
+        return None
+    check_inside(found, directory)
+    return found
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Refuses a file that a link has put into the folder.
+
+    Raises:
+        CheckpointError: the file lies elsewhere.
+    """
+    if not is_inside(path, folder):
+        raise CheckpointError(
+            "A link leads out of the folder of the checkpoint.", where=str(path), got=os.path.realpath(path), fix="give the files by name"
+        )
+
+
+def rank_file(rank: int, prefix: str) -> str:
+    """Returns the path of a rank's file below the folder of its checkpoint.
+
+    Raises:
+        CheckpointError: the prefix would lead to another folder.
+    """
+    name = f"{prefix}{rank}{SUFFIX}"
+    if Path(name).name != name or "\0" in name:
+        raise CheckpointError("The prefix of a checkpoint's files is part of a name, and no path.", got=shown(prefix))
+    return f"rank_{rank}/{name}"
+
+
+def check_no_more_ranks(directory: Path, num_ranks: int) -> None:
+    """Refuses a folder with files of ranks that a checkpoint of so many ranks does not have: it could not be loaded.
+
+    Raises:
+        CheckpointError: the folder of such a rank is named.
+    """
+    for folder in sorted(directory.glob("rank_*")):
+        match = _RANK_FOLDER.fullmatch(folder.name)
+        if match and int(match[1]) >= num_ranks and any(folder.glob(f"*{SUFFIX}")):
+            raise CheckpointError(
+                "The folder holds a checkpoint of more ranks.",
+                where=str(folder),
+                need=f"{num_ranks} ranks",
+                fix="remove it, or name another folder",
+            )
 
 
 def check_complete(files: Mapping[int, str | os.PathLike[str]], num_ranks: int, where: str) -> None:

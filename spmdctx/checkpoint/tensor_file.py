@@ -5,9 +5,9 @@
     data             the tensors, row-major, little-endian, one after the other
 
 The format is that of https://github.com/huggingface/safetensors. Tensors are written one at a time, so that memory holds no
-second copy of a file's content, and in any dtype of JAX that the format has. The metadata holds a CRC-32 of each tensor, and one
-of the header with zeros in its own place. Other programs' files without them can be read too. A tensor that is read whole is
-compared with its checksum. This is not possible for a part of a tensor; `TensorFile.verify` reads everything.
+second copy of a file's content, and in any dtype of JAX that the format has. The metadata holds a CRC-32 of each tensor, one of the
+header with zeros in its own place, and the rank whose slices the file holds. Other programs' files without them can be read too. A
+tensor that is read whole is compared with its checksum. This is not possible for a part of a tensor; `TensorFile.verify` reads everything.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -26,13 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdctx.checkpoint.blocks import Block, shape_of_block
-from spmdctx.errors import CheckpointError, UnsupportedError
+from spmdctx.checkpoint.files import writing
+from spmdctx.errors import CheckpointError, UnsupportedError, shown
+from spmdctx.wording.files import open_file, replacing
 from spmdctx.wording.text_data import read_json_text
 
 SUFFIX = ".safetensors"
 _METADATA = "__metadata__"
-_SUM, _HEADER_SUM, _NO_SUM = "crc32 of ", "crc32 of the header", "0" * 8
+_SUM, _HEADER_SUM, _NO_SUM, _RANK = "crc32 of ", "crc32 of the header", "0" * 8, "spmdctx rank"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MOST_DIMS, _MOST_NUMBER = 32, 1 << 62
 _SHORT_RUN_BYTES = 256
 """Shorter runs are read together with the bytes between them, since a call costs more than the bytes that it would save."""
 _SPAN_BYTES = 1 << 22
@@ -94,17 +98,22 @@ class TensorFile:
         path: the file.
         reads: counts what is read.
 
+    Attributes:
+        tensors: by name.
+        rank: the rank whose slices they are, as text; empty where the file does not say.
+
     Raises:
         CheckpointError: the file is missing, cut, or no safetensors file.
     """
 
     def __init__(self, path: str | os.PathLike[str], reads: Reads) -> None:
         self.path = Path(path)
-        self._reads = reads
+        self._reads, self.rank = reads, ""
         try:
-            self._file = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError("A file of the checkpoint cannot be read.", where=str(path), got=error.strerror or str(error)) from error
+            self._file = open_file(self.path)
+        except (OSError, ValueError) as error:
+            got = getattr(error, "strerror", None) or str(error)
+            raise CheckpointError("A file of the checkpoint cannot be read.", where=str(path), got=got) from error
         try:
             self.tensors: dict[str, TensorInfo] = self._header()
         except BaseException:
@@ -184,7 +193,11 @@ class TensorFile:
         view = direct.reshape(-1).view(np.uint8).data
         done = 0
         while done < len(view):
-            count = os.preadv(self._file, [view[done:]], offset + done)
+            try:
+                count = os.preadv(self._file, [view[done:]], offset + done)
+            except OSError as error:
+                got = error.strerror or str(error)
+                raise CheckpointError("A file of the checkpoint cannot be read.", where=str(self.path), got=got) from error
             if not count:
                 raise CheckpointError("A file of the checkpoint ends too early.", where=str(self.path), got=f"no byte {offset + done}")
             done += count
@@ -209,11 +222,12 @@ class TensorFile:
             raise self._damaged(f"{type(error).__name__}: {error}") from error
         if any(name.startswith(_SUM) for name in sums) and not _is_intact(text, sums.get(_HEADER_SUM, "")):
             raise self._damaged("a header with another checksum than was written")
+        self.rank = sums.get(_RANK, "")
         end = 8 + length
         for name, info in sorted(found.items(), key=lambda entry: (entry[1].start, entry[1].num_bytes)):
             if info.start != end:
                 what = "overlaps the one before" if info.start < end else "does not follow the one before"
-                raise self._damaged(f"{name!r} {what}: it begins at byte {info.start}, and not at {end}")
+                raise self._damaged(f"{shown(name)} {what}: it begins at byte {info.start}, and not at {end}")
             end += info.num_bytes
         if end != size:
             raise self._damaged(f"{size} bytes, where the header tells of {end}")
@@ -250,15 +264,17 @@ def _metadata(header: Any) -> Mapping[str, str]:
 
 def _info(entry: Mapping[str, Any], data_start: int, crc: str) -> TensorInfo:
     if entry["dtype"] not in _DTYPE_OF_CODE:
-        raise ValueError(f"dtype {entry['dtype']!r}")
-    dtype, shape = jnp.dtype(_DTYPE_OF_CODE[entry["dtype"]]), tuple(entry["shape"])
-    start, stop = entry["data_offsets"]
-    if any(type(number) is not int or number < 0 for number in (*shape, start, stop)):
-        raise ValueError("a shape or an offset that is no whole number of at least 0")
+        raise ValueError(f"dtype {shown(entry['dtype'])}")
+    dtype, shape, offsets = jnp.dtype(_DTYPE_OF_CODE[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(shape) > _MOST_DIMS or len(offsets) != 2:
+        raise ValueError(f"shape {shown(shape)} and data_offsets {shown(offsets)}")
+    start, stop = offsets
+    if any(type(number) is not int or not 0 <= number <= _MOST_NUMBER for number in (*shape, start, stop)):
+        raise ValueError(f"a shape or an offset that is no whole number from 0 to {_MOST_NUMBER}")
     if stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{stop - start} bytes for {entry['dtype']}{list(shape)}")
+        raise ValueError(f"{stop - start} bytes for {entry['dtype']}{shape}")
     int(crc or "0", 16)
-    return TensorInfo(dtype, shape, data_start + start, crc)
+    return TensorInfo(dtype, tuple(shape), data_start + start, crc)
 
 
 def _is_intact(header: bytes, stored: str) -> bool:
@@ -278,37 +294,38 @@ class Tensor(NamedTuple):
     make: Callable[[], np.ndarray]
 
 
-def write_tensors(path: str | os.PathLike[str], tensors: Iterable[Tensor]) -> None:
-    """Writes a file, one tensor at a time; a reader never sees half of it.
+def write_tensors(path: str | os.PathLike[str], tensors: Iterable[Tensor], rank: int | None = None) -> None:
+    """Writes a file of a rank, one tensor at a time, and reads its header back before it gets its name; a reader never sees half of it.
 
     Raises:
         UnsupportedError: a dtype that the format does not have.
+        CheckpointError: the file cannot be written, or not be read back; a former one is as it was.
     """
     rows = list(tensors)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.writing")
-    try:
-        with scratch.open("wb") as file:
-            file.write(_header_bytes(rows, [0] * len(rows)))
-            sums = []
-            for row in rows:
-                # A view of bytes: numpy cannot hand bfloat16 to a file.
-                view = np.ascontiguousarray(row.make()).reshape(-1).view(np.uint8).data
-                sums.append(zlib.crc32(view))
-                file.write(view)
-                del view  # before the next one is made
-            file.seek(0)
-            file.write(_header_bytes(rows, sums))  # as long as the one before
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(target)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with writing(), replacing(path, partial(_check_written, rows)) as file:
+        file.write(_header_bytes(rows, [0] * len(rows), rank))
+        sums = []
+        for row in rows:
+            # A view of bytes: numpy cannot hand bfloat16 to a file.
+            view = np.ascontiguousarray(row.make()).reshape(-1).view(np.uint8).data
+            sums.append(zlib.crc32(view))
+            file.write(view)
+            del view  # before the next one is made
+        file.seek(0)
+        file.write(_header_bytes(rows, sums, rank))  # as long as the one before
 
 
-def _header_bytes(rows: Sequence[Tensor], sums: Sequence[int]) -> bytes:
+def _check_written(rows: Sequence[Tensor], path: Path) -> None:
+    with TensorFile(path, Reads()) as file:
+        found = {name: (info.shape, str(info.dtype)) for name, info in file.tensors.items()}
+    if found != {row.name: (tuple(row.shape), row.dtype) for row in rows}:
+        raise CheckpointError("A file was written, but cannot be read back.", where=str(path), got=f"{len(found)} of {len(rows)} tensors")
+
+
+def _header_bytes(rows: Sequence[Tensor], sums: Sequence[int], rank: int | None) -> bytes:
     own = {_SUM + row.name: f"{crc:08x}" for row, crc in zip(rows, sums, strict=True)}
+    if rank is not None:
+        own[_RANK] = str(rank)
     header: dict[str, Any] = {_METADATA: {_HEADER_SUM: _NO_SUM, **own}}
     end = 0
     for row in rows:

@@ -13,8 +13,19 @@ import jax
 import numpy as np
 
 from spmdctx.checkpoint.blocks import Block, shape_of_block, slices_of
+from spmdctx.checkpoint.commit import together, waiting_place
+from spmdctx.checkpoint.files import writing
 from spmdctx.checkpoint.layouts import Slicing, Strategy, slicing
-from spmdctx.checkpoint.sources import STRATEGY, Sources, check_complete, pieces, rank_files
+from spmdctx.checkpoint.sources import (
+    STRATEGY,
+    Sources,
+    check_complete,
+    check_no_more_ranks,
+    pieces,
+    rank_file,
+    rank_files,
+    strategy_beside,
+)
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, Tensor, write_tensors
 from spmdctx.errors import CheckpointError, UnsupportedError, message
 from spmdctx.plan.mindspore.file import ParameterLayout, mindspore_name, write_layouts
@@ -142,10 +153,10 @@ def transform_checkpoint_by_rank(
     _check_suffix(save_checkpoint_file_name)
     source, target = _pair(rank_id, src_strategy_file, dst_strategy_file)
     with Sources(checkpoint_files_map, source) as sources:
-        write_tensors(save_checkpoint_file_name, _tensors(sources, target, rank_id))
+        write_tensors(save_checkpoint_file_name, _tensors(sources, target, rank_id), rank_id)
         folder = Path(save_checkpoint_file_name).parent
         if folder.name == f"rank_{rank_id}":
-            _write_strategy(folder.parent, sources, target)
+            _write_strategy(folder.parent / STRATEGY, sources, target)
         return sources.reads
 
 
@@ -188,27 +199,29 @@ def transform_checkpoints(  # noqa: PLR0913  # MindSpore's arguments
     if isinstance(process_num, bool) or not isinstance(process_num, int) or not isinstance(ckpt_prefix, str):
         raise TypeError(message("process_num is an int and ckpt_prefix a string.", got=f"{process_num!r} and {ckpt_prefix!r}"))
     files = rank_files(src_checkpoints_dir)
-    beside = Path(src_checkpoints_dir) / STRATEGY
-    if src_strategy_file is None and len(files) > 1 and beside.is_file():
-        src_strategy_file = beside
+    if src_strategy_file is None and len(files) > 1:
+        src_strategy_file = strategy_beside(Path(src_checkpoints_dir))
     source, target = slicing(src_strategy_file), slicing(dst_strategy_file)
     check_complete(files, source.num_ranks, str(src_checkpoints_dir))
 
+    root, names = Path(dst_checkpoints_dir), [rank_file(rank, ckpt_prefix) for rank in range(target.num_ranks)]
+    check_no_more_ranks(root, target.num_ranks)
+
     def one(rank: int) -> Reads:
-        path = Path(dst_checkpoints_dir) / f"rank_{rank}" / f"{ckpt_prefix}{rank}{SUFFIX}"
         with Sources(files, source) as sources:
-            write_tensors(path, _tensors(sources, target, rank))
+            write_tensors(waiting_place(root, names[rank]), _tensors(sources, target, rank), rank)
             return sources.reads
 
     total = Reads()
-    with Sources(files, source, verify) as sources:
-        if verify:
-            sources.open_all()
-        _write_strategy(Path(dst_checkpoints_dir), sources, target)
-        total.add(sources.reads)
-    with ThreadPoolExecutor(max(1, process_num)) as pool:
-        for reads in pool.map(one, range(target.num_ranks)):
-            total.add(reads)
+    with together(root, [*names, STRATEGY]):
+        with Sources(files, source, verify) as sources:
+            if verify:
+                sources.open_all()
+            _write_strategy(waiting_place(root, STRATEGY), sources, target)
+            total.add(sources.reads)
+        with ThreadPoolExecutor(max(1, process_num)) as pool:
+            for reads in pool.map(one, range(target.num_ranks)):
+                total.add(reads)
     return total
 
 
@@ -246,12 +259,12 @@ def _kept(sources: Sources, target: Slicing) -> list[str]:
     return [name for name in sources.names() if name in target.layouts or name not in sources.source.layouts or not target.layouts]
 
 
-def _write_strategy(folder: Path, sources: Sources, target: Slicing) -> None:
-    """Says beside the folders of the ranks how they are split, as `save_distributed_checkpoint` does."""
+def _write_strategy(path: Path, sources: Sources, target: Slicing) -> None:
+    """Says how the ranks' files are split, as `save_distributed_checkpoint` does."""
     shapes = {name: sources.shape(name) for name in _kept(sources, target)}
     whole = {name: ParameterLayout((target.num_ranks,), ((),) * len(shape), shape) for name, shape in shapes.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_layouts({**whole, **target.layouts}, folder / STRATEGY)
+    with writing():
+        write_layouts({**whole, **target.layouts}, path)
 
 
 def _target_block(target: Slicing, name: str, shape: tuple[int, ...], rank: int) -> Block:

@@ -15,6 +15,7 @@ from spmdctx.cli.output import Output
 from spmdctx.cli.values import positive
 from spmdctx.machine.topology import topology_text
 from spmdctx.wording import seconds_text
+from spmdctx.wording.files import write_file
 
 if TYPE_CHECKING:
     from spmdctx.cli.measure import Calibration
@@ -45,7 +46,7 @@ def calibrate_devices(arguments: argparse.Namespace, output: Output) -> int:
     for note in found.notes:
         output.say(note)
     if arguments.out:
-        arguments.out.write_text(topology_text(found.topology, as_json=arguments.out.suffix == ".json"), encoding="utf-8")
+        write_file(arguments.out, topology_text(found.topology, as_json=arguments.out.suffix == ".json"))
         output.say(f"written to {arguments.out}; use it with --topology {arguments.out}, or topology= in Python")
     rows = [row._asdict() for row in found.collectives]
     output.finish({"topology": dataclasses.asdict(found.topology), "collectives": rows, "notes": list(found.notes)})

@@ -16,6 +16,8 @@ from spmdctx.cli.output import Output, plan_data
 from spmdctx.cli.program import Choice, add_program_arguments, started
 from spmdctx.errors import CheckpointError, ContextError
 from spmdctx.models import Decoder, DecoderConfig, Generator, Lora, Tokenizer, WordTokenizer, read_tokenizer
+from spmdctx.wording.files import read_file, write_file
+from spmdctx.wording.text_data import read_json_text
 
 MODEL, TOKENIZER, STATE = "model.json", "tokenizer.json", "state"
 """Files that `spmdctx train` writes into its folder besides the plan: sizes, words and checkpoints."""
@@ -72,8 +74,7 @@ def generate(arguments: argparse.Namespace, output: Output) -> int:
 
 def save_model(folder: Path, config: DecoderConfig, tokenizer: WordTokenizer) -> None:
     """Writes what `generate` needs besides the parameters: a decoder's sizes, and its words."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MODEL).write_text(json.dumps(asdict(config), indent=1), encoding="utf-8")
+    write_file(folder / MODEL, json.dumps(asdict(config), indent=1))
     tokenizer.save(folder / TOKENIZER)
 
 
@@ -83,7 +84,7 @@ def _model(choice: Choice, folder: Path) -> DecoderConfig:
     if not path.is_file():
         return replace(choice.decoder(), max_seq=choice.seq)
     try:
-        body: dict[str, Any] = json.loads(path.read_bytes())
+        body: dict[str, Any] = read_json_text(read_file(path))
         lora = body.pop("lora", None)
         return DecoderConfig(**body, lora=None if lora is None else Lora(**{**lora, "targets": tuple(lora["targets"])}))
     except (ValueError, TypeError, AttributeError) as error:

@@ -12,9 +12,11 @@ from spmdctx.cli.output import Output
 from spmdctx.cli.values import positive
 from spmdctx.context.options import SEARCH_MODES
 from spmdctx.errors import InfeasibleError, PlanError
+from spmdctx.plan.file import parse_plan
 from spmdctx.plan.library import ROWS_FILE, Library, Row, read_library
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.diff import PlanDiff
+from spmdctx.wording.files import write_file
 
 
 class FileState(NamedTuple):
@@ -92,8 +94,7 @@ def _settle(folder: Path, path: Path, text: str, check: bool) -> FileState:
     """Writes a file, or compares it."""
     target, size = folder / path, len(text.encode())
     if not check:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        write_file(target, text)
         return FileState(path.as_posix(), "written", size)
     if not target.is_file():
         return FileState(path.as_posix(), "missing", size)
@@ -106,12 +107,7 @@ def _settle(folder: Path, path: Path, text: str, check: bool) -> FileState:
 
 def _compare_plans(target: Path, path: Path, text: str) -> FileState:
     """Compares a plan file with a new plan; ops that moved to other source lines make no difference."""
-    scratch = target.with_name(f".{target.name}.made")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        diff = Plan.load(target).diff(Plan.load(scratch))
-    finally:
-        scratch.unlink(missing_ok=True)
+    diff = Plan.load(target).diff(parse_plan(text, "the new plan", Plan))
     state = "same" if _decides_alike(diff) else "differs"
     return FileState(path.as_posix(), state, len(text.encode()), "" if state == "same" else str(diff))
 

@@ -22,6 +22,9 @@ ADDRESS, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICES = (
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 """Ports above those that Linux gives to outgoing connections (32768 to 60999), so that the chosen one is most likely free."""
 _KUBERNETES_PORT = 55527
+_HOST = re.compile(r"[A-Za-z0-9._%:\[\]-]+")
+"""A name, or an address of either kind of IP."""
+_ONE_HOST = re.compile(r"[\w.-]+")
 _MAX_DIGITS = 9
 """Digits of a number of processes, a rank or a port; longer ones are no such number."""
 
@@ -116,7 +119,8 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     if "SLURM_STEP_NODELIST" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
-    host = first_host(environ["SLURM_STEP_NODELIST"])
+    hosts = environ["SLURM_STEP_NODELIST"]
+    host = "127.0.0.1" if _ONE_HOST.fullmatch(hosts) else first_host(hosts)
     port = _port(zlib.crc32(os.fsencode(f"{job}.{step}")))
     own = _own_gpu(environ, "SLURM_LOCALID", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     return Cluster("Slurm", f"{host}:{port}", _of(environ, "SLURM_STEP_NUM_TASKS"), _of(environ, "SLURM_PROCID"), own)
@@ -154,7 +158,7 @@ def first_host(hosts: str) -> str:
     """Returns the first of Slurm's list of hosts, such as `node[007-009,12],other`."""
     found = re.match(r"([^,\[]+)(?:\[(\w+))?([^,\[\]]*)", hosts)
     if found is None:
-        raise ContextError("Slurm's list of hosts cannot be read.", got=f"SLURM_STEP_NODELIST={hosts}")
+        raise ContextError("Slurm's list of hosts cannot be read.", got=ascii(f"SLURM_STEP_NODELIST={hosts[:200]}"))
     prefix, number = found[1], found[2]
     if number is None:
         return prefix
@@ -186,12 +190,12 @@ def _of(environ: Mapping[str, str], name: str) -> int:
 
 def _number(name: str, text: str) -> int:
     if not text.strip().isdecimal() or len(text.strip()) > _MAX_DIGITS:
-        raise ContextError(f"{name} must be a number of at most {_MAX_DIGITS} digits.", got=repr(text[:40]))
+        raise ContextError(f"{name} must be a number of at most {_MAX_DIGITS} digits.", got=ascii(text[:40]))
     return int(text)
 
 
 def _checked_address(address: str, source: str) -> str:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or len(port) > _MAX_DIGITS or not 0 < int(port) < 1 << 16:
-        raise ContextError(f"{source} gives no address of process 0.", got=repr(address[:200]), need="host:port, with a port below 65536")
+    if not _HOST.fullmatch(host) or not port.isdecimal() or len(port) > _MAX_DIGITS or not 0 < int(port) < 1 << 16:
+        raise ContextError(f"{source} gives no address of process 0.", got=ascii(address[:200]), need="host:port, with a port below 65536")
     return address

@@ -1,138 +1,224 @@
 """The meeting of a job's processes before JAX connects them, which names missing processes; JAX would abort without a word.
 
-Process 0 listens at the job's address. The others send it their numbers and wait for its answer. Then JAX takes over the port.
+Process 0 listens at the job's address. The others prove that they have the job's key and wait for its word. Then nothing of this
+listens any more, JAX takes over the port, and the connections that are left serve the watch.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import os
+import secrets
 import socket
+import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 from spmdctx.communication.clusters import Cluster
+from spmdctx.communication.meeting.door import Door
+from spmdctx.communication.meeting.hub import GO, Hub
+from spmdctx.communication.meeting.key import TOKEN, Key, job_key
+from spmdctx.communication.meeting.link import Link, close_in_children
+from spmdctx.communication.meeting.place import forget_service_address, is_in_reach, listen, new_service_address, open_listeners
+from spmdctx.communication.meeting.proof import Caller, hello, new_nonce, read_answer, read_greeting, session_key
 from spmdctx.errors import CommunicationError
 
-_GO = b"go\n"
-_KEPT_BYTES = 64
+__all__ = ["Link", "Met", "gather", "join", "listen", "meet"]
+
 _RETRY_S = 0.1
-_HELLO_S = 5.0
-"""Seconds in which a process that has connected must send its number."""
+_LONGEST_RETRY_S = 2.0
+_STEP_S = 10.0
+"""Seconds that process 0 may take for each line of the meeting, before the caller calls again."""
 
 
-def meet(cluster: Cluster, timeout_s: float) -> None:
+class Met(NamedTuple):
+    """What the meeting leaves: this process's connection to process 0, None for a process alone, and JAX's address.
+
+    `service` is where JAX's own service listens, as gRPC writes addresses.
+    """
+
+    link: Link | None
+    service: str
+
+
+def meet(cluster: Cluster, timeout_s: float) -> Met:
     """Waits until all processes have connected.
 
     Raises:
         CommunicationError: some do not connect in time, two have the same number, they were told different numbers of processes, or
             the port of process 0 is in use.
+        ContextError: the job's token is too short.
     """
-    if cluster.num_processes < 2 and cluster.process_id == 0:
-        _listener(cluster).close()
-    elif cluster.process_id == 0:
-        _gather(cluster, time.monotonic() + timeout_s, timeout_s)
-    else:
-        _join(cluster, time.monotonic() + timeout_s, timeout_s)
-
-
-def listen(port: int) -> socket.socket:
-    """Opens a socket that listens on a port of this machine (0 for any), by both IPv6 and IPv4 if possible."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
-
-
-def _listener(cluster: Cluster) -> socket.socket:
-    port = int(cluster.address.rpartition(":")[2])
+    key = job_key(os.environ, cluster)
+    if cluster.process_id:
+        return join(cluster, key, timeout_s)
+    servers = open_listeners(os.environ, cluster)
+    if cluster.num_processes < 2:
+        for server in servers:
+            server.close()
+        return Met(None, new_service_address(os.environ, cluster))
+    if not key.is_secret:
+        warnings.warn(
+            f"No secret keeps strangers out of this job: any process that reaches {cluster.address} can join it. "
+            f"Set {TOKEN} to one secret on all processes (SECURITY.md).",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    service = new_service_address(os.environ, cluster)
     try:
-        return listen(port)
-    except OSError as error:
+        return Met(gather(cluster, key, servers, timeout_s, service), service)
+    except BaseException:
+        forget_service_address(service)
+        raise
+
+
+def gather(cluster: Cluster, key: Key, servers: Sequence[socket.socket], timeout_s: float, service: str = "") -> Link:
+    """Waits, as process 0, until all others have come, and tells them where JAX's service is; the sockets are closed then.
+
+    Raises:
+        CommunicationError: some have not come in time, or process 0 can open no more files.
+    """
+    try:
+        return _Meeting(cluster, key, servers, timeout_s, service).link()
+    except OSError as error:  # no file is left for an event loop
+        for server in servers:
+            server.close()
         raise CommunicationError(
-            f"Process 0 cannot listen on port {port}.",
-            where=f"process 0, told by {cluster.source}",
-            got=error.strerror or str(error),
-            fix="SPMDCTX_ADDRESS=HOST:PORT with another port, the same for every process",
+            "Process 0 cannot open what it needs to meet the others.", where=_place(cluster), got=error.strerror or str(error)
         ) from error
 
 
-def _gather(cluster: Cluster, deadline: float, timeout_s: float) -> None:
-    links: dict[int, socket.socket] = {}
-    wanted = set(range(1, cluster.num_processes))
-    with contextlib.ExitStack() as open_links:
-        with _listener(cluster) as server:
-            for link in _callers(server, deadline):
-                open_links.enter_context(link)
-                number = _hello(link, cluster, links)
-                if number is not None:
-                    links[number] = link
-                if wanted <= set(links):
-                    break
-            else:
-                raise _missing(cluster, sorted(wanted - set(links)), timeout_s)
-        for link in links.values():
-            with contextlib.suppress(OSError):
-                link.sendall(_GO)
-        for link in links.values():
-            with contextlib.suppress(OSError):
-                link.recv(1)  # they close first, so that the port is free at once
+class _Meeting:
+    """Process 0's side: the door, and then the hub, on a thread with an event loop of its own."""
+
+    def __init__(self, cluster: Cluster, key: Key, servers: Sequence[socket.socket], timeout_s: float, service: str) -> None:
+        self._cluster, self._key, self._servers, self._timeout_s, self._service = cluster, key, servers, timeout_s, service
+        self._all_here: Future[None] = Future()
+        self._own_key = secrets.token_bytes(32)
+        self._own, self._hubs = socket.socketpair()
+        for one in (*servers, self._hubs):
+            close_in_children(one)
+
+    def link(self) -> Link:
+        """Runs the meeting, and returns process 0's own connection to the hub."""
+        thread = threading.Thread(target=self._serve, name="spmdctx-hub", daemon=True)
+        thread.start()
+        try:
+            self._all_here.result()
+        except BaseException:
+            self._own.close()  # an interrupt, which the meeting must not outlive
+            raise
+        link = Link(self._own)
+        link.seal(self._own_key, "process 0", "hub")
+        return link
+
+    def _serve(self) -> None:
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(self._run())
+        except Exception as error:
+            self._hubs.close()
+            if not self._all_here.done():
+                self._all_here.set_exception(error)
+
+    async def _run(self) -> None:
+        hub = Hub(self._cluster.num_processes)
+        door = Door(self._servers, self._key.secret, self._cluster.num_processes, hub)
+        await hub.add_own(self._hubs, self._own_key)
+        try:
+            await door.open_for(self._timeout_s)
+        except TimeoutError:
+            self._all_here.set_exception(_missing(self._cluster, hub, door.turned_away, self._timeout_s))
+            return
+        if hub.abandoned:
+            return
+        hub.begin(self._service)
+        self._all_here.set_result(None)
+        await hub.ended()
 
 
-def _callers(server: socket.socket, deadline: float) -> Iterator[socket.socket]:
-    while (left := deadline - time.monotonic()) > 0:
-        server.settimeout(left)
-        with contextlib.suppress(TimeoutError):
-            link, _ = server.accept()
-            link.settimeout(_HELLO_S)
-            yield link
+def join(cluster: Cluster, key: Key, timeout_s: float) -> Met:
+    """Connects this process to process 0, and waits for the word to begin.
 
-
-def _hello(link: socket.socket, cluster: Cluster, known: dict[int, socket.socket]) -> int | None:
-    """Returns the number of a process that has connected, or None if it does not belong to the job."""
-    try:
-        words = link.recv(_KEPT_BYTES).split()
-    except OSError:
-        return None
-    if len(words) != 3 or words[0] != b"spmdctx" or not (words[1].isdigit() and words[2].isdigit()):
-        return None
-    number, count = int(words[1]), int(words[2])
-    if count != cluster.num_processes:
-        raise CommunicationError(
-            "The processes were told different numbers of processes.",
-            got=f"process 0 {cluster.num_processes}, process {number} {count}",
-            need="one number for all",
-        )
-    if number in known:
-        raise CommunicationError(f"Two processes say that they are process {number}.", need="a number of its own for each")
-    return number
-
-
-def _join(cluster: Cluster, deadline: float, timeout_s: float) -> None:
+    Raises:
+        CommunicationError: process 0 is not reached in time, refuses this process, or ends.
+    """
+    deadline = time.monotonic() + timeout_s
     host, _, port = cluster.address.rpartition(":")
-    where = f"process {cluster.process_id}, told by {cluster.source}"
-    reason = "no answer"
+    reason, pause = "no answer", _RETRY_S
     while (left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), left) as link:
-                link.sendall(b"spmdctx %d %d\n" % (cluster.process_id, cluster.num_processes))
-                if link.recv(_KEPT_BYTES) == _GO:
-                    return
-                raise CommunicationError("Process 0 has not let the job begin.", where=where, fix="see the output of process 0")
+            link = Link(socket.create_connection((host.strip("[]"), int(port)), left))
+            try:
+                return _joined(link, cluster, key, deadline)
+            except BaseException:
+                link.close()
+                raise
+        except _NotProcess0 as error:
+            reason, pause = str(error), min(2 * pause, _LONGEST_RETRY_S)
         except OSError as error:
             reason = error.strerror or str(error)
-            time.sleep(_RETRY_S)
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
     raise CommunicationError(
         f"The job of {cluster.num_processes} processes did not come together.",
-        where=where,
+        where=_place(cluster),
         got=f"process 0 was not reached: {reason}",
         need=f"all processes within {timeout_s:g} s, at {cluster.address}",
     )
 
 
-def _missing(cluster: Cluster, numbers: list[int], timeout_s: float) -> CommunicationError:
+class _NotProcess0(Exception):
+    """What answers at the address is not process 0 of this job, or takes this process for a stranger."""
+
+
+def _joined(link: Link, cluster: Cluster, key: Key, deadline: float) -> Met:
+    caller = Caller(cluster.process_id, cluster.num_processes, new_nonce())
+    try:
+        greeted = read_greeting(link.line(min(deadline, time.monotonic() + _STEP_S)))
+    except OSError as error:
+        raise _NotProcess0(f"what answers says nothing that process 0 of a job would say ({error})") from error
+    if greeted is None:
+        raise _NotProcess0("what answers is not process 0 of a job")
+    try:
+        link.write(hello(key.secret, greeted, caller))
+        refusal = read_answer(key.secret, greeted, caller, link.line(min(deadline, time.monotonic() + _STEP_S)))
+    except OSError as error:
+        raise _NotProcess0(f"it does not let this process in, as if it had another key than {key.source}") from error
+    if refusal is None:
+        raise _NotProcess0(f"what answers does not have the job's key, {key.source}")
+    if refusal:
+        raise CommunicationError(
+            f"Process 0 does not let this process join: {refusal}", where=_place(cluster), need="a number of its own for each"
+        )
+    link.seal(session_key(key.secret, greeted, caller), "caller", "process 0")
+    word, _, service = link.row(deadline + _STEP_S).partition(" ")
+    if word != GO:
+        raise CommunicationError("Process 0 has not let the job begin.", where=_place(cluster), fix="see the output of process 0")
+    if not is_in_reach(service):
+        raise CommunicationError(
+            "This process does not see the files of process 0's machine, though its address is that of one machine alone.",
+            where=_place(cluster),
+            got=service,
+            fix="SPMDCTX_ADDRESS=HOST:PORT with a host that is not a loopback address",
+        )
+    return Met(link, service)
+
+
+def _place(cluster: Cluster) -> str:
+    return f"process {cluster.process_id}, told by {cluster.source}"
+
+
+def _missing(cluster: Cluster, hub: Hub, turned_away: int, timeout_s: float) -> CommunicationError:
+    numbers = hub.missing
+    absent = f"without process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}"
+    strangers = f"; connections turned away: {turned_away}" if turned_away else ""
+    refusals = "".join(f" {words}" for words in hub.refusals)
     return CommunicationError(
-        f"The job of {cluster.num_processes} processes did not come together.",
-        where=f"process 0, told by {cluster.source}",
-        got=f"without process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}",
-        need=f"all processes within {timeout_s:g} s, at {cluster.address}",
+        f"The job of {cluster.num_processes} processes did not come together.{refusals}",
+        where=_place(cluster),
+        got=absent + strangers,
+        need=f"all processes within {timeout_s:g} s, at {cluster.address}" + ("" if not turned_away else ", with one token"),
     )

@@ -12,10 +12,13 @@ import jax
 from spmdctx._compat import has_used_devices, key_value_store
 from spmdctx.communication.clusters import Cluster, detect
 from spmdctx.communication.current import World, current_world, enter, is_initialized
+from spmdctx.communication.files import raise_file_limit
 from spmdctx.communication.groups import WORLD, forget_groups, own_ranks
+from spmdctx.communication.meeting.hub import BYE
+from spmdctx.communication.meeting.place import bind_address, forget_service_address
 from spmdctx.communication.parent import die_with_launcher
-from spmdctx.communication.rendezvous import meet
-from spmdctx.communication.watch import start_watch
+from spmdctx.communication.rendezvous import Link, meet
+from spmdctx.communication.watch import Watch, connect_beside_jax
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError, message
 
 _PLATFORM_OF_BACKEND = {"gloo": "cpu", "nccl": "gpu", "tpu": "tpu"}
@@ -64,10 +67,16 @@ def init(  # noqa: PLR0913  # what a job may say of itself
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     cluster = _cluster(address, num_processes, process_id, local_device_ids)
+    link = None
     if not jax.distributed.is_initialized():
-        _start(cluster, platform, timeout_s, heartbeat_timeout_s)
+        link = _start(cluster, platform, timeout_s, heartbeat_timeout_s)
+    elif watch and cluster is not None and jax.process_count() > 1:
+        link = connect_beside_jax(cluster, timeout_s)
     _check_platform(backend, platform)
-    watched = start_watch(cluster, timeout_s) if watch and cluster is not None and jax.process_count() > 1 else None
+    if link is not None and not watch:
+        link.send(BYE)
+        link.close()
+    watched = Watch(jax.process_index(), link) if link is not None and watch else None
     enter(World(cluster, _hosts(timeout_s), watched))
 
 
@@ -191,21 +200,25 @@ def _cluster(address: str | None, count: int | None, number: int | None, devices
     return found._replace(**stated)  # type: ignore[arg-type]  # the names are its fields
 
 
-def _start(cluster: Cluster | None, platform: str | None, timeout_s: float, heartbeat_timeout_s: float) -> None:
+def _start(cluster: Cluster | None, platform: str | None, timeout_s: float, heartbeat_timeout_s: float) -> Link | None:
+    """Starts JAX's part of the job; returns the connection to process 0 that the meeting has left."""
     if cluster is not None and has_used_devices():
         raise CommunicationError("init is called after JAX has used a device.", fix="call init() first, at the start of the script")
-    if cluster is not None:
-        meet(cluster, timeout_s)
+    if cluster is not None and cluster.num_processes > 1:
+        raise_file_limit()
+    met = None if cluster is None else meet(cluster, timeout_s)
     # JAX's own would catch SIGTERM and do nothing more: neither a launcher nor a user could stop the job.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        if cluster is not None:
+        if cluster is not None and met is not None:
+            on_socket = met.service != cluster.address
             jax.distributed.initialize(
-                cluster.address,
+                met.service,
                 cluster.num_processes,
                 cluster.process_id,
                 cluster.local_device_ids,
                 cluster_detection_method="deactivate",
+                coordinator_bind_address=met.service if on_socket else bind_address(os.environ, cluster),
                 initialization_timeout=int(timeout_s),
                 heartbeat_timeout_seconds=int(heartbeat_timeout_s),
             )
@@ -213,7 +226,13 @@ def _start(cluster: Cluster | None, platform: str | None, timeout_s: float, hear
             # The machines of a TPU pod know their job; nothing else does.
             jax.distributed.initialize(initialization_timeout=int(timeout_s), heartbeat_timeout_seconds=int(heartbeat_timeout_s))
     except (RuntimeError, ValueError) as error:
+        if met is not None and met.link is not None:
+            met.link.close()
         raise _not_started(cluster, timeout_s, error) from error
+    finally:
+        if cluster is not None and met is not None and not cluster.process_id:
+            forget_service_address(met.service)
+    return None if met is None else met.link
 
 
 def _not_started(cluster: Cluster | None, timeout_s: float, error: Exception) -> CommunicationError:

@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 from spmdctx.context.options import LATER_OPTIONS, PARALLEL_MODES, checked
 from spmdctx.context.values import dataset_strategy_from_lists, is_int, memory_budget, nearest, wrong_type
 from spmdctx.errors import ContextError, ContextWarning, message, shown
-from spmdctx.wording.text_data import read_yaml_text
+from spmdctx.wording.files import read_file
+from spmdctx.wording.text_data import MOST_YAML_BYTES, read_yaml_text
 
 _SECTIONS = ("use_parallel", "parallel", "parallel_config")
 _MODE_NUMBERS = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel")
@@ -83,7 +83,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> ContextCo
 
 def _read_yaml(path: str) -> Mapping[str, Any]:
     try:
-        content = read_yaml_text(Path(path).read_bytes())
+        content = read_yaml_text(read_file(path, MOST_YAML_BYTES))
     except ValueError as error:
         raise ContextError("The configuration is no valid YAML.", where=path, got=str(error)) from None
     if not isinstance(content, dict):

@@ -20,7 +20,7 @@ from spmdctx.context.storage import (
     store_search_mode,
 )
 from spmdctx.context.values import CommFusion, FusionEntry, ParallelOptimizerConfig, StrategyFiles
-from spmdctx.errors import ContextError, message
+from spmdctx.errors import ContextError, message, shown
 
 PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
 SEARCH_MODES = ("recursive_programming", "dynamic_programming", "sharding_propagation")
@@ -371,15 +371,15 @@ def find(key: Any, verb: str, table: Mapping[str, Option] = BY_NAME, also: Itera
         ContextError: there is no such option; the message names the nearest one.
     """
     if not isinstance(key, str):
-        raise TypeError(message(f"{verb} context needs the name of an option.", got=repr(key), need="a string"))
+        raise TypeError(message(f"{verb} context needs the name of an option.", got=shown(key), need="a string"))
     option = table.get(key)
     if option is None:
         if table is ALGO_BY_NAME:
             fix = values.nearest(key, table) or f"the parameters are {', '.join(table)}"
-            raise ContextError(f"{verb} algo parameter {key!r} is not recognized.", fix=fix)
+            raise ContextError(f"{verb} algo parameter {shown(key)} is not recognized.", fix=fix)
         later = "it belongs to MindSpore versions after 2.0" if key in LATER_OPTIONS else ""
         fix = later or values.nearest(key, [*table, *also]) or "get_auto_parallel_context and docs/options.md list the options"
-        raise ContextError(f"{verb} context keyword {key!r} is not recognized.", fix=fix)
+        raise ContextError(f"{verb} context keyword {shown(key)} is not recognized.", fix=fix)
     return option
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -121,7 +122,7 @@ def positive_number(high: float = math.inf) -> Check:
     def check(name: str, value: Any) -> float:
         if not is_int(value) and not isinstance(value, float):
             raise wrong_type(name, value, need)
-        if not (0 < value <= high) or math.isinf(value):
+        if not 0 < value <= min(high, sys.float_info.max):  # an int may be too large for a float
             raise bad_value(name, value, need)
         return float(value)
 
@@ -163,7 +164,7 @@ def refused_unless(default: Any, check: Check, reason: str) -> Check:
 
     def guarded(name: str, value: Any) -> Any:
         if check(name, value) != default:
-            raise UnsupportedError(f"{name}={value!r} is not supported: {reason}.", need=f"{default!r}, or leave it unset")
+            raise UnsupportedError(f"{name}={shown(value)} is not supported: {reason}.", need=f"{default!r}, or leave it unset")
         return default
 
     return guarded
@@ -234,7 +235,8 @@ def entries(name: str, value: Any, known: Mapping[str, Check]) -> dict[str, Any]
         raise wrong_type(name, value, "a dict with keys among " + ", ".join(map(repr, known)))
     for key in value:
         if key not in known:
-            raise ContextError(f"{name} has no key {key!r}.", need="keys among " + ", ".join(map(repr, known)), fix=nearest(key, known))
+            need = "keys among " + ", ".join(map(repr, known))
+            raise ContextError(f"{name} has no key {shown(key)}.", need=need, fix=nearest(key, known))
     return {key: known[key](f"{name}[{key!r}]", part) for key, part in value.items()}
 
 

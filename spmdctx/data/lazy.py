@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,12 @@ class Blocks:
         return f"<spmdctx.data.Blocks {self.dtype}{list(self.shape)} of {type(self._array).__name__}>"
 
     def __getitem__(self, index: tuple[slice, ...]) -> NDArray[Any]:
-        """Reads the block at a tuple of slices."""
+        """Reads the block at a tuple of slices.
+
+        Raises:
+            StrategyError: the array is mapped from a file that has become shorter.
+        """
+        _check_mapped(self._array)
         index = index if isinstance(index, tuple) else (index,)
         rows, rest = self._rows[index[0]], index[1:]
         array: Any = self._array
@@ -63,6 +69,19 @@ class Blocks:
         result = np.empty_like(found)
         result[order] = found
         return result
+
+
+def _check_mapped(array: Any) -> None:
+    """Refuses a mapped file whose end is gone: the system ends a process that reads there."""
+    while isinstance(array, np.ndarray) and isinstance(array.base, np.ndarray):
+        array = array.base
+    mapped: Any = getattr(array, "base", None)
+    if isinstance(array, np.memmap) and isinstance(mapped, mmap.mmap):
+        need, found = int(array.offset) + array.nbytes, mapped.size()
+        if found < need:
+            raise StrategyError(
+                "A mapped file has become shorter.", where=str(array.filename), got=f"{found} bytes", need=f"{need} bytes, as it had"
+            )
 
 
 def is_read_by_blocks(leaf: Any) -> bool:

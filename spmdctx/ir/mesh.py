@@ -97,6 +97,11 @@ class Blocks(LogicalMesh):
     blocks: tuple[AxisNames, ...]
 
 
+def units(mesh: LogicalMesh) -> tuple[AxisNames, ...]:
+    """Returns the axes that are used together, major first; one by one, unless the mesh has blocks."""
+    return mesh.blocks if isinstance(mesh, Blocks) else tuple((name,) for name in mesh.names)
+
+
 def replicated(rank: int) -> TensorSharding:
     """Returns the sharding of a tensor of `rank` dimensions that every device holds whole."""
     return ((),) * rank

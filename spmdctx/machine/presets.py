@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from spmdctx.errors import ContextError, message
+from spmdctx.errors import ContextError, message, shown
 from spmdctx.machine.topology import FILE_SUFFIXES, Compiler, Interconnect, Topology, read_topology
 
 MIB, GIB = 2**20, 2**30
@@ -192,7 +192,7 @@ def topology(name: str | os.PathLike[str] | Topology) -> Topology:
     if os.fspath(name).endswith(FILE_SUFFIXES):
         return read_topology(name)
     raise ContextError(
-        f"There is no topology preset called {name!r}.",
+        f"There is no topology preset called {shown(name)}.",
         need=", ".join(PRESETS),
         fix="or pass a cost.Topology, or the path of a .json or .yaml file",
     )

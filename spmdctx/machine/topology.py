@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import InitVar, dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from pathlib import Path
+from numbers import Integral, Real
 from typing import Any
 
 import yaml
 
-from spmdctx.errors import ContextError
-from spmdctx.wording.text_data import read_yaml_text
+from spmdctx.errors import ContextError, message, shown
+from spmdctx.wording.files import read_file
+from spmdctx.wording.text_data import MOST_YAML_BYTES, read_yaml_text
 
 
 class Interconnect(StrEnum):
@@ -155,25 +157,11 @@ class Topology:
     def __post_init__(self, compiler_version: str) -> None:
         # No field: neither files nor comparisons have it. `replace` reads it here.
         object.__setattr__(self, "compiler_version", compiler_version)
-        for name in (
-            "peak_flops_per_s",
-            "memory_bytes",
-            "memory_bytes_per_s",
-            "link_bytes_per_s",
-            "devices_per_host",
-            "network_bytes_per_s",
-            "torus_dims",
-            "ring_side",
-            "matrix_tile",
-        ):
-            if not getattr(self, name) > 0:
-                raise ContextError(f"Topology.{name} must be positive.", got=repr(getattr(self, name)))
+        for name, field in _FIELDS.items():
+            _check_field(name, str(field.type), getattr(self, name))
         for name in ("vector_flops_per_s", "float32_flops_per_s"):
             if not getattr(self, name):
                 object.__setattr__(self, name, self.peak_flops_per_s)
-        for name in ("gather_overlap", "reduction_overlap"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ContextError(f"Topology.{name} must be a share, from 0 to 1.", got=repr(getattr(self, name)))
 
     @cached_property
     def compiler(self) -> Compiler:
@@ -213,6 +201,45 @@ def without_latency(machine: Topology) -> Topology:
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Topology)}
 
+_POSITIVE = (
+    "peak_flops_per_s",
+    "memory_bytes",
+    "memory_bytes_per_s",
+    "link_bytes_per_s",
+    "devices_per_host",
+    "network_bytes_per_s",
+    "torus_dims",
+    "ring_side",
+    "matrix_tile",
+)
+_SHARES = ("gather_overlap", "reduction_overlap")
+_LEAST, _MOST = 1e-30, 1e30
+"""Between these, sums and quotients of a topology's figures stay finite."""
+_TYPES_OF_FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str,), "a string"),
+    "bool": ((bool,), "True or False"),
+    "int": ((Integral,), "an int"),  # NumPy's too
+    "float": ((Real,), "a number"),
+    "Interconnect": ((Interconnect,), "an Interconnect"),
+}
+
+
+def _check_field(name: str, kind: str, value: Any) -> None:
+    """Refuses a value that no topology has."""
+    types, need = _TYPES_OF_FIELDS[kind]
+    fits = isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))
+    if not fits:
+        raise TypeError(message(f"Topology.{name} does not take values of type {type(value).__name__}.", got=shown(value), need=need))
+    if kind not in ("int", "float"):
+        return
+    if name in _SHARES and not 0 <= value <= 1:
+        raise ContextError(f"Topology.{name} must be a share, from 0 to 1.", got=shown(value))
+    if name in _POSITIVE and not value > 0:
+        raise ContextError(f"Topology.{name} must be positive.", got=shown(value))
+    if value and not _LEAST <= value <= _MOST:
+        raise ContextError(f"Topology.{name} is out of range.", got=shown(value), need=f"0, or a number from {_LEAST:g} to {_MOST:g}")
+
+
 _RETIRED = ("uses_all_to_all", "widens_gradients")
 """Fields that files of older versions may have; now the context alone decides on them."""
 
@@ -228,11 +255,11 @@ def read_topology(path: str | os.PathLike[str]) -> Topology:
     """
     where = os.fspath(path)
     try:
-        content = read_yaml_text(Path(where).read_bytes())  # JSON is YAML
+        content = read_yaml_text(read_file(where, MOST_YAML_BYTES))  # JSON is YAML
     except ValueError as error:
         raise ContextError("The topology file is neither JSON nor YAML.", where=where, got=str(error)) from None
     if not isinstance(content, dict) or not set(content) <= {*_FIELDS, *_RETIRED}:
-        got = ", ".join(map(str, set(content) - {*_FIELDS, *_RETIRED})) if isinstance(content, dict) else type(content).__name__
+        got = shown(sorted(map(str, set(content) - {*_FIELDS, *_RETIRED}))) if isinstance(content, dict) else type(content).__name__
         raise ContextError("The file holds no topology.", where=where, got=got, need=", ".join(_FIELDS))
     missing = [name for name, field in _FIELDS.items() if field.default is dataclasses.MISSING and name not in content]
     if missing:
@@ -242,6 +269,7 @@ def read_topology(path: str | os.PathLike[str]) -> Topology:
         return Topology(**{name: value for name, value in values.items() if name in _FIELDS})
     except (TypeError, ValueError) as error:
         if isinstance(error, ContextError):
+            error.add_note(f"  in {where}")
             raise
         raise ContextError("The topology file has a field of a wrong type.", where=where, got=str(error)) from error
 
@@ -250,10 +278,17 @@ def _field_value(kind: object, value: Any) -> Any:
     """Returns the value of a field in the type of its annotation; YAML reads 1e9 as text."""
     if kind in ("float", "int"):
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise TypeError(f"{value!r} is no number")
-        return float(value) if kind == "float" else int(float(value))
+            raise TypeError(f"{shown(value)} is no number")
+        number = float(value) if isinstance(value, str) else value
+        if kind == "float":
+            return float(number) if abs(number) <= _MOST else math.inf  # an int may be too large for a float
+        if isinstance(number, float) and not number.is_integer():
+            raise ValueError(f"{shown(value)} is no whole number")
+        return int(number)
     if kind == "bool" and not isinstance(value, bool):
-        raise TypeError(f"{value!r} is not true or false")
+        raise TypeError(f"{shown(value)} is not true or false")
+    if kind == "str" and not isinstance(value, str):
+        raise TypeError(f"{shown(value)} is no text")
     return Interconnect(value) if kind == "Interconnect" else value
 
 

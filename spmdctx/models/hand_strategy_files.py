@@ -11,6 +11,8 @@ import yaml
 from spmdctx.errors import PlanFormatError
 from spmdctx.models.config import DecoderConfig
 from spmdctx.models.hand_strategies import RegionStrategy, Slices, Split
+from spmdctx.wording.files import read_file
+from spmdctx.wording.text_data import MOST_YAML_BYTES, read_yaml_text
 
 _PARTS = ("model", "device_num", "data_parallel", "model_parallel", "strategies")
 
@@ -36,11 +38,11 @@ def read_strategy(path: Path) -> Split:
         OSError: the file cannot be read.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml_text(read_file(path, MOST_YAML_BYTES))
         if not isinstance(content, Mapping) or set(content) != set(_PARTS):
             raise PlanFormatError("The file holds no strategies.", where=str(path), need=f"the keys {', '.join(_PARTS)}")
         regions = {name: _region(entry) for name, entry in content["strategies"].items()}
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         if isinstance(error, PlanFormatError):
             raise
         raise PlanFormatError("The file holds no strategies.", where=str(path), got=f"{type(error).__name__}: {error}") from error

@@ -14,10 +14,16 @@ import numpy as np
 
 from spmdctx.errors import ContextError, UnsupportedError
 from spmdctx.models.training import Batch
+from spmdctx.wording.files import read_file, write_file
+from spmdctx.wording.text_data import read_json_text
 
 NUM_BYTES = 256
 _FORMAT = "spmdctx words"
 _PIECE = re.compile(r" ?\w+|\s+|[^\w\s]+")
+
+
+_MOST_BYTES = 1 << 30
+"""The bytes of a text, all of which is read."""
 
 
 def read_text(path: str | Path | None = None) -> str:
@@ -32,9 +38,11 @@ def read_text(path: str | Path | None = None) -> str:
 
         return "\n\n".join(topics.values())
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_file(path, _MOST_BYTES).decode()
     except UnicodeDecodeError as error:
         raise ContextError(f"{path} is no UTF-8 text.", got=f"byte {error.object[error.start]:#x} at offset {error.start}") from None
+    except ValueError as error:
+        raise ContextError("The text cannot be read.", where=str(path), got=str(error)) from None
 
 
 class Tokenizer(Protocol):
@@ -88,8 +96,12 @@ class WordTokenizer:
         return b"".join(map(self._bytes_of, map(int, tokens))).decode(errors="replace")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the words as JSON, for `read_tokenizer`."""
-        Path(path).write_text(json.dumps({"format": _FORMAT, "words": self.words}, ensure_ascii=False), encoding="utf-8")
+        """Writes the words as JSON, for `read_tokenizer`.
+
+        Raises:
+            FileError: the file cannot be written; a former one is as it was.
+        """
+        write_file(path, json.dumps({"format": _FORMAT, "words": self.words}, ensure_ascii=False))
 
     def _bytes_of(self, token: int) -> bytes:
         if token < NUM_BYTES:
@@ -145,7 +157,7 @@ def read_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
     if path is None:
         return WordTokenizer(())
     try:
-        body = json.loads(Path(path).read_bytes())
+        body = read_json_text(read_file(path))
     except ValueError as error:
         raise ContextError("The tokenizer file holds no JSON text.", where=str(path), got=str(error)) from error
     if isinstance(body, dict) and body.get("format") == _FORMAT:

@@ -6,10 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from spmdctx.errors import PlanFormatError
+from spmdctx.errors import PlanFormatError, shown
 from spmdctx.ir.collective import Cause, Collective
 from spmdctx.ir.graph import Op, Origin, Role
 from spmdctx.ir.mesh import LogicalMesh
@@ -17,6 +16,8 @@ from spmdctx.ir.rule import FactorKind, OpRule
 from spmdctx.ir.sharding import Assignment, AxisNames, OpSharding, TensorSharding
 from spmdctx.plan.data import FORMAT_VERSION, AnyPlan, Cost, OpTable, PeakNote, PlanData, PlannedGradient, PlannedTensor, Reshard
 from spmdctx.plan.mindspore.file import MindSporeStrategy, is_mindspore, parse_mindspore
+from spmdctx.plan.mismatch import check_body
+from spmdctx.wording.files import read_file, write_file
 from spmdctx.wording.text_data import read_json_text
 
 FORMAT = "spmdctx plan"
@@ -51,17 +52,12 @@ def plan_json(plan: PlanData) -> str:
 
 
 def write_plan(plan: PlanData, path: str | os.PathLike[str]) -> None:
-    """Writes a plan file, and makes its folder; a reader never sees half of it."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        scratch.write_text(plan_json(plan), encoding="utf-8")
-        scratch.replace(target)
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
-    finally:
-        scratch.unlink(missing_ok=True)
+    """Writes a plan file, and makes its folder; a reader never sees half of it.
+
+    Raises:
+        FileError: the file cannot be written; a former one is as it was.
+    """
+    write_file(path, plan_json(plan))
 
 
 def read_plan(path: str | os.PathLike[str], kind: type[AnyPlan]) -> AnyPlan:
@@ -69,8 +65,9 @@ def read_plan(path: str | os.PathLike[str], kind: type[AnyPlan]) -> AnyPlan:
 
     Raises:
         PlanFormatError: the file is no plan, is damaged, or has another format version.
+        OSError: the file cannot be read.
     """
-    return parse_plan(Path(path).read_bytes(), os.fspath(path), kind)
+    return _plan_of(_read(path), os.fspath(path), kind)
 
 
 def parse_plan(text: str | bytes, where: str, kind: type[AnyPlan]) -> AnyPlan:
@@ -79,7 +76,7 @@ def parse_plan(text: str | bytes, where: str, kind: type[AnyPlan]) -> AnyPlan:
     Raises:
         PlanFormatError: the text is no plan, is damaged, or has another format version.
     """
-    return _plan_of(_parsed(text, where), where, kind)
+    return _plan_of(_parsed(lambda: text, where), where, kind)
 
 
 def read_strategy(path: str | os.PathLike[str], kind: type[AnyPlan]) -> AnyPlan | MindSporeStrategy:
@@ -89,15 +86,19 @@ def read_strategy(path: str | os.PathLike[str], kind: type[AnyPlan]) -> AnyPlan 
 
     Raises:
         PlanFormatError: the file is neither, is damaged, or has another format version.
+        OSError: the file cannot be read.
     """
-    where = os.fspath(path)
-    body = _parsed(Path(path).read_bytes(), where)
+    where, body = os.fspath(path), _read(path)
     return parse_mindspore(body, where) if is_mindspore(body) else _plan_of(body, where, kind)
 
 
-def _parsed(text: str | bytes, where: str) -> Any:
+def _read(path: str | os.PathLike[str]) -> Any:
+    return _parsed(lambda: read_file(path), os.fspath(path))
+
+
+def _parsed(text: Callable[[], str | bytes], where: str) -> Any:
     try:
-        return read_json_text(text)
+        return read_json_text(text())
     except ValueError as error:
         raise PlanFormatError(
             "The file is no plan: it does not hold JSON text.",
@@ -116,6 +117,7 @@ def _plan_of(body: Any, where: str, kind: type[AnyPlan]) -> AnyPlan:
         )
     _check(body, where)
     try:
+        check_body(body)
         return _decode(body, kind)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise PlanFormatError(
@@ -127,11 +129,11 @@ def _check(body: Any, where: str) -> None:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise PlanFormatError(f"The file is no plan: its format is not {FORMAT!r}.", where=where)
     version = body.get("format_version")
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise PlanFormatError(
             "The plan file has another format version.",
             where=where,
-            got=repr(version),
+            got=shown(version),
             need=str(FORMAT_VERSION),
             fix="make the plan again with this version of spmdctx",
         )

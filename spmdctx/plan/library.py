@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from spmdctx.errors import PlanError, PlanFormatError
+from spmdctx.wording.files import read_file
+from spmdctx.wording.text_data import MOST_YAML_BYTES, read_yaml_text
 
 ROWS_FILE = "rows.yaml"
 _PLACES = (Path(__file__).parents[1] / "strategies", Path(__file__).parents[2] / "strategies")
@@ -122,10 +122,10 @@ def read_library(folder: Path | None = None) -> Library:
     folder = strategies_folder() if folder is None else folder
     path = folder / ROWS_FILE
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml_text(read_file(path, MOST_YAML_BYTES))
         rows = tuple(_row(entry) for entry in content.pop("rows"))
         return Library(folder, rows, **content)
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PlanFormatError(
             "The table of strategies does not have the parts of one.", where=str(path), got=f"{type(error).__name__}: {error}"
         ) from error

@@ -1,19 +1,42 @@
-"""Checks that a plan is for this program, on this machine, in this context, and names the first things that differ."""
+"""Checks that a plan is for this program, on this machine, in this context, and names the first things that differ.
+
+Checks, too, that what a file holds is a plan. Its checksum tells that it is as it was written, and not that a plan was written. All that
+reads a plan relies on these checks.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdctx.errors import PlanMismatchError
-from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.errors import PlanMismatchError, shown
+from spmdctx.ir.collective import COLLECTIVE_KINDS
+from spmdctx.ir.graph import LITERAL, Graph, Op, Role
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.rule import FactorKind
 from spmdctx.plan.data import PlanData, plain_option
 from spmdctx.wording import bytes_text, counted, mesh_text, place_text, tensor_text
+from spmdctx.wording.forms import (
+    Form,
+    among,
+    anything,
+    as_long_as,
+    check_at,
+    integer,
+    list_of,
+    number,
+    number_of,
+    or_none,
+    parts_of,
+    row_of,
+    text,
+)
 
 MAX_DIFFERENCES = 4
+_MOST_DEVICES = 1 << 20
 SEARCH_OPTIONS = frozenset(
     {
         "search_mode",
@@ -201,3 +224,110 @@ def _counted(rows: Sequence[str]) -> Iterator[str]:
     yield from rows[: MAX_DIFFERENCES - 1]
     if len(rows) > MAX_DIFFERENCES - 1:
         yield f"and {len(rows) - MAX_DIFFERENCES + 1} more"
+
+
+def check_body(body: dict[str, Any]) -> None:
+    """Refuses the content of a plan file if it is no plan.
+
+    Raises:
+        ValueError: a part has a wrong type, names a row or an axis that is not there, or parts do not fit together.
+        KeyError: a part is missing.
+    """
+    for name in ("fingerprint", "mode", "search_mode", "topology"):
+        check_at(name, text, body[name])
+    check_at("mesh", list_of(row_of(text, integer(1, _MOST_DEVICES))), body["mesh"])
+    axes = dict(body["mesh"])
+    check_at("mesh", integer(1, _MOST_DEVICES), math.prod(axes.values()))
+    check_at("options", list_of(row_of(text, _option)), body["options"])
+    check_at("shardings", list_of(_sharding(axes)), body["shardings"])
+    for name in ("texts", "notes"):
+        check_at(name, list_of(text), body[name])
+    sharding, words = number_of(body["shardings"]), number_of(body["texts"])
+    check_at("values", list_of(sharding), body["values"])
+    tensor = row_of(text, among([role.value for role in Role]), list_of(integer(0)), text, sharding, words)
+    for name in ("inputs", "outputs"):
+        check_at(name, list_of(tensor), body[name])
+        for row in body[name]:
+            check_at(name, as_long_as(row[2]), body["shardings"][row[4]])
+    check_at("reshards", list_of(row_of(words, sharding, sharding, words, words, _seconds)), body["reshards"])
+    kinds = among(COLLECTIVE_KINDS)
+    check_at("collectives", list_of(row_of(kinds, _axes(axes), integer(0), _seconds, integer(0), words, words)), body["collectives"])
+    check_at("gradients", list_of(row_of(text, or_none(integer(0)))), body.get("gradients", []))
+    check_at("assignment", parts_of(mode=text, notes=list_of(text)), body["assignment"])
+    seconds = dict.fromkeys(("compute_s", "communication_s", "total_s", "hidden_communication_s"), _seconds)
+    check_at("cost", parts_of(**seconds, memory_bytes=integer(0)), body["cost"])
+    check_at("memory_limit_bytes", or_none(integer(1)), body["memory_limit_bytes"])
+    for name in ("lower_bound_s", "gap"):
+        check_at(name, or_none(number), body[name])
+    _check_ops(body, body["ops"], axes)
+
+
+def _check_ops(body: dict[str, Any], ops: Any, axes: dict[str, int]) -> None:
+    columns = ("primitive", "rule", "axes", "name", "source", "repeats", "flops", "operands", "results")
+    check_at("ops", parts_of(**dict.fromkeys((*columns, "inputs", "outputs", "rules", "choices", "texts"), list_of(anything))), ops)
+    check_at("ops texts", list_of(text), ops["texts"])
+    check_at("ops rules", list_of(_rule), ops["rules"])
+    check_at("ops choices", list_of(list_of(_axes(axes))), ops["choices"])
+    words, value = number_of(ops["texts"]), number_of(body["values"])
+    operand = integer(LITERAL, len(body["values"]) - 1)
+    checks = {
+        **dict.fromkeys(("primitive", "name", "source"), words),
+        "rule": number_of(ops["rules"]),
+        "axes": number_of(ops["choices"]),
+        "repeats": integer(0),
+        "flops": integer(0),
+        "operands": list_of(operand),
+        "results": list_of(value),
+    }
+    for name, check in checks.items():
+        check_at(f"ops {name}", list_of(check), ops[name])
+        check_at(f"ops {name}", as_long_as(ops["primitive"]), ops[name])
+    for name in ("inputs", "outputs"):
+        check_at(f"ops {name}", list_of(operand), ops[name])
+        check_at(f"ops {name}", as_long_as(body[name]), ops[name])
+    for rule, choice, operands, results in zip(*(ops[name] for name in ("rule", "axes", "operands", "results")), strict=True):
+        check_at("ops axes", as_long_as(ops["rules"][rule][2]), ops["choices"][choice])
+        check_at("ops operands", as_long_as(ops["rules"][rule][0]), operands)
+        check_at("ops results", as_long_as(ops["rules"][rule][1]), results)
+    for row, value in zip(body["inputs"], ops["inputs"], strict=True):
+        check_at("ops inputs", as_long_as(row[2]), body["shardings"][body["values"][value]] if value != LITERAL else row[2])
+
+
+def _seconds(value: Any) -> None:
+    number(value)
+    if value < 0:
+        raise ValueError(f"{shown(value)} is no time")
+
+
+def _option(value: Any) -> None:
+    if isinstance(value, list | dict):
+        for part in value if isinstance(value, list) else value.values():
+            _option(part)
+    elif isinstance(value, int | float):
+        number(value if not isinstance(value, bool) else 0)
+
+
+def _axes(known: dict[str, int]) -> Form:
+    def check(value: Any) -> None:
+        if not isinstance(value, list) or not all(isinstance(name, str) and name in known for name in value):
+            raise ValueError(f"{shown(value)} are no axes of the mesh")
+        if len(set(value)) < len(value):
+            raise ValueError(f"{shown(value)} holds an axis twice")
+
+    return check
+
+
+def _sharding(axes: dict[str, int]) -> Form:
+    def check(value: Any) -> None:
+        list_of(_axes(axes))(value)
+        _axes(axes)([name for dim in value for name in dim])
+
+    return check
+
+
+def _rule(value: Any) -> None:
+    side = list_of(list_of(list_of(integer(0))))
+    row_of(side, side, list_of(integer(0)), list_of(among([kind.value for kind in FactorKind])), list_of(integer(0)), text, text)(value)
+    operands, results, sizes, kinds, blocked, *_ = value
+    as_long_as(sizes)(kinds)
+    list_of(number_of(sizes))([*blocked, *(factor for side in (operands, results) for dims in side for own in dims for factor in own)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Group
 
@@ -23,6 +22,7 @@ from spmdctx.plan.show.pareto import Pareto, showing
 from spmdctx.plan.show.table import plan_table
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
+from spmdctx.wording.files import write_file
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,7 +37,11 @@ class Plan(PlanData):
         return f"<spmdctx.Plan {mesh_text(self.logical_mesh)} on {self.topology}: {cost}>"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, and makes the file's folder: the same bytes for equal plans, no timing, no absolute path."""
+        """Writes the plan as JSON, and makes the file's folder: the same bytes for equal plans, no timing, no absolute path.
+
+        Raises:
+            FileError: the file cannot be written; a former one is as it was.
+        """
         write_plan(self, path)
 
     def save_mindspore(self, path: str | os.PathLike[str], *, only_parameters: bool = True, several_axes: bool = False) -> None:
@@ -50,6 +54,7 @@ class Plan(PlanData):
 
         Raises:
             UnsupportedError: shardings that the format cannot hold, by name.
+            FileError: the file cannot be written; a former one is as it was.
         """
         write_mindspore(self, path, only_parameters=only_parameters, several_axes=several_axes)
 
@@ -59,6 +64,7 @@ class Plan(PlanData):
 
         Raises:
             PlanFormatError: the file is no plan, is damaged, or has another format version.
+            OSError: the file cannot be read.
         """
         return read_plan(path, cls)
 
@@ -132,10 +138,12 @@ class Plan(PlanData):
             return plan_again(Ask(replan, self.logical_mesh.num_devices, memory_bytes, num_devices, tell), Pareto)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as one self-contained page, and makes the file's folder."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(plan_document(self))
+        """Writes the plan as one self-contained page, and makes the file's folder; a reader never sees half of it.
+
+        Raises:
+            FileError: the file cannot be written; a former one is as it was.
+        """
+        write_file(path, plan_document(self))
 
     def __rich__(self) -> Group:
         return plan_table(self)

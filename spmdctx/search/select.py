@@ -14,7 +14,7 @@ from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.certificate import Certificate
 from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
-from spmdctx.search.dynamic.searcher import Budgets, Searcher
+from spmdctx.search.dynamic.searcher import Budgets, Searcher, mesh_is_fixed
 from spmdctx.search.dynamic.shortfall import infeasible, over_device
 from spmdctx.search.optimizer.couplings import name_what_is_split
 from spmdctx.search.optimizer.state import split_optimizer
@@ -23,7 +23,9 @@ from spmdctx.search.propagation import propagate
 from spmdctx.search.recursive.plan import plan_recursive
 from spmdctx.search.recursive.searcher import DEFAULT_MEM_COEFF, RecursiveOptions
 from spmdctx.search.reduced_once import reduced_once
+from spmdctx.search.setup.blocks import is_too_wide, with_blocks
 from spmdctx.search.setup.limits import AlgoLimits
+from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import batch_parts, prepare
 from spmdctx.search.setup.request import Request, Setup
 from spmdctx.wording import counted
@@ -84,7 +86,11 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
         InfeasibleError: a budget that cannot be met.
         ContextError: a search mode that does not exist.
     """
+    left_out = _too_wide(step, request, options)
+    if left_out:
+        options = replace(options, search_mode="sharding_propagation")
     chosen = _reduced_once(step, request, options, _search(step, request, options))
+    chosen.setup.notes += left_out
     if request.optimizer is None or chosen.setup.mesh.num_devices == 1:
         return chosen
     if chosen.setup.couplings and options.search_mode == "dynamic_programming":
@@ -92,6 +98,16 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
         return chosen
     split = split_optimizer(step, chosen.setup, chosen.assignment, request.optimizer, options.topology, request.layerwise)
     return Chosen(*split, chosen.certificate and chosen.certificate._replace(counted_s=None))
+
+
+def _too_wide(step: Step, request: Request, options: SearchOptions) -> list[str]:
+    """Returns a note if the user's mesh has too many axes for the search, else nothing."""
+    if options.search_mode not in ("dynamic_programming", "recursive_programming") or not mesh_is_fixed(request):
+        return []
+    if request.num_devices < 2**MAX_AXES or not is_too_wide(step.graph, with_blocks(step.graph, prepare(step.graph, request))):
+        return []
+    apart = f"The mesh has too many axes that the user's shardings keep apart for {options.search_mode}"
+    return [f"{apart}: sharding_propagation made this plan. A mesh of fewer axes is searched."]
 
 
 def _reduced_once(step: Step, request: Request, options: SearchOptions, chosen: Chosen) -> Chosen:

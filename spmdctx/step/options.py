@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from spmdctx.context.options import checked
 from spmdctx.context.values import memory_budget
-from spmdctx.errors import ContextError, message, naming_file
+from spmdctx.errors import ContextError, message, naming_file, shown
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
 from spmdctx.machine.topology import Topology
@@ -57,15 +57,15 @@ def _max_mesh_axes(value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(message("max_mesh_axes must be an int.", got=repr(value)))
+        raise TypeError(message("max_mesh_axes must be an int.", got=shown(value)))
     if not 1 <= value <= MAX_AXES:
-        raise ContextError("max_mesh_axes is out of range.", got=str(value), need=f"1 to {MAX_AXES}")
+        raise ContextError("max_mesh_axes is out of range.", got=shown(value), need=f"1 to {MAX_AXES}")
     return value
 
 
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(message(f"{name} must be a bool.", got=repr(value)))
+        raise TypeError(message(f"{name} must be a bool.", got=shown(value)))
     return value
 
 
@@ -73,7 +73,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, Sequence) or not all(isinstance(entry, str) for entry in value):
-        raise TypeError(message("layerwise_parallel must be a list of path patterns.", got=repr(value)))
+        raise TypeError(message("layerwise_parallel must be a list of path patterns.", got=shown(value)))
     return tuple(value)
 
 
@@ -93,12 +93,12 @@ def _devices_and_mesh(devices: Any, mesh: Any) -> tuple[tuple[Any, ...] | None, 
             devices = tuple(mesh.devices.flat)
         return devices, LogicalMesh.of({str(name): size for name, size in mesh.shape.items()}), notes
     if not isinstance(mesh, Mapping) or not all(isinstance(name, str) for name in mesh):
-        raise TypeError(message("mesh must be a Mesh, an AbstractMesh or a mapping from names to sizes.", got=repr(mesh)))
+        raise TypeError(message("mesh must be a Mesh, an AbstractMesh or a mapping from names to sizes.", got=shown(mesh)))
     for name, size in mesh.items():
         if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(message(f"mesh axis {name!r} must have an int as its size.", got=repr(size)))
+            raise TypeError(message(f"mesh axis {name!r} must have an int as its size.", got=shown(size)))
         if size < 1:
-            raise ContextError(f"mesh axis {name!r} must have at least one device.", got=str(size))
+            raise ContextError(f"mesh axis {name!r} must have at least one device.", got=shown(size))
     if len(mesh) > _MAX_AXES or math.prod(mesh.values()) > _MAX_DEVICES:
         raise ContextError(
             "The mesh is too large.",
@@ -111,11 +111,11 @@ def _devices_and_mesh(devices: Any, mesh: Any) -> tuple[tuple[Any, ...] | None, 
 def _devices(given: Any) -> tuple[Any, ...]:
     """Returns the devices of an array or sequence, which must be different ones."""
     if isinstance(given, str) or not (hasattr(given, "flat") or isinstance(given, Iterable)):
-        raise TypeError(message("devices must be a list of devices.", got=repr(given)[:80], need="such as jax.devices()"))
+        raise TypeError(message("devices must be a list of devices.", got=shown(given), need="such as jax.devices()"))
     devices = tuple(given.flat) if hasattr(given, "flat") else tuple(given)
     others = [device for device in devices if not (hasattr(device, "platform") and hasattr(device, "device_kind"))]
     if others:
-        raise TypeError(message("devices must hold devices of JAX.", got=repr(others[0])[:80], need="such as jax.devices()"))
+        raise TypeError(message("devices must hold devices of JAX.", got=shown(others[0]), need="such as jax.devices()"))
     if not devices:
         raise ContextError("devices is empty.", need="at least one device")
     if len(set(devices)) < len(devices):

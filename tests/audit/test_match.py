@@ -105,6 +105,64 @@ def test_a_reduce_scatter_over_two_axes_is_found_as_an_all_reduce_per_axis():
     assert summary(planned, [each[0], real("reduce_scatter", "data", 1024)])[1:] == ([1], [1, 1])
 
 
+TYPES = [(2, "float32"), (0.5, "bfloat16")]
+
+
+def moved(kind, axes, payload, dtype):
+    return real(kind, axes, int(payload), dtype=dtype)
+
+
+@pytest.mark.parametrize(("ratio", "dtype"), TYPES)
+@pytest.mark.parametrize(("kind", "second"), [("all_gather", 256), ("reduce_scatter", 256), ("all_reduce", 1024)])
+def test_the_steps_over_one_axis_each_may_be_moved_in_another_type(kind, second, ratio, dtype):
+    both, split = (kind, "data model", 1024), [(kind, "model", 1024), (kind, "data", second)]
+    steps = [moved(*axes, payload * ratio, dtype) for *axes, payload in split]
+    assert summary([plan(*both)], steps) == ([(1024, 1, (1024 + second) * ratio, PER_AXIS)], [], [])
+    assert summary([plan(*one) for one in split], [moved(*both[:2], 1024 * ratio, dtype)])[1:] == ([], [])
+
+
+def test_both_steps_are_moved_in_one_type():
+    planned = [plan("all_reduce", "data model", 512)]
+    steps = [real("all_reduce", "data", 1024), real("all_reduce", "model", 512)]
+    assert summary(planned, steps) == ([], [1], [1, 1])
+    wider = [real("all_reduce", axes, 1024, dtype="bfloat16") for axes in ("data", "model")]
+    assert summary(planned, wider) == ([], [1], [1, 1])
+
+
+THREE = LogicalMesh.of({"data": 2, "model": 2, "pipe": 2})
+
+
+@pytest.mark.parametrize(
+    ("kind", "payloads"), [("all_gather", (512, 256, 128)), ("reduce_scatter", (512, 256, 128)), ("all_reduce", (512,) * 3)]
+)
+@pytest.mark.parametrize("order", ["data model pipe", "pipe data model", "model pipe data"])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_one_over_three_axes_is_found_in_three_steps_or_two(kind, payloads, order, ratio):
+    planned = [plan(kind, "data model pipe", 512, repeats=2)]
+    steps = [real(kind, axis, payload * ratio, repeats=2) for axis, payload in zip(order.split(), payloads, strict=True)]
+    found = compare(planned, steps, THREE, WAYS)
+    assert ([one.way for one in found.matches], found.missing, found.unplanned) == ([PER_AXIS], (), ())
+    assert compare(planned, steps[:2], THREE, WAYS).missing
+    first, second = order.split()[0], " ".join(sorted(order.split()[1:]))
+    two = [real(kind, first, 512 * ratio, repeats=2), real(kind, second, payloads[1] * ratio, repeats=2)]
+    assert not compare(planned, two, THREE, WAYS).missing
+
+
+def test_a_sum_per_axis_in_float32_is_found_beside_a_gather_of_its_size():
+    planned = [plan("all_reduce", "data model", 2), plan("all_gather", "data", 4)]
+    compiled = [real("all_gather", "data", 8), real("all_reduce", "data", 4), real("all_reduce", "model", 4)]
+    assert summary(planned, compiled)[1:] == ([], [])
+
+
+@pytest.mark.parametrize(("ratio", "dtype"), TYPES)
+def test_what_leaves_a_loop_may_be_moved_in_another_type(ratio, dtype):
+    planned = [plan("all_reduce", "data", 64, repeats=6)]
+    matches, missing, unplanned = summary(planned, [moved("all_reduce", "data", 384 * ratio, dtype)])
+    assert (matches[0][3], missing, unplanned) == (STACKED, [], [])
+    scattered = moved("reduce_scatter", "data", 64 * ratio, dtype)
+    assert summary(planned, [scattered]) == ([(64, 6, 64 * ratio, HOISTED_SLICE)], [], [])
+
+
 def test_a_gather_over_part_of_the_axes_is_not_enough():
     assert summary([plan("all_gather", "data model", 1024)], [real("all_gather", "model", 1024)]) == ([], [1], [1])
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -17,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmdctx
 from spmdctx import CheckpointError, CheckpointManager
+from spmdctx.checkpoint.files import seal
 
 
 def mesh(*sizes: int) -> jax.sharding.Mesh:
@@ -221,8 +225,12 @@ def test_the_data_position_comes_back(tmp_path):
         checkpoints.save(2, {"w": jnp.ones(2)}, data=[1, "two", None])
         *_, position, _ = checkpoints.restore({"w": jnp.ones(2)})
         assert position == [1, "two", None]
-        with pytest.raises(TypeError, match="data position"):
-            checkpoints.save(3, {"w": jnp.ones(2)}, data=object())
+        checkpoints.save(3, {"w": jnp.ones(2)}, data={"mean": float("nan"), "most": np.float32("inf")})
+        *_, position, _ = checkpoints.restore({"w": jnp.ones(2)})
+        assert str(position) == "{'mean': nan, 'most': inf}"
+        for odd in (object(), {1: 1, "1": 2}, {"__bytes__": "x"}):
+            with pytest.raises(TypeError, match="data position"):
+                checkpoints.save(4, {"w": jnp.ones(2)}, data=odd)
 
 
 def test_it_saves_every_so_many_steps_and_keeps_the_last_ones(tmp_path):
@@ -295,6 +303,77 @@ def test_a_damaged_file_is_named(tmp_path, how):
             path.write_bytes(content if how == "a flipped bit" else content[:-3])
         with pytest.raises(CheckpointError, match=path.name):
             checkpoints.restore(state)
+
+
+SEAL = [3, 12345]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("files.json", lambda body: body.update({"../../x": SEAL}), "leads out of the folder"),
+        ("files.json", lambda body: body.update({"/etc/passwd": SEAL}), "leads out of the folder"),
+        ("files.json", lambda body: body.update({"a" * 5000: SEAL}), "leads out of|cannot be read"),
+        ("files.json", lambda body: body.update({"a\0": SEAL}), "is damaged"),
+        ("files.json", lambda body: body.update({"_METADATA": 3}), "is damaged"),
+        ("files.json", lambda body: body.update({"_METADATA": [1, "2"]}), "is damaged"),
+        ("files.json", lambda body: body.pop("contents.json"), "no contents.json"),
+        ("contents.json", lambda body: body.update(step=7), "the name of another step"),
+        ("contents.json", lambda body: body.update(processes=10**9), "processes"),
+        ("contents.json", lambda body: body.update(leaves=[]), "no leaves"),
+        ("contents.json", lambda body: body["leaves"].update(w=[[2], "no type", ""]), "leaf 'w'"),
+        ("contents.json", lambda body: body["leaves"].update(w=[[-2], "float32", ""]), "leaf 'w'"),
+        ("contents.json", lambda body: body.pop("plan"), "no plan"),
+        ("contents.json", lambda body: body.update(plan=3), "a plan that is no text"),
+        ("contents.0.json", lambda body: body.update(data={"__bytes__": 3}), "data position"),
+    ],
+)
+def test_wrong_content_under_right_checksums_is_refused(tmp_path, name, change, text):
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)})
+        checkpoints.wait()
+        folder = tmp_path / "1" / "state"
+        body = json.loads((folder / name).read_text())
+        change(body)
+        (folder / name).write_text(json.dumps(body))
+        if name != "files.json":
+            seals = json.loads((folder / "files.json").read_text())
+            (folder / "files.json").write_text(json.dumps({**seals, name: seal(folder / name)}))
+        with pytest.raises(CheckpointError, match=text):
+            checkpoints.restore({"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "state/contents.json", "state/d/x", "state/manifest.ocdbt"])
+def test_a_pipe_in_a_checkpoint_does_not_hang(tmp_path, name):
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)})
+    (tmp_path / "1" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "1" / name)
+    with pytest.raises(CheckpointError, match=Path(name).name), CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.restore({"w": jnp.ones(2)})
+
+
+def test_links_out_of_the_folder_are_refused_and_not_followed(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "theirs").write_text("theirs")
+    saved = tmp_path / "saved"
+    with CheckpointManager(saved) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)})
+    (saved / "2.orbax-checkpoint-tmp").symlink_to(outside)
+    with CheckpointManager(saved) as checkpoints:
+        checkpoints.save(2, {"w": jnp.ones(2)})
+    assert (outside / "theirs").read_text() == "theirs"
+    (saved / "2" / "state" / "contents.json").rename(outside / "contents.json")
+    (saved / "2" / "state" / "contents.json").symlink_to(outside / "contents.json")
+    with pytest.raises(CheckpointError, match="leads out of the folder"), CheckpointManager(saved) as checkpoints:
+        checkpoints.restore({"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("directory", ["a\0b", "\ud800", 5, None])
+def test_a_folder_that_cannot_be_is_refused(directory):
+    with pytest.raises((CheckpointError, TypeError), match="folder of checkpoints"):
+        CheckpointManager(directory)
 
 
 @pytest.mark.parametrize("name", ["contents.json", "files.json", "contents.0.json", "_METADATA", "manifest.ocdbt"])

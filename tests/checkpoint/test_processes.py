@@ -45,6 +45,15 @@ def test_each_process_writes_the_files_of_its_devices(job):
     assert [own["files"] for own in job[1]] == [[f"rank_{rank}" for rank in range(4)]] * 2
 
 
+def test_a_process_that_cannot_write_is_an_error_in_all_and_the_former_files_stay(job):
+    folder, results = job
+    for failing in (0, 1):
+        said = [result[f"failing {failing}"] for result in results]
+        assert "No such file" in said[failing]
+        assert "Another process could not write its files" in said[1 - failing]
+    assert not list((folder / "ranks").rglob(".*"))
+
+
 def test_several_processes_restore_their_own_with_their_own_data_positions(job):
     for process, own in enumerate(job[1]):
         assert own["steps"] == [[2, 3], 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 
 import jax.numpy as jnp
 import numpy as np
@@ -115,6 +116,11 @@ def _with_header(header, data=b""):
     return len(text).to_bytes(8, "little") + text + data
 
 
+def _twice(rows):
+    text = json.dumps(rows)
+    return f"{text[:-1]}, {text[1:]}".encode()
+
+
 def _rows(*rows):
     return {name: {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop]} for name, start, stop in rows}
 
@@ -141,6 +147,13 @@ def _rows(*rows):
         _with_header(_rows(("w", 0, 16), ("v", 8, 24)), b"\0" * 24),
         _with_header(_rows(("w", 0, 16), ("v", 24, 40)), b"\0" * 40),
         _with_header(_rows(("w", 8, 24)), b"\0" * 24),
+        _with_header(_twice(_rows(("w", 0, 8))), bytes(8)),
+        _with_header({"w": {"dtype": "F32", "shape": [1] * 40, "data_offsets": [0, 4]}}, bytes(4)),
+        _with_header({"w": {"dtype": "F32", "shape": "4", "data_offsets": [0, 16]}}, bytes(16)),
+        _with_header({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16, 16]}}, bytes(16)),
+        _with_header({"w": {"dtype": "F32", "shape": [10**30], "data_offsets": [0, 4 * 10**30]}}, bytes(16)),
+        _with_header({"w": {"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]}}, bytes(16)),
+        _with_header({"w": {"dtype": "BOOL", "shape": [True], "data_offsets": [0, 1]}}, bytes(1)),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, content):
@@ -211,3 +224,16 @@ def test_half_a_file_is_never_seen(tmp_path):
         write_tensors(path, [row("v", np.ones(2)), Tensor("w", (2,), "float64", fail)])
     np.testing.assert_array_equal(read(path, "w"), np.ones(2))
     assert [one.name for one in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link to itself"])
+def test_what_is_no_file_is_named_and_does_not_hang(tmp_path, kind):
+    path = tmp_path / "bad.safetensors"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else path)
+    with pytest.raises(CheckpointError, match=r"cannot be read(.|\n)*bad\.safetensors"):
+        TensorFile(path, Reads())

@@ -1,12 +1,14 @@
 """Checkpoints of one process, restored by several, and saved by them again: run by `spmdctx launch` in a folder."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -47,6 +49,14 @@ found["from files of one process"] = [holds(loaded.network), loaded.reads.needed
 
 spmdctx.save_distributed_checkpoint(state, folder / "ranks")
 found["files"] = sorted(path.parent.name for path in (folder / "ranks").rglob("*.safetensors"))
+for failing in (0, 1):
+    with pytest.MonkeyPatch.context() as patch:
+        if process == failing:
+            patch.setattr(os, "fsync", lambda _: os.open("/none/there", os.O_RDONLY))
+        try:
+            spmdctx.save_distributed_checkpoint({**state, "number": 8}, folder / "ranks")
+        except spmdctx.CheckpointError as error:
+            found[f"failing {failing}"] = str(error)
 with spmdctx.CheckpointManager(folder / "several", keep=2) as checkpoints:
     for step in (1, 2, 3):
         checkpoints.save(step, state, data={"batch": step, "own": process if step == 3 else 0})

@@ -8,18 +8,25 @@ import pytest
 
 from spmdctx.communication.clusters import Cluster
 from spmdctx.communication.launch.environment import free_port
+from spmdctx.communication.meeting.place import forget_service_address
 from spmdctx.communication.rendezvous import listen, meet
 from spmdctx.errors import CommunicationError
 
 
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    """A folder of its own for the user's key."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
 def run(port, places, timeout_s, delay_s=0.0):
     """What became of each of these processes, (number, of how many): None, or its error."""
-    found = {}
+    found, met = {}, {}
 
     def one(place, number, count):
         time.sleep(delay_s * place)
         try:
-            meet(Cluster("a test", f"127.0.0.1:{port}", count, number), timeout_s)
+            met[place] = meet(Cluster("a test", f"127.0.0.1:{port}", count, number), timeout_s)
             found[place] = None
         except CommunicationError as error:
             found[place] = str(error)
@@ -29,6 +36,8 @@ def run(port, places, timeout_s, delay_s=0.0):
         thread.start()
     for thread in threads:
         thread.join(30)
+    for one in met.values():
+        forget_service_address(one.service)
     return [found[place] for place in range(len(places))]
 
 
@@ -70,6 +79,12 @@ def test_a_port_in_use_is_named():
 )
 def test_numbers_that_contradict_each_other_are_refused(places, text):
     assert text in run(free_port(), places, 5, 0.2)[0]
+
+
+def test_process_0_warns_where_nothing_secret_keeps_strangers_out(monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    with pytest.warns(RuntimeWarning, match="No secret keeps strangers out of this job.*SPMDCTX_TOKEN"):
+        assert run(free_port(), [(0, 2), (1, 2)], 20) == [None, None]
 
 
 def test_strangers_are_not_counted():

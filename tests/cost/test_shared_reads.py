@@ -75,7 +75,7 @@ def test_what_one_product_reads_is_brought_there_at_once():
 def test_the_compiled_program_gathers_along_the_way(backend):
     program, assignment = assigned(("model",))
     devices = need_tpu() if backend == "tpu" else jax.devices()
-    directives = completed(Directives(routes=routes_of(program, assignment)), program.graph, assignment, MESH)
+    directives = completed(Directives(routes=routes_of(program, assignment)), program.graph, program.scopes, assignment, MESH)
     made = jit_program(program, assignment, MESH, devices, directives)
     text = made.jitted.lower(X, X, W).compile().as_text()
     gathers = [one.shapes for one in combined(text) if one.kind == "all_gather"]

@@ -350,3 +350,15 @@ def test_a_training_goes_on_with_the_next_batch_of_its_checkpoint(tmp_path):
     want = run(7, stop=None)
     run(4, stop=4)
     np.testing.assert_array_equal(run(7, stop=4), want)
+
+
+@pytest.mark.parametrize("rows", [4, 0])
+def test_a_mapped_file_that_became_shorter_is_an_error(tmp_path, rows):
+    np.save(tmp_path / "x.npy", np.ones((4096, 8), np.float32))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    batches = iter(spmdctx.data.arrays({"x": mapped[8:]}, 8))
+    assert next(batches)["x"][slice(0, 8), slice(0, 8)].sum() == 64
+    with (tmp_path / "x.npy").open("r+b") as file:
+        file.truncate(128 + rows * 32)
+    with pytest.raises(StrategyError, match=r"has become shorter(.|\n)*x\.npy"):
+        next(batches)["x"][slice(0, 8), slice(0, 8)]

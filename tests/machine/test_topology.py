@@ -6,10 +6,11 @@ import dataclasses
 import pickle
 
 import pytest
+import yaml
 
 from spmdctx.errors import ContextError
 from spmdctx.machine.presets import CPU, GPU, PRESETS, TPU, topology
-from spmdctx.machine.topology import Preferences, as_asked, topology_text
+from spmdctx.machine.topology import Preferences, as_asked, read_topology, topology_text
 
 
 @pytest.mark.parametrize("name", ["tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu"])
@@ -100,3 +101,52 @@ def test_a_machine_has_the_preferences_of_a_context():
     assert found != machine
     assert found.compiler == machine.compiler
     assert dataclasses.replace(found, latency_s=1.0).preferences == asked
+
+
+def written(tmp_path, **fields):
+    content = yaml.safe_load(topology_text(topology("tpu-v5e")))
+    path = tmp_path / "topology.yaml"
+    path.write_text(yaml.safe_dump({**content, **fields}), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("memory_bytes", 2**53 + 1),
+        ("memory_bytes", "16e9"),
+        ("peak_flops_per_s", "1.5e14"),
+        ("latency_s", 0),
+    ],
+)
+def test_a_field_of_a_file_is_read_exactly(tmp_path, field, value):
+    assert getattr(read_topology(written(tmp_path, **{field: value})), field) == (float(value) if isinstance(value, str) else value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("devices_per_host", 8.7),
+        ("memory_bytes", 10**400),
+        ("peak_flops_per_s", 10**400),
+        ("latency_s", -1e-6),
+        ("latency_s", float("nan")),
+        ("network_latency_s", "inf"),
+        ("device", 5),
+        ("source", ["x"]),
+        ("interconnect", "ring"),
+        ("scatters_strictly", 1),
+        ("gather_overlap", 1.5),
+        ("torus_dims", True),
+        ("peak_flops_per_s", 1e-300),
+    ],
+)
+def test_a_field_of_a_file_that_no_machine_has_is_refused(tmp_path, field, value):
+    with pytest.raises(ContextError, match=r"."):
+        read_topology(written(tmp_path, **{field: value}))
+
+
+@pytest.mark.parametrize(("field", "value"), [("latency_s", "1"), ("device", None), ("memory_bytes", 1.5), ("interconnect", "switch")])
+def test_a_field_of_a_wrong_type_is_a_type_error(field, value):
+    with pytest.raises(TypeError, match=rf"Topology\.{field}(.|\n)*got:"):
+        dataclasses.replace(topology("cpu"), **{field: value})

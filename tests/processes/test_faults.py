@@ -84,6 +84,12 @@ def test_an_exit_on_one_process_is_told_by_the_others():
     assert lines[-1] == "Process 1 ended with exit code 5."
 
 
+def test_processes_watch_each_other_where_the_user_has_connected_jax():
+    code, _, err = run_module("tests.processes.work_fails", ["beside"], 2, timeout_s=90, succeeds=False)
+    assert code == 128 + 9
+    assert "[0] error: Process 1 is gone; process 0 cannot go on without it and ends." in err.splitlines()
+
+
 def test_a_process_of_a_job_can_be_terminated():
     code, _, err = run_module("tests.processes.work_fails", ["terminated"], 1, timeout_s=90, succeeds=False)
     assert (code, err.splitlines()[-1]) == (143, "Process 0 was killed by SIGTERM.")

@@ -102,6 +102,31 @@ def test_a_batch_that_does_not_divide_is_named(mode, asked):
     assert sentence.endswith("every device holds it whole.")
 
 
+@pytest.mark.parametrize(
+    ("batch", "options", "count"),
+    [
+        (ODD, {"parallel_mode": "auto_parallel", "dataset_strategy": "data_parallel"}, 1),
+        (ODD, {"parallel_mode": "semi_auto_parallel"}, 1),
+        (X, {"parallel_mode": "semi_auto_parallel"}, 0),
+        (ODD, {"parallel_mode": "auto_parallel", "dataset_strategy": "full_batch"}, 0),
+    ],
+    ids=["auto", "semi", "divides", "asked for"],
+)
+def test_a_loaded_plan_says_what_the_searched_one_said(batch, options, count, tmp_path):
+    file = str(tmp_path / "plan.json")
+    searched = said(spmdctx.parallel(plain_step, batch_argnums=1, strategy_ckpt_save_file=file, **options), W, batch)
+    loaded = said(spmdctx.parallel(plain_step, batch_argnums=1, strategy_ckpt_load_file=file, **options), W, batch)
+    assert (loaded, len(loaded)) == (searched, count)
+
+
+def test_a_loaded_plan_says_which_buckets_have_no_effect(tmp_path):
+    file = str(tmp_path / "plan.json")
+    options = {"parallel_mode": "semi_auto_parallel", "batch_argnums": 1, "all_reduce_fusion_config": [0]}
+    for way in ("strategy_ckpt_save_file", "strategy_ckpt_load_file"):
+        with pytest.warns(ContextWarning, match="Buckets of gradients have no effect"):
+            spmdctx.parallel(plain_step, **options, **{way: file}).plan(W, X)
+
+
 def test_one_warning_names_each_leaf_of_a_batch_that_does_not_divide():
     def step(w, batch):
         return w - jax.grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(w)

@@ -80,3 +80,42 @@ def test_a_large_value_is_cut_in_messages(value):
 @pytest.mark.parametrize("value", [None, True, -3, 2.5, "text", [1, 2], {"mode": "auto", "config": None}, (("a", 1),) * 20])
 def test_a_small_value_is_shown_whole(value):
     assert shown(value) == repr(value)
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '[{"b": {"": 1, "x": 2, "": 3}}]', '{"\\u0061": 1, "a": 2}'])
+def test_a_name_that_stands_twice_in_json_is_a_value_error(text):
+    with pytest.raises(ValueError, match="stands twice in one object"):
+        read_json_text(text)
+
+
+@pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 1", "x: {a: 1, 'a': 2}", "- {1: a, 1: b}"])
+def test_a_key_that_stands_twice_in_yaml_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r"stands twice in one mapping, line \d"):
+        read_yaml_text(text.encode())
+
+
+def test_a_key_may_override_a_merged_one():
+    assert read_yaml_text(b"a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\nc: {1: x, '1': y}")["b"] == {"x": 3, "y": 2}
+
+
+@pytest.mark.parametrize("text", ["[" + "[]," * 2_000_000 + "[]]", "[" + '{"a":1},' * 900_000 + "1]"])
+def test_json_of_too_many_values_is_a_value_error(text):
+    with pytest.raises(ValueError, match="commas, colons and brackets"):
+        read_json_text(text)
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "1" + ":1" * 3000, "0x" + "f" * 5000, "1" + "_" * 5000 + ".", "-" + "1" * 401])
+def test_a_number_of_many_digits_in_yaml_is_a_value_error(number):
+    with pytest.raises(ValueError, match=r"a number of \d+ characters, line 2"):
+        read_yaml_text(f"a: 1\nb: {number}".encode())
+
+
+def test_large_yaml_is_a_value_error():
+    with pytest.raises(ValueError, match=r"more than 128 KiB"):
+        read_yaml_text(b"#\n" * 70_000)
+
+
+def test_merges_that_stand_for_much_are_a_value_error():
+    rows = ["a0: &a0 {x: 1}", *(f"a{at}: &a{at} {{<<: [{', '.join([f'*a{at - 1}'] * 9)}]}}" for at in range(1, 9))]
+    with pytest.raises(ValueError, match="stand for more than"):
+        read_yaml_text("\n".join(rows).encode())

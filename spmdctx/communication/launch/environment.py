@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 from collections.abc import Mapping
 
@@ -16,8 +17,18 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def process_environment(environ: Mapping[str, str], port: int, count: int, process: int, devices: int) -> dict[str, str]:
-    """Returns the environment of one process, with `devices` CPU devices or GPUs of its own."""
+def new_token() -> str:
+    """Returns a secret for one job: 256 random bits, in hexadecimal."""
+    return secrets.token_hex(32)
+
+
+def process_environment(  # what a process is told
+    environ: Mapping[str, str], port: int, count: int, process: int, devices: int, token: str = ""
+) -> dict[str, str]:
+    """Returns the environment of one process, with `devices` CPU devices or GPUs of its own.
+
+    The token of the job, if one is given, stands nowhere else: other users cannot read the environment of a process.
+    """
     own = {
         "SPMDCTX_ADDRESS": f"127.0.0.1:{port}",
         "SPMDCTX_NUM_PROCESSES": str(count),
@@ -27,5 +38,7 @@ def process_environment(environ: Mapping[str, str], port: int, count: int, proce
         "JAX_NUM_CPU_DEVICES": str(devices),
         "PYTHONUNBUFFERED": "1",
     }
+    if token:
+        own["SPMDCTX_TOKEN"] = token
     # JAX refuses to be given two counts of CPU devices.
     return {**environ, **own, "XLA_FLAGS": _XLA_COUNT.sub("", environ.get("XLA_FLAGS", "")).strip()}

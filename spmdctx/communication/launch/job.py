@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import IO, Any, NamedTuple
 
-from spmdctx.communication.launch.environment import free_port, process_environment
+from spmdctx.communication.launch.environment import free_port, new_token, process_environment
 from spmdctx.communication.launch.log_filter import is_connection_report
 
 TIMED_OUT = 124
@@ -76,11 +76,11 @@ class _Processes:
 
     def start(self, out: IO[str], err: IO[str]) -> None:
         """Starts all of them, or those before a signal that ends the job."""
-        job, port = self._job, free_port()
+        job, port, token = self._job, free_port(), new_token()
         for number in range(job.num_processes):
             made = subprocess.Popen(
                 [sys.executable, *job.arguments],
-                env=process_environment(os.environ, port, job.num_processes, number, job.devices),
+                env=process_environment(os.environ, port, job.num_processes, number, job.devices, token),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spmdctx.context.state import AutoParallelContext
@@ -20,7 +20,7 @@ from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.xla.bias_sums import written_once
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.equal_values import moved_values
-from spmdctx.machine.xla.partitioner.recompute import is_recomputed, sliced_values
+from spmdctx.machine.xla.partitioner.recompute import recomputed_values, sliced_values
 from spmdctx.machine.xla.partitioner.repetition import repeated_values
 from spmdctx.machine.xla.update_fusion import unfused_updates
 
@@ -117,21 +117,21 @@ def with_loop_sums(directives: Directives, graph: Graph, assignment: Assignment,
     return replace(directives, loop_sums=holds_of(graph, loop_sums(graph, directives.buckets), assignment, mesh))
 
 
-def with_copies(directives: Directives, graph: Graph, assignment: Assignment) -> Directives:
+def with_copies(directives: Directives, graph: Graph, scopes: Sequence[int], assignment: Assignment) -> Directives:
     """Returns directives with the values that lowering moves, computes again or repeats; no price depends on these."""
-    routed = [(value, target) for (_, value), target in directives.routes.items()]
-    moved = moved_values(graph.ops, assignment) | sliced_values(graph.ops, assignment, routed)
+    recomputed = recomputed_values(graph, all_to_all=directives.all_to_all)
+    moved = moved_values(graph.ops, assignment) | sliced_values(graph, scopes, assignment, recomputed, directives.routes.items())
     return replace(
         directives,
         moved=moved,
-        recomputed=frozenset(op.results[0] for op in graph.ops if is_recomputed(op)),
+        recomputed=recomputed,
         repeated=repeated_values(graph, assignment, moved),
     )
 
 
-def completed(directives: Directives, graph: Graph, assignment: Assignment, mesh: LogicalMesh) -> Directives:
+def completed(directives: Directives, graph: Graph, scopes: Sequence[int], assignment: Assignment, mesh: LogicalMesh) -> Directives:
     """Returns directives with everything that follows from them and the assignment."""
-    return with_copies(with_loop_sums(directives, graph, assignment, mesh), graph, assignment)
+    return with_copies(with_loop_sums(directives, graph, assignment, mesh), graph, scopes, assignment)
 
 
 def _widened(graph: Graph) -> frozenset[int]:

@@ -18,7 +18,7 @@ from spmdctx.ir.analysis.kinds import ops_of
 from spmdctx.ir.collective import Cause
 from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
 from spmdctx.ir.mesh import format_sharding
-from spmdctx.ir.primitives import IDENTITIES
+from spmdctx.ir.primitives import ENTERING, IDENTITIES
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.reshard import ReshardStep, reshard_steps
 from spmdctx.machine.xla.narrowing import sharers
@@ -132,9 +132,13 @@ class Moves:
 
 
 def _aliases(graph: Graph) -> list[int]:
-    """Returns, for each value, the value that it is another name of: marks and constraints change nothing but the sharding."""
-    same = list(range(len(graph.values)))
-    for op in ops_of(graph, IDENTITIES):
-        if op.operands[0] != LITERAL:
-            same[op.results[0]] = same[op.operands[0]]
+    """Returns, for each value, the value that it is another name of.
+
+    Marks and constraints change nothing but the sharding. What enters a loop whole, and is not cut into its iterations, moves before it.
+    """
+    same, values = list(range(len(graph.values))), graph.values
+    for op in ops_of(graph, IDENTITIES | ENTERING):
+        value = op.operands[0]
+        if value != LITERAL and values[value].shape == values[op.results[0]].shape:
+            same[op.results[0]] = same[value]
     return same

@@ -23,7 +23,7 @@ def constrain(
     If no directives are given, the program gets those that follow from the assignment alone.
     """
     if directives is None:
-        directives = completed(Directives(), program.graph, assignment, mesh)
+        directives = completed(Directives(), program.graph, program.scopes, assignment, mesh)
     rewriter = Rewriter(ShardedProgram(program, assignment, mesh, jax_mesh, directives), BODIES)
     closed = program.jaxpr
     block = rewriter.block()

@@ -22,7 +22,8 @@ from spmdctx.lowering.rewrite.loop_sums import LoopSums
 from spmdctx.lowering.rewrite.precision import PASSED_ON, passed_on, wide
 from spmdctx.lowering.rewrite.values import NO_RECORD, ShardedProgram, Values
 from spmdctx.machine.xla.narrowing import sharers
-from spmdctx.machine.xla.partitioner.recompute import refines, slices
+from spmdctx.machine.xla.partitioner.equal_values import WRITTEN_AGAIN
+from spmdctx.machine.xla.partitioner.recompute import operand_shardings, refines, slices
 from spmdctx.machine.xla.partitioner.repetition import is_repeated
 from spmdctx.machine.xla.reductions import reduction_plan
 from spmdctx.rules.elementwise import ELEMENTWISE
@@ -40,10 +41,12 @@ class Rewriter:
         program = sharded.program
         self.sharded, self.assignment, self._bodies = sharded, sharded.assignment, bodies
         self._graph, self._scopes, self._sharers = program.graph, program.scopes, sharers(program.graph)
-        self._routes, self._all_to_all = sharded.directives.routes, sharded.directives.all_to_all
+        self._routes = sharded.directives.routes
         self._widens = bool(sharded.directives.widened)
         self._sites = iter(program.op_of_site)
         self._made: dict[int, list[Any]] = {}
+        # For values from literals: the op, its equation and operands, and the block that holds them.
+        self._from_literals: dict[int, tuple[Op, Any, list[Any], Block]] = {}
         self.values, self.constraints = Values(sharded), Constraints(sharded)
         self.loop_sums = LoopSums(sharded, self.values, self.constraints, partial(self.use, recomputes=False))
         # The variables of values that wait, or that others wait for.
@@ -76,6 +79,10 @@ class Rewriter:
             made = self._recomputed(block, value, target)
             if made is not None:
                 return made
+        if target != stored and value in self._from_literals and not refines(stored, target):
+            made = self._made_again(block, value, target)
+            if made is not None:
+                return made
         if record.is_moved or target != stored:
             # All readers take the value from here, or the partitioner would give all of them what one asks for.
             atom = block.constrain(atom, stored)
@@ -97,6 +104,33 @@ class Rewriter:
         (var,) = self.emit(eqn, self._spread(block, op, eqn, operands, target), block)
         made = block.slices[value, target] = block.constrain(var, target)
         return made
+
+    def _made_again(self, block: Block, value: int, target: TensorSharding) -> Any:
+        """Makes a value from literals in another sharding, since no plan moves such a value; returns None if an op tells not how."""
+        known = block.slices.get((value, target))
+        if known is not None:
+            return known
+        op, eqn, atoms, home = self._from_literals[value]
+        needed, operands = operand_shardings(op, target), []
+        for operand, atom, sharding in zip(op.operands, atoms, needed or (), strict=needed is not None):
+            if operand == LITERAL or isinstance(atom, jexc.Literal):
+                made = atom
+            elif home is block:
+                made = self._taken(block, operand, atom, sharding)
+            else:
+                # Another body does not see the operand.
+                made = self._made_again(block, operand, sharding) if operand in self._from_literals else None
+            operands.append(made)
+        if needed is None or any(made is None for made in operands):
+            return None
+        (var,) = operands if eqn is None else self.emit(eqn, operands, block)
+        made = block.slices[value, target] = block.constrain(var, target)
+        return made
+
+    def _note_literal(self, block: Block, op: Op, eqn: Any, operands: list[Any]) -> None:
+        """Remembers how a value from literals is made; `eqn` is None for another name of its operand."""
+        if len(op.results) == 1 and op.results[0] in self.sharded.program.from_literals:
+            self._from_literals[op.results[0]] = op, eqn, operands, block
 
     def _spread(self, block: Block, op: Op, eqn: Any, operands: list[Any], made: TensorSharding) -> list[Any]:
         """Returns the operands of an equation whose result is split as `made`, repeated if readers split them differently."""
@@ -123,9 +157,10 @@ class Rewriter:
                 # With a constraint on the scattered result alone, XLA may use idle axes and permute instead.
                 var = block.constrain(var, natural)
             natural = reduction.after
-        if partial or natural != stored or record.is_constrained:
+        again = None if partial or refines(natural, stored) or value not in self._from_literals else self._made_again(block, value, stored)
+        if again is None and (partial or natural != stored or record.is_constrained):
             var = block.constrain(var, natural)
-        var = block.reshard(var, value, natural, stored)
+        var = block.reshard(var, value, natural, stored) if again is None else again
         if record.has_barrier:
             var = block.part(var)
             # The barrier makes a new variable, which its readers share.
@@ -167,8 +202,10 @@ class Rewriter:
         record = self.values[op.results[0]] if op.results else NO_RECORD
         if record.is_partial and not self.loop_sums.is_whole(op):
             return [self.loop_sums.equation(block, op, eqn, operands)]
-        if record.is_recomputed and (self._all_to_all or not _repeats(eqn)):
+        if record.is_recomputed:
             block.recipes[op.results[0]] = op, eqn, operands
+        if op.primitive in WRITTEN_AGAIN:
+            self._note_literal(block, op, eqn, operands)
         operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
         if op.primitive in ELEMENTWISE:
             operands = self._spread(block, op, eqn, operands, project(op.rule.results[0], self.assignment.ops[op.id].axes))
@@ -214,18 +251,10 @@ class Rewriter:
             return operands
         if self.values[op.results[0]].is_partial:
             return [self.loop_sums.handed_on(block, op, operands[0], self.constraints.source_info)]
+        self._note_literal(block, op, None, operands)
         results = [self.settle(block, op, 0, self.use(block, op, 0, operands[0]))]
         block.note(op, None, results)
         return results
-
-
-def _repeats(eqn: Any) -> bool:
-    """Returns whether an equation repeats an operand along dimensions of size 1.
-
-    XLA makes the repeated operand once for all copies of the equation, and moves it between their shardings, by all-to-all too.
-    """
-    shape = eqn.outvars[0].aval.shape
-    return any(getattr(atom.aval, "shape", ()) not in ((), shape) for atom in eqn.invars)
 
 
 def _nested(info: Any, outer: Any) -> Any:

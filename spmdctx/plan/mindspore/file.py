@@ -16,21 +16,25 @@ import itertools
 import json
 import math
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spmdctx.errors import PlanFormatError, UnsupportedError
+from spmdctx.errors import PlanFormatError, UnsupportedError, shown
 from spmdctx.ir.graph import LITERAL, Op, Role
 from spmdctx.ir.mesh import LogicalMesh, format_sharding
 from spmdctx.ir.primitives import RENAMES, Boundary
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.plan.data import OpTable, PlanData, PlannedTensor
+from spmdctx.wording.files import read_file, write_file
+from spmdctx.wording.text_data import read_json_text
 
 STRATEGIES, LAYOUTS = "parallel_strategy_item", "parallel_layout_item"
 WHOLE = -1
+
+_MOST_DEVICES, _MOST_DIMS, _MOST_OPERANDS = 1 << 16, 32, 4096
+"""No strategy is for more devices, no tensor has more dimensions, and no op more operands."""
 
 _OP_TYPES = {"gather": "Gather", "conv_general_dilated": "Conv2D", "sub": "Sub", "add_any": "Add"}
 
@@ -75,7 +79,9 @@ def parse_mindspore(body: Mapping[str, Any], where: str) -> MindSporeStrategy:
     """
     parsed: dict[str, dict[str, Any]] = {LAYOUTS: {}, STRATEGIES: {}}
     for section, read in ((LAYOUTS, _layout), (STRATEGIES, _strategy)):
-        entries = body.get(section) or {}
+        entries = body.get(section)
+        if entries is None:
+            continue
         if not isinstance(entries, dict):
             raise PlanFormatError(f"{section} of the strategy file must hold entries by name.", where=where, got=type(entries).__name__)
         for name, entry in entries.items():
@@ -83,33 +89,47 @@ def parse_mindspore(body: Mapping[str, Any], where: str) -> MindSporeStrategy:
                 parsed[section][name] = read(entry)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise PlanFormatError(
-                    f"Entry '{name}' of {section} cannot be read.", where=where, got=f"{type(error).__name__}: {error}"
+                    f"Entry {shown(name)} of {section} cannot be read.", where=where, got=f"{type(error).__name__}: {error}"
                 ) from error
     return MindSporeStrategy(parsed[LAYOUTS], parsed[STRATEGIES])
 
 
 def _layout(entry: Mapping[str, Any]) -> ParameterLayout:
-    matrix = tuple(map(_count, entry["dev_matrix"]))
-    shape = tuple(map(_count, entry["tensor_shape"]))
-    dims = tuple(tuple(axis for axis in (own if isinstance(own, list) else [own]) if axis != WHOLE) for own in entry["tensor_map"])
+    matrix, shape = _slices_of(entry["dev_matrix"]), tuple(_count(size, 0) for size in _list(entry["tensor_shape"]))
+    dims = tuple(tuple(axis for axis in (own if isinstance(own, list) else [own]) if axis != WHOLE) for own in _list(entry["tensor_map"]))
     if len(dims) != len(shape):
         raise ValueError(f"tensor_map has {len(dims)} entries, tensor_shape {len(shape)}")
     used = [axis for dim in dims for axis in dim]
-    if any(not isinstance(axis, int) or not 0 <= axis < len(matrix) for axis in used):
-        raise ValueError(f"tensor_map {entry['tensor_map']} names axes that dev_matrix {list(matrix)} does not have")
+    if any(type(axis) is not int or not 0 <= axis < len(matrix) for axis in used):
+        raise ValueError(f"tensor_map {shown(entry['tensor_map'])} names axes that dev_matrix {list(matrix)} does not have")
     if len(set(used)) < len(used):
-        raise ValueError(f"tensor_map {entry['tensor_map']} uses an axis twice")
-    size, step = int(entry.get("opt_weight_shard_size", 0)), int(entry.get("opt_weight_shard_step", 0))
+        raise ValueError(f"tensor_map {shown(entry['tensor_map'])} uses an axis twice")
+    size, step = (_count(entry.get(f"opt_weight_shard_{part}", 0), -1, math.prod(matrix)) for part in ("size", "step"))
     return ParameterLayout(matrix, dims, shape, *((step, size) if size > 1 and step > 0 else (0, 0)))
 
 
 def _strategy(entry: Mapping[str, Any]) -> OpStrategy:
-    return OpStrategy(int(entry.get("stage", 0)), tuple(tuple(map(_count, dims)) for dims in entry["parallel_strategy"]))
+    return OpStrategy(_count(entry.get("stage", 0), 0), tuple(map(_slices_of, _list(entry["parallel_strategy"], _MOST_OPERANDS))))
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is no size")
+def _slices_of(value: Any) -> tuple[int, ...]:
+    """Returns numbers of slices, or of devices, by dimension."""
+    found = tuple(_count(size, 1, _MOST_DEVICES) for size in _list(value))
+    _count(math.prod(found), 1, _MOST_DEVICES)
+    return found
+
+
+def _list(value: Any, most: int = _MOST_DIMS) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{shown(value)} is no list")
+    if len(value) > most:
+        raise ValueError(f"a list of {len(value)}, and not of at most {most}")
+    return value
+
+
+def _count(value: Any, low: int, high: int = 1 << 62) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{shown(value)} is no size or number from {low} to {high}")
     return value
 
 
@@ -125,13 +145,12 @@ def write_mindspore(plan: PlanData, path: str | os.PathLike[str], *, only_parame
 
     Raises:
         UnsupportedError: shardings that the format cannot hold, by name, or a path without the suffix.
+        FileError: the file cannot be written; a former one is as it was.
     """
     target = Path(path)
     if target.suffix != ".json":
         raise UnsupportedError("MindSpore takes a strategy file for JSON by its suffix.", got=target.name, fix="end the name in .json")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    body = mindspore_body(plan, only_parameters=only_parameters, several_axes=several_axes)
-    target.write_text(_text(body), encoding="utf-8")
+    write_file(target, _text(mindspore_body(plan, only_parameters=only_parameters, several_axes=several_axes)))
 
 
 def _text(body: Mapping[str, Any]) -> str:
@@ -228,13 +247,13 @@ def layout_entry(layout: ParameterLayout) -> dict[str, Any]:
 
 
 def write_layouts(layouts: Mapping[str, ParameterLayout], path: str | os.PathLike[str]) -> None:
-    """Writes layouts by name as a strategy file, and makes its folder; a reader never sees half of it."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Writes layouts by name as a strategy file, and makes its folder; the file is read back before it gets its name.
+
+    Raises:
+        FileError: the file cannot be written; a former one is as it was.
+    """
     body = {"current_stage": 0, STRATEGIES: {}, LAYOUTS: {name: layout_entry(layout) for name, layout in layouts.items()}}
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.writing")  # ranks may write it at the same time
-    scratch.write_text(_text(body), encoding="utf-8")
-    scratch.replace(target)
+    write_file(path, _text(body), lambda made: parse_mindspore(read_json_text(read_file(made)), os.fspath(path)))
 
 
 def _layout_entry(tensor: PlannedTensor, mesh: LogicalMesh, needs: TensorSharding | None) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def _value(atom: Any, jaxpr: Any, known: dict[Any, Any]) -> Any:
 def _results(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     name = eqn.primitive.name
     if name not in CALLS:
-        return [_COMPUTED[name](*operands)]
+        return [_ON_INTEGERS[name](*operands)]
     body = opened(call_body(name, eqn.params))
     known = dict(zip(body.invars, operands, strict=True))
     return [_value(atom, body, known) for atom in body.outvars]
@@ -68,7 +68,7 @@ def _quotient(left: Any, right: Any) -> Any:
     return np.sign(left) * np.sign(right) * (np.abs(left) // np.abs(right))
 
 
-_COMPUTED: Mapping[str, Callable[..., Any]] = {
+_ON_INTEGERS: Mapping[str, Callable[..., Any]] = {
     **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient, "rem": np.fmod, "neg": np.negative},
     **{"abs": np.abs, "sign": np.sign, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or},
     **{"not": np.logical_not, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater},

@@ -12,8 +12,9 @@ from functools import partial
 from typing import NamedTuple
 
 from spmdctx.cost.memory.lives import Peak
+from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
-from spmdctx.search.dynamic.effort import Effort, Standing
+from spmdctx.search.dynamic.effort import Effort, Schedule, Standing
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
 from spmdctx.search.problem.memory_rows import Passing, completed, counted_bytes, least_peak, on_chip, op_at, passing_at, with_memory
@@ -30,6 +31,9 @@ _LEAST_S = 1e-300
 
 _ATTEMPT_WORK = 2e7
 """Additions that take as long as an attempt does beyond the solver's."""
+
+_LOWER = 0.8
+"""The limit of repairs that is tried beside the whole budget, as a share of it."""
 
 _LIMIT_SPACING = 0.005
 """Least share of the budget between two limits that are tried for a program that is not small."""
@@ -65,14 +69,24 @@ class Budget:
         options: the budget, and how much it is worth.
         fastest_peak: peak of the fastest plan of all.
 
-    `spent` are the additions of all attempts.
+    `spent` are the additions of all attempts, `fitting` the states of the plans that were found, by mesh, and `costs_s` their costs.
     """
 
     def __init__(self, formulation: Formulation[Tables], options: DynamicOptions, fastest_peak: Peak) -> None:
         self.formulation, self.options, self.fastest_peak = formulation, options, fastest_peak
         self.schedule = options.schedule_of(formulation.step)
         self.memory_bytes = options.memory_bytes or 0
-        self.spent = 0.0
+        self.spent = self._before = 0.0
+        self.fitting: dict[LogicalMesh, Sequence[int]] = {}
+        self.costs_s: dict[LogicalMesh, float] = {}
+
+    def begin(self, schedule: Schedule) -> None:
+        """Takes another schedule, whose work is limited by itself."""
+        self.schedule, self._before = schedule, self.spent
+
+    def left(self, additions: float) -> float:
+        """Returns what is left of the additions that a schedule may make."""
+        return max(0.0, additions - (self.spent - self._before))
 
     def search_on(self, mesh: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan of a mesh whose peak is in the budget, if it can be below `known_s`.
@@ -81,12 +95,12 @@ class Budget:
         that short attempts find, so these suffice.
         """
         standing, result = Standing(known_s), None
-        starts: tuple[Sequence[int], ...] = ()
+        own = mesh.fastest.setup.mesh
         for attempt in self.schedule.attempts:
             if not attempt.when(standing):
                 continue
+            starts = (self.fitting[own],) if own in self.fitting else ()
             run = _Run(self, mesh._replace(starts=starts), attempt.effort, min(known_s, standing.cost_s))
-            run.allowance.most = max(0.0, min(run.allowance.most, self.schedule.hopeless - self.spent))
             if mesh.insists or isinstance(result, Found):
                 run.lift()
             later = run.result()
@@ -95,7 +109,9 @@ class Budget:
                 later = later._replace(is_cut=(result.is_cut or later.is_cut) and not later.is_proven)
             result = _better(result, later, known_s)
             standing = _standing(result, known_s, has_run_out=run.has_run_out)
-            starts = (run.fitting,) if run.fitting else starts
+            if run.fitting:
+                self.fitting[own] = run.fitting
+                self.costs_s[own] = min(standing.cost_s, self.costs_s.get(own, math.inf))
         assert result is not None, "a schedule begins with an attempt"
         return result
 
@@ -158,7 +174,8 @@ class _Run:
         formulation, small = budget.formulation, budget.options.is_small(budget.formulation.step)
         self._budget, self._mesh, self._effort, self._known_s = budget, mesh, effort, known_s
         self._formulation = formulation
-        self.allowance = Allowance(effort.hopeless)
+        self._proof = budget.left(budget.schedule.proof) / 2
+        self.allowance = Allowance(min(effort.hopeless, budget.left(budget.schedule.hopeless)))
         self._tolerance = max(formulation.limits.tolerance, effort.tolerance)
         full = float(budget.memory_bytes + on_chip(formulation.topology).total_bytes)
         self._limits = _Limits(full, 0.0 if small else _LIMIT_SPACING * full)
@@ -169,6 +186,7 @@ class _Run:
         self._last: tuple[Sequence[int], ...] = ()
         self._copies: dict[Passing, None] = {}
         self._seen: Found | None = None
+        self._refined = 0
         self.fitting: Sequence[int] = ()
         self.has_run_out = False
 
@@ -217,9 +235,9 @@ class _Run:
         return solver
 
     def lift(self) -> None:
-        """Goes on within the effort's limit for proofs, as a plan is known, unless the effort limits proofs like the rest."""
+        """Goes on within the limit for proofs, as a plan is known, unless the effort limits proofs like the rest."""
         if not self._effort.limits_proofs:
-            self.allowance.most = self._effort.proof
+            self.allowance.most = max(self.allowance.most, self._proof)
 
     def _cut(self, solution: Solution | Shortfall) -> Found | Shortfall | None:
         """Ends the attempt whose allowance is spent; goes on within the effort's limit for proofs if the states so far are a plan."""
@@ -280,11 +298,18 @@ class _Run:
         self._level += 1
         return True
 
-    def _with_plan(self, found: Found) -> Found | None:
+    def _with_plan(self, found: Found) -> Found | Shortfall | None:
         """Keeps a plan that fits; returns the best one if more effort is not worth it."""
         self.lift()
         if self._seen is None or found.cost_s <= self._seen.cost_s:
             self._seen, self.fitting = found, self._last[0]
+        if self._refined < self._effort.refines:
+            self._refined += 1
+            if not self._limits.is_full:
+                return self._above(self._limits.limit)
+            # Choices that were repaired within less memory are sometimes cheaper.
+            self._limits.limit *= _LOWER
+            return None
         gap_s = self._seen.cost_s - self._bound_s
         if self._level > self._effort.level or gap_s <= self._effort.insists * max(self._seen.cost_s, _LEAST_S):
             return self._seen._replace(lower_bound_s=self._bound_s)

@@ -9,8 +9,11 @@ from typing import NamedTuple
 
 from spmdctx.search.dynamic.branching import SHORT_WORK, WORK
 
-_HOPELESS = 2e8
-"""Additions that take a good part of a second."""
+_HOPELESS = 1e8
+"""Additions that take a small part of a second."""
+
+_PROOF = 40 * _HOPELESS
+"""Additions that take a few seconds."""
 
 
 class Effort(NamedTuple):
@@ -28,7 +31,7 @@ class Effort(NamedTuple):
         insists: the gap, relative to the cost, above which the plan's problem is solved once more, one level higher.
         hopeless: the solver's additions on one mesh after which it ends if no plan was seen.
         limits_proofs: whether it ends then too if a plan was seen.
-        proof: otherwise its additions on one mesh; a plan that is not proven then has a gap.
+        refines: limits around that of the first plan that are tried too.
     """
 
     rounds: int = 12
@@ -42,25 +45,28 @@ class Effort(NamedTuple):
     insists: float = float("inf")
     hopeless: float = float("inf")
     limits_proofs: bool = False
-    proof: float = float("inf")
+    refines: int = 0
 
 
-PROVEN = Effort(branches=True, proves=True, hopeless=_HOPELESS, proof=30 * _HOPELESS)
+PROVEN = Effort(branches=True, proves=True, hopeless=2 * _HOPELESS)
 """For a small program's cheapest plan, with every proof."""
 
-ANY = Effort(tolerance=1.0, branches=True, work=SHORT_WORK, hopeless=_HOPELESS / 2, limits_proofs=True)
+ANY = Effort(tolerance=1.0, branches=True, work=SHORT_WORK, hopeless=_HOPELESS, limits_proofs=True)
 """For a small program's plan whose cost matters little."""
+
+REPAIRED = Effort(level=-1, tolerance=1.0, hopeless=1.5 * _HOPELESS, limits_proofs=True, refines=4)
+"""For a plan found by changes of one node at a time, without bounds."""
 
 BRIEF = PROVEN._replace(tolerance=1e-3, work=SHORT_WORK, limits_proofs=True)
 """For one of many plans of a small program."""
 
-HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False, hopeless=_HOPELESS)
+HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False, hopeless=2 * _HOPELESS)
 """For a plan of a program that is not small, in little time."""
 
-THOROUGH = Effort(insists=0.01, hopeless=_HOPELESS)
+THOROUGH = Effort(insists=0.01, hopeless=2 * _HOPELESS)
 """For the plan of a program that is not small."""
 
-SOFT = Effort(level=1, counts_copies=False, hopeless=_HOPELESS)
+SOFT = Effort(level=1, counts_copies=False, hopeless=2 * _HOPELESS)
 """For a small program's plan within a budget that the user did not set."""
 
 QUICK = SOFT._replace(rounds=4, tolerance=0.005)
@@ -131,24 +137,32 @@ class Schedule(NamedTuple):
         attempts: those made on each mesh, in this order.
         stops_at_first: whether the search ends at the first mesh with a plan.
         enough: the gap, relative to the bound, at which a plan makes the search of another mesh not worthwhile.
+        repairs: the solver's additions on all meshes together that go into `REPAIRED` before the attempts.
         hopeless: the solver's additions on all meshes together; see `Effort.hopeless`.
+        proof: the solver's additions on all meshes together once a plan was seen; then the best plan has a gap. A mesh gets half of what
+            is left.
     """
 
     attempts: tuple[Attempt, ...]
     stops_at_first: bool = False
     enough: float = 0.0
-    hopeless: float = 4 * _HOPELESS
+    repairs: float = 0.0
+    hopeless: float = 8 * _HOPELESS
+    proof: float = math.inf
 
 
-ANY_PLAN = Schedule((Attempt(ANY),), stops_at_first=True)
-ENOUGH_PLAN = Schedule((Attempt(ANY._replace(hopeless=_HOPELESS / 5)),), stops_at_first=True, hopeless=_HOPELESS / 2)
+REPAIRED_PLAN = Schedule((Attempt(REPAIRED),))
+_FEW = ANY._replace(hopeless=_HOPELESS / 2)
+ANY_PLAN = Schedule((Attempt(ANY),), stops_at_first=True, repairs=3 * _HOPELESS)
+ENOUGH_PLAN = Schedule((Attempt(_FEW),), stops_at_first=True, repairs=2 * _HOPELESS, hopeless=_HOPELESS / 2)
+ENOUGH_DEVICES = ENOUGH_PLAN._replace(repairs=_HOPELESS)
 HASTY_PLAN = Schedule((Attempt(HASTY),), stops_at_first=True)
 
-BRIEF_PLAN = Schedule((Attempt(ANY), Attempt(BRIEF, unsettled)), enough=BRIEF.tolerance, hopeless=1.5 * _HOPELESS)
+BRIEF_PLAN = Schedule((Attempt(BRIEF),), enough=BRIEF.tolerance, repairs=_HOPELESS, hopeless=_HOPELESS / 2, proof=2 * _HOPELESS)
 BRIEF_LARGE_PLAN = Schedule((Attempt(HASTY._replace(limits_proofs=True)),))
 
 # An error names the budget of a plan that is found without proofs.
-PROVEN_PLAN = Schedule((Attempt(PROVEN), Attempt(ANY, out_of_limits)))
+PROVEN_PLAN = Schedule((Attempt(PROVEN), Attempt(ANY, out_of_limits)), repairs=3 * _HOPELESS, hopeless=3 * _HOPELESS, proof=_PROOF)
 
 # The first attempt is that of HASTY_PLAN, so it meets a budget that an error names. If another mesh has a plan, this one must beat it.
 THOROUGH_PLAN = Schedule(
@@ -158,6 +172,8 @@ THOROUGH_PLAN = Schedule(
         Attempt(THOROUGH, unsettled),
     )
 )
+
+MIDDLE_PLAN = THOROUGH_PLAN._replace(repairs=3 * _HOPELESS, hopeless=4 * _HOPELESS, proof=_PROOF)
 
 SOFT_PLAN = Schedule((Attempt(SOFT),))
 

@@ -29,6 +29,7 @@ class DynamicOptions:
         wants_any: whether any plan within the budget will do.
         is_brief: whether this is one of many budgets, so that little work is spent on proofs.
         small_program: ops up to which meshes of three axes are tried by default, and budgets are worth every proof.
+        middle_program: ops up to which all work within a budget is limited.
         large_program: ops from which a budget that the user did not set is given up if a hasty attempt finds no plan.
         schedule: the attempts within a budget; None to derive them from the program's size and the other options.
         folding: the options of the fold that decides ops together.
@@ -41,6 +42,7 @@ class DynamicOptions:
     wants_any: bool = False
     is_brief: bool = False
     small_program: int = 100
+    middle_program: int = 500
     large_program: int = 5000
     schedule: effort.Schedule | None = None
     folding: Folding = FOLDING
@@ -65,7 +67,7 @@ class DynamicOptions:
         if self.wants_any:
             return effort.HASTY_PLAN
         if not self.is_soft:
-            return effort.THOROUGH_PLAN
+            return effort.MIDDLE_PLAN if len(step.graph.ops) <= self.middle_program else effort.THOROUGH_PLAN
         return effort.QUICK_PLAN_OR_NONE if len(step.graph.ops) >= self.large_program else effort.QUICK_PLAN
 
 

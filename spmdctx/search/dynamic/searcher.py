@@ -18,10 +18,10 @@ from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget
-from spmdctx.search.dynamic.effort import ENOUGH_PLAN
+from spmdctx.search.dynamic.effort import ENOUGH_PLAN, REPAIRED_PLAN
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall
-from spmdctx.search.setup.blocks import joined_axes, with_blocks, without_blocks
+from spmdctx.search.setup.blocks import is_too_wide, joined_axes, with_blocks, without_blocks
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
@@ -34,10 +34,11 @@ def plan_dynamic(step: Step, request: Request, topology: Topology, options: Dyna
 
 def lower_bound_s(
     step: Step, request: Request, topology: Topology, options: DynamicOptions, mesh: LogicalMesh
-) -> tuple[float, tuple[str, ...]]:
+) -> tuple[float | None, tuple[str, ...]]:
     """Bounds the cost of every assignment, on the meshes that the search would try or on `mesh`; memory plays no part.
 
-    Returns the bound, and the axes that it takes only together, as text: one for each mesh on which there are any.
+    Returns the bound, None if a mesh has too many axes for the search, and the axes that it takes only together, as text: one for each
+    mesh on which there are any.
     """
     searcher = Searcher(step, topology, replace(options, memory_bytes=None))
     meshes = [mesh]
@@ -45,6 +46,8 @@ def lower_bound_s(
         meshes += [other for other in options.meshes(step, request.num_devices, topology) if other != mesh]
     lowest = float("inf")
     setups = [with_blocks(step.graph, prepare(step.graph, replace(request, mesh=other))) for other in meshes]
+    if any(is_too_wide(step.graph, setup) for setup in setups):
+        return None, ()
     for setup in setups:
         found = searcher.search(setup, lowest)
         assert not isinstance(found, Shortfall)
@@ -164,23 +167,41 @@ class Budgets:
         fastest, bounds = self._fastest, dict(self._bounds)
         # The most promising mesh comes first, so that most others need no search.
         setups = sorted(self._setups, key=lambda setup: (setup.mesh != fastest.setup.mesh, bounds[setup.mesh]))
-        best, short = self._pass(budget, setups, bounds, None)
+        best, seen = self._repaired(budget, setups, bounds) if budget.schedule.repairs else (None, {})
+        short = seen
+        if best is None or not budget.schedule.stops_at_first:
+            setups.sort(key=lambda setup: budget.costs_s.get(setup.mesh, math.inf))
+            proven = {mesh: one for mesh, one in seen.items() if one.is_proven}
+            best, short = self._pass(budget, [setup for setup in setups if setup.mesh not in proven], bounds, best)
+            short |= proven
         is_cut = any(one.is_cut for one in short.values())
         if best is None and is_cut and budget.schedule != ENOUGH_PLAN:
             # An error names a budget that this short search meets.
-            again = Budget(budget.formulation, replace(budget.options, schedule=ENOUGH_PLAN), budget.fastest_peak)
-            best, _ = self._pass(again, setups, bounds, None)
-            budget.spent += again.spent
+            budget.begin(ENOUGH_PLAN)
+            best, _ = self._pass(budget, setups, bounds, None)
         if best is not None and not budget.schedule.stops_at_first:
             # Meshes that were given up while no plan was in sight may have a cheaper one.
             given_up = [setup for setup in setups if setup.mesh in short and short[setup.mesh].is_cut]
             best, _ = self._pass(budget, given_up, bounds, best)
         if best is not None:
             return best._replace(lower_bound_s=min([best.cost_s, *bounds.values()]))
-        least = min(short.values(), key=lambda one: one.enough_bytes)
         joined = next(filter(None, (joined_axes(setup.mesh) for setup in setups)), "")
         is_proven = not joined and all(one.is_proven for one in short.values())
+        ends = list(short.values())
+        if not is_proven:
+            ends += seen.values()
+        least = min(ends, key=lambda one: one.enough_bytes)
         return least._replace(fastest=fastest, is_proven=is_proven, is_cut=is_cut, joined=joined)
+
+    def _repaired(
+        self, budget: Budget, setups: Sequence[Setup], bounds: dict[LogicalMesh, float]
+    ) -> tuple[Found | None, dict[LogicalMesh, Shortfall]]:
+        """Searches all meshes by repairs alone, those of fewest axes first, as they take the least work."""
+        schedule = budget.schedule
+        budget.begin(REPAIRED_PLAN._replace(stops_at_first=schedule.stops_at_first, hopeless=schedule.repairs))
+        found = self._pass(budget, sorted(setups, key=lambda setup: len(setup.mesh.axes)), bounds, None)
+        budget.begin(schedule)
+        return found
 
     def _pass(
         self, budget: Budget, setups: Sequence[Setup], bounds: dict[LogicalMesh, float], best: Found | None

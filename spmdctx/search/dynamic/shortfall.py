@@ -9,7 +9,7 @@ from spmdctx.cost.memory.lives import step_memory
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import InfeasibleError
 from spmdctx.machine.topology import Topology
-from spmdctx.search.dynamic.effort import ENOUGH_PLAN
+from spmdctx.search.dynamic.effort import ENOUGH_DEVICES, ENOUGH_PLAN
 from spmdctx.search.dynamic.least_bytes import least_bytes
 from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall
 from spmdctx.search.dynamic.searcher import Budgets, mesh_is_fixed, plan_dynamic
@@ -21,15 +21,18 @@ _MOST_DEVICES = 4096
 _MOST_SEARCHED = 2
 """Device counts that are searched for a plan; a bound that rules a count out is no search."""
 
-_DOWN = 0.8
+_DOWN = 0.9
 """Share of a budget that is enough at which a small program's next one is tried."""
 
 _ATTEMPTS = 10
 _MOST_ATTEMPTS = 60
 """Searches for the least budget. The first number is for programs that are not small, the second for small ones, to the byte."""
 
-_MOST_WORK = 4e8
-"""Additions of all of these searches, after the last of which none begins."""
+_MOST_WORK = 1e9
+"""Additions of the search and of all of these, after the last of which none begins."""
+
+_LEAST_WORK = 3e8
+"""Additions that these searches may make in any case."""
 
 _JUMPS = 2
 """Failures in a row after which the search no longer tries the bytes of a small program's smallest plan seen."""
@@ -54,7 +57,7 @@ def infeasible(
     least = exact_bytes_text(found.least_bytes)
     alive = f"at least {least} alive there" if found.is_proven else f"{least} alive there in the smallest plan of this search"
     return InfeasibleError(
-        f"{said}{joined}.",
+        f"{said}{', as was proven' if found.is_proven else ''}{joined}.",
         where=place_of(step, found.time),
         got=f"{alive}, the largest of them {_largest(step, topology, found.time)}",
         need="" if options.is_brief else _need(step, request, topology, options, found, budgets),
@@ -76,7 +79,7 @@ def _said(found: Shortfall, num_devices: int, what: str) -> str:
     """Returns that no plan does `what`, or only that none was found, and whether the search ended early."""
     devices = counted(num_devices, "device")
     no_plan = f"No plan on {devices} {what}" if found.is_proven else f"No plan was found on {devices} that {what}"
-    return f"{no_plan}; the search ended early, as none was in sight" if found.is_cut else no_plan
+    return f"{no_plan} within the search's limit of work; one may exist" if found.is_cut else no_plan
 
 
 def over_device(step: Step, num_devices: int, topology: Topology, found: Shortfall) -> str:
@@ -143,12 +146,15 @@ def _enough_bytes(
         short = max(short, found.least_bytes - 1)
     attempt, failures = max(found.enough_bytes, short + 1), 0
     any_plan = replace(options, wants_any=True, schedule=ENOUGH_PLAN if is_exact else None)
-    most, met, is_whole = budgets.spent + _MOST_WORK, enough, True
+    if found.is_proven and is_exact:
+        # Least bytes that nothing meets say little of the plans; a failure not far above them does.
+        attempt = min(2 * attempt, (short + enough) // 2)
+    most, met, is_whole = max(_MOST_WORK, budgets.spent + _LEAST_WORK), enough, True
     for _ in range(_MOST_ATTEMPTS if is_exact else _ATTEMPTS):
         if not short < attempt < enough:
             # A plan is found faster than it is found that there is none.
             attempt = max((short + enough) // 2, int(enough * _DOWN)) if is_exact else (short + enough) // 2
-        if enough - short <= (1 if is_exact else enough * _NEAR):
+        if enough - short <= (1 if is_exact and budgets.spent < most / 2 else max(1, enough * _NEAR)):
             break
         if budgets.spent > most:
             is_whole = False
@@ -187,7 +193,7 @@ def _enough_devices(step: Step, request: Request, topology: Topology, options: D
     count, searched = request.num_devices, 0
     least_bound = least_found = float("inf")
     # There are many meshes of three axes, and little is gained by them.
-    schedule = ENOUGH_PLAN if options.is_small(step) else None
+    schedule = ENOUGH_DEVICES if options.is_small(step) else None
     any_plan = replace(options, wants_any=True, max_axes=min(2, options.max_axes or 2), schedule=schedule)
     while count < _MOST_DEVICES and searched < _MOST_SEARCHED:
         count *= 2

@@ -80,15 +80,14 @@ class ResultUse(NamedTuple):
 
 def split_of_rule(op: Op, shapes: Sequence[tuple[int, ...]], splittable: Sequence[bool], mesh: LogicalMesh) -> OpSplits:
     """Lists every legal split of an op whose operands and results have `shapes`."""
-    rule = op.rule
-    return _legal_splits(_Dims(rule.operands, rule.results, rule.sizes), tuple(splittable), tuple(shapes), mesh)
+    return _legal_splits(_dims_of(op), tuple(splittable), tuple(shapes), mesh)
 
 
 def split_of_axes(op: Op, shapes: Sequence[tuple[int, ...]], axes: FactorAxes, mesh: LogicalMesh) -> OpSplits:
     """Returns the one split that the user's shard_map asks for."""
     codes = axis_codes(mesh)
     rows = np.array([[codes.code(own) for own in axes]], dtype=np.int64).reshape(1, len(axes))
-    return _with_numbers(_Dims(op.rule.operands, op.rule.results, op.rule.sizes), rows, shapes, mesh)
+    return _with_numbers(_dims_of(op), rows, shapes, mesh)
 
 
 class _Dims(NamedTuple):
@@ -97,6 +96,12 @@ class _Dims(NamedTuple):
     operands: tuple[tuple[DimFactors, ...], ...]
     results: tuple[tuple[DimFactors, ...], ...]
     sizes: tuple[int, ...]
+
+
+def _dims_of(op: Op) -> _Dims:
+    """Returns the dims of an op; what XLA drops of it has become a literal, which has none."""
+    operands = [() if value == LITERAL else dims for value, dims in zip(op.operands, op.rule.operands, strict=True)]
+    return _Dims(tuple(operands), op.rule.results, op.rule.sizes)
 
 
 @lru_cache(maxsize=4096)

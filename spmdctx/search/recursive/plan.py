@@ -48,8 +48,9 @@ def plan_recursive(step: Step, request: Request, topology: Topology, options: Re
 
 def _infeasible(step: Step, request: Request, topology: Topology, options: RecursiveOptions, found: Shortfall) -> InfeasibleError:
     enough = _enough_bytes(step, request, topology, options, found)
+    joined = f" Axes of the mesh were used only together: {found.joined}." if found.joined else ""
     return InfeasibleError(
-        f"No plan was found that fits in memory_bytes={options.memory_bytes}: the smallest peak is {enough} bytes per device.",
+        f"No plan was found that fits in memory_bytes={options.memory_bytes}: the smallest peak is {enough} bytes per device.{joined}",
         where=place_of(step, found.time),
         got=f"{found.least_bytes} bytes of values alive there, the least that this search found",
         need=f"memory_bytes >= {enough} for this search",

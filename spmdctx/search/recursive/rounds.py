@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role
-from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh, units
 from spmdctx.ir.primitives import MATRIX_PRODUCTS, OUTSIDE, RENAMES
 from spmdctx.ir.projection import FactorAxes, legal, merge, project
 from spmdctx.ir.sharding import AxisNames, TensorSharding
@@ -55,7 +55,7 @@ class Decided(NamedTuple):
 
 
 def decide(space: Space, setup: Setup, mem_coeff: float, followers: frozenset[int], inputs: Mapping[int, Inputs]) -> Decided:
-    """Runs all rounds on the axes of `space.mesh`, the first axis first.
+    """Runs all rounds on the axes of `space.mesh`, the first axis first; axes that are used only together take one round.
 
     Args:
         space: the graph on a mesh with one axis per round.
@@ -152,18 +152,18 @@ class _Rounds:
         local = [size // mesh.num_slices(own) for size, own in zip(rule.sizes, taken, strict=True)]
         used = {name for own in taken for name in own}
         log: list[Round] = []
-        for axis in mesh.axes:
-            name, parts = axis
-            if name in used:
+        for unit in units(mesh):
+            if not used.isdisjoint(unit):
                 continue
-            options = self._options(op, roles, axes, local, axis, decided)
+            parts = mesh.num_slices(unit)
+            options = self._options(op, roles, axes, local, (unit[0], parts), decided)
             if not whole and any(not one.forbidden and one.cut != NO_CUT for one in options):
                 options = tuple([one for one in options if one.cut != NO_CUT])
             chosen = min((one for one in options if not one.forbidden), key=lambda one: one.total)
             if LOG.isEnabledFor(logging.INFO):
                 log.append(Round(_edges(roles, local), options, chosen, parts))
             if chosen.factor >= 0:
-                axes[chosen.factor].append(name)
+                axes[chosen.factor] += unit
                 local[chosen.factor] //= parts
         return Decision(legal(rule, tuple([tuple(own) for own in axes]), mesh), tuple(log))
 
@@ -339,7 +339,7 @@ def log_rounds(graph: Graph, mesh: LogicalMesh, decisions: Mapping[int, Decision
     """
     if not LOG.isEnabledFor(logging.INFO):
         return
-    for number in range(len(mesh.axes)):
+    for number in range(len(units(mesh))):
         for index, decision in decisions.items():
             if number >= len(decision.rounds):
                 continue

@@ -36,6 +36,7 @@ from spmdctx.search.recursive.fold import Folded, folded_program
 from spmdctx.search.recursive.mesh import join_axes, joined_mesh, round_mesh, translate_all
 from spmdctx.search.recursive.rounds import Decided, decide, log_rounds
 from spmdctx.search.recursive.splits import FewSplits
+from spmdctx.search.setup.blocks import joined_axes, with_blocks, without_blocks
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.meshes import candidate_meshes
 from spmdctx.search.setup.modes import prepare
@@ -106,9 +107,9 @@ class RecursiveSearcher(Search):
             elif isinstance(found, Found) and found.cost_s < known_s:
                 best = found
         if best is not None:
-            return best
+            return _as_plan(best)
         assert least is not None
-        return least
+        return least._replace(fastest=_as_plan(least.fastest), joined=joined_axes(least.fastest.setup.mesh))
 
     def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan on the mesh of a set-up within the budget, if there is one below `known_s`."""
@@ -179,17 +180,21 @@ class RecursiveSearcher(Search):
             self._cuts.update(dict.fromkeys(folded.members[index], translate_all(axes, names)))
 
 
+def _as_plan(found: Found) -> Found:
+    return found._replace(setup=without_blocks(found.setup))
+
+
 def _prepare(graph: Graph, request: Request) -> tuple[Setup, bool]:
     """Prepares the set-up on one axis per round; returns it, and whether its axes may be joined.
 
-    If the user's mesh, shard_maps or constraints name axes, the set-up is on these, and they are not joined.
+    If the user's mesh, shard_maps or constraints name axes, the set-up is on these. Of many, some are used only together.
     """
     if request.mesh is not None or request.manual or any(pin.mesh_axes for pin in request.value_pins):
-        return prepare(graph, request), False
+        return with_blocks(graph, prepare(graph, request)), False
     try:
         return prepare(graph, replace(request, mesh=round_mesh(request.num_devices))), True
     except StrategyError:
-        return prepare(graph, request), False
+        return with_blocks(graph, prepare(graph, request)), False
 
 
 def _uses(decided: Decided, setup: Setup) -> list[tuple[AxisNames, float]]:

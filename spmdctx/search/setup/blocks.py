@@ -1,33 +1,41 @@
-"""Meshes of many axes: the search uses some of their axes together, so that the shardings that it tries stay few."""
+"""Meshes of many axes: the search uses some of their axes together, so that the splits that it tries stay few."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 from spmdctx.ir.graph import Graph
-from spmdctx.ir.mesh import Blocks, LogicalMesh
+from spmdctx.ir.mesh import Blocks, LogicalMesh, units
 from spmdctx.ir.sharding import AxisNames
+from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.request import Setup
 
-_FEW_AXES = 4
+_FEW_AXES = MAX_AXES
 """Axes that are never joined."""
 
-_MOST_SHARDINGS = 500
-"""Shardings of one tensor up to which more axes stay apart."""
+_MOST_TRIPLES = 3e9
+"""Triples of splits, of all ops together, up to which more axes stay apart; a search then takes a second or two."""
+
+_TOO_MANY_TRIPLES = 4 * _MOST_TRIPLES
+"""The same, above which a mesh is not searched if the user's shardings keep its axes apart."""
+
+_ALIKE = 40
+"""The most ops of one rule that count: repeated layers are searched as one."""
 
 
 def with_blocks(graph: Graph, setup: Setup) -> Setup:
     """Joins axes of a mesh with many into blocks, and notes it. Axes that the user's shardings use apart stay apart."""
     mesh = setup.mesh
     names = [name for name, size in mesh.axes if size > 1]
-    rank = max((sum(size > 1 for size in value.shape) for value in graph.values), default=0)
-    count = len(names)
-    while count >= _FEW_AXES and (rank + 1) ** count > _MOST_SHARDINGS:
-        count -= 1
-    if len(names) <= _FEW_AXES or count >= len(names):
+    if len(names) <= _FEW_AXES:
         return setup
+    count = len(names)
+    while count > 1 and _triples(graph, count) > _MOST_TRIPLES:
+        count -= 1
     blocks = _blocks(mesh, names, _asked(setup), count)
     if len(blocks) == len(names):
         return setup
@@ -47,15 +55,29 @@ def without_blocks(setup: Setup) -> Setup:
 
 
 def _blocks(mesh: LogicalMesh, names: list[str], asked: list[AxisNames], count: int) -> list[AxisNames]:
-    """Joins neighbouring axes, those of the smallest size together first, until `count` blocks are left."""
+    """Joins axes, those of the smallest size together first, until `count` blocks are left; neighbours as long as there are any to join."""
     blocks: list[AxisNames] = [(name,) for name in names]
     while len(blocks) > count:
-        pairs = [place for place in range(len(blocks) - 1) if not _apart(blocks[place] + blocks[place + 1], asked)]
+        every = [(one, other) for one, other in combinations(range(len(blocks)), 2) if not _apart(blocks[one] + blocks[other], asked)]
+        pairs = [(one, other) for one, other in every if other == one + 1] or every
         if not pairs:
             break
-        place = min(pairs, key=lambda place: (mesh.num_slices(blocks[place] + blocks[place + 1]), place))
-        blocks[place : place + 2] = [blocks[place] + blocks[place + 1]]
+        one, other = min(pairs, key=lambda pair: (mesh.num_slices(blocks[pair[0]] + blocks[pair[1]]), pair))
+        blocks[one] += blocks.pop(other)
     return blocks
+
+
+def is_too_wide(graph: Graph, setup: Setup) -> bool:
+    """Returns whether a mesh has so many axes, also where some are joined, that a search of its splits would hardly end."""
+    apart = [unit for unit in units(setup.mesh) if setup.mesh.num_slices(unit) > 1]
+    return len(apart) > _FEW_AXES and _triples(graph, len(apart)) > _TOO_MANY_TRIPLES
+
+
+def _triples(graph: Graph, num_axes: int) -> float:
+    """Counts the triples of splits of each op, its own and those of two neighbours; each axis splits one of its factors, or none."""
+    rules = {id(op.rule): op.rule for op in graph.ops}
+    alike = Counter(id(op.rule) for op in graph.ops)
+    return sum(min(_ALIKE, alike[key]) * (1.0 + sum(rule.splittable)) ** (3 * num_axes) for key, rule in rules.items())
 
 
 def _apart(block: AxisNames, asked: list[AxisNames]) -> bool:

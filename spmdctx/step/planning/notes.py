@@ -11,7 +11,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.ir.analysis.gradient_order import Gradient
 from spmdctx.ir.analysis.loop_sums import Holds
 from spmdctx.ir.graph import Op, Role, item_bytes
-from spmdctx.ir.mesh import format_sharding
+from spmdctx.ir.mesh import LogicalMesh, format_sharding
 from spmdctx.ir.projection import partial_axes
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.reshard import reshard_time_s
@@ -33,12 +33,12 @@ _MOST_LISTED = 4
 _WORTH_A_WORD = 0.01
 
 
-def no_buckets_note(program: Program, settings: Settings, setup: Setup, buckets: Sequence[int | None]) -> str:
+def no_buckets_note(program: Program, settings: Settings, mesh: LogicalMesh, buckets: Sequence[int | None]) -> str:
     """Returns why the requested buckets of gradients have no effect, or an empty string if they have one."""
     if any(bucket is not None for bucket in buckets):
         return "" if settings.topology.compiler.keeps_barriers else NO_BUCKETS
     local = any(region.is_loss for region in program.manual)
-    if not settings.context.fuses_by_index or local or setup.mesh.num_devices == 1:
+    if not settings.context.fuses_by_index or local or mesh.num_devices == 1:
         return ""
     return "all_reduce_fusion_config has no effect: no gradient is found that the plan reduces; what a shard_map reduces is the user's own."
 
@@ -147,9 +147,9 @@ def _batch_notes(program: Program) -> list[str]:
     return []
 
 
-def undivided_batch(program: Program, request: Request, setup: Setup, assignment: Assignment) -> list[str]:
+def undivided_batch(program: Program, request: Request, mesh: LogicalMesh, assignment: Assignment) -> list[str]:
     """Names the batch leaves that every device holds whole since they do not divide, unless the user asked for whole ones."""
-    graph, mesh = program.graph, setup.mesh
+    graph = program.graph
     if mesh.num_devices == 1 or request.dataset == "full_batch" or isinstance(request.dataset, tuple):
         return []
     return [

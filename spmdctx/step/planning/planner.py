@@ -54,7 +54,8 @@ class Planned:
     @cached_property
     def directives(self) -> Directives:
         """Everything that the program says besides shardings; what no price depends on is found when the step is lowered."""
-        return with_copies(self.priced, self.program.graph, self.assignment) if self.mesh.num_devices > 1 else self.priced
+        program = self.program
+        return with_copies(self.priced, program.graph, program.scopes, self.assignment) if self.mesh.num_devices > 1 else self.priced
 
 
 def plan_program(captured: Captured, settings: Settings, shared: Shared | None = None) -> Planned:
@@ -76,18 +77,15 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         )
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices, settings.topology)
-        undivided = undivided_batch(program, request, setup, assignment)
+        undivided = undivided_batch(program, request, setup.mesh, assignment)
         setup.notes += undivided
         notes = plan_notes(program, captured, setup, settings, assignment, bill)
         gradients, has_regions = directives.gradients, bool(program.region_ops)
         grouped = asks_for_groups(settings.context, setup.mesh, has_regions=has_regions)
         if grouped and has_regions:
             notes = (*notes, *group_notes(program, settings, setup, bill, directives.groups))
-        without = no_buckets_note(program, settings, setup, gradients.buckets) or unbucketed_note(
-            program, assignment, gradients.ordered, gradients.buckets, directives.loop_sums
-        )
+        without = _without_buckets(program, settings, setup.mesh, assignment, directives)
         if without:
-            warnings.warn(without, ContextWarning, stacklevel=2)
             notes = (*notes, without)
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
         plan = assembled(program, captured, settings, Decided(setup, assignment, bill), notes, timing)
@@ -96,18 +94,40 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         plan = replace(plan, gradients=(*own, *named) if own or grouped else plain_gradients(program, setup))
         if certificate is not None:
             plan = certified(plan, certificate)
-    return Planned(plan, program, assignment, setup.mesh, directives, (" ".join(undivided),) if undivided else ())
+    return Planned(plan, program, assignment, setup.mesh, directives, _joined(undivided))
 
 
 def priced_here(plan: Plan, program: Program, captured: Captured, settings: Settings) -> Planned:
-    """Returns a plan with its price for a captured step and a machine, which may not be those that it was made for."""
-    parts = prepare(program.graph, request_of(program, captured, settings)).parts if program.manual else {}
+    """Returns a plan with its price for a captured step and a machine, which may not be those that it was made for.
+
+    What a search warns of is said of such a plan too.
+    """
+    request = request_of(program, captured, settings)
+    parts = prepare(program.graph, request).parts if program.manual else {}
     assigned = Assigned(step_of(program, captured), plan.assignment, plan.logical_mesh, settings.topology)
     bill, directives = _priced(program, assigned, settings.context, _written(program, parts))
     reshards = LazyRows(lambda: reshards_of(program.graph, bill.moves))
     priced = replace(plan, cost=cost_of(bill), collectives=tuple(bill.collectives), reshards=reshards)
     priced = replace(priced, memory_profile=bill.memory_profile, early=bill.early)
-    return Planned(priced, program, plan.assignment, plan.logical_mesh, directives)
+    _without_buckets(program, settings, plan.logical_mesh, plan.assignment, directives)
+    undivided = undivided_batch(program, request, plan.logical_mesh, plan.assignment)
+    return Planned(priced, program, plan.assignment, plan.logical_mesh, directives, _joined(undivided))
+
+
+def _joined(sentences: Sequence[str]) -> tuple[str, ...]:
+    """Returns some sentences as one warning, or no warning."""
+    return (" ".join(sentences),) if sentences else ()
+
+
+def _without_buckets(program: Program, settings: Settings, mesh: LogicalMesh, assignment: Assignment, directives: Directives) -> str:
+    """Returns which buckets of gradients have no effect, after a warning that says so, or an empty string if all have one."""
+    gradients = directives.gradients
+    without = no_buckets_note(program, settings, mesh, gradients.buckets) or unbucketed_note(
+        program, assignment, gradients.ordered, gradients.buckets, directives.loop_sums
+    )
+    if without:
+        warnings.warn(without, ContextWarning, stacklevel=3)
+    return without
 
 
 def _written(program: Program, parts: Mapping[str, AxisNames]) -> list[Collective]:
@@ -136,6 +156,8 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         request = request_of(program, captured, settings)
         step, mesh, machine = step_of(program, captured), plan.logical_mesh, settings.topology
         bound, joined = lower_bound_s(step, request, machine, options, mesh)
+        if bound is None:
+            return replace(plan, notes=(*plan.notes, "No lower bound was searched: the mesh has too many axes."))
         counted = evaluate(step.graph, step.scopes, step.from_literals, plan.assignment, mesh, machine).total_s
     if joined:
         # The plan itself may use them apart.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdctx.errors import ContextError, message
+from spmdctx.errors import ContextError, message, shown
 
 Positions = int | Sequence[int] | None
 Names = str | Sequence[str] | None
@@ -68,7 +68,7 @@ class Parameters:
             )
         known = None if self.keywords is None else (*self.names, *self.keywords)
         if known is not None and not set(words) <= set(known):
-            raise ContextError(f"{what}_argnames names no argument.", got=str(names), need=f"names among {', '.join(known) or 'none'}")
+            raise ContextError(f"{what}_argnames names no argument.", got=shown(names), need=f"names among {', '.join(known) or 'none'}")
         chosen = {number % count if number < 0 else number for number in numbers}
         chosen |= {self.names.index(word) for word in words if word in self.names}
         return Selection(frozenset(chosen), frozenset(words) | {self.names[number] for number in chosen if number < count})

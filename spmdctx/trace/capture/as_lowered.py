@@ -4,17 +4,21 @@ While loops whose elements end one by one get one predicate, and run until no el
 sampling of gamma distributions. The plan then counts what every iteration communicates to know whether an element goes on, and the second
 test that chooses between states.
 
+A `device_put` to a NamedSharding is a sharding constraint, and a move to another memory where it names one.
+
 Ordered calls of `jax.debug`, which JAX refuses on several devices, become ordered calls of `io_callback`, which it places on one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
 from jax.experimental import io_callback
+from jax.sharding import NamedSharding
 
 from spmdctx._compat import gamma_sampler, ordered_effects
 from spmdctx.rules.control_flow import opened, with_bodies
@@ -33,11 +37,44 @@ def as_lowered(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
 
 def _rewritten(body: Any) -> Any:
     jaxpr = opened(body)
-    eqns = [_equation(eqn) for eqn in jaxpr.eqns]
-    if all(own is eqn for own, eqn in zip(eqns, jaxpr.eqns, strict=True)):
+    eqns = [own for eqn in jaxpr.eqns for own in _equations(eqn)]
+    if len(eqns) == len(jaxpr.eqns) and all(own is eqn for own, eqn in zip(eqns, jaxpr.eqns, strict=True)):
         return body
     jaxpr = jaxpr.replace(eqns=eqns, effects=_effects(jaxpr.effects))
     return jexc.ClosedJaxpr(jaxpr, body.consts) if hasattr(body, "consts") else jaxpr
+
+
+def _equations(eqn: Any) -> list[Any]:
+    if eqn.primitive.name == "device_put" and any(map(_is_split, eqn.params["devices"])):
+        return _constrained(eqn)
+    return [_equation(eqn)]
+
+
+def _is_split(place: Any) -> bool:
+    """Returns whether a place of `device_put` is a sharding over several devices, whose axes are not in the types of values."""
+    return isinstance(place, NamedSharding) and place.mesh.size > 1 and not place.mesh.explicit_axes
+
+
+def _constrained(eqn: Any) -> list[Any]:
+    """Returns the constraints that a `device_put` is where it names mesh axes, and the `device_put` that is left of it."""
+    eqns, left = [], []
+    for place, *own in zip(eqn.params["devices"], eqn.params["srcs"], eqn.params["copy_semantics"], eqn.invars, eqn.outvars, strict=True):
+        source, copies, atom, var = own
+        if _is_split(place):
+            constrain = partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(place.mesh, place.spec))
+            (constraint,), (atom,) = written(constrain, [atom], eqn.source_info)
+            # Without its sharding, a place only says which memory.
+            place = getattr(var.aval, "memory_space", None)
+            stays = place == getattr(own[2].aval, "memory_space", None)
+            eqns.append(constraint.replace(outvars=[var]) if stays else constraint)
+            if stays:
+                continue
+        left.append((place, source, copies, atom, var))
+    if left:
+        devices, srcs, semantics, invars, outvars = map(list, zip(*left, strict=True))
+        params = {"devices": tuple(devices), "srcs": tuple(srcs), "copy_semantics": tuple(semantics)}
+        eqns.append(eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params}))
+    return eqns
 
 
 def _equation(eqn: Any) -> Any:

@@ -18,6 +18,7 @@ from spmdctx._compat import entered_mesh, without_high_primitives
 from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir.graph import Role
 from spmdctx.trace.build.build import Argument, build
+from spmdctx.trace.build.jaxprs.constants import without_constants
 from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.arguments import Call, Static
@@ -153,7 +154,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening, num_de
     with _naming(paths, target):
         traced = _trace(target, static, flattening, avals, donated)
     jaxpr, left_out = portable(traced.jaxpr, num_devices)
-    traced = traced._replace(jaxpr=jaxpr)
+    traced = traced._replace(jaxpr=without_constants(jaxpr))
     mesh_axes, names = _partitioning(flattening, num_devices, left_out)
     roles, carried, notes = _roles(target, static, flattening, traced)
     inputs = tuple(

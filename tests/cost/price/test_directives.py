@@ -93,8 +93,8 @@ def test_a_bill_without_directives_has_those_that_it_would_be_given():
 
 def test_what_follows_from_the_assignment_alone_needs_no_machine():
     case = assigned()
-    alone = completed(Directives(), case.graph, case.assignment, case.mesh)
-    full = with_copies(directives_of(case, current_context(), has_regions=False), case.graph, case.assignment)
+    alone = completed(Directives(), case.graph, case.step.scopes, case.assignment, case.mesh)
+    full = with_copies(directives_of(case, current_context(), has_regions=False), case.graph, case.step.scopes, case.assignment)
     assert (alone.moved, alone.recomputed, alone.repeated, alone.loop_sums) == (full.moved, full.recomputed, full.repeated, full.loop_sums)
 
 
@@ -106,7 +106,7 @@ def test_the_planner_derives_directives_once_and_hands_them_on(monkeypatch):
     found = plan_program(captured, Settings(context=context, num_devices=8, mesh=None, topology=PRESETS["h100"]))
     (derived,) = made
     assert found.priced == replace(derived, waits=found.plan.early)
-    assert found.directives == with_copies(found.priced, found.program.graph, found.assignment)
+    assert found.directives == with_copies(found.priced, found.program.graph, found.program.scopes, found.assignment)
     assert [one.bucket for one in found.plan.gradients] == list(derived.gradients.buckets)
 
 

@@ -261,3 +261,13 @@ def test_a_sum_over_an_axis_of_one_device_is_none():
         for assignment in (split, whole)
     ]
     assert profiles[0] == profiles[1]
+
+
+@pytest.mark.parametrize(("name", "count"), [("scan.enter", 1), ("while.enter", 1), ("sharding_constraint", 1), ("tanh", 2)])
+@pytest.mark.parametrize("axes", [(D, ()), WHOLE], ids=["as a result", "as an operand"])
+def test_what_moves_on_its_way_into_a_loop_and_for_another_op_moves_once(name, count, axes):
+    make = GraphMaker()
+    shared = make.input(32, 64)
+    entered, read = (make.op(own, identity((32, 64)), shared, shape=(32, 64)) for own in (name, "sin"))
+    found = bill(make.graph(entered, read), [axes, WHOLE], [(D, ()), WHOLE, WHOLE])
+    assert rows(found) == [("all_gather", D, 32 * 64 * 4, 1)] * (count if axes != WHOLE else 1)

@@ -22,7 +22,7 @@ def function(x, w):
 def values(directives, pins):
     program = trace(function, jnp.ones((16, 32)), jnp.ones((32, 8)))
     assignment = spread(program, pins)
-    full = completed(directives, program.graph, assignment, MESH)
+    full = completed(directives, program.graph, program.scopes, assignment, MESH)
     return program, Values(ShardedProgram(program, assignment, MESH, make_mesh(MESH, jax.devices()), full))
 
 

@@ -215,3 +215,31 @@ def test_what_a_file_holds_decides_how_it_is_read(tmp_path):
     assert isinstance(read_strategy(tmp_path / "new" / "strategy.json", Plan), MindSporeStrategy)
     with pytest.raises(PlanFormatError, match="which holds layouts and no plan"):
         Plan.load(tmp_path / "new" / "strategy.json")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        layout([2.0, 4], [-1, 0]),
+        layout([True, 8], [-1, 0]),
+        layout([2**40, 2**40], [-1, 0]),
+        layout([2] * 40, [-1, 0]),
+        layout([2, 4], [-1, 0.0]),
+        layout([2, 4], [-1, True]),
+        layout([2, 4], "10"),
+        layout("24", [-1, 0]),
+        {**layout([2, 4], [-1, 0]), "opt_weight_shard_size": 2.5},
+        {**layout([2, 4], [-1, 0]), "opt_weight_shard_step": "4"},
+        {**layout([2, 4], [-1, 0]), "tensor_shape": [64, 10**30]},
+    ],
+    ids=str,
+)
+def test_an_entry_of_wrong_numbers_is_refused(entry):
+    with pytest.raises(PlanFormatError, match="Entry 'w' of parallel_layout_item cannot be read"):
+        parse_mindspore({"parallel_layout_item": {"w": entry}}, "s.json")
+
+
+@pytest.mark.parametrize("entries", [[], 0, "", False])
+def test_a_section_that_holds_no_entries_by_name_is_refused(entries):
+    with pytest.raises(PlanFormatError, match="must hold entries by name"):
+        parse_mindspore({"parallel_layout_item": entries}, "s.json")

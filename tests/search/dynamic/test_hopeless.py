@@ -91,3 +91,20 @@ def test_points_are_given_as_they_are_found_after_limited_work(name, additions):
     for point in found.points:
         limits = [limit for limit in (point.memory_limit_bytes, *point.also_limit_bytes) if limit is not None]
         assert all(point.memory_bytes <= limit for limit in limits)
+
+
+@pytest.mark.parametrize(("name", "share"), [("momentum", 0.7), ("pinned", 0.95)])
+def test_a_budget_that_can_be_met_takes_limited_work_too(name, share, additions):
+    function, arguments = STEPS[name]
+    budget = int(spmdctx.plan(function, *arguments, **OPTIONS).cost.memory_bytes * share)
+    additions[0] = 0.0
+    assert spmdctx.plan(function, *arguments, **OPTIONS, memory_bytes=budget).cost.memory_bytes <= budget
+    assert additions[0] < 4e9
+
+
+def test_the_budget_that_an_error_names_is_far_below_what_the_fastest_plan_takes():
+    function, arguments = _stack(optax.sgd(0.1), (64, 64, 64, 64))
+    fastest = spmdctx.plan(function, *arguments, **OPTIONS)
+    with pytest.raises(InfeasibleError, match=r"No plan on 8 devices.*as was proven") as error:
+        spmdctx.plan(function, *arguments, **OPTIONS, memory_bytes=100)
+    assert int(re.search(r"need: +memory_bytes=(\d+)", str(error.value)).group(1)) < 0.6 * fastest.cost.memory_bytes

@@ -1,5 +1,7 @@
 """Meshes of many axes are searched in blocks of them, and say so."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,21 +53,78 @@ def _attention(w, x):
     return jnp.einsum("bshk,bthk->bhst", query, key).sum()
 
 
+def _deep(w, x):
+    for _ in range(6):
+        x = jnp.tanh(x @ w)
+    return x.sum()
+
+
+def _filtered(w, x):
+    return jax.nn.relu(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))).sum()
+
+
+def _planned(function, shapes, axes, **options):
+    """Plans on so many axes of size 2, in at most three seconds of the processor's time."""
+    mesh = {f"a{place}": 2 for place in range(axes)}
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    own = {"parallel_mode": "auto_parallel", "device_num": 2**axes, "mesh": mesh, "topology": "tpu-v5e", **options}
+    start = time.process_time()
+    found = spmdctx.plan(function, *arrays, **own)
+    assert time.process_time() - start < 3
+    assert dict(found.logical_mesh.axes) == mesh
+    return found
+
+
+@pytest.mark.parametrize("search_mode", ["dynamic_programming", "recursive_programming"])
 @pytest.mark.parametrize(
     ("function", "shapes", "axes"),
     [
         (lambda w, x: jnp.tanh(x @ w).sum(), ((64, 64), (256, 64)), 9),
+        (lambda w, x: jnp.tanh(x @ w).sum(), ((16, 8), (8, 16)), 12),
+        (jax.grad(_attention), ((16, 8, 8), (64, 8, 16)), 4),
         (jax.grad(_attention), ((16, 8, 8), (64, 8, 16)), 6),
         (lambda w, x: (x.sum(0) * w).sum(), ((512,), (128, 512)), 12),
+        (jax.grad(_deep), ((512, 512), (512, 512)), 8),
+        (jax.grad(_filtered), ((3, 3, 16, 32), (64, 32, 32, 16)), 7),
+        (lambda w, x: jnp.einsum("abcdef,abcghi->defghi", w, x).sum(), ((4,) * 6, (4,) * 6), 5),
     ],
 )
-def test_a_step_on_many_axes_is_planned_and_a_note_says_what_was_left_out(function, shapes, axes):
-    mesh = {f"a{place}": 2 for place in range(axes)}
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    found = spmdctx.plan(function, *arrays, parallel_mode="auto_parallel", device_num=2**axes, mesh=mesh, topology="tpu-v5e")
-    assert dict(found.logical_mesh.axes) == mesh
+def test_a_step_on_many_axes_is_planned_and_a_note_says_what_was_left_out(function, shapes, axes, search_mode):
+    found = _planned(function, shapes, axes, search_mode=search_mode)
     assert type(found.logical_mesh) is LogicalMesh
     assert any(f"The mesh has {axes} axes" in note for note in found.notes)
+
+
+def test_cuts_that_mem_coeff_decides_take_whole_blocks():
+    own = {"search_mode": "recursive_programming", "mem_coeff": 0.05}
+    found = _planned(lambda w, x: (x @ w).sum(), ((256, 128), (4096, 256)), 12, **own)
+    (note,) = [note for note in found.notes if "12 axes" in note]
+    used = {name for op in found.assignment.ops for names in op.axes for name in names}
+    assert used
+    for block in (part.split("·") for part in note.split(": ")[1].split(".")[0].split(", ")):
+        assert used.issuperset(block) or used.isdisjoint(block)
+
+
+def _pinned(rank):
+    mesh = jax.sharding.AbstractMesh((2,) * 12, tuple(f"a{place}" for place in range(12)))
+    spec = jax.sharding.PartitionSpec(*[f"a{2 * place}" for place in range(rank)])
+    return lambda w, x: jnp.tanh(jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec)) @ w).sum()
+
+
+def test_axes_between_those_of_a_pin_are_joined():
+    found = _planned(_pinned(2), ((32, 16), (64, 32)), 12)
+    assert any("only together" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("search_mode", ["dynamic_programming", "recursive_programming"])
+def test_a_mesh_whose_many_axes_are_all_pinned_apart_is_planned_by_propagation(search_mode):
+    found = _planned(_pinned(6), ((32, 16), (8, 8, 8, 8, 8, 32)), 12, search_mode=search_mode)
+    (note,) = [note for note in found.notes if "too many axes" in note]
+    assert search_mode in note
+    assert found.gap is None
+    certified = found.certify()
+    assert certified.gap is None
+    assert any("No lower bound" in note for note in certified.notes)
 
 
 def _on_nine_axes(**options):

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import spmdctx
+from benchmarks.split_checks import FREE_LINKS
 from spmdctx.audit import audit_text
 from spmdctx.machine.xla.collectives.ways import WAYS
 from tests.audit.compile_only import need_tpu
@@ -145,3 +146,21 @@ def test_what_selects_among_different_values_is_kept():
         jax.grad(lambda x: jnp.sum(jnp.square(x.at[np.array([3, 1, 2])].set(0.0)))), parallel_mode="auto_parallel", device_num=8
     )
     np.testing.assert_allclose(step(jnp.arange(8.0)), [0, 0, 0, 0, 8, 10, 12, 14])
+
+
+@pytest.mark.parametrize("search", ["dynamic_programming", "recursive_programming", "sharding_propagation"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.sum(jnp.where(x > 0, x, x) ** 2),
+        lambda x: lax.select_n(jnp.argsort(x, axis=1) % 2, x * 2, x * 2) @ jnp.ones((4, 3)),
+        jax.grad(lambda x: jnp.sum(jnp.where(jnp.sort(x) > 1, x * x, x * x))),
+    ],
+    ids=["an argument", "a result", "a gradient"],
+)
+def test_what_no_longer_selects_is_split_in_every_search(function, search):
+    x = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
+    options = {"parallel_mode": "auto_parallel", "device_num": 8, "topology": FREE_LINKS, "search_mode": search}
+    step = spmdctx.parallel(function, dataset_strategy="data_parallel", batch_argnums=0, **options)
+    np.testing.assert_allclose(step(x), function(x), rtol=1e-5)
+    assert step.audit(x).ok

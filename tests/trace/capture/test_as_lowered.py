@@ -1,9 +1,13 @@
 """Loops whose elements end one by one: the program and the plan say that devices ask each other whether one goes on."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import spmdctx
 from spmdctx.trace.capture.as_lowered import as_lowered
@@ -95,3 +99,58 @@ def test_elementwise_functions_that_iterate_ask_no_other_device(name):
 def test_a_program_without_such_loops_is_not_touched():
     jaxpr = jax.make_jaxpr(lambda x: LOOPS["one predicate"](jnp.sin(x)) @ jax.random.normal(jax.random.key(0), (4, 4)))(X)
     assert as_lowered(jaxpr) is jaxpr
+
+
+ONE_AXIS, TWO_DEVICES = (Mesh(np.array(jax.devices()[:count]), ("data",)) for count in (8, 2))
+
+
+def put(mesh, *spec, **options):
+    sharding = NamedSharding(mesh, P(*spec), **options)
+    return lambda x: jax.device_put(x, sharding)
+
+
+MOVED = {
+    "plain": lambda move, x: move(x * 2),
+    "jit": lambda move, x: jax.jit(move)(x * 2),
+    "scan": lambda move, x: jax.lax.scan(lambda c, _: (move(c) * 2, None), x, None, length=2)[0],
+    "grad": lambda move, x: jax.grad(lambda x: jnp.sum(jnp.sin(move(x * 2))))(x),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_device_put_to_another_mesh_is_refused_like_a_constraint(name):
+    step = spmdctx.parallel(lambda x: MOVED[name](put(TWO_DEVICES, "data"), x), device_num=8, parallel_mode="auto_parallel")
+    with pytest.raises(spmdctx.StrategyError, match="names mesh axes that the step's mesh does not have") as caught:
+        step(X)
+    assert "{'data': 2}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+def test_a_device_put_to_the_steps_mesh_is_planned_as_a_constraint(name, mode):
+    moving, constraining = (
+        spmdctx.parallel(lambda x, move=move: jnp.sum(MOVED[name](move, x)), mesh={"data": 8}, parallel_mode=mode)
+        for move in (put(ONE_AXIS, "data"), lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(ONE_AXIS, P("data"))))
+    )
+    moved, constrained = ([replace(one, source="") for one in step.plan(X).collectives] for step in (moving, constraining))
+    assert moved == constrained
+    assert moving.audit(X).ok
+    np.testing.assert_allclose(moving(X), jnp.sum(MOVED[name](lambda x: x, X)), rtol=1e-5)
+
+
+def test_of_several_values_each_is_put_where_its_own_place_says():
+    def step(x):
+        split, free = jax.device_put((x * 2, x * 3), (NamedSharding(ONE_AXIS, P("data")), None))
+        return split, free
+
+    jaxpr = as_lowered(jax.make_jaxpr(step)(X))
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["mul", "mul", "sharding_constraint", "device_put"]
+    for got, want in zip(spmdctx.parallel(step, mesh={"data": 8}, parallel_mode="semi_auto_parallel")(X), (X * 2, X * 3), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_move_to_the_memory_of_the_host_stays_one():
+    jaxpr = as_lowered(jax.make_jaxpr(put(ONE_AXIS, "data", memory_kind="pinned_host"))(X))
+    constraint, move = jaxpr.eqns
+    assert constraint.params["sharding"].spec == P("data")
+    assert move.params["devices"] == (jax.memory.Space.Host,)

@@ -29,11 +29,11 @@ WAYS: tuple[Way, ...] = (
     Way("reduce_scatter", "all_reduce", 1.0, (), SLICED),
     # TPU scatters some tensors in pieces that overlap by an eighth, and then passes the overlaps on.
     Way("reduce_scatter", "reduce_scatter", 1.125, (), "reduce_scatter of longer pieces"),
-    # TPU gathers small tensors by reducing them, each device's shard padded with zeros.
-    Way("all_gather", "all_reduce", 1.0, (), "all_reduce of padded shards"),
     # CPU communicates bfloat16 as float32; TPU gathers float32 as bfloat16 where only its matrix unit reads the result.
     *(Way(kind, kind, 2.0, ("float32",), WIDENED) for kind in COLLECTIVE_KINDS),
     Way("reduce_scatter", "all_reduce", 2.0, ("float32",), f"{SLICED}, {WIDENED}"),
+    # TPU gathers small tensors by reducing them, each device's shard padded with zeros.
+    Way("all_gather", "all_reduce", 1.0, (), "all_reduce of padded shards"),
     *(Way(kind, kind, 0.5, ("bfloat16", "float16"), NARROWED) for kind in COLLECTIVE_KINDS),
 )
 """The ways in which a planned collective may appear in a compiled program, one for one.

@@ -24,6 +24,9 @@ from spmdctx.rules.elementwise import ELEMENTWISE
 _REPEATED = ELEMENTWISE | {"iota", "broadcast_in_dim", "slice"}
 """Ops that the partitioner writes again for each reader, if they depend on no input."""
 
+WRITTEN_AGAIN = _REPEATED | {"transpose", "squeeze", "reshape", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
+"""Ops that the rewriter writes again for readers that take what depends on no input otherwise than it is stored."""
+
 
 _MAYBE_ITS_OPERAND = frozenset({"copy", "name", "integer_pow"})
 """Ops that may be no more than another name of their operand; the first power is, as in Adam's first moment."""

@@ -12,6 +12,7 @@ Checked by: tests/machine/xla/partitioner/test_needed_constraints.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -105,13 +106,20 @@ class NeededConstraints:
         waiting, seen = [op.results[0]], set[int]()
         while waiting:
             value = waiting.pop()
-            for reader in self._graph.readers[value] if value not in self._outputs and value not in seen else ():
+            # What is handed on to a result of the step does not reach other readers of a repeated scalar: Shardy makes that for each.
+            is_given = value in self._outputs and not (value in op.results and self._repeats_one_element(op))
+            for reader in self._graph.readers[value] if not is_given and value not in seen else ():
                 if not _is_plain(reader) or len(reader.results) != 1:
                     return False
                 if not self._is_split_by(reader, dims, value):
                     waiting.append(reader.results[0])
             seen.add(value)
         return True
+
+    def _repeats_one_element(self, op: Op) -> bool:
+        if op.primitive != "broadcast_in_dim":
+            return False
+        return op.operands[0] == LITERAL or math.prod(self._graph.values[op.operands[0]].shape) == 1
 
     def _is_split_by(self, op: Op, dims: Collection[int], besides: int = LITERAL, depth: int = 0) -> bool:
         """Returns whether an operand of a plain op, other than one, is sure to be split along `dims`."""

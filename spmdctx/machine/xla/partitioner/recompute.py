@@ -5,15 +5,15 @@ What XLA does: the price of a tensor that element-wise ops compute only on the w
 Seen in: libtpu 0.0.42. How much that costs: not measured.
 Switch: none: all backends
 Priced by: nothing
-Written or prevented by: lowering.rewrite.rewriter makes the readers' slices from slices of the operands.
+Written or prevented by: lowering.rewrite.rewriter makes the readers' slices from slices of the operands, within one computation.
 Checked by: tests/machine/xla/partitioner/test_recompute.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from spmdctx.ir.graph import LITERAL, Op
+from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.rules.elementwise import ELEMENTWISE
@@ -22,6 +22,20 @@ from spmdctx.rules.elementwise import ELEMENTWISE
 def is_recomputed(op: Op) -> bool:
     """Returns whether an op is element-wise and its one result only exists on the way into other ops."""
     return len(op.results) == 1 and op.primitive in ELEMENTWISE and bool(op.fused >> len(op.operands) & 1)
+
+
+def recomputed_values(graph: Graph, *, all_to_all: bool) -> frozenset[int]:
+    """Returns the values of which readers may compute slices for themselves.
+
+    XLA makes an operand that an op repeats along dimensions of size 1 once for all copies of the op. It moves it between their shardings,
+    by all-to-all too: without `all_to_all`, what such ops make is not computed again.
+    """
+    return frozenset(op.results[0] for op in graph.ops if is_recomputed(op) and (all_to_all or not _repeats(graph, op)))
+
+
+def _repeats(graph: Graph, op: Op) -> bool:
+    shape = graph.values[op.results[0]].shape
+    return any(value != LITERAL and graph.values[value].shape not in ((), shape) for value in op.operands)
 
 
 def refines(source: TensorSharding, target: TensorSharding) -> bool:
@@ -55,26 +69,42 @@ def slices(op: Op, target: TensorSharding, stored: Sequence[TensorSharding]) -> 
     return needed if all(value == LITERAL or refines(stored[value], sharding) for value, sharding in pairs) else None
 
 
-def sliced_values(ops: Sequence[Op], assignment: Assignment, routed: Iterable[tuple[int, TensorSharding]] = ()) -> frozenset[int]:
+def sliced_values(
+    graph: Graph,
+    scopes: Sequence[int],
+    assignment: Assignment,
+    recomputed: Collection[int],
+    routed: Iterable[tuple[tuple[int, int], TensorSharding]] = (),
+) -> frozenset[int]:
     """Returns the values from which slices of others are computed, and that are themselves taken as they are stored, then sliced.
 
-    `routed` are values that some op takes in a sharding on the way to the one that it needs.
+    A computation can compute again what it makes itself; it takes what its callers and the calls in it make as that is stored.
+
+    Args:
+        graph: the step.
+        scopes: the computation of each op.
+        assignment: the shardings.
+        recomputed: the values of which readers may compute slices.
+        routed: values that ops of a computation take in a sharding on the way to the one that they need, as ((scope, value), sharding).
     """
-    stored, made = assignment.values, {op.results[0]: op for op in ops if is_recomputed(op)}
-    wanted = [(value, target) for value, target in routed if value in made and target != stored[value]]
-    for op in ops:
+    stored = assignment.values
+    made = {(scopes[op.id], op.results[0]): op for op in graph.ops if op.results and op.results[0] in recomputed}
+    wanted = [(*place, target) for place, target in routed if place in made and target != stored[place[1]]]
+    for op in graph.ops:
+        scope, axes = scopes[op.id], assignment.ops[op.id].axes
         for value, dims in zip(op.operands, op.rule.operands, strict=True):
-            if value in made and project(dims, assignment.ops[op.id].axes) != stored[value]:
-                wanted.append((value, project(dims, assignment.ops[op.id].axes)))
+            if (scope, value) in made and project(dims, axes) != stored[value]:
+                wanted.append((scope, value, project(dims, axes)))
     found, seen = set(), set(wanted)
     while wanted:
-        value, target = wanted.pop()
-        taken = slices(made[value], target, stored) if value in made and refines(stored[value], target) else None
-        if taken is None:
+        scope, value, target = wanted.pop()
+        maker = made.get((scope, value))
+        taken = slices(maker, target, stored) if maker is not None and refines(stored[value], target) else None
+        if maker is None or taken is None:
             found.add(value)
             continue
-        pairs = zip(made[value].operands, taken, strict=True)
-        new = [pair for pair in pairs if pair[0] != LITERAL and pair[1] != stored[pair[0]] and pair not in seen]
+        pairs = zip(maker.operands, taken, strict=True)
+        new = [(scope, *pair) for pair in pairs if pair[0] != LITERAL and pair[1] != stored[pair[0]]]
+        wanted += [one for one in new if one not in seen]
         seen.update(new)
-        wanted += new
     return frozenset(found)

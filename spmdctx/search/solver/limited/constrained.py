@@ -5,7 +5,7 @@ Prices give the bound; flips and repair give the states; enumeration or an integ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -18,15 +18,22 @@ from spmdctx.search.solver.limited.forest import descend_forests
 from spmdctx.search.solver.limited.frontier import cheapest_fitting, order_for
 from spmdctx.search.solver.limited.lagrange import Prices, priced
 from spmdctx.search.solver.limited.polish import Polish
-from spmdctx.search.solver.limited.program import integer_optimum, lowest_peak, num_variables
+from spmdctx.search.solver.limited.program import ROOT_WORK, integer_optimum, lowest_peak, num_variables
 from spmdctx.search.solver.limited.selection import Amounts, Selection
 from spmdctx.search.solver.problem.graph import CostGraph, is_whole
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.problem.problem import Infeasible, Known
 from spmdctx.search.solver.unlimited.dual import Bound, Dual
-from spmdctx.search.solver.unlimited.energy import EQUAL, Minimum, SolverRun, is_narrow, minimise, shrink
+from spmdctx.search.solver.unlimited.eliminate import order
+from spmdctx.search.solver.unlimited.energy import EQUAL, MAX_TABLE, Minimum, SolverRun, is_narrow, minimise, shrink
 
 PRICE_STEPS = 30
+QUICK_WORK = 20_000_000
+"""Additions of one elimination at rising prices; beyond them, messages and states decoded from them do."""
+QUICK_PRICES = 24
+QUICK_SWEEPS = 3
+QUICK_FITS = 6
+"""Choices at rising prices, sweeps of messages before each, and choices that fit after which it ends."""
 MAX_REPAIRS = 12
 MAX_FREE = 3000
 """The most nodes of a wide problem that is first solved without memory."""
@@ -67,6 +74,8 @@ class Constrained:
         if choices is not None:
             return self._enumerated(self.graph, choices)
         least = self.amounts.usage(self.amounts.least())
+        if self.search.effort < 0:
+            return self._repaired(least)
         if self.rows.excess(least) > 0:
             return self._infeasible(least)
         if is_narrow(self.graph):
@@ -84,6 +93,51 @@ class Constrained:
             if self.best is None:
                 return missing._replace(is_proven=False, lower_bound=self.bound)
         return self.best._replace(bound=self.best.cost if self._gap() <= EQUAL else self.bound)
+
+    def _repaired(self, least: FloatArray) -> Minimum | Infeasible:
+        """Returns the best of few choices, changed node by node until they fit: the least work, and no bound."""
+        known = () if self.known is None else self.known.choices
+        choices = [*known, self.amounts.least(), *self._at_rising_prices()]
+        for states in choices:
+            self._offer_repaired(states)
+        self._offer_flipped(choices)
+        if self.best is not None:
+            return self.best._replace(bound=-np.inf if self.known is None else min(self.known.lower_bound, self.best.cost))
+        return infeasible(self.rows, least, np.full(len(least), np.inf))._replace(is_proven=False, lower_bound=0.0)
+
+    def _at_rising_prices(self) -> Iterator[list[int]]:
+        """Yields choices at prices that rise where memory lacks, until some choices fit."""
+        rows, graph = self.rows, self.graph
+        costs = [graph.costs(node) for node in graph.nodes()]
+        spread = float(sum(np.ptp(cost[np.isfinite(cost)]) for cost in costs)) or 1.0
+        lacking: FloatArray = np.zeros(len(rows.times))
+        prices, scale, fitting, fitted = lacking, 1e-3, np.inf, 0
+        is_cheap = order(graph, MAX_TABLE, QUICK_WORK) is not None
+        dual = None if is_cheap else Ascent(graph, self.amounts, self.search)
+        for _ in range(QUICK_PRICES):
+            if self.search.expired():
+                return
+            if dual is None:
+                found = minimise(priced(graph, self.amounts, prices), self.search)
+                if found is None:
+                    return
+                states = found.states
+            else:
+                dual.set_prices(prices)
+                dual.dual.sweep(QUICK_SWEEPS, self.search.expired)
+                states = dual.dual.decode()
+            yield states
+            usage = self.amounts.usage(states)
+            if rows.excess(usage) > 0:
+                over = np.maximum(usage - rows.limit, 0.0)
+                lacking = 0.5 * lacking + over / float(over.sum())
+                scale = min(3.0 * scale, float(np.sqrt(scale * fitting)))
+            else:
+                fitted, fitting = fitted + 1, scale
+                scale /= 2.0
+            if fitted == QUICK_FITS or scale > 0.9 * fitting:
+                return
+            prices = scale * spread / rows.unit * lacking
 
     def _raise(self, bound: float) -> None:
         """Takes over a bound if it is higher, rounded up if all costs are whole numbers."""
@@ -113,12 +167,7 @@ class Constrained:
         choices = sorted(prices.choices, key=lambda choice: choice.cost)
         for choice in choices[:MAX_REPAIRS]:
             self._offer_repaired(choice.states)
-        for choice in choices[: 2 * MAX_REPAIRS]:
-            if self.best is not None:
-                found = self._assignment(self.best.states)
-                found.flip(choice.states)
-                found.improve(self.search.expired)
-                self._offer(found.states)
+        self._offer_flipped([choice.states for choice in choices[: 2 * MAX_REPAIRS]])
 
     def _wide(self) -> None:
         """Solves a wide graph, whose minima are expensive.
@@ -216,8 +265,9 @@ class Constrained:
         return sum(graph.size(node) for node in graph.nodes())
 
     def _is_closable(self, graph: CostGraph) -> bool:
-        """Returns whether the graph's integer program is small enough."""
-        return num_variables(graph) <= most_variables(self.search.effort)
+        """Returns whether the graph's integer program is small enough, also for the work that is left."""
+        count = num_variables(graph)
+        return count <= most_variables(self.search.effort) and count * ROOT_WORK <= graph.pool.allowance.left
 
     def _prune(self, core: CostGraph, known: float) -> bool:
         """Removes the states whose bound is above the cost of a known choice; returns False if a node has none left."""
@@ -253,6 +303,15 @@ class Constrained:
         if found.repair(self.search.expired):
             found.improve(self.search.expired)
             self._offer(found.states)
+
+    def _offer_flipped(self, choices: Sequence[Sequence[int]]) -> None:
+        """Offers the best choice with parts of the others."""
+        for states in choices:
+            if self.best is not None:
+                found = self._assignment(self.best.states)
+                found.flip(states)
+                found.improve(self.search.expired)
+                self._offer(found.states)
 
     def _gap(self) -> float:
         """Returns the distance of the bound from the best cost, relative to it."""

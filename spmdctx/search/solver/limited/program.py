@@ -21,7 +21,7 @@ NODE_LIMIT = 10_000
 PRECISION = 1e-6
 """The distance from its bound at which HiGHS calls a choice optimal, in units of the scaled objective."""
 SCALE = 1e4
-ROOT_WORK = 40_000
+ROOT_WORK = 150_000
 NODE_WORK = 40_000
 """Additions that take as long as the relaxation, and as one node of the tree, for each variable."""
 ROW_ROUNDS = 8

@@ -1,5 +1,7 @@
 """Values that the compiler would give to one reader as another asks for them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmdctx
+from benchmarks.split_checks import FREE_LINKS
 from spmdctx.audit import audit_text
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.xla.collectives.ways import WAYS
@@ -142,3 +145,30 @@ def test_equal_values_are_split_as_each_reader_asks_and_nothing_else_is_moved(st
     )
     report = audit_text(run.plan(*arguments), run.lower(*arguments).compile().as_text(), WAYS)
     assert (report.unplanned_bytes, report.found_bytes) == (0, report.planned_bytes)
+
+
+def table():
+    """A value that depends on no input."""
+    return jnp.tanh(jnp.arange(16.0)[:, None] * jnp.arange(1.0, 9.0))
+
+
+LITERALS = {
+    "a region": lambda shard, x: shard(lambda t: t * t, ((2, 4),), ((2, 4),))(table()).T @ x,
+    "a sum": lambda shard, x: shard(lambda t: t * t, ((8, 1),), ((8, 1),))(jax.nn.softmax(table(), 1)).sum(0) @ x[:8],
+    "a branch": lambda shard, x: (
+        jax.lax.cond(x[0, 0] > 0, lambda t: jnp.cumsum(t, 0), lambda t: t, shard(jnp.sin, ((8, 1),))(table())) @ x[:8]
+    ),
+    "checkpoint": lambda shard, x: jax.checkpoint(lambda t: t.T @ x)(shard(jnp.sin, ((1, 8),), ((1, 8),))(table())),
+}
+
+
+@pytest.mark.parametrize("name", LITERALS)
+@pytest.mark.parametrize("search", ["dynamic_programming", "recursive_programming", "sharding_propagation"])
+def test_what_depends_on_no_input_is_made_again_and_not_moved(name, search):
+    step = spmdctx.parallel(
+        partial(LITERALS[name], spmdctx.shard), parallel_mode="auto_parallel", search_mode=search, device_num=8, topology=FREE_LINKS
+    )
+    x = jnp.linspace(0.5, 1.0, 16 * 24).reshape(16, 24)
+    report = step.audit(x)
+    assert (report.missing, report.unplanned) == ((), ()), str(report)
+    np.testing.assert_allclose(step(x), LITERALS[name](lambda function, *_: function, x), rtol=1e-4)

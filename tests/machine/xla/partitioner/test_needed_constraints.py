@@ -8,7 +8,7 @@ import pytest
 
 import spmdctx
 from spmdctx.machine.xla.partitioner.needed_constraints import NeededConstraints
-from tests.road import MESH, ops, spread, trace
+from tests.road import MESH, ops, run, spread, trace
 
 X, W = jnp.ones((32, 64)), jnp.ones((64, 64))
 BOTH, D, M = ("data", "model"), ("data",), ("model",)
@@ -84,3 +84,17 @@ def test_a_pinned_split_that_no_operand_hands_on_is_kept(make, argument):
 
 def test_a_broadcast_that_meets_a_split_operand_needs_none():
     assert "broadcast_in_dim" not in anchors(lambda x, w: x + jnp.broadcast_to(jnp.exp(w[0]), (32, 64)), {0: (D, M), 1: ((), M)})
+
+
+@pytest.mark.parametrize("reader", [jnp.square, jnp.exp, lambda wide: wide * 3 - 1], ids=["square", "exp", "two ops"])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["a scalar", "one element"])
+def test_a_repeated_scalar_that_is_a_result_is_split_for_other_readers_too(reader, shape):
+    def step(scalar):
+        wide = jnp.broadcast_to(scalar, (8,))
+        return wide, jnp.sum(reader(wide))
+
+    scalar = jnp.full(shape, 0.5)
+    *_, wide = ops(trace(step, scalar), "broadcast_in_dim")
+    found = run(step, scalar, pins={wide: (BOTH,)})
+    assert found.planned
+    found.check()

@@ -37,7 +37,7 @@ def test_a_column_repeated_for_two_readers_gives_what_it_gives_on_one_device():
 def test_the_compiler_gathers_nothing_where_the_column_is_repeated_whole(knows, want):
     program = trace(scaled, X, ROW, COLUMN)
     assignment = spread(program, pins(program))
-    directives = completed(Directives(), program.graph, assignment, MESH)
+    directives = completed(Directives(), program.graph, program.scopes, assignment, MESH)
     directives = directives if knows else replace(directives, repeated=frozenset())
     lowered = jit_program(program, assignment, MESH, need_tpu(), directives).jitted.lower(X, ROW, COLUMN)
     assert [one.kind for one in parse_collectives(lowered.compile().as_text(), MESH)] == want
