@@ -286,8 +286,8 @@ OPTIONS: tuple[Option, ...] = (
         1,
         ">= 1, dividing device_num",
         PLANNED_MODES,
-        "Number of pipeline stages the devices are divided into.",
-        built=False,
+        "Stages into which the loss of spmdctx.value_and_grad is cut, each on its own devices; micro-batches run through them (1F1B). "
+        "PipelineCell or grad_accumulation_step says how many.",
     ),
     Option("auto_pipeline", "bool", values.boolean, False, "", _AUTO, "The search suggests a stage count between 1 and pipeline_stages."),
     Option(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
@@ -29,10 +30,16 @@ class Chunk(NamedTuple):
     results: tuple[int, ...]
 
 
-def chunks_of(line: Line, places: Sequence[int]) -> list[Chunk]:
+def chunks_of(line: Line, places: Sequence[int], carried: Mapping[int, int] = MappingProxyType({})) -> list[Chunk]:
     """Returns the chunks of a line that is cut behind the equations `places`.
 
-    A result of the loss belongs to the chunk that computes it, and to the last one if none does.
+    A result of the loss belongs to the chunk that computes it, and to the last one if none does. The next value of a leaf that takes no
+    equation of the line, as the count of a stream of keys, is computed by each chunk that reads the leaf.
+
+    Args:
+        line: the line.
+        places: the numbers of the last equations before the cuts.
+        carried: for leaves that one micro-batch takes from the one before, the results that are their next values.
     """
     bounds = [0, *(place + 1 for place in places), len(line.eqns)]
     made = {var: place for place, eqn in enumerate(line.eqns) for var in eqn.outvars}
@@ -42,18 +49,22 @@ def chunks_of(line: Line, places: Sequence[int]) -> list[Chunk]:
     found = []
     for number, (first, last) in enumerate(pairwise(bounds)):
         is_last = number == len(bounds) - 2
+        eqns = line.eqns[first:last]
         entering = tuple(var for var, place in last_read.items() if made[var] < first <= place)
         leaving = tuple(var for var, place in last_read.items() if made[var] < last <= place)
-        results = tuple(
+        results = [
             index
             for index, atom in enumerate(line.jaxpr.outvars)
             if (first <= made[atom] < last if not isinstance(atom, jexc.Literal) and atom in made else is_last)
-        )
-        found.append(_chunk(line, line.eqns[first:last], entering, leaving, results))
+        ]
+        chunk = _chunk(line, eqns, entering, leaving, results)
+        alone = [result for leaf, result in carried.items() if leaf in chunk.leaves and line.jaxpr.outvars[result] not in made]
+        more = [result for result in alone if result not in results]
+        found.append(_chunk(line, eqns, entering, leaving, [*results, *more]) if more else chunk)
     return found
 
 
-def _chunk(line: Line, eqns: Sequence[Any], entering: tuple[Any, ...], leaving: tuple[Any, ...], results: tuple[int, ...]) -> Chunk:
+def _chunk(line: Line, eqns: Sequence[Any], entering: tuple[Any, ...], leaving: tuple[Any, ...], results: Sequence[int]) -> Chunk:
     outvars = [*leaving, *(line.jaxpr.outvars[index] for index in results)]
     own = [*_copies(line, [*(atom for eqn in eqns for atom in eqn.invars), *outvars]), *eqns]
     read = {var for eqn in own for var in variables(eqn.invars)} | set(variables(outvars))
@@ -67,7 +78,7 @@ def _chunk(line: Line, eqns: Sequence[Any], entering: tuple[Any, ...], leaving: 
         effects=frozenset().union(*(eqn.effects for eqn in own)),
         debug_info=line.jaxpr.debug_info._replace(arg_names=None, result_paths=None),
     )
-    return Chunk(jexc.ClosedJaxpr(jaxpr, [value for _, value in consts]), leaves, entering, leaving, results)
+    return Chunk(jexc.ClosedJaxpr(jaxpr, [value for _, value in consts]), leaves, entering, leaving, tuple(results))
 
 
 def _copies(line: Line, atoms: Iterable[Any]) -> list[Any]:

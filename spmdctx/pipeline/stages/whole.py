@@ -116,7 +116,9 @@ def _cut(step: PipelinedStep, settings: Settings, num_chunks: int) -> tuple[list
         )
     bounds = [0, *(place + 1 for place in found.places), len(line.eqns)]
     parts = [seconds[first:last] for first, last in pairwise(bounds)]
-    return chunks_of(line, found.places), [Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts]
+    return chunks_of(line, found.places, loss.carried), [
+        Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts
+    ]
 
 
 def _placement(step: PipelinedStep, around: Around, chunks: Sequence[Chunk], schedule: Schedule) -> Placement:
