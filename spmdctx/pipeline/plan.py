@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -12,8 +13,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.pipeline.schedule.simulate import Simulation
+from spmdctx.plan.data import PlanData
 from spmdctx.plan.plan import Plan
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
 
@@ -82,6 +85,14 @@ class PipelinePlan:
     stages: tuple[StagePlan, ...]
     transfers: tuple[Transfer, ...]
     notes: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if (not name.startswith("_") and hasattr(Plan, name)) or name in PlanData.__dataclass_fields__:
+            raise UnsupportedError(
+                f"The plan of a pipeline has no '{name}' so far.",
+                fix="look at plan.stages, whose tasks have plans of their own, or leave pipeline_stages out",
+            )
+        raise AttributeError(name)
 
     @property
     def num_devices(self) -> int:

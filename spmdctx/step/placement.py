@@ -121,13 +121,28 @@ class Init:
 
     def _place(self, targets: Mapping[int, NamedSharding], mesh: Mesh) -> Any:
         shardings = [targets.get(id(leaf), named_sharding(mesh, replicated(len(leaf.shape)))) for leaf in self._abstract]
-        run = jax.jit(jexc.jaxpr_as_fun(self._captured.jaxpr), out_shardings=shardings)
         leaves = self._read().leaves
         check_alive(self._captured, leaves)
         with auto_axes():
             if spans_processes(mesh.devices.flat):
                 leaves = [on_all(leaf, named_sharding(mesh, ())) for leaf in leaves]
-            return self._finish(run(*leaves))
+            return self._finish(self._made(leaves, shardings))
+
+    def _made(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+        """Returns the state's leaves; each group of devices, of which a pipeline has several, makes its own."""
+        closed, found = self._captured.jaxpr, list[Any](shardings)
+        groups: dict[Any, list[int]] = {}
+        for index, sharding in enumerate(shardings):
+            groups.setdefault(frozenset(sharding.device_set), []).append(index)
+        for own in groups.values():
+            jaxpr = closed.jaxpr.replace(
+                outvars=[closed.jaxpr.outvars[index] for index in own],
+                debug_info=closed.jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+            )
+            run = jax.jit(jexc.jaxpr_as_fun(jexc.ClosedJaxpr(jaxpr, closed.consts)), out_shardings=[shardings[index] for index in own])
+            for index, made in zip(own, run(*leaves), strict=True):
+                found[index] = made
+        return found
 
     def _read(self) -> Read:
         read = self._captured.structure.read(self._call)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.keys import fold
 from spmdctx.gradients.results import Fate
 from spmdctx.ir.mesh import replicated
@@ -67,10 +68,20 @@ class PipelineProgram:
         """Where each input of the step lies: on the devices of its stage."""
         return tuple(self._home(var) for var in self._pipeline.around.jaxpr.jaxpr.invars)
 
+    @cached_property
+    def out_shardings(self) -> tuple[NamedSharding, ...]:
+        """Where each result of the step lies."""
+        outvars = self._pipeline.around.jaxpr.jaxpr.outvars
+        return tuple(named_sharding(self.meshes[0], ()) if isinstance(var, jexc.Literal) else self._home(var) for var in outvars)
+
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
         """Runs the step on flat leaves; returns its flat results."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise UnsupportedError(
+                "A pipeline runs many programs, so that it cannot stand inside of jit, grad or vmap.", fix="call it outside"
+            )
         body = self._pipeline.around.jaxpr.jaxpr
-        values = _Values(self)
+        values = _Values()
         for var, leaf, sharding in zip(body.invars, leaves, self.in_shardings, strict=True):
             values.keep(stages_of(self._pipeline, var), var, jax.device_put(leaf, sharding))
         self._run_before(values)
@@ -180,8 +191,7 @@ class PipelineProgram:
 class _Values:
     """The values around the loss, each by the stage on which it lies."""
 
-    def __init__(self, program: PipelineProgram) -> None:
-        self._program = program
+    def __init__(self) -> None:
         self._held: dict[Any, dict[int, Any]] = {}
 
     def keep(self, stage: int, var: Any, value: Any) -> None:

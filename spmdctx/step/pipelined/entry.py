@@ -20,6 +20,7 @@ from spmdctx.pipeline.stages.whole import PlannedPipeline, plan_pipeline
 from spmdctx.step.entry import Entry
 from spmdctx.step.planning.planner import plan_program
 from spmdctx.trace.scope.environment import Environment
+from spmdctx.wording import counted
 
 
 class _Program:
@@ -28,6 +29,7 @@ class _Program:
     def __init__(self, program: PipelineProgram) -> None:
         self.jitted = program
         self.in_shardings: tuple[NamedSharding, ...] = program.in_shardings
+        self.out_shardings: tuple[NamedSharding, ...] = program.out_shardings
         self.mesh = program.meshes[0]
 
 
@@ -58,7 +60,9 @@ class PipelinedEntry(Entry):
     @cached_property
     def _plan(self) -> PipelinePlan:
         settings = self.environment.settings
-        return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, self._notes)
+        donated = sum(leaf.donated for leaf in self.captured.inputs)
+        notes = [f"The pipeline's programs reuse no memory of {counted(donated, 'donated array')} so far."] if donated else []
+        return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
 
     @property
     def regions(self) -> tuple[()]:
@@ -93,6 +97,11 @@ class PipelinedEntry(Entry):
         if len(devices) < needed:
             raise ContextError(f"The plan is for {needed} devices, and {len(devices)} are there.", fix="use step.plan, or fewer devices")
         return _Program(PipelineProgram(self.pipeline, devices[:needed]))
+
+    @cached_property
+    def _inner(self) -> Any:
+        """The program, which refuses tracers by name."""
+        return self.program
 
     @cached_property
     def call(self) -> Any:
