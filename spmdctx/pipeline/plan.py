@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -18,9 +17,8 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.pipeline.schedule.simulate import Simulation
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.plan import Plan
+from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
-
-_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -111,9 +109,7 @@ class PipelinePlan:
         return max(seconds) * len(seconds) / sum(seconds)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_terminal=False)
-        console.print(pipeline_table(self))
-        return console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
+        return plain_text(pipeline_table(self))
 
     def __rich__(self) -> RenderableType:
         return pipeline_table(self)

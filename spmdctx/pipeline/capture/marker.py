@@ -8,8 +8,6 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from spmdctx.trace.build.jaxprs.equations import struct_of
-
 loss_p = Primitive("spmdctx_pipeline")
 """`loss_p.bind(*leaves, number=, types=)` gives one result for each of `types`; only a pipeline can run it."""
 
@@ -31,11 +29,8 @@ def _type(aval: Any) -> tuple[tuple[int, ...], Any, bool]:
     return tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False))
 
 
-@loss_p.def_abstract_eval
 def _abstract(*_: Any, types: Sequence[tuple[tuple[int, ...], Any, bool]], **__: Any) -> list[Any]:
     return [jax.typeof(jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)) for shape, dtype, weak in types]
 
 
-def struct_of_result(var: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of a result of the equation."""
-    return struct_of(var.aval)
+loss_p.def_abstract_eval(_abstract)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from spmdctx.pipeline.schedule.tasks import CostOf, Kind, Schedule, Task, needs
 
-_PARTS = (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT)
+_URGENT_FIRST = (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT)
 """Kinds of task in the order of their urgency."""
 
 _ADDED = {Kind.FORWARD: 1, Kind.INPUT: 0, Kind.WEIGHT: -1}
@@ -59,7 +59,7 @@ class _Lists:
         self._own = [[chunk for chunk, stage in enumerate(stage_of) if stage == own] for own in range(num_stages)]
         self._free, self._in_flight = [0.0] * num_stages, [0] * num_stages
         self._tasks: list[list[Task]] = [[] for _ in range(num_stages)]
-        self._next = {(kind, chunk): 0 for kind in _PARTS for chunk in range(len(stage_of))}
+        self._next = {(kind, chunk): 0 for kind in _URGENT_FIRST for chunk in range(len(stage_of))}
         self._ends: dict[Task, float] = {}
 
     def run(self) -> tuple[tuple[Task, ...], ...]:
@@ -75,7 +75,7 @@ class _Lists:
         """Returns the tasks that a stage could run next, each with its start and its urgency."""
         found = []
         for chunk in self._own[stage]:
-            for urgency, kind in enumerate(_PARTS):
+            for urgency, kind in enumerate(_URGENT_FIRST):
                 task = Task(kind, chunk, self._next[kind, chunk])
                 full = kind is Kind.FORWARD and self._in_flight[stage] >= self._most
                 wanted = needs(task, len(self._stage_of), splits_backward=True)

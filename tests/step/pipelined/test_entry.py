@@ -69,7 +69,7 @@ class Model(nnx.Module):
         return self.head(x)
 
 
-def test_objects_with_statistics_and_streams_of_keys_go_on_from_one_micro_batch_to_the_next():
+def test_statistics_and_streams_of_keys_pass_from_micro_batch_to_micro_batch():
     def step(model, optimizer, x, y):
         loss, gradient = spmdctx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
         optimizer.update(model, gradient)
