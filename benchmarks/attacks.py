@@ -13,7 +13,6 @@ import datetime
 import os
 import platform
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -50,18 +49,15 @@ class Process:
     """One process of the job, its output read as it comes."""
 
     def __init__(self, environ: dict[str, str], arguments: list[str], limit: int, *, hard: bool) -> None:
-        def limited() -> None:
-            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit if hard else most))
-
+        # A shell sets the limit: Python's own way forks, which JAX warns of.
+        limited = ["sh", "-c", f'ulimit {"-n" if hard else "-Sn"} {limit} && exec "$0" "$@"'] if limit else []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", SCRIPT, *arguments],
+            [*limited, sys.executable, "-m", SCRIPT, *arguments],
             env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            preexec_fn=limited if limit else None,
         )
         self.pid = self._process.pid
         self.lines: list[str] = []

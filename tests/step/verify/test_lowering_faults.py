@@ -13,9 +13,9 @@ import spmdctx
 from spmdctx.gradients import micro_batches, replicas
 from spmdctx.lowering import compile as lowering
 from spmdctx.lowering.rewrite import local_ops, loop_sums
-from spmdctx.lowering.rewrite.partial_terms import written
 from spmdctx.machine.presets import PRESETS
 from spmdctx.step.entry import Entry
+from spmdctx.trace.build.jaxprs.equations import written
 from tests.step.verify.mutations import after, dropped, mutated, rolled, twice, with_params, without_first_shard
 
 FREE = replace(PRESETS["cpu"], device="slow devices with fast links", peak_flops_per_s=1e8, memory_bytes_per_s=1e8, latency_s=1e-9)
@@ -209,7 +209,8 @@ def test_a_wrong_slice_of_the_batch_is_found(monkeypatch, program):
 
 def test_a_loop_sum_that_is_not_reduced_is_found(monkeypatch):
     def first(var, source_info):
-        return written(lambda value: value[0], [var], source_info)
+        eqns, (result,) = written(lambda value: value[0], [var], source_info)
+        return eqns, result
 
     monkeypatch.setattr(loop_sums, "complete", first)
     assert is_found(monkeypatch, "micro-batches")
