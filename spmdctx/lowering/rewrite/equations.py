@@ -1,15 +1,17 @@
-"""Equations of one body: what depends on what, an order in which they can run, and barriers between them."""
+"""Equations of one body: what depends on what, an order in which they can run, barriers between them, and clamps."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
+import numpy as np
 
-from spmdctx.trace.build.jaxprs.equations import struct_of, structs_of
+from spmdctx.trace.build.jaxprs.equations import struct_of, structs_of, written
 
 
 def variables(eqn: Any) -> list[Any]:
@@ -68,3 +70,24 @@ def repetition(atom: Any, shape: tuple[int, ...], source_info: Any) -> Any:
     """Returns an equation that repeats an operand along its dimensions of size 1."""
     template = jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim(x, shape, range(len(shape))))(struct_of(atom.aval)).jaxpr.eqns[0]
     return template.replace(invars=[atom], outvars=[jexc.Var(template.outvars[0].aval)], source_info=source_info)
+
+
+def clamped_starts(eqn: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the equations that clamp the starts of a dynamic slice, and its operands behind them.
+
+    XLA adds the starts of a slice of a slice without clamping the first one, so blocks of a slice beyond the end would be others.
+    """
+    eqns, made = [], list(operands)
+    limits = [size - own for size, own in zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)]
+    for place, limit in enumerate(limits, 1):
+        if isinstance(made[place], jexc.Literal):
+            continue
+        dtype = made[place].aval.dtype
+        first, last = np.zeros((), dtype), np.asarray(min(limit, np.iinfo(dtype).max), dtype)
+        new, (made[place],) = written(partial(_clamped, first, last), [made[place]], eqn.source_info)
+        eqns += new
+    return eqns, made
+
+
+def _clamped(first: Any, last: Any, start: Any) -> Any:
+    return jax.lax.clamp(first, start, last)

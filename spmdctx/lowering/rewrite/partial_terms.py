@@ -19,7 +19,7 @@ from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.lowering.rewrite.local_ops import is_grouped, on_block
-from spmdctx.lowering.rewrite.precision import computing_wide
+from spmdctx.lowering.rewrite.precision import computing, computing_wide
 from spmdctx.trace.build.jaxprs.equations import written
 
 
@@ -65,7 +65,7 @@ def partial_term(eqn: Any, operands: Sequence[Any], term: Term, mesh: Mesh) -> A
     own = on_block(eqn, term.rule, term.split, mesh)
     specs = [project(dims, term.split) for dims in term.rule.operands]
     manual, others = term.manual_axes(specs, is_local=is_grouped(eqn))
-    compute: Callable[..., Any] = computing_wide(own) if term.is_wide else lambda *blocks: own.primitive.bind(*blocks, **own.params)
+    compute = computing_wide(own, mesh.devices.flat[0].platform) if term.is_wide else computing(own)
     adds_to_first = eqn.primitive.name.startswith("scatter")
     made_as = _spec(project(term.rule.results[0], term.split), manual) if is_grouped(eqn) else PartitionSpec()
 

@@ -19,15 +19,21 @@ from spmdctx.trace.build.jaxprs.equations import struct_of, structs_of
 _BY_RESULT = frozenset({"dot_general", "conv_general_dilated"})
 """Primitives that multiply low-precision operands and say in which type they add up."""
 
+_WIDENS_FIRST = {"cpu": frozenset({"dot_general"})}
+"""Primitives whose operands each platform needs in float32: XLA's CPU runtime has no kernel for some products of bfloat16 into float32."""
+
 PASSED_ON = ADDITIONS | REARRANGED | {"neg", "convert_element_type"}
 """Primitives that pass sums on as they are, also in float32 where the program has low precision."""
 
 
-def wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Returns equations that compute in float32 what `eqn` computes of `operands` in low precision; the last makes the result."""
+def wide(eqn: Any, operands: Sequence[Any], platform: str) -> list[Any]:
+    """Returns equations that compute in float32 what `eqn` computes of `operands` in low precision; the last makes the result.
+
+    `platform` is the one of the devices, as JAX names it.
+    """
     written, taken = [], []
     for atom in operands:
-        if eqn.primitive.name in _BY_RESULT or not _is_low(atom.aval.dtype):
+        if _takes_low(eqn, platform) or not _is_low(atom.aval.dtype):
             taken.append(atom)
             continue
         written.append(cast(atom, jnp.float32, eqn.source_info))
@@ -35,15 +41,26 @@ def wide(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return [*written, _bound(eqn, _wide_params(eqn), taken)]
 
 
-def computing_wide(eqn: Any) -> Callable[..., Any]:
+def computing(eqn: Any) -> Callable[..., Any]:
+    """Returns a function of arrays that computes `eqn`."""
+    return partial(eqn.primitive.bind, **eqn.params)
+
+
+def computing_wide(eqn: Any, platform: str) -> Callable[..., Any]:
     """Returns a function of arrays that computes `eqn` in float32, like the equations of `wide`."""
     bind = _binder(eqn, _wide_params(eqn))
-    keeps = eqn.primitive.name in _BY_RESULT
+    keeps = _takes_low(eqn, platform)
 
     def compute(*operands: Any) -> Any:
         return bind(*[one.astype(jnp.float32) if not keeps and _is_low(one.dtype) else one for one in operands])
 
     return compute
+
+
+def _takes_low(eqn: Any, platform: str) -> bool:
+    """Returns whether an equation adds up in float32 of operands that stay in low precision."""
+    name = eqn.primitive.name
+    return name in _BY_RESULT and name not in _WIDENS_FIRST.get(platform, ())
 
 
 def _is_low(dtype: Any) -> bool:

@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.extend.core as jexc
+import numpy as np
 
 from spmdctx.ir.graph import LITERAL, Op
 from spmdctx.ir.primitives import IDENTITIES
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.lowering.rewrite.block import Block, Constraints
+from spmdctx.lowering.rewrite.equations import clamped_starts
 from spmdctx.lowering.rewrite.local_ops import is_local, local_op
 from spmdctx.lowering.rewrite.loop_sums import LoopSums
 from spmdctx.lowering.rewrite.precision import PASSED_ON, passed_on, wide
@@ -207,6 +210,12 @@ class Rewriter:
         if op.primitive in WRITTEN_AGAIN:
             self._note_literal(block, op, eqn, operands)
         operands = [self.use(block, op, position, atom) for position, atom in enumerate(operands)]
+        if op.primitive == "select_n" and op.operands[0] == LITERAL and not isinstance(operands[0], jexc.Literal):
+            # All cases are equal: no op reads what selects, and its split must not reach the result.
+            operands[0] = _first_case(operands[0].aval.dtype)
+        if op.primitive == "dynamic_slice" and self._is_sliced_again(op):
+            clamps, operands = clamped_starts(eqn, operands)
+            block.eqns += clamps
         if op.primitive in ELEMENTWISE:
             operands = self._spread(block, op, eqn, operands, project(op.rule.results[0], self.assignment.ops[op.id].axes))
         widened = self._widened(eqn, op, operands, block) if self._widens and eqn.primitive.name == op.primitive else None
@@ -218,10 +227,18 @@ class Rewriter:
             results = [block.narrowed(results[0], eqn.outvars[0].aval.dtype)]
         return [self.loop_sums.added_by_one(block, op, results[0], eqn.source_info)] if record.is_partial else results
 
+    def _is_sliced_again(self, op: Op) -> bool:
+        """Returns whether the one result of an op is moved where it is made or read, or read by another slice."""
+        (value,) = op.results
+        natural = project(op.rule.results[0], self.assignment.ops[op.id].axes)
+        if self.values[value].is_moved or natural != self.assignment.values[value]:
+            return True
+        return any(reader.primitive == "dynamic_slice" for reader in self._graph.readers[value])
+
     def _widened(self, eqn: Any, op: Op, operands: list[Any], block: Block) -> Any:
         """Returns the op's result in float32 if that is reduced, or passed on from such a result; else None."""
         if op.results and self.values[op.results[0]].is_widened and partial_axes(op.rule, self.assignment.ops[op.id].axes):
-            written = wide(eqn, operands)
+            written = wide(eqn, operands, self.sharded.jax_mesh.devices.flat[0].platform)
             written[-1] = self._as_local(written[-1], op)
         elif op.primitive in PASSED_ON and operands and all(not isinstance(atom, jexc.Literal) and atom in block.wide for atom in operands):
             operands = [block.wide[atom] for atom in operands]
@@ -255,6 +272,12 @@ class Rewriter:
         results = [self.settle(block, op, 0, self.use(block, op, 0, operands[0]))]
         block.note(op, None, results)
         return results
+
+
+def _first_case(dtype: Any) -> Any:
+    """Returns an atom that selects the first case."""
+    number = np.zeros((), dtype)
+    return jexc.Literal(number, jax.typeof(number))
 
 
 def _nested(info: Any, outer: Any) -> Any:

@@ -4,7 +4,8 @@ What XLA does: a TPU keeps a block in tiles of 8 by 128 words of 4 bytes, narrow
     the 128 lanes that fills them best, the last one if several do. Along that dimension it reduce-scatters only blocks of whole words on
     all lanes. Over several axes it does so only if the slices lie in the order in which the sum is spread over the devices. It does so over
     all chips of a slice neither on a 3-D torus nor on a square of more than four chips. Else it reduces whole tensors and slices them. On
-    every backend, XLA scatters only dots over some of their axes and reduces them over the others.
+    every backend, XLA scatters only dots over some of their axes and reduces them over the others, and only along dimensions that are not
+    yet split: else it reduces them over all axes and slices them.
 Seen in: libtpu 0.0.42, v5e:2x4, v6e:2x4 and v5p:2x2x2: bfloat16 [768, 3072] over 8 devices becomes [96, 3072] by a reduce_scatter and
     [768, 384] by an all_reduce, [3072, 768] both [384, 768] and [3072, 96] by reduce_scatters; float32 [768, 384] by one too,
     [96, 16, 48] by none. A sum over the batch split by (a, b) is scattered into (a, b), not into (b, a). Over whole slices:
@@ -98,13 +99,13 @@ class ReductionPlan(NamedTuple):
 def reduction_plan(op: Op, natural: TensorSharding, stored: TensorSharding, partial: AxisNames) -> ReductionPlan:
     """Returns a plan that scatters over the axes by which `stored` extends `natural` in one dimension, and all-reduces over the rest.
 
-    Only sums are scattered. XLA scatters over some axes and reduces over others only for dots.
+    Only sums are scattered. XLA scatters over some axes and reduces over others only for dots, along dimensions that are not split.
     """
     if op.rule.combiner == "add":
         for dim, (own, wanted) in enumerate(zip(natural, stored, strict=True)):
             extra = wanted[len(own) :]
             fits = extra and wanted[: len(own)] == own and set(extra) <= set(partial)
-            if fits and (len(extra) == len(partial) or op.primitive == "dot_general"):
+            if fits and (len(extra) == len(partial) or (op.primitive == "dot_general" and not own)):
                 after = (*natural[:dim], wanted, *natural[dim + 1 :])
                 return ReductionPlan(tuple(name for name in partial if name not in extra), extra, after)
     return ReductionPlan(partial, (), natural)

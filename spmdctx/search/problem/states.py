@@ -265,7 +265,7 @@ class _StateBuilder:
         if known is None:
             known = self._scatters[partial] = self._scatters_over(partial)
         shape = self._results[0].shape
-        extended = _extended(self._mesh, shape)
+        extended, split = _extended(self._mesh, shape), domain(self._mesh, shape).rows
         size = self._bytes[0] // max(1, math.prod(shape))
         whole_words = _whole_words(self._mesh, shape, size) if self._topology.compiler.scatters_strictly else None
         # The order of the axes in a sum of unreduced terms is up to the terms.
@@ -275,7 +275,7 @@ class _StateBuilder:
             rest_s = self._collective_s("all_reduce", payloads[0] // self._mesh.num_slices(scattered), rest) if rest else 0.0
             for dim, own in enumerate(extended[added]):
                 stored = own[natural[0]]
-                if stored >= 0:
+                if stored >= 0 and not (rest and split[natural[0], dim]):
                     kind = "reduce_scatter" if whole_words is None or (follows and whole_words[dim][stored]) else "all_reduce"
                     seconds = compute_s + self._exposed * (self._collective_s(kind, payloads[0], scattered) + rest_s)
                     self._found.append(_State(place, unreduced_in, (stored,), 0, seconds))

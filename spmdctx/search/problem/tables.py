@@ -245,7 +245,8 @@ class Tables:
         is_planned, pending = own != 0, np.ones_like(fits)
         for dim, target in enumerate(rows[stored].T):
             more = codes.added[before[:, dim]][:, target]
-            scatters = (more != 0) & (more & ~own[:, None] == 0) & ((more == own[:, None]) | (op.primitive == "dot_general"))
+            some = (op.primitive == "dot_general") & (before[:, dim] == 0)
+            scatters = (more != 0) & (more & ~own[:, None] == 0) & ((more == own[:, None]) | some[:, None])
             now = pending & scatters
             pending &= ~scatters
             planned = np.where(now, target[None, :], before[:, dim, None]) == after[:, dim, None]

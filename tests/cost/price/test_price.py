@@ -189,6 +189,8 @@ def test_a_gathered_copy_is_in_memory_from_its_first_reader_to_its_last():
         ((D, ()), (("model", "data"), ()), M, (M, (), (D, ()))),
         (WHOLE, (D, ()), M, (M, (), WHOLE)),
         (WHOLE, (D, M), ("data", "model"), (M, D, (D, ()))),
+        ((("a",), ()), (("a", "data"), ()), ("data", "model"), (("data", "model"), (), (("a",), ()))),
+        ((("a",), ()), (("a",), D), ("data", "model"), (M, D, (("a",), D))),
     ],
 )
 def test_what_of_a_partial_dot_is_reduced_and_what_is_scattered(natural, stored, partial, expected):

@@ -160,3 +160,22 @@ def test_buckets_hold_widened_gradients():
     counts = sorted(sum(np.prod(shape) > 1 for shape in one.shapes) for one in program)
     assert [count for count in counts if count] == [3, 7, 10]
     assert {dtype for one in program for dtype in one.dtypes} == {"float32"}
+
+
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+@pytest.mark.parametrize("equation", ["ka,bck->abc", "ka,kbc->abc", "nka,nbck->nabc", "ka,kb->ab", "kla,bckl->abc"])
+def test_products_that_a_backend_cannot_add_up_in_float32_run(equation, dtype):
+    sizes = dict(zip("kabcnl", (16, 4, 3, 5, 2, 2), strict=True))
+    operands = equation.split("->")[0].split(",")
+    keys = jax.random.split(jax.random.key(0), 2)
+    arrays = [jax.random.normal(key, [sizes[dim] for dim in dims], dtype) for key, dims in zip(keys, operands, strict=True)]
+    strategy = tuple(tuple(4 if dim == "k" else 1 for dim in dims) for dims in operands)
+
+    def step(left, right):
+        return spmdctx.shard(lambda left, right: jnp.einsum(equation, left, right), strategy)(left, right)
+
+    planned = spmdctx.parallel(step, parallel_mode="semi_auto_parallel", device_num=4, dataset_strategy="full_batch")
+    assert "dot_general" in planned.lower(*arrays).as_text()
+    made, expected = planned(*arrays), jnp.einsum(equation, *[array.astype(jnp.float32) for array in arrays])
+    assert sum(one.kind == "all_reduce" for one in combined(planned.lower(*arrays).compile().as_text())) == 1
+    np.testing.assert_allclose(np.asarray(made, np.float32), expected, rtol=1e-2, atol=1e-2)

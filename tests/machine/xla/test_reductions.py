@@ -2,12 +2,14 @@
 
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import PRESETS
 from spmdctx.machine.xla.reductions import are_scattered, is_scattered, scattered_by
+from tests.road import ops, run, trace
 
 SEEN = [
     # shape, dimension, slices, whether in bfloat16, whether in float32
@@ -65,3 +67,17 @@ def test_many_blocks_at_once_are_as_one_by_one(rank, num_bytes):
     blocks = np.array(list(itertools.product((1, 48, 96, 128, 192, 384), repeat=rank)), dtype=np.int64)
     one_by_one = [[is_scattered(tuple(block), dim, num_bytes) for dim in range(rank)] for block in blocks.tolist()]
     assert are_scattered(blocks, num_bytes).tolist() == one_by_one
+
+
+@pytest.mark.parametrize("stored", [((), ("a", "b")), ((), ("a", "c"))], ids=["first of the sum", "last of the sum"])
+def test_a_dimension_that_is_split_is_not_scattered_over_some_axes_of_the_sum(stored):
+    """It is reduced over all of them, and sliced."""
+
+    def function(x, w):
+        return (x @ w) * 2
+
+    arguments, mesh = (jnp.ones((16, 16)), jnp.ones((16, 16))), LogicalMesh.of({"a": 2, "b": 2, "c": 2})
+    (dot,) = ops(trace(function, *arguments), "dot_general")
+    found = run(function, *arguments, mesh=mesh, pins={dot: stored}, forced={dot.id: (("b", "c"), (), ("a",))})
+    assert [(row.kind, row.axes, row.payload_bytes) for row in found.bill.collectives] == [("all_reduce", ("b", "c"), 16 * 8 * 4)]
+    found.check()

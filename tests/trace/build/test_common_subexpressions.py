@@ -164,3 +164,23 @@ def test_what_no_longer_selects_is_split_in_every_search(function, search):
     step = spmdctx.parallel(function, dataset_strategy="data_parallel", batch_argnums=0, **options)
     np.testing.assert_allclose(step(x), function(x), rtol=1e-5)
     assert step.audit(x).ok
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, key: (jnp.where(x > 0, jnp.mean(x), jnp.mean(x)), jnp.cumsum(x * 2)),
+        lambda x, key: (lax.select_n((x > 0).astype(jnp.int32), *[jnp.broadcast_to(jnp.sum(x), (8,)) for _ in range(3)]), x),
+        lambda x, key: (jnp.where(x[None] != 1, *[jax.random.bits(key, (4, 1))] * 2), x),
+    ],
+    ids=["means", "three cases", "random bits"],
+)
+def test_what_no_longer_selects_hands_on_no_split(function):
+    """The cases are whole, and what selects is split."""
+    options = {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation", "device_num": 8}
+    step = spmdctx.parallel(function, dataset_strategy="data_parallel", batch_argnums=0, **options)
+    arguments = jnp.linspace(-1.0, 1.0, 8), jax.random.key(3)
+    report = step.audit(*arguments)
+    assert (report.missing, report.unplanned) == ((), ()), str(report)
+    for got, want in zip(step(*arguments), function(*arguments), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)

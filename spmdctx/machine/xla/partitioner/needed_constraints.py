@@ -2,7 +2,8 @@
 
 What XLA does: Shardy propagates constraints through ops to results that have none. But a constraint also keeps XLA from fusing or merging
     the ops on its sides, so results that can only be split as planned get none. Where only constants, or a broadcast, would
-    hand a split on, nothing says so: XLA leaves them whole, unless a reader takes the split from another operand.
+    hand a split on, nothing says so: XLA leaves them whole, unless a reader takes the split from another operand. Shardy has no rule for
+    erf, which hands on nothing, neither forth nor back.
 Seen in: libtpu 0.0.42: attention scores with a constraint are written once more. How much that costs: not measured.
 Switch: none: all backends
 Priced by: nothing
@@ -31,6 +32,9 @@ _HANDING_ON = frozenset(
     }
 )
 """Ops through which the partitioner hands on how their operands are split."""
+
+_OPAQUE = frozenset({"erf"})
+"""Element-wise ops through which the partitioner hands on nothing."""
 
 _FAR = 20
 """Ops after which a chain of plain ops counts as split."""
@@ -88,6 +92,8 @@ class NeededConstraints:
 
     def _handing(self, op: Op) -> list[int]:
         """Returns the places of the operands that hand on how they are split."""
+        if op.primitive in _OPAQUE:
+            return []
         return [place for place, value in enumerate(op.operands) if value != LITERAL and not self._is_open(value)]
 
     def _is_open(self, value: int) -> bool:
@@ -109,7 +115,7 @@ class NeededConstraints:
             # What is handed on to a result of the step does not reach other readers of a repeated scalar: Shardy makes that for each.
             is_given = value in self._outputs and not (value in op.results and self._repeats_one_element(op))
             for reader in self._graph.readers[value] if not is_given and value not in seen else ():
-                if not _is_plain(reader) or len(reader.results) != 1:
+                if not _is_plain(reader) or reader.primitive in _OPAQUE or len(reader.results) != 1:
                     return False
                 if not self._is_split_by(reader, dims, value):
                     waiting.append(reader.results[0])

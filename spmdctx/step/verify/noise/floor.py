@@ -10,6 +10,9 @@ import numpy as np
 FACTOR = 5.0
 """How many times its noise an element may differ: the noise is the largest of some samples, and the difference is one more."""
 
+CHAOTIC = 1.0
+"""Noise, relative to the largest element of a result, from which any element may be moved so far: a deep network in bfloat16 does that."""
+
 LEAST = 1e-3
 """Floor for the size of a result in relative differences."""
 
@@ -61,11 +64,21 @@ class Floor:
         """The largest distance of each element in any sample."""
         return self._first
 
+    @property
+    def _is_chaotic(self) -> bool:
+        """True if rounding moves some element by the size of the whole result: then samples tell nothing of single elements."""
+        if not np.issubdtype(self.reference.dtype, np.inexact) or not self.num_samples:
+            return False
+        largest = self._first.max(initial=0.0)
+        return bool(largest >= CHAOTIC * np.abs(self.reference[np.isfinite(self.reference)]).max(initial=0.0) and 0 < largest < np.inf)
+
     def excess(self, differences: np.ndarray) -> Excess:
         """Compares differences with the noise, element by element.
 
         A difference is one more draw of the noise. Where single samples stand out from the others, it may too, as often and as far.
         """
+        if self._is_chaotic:
+            return Excess(int(np.count_nonzero(differences > FACTOR * self._first.max())), 0)
         over = differences > FACTOR * self._first + self._least
         alone = self._first > FACTOR * self._second + self._least
         num_alone = int(np.count_nonzero(alone))

@@ -1,13 +1,14 @@
 """Drops from a step what its results cannot depend on: operands of integer and boolean equations whose result is known.
 
 XLA does the same behind its partitioner, so the collectives of such operands never run. What is dropped here is not planned or lowered.
-Only exact identities count (`x ^ x`, `x & False`, an integer times zero, a choice by a known predicate, a sort of single elements, the
-start of a carry that no iteration reads), never sums or products of floats.
+Only exact identities count (`x ^ x`, `x & False`, an integer times zero, a choice by a known predicate, a sort of single elements, what a
+scatter overwrites in all, the start of a carry that no iteration reads), never sums or products of floats.
 What depends on literals alone stays as it is: no plan moves it.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,7 +52,7 @@ _NOT_COMPARED = CONTROL_FLOW | {"rng_uniform", "pure_callback"}
 
 def without_constants(closed: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
     """Returns the program without what its results cannot depend on; one in which nothing changes comes back as it is."""
-    jaxpr, _ = _Folding().body(closed.jaxpr, {})
+    jaxpr, _ = _Folding().body(closed.jaxpr, dict(zip(closed.jaxpr.constvars, map(_single_number, closed.consts), strict=True)))
     return closed if jaxpr is closed.jaxpr else jexc.ClosedJaxpr(jaxpr, closed.consts)
 
 
@@ -106,11 +107,40 @@ class _Folding:
             return eqn.replace(params=params) if any(params[key] is not value for key, value in eqn.params.items()) else eqn
         if not eqn.effects and name != "random_seed" and all(map(self.is_free, eqn.invars)):
             self.free.update(eqn.outvars)
-        if len(eqn.outvars) == 1 and (name in _COMPUTED or name in _HANDED_ON):
+        if len(eqn.outvars) != 1:
+            return eqn
+        if name in _COMPUTED or name in _HANDED_ON:
             value = self.computed(eqn)
-            if value is not None:
-                self.known[eqn.outvars[0]] = value
+        elif name == "iota":
+            value = 0 if eqn.params["shape"][eqn.params["dimension"]] == 1 else None
+        elif name == "concatenate":
+            values = {self.value(atom) for atom in eqn.invars}
+            value = values.pop() if len(values) == 1 else None
+        else:
+            value = self.value(eqn.invars[2]) if self.overwrites(eqn) else None
+        if value is not None:
+            self.known[eqn.outvars[0]] = np.asarray(value).astype(eqn.outvars[0].aval.dtype)[()]
         return eqn
+
+    def overwrites(self, eqn: Any) -> bool:
+        """Returns whether an equation is a scatter whose one update, at known indices, takes the place of the whole operand."""
+        if eqn.primitive.name != "scatter":
+            return False
+        operand, indices, updates = eqn.invars
+        numbers, place = eqn.params["dimension_numbers"], self.value(indices)
+        has_one = math.prod(indices.aval.shape[:-1]) == 1 and not numbers.operand_batching_dims
+        return has_one and place is not None and int(place) == 0 and math.prod(updates.aval.shape) == math.prod(operand.aval.shape)
+
+    def overwritten(self, eqn: Any) -> tuple[list[Any], list[Any]] | None:
+        """Returns the equations that stand for a scatter which overwrites all, and their result; None for any other."""
+        if self.is_free(eqn.invars[0]) or not self.overwrites(eqn):
+            return None
+        (var,), updates = eqn.outvars, eqn.invars[2]
+        if updates.aval.shape == var.aval.shape:
+            return [], [updates]
+        eqns, atoms = written(lambda made: jnp.reshape(made, var.aval.shape), [updates], eqn.source_info)
+        self.note(atoms, [self.value(updates)])
+        return eqns, atoms
 
     def alone(self, body: Any) -> Any:
         """Returns a body, open or closed, of which no input is known."""
@@ -148,6 +178,8 @@ class _Folding:
             return self.branch(eqn)
         if name == "scan":
             return self.unread(eqn)
+        if name == "scatter":
+            return self.overwritten(eqn)
         if name in _SAME:
             kept = _SAME[name](eqn)
             return None if kept is None or all(map(self.is_free, eqn.invars)) else ([], kept)
@@ -230,6 +262,13 @@ class _Folding:
             return False
         pairs = zip(one.invars, other.invars, strict=False)
         return len(one.invars) == len(other.invars) and all(self.is_same(*pair, depth - 1) for pair in pairs)
+
+
+def _single_number(constant: Any) -> Any:
+    """Returns the number of a constant of one element, or None for any other."""
+    if np.size(constant) != 1 or jnp.issubdtype(jnp.result_type(constant), extended) or not getattr(constant, "is_fully_addressable", True):
+        return None
+    return np.asarray(constant).reshape(())[()]
 
 
 def _are_equal(first: Any, second: Any) -> bool:

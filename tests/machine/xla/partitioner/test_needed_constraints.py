@@ -98,3 +98,23 @@ def test_a_repeated_scalar_that_is_a_result_is_split_for_other_readers_too(reade
     found = run(step, scalar, pins={wide: (BOTH,)})
     assert found.planned
     found.check()
+
+
+ERF = {
+    "alone": lambda x: jnp.sum(jax.lax.erf(x * 2)),
+    "and more": lambda x: jnp.sum(jnp.exp(jax.lax.erf(x) + 1)),
+    "gradient": lambda x: jax.value_and_grad(lambda x: jnp.mean(jax.lax.erf(x / 2).astype(jnp.float32)))(x),
+    "twice": lambda x: jnp.max(jax.lax.erf(jax.lax.erf(x))),
+}
+
+
+@pytest.mark.parametrize("name", ERF)
+def test_erf_keeps_the_split_that_shardy_does_not_hand_on(name):
+    found = run(ERF[name], X.astype(jnp.float16), pins={0: (BOTH, ())})
+    assert found.planned
+    found.check()
+
+
+def test_erf_that_meets_a_split_operand_needs_no_constraint():
+    assert "erf" not in anchors(lambda x, w: jnp.sum(jax.nn.gelu(x @ w, approximate=False)), {0: (D, ()), 1: ((), M)})
+    assert "erf" in anchors(lambda x, w: jnp.sum(jax.lax.erf(x @ w)), {0: (D, ()), 1: ((), M)})

@@ -41,6 +41,12 @@ KNOWN = {
     "start of a loop in a loop": lambda n, x: jax.lax.scan(
         lambda c, _: (jax.lax.scan(lambda d, _: (jnp.ones(16), None), c, None, length=2)[0], None), x, None, length=3
     )[0],
+    "scatter over everything": lambda n, x: x.reshape(1, 16).at[np.array([0])].set(2.0),
+    "scatter from the end": lambda n, x: x.reshape(1, 4, 4).at[np.array([-1])].set(jnp.ones((4, 4))),
+    "scatter into a last dimension": lambda n, x: n.reshape(4, 4, 1).at[:, :, np.array([0])].set(3),
+    "scatter at two places": lambda n, x: x.reshape(1, 16, 1)[:, :, :1].at[np.array([0]), :, np.array([0])].set(1.0),
+    "scatter of a row": lambda n, x: x.reshape(1, 16).at[0].set(jnp.ones(16), mode="drop"),
+    "scattered sum": lambda n, x: jax.grad(lambda x: jnp.sum(x.reshape(1, 16).at[np.array([0])].set(0.0) ** 2))(x),
     "branch": lambda n, x: jax.lax.cond(jnp.zeros((), bool), lambda: x, lambda: jnp.full(16, 3.0)),
     "branch by identity": lambda n, x: jax.lax.cond((n[0] ^ n[0]) == 1, lambda: x * 2, lambda: jnp.full(16, 3.0)),
 }
@@ -58,6 +64,10 @@ OPEN = {
     "place among two": lambda n, x: jnp.argmax(x.reshape(8, 2), axis=1),
     "slice of a part": lambda n, x: jax.lax.dynamic_slice(x, (n[3],), (15,)),
     "update of a part": lambda n, x: jax.lax.dynamic_update_slice(x, jnp.ones(15), (n[3],)),
+    "scatter of a part": lambda n, x: x.reshape(2, 8).at[np.array([0])].set(2.0),
+    "scatter beyond the end": lambda n, x: x.reshape(1, 16).at[np.array([1])].set(2.0),
+    "scatter somewhere": lambda n, x: x.reshape(1, 16).at[n[:1]].set(2.0),
+    "scatter of sums": lambda n, x: x.reshape(1, 16).at[np.array([0])].add(2.0),
     "start that a turn reads": lambda n, x: jax.lax.scan(lambda c, _: (c, jnp.ones(())), x * 2, None, length=3)[0],
     "start of no turn": lambda n, x: jax.lax.scan(lambda c, _: (jnp.ones(16), None), x * 2, None, length=0)[0],
     "start that a while may keep": lambda n, x: jax.lax.while_loop(lambda c: c[0] > 4, lambda c: jnp.ones(16), x),
@@ -112,6 +122,7 @@ STEPS = {
     "an order of single rows": lambda x, w: jnp.sum(jnp.argsort(jnp.sum(x @ w, 1, keepdims=True), axis=1)) + jnp.sum(x),
     "a start": lambda x, w: jax.lax.scan(lambda c, row: (jnp.sum(row), None), jnp.sum(x @ w), x)[0],
     "a branch": lambda x, w: jax.lax.cond(jnp.array(False), lambda: jnp.sum(x @ w), lambda: jnp.sum(x * x)),
+    "a scatter": lambda x, w: jnp.sum((x @ w)[None].at[np.array([0])].set(jnp.sin(x[:, :8])) ** 2) + jnp.sum(x),
 }
 
 
