@@ -18,11 +18,10 @@ from spmdctx.gradients.keys import fold
 from spmdctx.gradients.results import Fate
 from spmdctx.ir.mesh import replicated
 from spmdctx.lowering.compile import JitOptions, jit_program
-from spmdctx.pipeline.capture.around import is_array
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.run.compiled import CompiledChunk, compiled_chunk
 from spmdctx.pipeline.run.walk import Held, Walk
-from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, stages_of
+from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, sharding_of, stages_of
 from spmdctx.trace.specs import make_mesh, named_sharding
 
 
@@ -100,9 +99,7 @@ class PipelineProgram:
         return one.run(*(values.on(program.stage, var, place) for var, place in zip(program.inputs, one.in_shardings, strict=True)))
 
     def _home(self, var: Any) -> NamedSharding:
-        stage = stages_of(self._pipeline, var)
-        dims = self._pipeline.placed.get(var) if is_array(var) else None
-        return named_sharding(self.meshes[stage], dims if dims is not None else replicated(len(var.aval.shape)))
+        return named_sharding(self.meshes[stages_of(self._pipeline, var)], sharding_of(self._pipeline, var))
 
     def whole(self, stage: int, var: Any) -> NamedSharding:
         """Returns the sharding of a value that every device of a stage has whole."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
-from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh, replicated
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, around_of, is_array, programs_of
 from spmdctx.pipeline.capture.carrier import PipelinedStep
@@ -195,3 +195,9 @@ def stages_of(pipeline: PlannedPipeline, var: Any) -> int:
     """Returns the stage on which a value around the loss lies; scalars lie on the first one."""
     stage = pipeline.placement.stage_of.get(var, EVERYWHERE)
     return max(stage, 0)
+
+
+def sharding_of(pipeline: PlannedPipeline, var: Any) -> TensorSharding:
+    """Returns how the devices of its stage share a value around the loss; each has scalars, and what nothing splits, whole."""
+    dims = pipeline.placed.get(var) if is_array(var) else None
+    return dims if dims is not None else replicated(len(var.aval.shape))

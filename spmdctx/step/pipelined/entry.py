@@ -18,6 +18,7 @@ from spmdctx.pipeline.run.program import PipelineProgram
 from spmdctx.pipeline.schedule.orders import one_f_one_b
 from spmdctx.pipeline.stages.whole import PlannedPipeline, plan_pipeline
 from spmdctx.step.entry import Entry
+from spmdctx.step.planning.notes import unmatched_patterns
 from spmdctx.step.planning.planner import plan_program
 from spmdctx.trace.scope.environment import Environment
 from spmdctx.wording import counted
@@ -62,6 +63,7 @@ class PipelinedEntry(Entry):
         settings = self.environment.settings
         donated = sum(leaf.donated for leaf in self.captured.inputs)
         notes = [f"The pipeline's programs reuse no memory of {counted(donated, 'donated array')} so far."] if donated else []
+        notes += unmatched_patterns(self.captured, settings)
         return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spmdctx.context.options import PLANNED_MODES
+from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.capture import capture_step
 from spmdctx.pipeline.capture.carrier import capture_pipelined
 from spmdctx.step.entry import Entry
@@ -14,14 +16,17 @@ from spmdctx.trace.scope.environment import Environment
 
 
 def entry_of(target: Target, call: Call, static: Static, around: Environment, notes: Sequence[str]) -> Entry:
-    """Traces one call of a step, and returns its entry.
+    """Traces one call of a step, and returns its entry; modes whose devices all run the whole loss have no stages.
 
     Raises:
         ContextError: a pipeline with fewer micro-batches than stages.
         StrategyError: a loss that cannot be split.
-        UnsupportedError: a loss that cannot be cut, or that no micro-batches can run.
+        UnsupportedError: a loss that cannot be cut, or that no micro-batches can run; a strategy file.
     """
     settings = around.settings
-    if settings.context.pipeline_stages == 1:
+    if settings.context.pipeline_stages == 1 or settings.context.parallel_mode not in PLANNED_MODES:
         return Entry(capture_step(target, call, static, settings), around, notes)
+    for name in ("strategy_ckpt_load_file", "strategy_ckpt_save_file"):
+        if getattr(settings.context, name):
+            raise UnsupportedError(f"The plan of a pipeline has no file so far: {name} is set.", fix=f"leave {name} or pipeline_stages out")
     return PipelinedEntry(capture_pipelined(target, call, static, settings), around, notes)
