@@ -15,7 +15,7 @@ from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Progr
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.cut.choose import choose_cuts
 from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
-from spmdctx.pipeline.cut.costs import EquationCosts, Seconds
+from spmdctx.pipeline.cut.costs import Seconds, line_seconds
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import line_of
 from spmdctx.pipeline.programs.passes import Passes
@@ -105,8 +105,7 @@ def _cut(step: PipelinedStep, settings: Settings, num_chunks: int) -> tuple[list
     """Returns the chunks of the loss, and what they are estimated to take."""
     loss = step.loss
     line = line_of(inlined(loss.forward), loss.is_parameter)
-    costs = EquationCosts(settings.topology)
-    seconds = [costs.seconds(eqn) for eqn in line.eqns]
+    seconds = line_seconds(line, settings.topology)
     found = choose_cuts([sum(one) for one in seconds], line.crossing, num_chunks)
     if found is None:
         raise UnsupportedError(
