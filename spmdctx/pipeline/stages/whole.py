@@ -69,7 +69,7 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
         step: the captured step.
         settings: of the whole step; its devices are divided over the stages.
         num_chunks: into how many parts the loss is cut.
-        schedule_of: makes the schedule from the estimated costs of the chunks.
+        schedule_of: makes the schedule from the costs of the chunks: first the estimated ones, then the planned ones.
         planner: plans a captured program on the devices of one stage.
 
     Raises:
@@ -92,6 +92,8 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
     ]
     passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
     planned = ChunkPlanner(planner, own, leaves, splits_backward=schedule.splits_backward).plan(passes)
+    # The order of some schedules follows from the seconds of their tasks.
+    schedule = schedule_of([chunk.costs for chunk in planned], loss.num_micro)
     simulation = simulate(schedule, cost_of([chunk.costs for chunk in planned]))
     pipeline = PlannedPipeline(
         step, around, _placement(step, around, chunks, schedule), schedule, simulation, chunks, planned, planned[0].mesh
