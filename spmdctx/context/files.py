@@ -24,6 +24,7 @@ _MODEL_KEYS = (
     *_DEGREES,
     "expert_parallel",
     "micro_batch_num",
+    "pp_interleave_num",
     "use_seq_parallel",
     "seq_split_num",
     "vocab_emb_dp",
@@ -33,7 +34,7 @@ _MODEL_KEYS = (
     "mem_coeff",
     "auto_pipeline",
 )
-_COUNT_KEYS = (*_DEGREES, "expert_parallel", "micro_batch_num", "seq_split_num", "gradient_aggregation_group")
+_COUNT_KEYS = (*_DEGREES, "expert_parallel", "micro_batch_num", "pp_interleave_num", "seq_split_num", "gradient_aggregation_group")
 _UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 
 

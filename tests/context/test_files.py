@@ -126,7 +126,7 @@ def test_the_guide_of_recursive_programming_reads():
 @pytest.mark.parametrize(
     ("content", "name", "kept"),
     [
-        ({"parallel": {"pipeline_config": {}, "device_num": 8}}, "parallel.pipeline_config", {"device_num"}),
+        ({"parallel": {"pipeline_result_broadcast": True, "device_num": 8}}, "parallel.pipeline_result_broadcast", {"device_num"}),
         ({"parallel": {"parallel_mode": 1, "full_batch": True, "dataset_strategy": [[8]]}}, "parallel.dataset_strategy", {"full_batch"}),
         ({"parallel": {"parallel_mode": 0, "full_batch": True}}, "parallel.full_batch", set()),
         ({"parallel_config": {"model_paralel": 8}}, "parallel_config.model_paralel", set()),

@@ -52,6 +52,8 @@ VALUES = {
     "sharding_propagation": [UNSET, True],
     "auto_pipeline": [UNSET, True],
     "pipeline_stages": [UNSET, 2],
+    "pipeline_config": [UNSET, {"pipeline_scheduler": "gpipe"}],
+    "pipeline_segments": [UNSET, 1],
     "mem_coeff": [UNSET, 0.5],
     "global_rank": [UNSET, 0],
     "strategy_ckpt_save_file": [UNSET, "saved.json"],

@@ -18,6 +18,7 @@ from spmdctx.gradients.keys import fold
 from spmdctx.gradients.results import Fate
 from spmdctx.ir.mesh import replicated
 from spmdctx.lowering.compile import JitOptions, jit_program
+from spmdctx.pipeline.cut.line import variables
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.run.compiled import CompiledChunk, compiled_chunk
 from spmdctx.pipeline.run.walk import Held, Walk
@@ -115,23 +116,25 @@ class PipelineProgram:
 
     @cached_property
     def _before(self) -> Any:
-        """The program of what the loss reads and the step computes, or None if there is nothing."""
+        """The program of what the step computes before the loss, or None if there is nothing: its operands, its results and itself."""
         around = self._pipeline.around
         body = around.jaxpr.jaxpr
-        made = {var for eqn in around.before for var in eqn.outvars}
-        outputs = [var for var in dict.fromkeys(around.loss.invars) if not isinstance(var, jexc.Literal) and var in made]
+        made = [var for eqn in around.before for var in eqn.outvars]
+        later = (around.loss.invars, *(eqn.invars for eqn in around.after), body.outvars)
+        read = {atom for atoms in later for atom in variables(atoms)}
+        outputs = [var for var in made if var in read]
         if not outputs:
             return None
-        jaxpr = body.replace(
-            outvars=outputs, eqns=list(around.before), debug_info=body.debug_info._replace(arg_names=None, result_paths=None)
-        )
-        return outputs, jax.jit(jexc.jaxpr_as_fun(jexc.ClosedJaxpr(jaxpr, around.jaxpr.consts)))
+        used = {var for eqn in around.before for var in variables(eqn.invars)}
+        inputs = [var for var in body.invars if var in used]
+        debug_info = body.debug_info._replace(arg_names=None, result_paths=None)
+        jaxpr = body.replace(invars=inputs, outvars=outputs, eqns=list(around.before), debug_info=debug_info)
+        return inputs, outputs, jax.jit(jexc.jaxpr_as_fun(jexc.ClosedJaxpr(jaxpr, around.jaxpr.consts)))
 
     def _run_before(self, values: _Values) -> None:
         if self._before is None:
             return
-        outputs, run = self._before
-        inputs = self._pipeline.around.jaxpr.jaxpr.invars
+        inputs, outputs, run = self._before
         for var, value in zip(outputs, run(*(values.on(0, var, self.whole(0, var)) for var in inputs)), strict=True):
             values.keep(0, var, value)
 

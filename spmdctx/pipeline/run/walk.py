@@ -19,11 +19,15 @@ _LAST = frozenset({Kind.BACKWARD, Kind.WEIGHT})
 
 @dataclass
 class Counts:
-    """What a walk has done: arrays and bytes moved over each pair of chunks, and the most micro-batches in flight in each chunk."""
+    """What a walk has done: arrays and bytes moved over each pair of chunks, and the most that each chunk and stage had in flight.
+
+    A stage counts the micro-batches of all its chunks together.
+    """
 
     moves: Counter[tuple[int, int]] = field(default_factory=Counter)
     bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
     in_flight: Counter[int] = field(default_factory=Counter)
+    in_flight_of_stage: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass
@@ -60,17 +64,21 @@ class Walk:
         """Runs all tasks; `held` has the leaves, the sums and the parts of the batch, and takes sums and results."""
         self.counts = Counts()
         alive: Counter[int] = Counter()
+        alive_on: Counter[int] = Counter()
         for task in self._order:
-            own = held[task.chunk]
+            own, stage = held[task.chunk], self._schedule.stage_of[task.chunk]
             self._run(task, own)
             if task.kind is Kind.FORWARD:
                 alive[task.chunk] += 1
+                alive_on[stage] += 1
+                self.counts.in_flight_of_stage[stage] = max(self.counts.in_flight_of_stage[stage], alive_on[stage])
                 self.counts.in_flight[task.chunk] = max(self.counts.in_flight[task.chunk], alive[task.chunk])
                 self._hand_on(task, held, 1, Holds.LEAVING, Holds.ENTERING)
             elif task.kind is not Kind.WEIGHT:
                 self._hand_on(task, held, -1, Holds.OF_ENTERING, Holds.OF_LEAVING)
             if task.kind in _LAST:
                 alive[task.chunk] -= 1
+                alive_on[stage] -= 1
                 del own.micro[task.micro]
 
     def _run(self, task: Task, own: Held) -> None:

@@ -15,7 +15,7 @@ from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Progr
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.cut.choose import choose_cuts
 from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
-from spmdctx.pipeline.cut.costs import EquationCosts, Seconds
+from spmdctx.pipeline.cut.costs import Seconds, line_seconds
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import line_of
 from spmdctx.pipeline.programs.passes import Passes
@@ -69,7 +69,7 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
         step: the captured step.
         settings: of the whole step; its devices are divided over the stages.
         num_chunks: into how many parts the loss is cut.
-        schedule_of: makes the schedule from the estimated costs of the chunks.
+        schedule_of: makes the schedule from the costs of the chunks: first the estimated ones, then the planned ones.
         planner: plans a captured program on the devices of one stage.
 
     Raises:
@@ -92,6 +92,8 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
     ]
     passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
     planned = ChunkPlanner(planner, own, leaves, splits_backward=schedule.splits_backward).plan(passes)
+    # The order of some schedules follows from the seconds of their tasks.
+    schedule = schedule_of([chunk.costs for chunk in planned], loss.num_micro)
     simulation = simulate(schedule, cost_of([chunk.costs for chunk in planned]))
     pipeline = PlannedPipeline(
         step, around, _placement(step, around, chunks, schedule), schedule, simulation, chunks, planned, planned[0].mesh
@@ -105,8 +107,7 @@ def _cut(step: PipelinedStep, settings: Settings, num_chunks: int) -> tuple[list
     """Returns the chunks of the loss, and what they are estimated to take."""
     loss = step.loss
     line = line_of(inlined(loss.forward), loss.is_parameter)
-    costs = EquationCosts(settings.topology)
-    seconds = [costs.seconds(eqn) for eqn in line.eqns]
+    seconds = line_seconds(line, settings.topology)
     found = choose_cuts([sum(one) for one in seconds], line.crossing, num_chunks)
     if found is None:
         raise UnsupportedError(

@@ -15,9 +15,10 @@ from spmdctx.pipeline.assemble import assembled
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.run.program import PipelineProgram
-from spmdctx.pipeline.schedule.orders import one_f_one_b
+from spmdctx.pipeline.stages.notes import whole_backward
 from spmdctx.pipeline.stages.whole import PlannedPipeline, plan_pipeline
 from spmdctx.step.entry import Entry
+from spmdctx.step.pipelined.scheduler import scheduler_of
 from spmdctx.step.planning.notes import unmatched_patterns
 from spmdctx.step.planning.planner import plan_program
 from spmdctx.trace.scope.environment import Environment
@@ -45,8 +46,14 @@ class PipelinedEntry(Entry):
     def pipeline(self) -> PlannedPipeline:
         """The planned programs of all stages."""
         settings = self.environment.settings
-        stages = settings.context.pipeline_stages
-        return plan_pipeline(self._step, settings, stages, lambda _, count: one_f_one_b(stages, count), plan_program)
+        stages, scheduler = settings.context.pipeline_stages, scheduler_of(settings.context)
+        return plan_pipeline(
+            self._step,
+            settings,
+            scheduler.num_chunks(stages),
+            lambda costs, count: scheduler.schedule(stages, count, costs),
+            plan_program,
+        )
 
     @cached_property
     def planned(self) -> Any:
@@ -63,7 +70,7 @@ class PipelinedEntry(Entry):
         settings = self.environment.settings
         donated = sum(leaf.donated for leaf in self.captured.inputs)
         notes = [f"The pipeline's programs reuse no memory of {counted(donated, 'donated array')} so far."] if donated else []
-        notes += unmatched_patterns(self.captured, settings)
+        notes += [*unmatched_patterns(self.captured, settings), *whole_backward(self.pipeline)]
         return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
 
     @property

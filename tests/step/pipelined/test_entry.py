@@ -43,6 +43,18 @@ def test_steps_of_a_pipeline_have_one_device_s_numbers(stages, mode):
     assert len(step.plan(*want, batch).stages) == stages
 
 
+@pytest.mark.parametrize(("layers", "stages"), [(7, 2), (4, 4)])
+def test_stacked_layers_and_their_state_have_one_device_s_numbers(layers, stages):
+    with jax.enable_x64(True):
+        params, batch = losses.decoder(jax.random.key(0), layers, stacked=True), losses.batch(jax.random.key(1), 32)
+        got = want = (params, CLIPPED.init(params))
+        step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=stages)
+        for _ in range(3):
+            *got, loss, norm = step(*got, batch)
+            *want, wanted, wanted_norm = jax.jit(decoder_step)(*want, batch)
+        assert_close((got, loss, norm), (want, wanted, wanted_norm))
+
+
 def test_each_stage_holds_its_own_parameters_alone():
     params, batch = losses.decoder(jax.random.key(0), 8, tied=False), losses.batch(jax.random.key(1), 32)
     step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=4)
