@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.run.compiled import CompiledChunk, Jitted, compiled_chunk, jitted
 from spmdctx.pipeline.run.edges import Joint, dividing, joining, joint_of, parts_of
 from spmdctx.pipeline.run.grounds import Grounds, Values
-from spmdctx.pipeline.run.routes import Spot, check_stages, is_here, move
+from spmdctx.pipeline.run.routes import Spot, check_stages, is_here, move, without_shards
 from spmdctx.pipeline.run.tape import Counts, Program, Tape
 from spmdctx.pipeline.run.walk import Held, Walk
 from spmdctx.pipeline.stages.whole import PlannedPipeline
@@ -167,6 +167,9 @@ class PipelineProgram:
             self._result(values, var, leaf.carried_from)
             for var, leaf in zip(self._body.outvars, pipeline.step.captured.outputs, strict=True)
         ]
+        for spot in {spot.name: spot for spot in results if not is_here(spot.place)}.values():
+            if not isinstance(spot.name, int):
+                tape.constant(spot.name, partial(without_shards, spot.aval, spot.place))
         names = [*(spot.name for spot in results), *ends]
         return _Written(tape.finished(range(len(self._body.invars)), names), tuple(spot.place for spot in results))
 
