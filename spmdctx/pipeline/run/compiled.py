@@ -17,11 +17,12 @@ from spmdctx.pipeline.stages.plans import PlannedChunk, PlannedTask
 
 @dataclass(frozen=True)
 class CompiledTask:
-    """A jitted program with the slots of its operands and results."""
+    """A jitted program with the slots of its operands and results, and the types in which the walk passes its operands."""
 
     run: jax.stages.Wrapped
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
+    types: tuple[jax.ShapeDtypeStruct, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,16 @@ def compiled_chunk(chunk: PlannedChunk, devices: Sequence[Any]) -> CompiledChunk
 def _compiled(task: PlannedTask, devices: Sequence[Any], shardings: dict[Slot, NamedSharding]) -> CompiledTask:
     planned, program = task.planned, task.program
     donated = [index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM]
-    name = planned.plan.name if hasattr(planned.plan, "name") else str(program.kind)
-    jitted = jit_program(
-        planned.program, planned.assignment, planned.mesh, devices, planned.directives, JitOptions(donated, name=f"pipeline_{name}")
-    )
+    name = f"pipeline_{task.name or program.kind.name.lower()}"
+    jitted = jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, JitOptions(donated, name=name))
     shardings.update(zip(program.inputs, jitted.in_shardings, strict=True))
     shardings.update(zip(program.outputs, jitted.out_shardings, strict=True))
-    return CompiledTask(jitted.jitted, program.inputs, program.outputs)
+    return CompiledTask(jitted.jitted, program.inputs, program.outputs, placed_types(program.jaxpr.in_avals, jitted.in_shardings))
+
+
+def placed_types(avals: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the types of arrays that lie where a program wants them."""
+    return tuple(
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+        for aval, sharding in zip(avals, shardings, strict=True)
+    )

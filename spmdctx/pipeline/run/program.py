@@ -19,9 +19,13 @@ from spmdctx.gradients.results import Fate
 from spmdctx.ir.mesh import replicated
 from spmdctx.lowering.compile import JitOptions, jit_program
 from spmdctx.pipeline.capture.around import is_array
+from spmdctx.pipeline.cut.line import variables
 from spmdctx.pipeline.programs.slots import Holds, Slot
-from spmdctx.pipeline.run.compiled import CompiledChunk, compiled_chunk
-from spmdctx.pipeline.run.walk import Held, Walk
+from spmdctx.pipeline.programs.transfers import Moved, Route
+from spmdctx.pipeline.run.compiled import CompiledChunk, compiled_chunk, placed_types
+from spmdctx.pipeline.run.dry import carried_of
+from spmdctx.pipeline.run.lowered import Lowerable
+from spmdctx.pipeline.run.walk import Counts, Held, Walk
 from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, stages_of
 from spmdctx.trace.specs import make_mesh, named_sharding
 
@@ -33,6 +37,7 @@ class _Compiled:
     program: PlannedProgram
     run: jax.stages.Wrapped
     in_shardings: tuple[NamedSharding, ...]
+    lowerable: Lowerable
 
 
 class PipelineProgram:
@@ -51,17 +56,10 @@ class PipelineProgram:
         self._chunks: list[CompiledChunk] = [
             compiled_chunk(chunk, self._devices[pipeline.stage_of_chunk(number)]) for number, chunk in enumerate(pipeline.planned)
         ]
-        carried = [
-            {leaf: result for leaf, result in pipeline.step.loss.carried.items() if leaf in chunk.leaves and result in chunk.results}
-            for chunk in pipeline.chunks
-        ]
-        self._walk = Walk(self._chunks, pipeline.schedule, pipeline.simulation.order, carried)
+        self._walk = Walk(self._chunks, pipeline.schedule, pipeline.simulation.order, carried_of(pipeline))
         self._rounds = [[self._compiled(one) for one in programs] for programs in pipeline.rounds]
-
-    @property
-    def counts(self) -> Any:
-        """What the last run has moved, and had in flight."""
-        return self._walk.counts
+        self.counts: Counts | None = None
+        """What the last run has done; None before the first."""
 
     @cached_property
     def in_shardings(self) -> tuple[NamedSharding, ...]:
@@ -81,23 +79,41 @@ class PipelineProgram:
                 "A pipeline runs many programs, so that it cannot stand inside of jit, grad or vmap.", fix="call it outside"
             )
         body = self._pipeline.around.jaxpr.jaxpr
-        values = _Values()
+        counts = Counts()
+        values = _Values(counts)
         for var, leaf, sharding in zip(body.invars, leaves, self.in_shardings, strict=True):
             values.keep(stages_of(self._pipeline, var), var, jax.device_put(leaf, sharding))
         self._run_before(values)
         held = [self._held(number, values) for number in range(len(self._chunks))]
-        self._walk.run(held)
+        self._walk.run(held, counts)
         self._finish(held, values)
+        del held
         for programs in self._rounds:
-            made = [(one, self._run_after(one, values)) for one in programs]
-            for one, results in made:
-                for var, value in zip(one.program.program.outputs, results, strict=True):
+            # All operands are moved before any program reuses the memory of its own.
+            operands = [self._operands(one, values) for one in programs]
+            for one, given in zip(programs, operands, strict=True):
+                counts.after[one.program.name] += 1
+                for var, value in zip(one.program.program.outputs, one.run(*given), strict=True):
                     values.keep(one.program.program.stage, var, value)
+        self.counts = counts
         return tuple(values.result(atom) for atom in body.outvars)
 
-    def _run_after(self, one: _Compiled, values: _Values) -> Any:
+    @staticmethod
+    def _operands(one: _Compiled, values: _Values) -> list[Any]:
         program = one.program.program
-        return one.run(*(values.on(program.stage, var, place) for var, place in zip(program.inputs, one.in_shardings, strict=True)))
+        return [values.on(program.stage, var, place) for var, place in zip(program.inputs, one.in_shardings, strict=True)]
+
+    @property
+    def lowerable(self) -> dict[str, Lowerable]:
+        """Each program by its name, with the types in which a call passes its operands."""
+        found: dict[str, Lowerable] = {}
+        if self._before is not None:
+            inputs, _, run = self._before
+            found["before"] = Lowerable(run, placed_types([var.aval for var in inputs], [self.whole(0, var) for var in inputs]))
+        for chunk in self._chunks:
+            for kind, task in chunk.tasks.items():
+                found[chunk.planned.tasks[kind].name] = Lowerable(task.run, task.types)
+        return found | {one.program.name: one.lowerable for programs in self._rounds for one in programs}
 
     def _home(self, var: Any) -> NamedSharding:
         stage = stages_of(self._pipeline, var)
@@ -110,11 +126,10 @@ class PipelineProgram:
 
     def _compiled(self, one: PlannedProgram) -> _Compiled:
         planned, stage = one.planned, one.program.stage
-        name = f"pipeline_after_{stage}"
-        jitted = jit_program(
-            planned.program, planned.assignment, planned.mesh, self._devices[stage], planned.directives, JitOptions(name=name)
-        )
-        return _Compiled(one, jitted.jitted, jitted.in_shardings)
+        options = JitOptions(one.donated, name=f"pipeline_{one.name}")
+        jitted = jit_program(planned.program, planned.assignment, planned.mesh, self._devices[stage], planned.directives, options)
+        types = placed_types(one.program.jaxpr.in_avals, jitted.in_shardings)
+        return _Compiled(one, jitted.jitted, jitted.in_shardings, Lowerable(jitted.jitted, types))
 
     @cached_property
     def _before(self) -> Any:
@@ -125,16 +140,20 @@ class PipelineProgram:
         outputs = [var for var in dict.fromkeys(around.loss.invars) if not isinstance(var, jexc.Literal) and var in made]
         if not outputs:
             return None
+        read = {var for eqn in around.before for var in variables(eqn.invars)}
+        inputs = [var for var in body.invars if var in read]
         jaxpr = body.replace(
-            outvars=outputs, eqns=list(around.before), debug_info=body.debug_info._replace(arg_names=None, result_paths=None)
+            invars=inputs,
+            outvars=outputs,
+            eqns=list(around.before),
+            debug_info=body.debug_info._replace(arg_names=None, result_paths=None),
         )
-        return outputs, jax.jit(jexc.jaxpr_as_fun(jexc.ClosedJaxpr(jaxpr, around.jaxpr.consts)))
+        return inputs, outputs, jax.jit(jexc.jaxpr_as_fun(jexc.ClosedJaxpr(jaxpr, around.jaxpr.consts)))
 
     def _run_before(self, values: _Values) -> None:
         if self._before is None:
             return
-        outputs, run = self._before
-        inputs = self._pipeline.around.jaxpr.jaxpr.invars
+        inputs, outputs, run = self._before
         for var, value in zip(outputs, run(*(values.on(0, var, self.whole(0, var)) for var in inputs)), strict=True):
             values.keep(0, var, value)
 
@@ -150,9 +169,9 @@ class PipelineProgram:
             if place is None:
                 continue
             if dim is None and leaf not in loss.folded:
-                step[slot] = values.on(stage, atoms[leaf], place)
+                step[slot] = values.on(stage, atoms[leaf], place, Moved.WEIGHT)
                 continue
-            whole = values.on(stage, atoms[leaf], place)
+            whole = values.on(stage, atoms[leaf], place, Moved.WEIGHT)
             for index in range(loss.num_micro):
                 part = _part(whole, dim, index, loss.num_micro) if dim is not None else whole
                 part = fold(part, np.uint32(index)) if leaf in loss.folded else part
@@ -171,7 +190,11 @@ class PipelineProgram:
             first, *others = pipeline.readers(leaf)
             slot = Slot(Holds.SUM, leaf)
             place = self._chunks[first].shardings[slot]
-            sums = [held[first].step.pop(slot), *(jax.device_put(held[other].step.pop(slot), place) for other in others)]
+            sums = [held[first].step.pop(slot)]
+            for other in others:
+                value, stages = held[other].step.pop(slot), (pipeline.stage_of_chunk(other), pipeline.stage_of_chunk(first))
+                values.count(Moved.GRADIENT, *stages, value)
+                sums.append(jax.device_put(value, place))
             mean = _mean(sums, loss.num_micro, loss.types[index].dtype)
             values.keep(pipeline.stage_of_chunk(first), outvars[index], mean)
         for index, result in loss.made_by.items():
@@ -191,20 +214,27 @@ class PipelineProgram:
 class _Values:
     """The values around the loss, each by the stage on which it lies."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Counts) -> None:
         self._held: dict[Any, dict[int, Any]] = {}
+        self._counts = counts
 
     def keep(self, stage: int, var: Any, value: Any) -> None:
         """Keeps a value that a stage has."""
         self._held.setdefault(var, {})[stage] = value
 
-    def on(self, stage: int, atom: Any, place: NamedSharding) -> Any:
-        """Returns a value on a stage, moved there if another one has it."""
+    def count(self, what: Moved, source: int, target: int, value: Any) -> None:
+        """Counts an array that is moved, unless it stays on its stage."""
+        if source != target:
+            self._counts.add(Route(what, source, target), value.nbytes)
+
+    def on(self, stage: int, atom: Any, place: NamedSharding, what: Moved = Moved.VALUE) -> Any:
+        """Returns a value on a stage, moved there if another one has it; `what` says what it is then counted as."""
         if isinstance(atom, jexc.Literal):
             return jax.device_put(np.asarray(atom.val, atom.aval.dtype), place)
         held = self._held[atom]
-        value = held[stage] if stage in held else next(iter(held.values()))
-        return jax.device_put(value, place)
+        source = stage if stage in held else next(iter(held))
+        self.count(what, source, stage, held[source])
+        return jax.device_put(held[source], place)
 
     def result(self, atom: Any) -> Any:
         """Returns a result of the step."""
