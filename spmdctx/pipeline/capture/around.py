@@ -124,18 +124,7 @@ def programs_of(around: Around, placement: Placement, num_stages: int) -> list[l
     A round has at most one program for each stage.
     """
     stages = placement.stages
-    round_of: dict[Any, int] = {}
-    made_on: dict[Any, int] = {}
-    rounds: list[int] = []
-    for eqn, stage in zip(around.after, stages, strict=True):
-        own = 0
-        for var in variables(eqn.invars):
-            if var in round_of:
-                crosses = made_on[var] not in (stage, EVERYWHERE) or (stage == EVERYWHERE and made_on[var] != EVERYWHERE)
-                own = max(own, round_of[var] + (1 if crosses else 0))
-        rounds.append(own)
-        round_of.update(dict.fromkeys(eqn.outvars, own))
-        made_on.update(dict.fromkeys(eqn.outvars, stage))
+    rounds = _rounds(around, stages)
     found = []
     for number in range(max(rounds, default=-1) + 1):
         programs = []
@@ -145,6 +134,35 @@ def programs_of(around: Around, placement: Placement, num_stages: int) -> list[l
             programs += [program] if program.outputs else []
         found.append(programs)
     return found
+
+
+def _rounds(around: Around, stages: Sequence[int]) -> list[int]:
+    """Returns the round of each equation after the loss.
+
+    It is the last one that is early enough for its readers: so arrays do not wait between rounds, and state is read where it is renewed.
+    """
+    earliest: list[int] = []
+    maker: dict[Any, int] = {}
+    readers: dict[Any, list[int]] = {}
+    for place, eqn in enumerate(around.after):
+        own = 0
+        for var in variables(eqn.invars):
+            if var in maker:
+                own = max(own, earliest[maker[var]] + _crosses(stages[maker[var]], stages[place]))
+                readers.setdefault(var, []).append(place)
+        earliest.append(own)
+        maker.update(dict.fromkeys(eqn.outvars, place))
+    rounds = list(earliest)
+    for place in reversed(range(len(rounds))):
+        later = [other for var in around.after[place].outvars for other in readers.get(var, ())]
+        if later:
+            rounds[place] = min(rounds[other] - _crosses(stages[place], stages[other]) for other in later)
+    return rounds
+
+
+def _crosses(source: int, target: int) -> int:
+    """Returns 1 if what is made on a stage is read on another one, or everywhere, else 0."""
+    return int(source not in (target, EVERYWHERE))
 
 
 def _program(around: Around, eqns: Sequence[Any], stage: int) -> Program:

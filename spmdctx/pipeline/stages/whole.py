@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,7 @@ from spmdctx.pipeline.cut.choose import choose_cuts
 from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
 from spmdctx.pipeline.cut.costs import Seconds, line_seconds
 from spmdctx.pipeline.cut.inline import inlined
-from spmdctx.pipeline.cut.line import line_of
+from spmdctx.pipeline.cut.line import line_of, variables
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
@@ -32,10 +32,12 @@ ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A program after the loss, with its plan."""
+    """A program after the loss with its plan, its name, and the places of operands whose memory it reuses."""
 
     program: Program
     planned: Planned
+    name: str
+    donated: tuple[int, ...]
 
 
 @dataclass
@@ -162,10 +164,13 @@ def _plan_rounds(pipeline: PlannedPipeline, settings: Settings, planner: Planner
         for var, leaf in zip(body.outvars, captured.outputs, strict=True)
         if leaf.carried_from is not None
     }
-    for number, programs in enumerate(programs_of(around, pipeline.placement, pipeline.schedule.num_stages)):
+    rounds = programs_of(around, pipeline.placement, pipeline.schedule.num_stages)
+    reused = _Reused(rounds, sources, {var for var, leaf in inputs.items() if leaf.donated} - set(variables(body.outvars)))
+    for number, programs in enumerate(rounds):
         found = []
         for program in programs:
-            operands = [_operand(var, inputs, pipeline.placed) for var in program.inputs]
+            donated = reused.by(number, program)
+            operands = [_operand(var, inputs, pipeline.placed, index in donated) for index, var in enumerate(program.inputs)]
             places = {var: index for index, var in enumerate(program.inputs)}
             results = [_outcome(var, sources, places, pipeline.placed) for var in program.outputs]
             name = f"after{number}_{program.stage}"
@@ -174,14 +179,36 @@ def _plan_rounds(pipeline: PlannedPipeline, settings: Settings, planner: Planner
             for var, value in (*zip(program.inputs, graph.inputs, strict=True), *zip(program.outputs, graph.outputs, strict=True)):
                 if is_array(var) and value >= 0:
                     pipeline.placed.setdefault(var, values[value])
-            found.append(PlannedProgram(program, planned))
+            found.append(PlannedProgram(program, planned, name, donated))
         pipeline.rounds.append(found)
 
 
-def _operand(var: Any, inputs: Mapping[Any, Any], placed: Mapping[Any, TensorSharding]) -> Operand:
+class _Reused:
+    """Says which programs after the loss may reuse the memory of donated state.
+
+    That is the last program that reads it, if this one makes its next value.
+    """
+
+    def __init__(self, rounds: Sequence[Sequence[Program]], sources: Mapping[Any, Any], donated: Collection[Any]) -> None:
+        self._sources, self._donated = sources, donated
+        self._last = {
+            var: (number, program.stage) for number, programs in enumerate(rounds) for program in programs for var in program.inputs
+        }
+
+    def by(self, number: int, program: Program) -> tuple[int, ...]:
+        """Returns the places of the operands whose memory a program of a round may reuse; scalars are on several stages."""
+        renewed = {self._sources.get(var) for var in program.outputs}
+        return tuple(
+            index
+            for index, var in enumerate(program.inputs)
+            if var in self._donated and var in renewed and is_array(var) and self._last[var] == (number, program.stage)
+        )
+
+
+def _operand(var: Any, inputs: Mapping[Any, Any], placed: Mapping[Any, TensorSharding], is_reused: bool) -> Operand:
     leaf = inputs.get(var)
     role = Role.ARGUMENT if leaf is None else leaf.role
-    return Operand("value" if leaf is None else leaf.path, role, placed.get(var))
+    return Operand("value" if leaf is None else leaf.path, role, placed.get(var), is_reused)
 
 
 def _outcome(var: Any, sources: Mapping[Any, Any], places: Mapping[Any, int], placed: Mapping[Any, TensorSharding]) -> Outcome:
