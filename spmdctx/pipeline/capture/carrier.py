@@ -17,6 +17,7 @@ from spmdctx.gradients.results import piece_shape, rows_of
 from spmdctx.gradients.scope import plainly
 from spmdctx.pipeline.capture.loss import PipelinedLoss, pipelined_loss
 from spmdctx.pipeline.capture.marker import stand_in
+from spmdctx.pipeline.capture.stage import marks_met
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.target import Target
@@ -89,8 +90,9 @@ class _Pipelined:
             jax.ShapeDtypeStruct(piece_shape(value.shape, operand, options), value.dtype, weak_type=jax.typeof(value).weak_type)
             for value, operand in zip(call.values, operands, strict=True)
         ]
-        forward = plainly(lambda: call.trace_forward(avals))
-        traced = plainly(lambda: call.trace(avals))
+        with marks_met(records=True) as marks:
+            forward = plainly(lambda: call.trace_forward(avals))
+            traced = plainly(lambda: call.trace(avals))
         if any(isinstance(const, jax.core.Tracer) for const in forward.jaxpr.consts):
             raise UnsupportedError(
                 "A pipeline cannot cut a loss that reads an array of the step by a way that cannot be followed.",
@@ -98,5 +100,6 @@ class _Pipelined:
                 fix="pass it to the loss as an argument",
             )
         rows = rows_of(seen, call, traced, operands, options)
-        self.losses.append(pipelined_loss(seen, call, (forward, traced), operands, rows, options.micro_batches))
+        found = pipelined_loss(seen, call, (forward, traced), operands, rows, options.micro_batches)
+        self.losses.append(replace(found, is_marked=bool(marks.stages)))
         return call.finish(stand_in(len(self.losses) - 1, call.values, seen.out_avals))

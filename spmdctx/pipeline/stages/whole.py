@@ -18,6 +18,7 @@ from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
 from spmdctx.pipeline.cut.costs import EquationCosts, Seconds
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import line_of
+from spmdctx.pipeline.cut.pins import marks_read, pinned_ranges
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
@@ -76,7 +77,8 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
         UnsupportedError: the loss has too few equations, or what follows it mixes arrays of several stages.
     """
     loss, captured = step.loss, step.captured
-    chunks, estimates = _cut(step, settings, num_chunks)
+    even = [Costs(1.0, 2.0, 1.0, 1.0)] * num_chunks
+    chunks, estimates = _cut(step, settings, schedule_of(even, loss.num_micro).stage_of)
     schedule = schedule_of([Costs(one.forward, one.backward, one.backward / 2, one.backward / 2) for one in estimates], loss.num_micro)
     num_stages = schedule.num_stages
     own = replace(
@@ -103,18 +105,20 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
     return pipeline
 
 
-def _cut(step: PipelinedStep, settings: Settings, num_chunks: int) -> tuple[list[Chunk], list[Seconds]]:
-    """Returns the chunks of the loss, and what they are estimated to take."""
-    loss = step.loss
-    line = line_of(inlined(loss.forward), loss.is_parameter)
+def _cut(step: PipelinedStep, settings: Settings, stage_of: Sequence[int]) -> tuple[list[Chunk], list[Seconds]]:
+    """Returns the chunks of the loss, and what they are estimated to take; `stage_of` has the stage of each."""
+    loss, num_chunks = step.loss, len(stage_of)
+    forward, marks = marks_read(inlined(loss.forward)) if loss.is_marked else (inlined(loss.forward), {})
+    line = line_of(forward, loss.is_parameter)
     costs = EquationCosts(settings.topology)
     seconds = [costs.seconds(eqn) for eqn in line.eqns]
-    found = choose_cuts([sum(one) for one in seconds], line.crossing, num_chunks)
+    sums = [sum(one) for one in seconds]
+    found = choose_cuts(sums, line.crossing, num_chunks, pinned_ranges(line.eqns, marks, stage_of, sums, loss.where))
     if found is None:
         raise UnsupportedError(
             f"The loss has {len(line.eqns)} equations that can be cut, which is too few for {num_chunks} chunks.",
             where=loss.where,
-            fix="use fewer pipeline stages",
+            fix="use fewer pipeline stages, or fewer marks of stages" if marks else "use fewer pipeline stages",
         )
     bounds = [0, *(place + 1 for place in found.places), len(line.eqns)]
     parts = [seconds[first:last] for first, last in pairwise(bounds)]
