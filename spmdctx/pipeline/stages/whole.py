@@ -79,6 +79,7 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
     loss, captured = step.loss, step.captured
     even = [Costs(1.0, 2.0, 1.0, 1.0)] * num_chunks
     chunks, estimates = _cut(step, settings, schedule_of(even, loss.num_micro).stage_of)
+    _check_state(step, chunks)
     schedule = schedule_of([Costs(one.forward, one.backward, one.backward / 2, one.backward / 2) for one in estimates], loss.num_micro)
     num_stages = schedule.num_stages
     own = replace(
@@ -125,6 +126,21 @@ def _cut(step: PipelinedStep, settings: Settings, stage_of: Sequence[int]) -> tu
     return chunks_of(line, found.places, loss.carried), [
         Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts
     ]
+
+
+def _check_state(step: PipelinedStep, chunks: Sequence[Chunk]) -> None:
+    """Refuses state that one chunk reads and another one changes: the first would read it before the micro-batch before has changed it."""
+    loss = step.loss
+    for leaf, result in loss.carried.items():
+        makers = {number for number, chunk in enumerate(chunks) if result in chunk.results}
+        readers = {number for number, chunk in enumerate(chunks) if leaf in chunk.leaves}
+        if not readers <= makers:
+            raise UnsupportedError(
+                f"Several chunks of the pipeline share the state '{loss.paths[leaf]}', which micro-batches change one after the other.",
+                where=loss.where,
+                got=f"read by chunks {', '.join(map(str, sorted(readers)))}, changed by {', '.join(map(str, sorted(makers)))}",
+                fix="mark what uses it for one stage by spmdctx.pipeline_stage, or leave pipeline_stages out",
+            )
 
 
 def _placement(step: PipelinedStep, around: Around, chunks: Sequence[Chunk], schedule: Schedule) -> Placement:
