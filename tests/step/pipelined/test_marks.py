@@ -12,6 +12,7 @@ import spmdctx
 from spmdctx.errors import ContextError, ContextWarning, StrategyError
 
 WIDTH = 8
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 X, Y = (jax.random.normal(jax.random.key(seed), (16, WIDTH)) for seed in (0, 1))
 
 

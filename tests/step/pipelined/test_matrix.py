@@ -20,6 +20,8 @@ SCHEDULES = {
 FACTORS = (tuple(SCHEDULES), (2, 4, 8), models.KINDS, models.FLAVOURS)
 STEPS = 2
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 
 def pairs(row):
     return set(itertools.combinations(enumerate(row), 2))
@@ -62,15 +64,6 @@ def numbers(tree):
         jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf for leaf in jax.tree.leaves(tree)
     )
     return [np.asarray(leaf) for leaf in leaves]
-
-
-@pytest.fixture(autouse=True)
-def _quick_compiler():
-    """Programs run for microseconds here, and compile for seconds."""
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def test_the_rows_hold_every_pair():

@@ -11,6 +11,7 @@ import spmdctx
 from spmdctx.errors import UnsupportedError
 
 WIDTH = 8
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 X, Y = (jax.random.normal(jax.random.key(seed), (16, WIDTH)) for seed in (0, 1))
 
 
