@@ -65,7 +65,8 @@ def pipeline_stage(fn_or_module: Marked, stage: int) -> Marked:
         return fn_or_module
     if isinstance(fn_or_module, nn.Module):
         # Clones of the module, which linen makes, keep its class.
-        object.__setattr__(fn_or_module, "__class__", _marked_class(type(fn_or_module), number))
+        cls: Any = type(fn_or_module)
+        object.__setattr__(fn_or_module, "__class__", _marked_class(cls, number))
         return fn_or_module
 
     @functools.wraps(fn_or_module)
