@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdctx.errors import UnsupportedError
+from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import TensorSharding
 from spmdctx.pipeline.schedule.simulate import Simulation
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.plan import Plan
@@ -50,6 +52,17 @@ class StagePlan:
     memory_bytes: int
 
 
+class StagedTensor(NamedTuple):
+    """One leaf of the step's arguments or results, and the stage whose devices hold it."""
+
+    path: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: TensorSharding
+    stage: int
+
+
 @dataclass(frozen=True)
 class Transfer:
     """What crosses from one chunk to another, in one step: arrays and their bytes."""
@@ -66,20 +79,25 @@ class PipelinePlan:
 
     Attributes:
         mode: the parallel mode.
+        search_mode: the search that planned the stages, empty if there was none.
         topology: the machine's name.
         logical_mesh: of each stage.
         simulation: the schedule with the planned times of its tasks.
         bubble_formula: the idle share that theory gives for stages alike, None if it gives none.
+        inputs, outputs: the leaves of the step's arguments and results.
         stages: one for each.
         transfers: what crosses.
         notes: what a user would want to know.
     """
 
     mode: str
+    search_mode: str
     topology: str
     logical_mesh: LogicalMesh
     simulation: Simulation
     bubble_formula: float | None
+    inputs: tuple[StagedTensor, ...]
+    outputs: tuple[StagedTensor, ...]
     stages: tuple[StagePlan, ...]
     transfers: tuple[Transfer, ...]
     notes: tuple[str, ...]
@@ -91,6 +109,11 @@ class PipelinePlan:
                 fix="look at plan.stages, whose tasks have plans of their own, or leave pipeline_stages out",
             )
         raise AttributeError(name)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axes and sizes of each stage's mesh."""
+        return dict(self.logical_mesh.axes)
 
     @property
     def num_devices(self) -> int:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from spmdctx.pipeline.cut.line import Line, variables
+from spmdctx.pipeline.cut.line import Line, joined_scans, variables
+from spmdctx.pipeline.cut.regions import closed_regions
 
 
 class Chunk(NamedTuple):
@@ -41,6 +42,7 @@ def chunks_of(line: Line, places: Sequence[int], carried: Mapping[int, int] = Ma
         places: the numbers of the last equations before the cuts.
         carried: for leaves that one micro-batch takes from the one before, the results that are their next values.
     """
+    line, places = joined_scans(line, places)
     bounds = [0, *(place + 1 for place in places), len(line.eqns)]
     made = {var: place for place, eqn in enumerate(line.eqns) for var in eqn.outvars}
     last_read: dict[Any, int] = {}
@@ -66,6 +68,9 @@ def chunks_of(line: Line, places: Sequence[int], carried: Mapping[int, int] = Ma
 
 def _chunk(line: Line, eqns: Sequence[Any], entering: tuple[Any, ...], leaving: tuple[Any, ...], results: Sequence[int]) -> Chunk:
     outvars = [*leaving, *(line.jaxpr.outvars[index] for index in results)]
+    eqns = closed_regions(
+        eqns, outvars, line.region_of, line.is_whole, lambda run: _copies(line, (atom for eqn in run for atom in eqn.invars))
+    )
     own = [*_copies(line, [*(atom for eqn in eqns for atom in eqn.invars), *outvars]), *eqns]
     read = {var for eqn in own for var in variables(eqn.invars)} | set(variables(outvars))
     leaves = tuple(index for index, var in enumerate(line.jaxpr.invars) if var in read)

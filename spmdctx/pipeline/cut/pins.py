@@ -32,28 +32,47 @@ class _Run(NamedTuple):
     last: int
 
 
-def marks_read(closed: jexc.ClosedJaxpr) -> tuple[jexc.ClosedJaxpr, dict[int, int]]:
-    """Returns a program without the scopes of marks, and the stage of each marked equation, by the equation's id.
+def marks_of(eqns: Sequence[Any]) -> dict[int, int]:
+    """Returns the stage of each marked equation, by the equation's id.
 
     Raises:
         StrategyError: one equation, such as a loop, holds marks of several stages.
     """
-    eqns, found = [], {}
-    for eqn in closed.jaxpr.eqns:
+    found = {}
+    for eqn in eqns:
         stages = dict(_stages(eqn, None))
         if len(stages) > 1:
             raise StrategyError(
                 f"One equation, {eqn.primitive.name}, holds parts that are marked for stages {', '.join(map(str, sorted(stages)))}.",
                 where=source_line(eqn.source_info),
                 got="; ".join(f"stage {stage} at {source_line(inner.source_info)}" for stage, inner in stages.items()),
-                fix="mark the checkpointed or looped function as a whole, or make one of each part",
+                fix="mark the looped function as a whole, or make one of each part",
             )
-        info = eqn.source_info
+        found.update({id(eqn): stage for stage in stages})
+    return found
+
+
+def without_marks(closed: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
+    """Returns a program without the scopes of marks, also in its bodies."""
+    return jexc.ClosedJaxpr(_unmarked(closed.jaxpr), closed.consts)
+
+
+def _unmarked(body: Any) -> Any:
+    """Returns a program, a tuple of programs, or any other parameter of an equation, without the scopes of marks."""
+    if isinstance(body, jexc.ClosedJaxpr):
+        return without_marks(body)
+    if isinstance(body, tuple) and any(isinstance(one, jexc.ClosedJaxpr | jexc.Jaxpr) for one in body):
+        return tuple(map(_unmarked, body))
+    if not isinstance(body, jexc.Jaxpr):
+        return body
+    eqns = []
+    for eqn in body.eqns:
+        info, params = eqn.source_info, eqn.params
         kept = tuple(part for part in info.name_stack.stack if _STAGE.fullmatch(getattr(part, "name", "")) is None)
-        own = eqn.replace(source_info=info.replace(name_stack=replace(info.name_stack, stack=kept)))
-        eqns.append(own)
-        found.update({id(own): stage for stage in stages})
-    return jexc.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts), found
+        if bodies_of(params):
+            params = {name: _unmarked(value) for name, value in params.items()}
+        eqns.append(eqn.replace(params=params, source_info=info.replace(name_stack=replace(info.name_stack, stack=kept))))
+    return body.replace(eqns=eqns)
 
 
 def _stages(eqn: Any, around: int | None) -> Iterator[tuple[int, Any]]:

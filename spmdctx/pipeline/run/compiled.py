@@ -9,17 +9,29 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from spmdctx.ir.graph import LITERAL
 from spmdctx.lowering.compile import JitOptions, jit_program
 from spmdctx.pipeline.programs.slots import Holds, Slot
+from spmdctx.pipeline.run.routes import is_here
 from spmdctx.pipeline.schedule.tasks import Kind
-from spmdctx.pipeline.stages.plans import PlannedChunk, PlannedTask
+from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, PlannedTask
+from spmdctx.trace.specs import make_mesh, named_sharding
+
+
+@dataclass(frozen=True)
+class Jitted:
+    """A planned program: where its operands and results lie, and what runs it, None where its stage belongs to other processes."""
+
+    run: jax.stages.Wrapped | None
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
 
 
 @dataclass(frozen=True)
 class CompiledTask:
     """A jitted program with the slots of its operands and results."""
 
-    run: jax.stages.Wrapped
+    jitted: Jitted
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
 
@@ -33,6 +45,17 @@ class CompiledChunk:
     planned: PlannedChunk
 
 
+def jitted(planned: Planned, devices: Sequence[Any], options: JitOptions) -> Jitted:
+    """Jits a planned program for the devices of its stage, if this process has some of them; nothing is compiled yet."""
+    mesh, graph, values = make_mesh(planned.mesh, devices), planned.program.graph, planned.assignment.values
+    inputs = tuple(named_sharding(mesh, values[value]) for value in graph.inputs)
+    outputs = tuple(named_sharding(mesh, values[value] if value != LITERAL else ()) for value in graph.outputs)
+    if not is_here(named_sharding(mesh, ())):
+        return Jitted(None, inputs, outputs)
+    program = jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
+    return Jitted(program.jitted, program.in_shardings, program.out_shardings)
+
+
 def compiled_chunk(chunk: PlannedChunk, devices: Sequence[Any]) -> CompiledChunk:
     """Jits the programs of a chunk for the devices of its stage; nothing is compiled yet."""
     shardings: dict[Slot, NamedSharding] = {}
@@ -44,9 +67,7 @@ def _compiled(task: PlannedTask, devices: Sequence[Any], shardings: dict[Slot, N
     planned, program = task.planned, task.program
     donated = [index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM]
     name = planned.plan.name if hasattr(planned.plan, "name") else str(program.kind)
-    jitted = jit_program(
-        planned.program, planned.assignment, planned.mesh, devices, planned.directives, JitOptions(donated, name=f"pipeline_{name}")
-    )
-    shardings.update(zip(program.inputs, jitted.in_shardings, strict=True))
-    shardings.update(zip(program.outputs, jitted.out_shardings, strict=True))
-    return CompiledTask(jitted.jitted, program.inputs, program.outputs)
+    made = jitted(planned, devices, JitOptions(donated, name=f"pipeline_{name}"))
+    shardings.update(zip(program.inputs, made.in_shardings, strict=True))
+    shardings.update(zip(program.outputs, made.out_shardings, strict=True))
+    return CompiledTask(made, program.inputs, program.outputs)

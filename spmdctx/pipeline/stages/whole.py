@@ -9,16 +9,16 @@ from typing import Any
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
-from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh, replicated
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, around_of, is_array, programs_of
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.cut.choose import choose_cuts
 from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
-from spmdctx.pipeline.cut.costs import EquationCosts, Seconds
+from spmdctx.pipeline.cut.costs import Seconds, line_seconds
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import line_of
-from spmdctx.pipeline.cut.pins import marks_read, pinned_ranges
+from spmdctx.pipeline.cut.pins import marks_of, pinned_ranges, without_marks
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
@@ -109,11 +109,10 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
 def _cut(step: PipelinedStep, settings: Settings, stage_of: Sequence[int]) -> tuple[list[Chunk], list[Seconds]]:
     """Returns the chunks of the loss, and what they are estimated to take; `stage_of` has the stage of each."""
     loss, num_chunks = step.loss, len(stage_of)
-    forward, marks = marks_read(inlined(loss.forward)) if loss.is_marked else (inlined(loss.forward), {})
-    line = line_of(forward, loss.is_parameter)
-    costs = EquationCosts(settings.topology)
-    seconds = [costs.seconds(eqn) for eqn in line.eqns]
+    line = line_of(inlined(loss.forward), loss.is_parameter)
+    seconds = line_seconds(line, settings.topology)
     sums = [sum(one) for one in seconds]
+    marks = marks_of(line.eqns) if loss.is_marked else {}
     found = choose_cuts(sums, line.crossing, num_chunks, pinned_ranges(line.eqns, marks, stage_of, sums, loss.where))
     if found is None:
         raise UnsupportedError(
@@ -123,9 +122,10 @@ def _cut(step: PipelinedStep, settings: Settings, stage_of: Sequence[int]) -> tu
         )
     bounds = [0, *(place + 1 for place in found.places), len(line.eqns)]
     parts = [seconds[first:last] for first, last in pairwise(bounds)]
-    return chunks_of(line, found.places, loss.carried), [
-        Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts
-    ]
+    chunks = chunks_of(line, found.places, loss.carried)
+    if loss.is_marked:
+        chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
+    return chunks, [Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts]
 
 
 def _check_state(step: PipelinedStep, chunks: Sequence[Chunk]) -> None:
@@ -217,3 +217,9 @@ def stages_of(pipeline: PlannedPipeline, var: Any) -> int:
     """Returns the stage on which a value around the loss lies; scalars lie on the first one."""
     stage = pipeline.placement.stage_of.get(var, EVERYWHERE)
     return max(stage, 0)
+
+
+def sharding_of(pipeline: PlannedPipeline, var: Any) -> TensorSharding:
+    """Returns how the devices of its stage share a value around the loss; each has scalars, and what nothing splits, whole."""
+    dims = pipeline.placed.get(var) if is_array(var) else None
+    return dims if dims is not None else replicated(len(var.aval.shape))

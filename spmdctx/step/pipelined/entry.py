@@ -17,10 +17,15 @@ from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.run.program import PipelineProgram
 from spmdctx.pipeline.stages.notes import whole_backward
 from spmdctx.pipeline.stages.whole import PlannedPipeline, plan_pipeline
+from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.scheduler import scheduler_of
+from spmdctx.step.planning.notes import unmatched_patterns
 from spmdctx.step.planning.planner import plan_program
+from spmdctx.step.processes import is_of_one_process, on_all
+from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.scope.environment import Environment
+from spmdctx.trace.scope.mesh import has_explicit_type, has_mesh_type
 from spmdctx.wording import counted
 
 
@@ -30,8 +35,20 @@ class _Program:
     def __init__(self, program: PipelineProgram) -> None:
         self.jitted = program
         self.in_shardings: tuple[NamedSharding, ...] = program.in_shardings
-        self.out_shardings: tuple[NamedSharding, ...] = program.out_shardings
-        self.mesh = program.meshes[0]
+        self.mesh = program.mesh
+
+    @property
+    def out_shardings(self) -> tuple[NamedSharding, ...]:
+        """Where each result lies."""
+        return self.jitted.out_shardings
+
+
+def _lies_at(leaf: Any, target: NamedSharding) -> bool:
+    """Returns whether a leaf is on its devices already, in the type in which programs return it."""
+    if not isinstance(leaf, jax.Array) or not leaf.committed or not isinstance(leaf.sharding, NamedSharding):
+        return False
+    is_there = leaf.sharding == target or leaf.sharding.is_equivalent_to(target, leaf.ndim)
+    return is_there and has_mesh_type(leaf) and not has_explicit_type(leaf)
 
 
 class PipelinedEntry(Entry):
@@ -69,9 +86,8 @@ class PipelinedEntry(Entry):
         settings = self.environment.settings
         donated = sum(leaf.donated for leaf in self.captured.inputs)
         notes = [f"The pipeline's programs reuse no memory of {counted(donated, 'donated array')} so far."] if donated else []
-        return assembled(
-            self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes, *whole_backward(self.pipeline))
-        )
+        notes += [*unmatched_patterns(self.captured, settings), *whole_backward(self.pipeline)]
+        return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
 
     @property
     def regions(self) -> tuple[()]:
@@ -85,10 +101,49 @@ class PipelinedEntry(Entry):
 
     @cached_property
     def spans_processes(self) -> bool:
-        """False: a pipeline over several processes is refused."""
-        if jax.process_count() > 1:
-            raise UnsupportedError("A pipeline runs in one process so far.", fix="leave pipeline_stages out")
-        return False
+        """True if the pipeline runs on devices of several processes."""
+        return spans_processes(self.environment.devices[: self.plan.num_devices])
+
+    @cached_property
+    def agreed(self) -> bool:
+        """True if several processes run the step; reading this makes them agree on the plan of each program.
+
+        Raises:
+            PlanMismatchError: another process has another program or plan.
+        """
+        if self.spans_processes:
+            for number, chunk in enumerate(self.pipeline.planned):
+                for task in chunk.tasks.values():
+                    agree_on_plan(f"{self.captured.name}: {task.program.kind}{number}", task.planned.plan, task.program.jaxpr)
+            agree_on_plan(self.captured.name, self.pipeline.planned[0].joint.planned.plan, self.captured.jaxpr)
+        return self.spans_processes
+
+    def _placed(self, read: Read) -> list[Any]:
+        """Moves leaves to where their stages want them, and returns all leaves."""
+        self.environment.check_running()
+        placed, moves, spread = list(read.leaves), False, self.agreed
+        for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
+            if _lies_at(leaf, target):
+                continue
+            if not spread:
+                placed[index] = jax.device_put(leaf, target, donate=index in self._carried and self._donated[index])
+            elif is_of_one_process(leaf):
+                placed[index] = on_all(leaf, target)
+            else:
+                raise UnsupportedError(
+                    f"{self.captured.inputs[index].path} lies on devices of several processes, and not where the pipeline has it.",
+                    got=str(leaf.sharding),
+                    need=str(target),
+                    fix="make the state by step.init and the batch by step.shard_batch, or restore a checkpoint into them",
+                )
+            moves = True
+            if self._owned[index] and isinstance(leaf, jax.Array) and leaf.committed:
+                self._note_move(index, leaf.sharding, target)
+        if moves:
+            self.structure.place(read.handle, placed)
+        else:
+            self._seen_shardings = [leaf.sharding for leaf in placed]
+        return placed
 
     @cached_property
     def on_several_devices(self) -> bool:

@@ -7,7 +7,6 @@ import pytest
 @pytest.fixture
 def quick_compiler():
     """Compiles with few optimizations: programs run for microseconds here, and compile for seconds."""
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -110,6 +110,26 @@ def test_with_several_chunks_marks_name_stages(marks, wanted, config):
         check_numbers(step, loss, given)
 
 
+@pytest.mark.parametrize(("inside", "wanted"), [(True, 1), (False, 1), (None, 0)])
+def test_a_mark_keeps_a_whole_loop_on_its_stage(inside, wanted):
+    given = {**params(4), "stacked": jnp.stack(list(params(6).values()))}
+    body = spmdctx.pipeline_stage(layer, 1) if inside else layer
+
+    def loop(stacked, x):
+        return jax.lax.scan(lambda x, w: (body(w, x), None), x, stacked)[0]
+
+    loop = spmdctx.pipeline_stage(loop, 1) if inside is False else loop
+
+    def loss(params, x, y):
+        x = layer(params["w0"], x)
+        x = layer(params["w3"], loop(params["stacked"], layer(params["w1"], x)))
+        return jnp.mean((layer(params["w2"], x) - y) ** 2)
+
+    stages = placed(stepped(loss), given, X, Y)
+    assert (stages[0] == {1}) == (wanted == 1)
+    assert stages[1:3] == [{0}, {0}] or wanted == 0
+
+
 class Layer(nnx.Module):
     def __init__(self, rngs):
         self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -194,11 +214,12 @@ def test_marks_beyond_the_stages_or_without_room_are_refused():
     with pytest.raises(StrategyError, match=r"(?s)leave nothing to chunks 1, 2"):
         stepped(loss_of([0, 0, 3, 3]), stages=4).plan(params(4), X, Y)
 
-    def both(params, x):
-        return spmdctx.pipeline_stage(layer, 1)(params["w1"], spmdctx.pipeline_stage(layer, 0)(params["w0"], x))
+    def both(x, own):
+        return spmdctx.pipeline_stage(layer, 1)(own[1], spmdctx.pipeline_stage(layer, 0)(own[0], x)), None
 
     def loss(params, x, y):
-        return jnp.mean((layer(params["w3"], jax.checkpoint(both)(params, layer(params["w2"], x))) - y) ** 2)
+        stacked = tuple(jnp.stack([params[name] for name in names]) for names in (("w0", "w1"), ("w2", "w3")))
+        return jnp.mean((jax.lax.scan(both, x, stacked)[0] - y) ** 2)
 
     with pytest.raises(StrategyError, match=r"(?s)One equation.*stages 0, 1.*test_marks\.py"):
         stepped(loss).plan(params(4), X, Y)
