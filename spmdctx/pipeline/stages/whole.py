@@ -18,6 +18,7 @@ from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
 from spmdctx.pipeline.cut.costs import Seconds, line_seconds
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import line_of, variables
+from spmdctx.pipeline.cut.pins import marks_of, pinned_ranges, without_marks
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
@@ -78,7 +79,9 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
         UnsupportedError: the loss has too few equations, or what follows it mixes arrays of several stages.
     """
     loss, captured = step.loss, step.captured
-    chunks, estimates = _cut(step, settings, num_chunks)
+    even = [Costs(1.0, 2.0, 1.0, 1.0)] * num_chunks
+    chunks, estimates = _cut(step, settings, schedule_of(even, loss.num_micro).stage_of)
+    _check_state(step, chunks)
     schedule = schedule_of([Costs(one.forward, one.backward, one.backward / 2, one.backward / 2) for one in estimates], loss.num_micro)
     num_stages = schedule.num_stages
     own = replace(
@@ -105,23 +108,41 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
     return pipeline
 
 
-def _cut(step: PipelinedStep, settings: Settings, num_chunks: int) -> tuple[list[Chunk], list[Seconds]]:
-    """Returns the chunks of the loss, and what they are estimated to take."""
-    loss = step.loss
+def _cut(step: PipelinedStep, settings: Settings, stage_of: Sequence[int]) -> tuple[list[Chunk], list[Seconds]]:
+    """Returns the chunks of the loss, and what they are estimated to take; `stage_of` has the stage of each."""
+    loss, num_chunks = step.loss, len(stage_of)
     line = line_of(inlined(loss.forward), loss.is_parameter)
     seconds = line_seconds(line, settings.topology)
-    found = choose_cuts([sum(one) for one in seconds], line.crossing, num_chunks)
+    sums = [sum(one) for one in seconds]
+    marks = marks_of(line.eqns) if loss.is_marked else {}
+    found = choose_cuts(sums, line.crossing, num_chunks, pinned_ranges(line.eqns, marks, stage_of, sums, loss.where))
     if found is None:
         raise UnsupportedError(
             f"The loss has {len(line.eqns)} equations that can be cut, which is too few for {num_chunks} chunks.",
             where=loss.where,
-            fix="use fewer pipeline stages",
+            fix="use fewer pipeline stages, or fewer marks of stages" if marks else "use fewer pipeline stages",
         )
     bounds = [0, *(place + 1 for place in found.places), len(line.eqns)]
     parts = [seconds[first:last] for first, last in pairwise(bounds)]
-    return chunks_of(line, found.places, loss.carried), [
-        Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts
-    ]
+    chunks = chunks_of(line, found.places, loss.carried)
+    if loss.is_marked:
+        chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
+    return chunks, [Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts]
+
+
+def _check_state(step: PipelinedStep, chunks: Sequence[Chunk]) -> None:
+    """Refuses state that one chunk reads and another one changes: the first would read it before the micro-batch before has changed it."""
+    loss = step.loss
+    for leaf, result in loss.carried.items():
+        makers = {number for number, chunk in enumerate(chunks) if result in chunk.results}
+        readers = {number for number, chunk in enumerate(chunks) if leaf in chunk.leaves}
+        if not readers <= makers:
+            raise UnsupportedError(
+                f"Several chunks of the pipeline share the state '{loss.paths[leaf]}', which micro-batches change one after the other.",
+                where=loss.where,
+                got=f"read by chunks {', '.join(map(str, sorted(readers)))}, changed by {', '.join(map(str, sorted(makers)))}",
+                fix="mark what uses it for one stage by spmdctx.pipeline_stage, or leave pipeline_stages out",
+            )
 
 
 def _placement(step: PipelinedStep, around: Around, chunks: Sequence[Chunk], schedule: Schedule) -> Placement:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from spmdctx.context.options import PLANNED_MODES
 from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.capture import capture_step
 from spmdctx.pipeline.capture.carrier import capture_pipelined
+from spmdctx.pipeline.capture.stage import is_marked, marks_met
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.entry import PipelinedEntry
 from spmdctx.trace.capture.arguments import Call, Static
@@ -24,8 +26,15 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
         UnsupportedError: a loss that cannot be cut, or that no micro-batches can run; a strategy file.
     """
     settings = around.settings
-    if settings.context.pipeline_stages == 1 or settings.context.parallel_mode not in PLANNED_MODES:
-        return Entry(capture_step(target, call, static, settings), around, notes)
+    stages, mode = settings.context.pipeline_stages, settings.context.parallel_mode
+    if stages == 1 or mode not in PLANNED_MODES:
+        with marks_met(records=False) as marks:
+            captured = capture_step(target, call, static, settings)
+        if marks.stages or is_marked(call):
+            reason = "pipeline_stages is 1" if stages == 1 else f"parallel_mode {mode!r} has no stages"
+            sentence = f"Marks by pipeline_stage have no effect: {reason}."
+            captured, notes = replace(captured, warnings=(*captured.warnings, sentence)), (*notes, sentence)
+        return Entry(captured, around, notes)
     for name in ("strategy_ckpt_load_file", "strategy_ckpt_save_file"):
         if getattr(settings.context, name):
             raise UnsupportedError(f"The plan of a pipeline has no file so far: {name} is set.", fix=f"leave {name} or pipeline_stages out")

@@ -20,6 +20,8 @@ SCHEDULES = {
 FACTORS = (tuple(SCHEDULES), (2, 4, 8), models.KINDS, models.FLAVOURS)
 STEPS = 2
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 
 def pairs(row):
     return set(itertools.combinations(enumerate(row), 2))
