@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
-from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import TensorSharding
-from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, around_of, is_array, programs_of
+from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, is_array, programs_of
 from spmdctx.pipeline.capture.carrier import PipelinedStep
-from spmdctx.pipeline.cut.choose import choose_cuts
-from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
-from spmdctx.pipeline.cut.costs import Seconds, line_seconds
-from spmdctx.pipeline.cut.inline import inlined
-from spmdctx.pipeline.cut.line import line_of
-from spmdctx.pipeline.programs.passes import Passes
+from spmdctx.pipeline.cut.chunks import Chunk
 from spmdctx.pipeline.programs.slots import Holds, Slot
-from spmdctx.pipeline.schedule.simulate import Simulation, simulate
-from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
-from spmdctx.pipeline.stages.captured import LossLeaf, Operand, Outcome, captured_program
-from spmdctx.pipeline.stages.plans import ChunkPlanner, Planned, PlannedChunk, Planner
+from spmdctx.pipeline.schedule.simulate import Simulation
+from spmdctx.pipeline.schedule.tasks import Schedule
+from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
+from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, Planner
+from spmdctx.pipeline.stages.staging import Stages, Staging
 from spmdctx.trace.scope.settings import Settings
-
-ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
-"""Makes a schedule for chunks of these costs and so many micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -62,64 +53,19 @@ class PlannedPipeline:
         return [number for number, chunk in enumerate(self.chunks) if leaf in chunk.leaves]
 
 
-def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> PlannedPipeline:
-    """Plans a step on a pipeline.
-
-    Args:
-        step: the captured step.
-        settings: of the whole step; its devices are divided over the stages.
-        num_chunks: into how many parts the loss is cut.
-        schedule_of: makes the schedule from the costs of the chunks: first the estimated ones, then the planned ones.
-        planner: plans a captured program on the devices of one stage.
+def completed(staging: Staging, stages: Stages) -> PlannedPipeline:
+    """Plans what a step does around its loss, whose stages are planned.
 
     Raises:
-        UnsupportedError: the loss has too few equations, or what follows it mixes arrays of several stages.
+        UnsupportedError: what follows the loss mixes arrays of several stages.
     """
-    loss, captured = step.loss, step.captured
-    chunks, estimates = _cut(step, settings, num_chunks)
-    schedule = schedule_of([Costs(one.forward, one.backward, one.backward / 2, one.backward / 2) for one in estimates], loss.num_micro)
-    num_stages = schedule.num_stages
-    own = replace(
-        settings,
-        num_devices=settings.num_devices // num_stages,
-        context=settings.context.with_checked({"pipeline_stages": 1, "device_num": settings.num_devices // num_stages}),
-    )
-    around = around_of(captured.jaxpr)
-    inputs = dict(zip(around.jaxpr.jaxpr.invars, captured.inputs, strict=True))
-    leaves = [
-        LossLeaf(path, inputs[var].role if var in inputs else Role.KEY if operand.is_key else Role.PARAMETER)
-        for path, var, operand in zip(loss.paths, around.loss.invars, loss.operands, strict=True)
-    ]
-    passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
-    planned = ChunkPlanner(planner, own, leaves, splits_backward=schedule.splits_backward).plan(passes)
-    # The order of some schedules follows from the seconds of their tasks.
-    schedule = schedule_of([chunk.costs for chunk in planned], loss.num_micro)
-    simulation = simulate(schedule, cost_of([chunk.costs for chunk in planned]))
-    pipeline = PlannedPipeline(
-        step, around, _placement(step, around, chunks, schedule), schedule, simulation, chunks, planned, planned[0].mesh
-    )
+    step, around = staging.loss.step, staging.loss.around
+    placement = _placement(step, around, stages.chunks, stages.schedule)
+    mesh = stages.planned[0].mesh
+    pipeline = PlannedPipeline(step, around, placement, stages.schedule, stages.simulation, stages.chunks, stages.planned, mesh)
     _place_leaves(pipeline)
-    _plan_rounds(pipeline, replace(own, mesh=pipeline.mesh), planner)
+    _plan_rounds(pipeline, replace(staging.settings, mesh=mesh), staging.planner)
     return pipeline
-
-
-def _cut(step: PipelinedStep, settings: Settings, num_chunks: int) -> tuple[list[Chunk], list[Seconds]]:
-    """Returns the chunks of the loss, and what they are estimated to take."""
-    loss = step.loss
-    line = line_of(inlined(loss.forward), loss.is_parameter)
-    seconds = line_seconds(line, settings.topology)
-    found = choose_cuts([sum(one) for one in seconds], line.crossing, num_chunks)
-    if found is None:
-        raise UnsupportedError(
-            f"The loss has {len(line.eqns)} equations that can be cut, which is too few for {num_chunks} chunks.",
-            where=loss.where,
-            fix="use fewer pipeline stages",
-        )
-    bounds = [0, *(place + 1 for place in found.places), len(line.eqns)]
-    parts = [seconds[first:last] for first, last in pairwise(bounds)]
-    return chunks_of(line, found.places, loss.carried), [
-        Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts
-    ]
 
 
 def _placement(step: PipelinedStep, around: Around, chunks: Sequence[Chunk], schedule: Schedule) -> Placement:

@@ -1,0 +1,159 @@
+"""Cuts a loss into chunks and plans them, for one number of stages and one schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from spmdctx.errors import UnsupportedError
+from spmdctx.ir.graph import Role
+from spmdctx.pipeline.capture.around import Around, around_of
+from spmdctx.pipeline.capture.carrier import PipelinedStep
+from spmdctx.pipeline.cut.choose import choose_cuts
+from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
+from spmdctx.pipeline.cut.costs import Seconds, line_seconds
+from spmdctx.pipeline.cut.inline import inlined
+from spmdctx.pipeline.cut.line import Line, line_of
+from spmdctx.pipeline.programs.passes import Passes
+from spmdctx.pipeline.schedule.simulate import Simulation, simulate
+from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
+from spmdctx.pipeline.stages.captured import LossLeaf
+from spmdctx.pipeline.stages.hops import hops_of
+from spmdctx.pipeline.stages.plans import ChunkPlanner, PlannedChunk, Planner
+from spmdctx.trace.scope.settings import Settings
+
+ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
+"""Makes a schedule for chunks of these costs and so many micro-batches."""
+
+
+@dataclass(frozen=True)
+class CutLoss:
+    """A captured step with the line on which its loss is cut, and the estimated time of each equation there."""
+
+    step: PipelinedStep
+    line: Line
+    seconds: tuple[Seconds, ...]
+
+    @cached_property
+    def around(self) -> Around:
+        """The step's program around the loss."""
+        return around_of(self.step.captured.jaxpr)
+
+    @cached_property
+    def leaves(self) -> list[LossLeaf]:
+        """The inputs of the loss, as plans name them."""
+        loss, around = self.step.loss, self.around
+        inputs = dict(zip(around.jaxpr.jaxpr.invars, self.step.captured.inputs, strict=True))
+        return [
+            LossLeaf(path, inputs[var].role if var in inputs else Role.KEY if operand.is_key else Role.PARAMETER)
+            for path, var, operand in zip(loss.paths, around.loss.invars, loss.operands, strict=True)
+        ]
+
+
+def cut_loss(step: PipelinedStep, settings: Settings) -> CutLoss:
+    """Puts the loss of a step into a line, and estimates its seconds on a machine."""
+    line = line_of(inlined(step.loss.forward), step.loss.is_parameter)
+    return CutLoss(step, line, tuple(line_seconds(line, settings.topology)))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A loss cut behind the equations `places`, with the plans of its chunks and its schedule."""
+
+    places: tuple[int, ...]
+    chunks: list[Chunk]
+    planned: list[PlannedChunk]
+    schedule: Schedule
+    simulation: Simulation
+
+    @property
+    def seconds(self) -> list[float]:
+        """The planned seconds of each chunk for one micro-batch."""
+        return [sum(chunk.costs.of(kind) for kind in chunk.tasks) for chunk in self.planned]
+
+    @property
+    def imbalance(self) -> float:
+        """The longest stage over the mean."""
+        stages = [0.0] * self.schedule.num_stages
+        for stage, seconds in zip(self.schedule.stage_of, self.seconds, strict=True):
+            stages[stage] += seconds
+        return max(stages) * len(stages) / max(sum(stages), 1e-300)
+
+
+class Staging:
+    """Cuts and plans a loss for one number of chunks.
+
+    Args:
+        loss: the loss on its line.
+        settings: of the whole step; its devices are divided over the stages.
+        num_chunks: into how many parts the loss is cut.
+        schedule_of: makes the schedule from the costs of the chunks: first the estimated ones, then the planned ones.
+        planner: plans a captured program on the devices of one stage.
+    """
+
+    def __init__(self, loss: CutLoss, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> None:
+        self.loss, self.planner = loss, planner
+        self._num_chunks, self._schedule_of, self._num_micro = num_chunks, schedule_of, loss.step.loss.num_micro
+        self._first = self.cut(self.estimates)
+        estimated = [self._costs(part) for part in self._parts(self._first)]
+        self._splits = (schedule := schedule_of(estimated, self._num_micro)).splits_backward
+        count = settings.num_devices // schedule.num_stages
+        self.settings = replace(
+            settings, num_devices=count, context=settings.context.with_checked({"pipeline_stages": 1, "device_num": count})
+        )
+
+    @property
+    def estimates(self) -> list[float]:
+        """The estimated seconds of each equation of the line, both passes together."""
+        return [sum(own) for own in self.loss.seconds]
+
+    def cut(self, seconds: Sequence[float]) -> tuple[int, ...]:
+        """Returns where the line is cut if its equations take these seconds.
+
+        Raises:
+            UnsupportedError: there are too few equations.
+        """
+        found = choose_cuts(seconds, self.loss.line.crossing, self._num_chunks)
+        if found is None:
+            raise UnsupportedError(
+                f"The loss has {len(self.loss.line.eqns)} equations that can be cut, which is too few for {self._num_chunks} chunks.",
+                where=self.loss.step.loss.where,
+                fix="use fewer pipeline stages",
+            )
+        return found.places
+
+    def plan(self, places: tuple[int, ...] | None = None) -> Stages:
+        """Plans the chunks between some places, or between those of the estimated seconds."""
+        places, loss = self._first if places is None else places, self.loss.step.loss
+        chunks = chunks_of(self.loss.line, places, loss.carried)
+        passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
+        planned = ChunkPlanner(self.planner, self.settings, self.loss.leaves, splits_backward=self._splits).plan(passes)
+        # Other cuts are compared on the mesh that suits the first one.
+        self.settings = replace(self.settings, mesh=planned[0].mesh)
+        costs = [chunk.costs for chunk in planned]
+        # The order of some schedules follows from the seconds of their tasks.
+        schedule = self._schedule_of(costs, self._num_micro)
+        simulation = simulate(schedule, cost_of(costs), hops_of(planned, schedule.stage_of, self.settings.topology))
+        return Stages(places, chunks, planned, schedule, simulation)
+
+    def _parts(self, places: Sequence[int]) -> list[Sequence[Seconds]]:
+        bounds = [0, *(place + 1 for place in places), len(self.loss.seconds)]
+        return [self.loss.seconds[first:last] for first, last in pairwise(bounds)]
+
+    def _costs(self, part: Sequence[Seconds]) -> Costs:
+        forward, backward = sum(one.forward for one in part), sum(one.backward for one in part)
+        return Costs(forward, backward, backward / 2, backward / 2)
+
+
+def scaled(seconds: Sequence[float], stages: Stages) -> list[float]:
+    """Returns the seconds of a line's equations, so that those of each chunk add up to what was planned for it."""
+    bounds = [0, *(place + 1 for place in stages.places), len(seconds)]
+    found: list[Any] = []
+    for (first, last), planned in zip(pairwise(bounds), stages.seconds, strict=True):
+        total = sum(seconds[first:last])
+        factor = planned / total if total else 1.0
+        found += [own * factor for own in seconds[first:last]]
+    return found
