@@ -21,7 +21,7 @@ def balanced(staging: Staging) -> Stages:
     for _ in range(_ROUNDS):
         if best.imbalance <= BALANCED:
             break
-        places = staging.cut(scaled(staging.estimates, found))
+        places = staging.cut(scaled(staging.estimates, found.places, found.seconds))
         if places in tried:
             break
         tried.add(places)

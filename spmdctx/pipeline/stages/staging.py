@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
@@ -95,7 +94,8 @@ class Staging:
     """
 
     def __init__(self, loss: CutLoss, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> None:
-        self.loss, self.planner = loss, planner
+        self.loss, self.planner, self.given = loss, planner, settings
+        self.parts = num_chunks, schedule_of, planner
         self._num_chunks, self._schedule_of, self._num_micro = num_chunks, schedule_of, loss.step.loss.num_micro
         self._first = self.cut(self.estimates)
         estimated = [self._costs(part) for part in self._parts(self._first)]
@@ -148,11 +148,11 @@ class Staging:
         return Costs(forward, backward, backward / 2, backward / 2)
 
 
-def scaled(seconds: Sequence[float], stages: Stages) -> list[float]:
-    """Returns the seconds of a line's equations, so that those of each chunk add up to what was planned for it."""
-    bounds = [0, *(place + 1 for place in stages.places), len(seconds)]
-    found: list[Any] = []
-    for (first, last), planned in zip(pairwise(bounds), stages.seconds, strict=True):
+def scaled(seconds: Sequence[float], places: Sequence[int], totals: Sequence[float]) -> list[float]:
+    """Returns the seconds of a line's equations, scaled so that those of each chunk add up to a total."""
+    bounds = [0, *(place + 1 for place in places), len(seconds)]
+    found: list[float] = []
+    for (first, last), planned in zip(pairwise(bounds), totals, strict=True):
         total = sum(seconds[first:last])
         factor = planned / total if total else 1.0
         found += [own * factor for own in seconds[first:last]]

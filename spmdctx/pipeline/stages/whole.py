@@ -31,7 +31,10 @@ class PlannedProgram:
 
 @dataclass
 class PlannedPipeline:
-    """A pipelined step with its plans. `placed` has the sharding of each array around the loss on its stage."""
+    """A pipelined step with its plans.
+
+    `placed` has the sharding of each array around the loss on its stage. `bound_s` is a bound on the schedule of any cut, None without one.
+    """
 
     step: PipelinedStep
     around: Around
@@ -43,6 +46,13 @@ class PlannedPipeline:
     mesh: LogicalMesh
     rounds: list[list[PlannedProgram]] = field(default_factory=list)
     placed: dict[Any, TensorSharding] = field(default_factory=dict)
+    bound_s: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def total_s(self) -> float:
+        """The planned seconds of a step: the schedule, and what follows the loss."""
+        return self.simulation.makespan_s + sum(max((own.planned.plan.cost.total_s for own in one), default=0.0) for one in self.rounds)
 
     def stage_of_chunk(self, chunk: int) -> int:
         """Returns the stage of a chunk."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from spmdctx.gradients.capture import capture_step
 from spmdctx.pipeline.capture.carrier import capture_pipelined
 from spmdctx.step.entry import Entry
+from spmdctx.step.pipelined.auto import chosen_entry
 from spmdctx.step.pipelined.entry import PipelinedEntry
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.target import Target
@@ -24,4 +25,6 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     settings = around.settings
     if settings.context.pipeline_stages == 1:
         return Entry(capture_step(target, call, static, settings), around, notes)
+    if settings.context.auto_pipeline and settings.context.parallel_mode == "auto_parallel":
+        return chosen_entry(target, call, static, around, notes)
     return PipelinedEntry(capture_pipelined(target, call, static, settings), around, notes)
