@@ -17,9 +17,9 @@ def step(params, batch):
     return jax.tree.map(lambda own, grad: own - 0.1 * grad, params, gradient), loss
 
 
-def planned(fn=step, rows=64, **options):
-    params = jax.eval_shape(lambda key: losses.decoder(key, 4, tied=False, times=8), jax.random.key(0))
-    batch = jax.eval_shape(lambda key: losses.batch(key, rows, rows // 2), jax.random.key(1))
+def planned(fn=step, times=8, **options):
+    params = jax.eval_shape(lambda key: losses.decoder(key, 4, tied=False, times=times), jax.random.key(0))
+    batch = jax.eval_shape(lambda key: losses.batch(key, 64, 32), jax.random.key(1))
     run = spmdctx.parallel(fn, **{"parallel_mode": "auto_parallel", "device_num": 4, "topology": "tpu-v5p", **options})
     return run.plan(params, batch)
 
@@ -34,8 +34,8 @@ def test_inside_a_fast_network_one_stage_is_the_answer_and_the_step_is_as_withou
 
 
 def test_a_slow_network_takes_a_pipeline():
-    slow = replace(topology("h100"), devices_per_host=2, network_bytes_per_s=1e7, network_latency_s=1e-5)
-    plan = planned(pipeline_stages=2, auto_pipeline=True, topology=slow, rows=16)
+    slow = replace(topology("h100"), devices_per_host=2, network_bytes_per_s=1e9)
+    plan = planned(pipeline_stages=2, auto_pipeline=True, topology=slow, times=64)
     assert len(plan.stages) == 2
     assert any(note.startswith("auto_pipeline chose 2 stages of at most 2") for note in plan.notes)
     assert any(note.startswith("No cut into 2 stages runs 8 micro-batches in less than") for note in plan.notes)
