@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -16,6 +16,7 @@ from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
 from spmdctx.pipeline.cut.costs import Seconds, line_seconds
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import Line, line_of
+from spmdctx.pipeline.cut.pins import marks_read, pinned_ranges
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
 from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
@@ -30,11 +31,12 @@ ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
 
 @dataclass(frozen=True)
 class CutLoss:
-    """A captured step with the line on which its loss is cut, and the estimated time of each equation there."""
+    """A captured step with the line on which its loss is cut, the estimated time of each equation there, and the stages of marked ones."""
 
     step: PipelinedStep
     line: Line
     seconds: tuple[Seconds, ...]
+    marks: Mapping[int, int]
 
     @cached_property
     def around(self) -> Around:
@@ -54,8 +56,11 @@ class CutLoss:
 
 def cut_loss(step: PipelinedStep, settings: Settings) -> CutLoss:
     """Puts the loss of a step into a line, and estimates its seconds on a machine."""
-    line = line_of(inlined(step.loss.forward), step.loss.is_parameter)
-    return CutLoss(step, line, tuple(line_seconds(line, settings.topology)))
+    flat = inlined(step.loss.forward)
+    forward, marked = marks_read(flat) if step.loss.is_marked else (flat, {})
+    line = line_of(forward, step.loss.is_parameter)
+    marks = {id(eqn): marked[source] for eqn in line.eqns if (source := line.source_of[id(eqn)]) in marked}
+    return CutLoss(step, line, tuple(line_seconds(line, settings.topology)), marks)
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,8 @@ class Staging:
         self.loss, self.planner, self.given = loss, planner, settings
         self.parts = num_chunks, schedule_of, planner
         self._num_chunks, self._schedule_of, self._num_micro = num_chunks, schedule_of, loss.step.loss.num_micro
+        even = [Costs(1.0, 2.0, 1.0, 1.0)] * num_chunks
+        self._stage_of = schedule_of(even, self._num_micro).stage_of
         self._first = self.cut(self.estimates)
         estimated = [self._costs(part) for part in self._parts(self._first)]
         self._splits = (schedule := schedule_of(estimated, self._num_micro)).splits_backward
@@ -114,14 +121,17 @@ class Staging:
         """Returns where the line is cut if its equations take these seconds.
 
         Raises:
+            StrategyError: marks of stages that no cut obeys.
             UnsupportedError: there are too few equations.
         """
-        found = choose_cuts(seconds, self.loss.line.crossing, self._num_chunks)
+        line, where = self.loss.line, self.loss.step.loss.where
+        ranges = pinned_ranges(line.eqns, dict(self.loss.marks), self._stage_of, seconds, where)
+        found = choose_cuts(seconds, line.crossing, self._num_chunks, ranges)
         if found is None:
             raise UnsupportedError(
-                f"The loss has {len(self.loss.line.eqns)} equations that can be cut, which is too few for {self._num_chunks} chunks.",
-                where=self.loss.step.loss.where,
-                fix="use fewer pipeline stages",
+                f"The loss has {len(line.eqns)} equations that can be cut, which is too few for {self._num_chunks} chunks.",
+                where=where,
+                fix="use fewer pipeline stages, or fewer marks of stages" if self.loss.marks else "use fewer pipeline stages",
             )
         return found.places
 

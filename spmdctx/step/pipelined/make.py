@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from spmdctx.gradients.capture import capture_step
 from spmdctx.pipeline.capture.carrier import capture_pipelined
+from spmdctx.pipeline.capture.stage import is_marked, marks_met
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.auto import chosen_entry
 from spmdctx.step.pipelined.entry import PipelinedEntry
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.target import Target
 from spmdctx.trace.scope.environment import Environment
+
+_NO_EFFECT = "Marks by pipeline_stage have no effect: pipeline_stages is 1."
 
 
 def entry_of(target: Target, call: Call, static: Static, around: Environment, notes: Sequence[str]) -> Entry:
@@ -24,7 +28,11 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     """
     settings = around.settings
     if settings.context.pipeline_stages == 1:
-        return Entry(capture_step(target, call, static, settings), around, notes)
+        with marks_met(records=False) as marks:
+            captured = capture_step(target, call, static, settings)
+        if marks.stages or is_marked(call):
+            captured, notes = replace(captured, warnings=(*captured.warnings, _NO_EFFECT)), (*notes, _NO_EFFECT)
+        return Entry(captured, around, notes)
     if settings.context.auto_pipeline and settings.context.parallel_mode == "auto_parallel":
         return chosen_entry(target, call, static, around, notes)
     return PipelinedEntry(capture_pipelined(target, call, static, settings), around, notes)

@@ -64,6 +64,15 @@ def numbers(tree):
     return [np.asarray(leaf) for leaf in leaves]
 
 
+@pytest.fixture(autouse=True)
+def _quick_compiler():
+    """Programs run for microseconds here, and compile for seconds."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def test_the_rows_hold_every_pair():
     assert set().union(*map(pairs, ROWS)) == set().union(*map(pairs, itertools.product(*FACTORS)))
 
