@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.pipeline.plan import PipelinePlan, StagePlan, Transfer
-from spmdctx.pipeline.programs.slots import Holds
+from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.bounds import bubble_of
 from spmdctx.pipeline.schedule.tasks import Costs, Kind
-from spmdctx.pipeline.stages.memory import stage_memory
+from spmdctx.pipeline.stages.plans import PlannedChunk
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 
 
@@ -35,7 +36,10 @@ def _stage(pipeline: PlannedPipeline, stage: int) -> StagePlan:
     own = [number for number, at in enumerate(pipeline.schedule.stage_of) if at == stage]
     chunks = [pipeline.planned[number] for number in own]
     in_flight = pipeline.simulation.in_flight[stage]
-    memory = stage_memory(pipeline, stage)
+    state = sum(_bytes(chunk, pipeline.mesh, (Holds.LEAF, Holds.SUM)) for chunk in chunks)
+    kept = max(_bytes(chunk, pipeline.mesh, (Holds.KEPT, Holds.ENTERING)) for chunk in chunks)
+    peak = max(task.planned.plan.cost.memory_bytes for chunk in chunks for task in chunk.tasks.values())
+    others = state - min(_bytes(chunk, pipeline.mesh, (Holds.LEAF, Holds.SUM)) for chunk in chunks)
     back = [sum(chunk.costs.of(kind) for kind in chunk.tasks if kind is not Kind.FORWARD) for chunk in chunks]
     return StagePlan(
         chunks=tuple(own),
@@ -47,10 +51,22 @@ def _stage(pipeline: PlannedPipeline, stage: int) -> StagePlan:
         forward_s=sum(chunk.costs.forward for chunk in chunks),
         backward_s=sum(back),
         in_flight=in_flight,
-        state_bytes=memory.state,
-        kept_bytes=memory.kept,
-        memory_bytes=memory.peak,
+        state_bytes=state,
+        kept_bytes=in_flight * kept,
+        memory_bytes=peak + others + max(0, in_flight - 1) * kept,
     )
+
+
+def _bytes(chunk: PlannedChunk, mesh: LogicalMesh, holds: tuple[Holds, ...]) -> int:
+    """Returns the bytes on one device of some of a chunk's arrays."""
+    found: dict[Slot, int] = {}
+    for task in chunk.tasks.values():
+        avals, shardings = task.program.avals, task.shardings
+        for slot, aval in avals.items():
+            if slot.holds in holds:
+                ways = math.prod(mesh.num_slices(names) for names in shardings[slot])
+                found[slot] = math.prod(aval.shape) * int(aval.dtype.itemsize) // ways
+    return sum(found.values())
 
 
 def _transfers(pipeline: PlannedPipeline) -> list[Transfer]:

@@ -33,7 +33,7 @@ class StagePlan:
         forward_s: seconds of all its chunks' forward passes of one micro-batch.
         backward_s: of the backward passes.
         in_flight: the most micro-batches of single chunks that it holds.
-        state_bytes: arguments of the step, copies of leaves that lie elsewhere, and sums of gradients.
+        state_bytes: parameters and sums of gradients.
         kept_bytes: what all micro-batches in flight keep.
         memory_bytes: the planned peak.
     """

@@ -9,8 +9,8 @@ from spmdctx.errors import InfeasibleError
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.search.balance import balanced
 from spmdctx.pipeline.search.bound import least_makespan_of_cuts_s
+from spmdctx.pipeline.search.memory import StageMemory, stage_memory
 from spmdctx.pipeline.stages.alike import AlikePlanner
-from spmdctx.pipeline.stages.memory import StageMemory, stage_memory
 from spmdctx.pipeline.stages.plans import Planner
 from spmdctx.pipeline.stages.staging import ScheduleOf, Stages, Staging, cut_loss, scaled
 from spmdctx.pipeline.stages.whole import PlannedPipeline, completed

@@ -11,7 +11,7 @@ from spmdctx.errors import ContextError, InfeasibleError, SpmdctxError, Strategy
 from spmdctx.gradients.capture import capture_step
 from spmdctx.pipeline.capture.carrier import PipelinedStep, capture_pipelined
 from spmdctx.pipeline.search.counts import Candidate, best_of, choice_notes, stage_counts
-from spmdctx.pipeline.stages.memory import most_bytes
+from spmdctx.pipeline.search.memory import most_bytes
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.entry import PipelinedEntry
