@@ -80,6 +80,8 @@ def line_of(closed: jexc.ClosedJaxpr, is_parameter: Sequence[bool]) -> Line:
 
 def joined_scans(line: Line, places: Sequence[int]) -> tuple[Line, list[int]]:
     """Returns a line whose scans have as few parts as its cuts allow, and the places of the cuts on it."""
+    if not line.scans:
+        return line, list(places)
     lengths = []
     for number, eqn in enumerate(line.scans):
         ends = [max((num_iterations(line.tag_of[id(own)], number) for own in line.eqns[: place + 1]), default=0) for place in places]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
@@ -15,7 +16,7 @@ from spmdctx.pipeline.cut.choose import choose_cuts
 from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
 from spmdctx.pipeline.cut.costs import Seconds, line_seconds
 from spmdctx.pipeline.cut.inline import inlined
-from spmdctx.pipeline.cut.line import Line, line_of
+from spmdctx.pipeline.cut.line import Line, joined_scans, line_of
 from spmdctx.pipeline.cut.pins import marks_read, pinned_ranges
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
@@ -23,6 +24,7 @@ from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
 from spmdctx.pipeline.stages.captured import LossLeaf
 from spmdctx.pipeline.stages.hops import hops_of
 from spmdctx.pipeline.stages.plans import ChunkPlanner, PlannedChunk, Planner
+from spmdctx.pipeline.stages.slices import sliced
 from spmdctx.trace.scope.settings import Settings
 
 ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
@@ -31,17 +33,17 @@ ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
 
 @dataclass(frozen=True)
 class CutLoss:
-    """A captured step with the line on which its loss is cut, the estimated time of each equation there, and the stages of marked ones."""
+    """A captured step with the line on which its loss is cut, the estimated time of each equation there, and the stages of marked ones.
+
+    `around` is the step's program around the loss; `homes` gives for each stacked value in it the leaf of its first layers.
+    """
 
     step: PipelinedStep
     line: Line
     seconds: tuple[Seconds, ...]
     marks: Mapping[int, int]
-
-    @cached_property
-    def around(self) -> Around:
-        """The step's program around the loss."""
-        return around_of(self.step.captured.jaxpr)
+    around: Around
+    homes: Mapping[Any, int] = field(default_factory=dict)
 
     @cached_property
     def leaves(self) -> list[LossLeaf]:
@@ -60,14 +62,18 @@ def cut_loss(step: PipelinedStep, settings: Settings) -> CutLoss:
     forward, marked = marks_read(flat) if step.loss.is_marked else (flat, {})
     line = line_of(forward, step.loss.is_parameter)
     marks = {id(eqn): marked[source] for eqn in line.eqns if (source := line.source_of[id(eqn)]) in marked}
-    return CutLoss(step, line, tuple(line_seconds(line, settings.topology)), marks)
+    return CutLoss(step, line, tuple(line_seconds(line, settings.topology)), marks, around_of(step.captured.jaxpr))
 
 
 @dataclass(frozen=True)
 class Stages:
-    """A loss cut behind the equations `places`, with the plans of its chunks and its schedule."""
+    """A loss cut behind the equations `places`, with the plans of its chunks and its schedule.
+
+    In `loss`, layers of stacked parameters are leaves of their own.
+    """
 
     places: tuple[int, ...]
+    loss: CutLoss
     chunks: list[Chunk]
     planned: list[PlannedChunk]
     schedule: Schedule
@@ -137,17 +143,20 @@ class Staging:
 
     def plan(self, places: tuple[int, ...] | None = None) -> Stages:
         """Plans the chunks between some places, or between those of the estimated seconds."""
-        places, loss = self._first if places is None else places, self.loss.step.loss
-        chunks = chunks_of(self.loss.line, places, loss.carried)
+        places = self._first if places is None else places
+        line, own_places = joined_scans(self.loss.line, places)
+        line, loss, around, homes = sliced(line, self.loss.step.loss, self.loss.around)
+        own = replace(self.loss, step=replace(self.loss.step, loss=loss), line=line, around=around, homes=homes)
+        chunks = chunks_of(line, own_places, loss.carried)
         passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
-        planned = ChunkPlanner(self.planner, self.settings, self.loss.leaves, splits_backward=self._splits).plan(passes)
+        planned = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes)
         # Other cuts are compared on the mesh that suits the first one.
         self.settings = replace(self.settings, mesh=planned[0].mesh)
         costs = [chunk.costs for chunk in planned]
         # The order of some schedules follows from the seconds of their tasks.
         schedule = self._schedule_of(costs, self._num_micro)
         simulation = simulate(schedule, cost_of(costs), hops_of(planned, schedule.stage_of, self.settings.topology))
-        return Stages(places, chunks, planned, schedule, simulation)
+        return Stages(places, own, chunks, planned, schedule, simulation)
 
     def _parts(self, places: Sequence[int]) -> list[Sequence[Seconds]]:
         bounds = [0, *(place + 1 for place in places), len(self.loss.seconds)]

@@ -69,22 +69,27 @@ def completed(staging: Staging, stages: Stages) -> PlannedPipeline:
     Raises:
         UnsupportedError: what follows the loss mixes arrays of several stages.
     """
-    step, around = staging.loss.step, staging.loss.around
-    placement = _placement(step, around, stages.chunks, stages.schedule)
+    step, around, homes = stages.loss.step, stages.loss.around, stages.loss.homes
+    placement = _placement(step, around, homes, stages.chunks, stages.schedule)
     mesh = stages.planned[0].mesh
     pipeline = PlannedPipeline(step, around, placement, stages.schedule, stages.simulation, stages.chunks, stages.planned, mesh)
     _place_leaves(pipeline)
+    for var, leaf in homes.items():
+        # Layers may be fewer than devices; what is stacked is split as they are, but for the dimension of layers.
+        dims = pipeline.planned[pipeline.readers(leaf)[0]].joint.shardings[Slot(Holds.LEAF, leaf)]
+        pipeline.placed[var] = ((), *dims[1:])
     _plan_rounds(pipeline, replace(staging.settings, mesh=mesh), staging.planner)
     return pipeline
 
 
-def _placement(step: PipelinedStep, around: Around, chunks: Sequence[Chunk], schedule: Schedule) -> Placement:
+def _placement(step: PipelinedStep, around: Around, homes: Mapping[Any, int], chunks: Sequence[Chunk], schedule: Schedule) -> Placement:
     """Returns the stages of all arrays around the loss: leaves and gradients lie with the first chunk that reads them."""
     loss = step.loss
     owner = {leaf: schedule.stage_of[number] for number, chunk in reversed([*enumerate(chunks)]) for leaf in chunk.leaves}
     known = {var: owner[leaf] for leaf, var in enumerate(around.loss.invars) if leaf in owner and not _is_literal(var)}
     for index, var in enumerate(around.loss.outvars):
         known[var] = owner[loss.gradient_of[index]] if index in loss.gradient_of else _maker(chunks, schedule, loss.made_by[index])
+    known.update({var: owner[leaf] for var, leaf in homes.items()})
     names = dict(zip(around.jaxpr.jaxpr.invars, (leaf.path for leaf in step.captured.inputs), strict=True))
     return Placement(around, known, names)
 
