@@ -32,7 +32,7 @@ def assembled(pipeline: PlannedPipeline, mode: str, topology: str, notes: Iterab
         tuple(_outputs(pipeline)),
         stages,
         tuple(Transfer(*route, *amount) for route, amount in transfers_of(pipeline).items()),
-        tuple(dict.fromkeys((*pipeline.step.captured.notes, *notes, *_notes(pipeline)))),
+        tuple(dict.fromkeys((*pipeline.step.captured.notes, *pipeline.notes, *notes, *_notes(pipeline)))),
     )
 
 

@@ -19,8 +19,9 @@ from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.run.lowered import LoweredPipeline
 from spmdctx.pipeline.run.program import PipelineProgram
+from spmdctx.pipeline.search.plan import plan_pipeline
 from spmdctx.pipeline.stages.notes import whole_backward
-from spmdctx.pipeline.stages.whole import PlannedPipeline, plan_pipeline
+from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.scheduler import scheduler_of
