@@ -27,8 +27,16 @@ def assembled(pipeline: PlannedPipeline, mode: str, topology: str, notes: Iterab
         bubble_of(schedule.name, schedule.num_stages, schedule.num_micro, mean, rounds),
         stages,
         tuple(Transfer(*route, *amount) for route, amount in transfers_of(pipeline).items()),
+        pipeline.cut.chunk_reasons(_leaves(pipeline)),
+        pipeline.cut.cut_reasons(),
         tuple(dict.fromkeys((*pipeline.step.captured.notes, *notes))),
     )
+
+
+def _leaves(pipeline: PlannedPipeline) -> list[tuple[str, ...]]:
+    """Returns the paths of the parameters that each chunk reads."""
+    loss = pipeline.step.loss
+    return [tuple(loss.paths[leaf] for leaf in chunk.leaves if loss.operands[leaf].batch_dim is None) for chunk in pipeline.chunks]
 
 
 def _stage(pipeline: PlannedPipeline, stage: int, memory: StageMemory) -> StagePlan:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.pipeline.cut.reasons import ChunkReason, CutReason
 from spmdctx.pipeline.programs.transfers import Moved
 from spmdctx.pipeline.schedule.simulate import Simulation
 from spmdctx.plan.plan import Plan
+from spmdctx.wording import bytes_text
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class PipelineData:
         bubble_formula: the idle share that theory gives for stages alike, None if it gives none.
         stages: one for each.
         transfers: what crosses.
+        chunk_reasons: what each chunk of the loss holds.
+        cut_reasons: why each cut is where it is.
         notes: what a user would want to know.
     """
 
@@ -77,7 +81,21 @@ class PipelineData:
     bubble_formula: float | None
     stages: tuple[StagePlan, ...]
     transfers: tuple[Transfer, ...]
+    chunk_reasons: tuple[ChunkReason, ...]
+    cut_reasons: tuple[CutReason, ...]
     notes: tuple[str, ...]
+
+    @property
+    def told_transfers(self) -> tuple[tuple[str, ...], ...]:
+        """What crosses, as words: what, from where, to where, arrays, bytes; scalars between all stages together."""
+        values = [one for one in self.transfers if one.what is Moved.VALUE]
+        rows = [
+            (str(one.what), str(one.source), str(one.target), str(one.count), bytes_text(one.bytes))
+            for one in self.transfers
+            if one.what is not Moved.VALUE
+        ]
+        total = (str(sum(one.count for one in values)), bytes_text(sum(one.bytes for one in values)))
+        return (*rows, *([(str(Moved.VALUE), "all", "all", *total)] if values else []))
 
     @property
     def num_devices(self) -> int:

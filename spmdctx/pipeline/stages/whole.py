@@ -18,12 +18,14 @@ from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
 from spmdctx.pipeline.cut.costs import EquationCosts, Seconds
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import line_of, variables
+from spmdctx.pipeline.cut.reasons import CutLine
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
 from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
 from spmdctx.pipeline.stages.captured import LossLeaf, Operand, Outcome, captured_program
 from spmdctx.pipeline.stages.plans import ChunkPlanner, Planned, PlannedChunk, Planner
+from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.scope.settings import Settings
 
 ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
@@ -50,6 +52,7 @@ class PlannedPipeline:
     schedule: Schedule
     simulation: Simulation
     chunks: list[Chunk]
+    cut: CutLine
     planned: list[PlannedChunk]
     mesh: LogicalMesh
     rounds: list[list[PlannedProgram]] = field(default_factory=list)
@@ -78,7 +81,7 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
         UnsupportedError: the loss has too few equations, or what follows it mixes arrays of several stages.
     """
     loss, captured = step.loss, step.captured
-    chunks, estimates = _cut(step, settings, num_chunks)
+    chunks, estimates, cut = _cut(step, settings, num_chunks)
     schedule = schedule_of([Costs(one.forward, one.backward, one.backward / 2, one.backward / 2) for one in estimates], loss.num_micro)
     num_stages = schedule.num_stages
     own = replace(
@@ -96,15 +99,15 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
     planned = ChunkPlanner(planner, own, leaves, splits_backward=schedule.splits_backward).plan(passes)
     simulation = simulate(schedule, cost_of([chunk.costs for chunk in planned]))
     pipeline = PlannedPipeline(
-        step, around, _placement(step, around, chunks, schedule), schedule, simulation, chunks, planned, planned[0].mesh
+        step, around, _placement(step, around, chunks, schedule), schedule, simulation, chunks, cut, planned, planned[0].mesh
     )
     _place_leaves(pipeline)
     _plan_rounds(pipeline, replace(own, mesh=pipeline.mesh), planner)
     return pipeline
 
 
-def _cut(step: PipelinedStep, settings: Settings, num_chunks: int) -> tuple[list[Chunk], list[Seconds]]:
-    """Returns the chunks of the loss, and what they are estimated to take."""
+def _cut(step: PipelinedStep, settings: Settings, num_chunks: int) -> tuple[list[Chunk], list[Seconds], CutLine]:
+    """Returns the chunks of the loss, what they are estimated to take, and the line with its cuts."""
     loss = step.loss
     line = line_of(inlined(loss.forward), loss.is_parameter)
     costs = EquationCosts(settings.topology)
@@ -118,9 +121,10 @@ def _cut(step: PipelinedStep, settings: Settings, num_chunks: int) -> tuple[list
         )
     bounds = [0, *(place + 1 for place in found.places), len(line.eqns)]
     parts = [seconds[first:last] for first, last in pairwise(bounds)]
-    return chunks_of(line, found.places, loss.carried), [
-        Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts
-    ]
+    estimates = [Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts]
+    sources = [eqn.source_info for eqn in line.eqns]
+    cut = CutLine([sum(one) for one in seconds], line.crossing, found.places, found.limit, lambda place: source_line(sources[place]))
+    return chunks_of(line, found.places, loss.carried), estimates, cut
 
 
 def _placement(step: PipelinedStep, around: Around, chunks: Sequence[Chunk], schedule: Schedule) -> Placement:

@@ -172,7 +172,7 @@ def test_what_a_pipeline_does_not_have_is_refused_by_name(tmp_path):
     step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=2)
     plan = step.plan(*args)
     assert "1f1b" in str(plan)
-    for ask in (lambda: plan.save(tmp_path / "plan.json"), lambda: plan.inputs, lambda: plan.explain("embed")):
+    for ask in (lambda: plan.save(tmp_path / "plan.json"), lambda: plan.inputs, lambda: plan.certify()):
         with pytest.raises(UnsupportedError, match="plan of a pipeline"):
             ask()
     with pytest.raises(UnsupportedError, match="jit"):
