@@ -27,6 +27,8 @@ def assembled(pipeline: PlannedPipeline, mode: str, topology: str, notes: Iterab
         bubble_of(schedule.name, schedule.num_stages, schedule.num_micro, mean, rounds),
         stages,
         tuple(Transfer(*route, *amount) for route, amount in transfers_of(pipeline).items()),
+        tuple(chunk.joint.planned.plan for chunk in pipeline.planned),
+        tuple(pipeline.cut.places),
         pipeline.cut.chunk_reasons(_leaves(pipeline)),
         pipeline.cut.cut_reasons(),
         tuple(dict.fromkeys((*pipeline.step.captured.notes, *notes))),

@@ -69,6 +69,8 @@ class PipelineData:
         bubble_formula: the idle share that theory gives for stages alike, None if it gives none.
         stages: one for each.
         transfers: what crosses.
+        joints: the plan of both passes of each chunk together, by which its shardings were decided.
+        cuts: the numbers of the last equations before the cuts.
         chunk_reasons: what each chunk of the loss holds.
         cut_reasons: why each cut is where it is.
         notes: what a user would want to know.
@@ -81,6 +83,8 @@ class PipelineData:
     bubble_formula: float | None
     stages: tuple[StagePlan, ...]
     transfers: tuple[Transfer, ...]
+    joints: tuple[Plan, ...]
+    cuts: tuple[int, ...]
     chunk_reasons: tuple[ChunkReason, ...]
     cut_reasons: tuple[CutReason, ...]
     notes: tuple[str, ...]

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.pipeline.data import PipelineData
+from spmdctx.pipeline.file import read_pipeline, write_pipeline
 from spmdctx.pipeline.show.explanation import StageExplanation, explained
 from spmdctx.pipeline.show.page import pipeline_document, pipeline_page
 from spmdctx.pipeline.show.table import pipeline_table
@@ -46,6 +47,24 @@ class PipelinePlan(PipelineData):
             pattern: "stage 3", or what `Plan.explain` takes, which is then asked of each stage's programs.
         """
         return explained(self, pattern)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as one JSON file, and makes the file's folder; strategy_ckpt_load_file takes it.
+
+        Raises:
+            FileError: the file cannot be written; a former one is as it was.
+        """
+        write_pipeline(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PipelinePlan:
+        """Reads what `save` wrote.
+
+        Raises:
+            PlanFormatError: the file is no plan of a pipeline, is damaged, or has another format version.
+            OSError: the file cannot be read.
+        """
+        return read_pipeline(path, cls)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan with its timeline as one self-contained page, and makes the file's folder.

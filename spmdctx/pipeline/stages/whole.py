@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from spmdctx.errors import UnsupportedError
+from spmdctx.errors import PlanMismatchError, UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import TensorSharding
@@ -30,6 +30,13 @@ from spmdctx.trace.scope.settings import Settings
 
 ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
 """Makes a schedule for chunks of these costs and so many micro-batches."""
+
+
+class Decided(NamedTuple):
+    """What another plan of the same step has decided: the last equations before the cuts, and the mesh of a stage."""
+
+    cuts: tuple[int, ...]
+    mesh: LogicalMesh
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,9 @@ class PlannedPipeline:
         return [number for number, chunk in enumerate(self.chunks) if leaf in chunk.leaves]
 
 
-def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> PlannedPipeline:
+def plan_pipeline(
+    step: PipelinedStep, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner, decided: Decided | None = None
+) -> PlannedPipeline:
     """Plans a step on a pipeline.
 
     Args:
@@ -76,18 +85,20 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
         num_chunks: into how many parts the loss is cut.
         schedule_of: makes the schedule from the estimated costs of the chunks.
         planner: plans a captured program on the devices of one stage.
+        decided: where the loss is cut, and the mesh of a stage, if both are decided already.
 
     Raises:
         UnsupportedError: the loss has too few equations, or what follows it mixes arrays of several stages.
     """
     loss, captured = step.loss, step.captured
-    chunks, estimates, cut = _cut(step, settings, num_chunks)
+    chunks, estimates, cut = _cut(step, settings, num_chunks, None if decided is None else decided.cuts)
     schedule = schedule_of([Costs(one.forward, one.backward, one.backward / 2, one.backward / 2) for one in estimates], loss.num_micro)
     num_stages = schedule.num_stages
     own = replace(
         settings,
         num_devices=settings.num_devices // num_stages,
         context=settings.context.with_checked({"pipeline_stages": 1, "device_num": settings.num_devices // num_stages}),
+        mesh=settings.mesh if decided is None else decided.mesh,
     )
     around = around_of(captured.jaxpr)
     inputs = dict(zip(around.jaxpr.jaxpr.invars, captured.inputs, strict=True))
@@ -106,7 +117,9 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
     return pipeline
 
 
-def _cut(step: PipelinedStep, settings: Settings, num_chunks: int) -> tuple[list[Chunk], list[Seconds], CutLine]:
+def _cut(
+    step: PipelinedStep, settings: Settings, num_chunks: int, cuts: tuple[int, ...] | None
+) -> tuple[list[Chunk], list[Seconds], CutLine]:
     """Returns the chunks of the loss, what they are estimated to take, and the line with its cuts."""
     loss = step.loss
     line = line_of(inlined(loss.forward), loss.is_parameter)
@@ -119,12 +132,30 @@ def _cut(step: PipelinedStep, settings: Settings, num_chunks: int) -> tuple[list
             where=loss.where,
             fix="use fewer pipeline stages",
         )
+    if cuts is not None:
+        _check_cuts(cuts, len(line.eqns), num_chunks, loss.where)
+        found = found._replace(places=cuts)
     bounds = [0, *(place + 1 for place in found.places), len(line.eqns)]
     parts = [seconds[first:last] for first, last in pairwise(bounds)]
     estimates = [Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts]
     sources = [eqn.source_info for eqn in line.eqns]
     cut = CutLine([sum(one) for one in seconds], line.crossing, found.places, found.limit, lambda place: source_line(sources[place]))
     return chunks_of(line, found.places, loss.carried), estimates, cut
+
+
+def _check_cuts(cuts: tuple[int, ...], num_equations: int, num_chunks: int, where: str) -> None:
+    """Refuses cuts that were decided for another program.
+
+    Raises:
+        PlanMismatchError: they do not fit on the line.
+    """
+    if len(cuts) != num_chunks - 1 or any(first >= last for first, last in pairwise((-1, *cuts, num_equations - 1))):
+        raise PlanMismatchError(
+            "The plan was made for another program: its cuts do not fit the loss.",
+            where=where,
+            got=f"cuts behind equations {', '.join(map(str, cuts))} of {num_equations}",
+            fix="plan again without the saved plan",
+        )
 
 
 def _placement(step: PipelinedStep, around: Around, chunks: Sequence[Chunk], schedule: Schedule) -> Placement:

