@@ -130,9 +130,9 @@ def _decode(body: Mapping[str, Any], where: str, kind: type[AnyPipeline]) -> Any
         return parse_plan(_text(own), where, Plan)
 
     def stage_of(own: Mapping[str, Any]) -> StagePlan:
-        named = {name: {one: plan_of(text) for one, text in own[name]} for name in ("tasks", "after")}
+        tasks, after = ({one: plan_of(text) for one, text in own[name]} for name in ("tasks", "after"))
         rest = {name: own[name] for name in StagePlan.__dataclass_fields__ if name not in ("tasks", "after", "live_bytes", "chunks")}
-        return StagePlan(chunks=tuple(own["chunks"]), live_bytes=dict(map(tuple, own["live_bytes"])), **named, **rest)
+        return StagePlan(chunks=tuple(own["chunks"]), tasks=tasks, after=after, live_bytes=dict(own["live_bytes"]), **rest)
 
     return kind(
         mode=body["mode"],
@@ -145,9 +145,14 @@ def _decode(body: Mapping[str, Any], where: str, kind: type[AnyPipeline]) -> Any
         joints=tuple(map(plan_of, body["joints"])),
         cuts=tuple(body["cuts"]),
         chunk_reasons=tuple(ChunkReason(tuple(sources), tuple(leaves), seconds) for sources, leaves, seconds in body["chunk_reasons"]),
-        cut_reasons=tuple(CutReason(*rest, tuple(OtherPlace(*one) for one in others)) for *rest, others in body["cut_reasons"]),
+        cut_reasons=tuple(map(_cut_reason, body["cut_reasons"])),
         notes=tuple(body["notes"]),
     )
+
+
+def _cut_reason(body: Any) -> CutReason:
+    before, after, crossing_bytes, limit_s, others = body
+    return CutReason(before, after, crossing_bytes, limit_s, tuple(OtherPlace(*one) for one in others))
 
 
 def _simulation(body: Mapping[str, Any]) -> Simulation:

@@ -46,8 +46,8 @@ def explained(plan: PipelineData, pattern: str) -> StageExplanation:
         stage = int(asked[1])
         return StageExplanation(pattern, (stage,) if stage < len(plan.stages) else (), (), plan)
     told = []
-    for number, stage in enumerate(plan.stages):
-        for name, own in (*stage.tasks.items(), *stage.after.items()):
+    for number, planned in enumerate(plan.stages):
+        for name, own in (*planned.tasks.items(), *planned.after.items()):
             found = own.explain(pattern)
             if found:
                 told.append(f"stage {number}, {name}\n{found}")

@@ -44,7 +44,6 @@ def test_a_step_runs_by_a_saved_plan_without_a_search(saved, monkeypatch):
     step = small.parallel(strategy_ckpt_load_file=str(path))
     assert step.plan(*ARGS) == plan
     assert_close(step(*ARGS), jax.jit(small.step)(*ARGS), 1e-4)
-    assert step.audit(*ARGS).ok
 
 
 @pytest.mark.parametrize(
