@@ -32,6 +32,10 @@ def assembled(pipeline: PlannedPipeline, mode: str, topology: str, notes: Iterab
         tuple(_outputs(pipeline)),
         stages,
         tuple(Transfer(*route, *amount) for route, amount in transfers_of(pipeline).items()),
+        tuple(chunk.joint.planned.plan for chunk in pipeline.planned),
+        tuple(pipeline.cut.places),
+        pipeline.cut.chunk_reasons(_leaves(pipeline)),
+        pipeline.cut.cut_reasons(),
         tuple(dict.fromkeys((*pipeline.step.captured.notes, *pipeline.notes, *notes, *_notes(pipeline)))),
     )
 
@@ -59,6 +63,12 @@ def _outputs(pipeline: PlannedPipeline) -> Iterator[StagedTensor]:
         stage = 0 if is_literal else stages_of(pipeline, atom)
         dims = replicated(len(leaf.shape)) if is_literal else sharding_of(pipeline, atom)
         yield StagedTensor(leaf.path, role, leaf.shape, leaf.dtype, dims, stage)
+
+
+def _leaves(pipeline: PlannedPipeline) -> list[tuple[str, ...]]:
+    """Returns the paths of the parameters that each chunk reads."""
+    loss = pipeline.step.loss
+    return [tuple(loss.paths[leaf] for leaf in chunk.leaves if loss.operands[leaf].batch_dim is None) for chunk in pipeline.chunks]
 
 
 def _stage(pipeline: PlannedPipeline, stage: int, memory: StageMemory) -> StagePlan:

@@ -9,9 +9,11 @@ from typing import NamedTuple
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import TensorSharding
+from spmdctx.pipeline.cut.reasons import ChunkReason, CutReason
 from spmdctx.pipeline.programs.transfers import Moved
 from spmdctx.pipeline.schedule.simulate import Simulation
 from spmdctx.plan.plan import Plan
+from spmdctx.wording import bytes_text
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,10 @@ class PipelineData:
         inputs, outputs: the leaves of the step's arguments and results.
         stages: one for each.
         transfers: what crosses.
+        joints: the plan of both passes of each chunk together, by which its shardings were decided.
+        cuts: the numbers of the last equations before the cuts.
+        chunk_reasons: what each chunk of the loss holds.
+        cut_reasons: why each cut is where it is.
         notes: what a user would want to know.
     """
 
@@ -96,12 +102,28 @@ class PipelineData:
     outputs: tuple[StagedTensor, ...]
     stages: tuple[StagePlan, ...]
     transfers: tuple[Transfer, ...]
+    joints: tuple[Plan, ...]
+    cuts: tuple[int, ...]
+    chunk_reasons: tuple[ChunkReason, ...]
+    cut_reasons: tuple[CutReason, ...]
     notes: tuple[str, ...]
 
     @property
     def mesh(self) -> dict[str, int]:
         """Axes and sizes of each stage's mesh."""
         return dict(self.logical_mesh.axes)
+
+    @property
+    def told_transfers(self) -> tuple[tuple[str, ...], ...]:
+        """What crosses, as words: what, from where, to where, arrays, bytes; scalars between all stages together."""
+        values = [one for one in self.transfers if one.what is Moved.VALUE]
+        rows = [
+            (str(one.what), str(one.source), str(one.target), str(one.count), bytes_text(one.bytes))
+            for one in self.transfers
+            if one.what is not Moved.VALUE
+        ]
+        total = (str(sum(one.count for one in values)), bytes_text(sum(one.bytes for one in values)))
+        return (*rows, *([(str(Moved.VALUE), "all", "all", *total)] if values else []))
 
     @property
     def num_devices(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,11 +30,19 @@ class Range(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """A line cut into chunks. `places` are the numbers of the last equations before the cuts."""
+    """A line cut into chunks.
+
+    Attributes:
+        places: the numbers of the last equations before the cuts.
+        largest: the cost of the largest chunk.
+        crossing: the bytes that cross all cuts.
+        limit: what the largest chunk might cost if fewer bytes crossed then.
+    """
 
     places: tuple[int, ...]
     largest: float
     crossing: float
+    limit: float = math.inf
 
 
 def choose_cuts(
@@ -66,7 +75,7 @@ def choose_cuts(
         return None
     found = line.solve(limit_of(least.largest, ends[-1] / num_chunks, slack))
     assert found is not None, "the cuts of the least largest chunk are within the limit"
-    return found
+    return found._replace(limit=least.largest * slack)
 
 
 def limit_of(least: float, mean: float, slack: float = SLACK) -> float:

@@ -110,10 +110,8 @@ def _divided(opened: Opened, scans: Sequence[Any], lengths: Sequence[Sequence[in
             copied.update(dict.fromkeys(eqn.outvars, eqn))
     eqns = _in_line(main, early, copied, variables(jaxpr.outvars))
     crossing = _crossing(eqns, parts.region_of)
-    return Line(
-        *(jaxpr, opened.closed.consts, tuple(eqns), copied, tuple(crossing)),
-        *(parts.region_of, parts.tag_of, parts.source_of, opened, tuple(scans), tuple(is_parameter)),
-    )
+    own = parts.region_of, parts.tag_of, parts.source_of
+    return Line(jaxpr, opened.closed.consts, tuple(eqns), copied, tuple(crossing), *own, opened, tuple(scans), tuple(is_parameter))
 
 
 class _Reached:

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 from spmdctx.errors import InfeasibleError
 from spmdctx.pipeline.capture.carrier import PipelinedStep
+from spmdctx.pipeline.schedule.tasks import Schedule
 from spmdctx.pipeline.search.balance import balanced
 from spmdctx.pipeline.search.bound import least_makespan_of_cuts_s
-from spmdctx.pipeline.search.memory import StageMemory, stage_memory
 from spmdctx.pipeline.search.stacked import stacked_note
 from spmdctx.pipeline.stages.alike import AlikePlanner
+from spmdctx.pipeline.stages.memory import StageMemory, memory_of
 from spmdctx.pipeline.stages.plans import Planner
 from spmdctx.pipeline.stages.staging import ScheduleOf, Stages, Staging, cut_loss, scaled
-from spmdctx.pipeline.stages.whole import PlannedPipeline, completed
+from spmdctx.pipeline.stages.whole import Decided, PlannedPipeline, completed
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import bytes_text, counted, seconds_text
 
@@ -46,6 +47,22 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
     return found
 
 
+def plan_as_decided(step: PipelinedStep, settings: Settings, schedule: Schedule, planner: Planner, decided: Decided) -> PlannedPipeline:
+    """Plans a step on a pipeline whose cuts, mesh and schedule another plan has decided; nothing is searched.
+
+    Raises:
+        PlanMismatchError: the cuts do not fit the loss.
+        UnsupportedError: what follows the loss mixes arrays of several stages.
+    """
+    free = replace(settings, memory_bytes=None)
+    staging = Staging(cut_loss(step, settings), free, schedule.num_chunks, lambda *_: schedule, planner)
+    staging.settings = replace(staging.settings, mesh=decided.mesh)
+    staging.check(decided.cuts)
+    found = completed(staging, staging.plan(decided.cuts))
+    found.notes += stacked_note(found)
+    return found
+
+
 def _certificate(found: PlannedPipeline, bound_s: float) -> str:
     schedule, makespan_s = found.schedule, found.simulation.makespan_s
     stages = counted(schedule.num_stages, "stage")
@@ -62,12 +79,12 @@ def _within(staging: Staging, stages: Stages, found: PlannedPipeline, budget: in
     Raises:
         InfeasibleError: a stage needs more.
     """
-    memories = _memories(found)
-    if max(own.peak for own in memories) <= budget:
+    memories = memory_of(found)
+    if max(own.peak_bytes for own in memories) <= budget:
         return stages, found
     rooms = []
     for number, chunk in enumerate(stages.planned):
-        peak = memories[stages.schedule.stage_of[number]].peak
+        peak = memories[stages.schedule.stage_of[number]].peak_bytes
         rooms.append(budget - peak + max(task.planned.plan.cost.memory_bytes for task in chunk.tasks.values()))
     if min(rooms) > 0:
         tight = Staging(staging.loss, replace(staging.given, memory_bytes=min(rooms)), *staging.parts)
@@ -77,26 +94,22 @@ def _within(staging: Staging, stages: Stages, found: PlannedPipeline, budget: in
             raise _over(found, memories, budget) from error
         tight.settings = replace(tight.settings, memory_bytes=None)
         found = completed(tight, stages)
-        memories = _memories(found)
-    if max(own.peak for own in memories) > budget:
+        memories = memory_of(found)
+    if max(own.peak_bytes for own in memories) > budget:
         raise _over(found, memories, budget)
     return stages, found
 
 
-def _memories(found: PlannedPipeline) -> list[StageMemory]:
-    return [stage_memory(found, stage) for stage in range(found.schedule.num_stages)]
-
-
 def _over(found: PlannedPipeline, memories: Sequence[StageMemory], budget: int) -> InfeasibleError:
     """Returns the error for the fullest stage."""
-    stage = max(range(len(memories)), key=lambda own: memories[own].peak)
+    stage = max(range(len(memories)), key=lambda own: memories[own].peak_bytes)
     own = memories[stage]
     return InfeasibleError(
-        f"Stage {stage} of {len(memories)} needs {bytes_text(own.peak)} per device, more than memory_bytes={budget}.",
+        f"Stage {stage} of {len(memories)} needs {bytes_text(own.peak_bytes)} per device, more than memory_bytes={budget}.",
         where=found.step.loss.where,
         got=(
-            f"{bytes_text(own.state)} of state, {bytes_text(own.kept)} kept by {found.simulation.in_flight[stage]} in flight, "
-            f"{bytes_text(own.program)} for a micro-batch, {bytes_text(own.after)} after the loss"
+            f"{bytes_text(own.state_bytes)} of state and sums of gradients, {bytes_text(own.kept_bytes)} kept by "
+            f"{found.simulation.in_flight[stage]} micro-batches in flight"
         ),
         fix="use more stages or devices, checkpoint layers, or more micro-batches of fewer rows",
     )

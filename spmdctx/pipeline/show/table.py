@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdctx.pipeline.data import PipelineData
+from spmdctx.pipeline.show.timeline import Timeline
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
 
 
@@ -38,7 +39,7 @@ def pipeline_table(plan: PipelineData) -> Group:
     moves = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("crosses", "from stage", "to stage", "arrays", "bytes"):
         moves.add_column(name, justify="left" if name == "crosses" else "right")
-    for one in plan.transfers:
-        moves.add_row(str(one.what), str(one.source), str(one.target), str(one.count), bytes_text(one.bytes))
+    for row in plan.told_transfers:
+        moves.add_row(*row)
     notes: Sequence[RenderableType] = [Padding(Text(f"- {note}"), (0, 0, 0, 2)) for note in plan.notes]
-    return Group(*lines, table, moves, *notes)
+    return Group(*lines, table, Timeline(plan.simulation), moves, *notes)

@@ -8,17 +8,18 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from spmdctx.errors import UnsupportedError
+from spmdctx.errors import PlanMismatchError, UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.pipeline.capture.around import Around, around_of
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.capture.loss import PipelinedLoss
-from spmdctx.pipeline.cut.choose import choose_cuts
+from spmdctx.pipeline.cut.choose import Cuts, choose_cuts
 from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
 from spmdctx.pipeline.cut.costs import Seconds, line_seconds
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import Line, joined_scans, line_of
 from spmdctx.pipeline.cut.pins import marks_of, pinned_ranges, without_marks
+from spmdctx.pipeline.cut.reasons import CutLine
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
 from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
@@ -26,6 +27,7 @@ from spmdctx.pipeline.stages.captured import LossLeaf
 from spmdctx.pipeline.stages.hops import hops_of
 from spmdctx.pipeline.stages.plans import ChunkPlanner, PlannedChunk, Planner
 from spmdctx.pipeline.stages.slices import sliced
+from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.scope.settings import Settings
 
 ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
@@ -129,6 +131,30 @@ class Staging:
             StrategyError: marks of stages that no cut obeys.
             UnsupportedError: there are too few equations.
         """
+        return self._cuts(seconds).places
+
+    def cut_line(self, stages: Stages) -> CutLine:
+        """Returns the line with the cuts of planned stages, and with the planned seconds of each chunk shared out by the estimates."""
+        line, seconds = self.loss.line, scaled(self.estimates, stages.places, stages.seconds)
+        sources = [eqn.source_info for eqn in line.eqns]
+        return CutLine(seconds, line.crossing, stages.places, self._cuts(seconds).limit, lambda place: source_line(sources[place]))
+
+    def check(self, places: tuple[int, ...]) -> None:
+        """Refuses cuts that were decided for another program.
+
+        Raises:
+            PlanMismatchError: they do not fit on the line.
+        """
+        last = len(self.loss.line.eqns) - 1
+        if len(places) != self._num_chunks - 1 or any(first >= then for first, then in pairwise((-1, *places, last))):
+            raise PlanMismatchError(
+                "The plan was made for another program: its cuts do not fit the loss.",
+                where=self.loss.step.loss.where,
+                got=f"cuts behind equations {', '.join(map(str, places))} of {last + 1}",
+                fix="plan again without the saved plan",
+            )
+
+    def _cuts(self, seconds: Sequence[float]) -> Cuts:
         line, where = self.loss.line, self.loss.step.loss.where
         ranges = pinned_ranges(line.eqns, dict(self.loss.marks), self._stage_of, seconds, where)
         found = choose_cuts(seconds, line.crossing, self._num_chunks, ranges)
@@ -138,7 +164,7 @@ class Staging:
                 where=where,
                 fix="use fewer pipeline stages, or fewer marks of stages" if self.loss.marks else "use fewer pipeline stages",
             )
-        return found.places
+        return found
 
     def plan(self, places: tuple[int, ...] | None = None) -> Stages:
         """Plans the chunks between some places, or between those of the estimated seconds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh, replicated
@@ -13,6 +13,7 @@ from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Progr
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.cut.chunks import Chunk
 from spmdctx.pipeline.cut.line import variables
+from spmdctx.pipeline.cut.reasons import CutLine
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.simulate import Simulation
 from spmdctx.pipeline.schedule.tasks import Schedule
@@ -20,6 +21,13 @@ from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
 from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, Planner
 from spmdctx.pipeline.stages.staging import Stages, Staging
 from spmdctx.trace.scope.settings import Settings
+
+
+class Decided(NamedTuple):
+    """What another plan of the same step has decided: the last equations before the cuts, and the mesh of a stage."""
+
+    cuts: tuple[int, ...]
+    mesh: LogicalMesh
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class PlannedPipeline:
     schedule: Schedule
     simulation: Simulation
     chunks: list[Chunk]
+    cut: CutLine
     planned: list[PlannedChunk]
     mesh: LogicalMesh
     rounds: list[list[PlannedProgram]] = field(default_factory=list)
@@ -75,7 +84,8 @@ def completed(staging: Staging, stages: Stages) -> PlannedPipeline:
     step, around, homes = stages.loss.step, stages.loss.around, stages.loss.homes
     placement = _placement(step, around, homes, stages.chunks, stages.schedule)
     mesh = stages.planned[0].mesh
-    pipeline = PlannedPipeline(step, around, placement, stages.schedule, stages.simulation, stages.chunks, stages.planned, mesh)
+    own = stages.schedule, stages.simulation, stages.chunks, staging.cut_line(stages), stages.planned
+    pipeline = PlannedPipeline(step, around, placement, *own, mesh)
     _place_leaves(pipeline)
     for var, leaf in homes.items():
         # Layers may be fewer than devices; what is stacked is split as they are, but for the dimension of layers.

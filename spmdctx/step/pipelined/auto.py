@@ -11,7 +11,7 @@ from spmdctx.errors import ContextError, InfeasibleError, SpmdctxError, Strategy
 from spmdctx.gradients.capture import capture_step
 from spmdctx.pipeline.capture.carrier import PipelinedStep, capture_pipelined
 from spmdctx.pipeline.search.counts import Candidate, best_of, choice_notes, stage_counts
-from spmdctx.pipeline.search.memory import most_bytes
+from spmdctx.pipeline.stages.memory import memory_of
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.entry import PipelinedEntry
@@ -53,7 +53,7 @@ def chosen_entry(target: Target, call: Call, static: Static, around: Environment
     except _NOT_HERE as error:
         step, refused[most] = None, error
     for count in stage_counts(settings.num_devices, most, step.loss.num_micro) if step is not None else []:
-        if count > 1:
+        if step is not None and count > 1:
             entry = PipelinedEntry(step, _of(around, count), notes)
             try:
                 entry.pipeline  # noqa: B018  # planned here, so that a count that does not fit is left out
@@ -90,4 +90,4 @@ def _of_pipeline(count: int, pipeline: PlannedPipeline) -> Candidate:
     """Returns a planned pipeline as a candidate; the seconds in which it waits for links are as large a part as in its tasks."""
     costs = [task.planned.plan.cost for chunk in pipeline.planned for task in chunk.tasks.values()]
     waiting = sum(cost.total_s - cost.compute_s for cost in costs) / max(sum(cost.total_s for cost in costs), 1e-300)
-    return Candidate(count, pipeline.total_s, pipeline.total_s * waiting, most_bytes(pipeline))
+    return Candidate(count, pipeline.total_s, pipeline.total_s * waiting, max(own.peak_bytes for own in memory_of(pipeline)))

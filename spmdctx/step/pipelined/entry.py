@@ -24,6 +24,7 @@ from spmdctx.pipeline.stages.notes import whole_backward
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
+from spmdctx.step.pipelined.saved import loaded_pipeline, save_pipeline
 from spmdctx.step.pipelined.scheduler import scheduler_of
 from spmdctx.step.planning.notes import unmatched_patterns
 from spmdctx.step.planning.planner import plan_program
@@ -67,6 +68,9 @@ class PipelinedEntry(Entry):
     def pipeline(self) -> PlannedPipeline:
         """The planned programs of all stages."""
         settings = self.environment.settings
+        saved = loaded_pipeline(self._step, settings)
+        if saved is not None:
+            return saved
         stages, scheduler = settings.context.pipeline_stages, scheduler_of(settings.context)
         return plan_pipeline(
             self._step,
@@ -78,7 +82,8 @@ class PipelinedEntry(Entry):
 
     @cached_property
     def planned(self) -> Any:
-        """The plan; errors of planning belong to the call that asks for it."""
+        """The plan; errors of planning, and of the files of the context, belong to the call that asks for it."""
+        save_pipeline(self._plan, self.environment.settings)
         return self.pipeline
 
     @property

@@ -36,9 +36,11 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
             sentence = f"Marks by pipeline_stage have no effect: {reason}."
             captured, notes = replace(captured, warnings=(*captured.warnings, sentence)), (*notes, sentence)
         return Entry(captured, around, notes)
-    for name in ("strategy_ckpt_load_file", "strategy_ckpt_save_file"):
-        if getattr(settings.context, name):
-            raise UnsupportedError(f"The plan of a pipeline has no file so far: {name} is set.", fix=f"leave {name} or pipeline_stages out")
     if settings.context.auto_pipeline and settings.context.parallel_mode == "auto_parallel":
+        for name in ("strategy_ckpt_load_file", "strategy_ckpt_save_file"):
+            if getattr(settings.context, name):
+                raise UnsupportedError(
+                    f"auto_pipeline plans several counts of stages, and has no file: {name} is set.", fix="set one of them"
+                )
         return chosen_entry(target, call, static, around, notes)
     return PipelinedEntry(capture_pipelined(target, call, static, settings), around, notes)

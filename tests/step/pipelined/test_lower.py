@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from tests.audit.compile_only import need_gpu
 from tests.step.pipelined import small
 from tests.step.pipelined.test_audit import arguments
 
@@ -34,3 +35,13 @@ def test_calls_compile_none_of_the_lowered_programs_again(caplog):
 def test_unknown_programs_are_no_keys(name):
     with pytest.raises(KeyError, match=name):
         small.parallel().lower(*arguments())[name]
+
+
+def test_a_pipeline_compiles_for_devices_that_are_not_there():
+    devices = need_gpu(4)
+    shapes = jax.eval_shape(lambda: (*small.state_of(2, 256), small.batch_of(256, 256)))
+    step = small.parallel(devices=devices, donate_argnums=(0, 1))
+    report = step.audit(*shapes)
+    assert report.ok
+    placed = [program.input_shardings[0][0].mesh.devices.ravel().tolist() for program in step.lower(*shapes).compile().values()]
+    assert {tuple(map(id, own)) for own in placed} == {tuple(map(id, devices[:2])), tuple(map(id, devices[2:]))}
