@@ -139,9 +139,7 @@ class Init:
         for own in groups.values():
             if spread:
                 if not shardings[own[0]].addressable_devices:
-                    found = [
-                        without_shards(closed.out_avals[index], one) if index in own else one for index, one in enumerate(found)
-                    ]
+                    found = [without_shards(closed.out_avals[index], one) if index in own else one for index, one in enumerate(found)]
                     continue
                 leaves = [on_all(leaf, named_sharding(shardings[own[0]].mesh, ())) for leaf in given]
             jaxpr = closed.jaxpr.replace(
