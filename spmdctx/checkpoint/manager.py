@@ -24,8 +24,8 @@ from spmdctx.checkpoint.files import (
     reporting,
     unpacked,
 )
-from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.parts.leaves import shared_leaves
+from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
 from spmdctx.errors import CheckpointError, listed, message, shown
 from spmdctx.plan.file import parse_plan, plan_json

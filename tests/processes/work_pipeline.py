@@ -13,9 +13,6 @@ import optax
 import spmdctx
 from spmdctx import communication
 
-communication.init("gloo")
-jax.config.update("jax_enable_x64", True)
-
 MICRO, WIDTH, LAYERS = 4, 8, 4
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1))
 
@@ -84,5 +81,7 @@ def main(num_steps, num_unblocked, stages):
 
 
 if __name__ == "__main__":
+    communication.init("gloo")
+    jax.config.update("jax_enable_x64", True)
     for count in sys.argv[3:]:
         main(int(sys.argv[1]), int(sys.argv[2]), int(count))
