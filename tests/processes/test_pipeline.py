@@ -96,7 +96,7 @@ def test_what_two_processes_saved_is_restored_in_one_with_other_stages_or_none(t
                 new.sharding == old.sharding for new, old in zip(jax.tree.leaves(own["params"]), jax.tree.leaves(params), strict=True)
             )
             found.append(own)
-            *_, value, _ = step(own["params"], own["state"], work.batches(6)[5])
-            assert float(value) == pytest.approx(float.fromhex((trainings[0] / "losses.txt").read_text().split()[-1]), abs=1e-12)
+        *_, value, _ = step(own["params"], own["state"], work.batches(6)[5])
+        assert float(value) == pytest.approx(float.fromhex((trainings[0] / "losses.txt").read_text().split()[-1]), abs=1e-12)
         for one, other in zip(*map(jax.tree.leaves, found), strict=True):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
