@@ -31,7 +31,7 @@ def broadcast_state(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
         if leaf.role in _SENT_ROLES and not is_layerwise(leaf, patterns) and target.is_fully_replicated
     ]
     found = list(leaves)
-    meshes: dict[Mesh, list[int]] = {}
+    meshes: dict[Any, list[int]] = {}
     for index in shared:
         meshes.setdefault(program.in_shardings[index].mesh, []).append(index)
     for mesh, own in meshes.items():  # one, or several of a pipeline, each with a first device

@@ -141,7 +141,8 @@ class Init:
                 if not shardings[own[0]].addressable_devices:
                     found = [without_shards(closed.out_avals[index], one) if index in own else one for index, one in enumerate(found)]
                     continue
-                leaves = [on_all(leaf, named_sharding(shardings[own[0]].mesh, ())) for leaf in given]
+                devices: Any = shardings[own[0]].mesh
+                leaves = [on_all(leaf, named_sharding(devices, ())) for leaf in given]
             jaxpr = closed.jaxpr.replace(
                 outvars=[closed.jaxpr.outvars[index] for index in own],
                 debug_info=closed.jaxpr.debug_info._replace(arg_names=None, result_paths=None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,8 @@ class _Data(NamedTuple):
         return math.prod(self.shape)
 
 
-class _NoShard(NamedTuple):
+@dataclass(frozen=True)
+class _NoShard:
     """Stands for a shard where a process has none, so that orbax knows the shape of shards."""
 
     data: _Data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,6 +65,7 @@ class Values:
         self._at: dict[Any, dict[int, Spot]] = {}
         self._whole: dict[Any, tuple[tuple[int, ...], Spot]] = {}
         self._moved: dict[tuple[Any, int, NamedSharding], Spot] = {}
+        self._made: set[Hashable] = set()
 
     def keep(self, var: Any, stages: Sequence[int], spot: Spot) -> None:
         """Notes that some stages have a value, whole or as they share it."""
@@ -112,8 +113,8 @@ class Values:
 
     def _constant(self, atom: Any, place: NamedSharding) -> Spot:
         spot = Spot(("constant", id(atom), place), place, atom.aval)
-        if spot.name not in self._moved:
-            self._moved[spot.name] = spot
+        if spot.name not in self._made:
+            self._made.add(spot.name)
             if is_here(place):
                 self._tape.constant(spot.name, self._maker(atom, place))
         return spot

@@ -68,7 +68,7 @@ class PipelineProgram:
     @property
     def mesh(self) -> Mesh:
         """The mesh of all devices."""
-        return self._grounds.on(self._grounds.stages, ()).mesh
+        return self._grounds.union(self._grounds.stages)
 
     @property
     def counts(self) -> Counts:
@@ -114,11 +114,11 @@ class PipelineProgram:
             for var in inputs:
                 readers.setdefault(var, set()).add(stage)
         found: dict[Any, tuple[int, ...]] = {}
-        for var, leaf in zip(self._body.invars, pipeline.step.captured.inputs, strict=True):
+        for var, given in zip(self._body.invars, pipeline.step.captured.inputs, strict=True):
             stage = pipeline.placement.stage_of.get(var, EVERYWHERE)
-            if stage == EVERYWHERE or (leaf.role is Role.BATCH and self._spans_processes):
+            if stage == EVERYWHERE or (given.role is Role.BATCH and self._spans_processes):
                 found[var] = all_stages
-            elif leaf.role is Role.BATCH:
+            elif given.role is Role.BATCH:
                 found[var] = tuple(sorted(readers.get(var, set()))) or (stage,)
             else:
                 found[var] = (stage,)
@@ -227,12 +227,12 @@ class PipelineProgram:
             found.setdefault(stage, []).append(_Result(var, joint, pieces, self._grounds.on((stage,), self._dims(var))))
         for index, result in loss.made_by.items():
             number = next(number for number, chunk in enumerate(pipeline.chunks) if result in chunk.results)
-            stage, var, joint = pipeline.stage_of_chunk(number), outvars[index], joint_of(loss, index)
+            stage, var, how = pipeline.stage_of_chunk(number), outvars[index], joint_of(loss, index)
             pieces = [held[number].results[result][micro] for micro in range(loss.num_micro)]
-            if joint is None:
+            if how is None:
                 values.keep(var, (stage,), pieces[-1])
             else:
-                found.setdefault(stage, []).append(_Result(var, joint, pieces, pieces[0].place))
+                found.setdefault(stage, []).append(_Result(var, how, pieces, pieces[0].place))
         ends: list[Any] = []
         for stage, results in found.items():
             made = [Spot(("end", stage, number), own.place, own.var.aval) for number, own in enumerate(results)]

@@ -16,7 +16,7 @@ class Event(NamedTuple):
 
     source: int
     target: int
-    count: int = 0
+    arrays: int = 0
     bytes: int = 0
     in_flight: int = 0
 
@@ -35,8 +35,8 @@ class Counts:
 
     def add(self, event: Event) -> None:
         """Counts one entry that has run."""
-        if event.count:
-            self.moves[event.source, event.target] += event.count
+        if event.arrays:
+            self.moves[event.source, event.target] += event.arrays
             self.bytes[event.source, event.target] += event.bytes
         if event.in_flight:
             alive = self._alive[event.source] = self._alive[event.source] + event.in_flight

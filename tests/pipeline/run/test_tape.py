@@ -44,7 +44,7 @@ def test_events_are_counted_by_each_run_anew():
     tape = Tape()
     for change in (1, 1, -1, 1):
         tape.run(lambda: (), [], [], Event(0, 0, in_flight=change))
-    tape.run(lambda: (), [], [], Event(0, 1, count=2, bytes=64))
+    tape.run(lambda: (), [], [], Event(0, 1, arrays=2, bytes=64))
     program = tape.finished([], [])
     for _ in range(2):
         program([])
