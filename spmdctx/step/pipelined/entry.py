@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from spmdctx.errors import ContextError, UnsupportedError
+from spmdctx.communication.transfers import can_transfer
+from spmdctx.errors import CommunicationError, ContextError, UnsupportedError
 from spmdctx.machine.xla.collectives.ways import ways_of
 from spmdctx.pipeline.assemble import assembled
 from spmdctx.pipeline.audit.report import Built, audit_pipeline
@@ -140,11 +141,29 @@ class PipelinedEntry(Entry):
 
     def _placed(self, read: Read) -> list[Any]:
         """Moves leaves to where their stages want them, and returns all leaves."""
+        placed, moved = self._at_home(read.leaves)
+        for index in moved:
+            leaf = read.leaves[index]
+            if self._owned[index] and isinstance(leaf, jax.Array) and leaf.committed:
+                self._note_move(index, leaf.sharding, self.program.in_shardings[index])
+        if moved:
+            self.structure.place(read.handle, placed)
+        else:
+            self._seen_shardings = [leaf.sharding for leaf in placed]
+        return placed
+
+    def _at_home(self, leaves: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        """Returns the leaves on their stages, and which of them were moved.
+
+        Raises:
+            UnsupportedError: a leaf lies on devices of several processes, and not where the pipeline has it.
+        """
         self.environment.check_running()
-        placed, moves, spread = list(read.leaves), False, self.agreed
-        for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
+        placed, moved, spread = list(leaves), [], self.agreed
+        for index, (leaf, target) in enumerate(zip(leaves, self.program.in_shardings, strict=True)):
             if _lies_at(leaf, target):
                 continue
+            moved.append(index)
             if not spread:
                 placed[index] = jax.device_put(leaf, target, donate=index in self._carried and self._donated[index])
             elif is_of_one_process(leaf):
@@ -156,14 +175,18 @@ class PipelinedEntry(Entry):
                     need=str(target),
                     fix="make the state by step.init and the batch by step.shard_batch, or restore a checkpoint into them",
                 )
-            moves = True
-            if self._owned[index] and isinstance(leaf, jax.Array) and leaf.committed:
-                self._note_move(index, leaf.sharding, target)
-        if moves:
-            self.structure.place(read.handle, placed)
-        else:
-            self._seen_shardings = [leaf.sharding for leaf in placed]
-        return placed
+        return placed, moved
+
+    def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Runs the program and returns its flat results; the user's objects stay unchanged.
+
+        Raises:
+            UnsupportedError: the pipeline is one of several processes, which do not have all results.
+        """
+        if self.spans_processes:
+            raise UnsupportedError("A pipeline in several processes is not verified so far.", fix="verify it in one process")
+        outputs: Sequence[Any] = self.call(*self._at_home(leaves)[0])
+        return outputs
 
     @cached_property
     def on_several_devices(self) -> bool:
@@ -176,8 +199,15 @@ class PipelinedEntry(Entry):
 
         Raises:
             ContextError: fewer devices than the plan is for.
+            CommunicationError: several processes that `spmdctx.communication.init` has not prepared.
+            UnsupportedError: stages that share a process and span several.
         """
         needed, devices = self.plan.num_devices, self.environment.devices
+        if self.spans_processes and devices[0].platform == "cpu" and not can_transfer():
+            raise CommunicationError(
+                "The processes of this pipeline cannot exchange arrays.",
+                fix='call spmdctx.communication.init("gloo") at the start of the script, before anything uses a device',
+            )
         if len(devices) < needed:
             raise ContextError(f"The plan is for {needed} devices, and {len(devices)} are there.", fix="use step.plan, or fewer devices")
         return _Program(PipelineProgram(self.pipeline, devices[:needed]))
