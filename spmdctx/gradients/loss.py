@@ -25,7 +25,8 @@ from spmdctx.trace.capture.structure import Flattening, Keys, key_text, path_tex
 class Loss(NamedTuple):
     """A function with what `jax.value_and_grad` was asked; `name` is "value_and_grad" or "grad".
 
-    `micro_size` is the number of micro-batches in which a pipeline runs it, None where the context says it.
+    `micro_size` is the number of micro-batches in which a pipeline runs it, None where the context says it, `num_parts` the number of
+    parts in which each runs.
     """
 
     fn: Callable[..., Any]
@@ -34,6 +35,7 @@ class Loss(NamedTuple):
     has_aux: bool
     options: dict[str, Any]
     micro_size: int | None = None
+    num_parts: int = 1
 
     def transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """Returns JAX's or nnx's transformation of the function, depending on the arguments."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from spmdctx.pipeline.data import StagePlan, Transfer
+from spmdctx.ir.graph import Role
+from spmdctx.ir.mesh import replicated
+from spmdctx.pipeline.data import StagedTensor, StagePlan, Transfer
 from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.schedule.bounds import bubble_of
 from spmdctx.pipeline.schedule.tasks import Costs, Kind
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
 from spmdctx.pipeline.stages.transfers import transfers_of
-from spmdctx.pipeline.stages.whole import PlannedPipeline
+from spmdctx.pipeline.stages.whole import PlannedPipeline, sharding_of, stages_of
 
 
 def assembled(pipeline: PlannedPipeline, mode: str, topology: str, notes: Iterable[str] = ()) -> PipelinePlan:
@@ -21,18 +23,46 @@ def assembled(pipeline: PlannedPipeline, mode: str, topology: str, notes: Iterab
     mean = Costs(*(sum(own) / schedule.num_stages for own in zip(*(chunk.costs for chunk in pipeline.planned), strict=True)))
     return PipelinePlan(
         mode,
+        pipeline.planned[0].joint.planned.plan.search_mode,
         topology,
         pipeline.mesh,
         pipeline.simulation,
         bubble_of(schedule.name, schedule.num_stages, schedule.num_micro, mean, rounds),
+        tuple(_inputs(pipeline)),
+        tuple(_outputs(pipeline)),
         stages,
         tuple(Transfer(*route, *amount) for route, amount in transfers_of(pipeline).items()),
         tuple(chunk.joint.planned.plan for chunk in pipeline.planned),
         tuple(pipeline.cut.places),
         pipeline.cut.chunk_reasons(_leaves(pipeline)),
         pipeline.cut.cut_reasons(),
-        tuple(dict.fromkeys((*pipeline.step.captured.notes, *notes))),
+        tuple(dict.fromkeys((*pipeline.step.captured.notes, *pipeline.notes, *notes, *_notes(pipeline)))),
     )
+
+
+def _notes(pipeline: PlannedPipeline) -> Iterator[str]:
+    """Returns what the plans of all programs say, each once for each stage."""
+    for number, chunk in enumerate(pipeline.planned):
+        for task in chunk.tasks.values():
+            yield from (f"Stage {pipeline.stage_of_chunk(number)}: {note}" for note in task.planned.plan.notes)
+    for programs in pipeline.rounds:
+        for one in programs:
+            yield from (f"Stage {one.program.stage}: {note}" for note in one.planned.plan.notes)
+
+
+def _inputs(pipeline: PlannedPipeline) -> Iterator[StagedTensor]:
+    for var, leaf in zip(pipeline.around.jaxpr.jaxpr.invars, pipeline.step.captured.inputs, strict=True):
+        yield StagedTensor(leaf.path, leaf.role, leaf.shape, leaf.dtype, sharding_of(pipeline, var), stages_of(pipeline, var))
+
+
+def _outputs(pipeline: PlannedPipeline) -> Iterator[StagedTensor]:
+    captured = pipeline.step.captured
+    for atom, leaf in zip(pipeline.around.jaxpr.jaxpr.outvars, captured.outputs, strict=True):
+        role = Role.INTERMEDIATE if leaf.carried_from is None else captured.inputs[leaf.carried_from].role
+        is_literal = hasattr(atom, "val")
+        stage = 0 if is_literal else stages_of(pipeline, atom)
+        dims = replicated(len(leaf.shape)) if is_literal else sharding_of(pipeline, atom)
+        yield StagedTensor(leaf.path, role, leaf.shape, leaf.dtype, dims, stage)
 
 
 def _leaves(pipeline: PlannedPipeline) -> list[tuple[str, ...]]:

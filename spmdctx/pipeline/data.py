@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import TensorSharding
 from spmdctx.pipeline.cut.reasons import ChunkReason, CutReason
 from spmdctx.pipeline.programs.transfers import Moved
 from spmdctx.pipeline.schedule.simulate import Simulation
@@ -46,6 +49,17 @@ class StagePlan:
     memory_bytes: int
 
 
+class StagedTensor(NamedTuple):
+    """One leaf of the step's arguments or results, and the stage whose devices hold it."""
+
+    path: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: TensorSharding
+    stage: int
+
+
 @dataclass(frozen=True)
 class Transfer:
     """What crosses from one stage to another in one step, and why: arrays and their bytes."""
@@ -63,10 +77,12 @@ class PipelineData:
 
     Attributes:
         mode: the parallel mode.
+        search_mode: the search that planned the stages, empty if there was none.
         topology: the machine's name.
         logical_mesh: of each stage.
         simulation: the schedule with the planned times of its tasks.
         bubble_formula: the idle share that theory gives for stages alike, None if it gives none.
+        inputs, outputs: the leaves of the step's arguments and results.
         stages: one for each.
         transfers: what crosses.
         joints: the plan of both passes of each chunk together, by which its shardings were decided.
@@ -77,10 +93,13 @@ class PipelineData:
     """
 
     mode: str
+    search_mode: str
     topology: str
     logical_mesh: LogicalMesh
     simulation: Simulation
     bubble_formula: float | None
+    inputs: tuple[StagedTensor, ...]
+    outputs: tuple[StagedTensor, ...]
     stages: tuple[StagePlan, ...]
     transfers: tuple[Transfer, ...]
     joints: tuple[Plan, ...]
@@ -100,6 +119,11 @@ class PipelineData:
         ]
         total = (str(sum(one.count for one in values)), bytes_text(sum(one.bytes for one in values)))
         return (*rows, *([(str(Moved.VALUE), "all", "all", *total)] if values else []))
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axes and sizes of each stage's mesh."""
+        return dict(self.logical_mesh.axes)
 
     @property
     def num_devices(self) -> int:

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from spmdctx.errors import PlanFormatError, StrategyError, shown
+from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.pipeline.cut.reasons import ChunkReason, CutReason, OtherPlace
-from spmdctx.pipeline.data import PipelineData, StagePlan, Transfer
+from spmdctx.pipeline.data import PipelineData, StagedTensor, StagePlan, Transfer
 from spmdctx.pipeline.programs.transfers import Moved
 from spmdctx.pipeline.schedule.simulate import Simulation, Span, simulate
 from spmdctx.pipeline.schedule.tasks import Kind, Schedule, Task
@@ -93,6 +94,7 @@ def _encode(plan: PipelineData) -> dict[str, Any]:
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "mode": plan.mode,
+        "search_mode": plan.search_mode,
         "topology": plan.topology,
         "mesh": plan.logical_mesh.axes,
         "schedule": {
@@ -103,6 +105,8 @@ def _encode(plan: PipelineData) -> dict[str, Any]:
         },
         "cuts": plan.cuts,
         "bubble_formula": plan.bubble_formula,
+        "inputs": list(map(_encode_leaf, plan.inputs)),
+        "outputs": list(map(_encode_leaf, plan.outputs)),
         "joints": [_plan_body(own) for own in plan.joints],
         "stages": [_encode_stage(stage) for stage in plan.stages],
         "transfers": [[str(one.what), one.source, one.target, one.count, one.bytes] for one in plan.transfers],
@@ -110,6 +114,15 @@ def _encode(plan: PipelineData) -> dict[str, Any]:
         "cut_reasons": plan.cut_reasons,
         "notes": plan.notes,
     }
+
+
+def _encode_leaf(leaf: StagedTensor) -> list[Any]:
+    return [leaf.path, leaf.role.value, leaf.shape, leaf.dtype, leaf.sharding, leaf.stage]
+
+
+def _decode_leaf(body: Any) -> StagedTensor:
+    path, role, shape, dtype, sharding, stage = body
+    return StagedTensor(path, Role(role), tuple(shape), dtype, tuple(map(tuple, sharding)), stage)
 
 
 def _encode_stage(stage: StagePlan) -> dict[str, Any]:
@@ -136,10 +149,13 @@ def _decode(body: Mapping[str, Any], where: str, kind: type[AnyPipeline]) -> Any
 
     return kind(
         mode=body["mode"],
+        search_mode=body["search_mode"],
         topology=body["topology"],
         logical_mesh=LogicalMesh(tuple((name, size) for name, size in body["mesh"])),
         simulation=_simulation(body["schedule"]),
         bubble_formula=body["bubble_formula"],
+        inputs=tuple(map(_decode_leaf, body["inputs"])),
+        outputs=tuple(map(_decode_leaf, body["outputs"])),
         stages=tuple(map(stage_of, body["stages"])),
         transfers=tuple(Transfer(Moved(what), *numbers) for what, *numbers in body["transfers"]),
         joints=tuple(map(plan_of, body["joints"])),

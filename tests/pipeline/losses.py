@@ -55,8 +55,11 @@ def loss(params: Any, batch: Any, *, remat: bool = False) -> Any:
     """Cross-entropy of the next word."""
     words, targets = batch
     x, one = params["embed"][words], jax.checkpoint(layer) if remat else layer
-    for own in params["layers"]:
-        x = one(own, x)
+    if isinstance(params["layers"], dict):
+        x, _ = jax.lax.scan(lambda x, own: (one(own, x), None), x, params["layers"])
+    else:
+        for own in params["layers"]:
+            x = one(own, x)
     logits = normalized(x, params["norm"]) @ params.get("head", params["embed"].T)
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1))
 

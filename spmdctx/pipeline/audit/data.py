@@ -17,7 +17,7 @@ class ProgramAudit(NamedTuple):
         name: of the program, such as `forward0`.
         stage: on whose devices it runs.
         planned_runs: how often the schedule runs it in a step.
-        runs: how often it was run; None if nothing was counted.
+        runs: how often it was run.
         report: its collectives and its memory, for one run.
         misplaced: operands and results that it wants in another sharding than planned.
     """
@@ -25,14 +25,14 @@ class ProgramAudit(NamedTuple):
     name: str
     stage: int
     planned_runs: int
-    runs: int | None
+    runs: int
     report: AuditData
     misplaced: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
         """Returns whether the program is what the plan says, and runs as often."""
-        return self.report.ok and not self.misplaced and self.runs in (None, self.planned_runs)
+        return self.report.ok and not self.misplaced and self.runs == self.planned_runs
 
 
 class PipelineAuditRow(NamedTuple):
@@ -45,20 +45,27 @@ class PipelineAuditRow(NamedTuple):
 
 
 class TransferRow(NamedTuple):
-    """What crosses between two stages in a step: planned, and done; None if it was not counted."""
+    """What crosses between two stages in a step: planned, and done."""
 
     what: Moved
     source: int
     target: int
     planned_count: int
     planned_bytes: int
-    done_count: int | None
-    done_bytes: int | None
+    done_count: int
+    done_bytes: int
 
     @property
     def ok(self) -> bool:
-        """Returns whether exactly what is planned was done, as far as it was counted."""
-        return self.done_count is None or (self.planned_count, self.planned_bytes) == (self.done_count, self.done_bytes)
+        """Returns whether exactly what is planned was done."""
+        return (self.planned_count, self.planned_bytes) == (self.done_count, self.done_bytes)
+
+
+class EdgeRow(NamedTuple):
+    """A program that divides the batch of a chunk, or joins what a stage has made; it has no plan, and is to communicate nothing."""
+
+    program: str
+    num_collectives: int
 
 
 class StageRow(NamedTuple):
@@ -82,12 +89,14 @@ class PipelineAuditData:
         programs: each compiled program beside its plan, by stage.
         transfers: what crosses between stages.
         stages: micro-batches in flight and memory.
+        edges: the programs right before and after a chunk's tasks.
         notes: what was not counted.
     """
 
     programs: tuple[ProgramAudit, ...]
     transfers: tuple[TransferRow, ...]
     stages: tuple[StageRow, ...]
+    edges: tuple[EdgeRow, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -114,6 +123,7 @@ class PipelineAuditData:
             for row in self.stages
             if row.in_flight != row.planned_in_flight
         ]
+        found += [f"{row.program} has {row.num_collectives} collectives, and is to have none." for row in self.edges if row.num_collectives]
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,6 +136,7 @@ class PipelineAuditData:
             "rows": [{**row._asdict(), "collective": asdict(row.collective)} for row in self.rows],
             "transfers": [{**row._asdict(), "what": str(row.what)} for row in self.transfers],
             "stages": [row._asdict() for row in self.stages],
+            "edges": [row._asdict() for row in self.edges],
             "faults": list(self.faults),
             "notes": list(self.notes),
         }

@@ -45,8 +45,8 @@ def report_html(report: PipelineAuditData) -> str:
 
 def _verdict(report: PipelineAuditData) -> str:
     word = "agrees with" if report.ok else "differs from"
-    done = sum(row.done_count or 0 for row in report.transfers)
-    planned = sum(row.planned_count for row in report.transfers if row.done_count is not None)
+    done = sum(row.done_count for row in report.transfers)
+    planned = sum(row.planned_count for row in report.transfers)
     return (
         f"The pipeline {word} its plan: {sum(one.ok for one in report.programs)} of {counted(len(report.programs), 'compiled program')} "
         f"agree; {done} arrays were moved, and {planned} planned."
@@ -70,7 +70,7 @@ def _program_cells(one: ProgramAudit) -> tuple[str, ...]:
     return (
         one.name,
         str(one.planned_runs),
-        "-" if one.runs is None else str(one.runs),
+        str(one.runs),
         str(sum(row.planned_count for row in report.rows)),
         bytes_text(report.planned_bytes),
         f"{report.found_share:.1%}",
@@ -81,7 +81,7 @@ def _program_cells(one: ProgramAudit) -> tuple[str, ...]:
 
 
 def _transfer_cells(row: TransferRow) -> tuple[str, ...]:
-    done = ("-", "-") if row.done_count is None else (str(row.done_count), bytes_text(row.done_bytes or 0))
+    done = (str(row.done_count), bytes_text(row.done_bytes))
     return (str(row.what), str(row.source), str(row.target), str(row.planned_count), bytes_text(row.planned_bytes), *done)
 
 

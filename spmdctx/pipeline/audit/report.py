@@ -10,21 +10,22 @@ from typing import NamedTuple
 import jax
 
 from spmdctx.audit import AuditReport, audit_program
+from spmdctx.audit.collectives import parse_collectives
 from spmdctx.audit.data import AuditData
 from spmdctx.ir.collective import Way
-from spmdctx.pipeline.audit.data import PipelineAuditData, ProgramAudit, StageRow, TransferRow
+from spmdctx.pipeline.audit.data import EdgeRow, PipelineAuditData, ProgramAudit, StageRow, TransferRow
 from spmdctx.pipeline.audit.render import report_html, report_text
 from spmdctx.pipeline.data import PipelineData, StagePlan
 from spmdctx.pipeline.programs.transfers import Moved, Route
-from spmdctx.pipeline.run.walk import Counts
+from spmdctx.pipeline.run.tape import Counts
 from spmdctx.pipeline.stages.plans import Planned
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.plan.plan import Plan
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.specs import named_sharding
 
-NOT_RUN = "No call has run: what micro-batches do was counted by a walk without arrays, and what crosses beside them was not counted."
-UNPLANNED = "The program `before`, of what the step computes before its loss, has no plan."
+NOT_RUN = "No call has run: runs, transfers and micro-batches in flight are those that a call would count."
+UNPLANNED = "What the step computes before its loss has no plan: {programs}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Built(NamedTuple):
     Attributes:
         compiled: the compiled programs.
         meshes: of each stage.
-        counts: of the last call, or of a walk without arrays.
+        counts: of the last call, or of one that would run.
         has_run: whether they are of a call.
     """
 
@@ -71,12 +72,18 @@ def audit_pipeline(pipeline: PlannedPipeline, plan: PipelineData, built: Built, 
     programs = tuple(_programs(pipeline, plan, built, ways_of))
     reports = {one.name: one.report for one in programs}
     stages = tuple(
-        StageRow(number, stage.in_flight, built.counts.in_flight_on[number], stage.memory_bytes, _compiled_peak(stage, reports))
+        StageRow(number, stage.in_flight, built.counts.in_flight_of_stage[number], stage.memory_bytes, _compiled_peak(stage, reports))
         for number, stage in enumerate(plan.stages)
     )
     notes = [] if built.has_run else [NOT_RUN]
-    notes += [UNPLANNED] if "before" in built.compiled else []
-    return PipelineAudit(programs, tuple(_transfers(pipeline, plan, built)), stages, tuple(notes))
+    before = [name for name in built.compiled if name.startswith("before")]
+    notes += [UNPLANNED.format(programs=", ".join(before))] if before else []
+    edges = [
+        EdgeRow(name, len(parse_collectives(compiled.as_text() or "", plan.logical_mesh)))
+        for name, compiled in built.compiled.items()
+        if name.startswith(("begin", "end"))
+    ]
+    return PipelineAudit(programs, tuple(_transfers(pipeline, plan, built)), stages, tuple(edges), tuple(notes))
 
 
 def _programs(pipeline: PlannedPipeline, plan: PipelineData, built: Built, ways_of: WaysOf) -> Iterator[ProgramAudit]:
@@ -89,7 +96,7 @@ def _programs(pipeline: PlannedPipeline, plan: PipelineData, built: Built, ways_
                 yield ProgramAudit(task.name, number, scheduled[kind, chunk], runs, report, misplaced)
         for one in (one for programs in pipeline.rounds for one in programs if one.program.stage == number):
             report, misplaced = _program(one.planned, built.compiled[one.name], built.meshes[number], ways_of)
-            yield ProgramAudit(one.name, number, 1, built.counts.after[one.name] if built.has_run else None, report, misplaced)
+            yield ProgramAudit(one.name, number, 1, built.counts.after[one.name], report, misplaced)
 
 
 def _program(planned: Planned, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, ways_of: WaysOf) -> _Audited:
@@ -127,5 +134,4 @@ def _transfers(pipeline: PlannedPipeline, plan: PipelineData, built: Built) -> I
             before = done.get(route, (0, 0))
             done[route] = (before[0] + count, before[1] + built.counts.bytes[source, target])
     for route in dict.fromkeys((*planned, *done)):
-        is_counted = built.has_run or route.what in (Moved.ACTIVATION, Moved.COTANGENT)
-        yield TransferRow(*route, *planned.get(route, (0, 0)), *(done.get(route, (0, 0)) if is_counted else (None, None)))
+        yield TransferRow(*route, *planned.get(route, (0, 0)), *done.get(route, (0, 0)))

@@ -37,12 +37,14 @@ class Around:
         loss: the equation of the loss.
         before: equations that the loss depends on.
         after: all others.
+        joins: the identities of those that join parts of an array, which may lie on several stages, on the stage of the whole.
     """
 
     jaxpr: jexc.ClosedJaxpr
     loss: Any
     before: tuple[Any, ...]
     after: tuple[Any, ...]
+    joins: frozenset[int] = frozenset()
 
 
 def around_of(closed: jexc.ClosedJaxpr) -> Around:
@@ -70,7 +72,7 @@ class Placement:
 
     def __init__(self, around: Around, known: Mapping[Any, int], names: Mapping[Any, str]) -> None:
         self.stage_of = {var: stage for var, stage in known.items() if is_array(var)}
-        self._names = names
+        self._names, self._joins = names, around.joins
         self._spread(around.after)
         # What meets no parameter lies on the first stage.
         left = [var for var in around.jaxpr.jaxpr.invars if is_array(var) and var not in self.stage_of]
@@ -86,7 +88,7 @@ class Placement:
             for eqn in (*eqns, *reversed(eqns)):
                 arrays = [var for var in (*variables(eqn.invars), *eqn.outvars) if is_array(var)]
                 found = {self.stage_of[var] for var in arrays if var in self.stage_of}
-                if len(found) == 1:
+                if len(found) == 1 and id(eqn) not in self._joins:
                     (stage,) = found
                     new = [var for var in arrays if var not in self.stage_of]
                     self.stage_of.update(dict.fromkeys(new, stage))
@@ -99,6 +101,8 @@ class Placement:
             UnsupportedError: its arrays lie on several stages.
         """
         arrays = [var for var in (*variables(eqn.invars), *eqn.outvars) if is_array(var)]
+        if id(eqn) in self._joins:
+            return self.stage_of[eqn.outvars[0]]
         found = sorted({self.stage_of[var] for var in arrays if var in self.stage_of})
         if len(found) > 1:
             described = [

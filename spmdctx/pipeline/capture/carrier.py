@@ -10,13 +10,15 @@ import jax
 
 from spmdctx.errors import ContextError, UnsupportedError
 from spmdctx.gradients.capture import capture_again, seen_losses
-from spmdctx.gradients.loss import Loss, LossCall
+from spmdctx.gradients.loss import Loss, LossCall, Traced
 from spmdctx.gradients.operands import SeenCall, operands_of
 from spmdctx.gradients.options import GradientOptions, gradient_options
-from spmdctx.gradients.results import piece_shape, rows_of
+from spmdctx.gradients.parts import pieces_of, side_by_side, traced_in_parts
+from spmdctx.gradients.results import Fate, Row
 from spmdctx.gradients.scope import plainly
 from spmdctx.pipeline.capture.loss import PipelinedLoss, pipelined_loss
 from spmdctx.pipeline.capture.marker import stand_in
+from spmdctx.pipeline.capture.stage import marks_met
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.target import Target
@@ -85,18 +87,20 @@ class _Pipelined:
             )
         call = LossCall(loss, args, kwargs, 1)
         operands = operands_of(seen)
-        avals = [
-            jax.ShapeDtypeStruct(piece_shape(value.shape, operand, options), value.dtype, weak_type=jax.typeof(value).weak_type)
-            for value, operand in zip(call.values, operands, strict=True)
-        ]
-        forward = plainly(lambda: call.trace_forward(avals))
-        traced = plainly(lambda: call.trace(avals))
+        with marks_met(records=True) as marks:
+            smaller = options._replace(micro_batches=options.micro_batches * seen.num_parts)
+            forward: Traced = plainly(lambda: call.trace_forward(pieces_of(call, operands, smaller)))
+            traced, rows = plainly(lambda: traced_in_parts(seen, call, call.trace, operands, options))
+            if seen.num_parts > 1:
+                by_path = {"value": Row("value", Fate.AVERAGED, ()), **{row.path: row for row in rows}}
+                avals = pieces_of(call, operands, options)
+                forward = side_by_side(call, forward, operands, by_path, avals, seen.num_parts)
         if any(isinstance(const, jax.core.Tracer) for const in forward.jaxpr.consts):
             raise UnsupportedError(
                 "A pipeline cannot cut a loss that reads an array of the step by a way that cannot be followed.",
                 where=seen.where,
                 fix="pass it to the loss as an argument",
             )
-        rows = rows_of(seen, call, traced, operands, options)
-        self.losses.append(pipelined_loss(seen, call, (forward, traced), operands, rows, options.micro_batches))
+        found = pipelined_loss(seen, call, (forward, traced), operands, rows, options.micro_batches)
+        self.losses.append(replace(found, is_marked=bool(marks.stages)))
         return call.finish(stand_in(len(self.losses) - 1, call.values, seen.out_avals))

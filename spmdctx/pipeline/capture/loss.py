@@ -31,6 +31,7 @@ class PipelinedLoss:
         folded: the leaves that are keys, of which each micro-batch derives its own.
         carried: for each leaf that a micro-batch takes from the one before, the result of the forward pass that is its next value.
         num_micro: micro-batches.
+        is_marked: True if parts of it are marked for stages.
     """
 
     where: str
@@ -45,6 +46,7 @@ class PipelinedLoss:
     folded: tuple[int, ...]
     carried: dict[int, int]
     num_micro: int
+    is_marked: bool = False
 
     @property
     def differentiated(self) -> frozenset[int]:

@@ -16,6 +16,9 @@ _MOST_PLACES = 800
 SLACK = 1.05
 """How much larger than necessary the largest chunk may be if fewer bytes cross."""
 
+BALANCED = 1.04
+"""Fewer bytes are no reason to make the largest chunk larger than so many times the mean, if it need not be."""
+
 _Floats = npt.NDArray[np.float64]
 
 
@@ -70,9 +73,15 @@ def choose_cuts(
     least = line.solve(None)
     if least is None:
         return None
-    found = line.solve(least.largest * slack)
+    limit = limit_of(least.largest, ends[-1] / num_chunks, slack)
+    found = line.solve(limit)
     assert found is not None, "the cuts of the least largest chunk are within the limit"
-    return found._replace(limit=least.largest * slack)
+    return found._replace(limit=limit)
+
+
+def limit_of(least: float, mean: float, slack: float = SLACK) -> float:
+    """Returns how large the largest chunk may be, if it is `least` where it is as small as can be."""
+    return max(least, min(least * slack, BALANCED * mean)) if least <= BALANCED * mean else least * slack
 
 
 def _places(ends: _Floats, crossing: _Floats, ranges: Sequence[Range]) -> npt.NDArray[np.int64]:
@@ -95,6 +104,7 @@ class _Line:
         self._places, self._ranges, self._crossing = places, ranges, crossing
         # The cost before each place, with the line's beginning first and its end last.
         self._before = np.concatenate([[0.0], ends[places + 1], [ends[-1]]])
+        self._total = max(ends[-1], 1e-300)
 
     def solve(self, limit: float | None) -> Cuts | None:
         """Returns the cuts with the least largest chunk, or, within a limit, those that the fewest bytes cross."""
@@ -131,7 +141,8 @@ class _Line:
                 costs = np.maximum(best[:end], sizes)
             else:
                 behind = self._crossing[self._places[end - 1]] if end < len(best) - 1 else 0.0
-                costs = np.where(sizes <= limit, best[:end] + behind, np.inf)
+                # Among cuts that as many whole bytes cross, the chunks are to be alike.
+                costs = np.where(sizes <= limit, best[:end] + (behind + 0.5 * (sizes / self._total) ** 2), np.inf)
             way[end] = int(np.argmin(costs))
             found[end] = costs[way[end]]
         return found, way

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.machine.topology import Topology
-from spmdctx.pipeline.cut.line import num_bytes, variables
+from spmdctx.pipeline.cut.inline import RECOMPUTED
+from spmdctx.pipeline.cut.line import Line, num_bytes, variables
 from spmdctx.rules import rule_for
 from spmdctx.rules.control_flow import BRANCHES, CALLS, LOOPS, bodies_of, call_body, opened
 from spmdctx.rules.flops import op_flops
-
-_RECOMPUTED = frozenset({"checkpoint", "remat", "remat2"})
 
 
 class Seconds(NamedTuple):
@@ -26,6 +25,16 @@ class Seconds(NamedTuple):
         return Seconds(self.forward * count, self.backward * count)
 
 
+def line_seconds(line: Line, topology: Topology) -> list[Seconds]:
+    """Returns the time of each equation of a line; in the backward pass, those of checkpointed regions run forwards once more."""
+    costs = EquationCosts(topology)
+    found = [costs.seconds(eqn) for eqn in line.eqns]
+    return [
+        Seconds(own.forward, own.backward + own.forward) if id(eqn) in line.region_of else own
+        for eqn, own in zip(line.eqns, found, strict=True)
+    ]
+
+
 class EquationCosts:
     """Prices equations for a machine, each kind once.
 
@@ -35,13 +44,14 @@ class EquationCosts:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._known: dict[Any, float] = {}
+        self._bodies: dict[int, tuple[Any, Seconds]] = {}
 
     def seconds(self, eqn: Any) -> Seconds:
         """Returns the time of an equation, loops of unknown length counted once."""
         name = eqn.primitive.name
         if name in CALLS:
             inside = self._body(opened(call_body(name, eqn.params)))
-            return Seconds(inside.forward, inside.backward + inside.forward) if name in _RECOMPUTED else inside
+            return Seconds(inside.forward, inside.backward + inside.forward) if name in RECOMPUTED else inside
         if name in LOOPS:
             bodies = [self._body(opened(body)) for body in bodies_of(eqn.params)]
             return _sum(bodies).times(eqn.params.get("length", 1))
@@ -51,7 +61,11 @@ class EquationCosts:
         return Seconds(forward, 2 * forward)
 
     def _body(self, jaxpr: Any) -> Seconds:
-        return _sum([self.seconds(eqn) for eqn in jaxpr.eqns])
+        known = self._bodies.get(id(jaxpr))
+        if known is None:
+            # The body is kept, so that no other one gets its identity.
+            known = self._bodies[id(jaxpr)] = jaxpr, _sum([self.seconds(eqn) for eqn in jaxpr.eqns])
+        return known[1]
 
     def _alone(self, eqn: Any) -> float:
         operands, results = (tuple(tuple(getattr(var.aval, "shape", ())) for var in side) for side in (eqn.invars, eqn.outvars))

@@ -9,20 +9,35 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from spmdctx.ir.graph import LITERAL
 from spmdctx.lowering.compile import JitOptions, jit_program
 from spmdctx.pipeline.programs.slots import Holds, Slot
+from spmdctx.pipeline.run.routes import is_here
 from spmdctx.pipeline.schedule.tasks import Kind
-from spmdctx.pipeline.stages.plans import PlannedChunk, PlannedTask
+from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, PlannedTask
+from spmdctx.trace.specs import make_mesh, named_sharding
+
+
+@dataclass(frozen=True)
+class Jitted:
+    """A planned program: where its operands and results lie, and what runs it, None where its stage belongs to other processes.
+
+    `types` are those in which the tape passes its operands.
+    """
+
+    run: jax.stages.Wrapped | None
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
+    types: tuple[jax.ShapeDtypeStruct, ...]
 
 
 @dataclass(frozen=True)
 class CompiledTask:
-    """A jitted program with the slots of its operands and results, and the types in which the walk passes its operands."""
+    """A jitted program with the slots of its operands and results."""
 
-    run: jax.stages.Wrapped
+    jitted: Jitted
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
-    types: tuple[jax.ShapeDtypeStruct, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,20 @@ class CompiledChunk:
     tasks: Mapping[Kind, CompiledTask]
     shardings: Mapping[Slot, NamedSharding]
     planned: PlannedChunk
+
+
+def jitted(planned: Planned, avals: Sequence[Any], devices: Sequence[Any], options: JitOptions) -> Jitted:
+    """Jits a planned program for the devices of its stage, if this process has some of them; nothing is compiled yet.
+
+    `avals` are the types of its operands.
+    """
+    mesh, graph, values = make_mesh(planned.mesh, devices), planned.program.graph, planned.assignment.values
+    inputs = tuple(named_sharding(mesh, values[value]) for value in graph.inputs)
+    outputs = tuple(named_sharding(mesh, values[value] if value != LITERAL else ()) for value in graph.outputs)
+    if not is_here(named_sharding(mesh, ())):
+        return Jitted(None, inputs, outputs, placed_types(avals, inputs))
+    program = jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
+    return Jitted(program.jitted, program.in_shardings, program.out_shardings, placed_types(avals, program.in_shardings))
 
 
 def compiled_chunk(chunk: PlannedChunk, devices: Sequence[Any]) -> CompiledChunk:
@@ -45,10 +74,10 @@ def _compiled(task: PlannedTask, devices: Sequence[Any], shardings: dict[Slot, N
     planned, program = task.planned, task.program
     donated = [index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM]
     name = f"pipeline_{task.name or program.kind.name.lower()}"
-    jitted = jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, JitOptions(donated, name=name))
-    shardings.update(zip(program.inputs, jitted.in_shardings, strict=True))
-    shardings.update(zip(program.outputs, jitted.out_shardings, strict=True))
-    return CompiledTask(jitted.jitted, program.inputs, program.outputs, placed_types(program.jaxpr.in_avals, jitted.in_shardings))
+    made = jitted(planned, program.jaxpr.in_avals, devices, JitOptions(donated, name=name))
+    shardings.update(zip(program.inputs, made.in_shardings, strict=True))
+    shardings.update(zip(program.outputs, made.out_shardings, strict=True))
+    return CompiledTask(made, program.inputs, program.outputs)
 
 
 def placed_types(avals: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[jax.ShapeDtypeStruct, ...]:

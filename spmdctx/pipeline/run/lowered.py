@@ -47,8 +47,9 @@ class _Programs(Mapping[str, T], Generic[T]):
 class LoweredPipeline(_Programs[jax.stages.Lowered]):
     """One `jax.stages.Lowered` for each stage and kind of task of a step, and for what runs around the loss.
 
-    A mapping by names: `forward0` and `backward0` of chunk 0 (`input0` and `weight0` where the backward pass is in two parts), `before`
-    of what the loss reads and the step computes, `after1_0` of stage 0 in the second round after the loss.
+    A mapping by names: `forward0` and `backward0` of chunk 0 (`input0` and `weight0` where the backward pass is in two parts), `before_0`
+    of what the loss reads and the step computes, `after1_0` of stage 0 in the second round after the loss. `begin0` divides the batch of
+    chunk 0, and `end_0` joins what stage 0 has made of micro-batches.
     """
 
     def as_text(self, dialect: str | None = None) -> str:

@@ -22,7 +22,7 @@ def bubble_of(name: str, num_stages: int, num_micro: int, costs: Costs, num_roun
     filled = num_stages - 1
     if name in ("gpipe", "1f1b"):
         return filled / (num_micro + filled)
-    if name == "interleaved 1f1b":
+    if name in ("interleaved 1f1b", "interleaved gpipe"):
         return filled / (num_rounds * num_micro + filled)
     if name == "zero_bubble_h1":
         idle = filled * (costs.forward + costs.input - costs.weight)
@@ -33,8 +33,8 @@ def bubble_of(name: str, num_stages: int, num_micro: int, costs: Costs, num_roun
 def in_flight_of(name: str, num_stages: int, num_micro: int, num_rounds: int = 1) -> tuple[int, ...] | None:
     """Returns the most chunks in flight on each stage, or None if theory gives no exact number."""
     stages = range(num_stages)
-    if name == "gpipe":
-        return (num_micro,) * num_stages
+    if name in ("gpipe", "interleaved gpipe"):
+        return (num_micro * num_rounds,) * num_stages
     if name == "1f1b":
         return tuple(min(num_stages - stage, num_micro) for stage in stages)
     if name == "interleaved 1f1b":

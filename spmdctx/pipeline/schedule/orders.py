@@ -39,14 +39,42 @@ def interleaved(num_stages: int, num_micro: int, num_rounds: int) -> Schedule:
     Raises:
         ContextError: micro-batches do not fill rounds of p.
     """
+    stages = []
+    for stage, (forward, backward) in enumerate(_turns(num_stages, num_micro, num_rounds)):
+        ahead = min(2 * (num_stages - stage - 1) + (num_rounds - 1) * num_stages, len(forward))
+        stages.append(_alternating(forward, backward, ahead))
+    return Schedule("interleaved 1f1b", tuple(stages), _in_turn(num_stages, num_rounds), num_micro)
+
+
+def interleaved_gpipe(num_stages: int, num_micro: int, num_rounds: int) -> Schedule:
+    """Runs all forward passes, then all backward passes, over several chunks on each stage: chunk c lies on stage c mod p.
+
+    Raises:
+        ContextError: micro-batches do not fill rounds of p.
+    """
+    turns = _turns(num_stages, num_micro, num_rounds)
+    stages = tuple(_alternating(forward, backward, len(forward)) for forward, backward in turns)
+    return Schedule("interleaved gpipe", stages, _in_turn(num_stages, num_rounds), num_micro)
+
+
+_Passes = list[tuple[int, int]]
+"""Passes in their order, each as (chunk, micro-batch)."""
+
+
+def _turns(num_stages: int, num_micro: int, num_rounds: int) -> list[tuple[_Passes, _Passes]]:
+    """Returns the forward and backward passes of each stage: p micro-batches in one chunk, then in the next chunk.
+
+    Raises:
+        ContextError: micro-batches do not fill rounds of p.
+    """
     if num_micro % num_stages:
         raise ContextError(
             "An interleaved pipeline runs micro-batches in groups of one for each stage.",
             got=f"{num_micro} micro-batches over {num_stages} stages",
             need=f"a multiple of {num_stages}",
-            fix="change the number of micro-batches, or leave pipeline_interleave out",
+            fix="change the number of micro-batches, or set pipeline_interleave=False",
         )
-    stages = []
+    found = []
     for stage in range(num_stages):
         forward, backward = [], []
         for number in range(num_micro * num_rounds):
@@ -54,13 +82,16 @@ def interleaved(num_stages: int, num_micro: int, num_rounds: int) -> Schedule:
             turn, micro = place // num_stages, group * num_stages + place % num_stages
             forward.append((turn * num_stages + stage, micro))
             backward.append(((num_rounds - 1 - turn) * num_stages + stage, micro))
-        ahead = min(2 * (num_stages - stage - 1) + (num_rounds - 1) * num_stages, len(forward))
-        stages.append(_alternating(forward, backward, ahead))
-    stage_of = tuple(chunk % num_stages for chunk in range(num_stages * num_rounds))
-    return Schedule("interleaved 1f1b", tuple(stages), stage_of, num_micro)
+        found.append((forward, backward))
+    return found
 
 
-def _alternating(forward: list[tuple[int, int]], backward: list[tuple[int, int]], ahead: int) -> tuple[Task, ...]:
+def _in_turn(num_stages: int, num_rounds: int) -> tuple[int, ...]:
+    """Returns the stage of each chunk."""
+    return tuple(chunk % num_stages for chunk in range(num_stages * num_rounds))
+
+
+def _alternating(forward: _Passes, backward: _Passes, ahead: int) -> tuple[Task, ...]:
     """Runs `ahead` forward passes, then one and one, then the backward passes that are left; each is (chunk, micro-batch)."""
     tasks = [Task(Kind.FORWARD, *one) for one in forward[:ahead]]
     for first, last in zip(forward[ahead:], backward, strict=False):

@@ -57,7 +57,7 @@ class _Lists:
         self._stage_of, self._num_micro, self._most, self._cost = stage_of, num_micro, most_in_flight, cost
         num_stages = max(stage_of) + 1
         self._own = [[chunk for chunk, stage in enumerate(stage_of) if stage == own] for own in range(num_stages)]
-        self._free, self._in_flight = [0.0] * num_stages, [0] * num_stages
+        self._free, self._in_flight = [0.0] * num_stages, [0] * len(stage_of)
         self._tasks: list[list[Task]] = [[] for _ in range(num_stages)]
         self._next = {(kind, chunk): 0 for kind in _URGENT_FIRST for chunk in range(len(stage_of))}
         self._ends: dict[Task, float] = {}
@@ -66,7 +66,7 @@ class _Lists:
         for _ in range(len(self._next) * self._num_micro):
             (start, *_), stage, task = min(found for stage in range(len(self._own)) for found in self._choices(stage))
             self._ends[task] = self._free[stage] = start + self._cost(task)
-            self._in_flight[stage] += _ADDED[task.kind]
+            self._in_flight[task.chunk] += _ADDED[task.kind]
             self._next[task.kind, task.chunk] += 1
             self._tasks[stage].append(task)
         return tuple(map(tuple, self._tasks))
@@ -77,10 +77,19 @@ class _Lists:
         for chunk in self._own[stage]:
             for urgency, kind in enumerate(_URGENT_FIRST):
                 task = Task(kind, chunk, self._next[kind, chunk])
-                full = kind is Kind.FORWARD and self._in_flight[stage] >= self._most
+                full = kind is Kind.FORWARD and self._is_full(stage, chunk)
                 wanted = needs(task, len(self._stage_of), splits_backward=True)
                 if task.micro >= self._num_micro or full or not all(one in self._ends for one in wanted):
                     continue
                 start = max([self._free[stage], *(self._ends[one] for one in wanted)])
                 found.append(((start, urgency, chunk if kind is not Kind.FORWARD else -chunk, task.micro), stage, task))
         return found
+
+    def _is_full(self, stage: int, chunk: int) -> bool:
+        """Returns whether a stage may hold no further micro-batch of a chunk.
+
+        The last place is kept for the second chunk while that has none: otherwise the oldest micro-batch could wait forever.
+        """
+        first, *others = (self._in_flight[one] for one in self._own[stage])
+        keeps = chunk == self._own[stage][0] and not any(others)
+        return first + sum(others) >= self._most - keeps

@@ -75,7 +75,7 @@ def captured_program(
         for own, aval in zip(results, jaxpr.out_avals, strict=True)
     )
     structure = PureFlattening((tuple(jaxpr.in_avals), {})).structure(range(len(outputs)))
-    captured = Captured(name, jaxpr, inputs, outputs, structure, 0.0, mesh_axes=axes)
+    captured = Captured(name, jaxpr, inputs, outputs, structure, 0.0, mesh_axes=axes, is_part=True)
     built = build(jaxpr, [Argument(own.path, own.role) for own in operands], captured.carried)
     own = [
         UserPin(value, axes, result.pin)

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from spmdctx.ir.mesh import LogicalMesh, local_shape, replicated
+from spmdctx.ir.mesh import LogicalMesh, local_shape
 from spmdctx.ir.sharding import TensorSharding
-from spmdctx.pipeline.capture.around import is_array
 from spmdctx.pipeline.cut.line import num_bytes
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.tasks import Kind, Task
+from spmdctx.pipeline.stages.homes import homes_of
 from spmdctx.pipeline.stages.plans import PlannedChunk
-from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, stages_of
+from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, sharding_of, stages_of
 
 
 class StageMemory(NamedTuple):
@@ -38,8 +38,9 @@ def memory_of(pipeline: PlannedPipeline) -> list[StageMemory]:
     stages = [_Stage() for _ in range(pipeline.schedule.num_stages)]
     chunks = [_Chunk(own, pipeline, number) for number, own in enumerate(pipeline.planned)]
     home = _Home(pipeline)
-    for var in pipeline.around.jaxpr.jaxpr.invars:
-        stages[stages_of(pipeline, var)].state += home.size(var)
+    for var, lies_on in homes_of(pipeline).items():
+        for stage in lies_on:
+            stages[stage].state += home.size(var)
     for number, chunk in enumerate(chunks):
         chunk.begin(stages[pipeline.stage_of_chunk(number)], home)
     for task in pipeline.simulation.order:
@@ -77,8 +78,7 @@ class _Home:
 
     def sharding(self, var: Any) -> TensorSharding:
         """Returns the sharding of a value on its stage."""
-        dims = self._pipeline.placed.get(var) if is_array(var) else None
-        return dims if dims is not None else replicated(len(var.aval.shape))
+        return sharding_of(self._pipeline, var)
 
     def size(self, var: Any) -> int:
         """Returns its bytes on one device."""

@@ -8,13 +8,14 @@ from typing import Any
 from spmdctx.pipeline.cut.line import num_bytes
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.programs.transfers import Moved, Route
-from spmdctx.pipeline.stages.whole import PlannedPipeline, stages_of
+from spmdctx.pipeline.stages.homes import Homes, before_of, homes_of
+from spmdctx.pipeline.stages.whole import PlannedPipeline
 
 
 def transfers_of(pipeline: PlannedPipeline) -> dict[Route, tuple[int, int]]:
     """Returns the number of arrays that cross in a step, and their bytes, by route."""
     found: dict[Route, tuple[int, int]] = {}
-    moves = (*_handed_on(pipeline), *_shared(pipeline), *_read_before(pipeline), *_read_after(pipeline))
+    moves = (*_handed_on(pipeline), *_shared(pipeline), *_around(pipeline))
     for route, times, size in moves:
         if route.source != route.target:
             count, total = found.get(route, (0, 0))
@@ -43,14 +44,8 @@ def _handed_on(pipeline: PlannedPipeline) -> Iterator[_Move]:
 
 
 def _shared(pipeline: PlannedPipeline) -> Iterator[_Move]:
-    """Gives the leaves of the loss that chunks on other stages than their own read, and their gradients."""
-    atoms, loss = pipeline.around.loss.invars, pipeline.step.loss
-    for number, chunk in enumerate(pipeline.chunks):
-        stage = pipeline.stage_of_chunk(number)
-        for leaf in chunk.leaves:
-            if not hasattr(atoms[leaf], "val"):
-                yield Route(Moved.WEIGHT, _maker(pipeline, atoms[leaf]), stage), 1, num_bytes(atoms[leaf])
-    for leaf in loss.gradient_of.values():
+    """Gives the gradients of leaves that chunks on other stages than their own read."""
+    for leaf in pipeline.step.loss.gradient_of.values():
         first, *others = pipeline.readers(leaf)
         for other in others:
             task = next(one for one in pipeline.planned[other].tasks.values() if Slot(Holds.SUM, leaf) in one.program.inputs)
@@ -58,39 +53,53 @@ def _shared(pipeline: PlannedPipeline) -> Iterator[_Move]:
             yield Route(Moved.GRADIENT, pipeline.stage_of_chunk(other), pipeline.stage_of_chunk(first)), 1, num_bytes(var)
 
 
-def _maker(pipeline: PlannedPipeline, var: Any) -> int:
-    """Returns the stage that has a value before the loss; what the step computes for it lies on the first one."""
-    return stages_of(pipeline, var) if var in pipeline.around.jaxpr.jaxpr.invars else 0
+class _Held:
+    """The stages that have each value around the loss, in the order in which they got it; reading it elsewhere moves it there."""
+
+    def __init__(self, homes: Homes) -> None:
+        self._stages = {var: list(stages) for var, stages in homes.items()}
+
+    def keep(self, var: Any, stage: int) -> None:
+        """Notes that a stage has made a value."""
+        stages = self._stages.setdefault(var, [])
+        if stage not in stages:
+            stages.append(stage)
+
+    def read(self, var: Any, stage: int, what: Moved) -> Iterator[_Move]:
+        """Gives the move that a read needs."""
+        stages = self._stages.get(var, [stage])
+        if stage not in stages:
+            yield Route(what, stages[0], stage), 1, num_bytes(var)
+            stages.append(stage)
 
 
-def _read_before(pipeline: PlannedPipeline) -> Iterator[_Move]:
-    """Gives what is moved to the first stage, where the step computes what its loss reads."""
-    around = pipeline.around
-    made = {var for eqn in around.before for var in eqn.outvars}
-    if made.isdisjoint(var for var in around.loss.invars if not hasattr(var, "val")):
-        return
-    read = {var for eqn in around.before for var in eqn.invars if not hasattr(var, "val")}
-    for var in around.jaxpr.jaxpr.invars:
-        if var in read:
-            yield Route(Moved.VALUE, stages_of(pipeline, var), 0), 1, num_bytes(var)
-
-
-def _read_after(pipeline: PlannedPipeline) -> Iterator[_Move]:
-    """Gives what programs after the loss read from other stages: scalars."""
-    loss, around = pipeline.step.loss, pipeline.around
-    held: dict[Any, list[int]] = {var: [stages_of(pipeline, var)] for var in around.jaxpr.jaxpr.invars}
-    held |= {var: [0] for eqn in around.before for var in eqn.outvars}
+def _around(pipeline: PlannedPipeline) -> Iterator[_Move]:
+    """Gives what is moved for the loss as a whole, and after it."""
+    loss, around, held = pipeline.step.loss, pipeline.around, _Held(homes_of(pipeline))
+    for stage, before in before_of(pipeline).items():
+        for var in before.inputs:
+            yield from held.read(var, stage, Moved.VALUE)
+        for var in before.outputs:
+            held.keep(var, stage)
+    for number, chunk in enumerate(pipeline.chunks):
+        for leaf in chunk.leaves:
+            if not hasattr(around.loss.invars[leaf], "val"):
+                yield from held.read(around.loss.invars[leaf], pipeline.stage_of_chunk(number), Moved.WEIGHT)
     for index, var in enumerate(around.loss.outvars):
         if index in loss.gradient_of:
-            held[var] = [pipeline.stage_of_chunk(pipeline.readers(loss.gradient_of[index])[0])]
+            held.keep(var, pipeline.stage_of_chunk(pipeline.readers(loss.gradient_of[index])[0]))
         else:
             made = loss.made_by[index]
-            held[var] = [next(pipeline.stage_of_chunk(number) for number, chunk in enumerate(pipeline.chunks) if made in chunk.results)]
+            held.keep(var, next(pipeline.stage_of_chunk(number) for number, chunk in enumerate(pipeline.chunks) if made in chunk.results))
     for programs in pipeline.rounds:
         for one in programs:
             for var in one.program.inputs:
-                if one.program.stage not in held[var]:
-                    yield Route(Moved.VALUE, held[var][0], one.program.stage), 1, num_bytes(var)
+                yield from held.read(var, one.program.stage, Moved.VALUE)
         for one in programs:
             for var in one.program.outputs:
-                held.setdefault(var, []).append(one.program.stage)
+                held.keep(var, one.program.stage)
+    body, homes = around.jaxpr.jaxpr, homes_of(pipeline)
+    for var, result in zip(body.outvars, pipeline.step.captured.outputs, strict=True):
+        if result.carried_from is not None and not hasattr(var, "val"):
+            for stage in homes[body.invars[result.carried_from]]:
+                yield from held.read(var, stage, Moved.VALUE)

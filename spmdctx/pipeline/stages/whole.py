@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from spmdctx.errors import PlanMismatchError, UnsupportedError
 from spmdctx.ir.graph import Role
-from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh, replicated
 from spmdctx.ir.sharding import TensorSharding
-from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, around_of, is_array, programs_of
+from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, is_array, programs_of
 from spmdctx.pipeline.capture.carrier import PipelinedStep
-from spmdctx.pipeline.cut.choose import choose_cuts
-from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
-from spmdctx.pipeline.cut.costs import EquationCosts, Seconds
-from spmdctx.pipeline.cut.inline import inlined
-from spmdctx.pipeline.cut.line import line_of, variables
+from spmdctx.pipeline.cut.chunks import Chunk
+from spmdctx.pipeline.cut.line import variables
 from spmdctx.pipeline.cut.reasons import CutLine
-from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.slots import Holds, Slot
-from spmdctx.pipeline.schedule.simulate import Simulation, simulate
-from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
-from spmdctx.pipeline.stages.captured import LossLeaf, Operand, Outcome, captured_program
-from spmdctx.pipeline.stages.plans import ChunkPlanner, Planned, PlannedChunk, Planner
-from spmdctx.trace.build.origins import source_line
+from spmdctx.pipeline.schedule.simulate import Simulation
+from spmdctx.pipeline.schedule.tasks import Schedule
+from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
+from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, Planner
+from spmdctx.pipeline.stages.staging import Stages, Staging
 from spmdctx.trace.scope.settings import Settings
-
-ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
-"""Makes a schedule for chunks of these costs and so many micro-batches."""
-
-
-class Decided(NamedTuple):
-    """What another plan of the same step has decided: the last equations before the cuts, and the mesh of a stage."""
-
-    cuts: tuple[int, ...]
-    mesh: LogicalMesh
 
 
 @dataclass(frozen=True)
@@ -51,7 +35,10 @@ class PlannedProgram:
 
 @dataclass
 class PlannedPipeline:
-    """A pipelined step with its plans. `placed` has the sharding of each array around the loss on its stage."""
+    """A pipelined step with its plans.
+
+    `placed` has the sharding of each array around the loss on its stage. `bound_s` is a bound on the schedule of any cut, None without one.
+    """
 
     step: PipelinedStep
     around: Around
@@ -64,6 +51,13 @@ class PlannedPipeline:
     mesh: LogicalMesh
     rounds: list[list[PlannedProgram]] = field(default_factory=list)
     placed: dict[Any, TensorSharding] = field(default_factory=dict)
+    bound_s: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def total_s(self) -> float:
+        """The planned seconds of a step: the schedule, and what follows the loss."""
+        return self.simulation.makespan_s + sum(max((own.planned.plan.cost.total_s for own in one), default=0.0) for one in self.rounds)
 
     def stage_of_chunk(self, chunk: int) -> int:
         """Returns the stage of a chunk."""
@@ -74,97 +68,34 @@ class PlannedPipeline:
         return [number for number, chunk in enumerate(self.chunks) if leaf in chunk.leaves]
 
 
-def plan_pipeline(
-    step: PipelinedStep, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner, decided: Decided | None = None
-) -> PlannedPipeline:
-    """Plans a step on a pipeline.
-
-    Args:
-        step: the captured step.
-        settings: of the whole step; its devices are divided over the stages.
-        num_chunks: into how many parts the loss is cut.
-        schedule_of: makes the schedule from the estimated costs of the chunks.
-        planner: plans a captured program on the devices of one stage.
-        decided: where the loss is cut, and the mesh of a stage, if both are decided already.
+def completed(staging: Staging, stages: Stages) -> PlannedPipeline:
+    """Plans what a step does around its loss, whose stages are planned.
 
     Raises:
-        UnsupportedError: the loss has too few equations, or what follows it mixes arrays of several stages.
+        UnsupportedError: what follows the loss mixes arrays of several stages.
     """
-    loss, captured = step.loss, step.captured
-    chunks, estimates, cut = _cut(step, settings, num_chunks, None if decided is None else decided.cuts)
-    schedule = schedule_of([Costs(one.forward, one.backward, one.backward / 2, one.backward / 2) for one in estimates], loss.num_micro)
-    num_stages = schedule.num_stages
-    own = replace(
-        settings,
-        num_devices=settings.num_devices // num_stages,
-        context=settings.context.with_checked({"pipeline_stages": 1, "device_num": settings.num_devices // num_stages}),
-        mesh=settings.mesh if decided is None else decided.mesh,
-    )
-    around = around_of(captured.jaxpr)
-    inputs = dict(zip(around.jaxpr.jaxpr.invars, captured.inputs, strict=True))
-    leaves = [
-        LossLeaf(path, inputs[var].role if var in inputs else Role.KEY if operand.is_key else Role.PARAMETER)
-        for path, var, operand in zip(loss.paths, around.loss.invars, loss.operands, strict=True)
-    ]
-    passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
-    planned = ChunkPlanner(planner, own, leaves, splits_backward=schedule.splits_backward).plan(passes)
-    simulation = simulate(schedule, cost_of([chunk.costs for chunk in planned]))
-    pipeline = PlannedPipeline(
-        step, around, _placement(step, around, chunks, schedule), schedule, simulation, chunks, cut, planned, planned[0].mesh
-    )
+    step, around, homes = stages.loss.step, stages.loss.around, stages.loss.homes
+    placement = _placement(step, around, homes, stages.chunks, stages.schedule)
+    mesh = stages.planned[0].mesh
+    line = staging.cut_line(stages)
+    pipeline = PlannedPipeline(step, around, placement, stages.schedule, stages.simulation, stages.chunks, line, stages.planned, mesh)
     _place_leaves(pipeline)
-    _plan_rounds(pipeline, replace(own, mesh=pipeline.mesh), planner)
+    for var, leaf in homes.items():
+        # Layers may be fewer than devices; what is stacked is split as they are, but for the dimension of layers.
+        dims = pipeline.planned[pipeline.readers(leaf)[0]].joint.shardings[Slot(Holds.LEAF, leaf)]
+        pipeline.placed[var] = ((), *dims[1:])
+    _plan_rounds(pipeline, replace(staging.settings, mesh=mesh), staging.planner)
     return pipeline
 
 
-def _cut(
-    step: PipelinedStep, settings: Settings, num_chunks: int, cuts: tuple[int, ...] | None
-) -> tuple[list[Chunk], list[Seconds], CutLine]:
-    """Returns the chunks of the loss, what they are estimated to take, and the line with its cuts."""
-    loss = step.loss
-    line = line_of(inlined(loss.forward), loss.is_parameter)
-    costs = EquationCosts(settings.topology)
-    seconds = [costs.seconds(eqn) for eqn in line.eqns]
-    found = choose_cuts([sum(one) for one in seconds], line.crossing, num_chunks)
-    if found is None:
-        raise UnsupportedError(
-            f"The loss has {len(line.eqns)} equations that can be cut, which is too few for {num_chunks} chunks.",
-            where=loss.where,
-            fix="use fewer pipeline stages",
-        )
-    if cuts is not None:
-        _check_cuts(cuts, len(line.eqns), num_chunks, loss.where)
-        found = found._replace(places=cuts)
-    bounds = [0, *(place + 1 for place in found.places), len(line.eqns)]
-    parts = [seconds[first:last] for first, last in pairwise(bounds)]
-    estimates = [Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts]
-    sources = [eqn.source_info for eqn in line.eqns]
-    cut = CutLine([sum(one) for one in seconds], line.crossing, found.places, found.limit, lambda place: source_line(sources[place]))
-    return chunks_of(line, found.places, loss.carried), estimates, cut
-
-
-def _check_cuts(cuts: tuple[int, ...], num_equations: int, num_chunks: int, where: str) -> None:
-    """Refuses cuts that were decided for another program.
-
-    Raises:
-        PlanMismatchError: they do not fit on the line.
-    """
-    if len(cuts) != num_chunks - 1 or any(first >= last for first, last in pairwise((-1, *cuts, num_equations - 1))):
-        raise PlanMismatchError(
-            "The plan was made for another program: its cuts do not fit the loss.",
-            where=where,
-            got=f"cuts behind equations {', '.join(map(str, cuts))} of {num_equations}",
-            fix="plan again without the saved plan",
-        )
-
-
-def _placement(step: PipelinedStep, around: Around, chunks: Sequence[Chunk], schedule: Schedule) -> Placement:
+def _placement(step: PipelinedStep, around: Around, homes: Mapping[Any, int], chunks: Sequence[Chunk], schedule: Schedule) -> Placement:
     """Returns the stages of all arrays around the loss: leaves and gradients lie with the first chunk that reads them."""
     loss = step.loss
     owner = {leaf: schedule.stage_of[number] for number, chunk in reversed([*enumerate(chunks)]) for leaf in chunk.leaves}
     known = {var: owner[leaf] for leaf, var in enumerate(around.loss.invars) if leaf in owner and not _is_literal(var)}
     for index, var in enumerate(around.loss.outvars):
         known[var] = owner[loss.gradient_of[index]] if index in loss.gradient_of else _maker(chunks, schedule, loss.made_by[index])
+    known.update({var: owner[leaf] for var, leaf in homes.items()})
     names = dict(zip(around.jaxpr.jaxpr.invars, (leaf.path for leaf in step.captured.inputs), strict=True))
     return Placement(around, known, names)
 
@@ -257,3 +188,9 @@ def stages_of(pipeline: PlannedPipeline, var: Any) -> int:
     """Returns the stage on which a value around the loss lies; scalars lie on the first one."""
     stage = pipeline.placement.stage_of.get(var, EVERYWHERE)
     return max(stage, 0)
+
+
+def sharding_of(pipeline: PlannedPipeline, var: Any) -> TensorSharding:
+    """Returns how the devices of its stage share a value around the loss; each has scalars, and what nothing splits, whole."""
+    dims = pipeline.placed.get(var) if is_array(var) else None
+    return dims if dims is not None else replicated(len(var.aval.shape))

@@ -17,16 +17,21 @@ from spmdctx.pipeline.assemble import assembled
 from spmdctx.pipeline.audit.report import Built, audit_pipeline
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.plan import PipelinePlan
-from spmdctx.pipeline.run.dry import dry_counts
 from spmdctx.pipeline.run.lowered import LoweredPipeline
 from spmdctx.pipeline.run.program import PipelineProgram
-from spmdctx.pipeline.schedule.orders import one_f_one_b
-from spmdctx.pipeline.stages.whole import PlannedPipeline, plan_pipeline
+from spmdctx.pipeline.search.plan import plan_pipeline
+from spmdctx.pipeline.stages.notes import whole_backward
+from spmdctx.pipeline.stages.whole import PlannedPipeline
+from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.saved import loaded_pipeline, save_pipeline
+from spmdctx.step.pipelined.scheduler import scheduler_of
+from spmdctx.step.planning.notes import unmatched_patterns
 from spmdctx.step.planning.planner import plan_program
+from spmdctx.step.processes import is_of_one_process, on_all
+from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.scope.environment import Environment
-from spmdctx.trace.scope.mesh import auto_axes, without_one_device
+from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
 from spmdctx.wording import counted
 
 
@@ -36,8 +41,20 @@ class _Program:
     def __init__(self, program: PipelineProgram) -> None:
         self.jitted = program
         self.in_shardings: tuple[NamedSharding, ...] = program.in_shardings
-        self.out_shardings: tuple[NamedSharding, ...] = program.out_shardings
-        self.mesh = program.meshes[0]
+        self.mesh = program.mesh
+
+    @property
+    def out_shardings(self) -> tuple[NamedSharding, ...]:
+        """Where each result lies."""
+        return self.jitted.out_shardings
+
+
+def _lies_at(leaf: Any, target: NamedSharding) -> bool:
+    """Returns whether a leaf is on its devices already, in the type in which programs return it."""
+    if not isinstance(leaf, jax.Array) or not leaf.committed or not isinstance(leaf.sharding, NamedSharding):
+        return False
+    is_there = leaf.sharding == target or leaf.sharding.is_equivalent_to(target, leaf.ndim)
+    return is_there and has_mesh_type(leaf) and not has_explicit_type(leaf)
 
 
 class PipelinedEntry(Entry):
@@ -54,8 +71,14 @@ class PipelinedEntry(Entry):
         saved = loaded_pipeline(self._step, settings)
         if saved is not None:
             return saved
-        stages = settings.context.pipeline_stages
-        return plan_pipeline(self._step, settings, stages, lambda _, count: one_f_one_b(stages, count), plan_program)
+        stages, scheduler = settings.context.pipeline_stages, scheduler_of(settings.context)
+        return plan_pipeline(
+            self._step,
+            settings,
+            scheduler.num_chunks(stages),
+            lambda costs, count: scheduler.schedule(stages, count, costs),
+            plan_program,
+        )
 
     @cached_property
     def planned(self) -> Any:
@@ -71,7 +94,8 @@ class PipelinedEntry(Entry):
     @cached_property
     def _plan(self) -> PipelinePlan:
         settings = self.environment.settings
-        return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *self._not_reused()))
+        notes = [*self._not_reused(), *unmatched_patterns(self.captured, settings), *whole_backward(self.pipeline)]
+        return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
 
     def _not_reused(self) -> list[str]:
         """Returns a note on donated arrays whose memory stays as it is; scalars are too small to be named."""
@@ -97,10 +121,49 @@ class PipelinedEntry(Entry):
 
     @cached_property
     def spans_processes(self) -> bool:
-        """False: a pipeline over several processes is refused."""
-        if jax.process_count() > 1:
-            raise UnsupportedError("A pipeline runs in one process so far.", fix="leave pipeline_stages out")
-        return False
+        """True if the pipeline runs on devices of several processes."""
+        return spans_processes(self.environment.devices[: self.plan.num_devices])
+
+    @cached_property
+    def agreed(self) -> bool:
+        """True if several processes run the step; reading this makes them agree on the plan of each program.
+
+        Raises:
+            PlanMismatchError: another process has another program or plan.
+        """
+        if self.spans_processes:
+            for number, chunk in enumerate(self.pipeline.planned):
+                for task in chunk.tasks.values():
+                    agree_on_plan(f"{self.captured.name}: {task.program.kind}{number}", task.planned.plan, task.program.jaxpr)
+            agree_on_plan(self.captured.name, self.pipeline.planned[0].joint.planned.plan, self.captured.jaxpr)
+        return self.spans_processes
+
+    def _placed(self, read: Read) -> list[Any]:
+        """Moves leaves to where their stages want them, and returns all leaves."""
+        self.environment.check_running()
+        placed, moves, spread = list(read.leaves), False, self.agreed
+        for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
+            if _lies_at(leaf, target):
+                continue
+            if not spread:
+                placed[index] = jax.device_put(leaf, target, donate=index in self._carried and self._donated[index])
+            elif is_of_one_process(leaf):
+                placed[index] = on_all(leaf, target)
+            else:
+                raise UnsupportedError(
+                    f"{self.captured.inputs[index].path} lies on devices of several processes, and not where the pipeline has it.",
+                    got=str(leaf.sharding),
+                    need=str(target),
+                    fix="make the state by step.init and the batch by step.shard_batch, or restore a checkpoint into them",
+                )
+            moves = True
+            if self._owned[index] and isinstance(leaf, jax.Array) and leaf.committed:
+                self._note_move(index, leaf.sharding, target)
+        if moves:
+            self.structure.place(read.handle, placed)
+        else:
+            self._seen_shardings = [leaf.sharding for leaf in placed]
+        return placed
 
     @cached_property
     def on_several_devices(self) -> bool:
@@ -144,6 +207,6 @@ class PipelinedEntry(Entry):
         """Compiles all programs, and compares them and what the last call did with the plan."""
         program: PipelineProgram = self.program.jitted
         counts = program.counts
-        done = dry_counts(self.pipeline) if counts is None else counts
+        done = program.dry_counts() if counts is None else counts
         built = Built(self.lower(leaves).compile(), program.meshes, done, counts is not None)
         return audit_pipeline(self.pipeline, self._plan, built, lambda own: ways_of(value.dtype for value in own.graph.values))

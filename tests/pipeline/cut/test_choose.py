@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from spmdctx.pipeline.cut.choose import SLACK, Range, choose_cuts
+from spmdctx.pipeline.cut.choose import BALANCED, SLACK, Range, choose_cuts
 
 
 def sizes(costs, places):
@@ -23,7 +23,9 @@ def exhaustive(costs, crossing, num_chunks, ranges, slack):
     if not every:
         return None
     least = min(max(sizes(costs, places)) for places in every)
-    near = [places for places in every if max(sizes(costs, places)) <= least * slack]
+    mean = sum(costs) / num_chunks
+    limit = max(least, min(least * slack, BALANCED * mean)) if least <= BALANCED * mean else least * slack
+    near = [places for places in every if max(sizes(costs, places)) <= limit]
     return least, min(sum(crossing[place] for place in places) for places in near)
 
 

@@ -1,5 +1,6 @@
 """Chunks of a loss: together they compute it, little crosses between them, and each holds its own parameters."""
 
+import time
 from functools import partial
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ import pytest
 from spmdctx.machine.presets import topology
 from spmdctx.pipeline.cut.choose import choose_cuts
 from spmdctx.pipeline.cut.chunks import chunks_of
-from spmdctx.pipeline.cut.costs import EquationCosts
+from spmdctx.pipeline.cut.costs import line_seconds
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import line_of
 from tests.pipeline import losses
@@ -24,8 +25,7 @@ def cut(fn, params, batch, num_chunks):
     closed = inlined(jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(jax.tree.structure((params, batch)), flat)))(*leaves))
     count = len(jax.tree.leaves(params))
     line = line_of(closed, [index < count for index in range(len(leaves))])
-    costs = EquationCosts(topology("tpu-v5p"))
-    seconds = [costs.seconds(eqn) for eqn in line.eqns]
+    seconds = line_seconds(line, topology("tpu-v5p"))
     found = choose_cuts([sum(one) for one in seconds], line.crossing, num_chunks)
     assert found is not None
     return chunks_of(line, found.places), leaves
@@ -55,6 +55,109 @@ def test_chunks_compute_the_loss_and_its_gradient(num_chunks, remat, tied):
     assert value == pytest.approx(float(want), abs=1e-12)
     for one, other in zip(gradient, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+def check(fn, params, batch, num_chunks):
+    """Compares chunks of a loss with the loss, and returns them."""
+    chunks, leaves = cut(fn, params, batch, num_chunks)
+    count = len(jax.tree.leaves(params))
+    value, gradient = jax.value_and_grad(lambda own: run(chunks, [*own, *leaves[count:]])[0])(leaves[:count])
+    want, wanted = jax.jit(jax.value_and_grad(fn))(params, batch)
+    assert value == pytest.approx(float(want), abs=1e-12)
+    for one, other in zip(gradient, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)
+    return chunks
+
+
+def equations(chunk, name):
+    return [eqn for eqn in chunk.program.jaxpr.eqns if eqn.primitive.name == name]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("num_chunks", [2, 3, 7])
+def test_a_scan_over_layers_is_cut_by_its_length(num_chunks, remat):
+    with jax.enable_x64(True):
+        params, batch = losses.decoder(jax.random.key(0), 7, tied=False, stacked=True), losses.batch(jax.random.key(1), 4)
+        chunks = check(jax.jit(partial(losses.loss, remat=remat)), params, batch, num_chunks)
+    lengths = [[eqn.params["length"] for eqn in equations(chunk, "scan")] for chunk in chunks]
+    assert all(len(own) == 1 for own in lengths)
+    assert sum(own[0] for own in lengths) == 7
+    assert all(len(chunk.leaving) == 1 for chunk in chunks[:-1])
+
+
+def test_a_backward_scan_with_rows_keys_and_a_checkpoint_around_it_is_cut():
+    def fn(params, batch):
+        x, key = batch
+
+        def body(x, inputs):
+            own, key = inputs
+            x = jnp.tanh(x @ own) * jax.random.bernoulli(key, 0.9, x.shape)
+            return x, (x.mean(), jnp.sum(own))
+
+        keys = jax.random.split(key, 6)
+        x, (means, _) = jax.checkpoint(lambda own: jax.lax.scan(body, x, (own * 2.0, keys), reverse=True))(params)
+        return jnp.mean(x**2) + jnp.sum(means * jnp.arange(6.0))
+
+    with jax.enable_x64(True):
+        params = jax.random.normal(jax.random.key(0), (6, 8, 8))
+        chunks = check(fn, params, (jnp.ones((4, 8)), jax.random.key(2)), 3)
+    inside = [eqn for chunk in chunks for own in equations(chunk, "remat2") for eqn in own.params["jaxpr"].eqns]
+    assert sorted(eqn.params["length"] for eqn in inside if eqn.primitive.name == "scan") == [2, 2, 2]
+    assert not [eqn for chunk in chunks for eqn in equations(chunk, "scan")]
+
+
+def test_a_scan_over_time_is_not_cut():
+    def fn(params, x):
+        state, _ = jax.lax.scan(lambda state, row: (jnp.tanh(state @ params["own"] + row), None), x[0], x)
+        return jnp.mean((state @ params["head"]) ** 2)
+
+    params, x = {"own": jnp.eye(8), "head": jnp.ones((8, 8))}, jnp.ones((5, 4, 8))
+    chunks, _ = cut(fn, params, x, 2)
+    assert [eqn.params["length"] for chunk in chunks for eqn in equations(chunk, "scan")] == [5]
+
+
+def test_a_cut_inside_of_a_checkpointed_region_recomputes_both_parts():
+    def block(own, x):
+        tables = jnp.cos(jnp.arange(8.0))
+        for weight in own:
+            x = jnp.sin(x @ weight) * tables
+        return x, x.mean()
+
+    def fn(params, x):
+        for own in params:
+            x, mean = jax.checkpoint(block)(own, x)
+        return jnp.mean(x**2) + mean
+
+    with jax.enable_x64(True):
+        params = [[jax.random.normal(jax.random.key(3 * one + other), (8, 8)) for other in range(3)] for one in range(3)]
+        chunks = check(fn, params, jnp.ones((4, 8)), 2)
+    assert [len(equations(chunk, "remat2")) for chunk in chunks] == [2, 2]
+    assert not [eqn for chunk in chunks for eqn in equations(chunk, "sin")]
+
+
+def test_regions_that_no_cut_divides_stay_as_they_were():
+    params, batch = losses.decoder(jax.random.key(0), 8, tied=False), losses.batch(jax.random.key(1), 4)
+    chunks, _ = cut(partial(losses.loss, remat=True), params, batch, 1)
+    whole = jax.make_jaxpr(partial(losses.loss, remat=True))(params, batch)
+    want = [str(eqn.params["jaxpr"]) for eqn in whole.eqns if eqn.primitive.name == "remat2"]
+    assert [str(eqn.params["jaxpr"]) for eqn in equations(chunks[0], "remat2")] == want
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_six_thousand_equations_are_cut_in_under_a_second(remat):
+    params = jax.eval_shape(lambda key: losses.decoder(key, 90, tied=False, times=64), jax.random.key(0))
+    words = jax.eval_shape(lambda key: losses.batch(key, 4, 64), jax.random.key(1))
+    leaves, tree = jax.tree.flatten((params, words))
+    closed = jax.make_jaxpr(lambda *flat: losses.loss(*jax.tree.unflatten(tree, flat), remat=remat))(*leaves)
+    start = time.process_time()
+    line = line_of(inlined(closed), [index < len(leaves) - 2 for index in range(len(leaves))])
+    seconds = [sum(one) for one in line_seconds(line, topology("tpu-v5p"))]
+    found = choose_cuts(seconds, line.crossing, 8)
+    chunks = chunks_of(line, found.places)
+    assert time.process_time() - start < 1
+    assert len(line.eqns) > 4000
+    assert found.largest * 8 / sum(seconds) <= 1.04
+    assert [len(chunk.leaving) for chunk in chunks] == [1] * 7 + [0]
 
 
 def test_one_array_crosses_each_cut_and_no_mask_does():

@@ -13,6 +13,8 @@ from spmdctx.machine.presets import topology
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.run.compiled import compiled_chunk
+from spmdctx.pipeline.run.routes import Spot
+from spmdctx.pipeline.run.tape import Tape
 from spmdctx.pipeline.run.walk import Held, Walk
 from spmdctx.pipeline.schedule.bounds import in_flight_of
 from spmdctx.pipeline.schedule.orders import gpipe, interleaved, one_f_one_b
@@ -49,33 +51,37 @@ def walked(fn, params, batch, schedule, mode):
     planned = ChunkPlanner(plan_program, settings, names, splits_backward=schedule.splits_backward).plan(passes)
     devices = np.array(jax.devices()).reshape(stages, -1)
     compiled = [compiled_chunk(one, devices[stage]) for one, stage in zip(planned, schedule.stage_of, strict=True)]
-    held = []
-    for chunk, one, own in zip(chunks, compiled, passes, strict=True):
-        place = one.shardings
+    tape, held, fed = Tape(), [], {}
+    for number, (chunk, one, own) in enumerate(zip(chunks, compiled, passes, strict=True)):
+
+        def placed(slot, value, *name, one=one, number=number):
+            spot = Spot((number, slot, *name), one.shardings[slot], jax.typeof(value))
+            fed[spot.name] = jax.device_put(value, spot.place)
+            return spot
+
         step = {
-            slot: jax.device_put(leaves[leaf], place[slot])
-            for leaf in chunk.leaves
-            if leaf < count and (slot := Slot(Holds.LEAF, leaf)) in place
+            slot: placed(slot, leaves[leaf]) for leaf in chunk.leaves if leaf < count and (slot := Slot(Holds.LEAF, leaf)) in one.shardings
         }
         for leaf in own.weights:
             slot, struct = Slot(Holds.SUM, leaf), own.sum_of(leaf)
-            step[slot] = jax.device_put(jnp.zeros(struct.shape, struct.dtype), place[slot])
-        micro = {}
-        for number, part in enumerate(parts):
-            fed = [*leaves[:count], *jax.tree.leaves(part)]
-            given = [Slot(Holds.LEAF, leaf) for leaf in chunk.leaves if leaf >= count]
-            micro[number] = {slot: jax.device_put(fed[slot.number], place[slot]) for slot in given}
+            step[slot] = placed(slot, jnp.zeros(struct.shape, struct.dtype))
+        given = [Slot(Holds.LEAF, leaf) for leaf in chunk.leaves if leaf >= count]
+        micro = {
+            index: {slot: placed(slot, [*leaves[:count], *jax.tree.leaves(part)][slot.number], index) for slot in given}
+            for index, part in enumerate(parts)
+        }
         held.append(Held(step, micro))
     run = simulate(schedule, cost_of([EVEN] * schedule.num_chunks))
-    walk = Walk(compiled, schedule, run.order, [{}] * len(chunks))
-    walk.run(held)
+    Walk(tape, compiled, schedule.stage_of, [{}] * len(chunks)).write(run.order, held)
+    assert not any(store.micro for store in held)
+    sums = [(leaf, store.step[Slot(Holds.SUM, leaf)].name) for own, store in zip(passes, held, strict=True) for leaf in own.weights]
+    values = [spot.name for spot in held[-1].results[0].values()]
+    program = tape.finished(list(fed), [*values, *(name for _, name in sums)])
+    results = [np.asarray(one) for one in program(list(fed.values()))]
     total = {}
-    for own, store in zip(passes, held, strict=True):
-        assert not store.micro
-        for leaf in own.weights:
-            total[leaf] = total.get(leaf, 0) + np.asarray(store.step[Slot(Holds.SUM, leaf)]) / num_micro
-    value = np.mean([np.asarray(one) for one in held[-1].results[0].values()])
-    return value, [total[leaf] for leaf in sorted(total)], walk.counts
+    for (leaf, _), value in zip(sums, results[len(values) :], strict=True):
+        total[leaf] = total.get(leaf, 0) + value / num_micro
+    return np.mean(results[: len(values)]), [total[leaf] for leaf in sorted(total)], program.counts
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 
 from spmdctx.errors import ContextError, StrategyError
 from spmdctx.pipeline.schedule.bounds import bubble_of, in_flight_of, least_makespan_s
-from spmdctx.pipeline.schedule.orders import gpipe, interleaved, one_f_one_b
+from spmdctx.pipeline.schedule.named import Scheduler
+from spmdctx.pipeline.schedule.orders import gpipe, interleaved, interleaved_gpipe, one_f_one_b
 from spmdctx.pipeline.schedule.simulate import simulate
 from spmdctx.pipeline.schedule.tasks import Costs, Kind, Schedule, Task, cost_of
 from spmdctx.pipeline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
@@ -18,6 +19,7 @@ MAKERS = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": lambda p, m: interleaved(p, m, 2),
+    "interleaved_gpipe": lambda p, m: interleaved_gpipe(p, m, 3),
     "zero_bubble_h1": zero_bubble_h1,
     "zero_bubble_v": lambda p, m: zero_bubble_v(p, m, cost_of([EVEN] * 2 * p)),
 }
@@ -44,7 +46,9 @@ def test_every_task_runs_once_after_what_it_needs(name, size):
             seen.add(task)
 
 
-@pytest.mark.parametrize(("name", "size"), [*itertools.product(["gpipe", "1f1b", "interleaved", "zero_bubble_h1"], SIZES)])
+@pytest.mark.parametrize(
+    ("name", "size"), [*itertools.product(["gpipe", "1f1b", "interleaved", "interleaved_gpipe", "zero_bubble_h1"], SIZES)]
+)
 @pytest.mark.parametrize("costs", [EVEN, Costs(1.0, 2.5, 1.7, 0.8)])
 def test_bubbles_and_micro_batches_in_flight_are_those_of_theory(name, size, costs):
     schedule = MAKERS[name](*size)
@@ -60,6 +64,33 @@ def test_a_v_of_chunks_waits_only_until_all_stages_have_started(size):
     fill, work = (size[0] - 1) * 0.5, size[1] * 3.0
     assert run.bubble == pytest.approx(fill / (work + fill), abs=1e-12)
     assert max(run.in_flight) <= 2 * size[0]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_v_of_uneven_chunks_comes_to_an_end_within_its_memory(seed):
+    draw = random.Random(seed)
+    num_stages = draw.choice([1, 2, 3, 4, 8])
+    costs = [Costs(*(draw.choice([0.0, 0.01, 0.1, 1, 5]) for _ in range(4))) for _ in range(2 * num_stages)]
+    run = simulate(zero_bubble_v(num_stages, draw.choice([1, 2, 3]) * num_stages, cost_of(costs)), cost_of(costs))
+    assert max(run.in_flight) <= 2 * num_stages
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "name", "num_chunks"),
+    [
+        (Scheduler("gpipe"), "gpipe", 4),
+        (Scheduler("1f1b"), "1f1b", 4),
+        (Scheduler("1f1b", 2), "interleaved 1f1b", 8),
+        (Scheduler("gpipe", 3), "interleaved gpipe", 12),
+        (Scheduler("zero_bubble_h1"), "zero_bubble_h1", 4),
+        (Scheduler("zero_bubble_v"), "zero_bubble_v", 8),
+        (Scheduler("zero_bubble_v", 3), "zero_bubble_v", 8),
+    ],
+)
+def test_schedules_are_found_by_name(scheduler, name, num_chunks):
+    assert scheduler.num_chunks(4) == num_chunks
+    schedule = scheduler.schedule(4, 8, [EVEN] * num_chunks)
+    assert (schedule.name, schedule.num_chunks, schedule.num_stages) == (name, num_chunks, 4)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,7 +1,6 @@
 """Audits of pipelines: all agrees where nothing is wrong, and each planted fault is found and named."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -13,9 +12,11 @@ import spmdctx
 from spmdctx.ir.mesh import replicated
 from spmdctx.ir.sharding import OpSharding
 from spmdctx.lowering.compile import jit_program
+from spmdctx.pipeline.audit.data import EdgeRow
 from spmdctx.pipeline.run import compiled as compiled_module
-from spmdctx.pipeline.run import program as program_module
-from spmdctx.pipeline.run.walk import Walk
+from spmdctx.pipeline.run import walk as walk_module
+from spmdctx.pipeline.run.grounds import Values
+from spmdctx.pipeline.run.tape import HandedOn, Program
 from tests.step.pipelined import small
 from tests.step.pipelined.test_entry import Model
 
@@ -62,14 +63,15 @@ def test_state_of_objects_and_what_comes_before_the_loss_are_audited():
 
 
 def test_a_dropped_transfer_is_found(monkeypatch):
-    run = Walk.run
+    move, left = walk_module.move, [HandedOn(0, 1, 1, 0)]
 
-    def fewer(self, held, counts=None):
-        run(self, held, counts)
-        self.counts.moves.subtract(Counter({(0, 1): 1}))
+    def fewer(tape, spots, targets, event=None):
+        if left and event is not None and event[:3] == left[0][:3]:
+            event = left.pop()._replace(num_arrays=0)
+        return move(tape, spots, targets, event)
 
     args, step = arguments(), small.parallel()
-    monkeypatch.setattr(Walk, "run", fewer)
+    monkeypatch.setattr(walk_module, "move", fewer)
     step(*args)
     report = step.audit(*args)
     assert not report.ok
@@ -77,26 +79,28 @@ def test_a_dropped_transfer_is_found(monkeypatch):
 
 
 def test_a_transfer_that_is_not_planned_is_found(monkeypatch):
-    keep = program_module._Values.keep
+    keep = Values.keep
 
-    def elsewhere(self, stage, var, value):
-        keep(self, 1 - stage if value.shape == () else stage, var, value)
+    def elsewhere(self, var, stages, spot):
+        is_scalar = len(stages) == 1 and spot.aval.shape == ()
+        keep(self, var, (1 - stages[0],) if is_scalar else stages, spot)
 
     args, step = arguments(), small.parallel()
-    monkeypatch.setattr(program_module._Values, "keep", elsewhere)
+    monkeypatch.setattr(Values, "keep", elsewhere)
     step(*args)
     assert [fault for fault in step.audit(*args).faults if fault.startswith("values after the loss")]
 
 
 def test_a_program_that_ran_too_often_and_too_much_in_flight_are_found(monkeypatch):
-    run = Walk.run
+    count = Program.dry_counts
 
-    def more(self, held, counts=None):
-        run(self, held, counts)
-        self.counts.runs["B", 1] += 1
-        self.counts.in_flight_on[0] += 1
+    def more(self):
+        counts = count(self)
+        counts.runs["B", 1] += 1
+        counts.in_flight_of_stage[0] += 1
+        return counts
 
-    monkeypatch.setattr(Walk, "run", more)
+    monkeypatch.setattr(Program, "dry_counts", more)
     report = small.parallel().audit(*arguments())
     assert not report.ok
     assert report.faults == ("backward1 on stage 1 differs from its plan.", "stage 0 has 3 micro-batches in flight, and not 2.")
@@ -118,3 +122,12 @@ def test_a_program_lowered_differently_is_found(monkeypatch):
     assert "backward1: lies elsewhere than planned" in str(report)
     assert found.report.missing
     assert [row for row in report.rows if row.program == "backward0" and row.collective.found_count]
+
+
+def test_programs_around_the_tasks_communicate_nothing():
+    report = small.parallel(parallel_mode="semi_auto_parallel").audit(*arguments())
+    assert {row.program for row in report.edges} == {"begin0", "begin1", "end_0", "end_1"}
+    assert not any(row.num_collectives for row in report.edges)
+    faulty = replace(report, edges=(*report.edges[1:], EdgeRow("begin0", 2)))
+    assert not faulty.ok
+    assert faulty.faults == ("begin0 has 2 collectives, and is to have none.",)

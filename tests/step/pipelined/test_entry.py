@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 
 import spmdctx
-from spmdctx.errors import ContextError, UnsupportedError
+from spmdctx.errors import ContextError, ContextWarning, UnsupportedError
+from spmdctx.ir.graph import Role
+from spmdctx.ir.mesh import local_shape
 from tests.pipeline import losses
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1))
@@ -39,6 +41,18 @@ def test_steps_of_a_pipeline_have_one_device_s_numbers(stages, mode):
             *want, wanted, wanted_norm = jax.jit(decoder_step)(*want, batch)
         assert_close((got, loss, norm), (want, wanted, wanted_norm))
     assert len(step.plan(*want, batch).stages) == stages
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(7, 2), (4, 4)])
+def test_stacked_layers_and_their_state_have_one_device_s_numbers(layers, stages):
+    with jax.enable_x64(True):
+        params, batch = losses.decoder(jax.random.key(0), layers, stacked=True), losses.batch(jax.random.key(1), 32)
+        got = want = (params, CLIPPED.init(params))
+        step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=stages)
+        for _ in range(3):
+            *got, loss, norm = step(*got, batch)
+            *want, wanted, wanted_norm = jax.jit(decoder_step)(*want, batch)
+        assert_close((got, loss, norm), (want, wanted, wanted_norm))
 
 
 def test_each_stage_holds_its_own_parameters_alone():
@@ -166,13 +180,43 @@ def test_a_pipeline_s_state_is_made_on_its_stages_and_its_batch_is_placed():
     assert jax.tree.leaves(jax.tree.map(lambda leaf: leaf.sharding, params)) == jax.tree.leaves(before)
 
 
+def test_the_plan_names_the_stage_of_each_leaf_and_what_its_programs_note():
+    params, batch = losses.decoder(jax.random.key(0), 4, tied=False), losses.batch(jax.random.key(1), 32)
+    options = {"enable_parallel_optimizer": True, "layerwise_parallel": ["nowhere"]}
+    step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=2, **options)
+    args = (params, CLIPPED.init(params), batch)
+    plan = step.plan(*args)
+    results = step(*args)
+    leaves = jax.tree.leaves((params, args[1]))
+    state = [leaf for leaf in plan.inputs if leaf.role in (Role.PARAMETER, Role.OPTIMIZER)]
+    assert len(state) == len(leaves)
+    assert {leaf.stage for leaf in state} == {0, 1}
+    stages = [frozenset(jax.devices()[: plan.num_devices // 2]), frozenset(jax.devices()[plan.num_devices // 2 : plan.num_devices])]
+    for planned, made in zip(plan.outputs, jax.tree.leaves(results), strict=True):
+        assert made.devices() == stages[planned.stage] or not made.ndim
+        assert made.sharding.shard_shape(made.shape) == local_shape(planned.shape, planned.sharding, plan.logical_mesh)
+    assert sum("parallel_optimizer_threshold" in note and note.startswith("Stage") for note in plan.notes) > 0
+    assert sum("'nowhere' matches no argument" in note for note in plan.notes) == 1
+    assert not any("batch_argnums" in note for note in plan.notes)
+
+
+def test_modes_whose_devices_all_run_the_whole_loss_have_no_stages():
+    params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 32)
+    args = (params, CLIPPED.init(params), batch)
+    step = spmdctx.parallel(decoder_step, parallel_mode="data_parallel", pipeline_stages=2, gradients_mean=True)
+    with pytest.warns(ContextWarning, match="pipeline_stages=2 has no effect"):
+        plan = step.plan(*args)
+    assert plan.logical_mesh.num_devices == 8
+    assert_close(step(*args)[2], jax.jit(decoder_step)(*args)[2], 1e-5)
+
+
 def test_what_a_pipeline_does_not_have_is_refused_by_name():
     params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 32)
     args = (params, CLIPPED.init(params), batch)
     step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=2)
     plan = step.plan(*args)
     assert "1f1b" in str(plan)
-    for ask in (lambda: plan.inputs, lambda: plan.certify(), lambda: plan.pareto()):
+    for ask in (lambda: plan.collectives, lambda: plan.certify(), lambda: plan.pareto()):
         with pytest.raises(UnsupportedError, match="plan of a pipeline"):
             ask()
     with pytest.raises(UnsupportedError, match="jit"):

@@ -10,7 +10,8 @@ from tests.step.pipelined.test_audit import arguments
 
 def test_a_pipeline_is_lowered_by_stage_and_kind_of_task():
     lowered = small.parallel().lower(*jax.eval_shape(lambda: arguments()))
-    assert list(lowered) == ["forward0", "backward0", "forward1", "backward1", "after0_0", "after0_1", "after1_0", "after1_1"]
+    tasks = ["forward0", "backward0", "forward1", "backward1"]
+    assert list(lowered) == ["begin0", "begin1", *tasks, "end_0", "end_1", "after0_0", "after0_1", "after1_0", "after1_1"]
     assert isinstance(lowered["forward0"], jax.stages.Lowered)
     assert all(f"// {name}\n" in lowered.as_text() for name in lowered)
     assert "pipeline_backward1" in lowered["backward1"].as_text()
