@@ -109,11 +109,6 @@ class PipelineData:
     notes: tuple[str, ...]
 
     @property
-    def mesh(self) -> dict[str, int]:
-        """Axes and sizes of each stage's mesh."""
-        return dict(self.logical_mesh.axes)
-
-    @property
     def told_transfers(self) -> tuple[tuple[str, ...], ...]:
         """What crosses, as words: what, from where, to where, arrays, bytes; scalars between all stages together."""
         values = [one for one in self.transfers if one.what is Moved.VALUE]
@@ -124,6 +119,11 @@ class PipelineData:
         ]
         total = (str(sum(one.count for one in values)), bytes_text(sum(one.bytes for one in values)))
         return (*rows, *([(str(Moved.VALUE), "all", "all", *total)] if values else []))
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axes and sizes of each stage's mesh."""
+        return dict(self.logical_mesh.axes)
 
     @property
     def num_devices(self) -> int:

@@ -105,15 +105,24 @@ def _encode(plan: PipelineData) -> dict[str, Any]:
         },
         "cuts": plan.cuts,
         "bubble_formula": plan.bubble_formula,
+        "inputs": list(map(_encode_leaf, plan.inputs)),
+        "outputs": list(map(_encode_leaf, plan.outputs)),
         "joints": [_plan_body(own) for own in plan.joints],
-        "inputs": plan.inputs,
-        "outputs": plan.outputs,
         "stages": [_encode_stage(stage) for stage in plan.stages],
         "transfers": [[str(one.what), one.source, one.target, one.count, one.bytes] for one in plan.transfers],
         "chunk_reasons": plan.chunk_reasons,
         "cut_reasons": plan.cut_reasons,
         "notes": plan.notes,
     }
+
+
+def _encode_leaf(leaf: StagedTensor) -> list[Any]:
+    return [leaf.path, leaf.role.value, leaf.shape, leaf.dtype, leaf.sharding, leaf.stage]
+
+
+def _decode_leaf(body: Any) -> StagedTensor:
+    path, role, shape, dtype, sharding, stage = body
+    return StagedTensor(path, Role(role), tuple(shape), dtype, tuple(map(tuple, sharding)), stage)
 
 
 def _encode_stage(stage: StagePlan) -> dict[str, Any]:
@@ -145,8 +154,8 @@ def _decode(body: Mapping[str, Any], where: str, kind: type[AnyPipeline]) -> Any
         logical_mesh=LogicalMesh(tuple((name, size) for name, size in body["mesh"])),
         simulation=_simulation(body["schedule"]),
         bubble_formula=body["bubble_formula"],
-        inputs=tuple(map(_tensor, body["inputs"])),
-        outputs=tuple(map(_tensor, body["outputs"])),
+        inputs=tuple(map(_decode_leaf, body["inputs"])),
+        outputs=tuple(map(_decode_leaf, body["outputs"])),
         stages=tuple(map(stage_of, body["stages"])),
         transfers=tuple(Transfer(Moved(what), *numbers) for what, *numbers in body["transfers"]),
         joints=tuple(map(plan_of, body["joints"])),
@@ -155,11 +164,6 @@ def _decode(body: Mapping[str, Any], where: str, kind: type[AnyPipeline]) -> Any
         cut_reasons=tuple(map(_cut_reason, body["cut_reasons"])),
         notes=tuple(body["notes"]),
     )
-
-
-def _tensor(body: Any) -> StagedTensor:
-    path, role, shape, dtype, sharding, stage = body
-    return StagedTensor(path, Role(role), tuple(shape), dtype, tuple(tuple(names) for names in sharding), stage)
 
 
 def _cut_reason(body: Any) -> CutReason:

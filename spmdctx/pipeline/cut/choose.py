@@ -73,9 +73,10 @@ def choose_cuts(
     least = line.solve(None)
     if least is None:
         return None
-    found = line.solve(limit_of(least.largest, ends[-1] / num_chunks, slack))
+    limit = limit_of(least.largest, ends[-1] / num_chunks, slack)
+    found = line.solve(limit)
     assert found is not None, "the cuts of the least largest chunk are within the limit"
-    return found._replace(limit=least.largest * slack)
+    return found._replace(limit=limit)
 
 
 def limit_of(least: float, mean: float, slack: float = SLACK) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from spmdctx.errors import InfeasibleError
 from spmdctx.pipeline.capture.carrier import PipelinedStep
-from spmdctx.pipeline.schedule.tasks import Schedule
+from spmdctx.pipeline.data import PipelineData
 from spmdctx.pipeline.search.balance import balanced
 from spmdctx.pipeline.search.bound import least_makespan_of_cuts_s
 from spmdctx.pipeline.search.stacked import stacked_note
@@ -15,7 +15,7 @@ from spmdctx.pipeline.stages.alike import AlikePlanner
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
 from spmdctx.pipeline.stages.plans import Planner
 from spmdctx.pipeline.stages.staging import ScheduleOf, Stages, Staging, cut_loss, scaled
-from spmdctx.pipeline.stages.whole import Decided, PlannedPipeline, completed
+from spmdctx.pipeline.stages.whole import PlannedPipeline, completed
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import bytes_text, counted, seconds_text
 
@@ -47,19 +47,18 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
     return found
 
 
-def plan_as_decided(step: PipelinedStep, settings: Settings, schedule: Schedule, planner: Planner, decided: Decided) -> PlannedPipeline:
-    """Plans a step on a pipeline whose cuts, mesh and schedule another plan has decided; nothing is searched.
+def plan_as_decided(step: PipelinedStep, settings: Settings, plan: PipelineData, planner: Planner, where: str) -> PlannedPipeline:
+    """Plans a step as a plan says that was made for the same step; `planner` gives the plan of each program.
 
     Raises:
-        PlanMismatchError: the cuts do not fit the loss.
-        UnsupportedError: what follows the loss mixes arrays of several stages.
+        PlanMismatchError: the plan in the file `where` was made for another program.
     """
-    free = replace(settings, memory_bytes=None)
-    staging = Staging(cut_loss(step, settings), free, schedule.num_chunks, lambda *_: schedule, planner)
-    staging.settings = replace(staging.settings, mesh=decided.mesh)
-    staging.check(decided.cuts)
-    found = completed(staging, staging.plan(decided.cuts))
-    found.notes += stacked_note(found)
+    schedule = plan.simulation.schedule
+    staging = Staging(cut_loss(step, settings), replace(settings, memory_bytes=None), schedule.num_chunks, lambda *_: schedule, planner)
+    staging.check(plan.cuts, where)
+    staging.settings = replace(staging.settings, mesh=plan.logical_mesh)
+    found = completed(staging, staging.plan(plan.cuts))
+    found.notes += plan.notes
     return found
 
 

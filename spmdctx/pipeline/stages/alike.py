@@ -45,5 +45,6 @@ def _renamed(known: Any, captured: Captured) -> Planned:
     program, plan = captured.built(), known.plan
     inputs = tuple(row._replace(path=leaf.path) for row, leaf in zip(plan.inputs, captured.inputs, strict=True))
     outputs = tuple(row._replace(path=leaf.path) for row, leaf in zip(plan.outputs, captured.outputs, strict=True))
-    own = replace(plan, inputs=inputs, outputs=outputs, op_table=OpTable.of(program.graph, known.assignment))
+    table = OpTable.of(program.graph, known.assignment)
+    own = replace(plan, fingerprint=program.graph.fingerprint, inputs=inputs, outputs=outputs, op_table=table)
     return replace(known, program=program, plan=own)  # type: ignore[no-any-return]

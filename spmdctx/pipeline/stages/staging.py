@@ -139,21 +139,6 @@ class Staging:
         sources = [eqn.source_info for eqn in line.eqns]
         return CutLine(seconds, line.crossing, stages.places, self._cuts(seconds).limit, lambda place: source_line(sources[place]))
 
-    def check(self, places: tuple[int, ...]) -> None:
-        """Refuses cuts that were decided for another program.
-
-        Raises:
-            PlanMismatchError: they do not fit on the line.
-        """
-        last = len(self.loss.line.eqns) - 1
-        if len(places) != self._num_chunks - 1 or any(first >= then for first, then in pairwise((-1, *places, last))):
-            raise PlanMismatchError(
-                "The plan was made for another program: its cuts do not fit the loss.",
-                where=self.loss.step.loss.where,
-                got=f"cuts behind equations {', '.join(map(str, places))} of {last + 1}",
-                fix="plan again without the saved plan",
-            )
-
     def _cuts(self, seconds: Sequence[float]) -> Cuts:
         line, where = self.loss.line, self.loss.step.loss.where
         ranges = pinned_ranges(line.eqns, dict(self.loss.marks), self._stage_of, seconds, where)
@@ -165,6 +150,21 @@ class Staging:
                 fix="use fewer pipeline stages, or fewer marks of stages" if self.loss.marks else "use fewer pipeline stages",
             )
         return found
+
+    def check(self, places: tuple[int, ...], where: str) -> None:
+        """Refuses places that were decided for another program, as the file `where` has them.
+
+        Raises:
+            PlanMismatchError: they do not fit on the line.
+        """
+        count = len(self.loss.seconds)
+        if len(places) != self._num_chunks - 1 or any(first >= last for first, last in pairwise((-1, *places, count - 1))):
+            raise PlanMismatchError(
+                "The plan was made for another program: its cuts do not fit the loss.",
+                where=where,
+                got=f"cuts behind equations {', '.join(map(str, places))} of {count}",
+                fix="plan again without the saved plan",
+            )
 
     def plan(self, places: tuple[int, ...] | None = None) -> Stages:
         """Plans the chunks between some places, or between those of the estimated seconds."""

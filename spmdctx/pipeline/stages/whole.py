@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh, replicated
@@ -21,13 +21,6 @@ from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
 from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, Planner
 from spmdctx.pipeline.stages.staging import Stages, Staging
 from spmdctx.trace.scope.settings import Settings
-
-
-class Decided(NamedTuple):
-    """What another plan of the same step has decided: the last equations before the cuts, and the mesh of a stage."""
-
-    cuts: tuple[int, ...]
-    mesh: LogicalMesh
 
 
 @dataclass(frozen=True)
@@ -84,8 +77,8 @@ def completed(staging: Staging, stages: Stages) -> PlannedPipeline:
     step, around, homes = stages.loss.step, stages.loss.around, stages.loss.homes
     placement = _placement(step, around, homes, stages.chunks, stages.schedule)
     mesh = stages.planned[0].mesh
-    own = stages.schedule, stages.simulation, stages.chunks, staging.cut_line(stages), stages.planned
-    pipeline = PlannedPipeline(step, around, placement, *own, mesh)
+    line = staging.cut_line(stages)
+    pipeline = PlannedPipeline(step, around, placement, stages.schedule, stages.simulation, stages.chunks, line, stages.planned, mesh)
     _place_leaves(pipeline)
     for var, leaf in homes.items():
         # Layers may be fewer than devices; what is stacked is split as they are, but for the dimension of layers.

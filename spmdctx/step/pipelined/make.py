@@ -40,7 +40,8 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
         for name in ("strategy_ckpt_load_file", "strategy_ckpt_save_file"):
             if getattr(settings.context, name):
                 raise UnsupportedError(
-                    f"auto_pipeline plans several counts of stages, and has no file: {name} is set.", fix="set one of them"
+                    f"auto_pipeline chooses the number of stages, and has no use for {name} so far.",
+                    fix=f"leave auto_pipeline out, with the pipeline_stages of the plan, or {name}",
                 )
         return chosen_entry(target, call, static, around, notes)
     return PipelinedEntry(capture_pipelined(target, call, static, settings), around, notes)

@@ -9,7 +9,7 @@ from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.file import read_pipeline, write_pipeline
 from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.search.plan import plan_as_decided
-from spmdctx.pipeline.stages.whole import Decided, PlannedPipeline
+from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.plan.plan import Plan
 from spmdctx.step.planning.planner import Planned
 from spmdctx.step.planning.saved import planned_as_saved
@@ -40,9 +40,7 @@ def loaded_pipeline(step: PipelinedStep, settings: Settings) -> PlannedPipeline 
     def planner(captured: Captured, own: Settings) -> Planned:
         return planned_as_saved(captured, own, _plan_of(programs, captured.name, where), where)
 
-    schedule = found.simulation.schedule
-    decided = Decided(found.cuts, found.logical_mesh)
-    return plan_as_decided(step, settings, schedule, planner, decided)
+    return plan_as_decided(step, settings, found, planner, where)
 
 
 def save_pipeline(plan: PipelinePlan, settings: Settings) -> None:

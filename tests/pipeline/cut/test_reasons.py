@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdctx.pipeline.cut.choose import choose_cuts
+from spmdctx.pipeline.cut.choose import choose_cuts, limit_of
 from spmdctx.pipeline.cut.reasons import CutLine
 
 
@@ -19,7 +19,8 @@ def test_another_place_is_too_long_or_crossed_by_more_bytes():
     assert earlier.longest_s == pytest.approx(12.1)
     assert earlier.between_s == pytest.approx(4.0)
     assert later.longest_s == pytest.approx(12.1)
-    assert earlier.longest_s > cut.limit_s == pytest.approx(8.1 * 1.05)
+    assert cut.limit_s == pytest.approx(limit_of(8.1, 16.1 / 2))
+    assert earlier.longest_s > cut.limit_s
 
 
 def test_ends_of_a_line_leave_no_other_place():

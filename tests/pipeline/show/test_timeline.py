@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from xml.etree import ElementTree
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_each_task_is_drawn_once_and_as_long_as_it_takes(schedule):
         assert sum(float(width) for _, _, y, width in rects if int(y) // 32 == stage) == pytest.approx(busy * scale, rel=1e-3)
     assert svg.count('class="idle"') == schedule.num_stages
     assert "spmdctx-idle" in svg
+    assert ElementTree.fromstring(svg).tag == "svg"
     assert 'class="key F"' in drawn._repr_html_()
 
 

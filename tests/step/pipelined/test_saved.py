@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import spmdctx
-from spmdctx.errors import PlanFormatError, PlanMismatchError
+from spmdctx.errors import PlanFormatError, PlanMismatchError, UnsupportedError
 from spmdctx.pipeline import file
 from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.step.pipelined import entry as entry_module
@@ -100,3 +100,9 @@ def test_a_file_whose_parts_do_not_fit_is_refused(saved, tmp_path, fault):
     path.write_text(json.dumps({**body, "sha256": file._checksum(body)}))
     with pytest.raises(PlanFormatError, match="99" if fault == "version" else "parts of a pipeline"):
         PipelinePlan.load(path)
+
+
+def test_the_choice_of_the_number_of_stages_takes_no_file(saved):
+    step = small.parallel(strategy_ckpt_load_file=str(saved[0]), auto_pipeline=True)
+    with pytest.raises(UnsupportedError, match="leave auto_pipeline out"):
+        step.plan(*ARGS)
