@@ -300,7 +300,15 @@ OPTIONS: tuple[Option, ...] = (
         PLANNED_MODES,
         "Chunks of the loss on each stage with pipeline_interleave. zero_bubble_v always has two.",
     ),
-    Option("auto_pipeline", "bool", values.boolean, False, "", _AUTO, "The search suggests a stage count between 1 and pipeline_stages."),
+    Option(
+        "auto_pipeline",
+        "bool",
+        values.boolean,
+        False,
+        "",
+        _AUTO,
+        "The search chooses the number of stages, from 1 to pipeline_stages, and a note says why.",
+    ),
     Option(
         "grad_accumulation_step",
         "int",

@@ -11,7 +11,7 @@ import jax
 import jax.extend.core as jexc
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdctx.data.blocks import Piece, assemble
 from spmdctx.data.lazy import is_read_by_blocks, reader
@@ -141,7 +141,7 @@ class Init:
                 if not shardings[own[0]].addressable_devices:
                     found = [without_shards(closed.out_avals[index], one) if index in own else one for index, one in enumerate(found)]
                     continue
-                leaves = [on_all(leaf, named_sharding(shardings[own[0]].mesh, ())) for leaf in given]
+                leaves = [on_all(leaf, NamedSharding(shardings[own[0]].mesh, PartitionSpec())) for leaf in given]
             jaxpr = closed.jaxpr.replace(
                 outvars=[closed.jaxpr.outvars[index] for index in own],
                 debug_info=closed.jaxpr.debug_info._replace(arg_names=None, result_paths=None),

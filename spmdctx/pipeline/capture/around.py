@@ -37,12 +37,14 @@ class Around:
         loss: the equation of the loss.
         before: equations that the loss depends on.
         after: all others.
+        joins: the identities of those that join parts of an array, which may lie on several stages, on the stage of the whole.
     """
 
     jaxpr: jexc.ClosedJaxpr
     loss: Any
     before: tuple[Any, ...]
     after: tuple[Any, ...]
+    joins: frozenset[int] = frozenset()
 
 
 def around_of(closed: jexc.ClosedJaxpr) -> Around:
@@ -70,7 +72,7 @@ class Placement:
 
     def __init__(self, around: Around, known: Mapping[Any, int], names: Mapping[Any, str]) -> None:
         self.stage_of = {var: stage for var, stage in known.items() if is_array(var)}
-        self._names = names
+        self._names, self._joins = names, around.joins
         self._spread(around.after)
         # What meets no parameter lies on the first stage.
         left = [var for var in around.jaxpr.jaxpr.invars if is_array(var) and var not in self.stage_of]
@@ -86,7 +88,7 @@ class Placement:
             for eqn in (*eqns, *reversed(eqns)):
                 arrays = [var for var in (*variables(eqn.invars), *eqn.outvars) if is_array(var)]
                 found = {self.stage_of[var] for var in arrays if var in self.stage_of}
-                if len(found) == 1:
+                if len(found) == 1 and id(eqn) not in self._joins:
                     (stage,) = found
                     new = [var for var in arrays if var not in self.stage_of]
                     self.stage_of.update(dict.fromkeys(new, stage))
@@ -99,6 +101,8 @@ class Placement:
             UnsupportedError: its arrays lie on several stages.
         """
         arrays = [var for var in (*variables(eqn.invars), *eqn.outvars) if is_array(var)]
+        if id(eqn) in self._joins:
+            return self.stage_of[eqn.outvars[0]]
         found = sorted({self.stage_of[var] for var in arrays if var in self.stage_of})
         if len(found) > 1:
             described = [
@@ -124,18 +128,7 @@ def programs_of(around: Around, placement: Placement, num_stages: int) -> list[l
     A round has at most one program for each stage.
     """
     stages = placement.stages
-    round_of: dict[Any, int] = {}
-    made_on: dict[Any, int] = {}
-    rounds: list[int] = []
-    for eqn, stage in zip(around.after, stages, strict=True):
-        own = 0
-        for var in variables(eqn.invars):
-            if var in round_of:
-                crosses = made_on[var] not in (stage, EVERYWHERE) or (stage == EVERYWHERE and made_on[var] != EVERYWHERE)
-                own = max(own, round_of[var] + (1 if crosses else 0))
-        rounds.append(own)
-        round_of.update(dict.fromkeys(eqn.outvars, own))
-        made_on.update(dict.fromkeys(eqn.outvars, stage))
+    rounds = _rounds(around, stages)
     found = []
     for number in range(max(rounds, default=-1) + 1):
         programs = []
@@ -145,6 +138,35 @@ def programs_of(around: Around, placement: Placement, num_stages: int) -> list[l
             programs += [program] if program.outputs else []
         found.append(programs)
     return found
+
+
+def _rounds(around: Around, stages: Sequence[int]) -> list[int]:
+    """Returns the round of each equation after the loss.
+
+    It is the last one that is early enough for its readers: so arrays do not wait between rounds, and state is read where it is renewed.
+    """
+    earliest: list[int] = []
+    maker: dict[Any, int] = {}
+    readers: dict[Any, list[int]] = {}
+    for place, eqn in enumerate(around.after):
+        own = 0
+        for var in variables(eqn.invars):
+            if var in maker:
+                own = max(own, earliest[maker[var]] + _crosses(stages[maker[var]], stages[place]))
+                readers.setdefault(var, []).append(place)
+        earliest.append(own)
+        maker.update(dict.fromkeys(eqn.outvars, place))
+    rounds = list(earliest)
+    for place in reversed(range(len(rounds))):
+        later = [other for var in around.after[place].outvars for other in readers.get(var, ())]
+        if later:
+            rounds[place] = min(rounds[other] - _crosses(stages[place], stages[other]) for other in later)
+    return rounds
+
+
+def _crosses(source: int, target: int) -> int:
+    """Returns 1 if what is made on a stage is read on another one, or everywhere, else 0."""
+    return int(source not in (target, EVERYWHERE))
 
 
 def _program(around: Around, eqns: Sequence[Any], stage: int) -> Program:

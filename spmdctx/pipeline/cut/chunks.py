@@ -34,8 +34,9 @@ class Chunk(NamedTuple):
 def chunks_of(line: Line, places: Sequence[int], carried: Mapping[int, int] = MappingProxyType({})) -> list[Chunk]:
     """Returns the chunks of a line that is cut behind the equations `places`.
 
-    A result of the loss belongs to the chunk that computes it, and to the last one if none does. The next value of a leaf that takes no
-    equation of the line, as the count of a stream of keys, is computed by each chunk that reads the leaf.
+    A result of the loss belongs to the chunk that computes it. A leaf that is a result belongs to the first chunk that reads it, and what
+    no chunk computes or reads to the last one. The next value of a leaf that takes no equation of the line, as the count of a stream of
+    keys, is computed by each chunk that reads the leaf.
 
     Args:
         line: the line.
@@ -48,21 +49,29 @@ def chunks_of(line: Line, places: Sequence[int], carried: Mapping[int, int] = Ma
     last_read: dict[Any, int] = {}
     for place, eqn in enumerate(line.eqns):
         last_read.update(dict.fromkeys((var for var in variables(eqn.invars) if var in made), place))
-    found = []
+    last_chunk = len(bounds) - 2
+    owner_of: dict[int, int] = {}
+    found: list[Chunk] = []
+    passed = {index for index, atom in enumerate(line.jaxpr.outvars) if not isinstance(atom, jexc.Literal) and atom not in made}
+    leaf_of = {var: index for index, var in enumerate(line.jaxpr.invars)}
     for number, (first, last) in enumerate(pairwise(bounds)):
-        is_last = number == len(bounds) - 2
-        eqns = line.eqns[first:last]
         entering = tuple(var for var, place in last_read.items() if made[var] < first <= place)
         leaving = tuple(var for var, place in last_read.items() if made[var] < last <= place)
         results = [
             index
             for index, atom in enumerate(line.jaxpr.outvars)
-            if (first <= made[atom] < last if not isinstance(atom, jexc.Literal) and atom in made else is_last)
+            if index not in passed and (number == last_chunk if isinstance(atom, jexc.Literal) else first <= made[atom] < last)
         ]
-        chunk = _chunk(line, eqns, entering, leaving, results)
-        alone = [result for leaf, result in carried.items() if leaf in chunk.leaves and line.jaxpr.outvars[result] not in made]
-        more = [result for result in alone if result not in results]
-        found.append(_chunk(line, eqns, entering, leaving, [*results, *more]) if more else chunk)
+        found.append(_chunk(line, line.eqns[first:last], entering, leaving, results))
+        for leaf in found[-1].leaves:
+            owner_of.setdefault(leaf, number)
+    for number, chunk in enumerate(found):
+        alone = [result for leaf, result in carried.items() if leaf in chunk.leaves and result in passed]
+        own = [index for index in passed if owner_of.get(leaf_of.get(line.jaxpr.outvars[index], -1), last_chunk) == number]
+        more = sorted({*alone, *own} - set(chunk.results))
+        if more:
+            eqns = line.eqns[bounds[number] : bounds[number + 1]]
+            found[number] = _chunk(line, eqns, chunk.entering, chunk.leaving, [*chunk.results, *more])
     return found
 
 

@@ -25,10 +25,17 @@ class Region(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A program whose calls of some kind were opened, and the region of each equation that was in one, by the equation's identity."""
+    """A program whose calls of some kind were opened.
+
+    Attributes:
+        closed: the program.
+        region_of: the region of each equation that was in one, by the equation's identity.
+        source_of: the identity of the equation of the given program from which each one comes, by its identity.
+    """
 
     closed: jexc.ClosedJaxpr
     region_of: dict[int, Region]
+    source_of: dict[int, int]
 
 
 def inlined(closed: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
@@ -41,18 +48,20 @@ def opened_calls(closed: jexc.ClosedJaxpr, is_opened: Callable[[Any], bool]) -> 
     writer = _Writer(list(closed.jaxpr.constvars), list(closed.consts))
     names: dict[Any, Any] = {}
     region_of: dict[int, Region] = {}
+    source_of: dict[int, int] = {}
     for eqn in closed.jaxpr.eqns:
-        if not is_opened(eqn):
-            writer.write([eqn], names, None)
-            continue
-        outer = eqn.replace(invars=[renamed(atom, names) for atom in eqn.invars])
         first = len(writer.eqns)
-        region = Region(outer, tuple(writer.body(outer, outer.invars, outer.source_info)))
-        names.update(zip(eqn.outvars, region.results, strict=True))
-        region_of.update((id(own), region) for own in writer.eqns[first:])
+        if is_opened(eqn):
+            outer = eqn.replace(invars=[renamed(atom, names) for atom in eqn.invars])
+            region = Region(outer, tuple(writer.body(outer, outer.invars, outer.source_info)))
+            names.update(zip(eqn.outvars, region.results, strict=True))
+            region_of.update((id(own), region) for own in writer.eqns[first:])
+        else:
+            writer.write([eqn], names, None)
+        source_of.update((id(own), id(eqn)) for own in writer.eqns[first:])
     outvars = [renamed(atom, names) for atom in closed.jaxpr.outvars]
     flat = jexc.ClosedJaxpr(closed.jaxpr.replace(constvars=writer.constvars, eqns=writer.eqns, outvars=outvars), writer.consts)
-    return Opened(flat, region_of)
+    return Opened(flat, region_of, source_of)
 
 
 class _Writer:

@@ -40,6 +40,7 @@ class Line:
             they count twice, since what crosses there is kept, too.
         region_of: the region of each equation that was in one, by its identity.
         tag_of: what each equation is, whatever the lengths of scans.
+        source_of: the identity of the equation of the given program from which each one comes, by its identity.
         opened: the program with its regions open and its scans whole.
         scans: the scans of the program that can be cut.
         is_parameter: one flag for each input of the loss.
@@ -52,6 +53,7 @@ class Line:
     crossing: tuple[float, ...]
     region_of: Mapping[int, Region]
     tag_of: Mapping[int, Tag]
+    source_of: Mapping[int, int]
     opened: Opened
     scans: tuple[Any, ...]
     is_parameter: tuple[bool, ...]
@@ -78,6 +80,8 @@ def line_of(closed: jexc.ClosedJaxpr, is_parameter: Sequence[bool]) -> Line:
 
 def joined_scans(line: Line, places: Sequence[int]) -> tuple[Line, list[int]]:
     """Returns a line whose scans have as few parts as its cuts allow, and the places of the cuts on it."""
+    if not line.scans:
+        return line, list(places)
     lengths = []
     for number, eqn in enumerate(line.scans):
         ends = [max((num_iterations(line.tag_of[id(own)], number) for own in line.eqns[: place + 1]), default=0) for place in places]
@@ -108,7 +112,7 @@ def _divided(opened: Opened, scans: Sequence[Any], lengths: Sequence[Sequence[in
     crossing = _crossing(eqns, parts.region_of)
     return Line(
         *(jaxpr, opened.closed.consts, tuple(eqns), copied, tuple(crossing)),
-        *(parts.region_of, parts.tag_of, opened, tuple(scans), tuple(is_parameter)),
+        *(parts.region_of, parts.tag_of, parts.source_of, opened, tuple(scans), tuple(is_parameter)),
     )
 
 

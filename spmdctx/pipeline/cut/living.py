@@ -13,17 +13,18 @@ def living(opened: Opened) -> Opened:
     """Returns a program without equations whose results nothing reads; what has an effect stays."""
     jaxpr = opened.closed.jaxpr
     read = {atom for atom in jaxpr.outvars if not isinstance(atom, jexc.Literal)}
-    region_of, eqns = {}, []
+    region_of, source_of, eqns = {}, {}, []
     for eqn in reversed(jaxpr.eqns):
         if not eqn.effects and read.isdisjoint(eqn.outvars):
             continue
         kept = _with_read_rows(eqn, read) if eqn.primitive.name == "scan" else eqn
         eqns.append(kept)
         read.update(atom for atom in kept.invars if not isinstance(atom, jexc.Literal))
+        source_of[id(kept)] = opened.source_of[id(eqn)]
         if id(eqn) in opened.region_of:
             region_of[id(kept)] = opened.region_of[id(eqn)]
     closed = jexc.ClosedJaxpr(jaxpr.replace(eqns=eqns[::-1]), opened.closed.consts)
-    return Opened(closed, region_of)
+    return Opened(closed, region_of, source_of)
 
 
 def _with_read_rows(scan: Any, read: set[Any]) -> Any:

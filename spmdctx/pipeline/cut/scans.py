@@ -23,11 +23,13 @@ class Divided(NamedTuple):
         eqns: the equations.
         tag_of: the tag of each, by its identity: ("equation", place), or ("scan", scan, iterations up to its end).
         region_of: the region of each equation that was in one, by its identity.
+        source_of: the identity of the equation of the given program from which each one comes, by its identity.
     """
 
     eqns: list[Any]
     tag_of: dict[int, Tag]
     region_of: dict[int, Region]
+    source_of: dict[int, int]
 
 
 def divided_scans(opened: Opened, scans: Sequence[Any], lengths: Sequence[Sequence[int]]) -> Divided:
@@ -39,7 +41,7 @@ def divided_scans(opened: Opened, scans: Sequence[Any], lengths: Sequence[Sequen
         lengths: of the parts of each scan, in the order in which they run.
     """
     number_of = {id(eqn): number for number, eqn in enumerate(scans)}
-    found = Divided([], {}, dict(opened.region_of))
+    found = Divided([], {}, dict(opened.region_of), dict(opened.source_of))
     for place, eqn in enumerate(opened.closed.jaxpr.eqns):
         number = number_of.get(id(eqn))
         parts = [(("equation", place), eqn)] if number is None else _parts(eqn, lengths[number], number)
@@ -47,6 +49,7 @@ def divided_scans(opened: Opened, scans: Sequence[Any], lengths: Sequence[Sequen
         for tag, part in parts:
             found.eqns.append(part)
             found.tag_of[id(part)] = tag
+            found.source_of[id(part)] = opened.source_of[id(eqn)]
             if region is not None:
                 found.region_of[id(part)] = region
     return found

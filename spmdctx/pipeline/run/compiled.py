@@ -20,11 +20,15 @@ from spmdctx.trace.specs import make_mesh, named_sharding
 
 @dataclass(frozen=True)
 class Jitted:
-    """A planned program: where its operands and results lie, and what runs it, None where its stage belongs to other processes."""
+    """A planned program: where its operands and results lie, and what runs it, None where its stage belongs to other processes.
+
+    `types` are those in which the tape passes its operands.
+    """
 
     run: jax.stages.Wrapped | None
     in_shardings: tuple[NamedSharding, ...]
     out_shardings: tuple[NamedSharding, ...]
+    types: tuple[jax.ShapeDtypeStruct, ...]
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,18 @@ class CompiledChunk:
     planned: PlannedChunk
 
 
-def jitted(planned: Planned, devices: Sequence[Any], options: JitOptions) -> Jitted:
-    """Jits a planned program for the devices of its stage, if this process has some of them; nothing is compiled yet."""
+def jitted(planned: Planned, avals: Sequence[Any], devices: Sequence[Any], options: JitOptions) -> Jitted:
+    """Jits a planned program for the devices of its stage, if this process has some of them; nothing is compiled yet.
+
+    `avals` are the types of its operands.
+    """
     mesh, graph, values = make_mesh(planned.mesh, devices), planned.program.graph, planned.assignment.values
     inputs = tuple(named_sharding(mesh, values[value]) for value in graph.inputs)
     outputs = tuple(named_sharding(mesh, values[value] if value != LITERAL else ()) for value in graph.outputs)
     if not is_here(named_sharding(mesh, ())):
-        return Jitted(None, inputs, outputs)
+        return Jitted(None, inputs, outputs, placed_types(avals, inputs))
     program = jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
-    return Jitted(program.jitted, program.in_shardings, program.out_shardings)
+    return Jitted(program.jitted, program.in_shardings, program.out_shardings, placed_types(avals, program.in_shardings))
 
 
 def compiled_chunk(chunk: PlannedChunk, devices: Sequence[Any]) -> CompiledChunk:
@@ -66,8 +73,16 @@ def compiled_chunk(chunk: PlannedChunk, devices: Sequence[Any]) -> CompiledChunk
 def _compiled(task: PlannedTask, devices: Sequence[Any], shardings: dict[Slot, NamedSharding]) -> CompiledTask:
     planned, program = task.planned, task.program
     donated = [index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM]
-    name = planned.plan.name if hasattr(planned.plan, "name") else str(program.kind)
-    made = jitted(planned, devices, JitOptions(donated, name=f"pipeline_{name}"))
+    name = f"pipeline_{task.name or program.kind.name.lower()}"
+    made = jitted(planned, program.jaxpr.in_avals, devices, JitOptions(donated, name=name))
     shardings.update(zip(program.inputs, made.in_shardings, strict=True))
     shardings.update(zip(program.outputs, made.out_shardings, strict=True))
     return CompiledTask(made, program.inputs, program.outputs)
+
+
+def placed_types(avals: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the types of arrays that lie where a program wants them."""
+    return tuple(
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+        for aval, sharding in zip(avals, shardings, strict=True)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ def parts_of(loss: PipelinedLoss, chunk: CompiledChunk, leaves: Sequence[int]) -
     return found
 
 
-def dividing(parts: Sequence[Part], num_micro: int, sums: Sequence[Any], places: Sequence[NamedSharding]) -> Callable[..., Any]:
+def dividing(parts: Sequence[Part], num_micro: int, sums: Sequence[Any], places: Sequence[NamedSharding]) -> jax.stages.Wrapped:
     """Returns a jitted function of whole leaves: the parts of each, micro-batch by micro-batch, and then sums that are zero.
 
     Args:
@@ -76,7 +76,7 @@ def joint_of(loss: PipelinedLoss, index: int) -> Joint | None:
     return None
 
 
-def joining(joints: Sequence[Joint], num_micro: int, places: Sequence[NamedSharding]) -> Callable[..., Any]:
+def joining(joints: Sequence[Joint], num_micro: int, places: Sequence[NamedSharding]) -> jax.stages.Wrapped:
     """Returns a jitted function of all pieces, those of each result after those of the one before.
 
     Beside the results it gives a number, which is there when they are, and which nobody can donate.

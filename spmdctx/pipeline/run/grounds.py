@@ -12,8 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import TensorSharding
+from spmdctx.pipeline.cut.line import num_bytes
+from spmdctx.pipeline.programs.transfers import Moved, Route
 from spmdctx.pipeline.run.routes import Spot, is_here, join, move, split
-from spmdctx.pipeline.run.tape import Tape
+from spmdctx.pipeline.run.tape import Crossing, Tape
 from spmdctx.trace.specs import make_mesh, named_sharding
 
 
@@ -40,7 +42,9 @@ class Grounds:
         return named_sharding(self.union(tuple(stages)), dims)
 
     def union(self, stages: tuple[int, ...]) -> Mesh:
-        """Returns the mesh of several stages, with an axis for them before those of each."""
+        """Returns the mesh of several stages, with an axis for them before those of each; a single stage has its own."""
+        if len(stages) == 1:
+            return self.meshes[stages[0]]
         if stages not in self._unions:
             name = "stage"
             while name in self._mesh.names:
@@ -65,6 +69,7 @@ class Values:
         self._at: dict[Any, dict[int, Spot]] = {}
         self._whole: dict[Any, tuple[tuple[int, ...], Spot]] = {}
         self._moved: dict[tuple[Any, int, NamedSharding], Spot] = {}
+        self._made: set[tuple[int, NamedSharding]] = set()
 
     def keep(self, var: Any, stages: Sequence[int], spot: Spot) -> None:
         """Notes that some stages have a value, whole or as they share it."""
@@ -73,16 +78,20 @@ class Values:
         else:
             self._whole[var] = (tuple(stages), spot)
 
-    def on(self, atom: Any, stage: int, place: NamedSharding | None = None) -> Spot:
-        """Returns a value on a stage, moved there if another one has it, in the sharding `place`, or in any if that is None."""
+    def on(self, atom: Any, stage: int, place: NamedSharding | None = None, what: Moved = Moved.VALUE) -> Spot:
+        """Returns a value on a stage, moved there if another one has it, in the sharding `place`, or in any if that is None.
+
+        `what` says what it is counted as if it crosses.
+        """
         if isinstance(atom, jexc.Literal) or atom in self._constants:
             return self._constant(atom, place or self._grounds.on((stage,), ((),) * len(atom.aval.shape)))
         held = self._spots(atom)
-        spot = held[stage] if stage in held else next(iter(held.values()))
+        source = stage if stage in held else next(iter(held))
+        spot = held[source]
         target = place or (spot.place if stage in held else NamedSharding(self._grounds.meshes[stage], spot.place.spec))
         key = (atom, stage, target)
         if key not in self._moved:
-            (self._moved[key],) = move(self._tape, [spot], [target])
+            (self._moved[key],) = move(self._tape, [spot], [target], crossing(what, source, stage, spot))
             held.setdefault(stage, self._moved[key])
         return self._moved[key]
 
@@ -112,8 +121,8 @@ class Values:
 
     def _constant(self, atom: Any, place: NamedSharding) -> Spot:
         spot = Spot(("constant", id(atom), place), place, atom.aval)
-        if spot.name not in self._moved:
-            self._moved[spot.name] = spot
+        if (id(atom), place) not in self._made:
+            self._made.add((id(atom), place))
             if is_here(place):
                 self._tape.constant(spot.name, self._maker(atom, place))
         return spot
@@ -121,6 +130,11 @@ class Values:
     def _maker(self, atom: Any, place: NamedSharding) -> Callable[[], Any]:
         value = np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jexc.Literal) else self._constants[atom]
         return lambda: placed(value, place)
+
+
+def crossing(what: Moved, source: int, target: int, spot: Spot) -> Crossing | None:
+    """Returns the event of an array that goes from one stage to another; None if it stays."""
+    return Crossing(Route(what, source, target), num_bytes(spot)) if source != target else None
 
 
 def placed(value: Any, place: NamedSharding) -> Any:

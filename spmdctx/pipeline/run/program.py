@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -12,29 +12,31 @@ import jax.extend.core as jexc
 from jax.sharding import Mesh, NamedSharding
 
 from spmdctx.errors import UnsupportedError
-from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import replicated
 from spmdctx.lowering.compile import JitOptions
-from spmdctx.pipeline.capture.around import EVERYWHERE, is_array
-from spmdctx.pipeline.cut.line import variables
+from spmdctx.pipeline.capture.around import is_array
 from spmdctx.pipeline.programs.slots import Holds, Slot
-from spmdctx.pipeline.run.compiled import CompiledChunk, Jitted, compiled_chunk, jitted
+from spmdctx.pipeline.programs.transfers import Moved
+from spmdctx.pipeline.run.compiled import CompiledChunk, Jitted, compiled_chunk, jitted, placed_types
 from spmdctx.pipeline.run.edges import Joint, dividing, joining, joint_of, parts_of
-from spmdctx.pipeline.run.grounds import Grounds, Values
+from spmdctx.pipeline.run.grounds import Grounds, Values, crossing
+from spmdctx.pipeline.run.lowered import Lowerable
 from spmdctx.pipeline.run.routes import Spot, check_stages, is_here, move, without_shards
-from spmdctx.pipeline.run.tape import Counts, Program, Tape
+from spmdctx.pipeline.run.tape import AfterRun, Counts, Program, Tape
 from spmdctx.pipeline.run.walk import Held, Walk
-from spmdctx.pipeline.stages.whole import PlannedPipeline, sharding_of
+from spmdctx.pipeline.stages.homes import Homes, before_of, homes_of
+from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, sharding_of
 
 _STEPS_AHEAD = 2
 """Steps that a process of several may have begun and not ended: their transfers wait for the other processes."""
 
 
 class _Written(NamedTuple):
-    """A tape that is done, and where its results are."""
+    """A tape that is done, where its results are, and the programs that it runs."""
 
     program: Program
     out_shardings: tuple[NamedSharding, ...]
+    lowerable: Mapping[str, Lowerable]
 
 
 class _Result(NamedTuple):
@@ -68,12 +70,26 @@ class PipelineProgram:
     @property
     def mesh(self) -> Mesh:
         """The mesh of all devices."""
-        return self._grounds.on(self._grounds.stages, ()).mesh
+        return self._grounds.union(self._grounds.stages)
 
     @property
-    def counts(self) -> Counts:
-        """What the last run has moved, and had in flight."""
+    def meshes(self) -> list[Mesh]:
+        """The mesh of each stage."""
+        return self._grounds.meshes
+
+    @property
+    def counts(self) -> Counts | None:
+        """What the last run has done; None before the first."""
         return self._written.program.counts
+
+    def dry_counts(self) -> Counts:
+        """Returns what a run would count."""
+        return self._written.program.dry_counts()
+
+    @property
+    def lowerable(self) -> Mapping[str, Lowerable]:
+        """Each program of this process by its name, with the types in which a call passes its operands."""
+        return self._written.lowerable
 
     @cached_property
     def in_shardings(self) -> tuple[NamedSharding, ...]:
@@ -100,73 +116,36 @@ class PipelineProgram:
         return found[:count]
 
     @cached_property
-    def _home(self) -> dict[Any, tuple[int, ...]]:
-        """The stages on which each input lies. All have scalars; those that read a part of the batch have that.
-
-        In several processes all stages have the batch, so that every process has something to give.
-        """
-        pipeline, all_stages = self._pipeline, self._grounds.stages
-        readers: dict[Any, set[int]] = {}
-        for leaf, var in enumerate(pipeline.around.loss.invars):
-            if not isinstance(var, jexc.Literal):
-                readers.setdefault(var, set()).update(map(pipeline.stage_of_chunk, pipeline.readers(leaf)))
-        for stage, (inputs, _, _) in self._before.items():
-            for var in inputs:
-                readers.setdefault(var, set()).add(stage)
-        found: dict[Any, tuple[int, ...]] = {}
-        for var, leaf in zip(self._body.invars, pipeline.step.captured.inputs, strict=True):
-            stage = pipeline.placement.stage_of.get(var, EVERYWHERE)
-            if stage == EVERYWHERE or (leaf.role is Role.BATCH and self._spans_processes):
-                found[var] = all_stages
-            elif leaf.role is Role.BATCH:
-                found[var] = tuple(sorted(readers.get(var, set()))) or (stage,)
-            else:
-                found[var] = (stage,)
-        return found
+    def _home(self) -> Homes:
+        """The stages on which each input lies."""
+        return homes_of(self._pipeline, spans_processes=self._spans_processes)
 
     def _dims(self, var: Any) -> Any:
         return sharding_of(self._pipeline, var)
 
     @cached_property
-    def _before(self) -> dict[int, tuple[list[Any], list[Any], jexc.ClosedJaxpr]]:
-        """By stage, what its chunks read and the step computes before the loss: inputs, outputs and program.
-
-        The first stage computes what is read after the loss too.
-        """
-        pipeline, around = self._pipeline, self._pipeline.around
-        made = {var for eqn in around.before for var in eqn.outvars}
-        later = dict.fromkeys(var for atoms in (*(eqn.invars for eqn in around.after), self._body.outvars) for var in variables(atoms))
-        found = {}
-        for stage in self._grounds.stages:
-            read = [
-                var
-                for leaf, var in enumerate(around.loss.invars)
-                if not isinstance(var, jexc.Literal) and stage in map(pipeline.stage_of_chunk, pipeline.readers(leaf))
-            ]
-            outputs = [var for var in dict.fromkeys((*read, *(later if stage == 0 else ()))) if var in made]
-            if outputs:
-                found[stage] = _needed(around.jaxpr, around.before, outputs)
-        return found
-
-    @cached_property
     def _written(self) -> _Written:
         tape, pipeline = Tape(), self._pipeline
+        lowerable: dict[str, Lowerable] = {}
         consts = dict(zip(self._body.constvars, pipeline.around.jaxpr.consts, strict=True))
         values = Values(tape, self._grounds, consts)
         for number, (var, place) in enumerate(zip(self._body.invars, self.in_shardings, strict=True)):
             values.keep(var, self._home[var], Spot(number, place, var.aval))
-        self._write_before(tape, values)
+        self._write_before(tape, values, lowerable)
         chunks = [
             compiled_chunk(chunk, self._grounds.devices[pipeline.stage_of_chunk(number)]) for number, chunk in enumerate(pipeline.planned)
         ]
-        held = [self._write_begin(tape, values, number, chunk) for number, chunk in enumerate(chunks)]
+        held = [self._write_begin(tape, values, number, chunk, lowerable) for number, chunk in enumerate(chunks)]
+        for chunk in chunks:
+            for kind, task in chunk.tasks.items():
+                _note(lowerable, chunk.planned.tasks[kind].name, task.jitted)
         carried = [
             {leaf: result for leaf, result in pipeline.step.loss.carried.items() if leaf in chunk.leaves and result in chunk.results}
             for chunk in pipeline.chunks
         ]
         Walk(tape, chunks, pipeline.schedule.stage_of, carried).write(pipeline.simulation.order, held)
-        ends = self._write_end(tape, values, chunks, held)
-        self._write_rounds(tape, values)
+        ends = self._write_end(tape, values, chunks, held, lowerable)
+        self._write_rounds(tape, values, lowerable)
         results = [
             self._result(values, var, leaf.carried_from)
             for var, leaf in zip(self._body.outvars, pipeline.step.captured.outputs, strict=True)
@@ -175,32 +154,33 @@ class PipelineProgram:
             if not isinstance(spot.name, int):
                 tape.constant(spot.name, partial(without_shards, spot.aval, spot.place))
         names = [*(spot.name for spot in results), *ends]
-        return _Written(tape.finished(range(len(self._body.invars)), names), tuple(spot.place for spot in results))
+        return _Written(tape.finished(range(len(self._body.invars)), names), tuple(spot.place for spot in results), lowerable)
 
-    def _write_before(self, tape: Tape, values: Values) -> None:
-        for stage, (inputs, outputs, closed) in self._before.items():
-            given = [values.on(var, stage).name for var in inputs]
+    def _write_before(self, tape: Tape, values: Values, lowerable: dict[str, Lowerable]) -> None:
+        for stage, (inputs, outputs, closed) in before_of(self._pipeline).items():
+            given = [values.on(var, stage) for var in inputs]
             made = [
                 Spot(("before", stage, number), self._grounds.on((stage,), self._dims(var)), var.aval) for number, var in enumerate(outputs)
             ]
             if is_here(made[0].place):
                 run = jax.jit(jexc.jaxpr_as_fun(closed), out_shardings=[spot.place for spot in made])
-                tape.run(run, given, [spot.name for spot in made])
+                tape.run(run, [spot.name for spot in given], [spot.name for spot in made])
+                lowerable[f"before_{stage}"] = Lowerable(run, _types(given))
             for var, spot in zip(outputs, made, strict=True):
                 values.keep(var, (stage,), spot)
 
-    def _write_begin(self, tape: Tape, values: Values, number: int, compiled: CompiledChunk) -> Held:
+    def _write_begin(self, tape: Tape, values: Values, number: int, compiled: CompiledChunk, lowerable: dict[str, Lowerable]) -> Held:
         """Writes what a chunk has before its first task."""
         loss, chunk = self._pipeline.step.loss, self._pipeline.chunks[number]
         stage, atoms = self._pipeline.stage_of_chunk(number), self._pipeline.around.loss.invars
         places, passes = compiled.shardings, self._pipeline.planned[number].passes
         parts = parts_of(loss, compiled, chunk.leaves)
-        whole = [values.on(atoms[part.slot.number], stage) for part in parts]
+        whole = [values.on(atoms[part.slot.number], stage, what=Moved.WEIGHT) for part in parts]
         divided = {part.slot for part in parts}
         held = Held()
         for slot in (Slot(Holds.LEAF, leaf) for leaf in chunk.leaves):
             if slot in places and slot not in divided:
-                held.step[slot] = values.on(atoms[slot.number], stage, places[slot])
+                held.step[slot] = values.on(atoms[slot.number], stage, places[slot], Moved.WEIGHT)
         made: list[Spot] = []
         for part, of in zip(parts, whole, strict=True):
             for index in range(loss.num_micro):
@@ -215,9 +195,12 @@ class PipelineProgram:
         if made and is_here(made[0].place):
             run = dividing(parts, loss.num_micro, sums, [spot.place for spot in made])
             tape.run(run, [spot.name for spot in whole], [spot.name for spot in made])
+            lowerable[f"begin{number}"] = Lowerable(run, _types(whole))
         return held
 
-    def _write_end(self, tape: Tape, values: Values, chunks: Sequence[CompiledChunk], held: Sequence[Held]) -> list[Any]:
+    def _write_end(
+        self, tape: Tape, values: Values, chunks: Sequence[CompiledChunk], held: Sequence[Held], lowerable: dict[str, Lowerable]
+    ) -> list[Any]:
         """Writes the results of the loss, made of sums and of results of micro-batches; returns the names of what ends a step here."""
         pipeline = self._pipeline
         loss, outvars = pipeline.step.loss, pipeline.around.loss.outvars
@@ -226,45 +209,56 @@ class PipelineProgram:
             first, *others = pipeline.readers(leaf)
             slot, var = Slot(Holds.SUM, leaf), outvars[index]
             place, stage = chunks[first].shardings[slot], pipeline.stage_of_chunk(first)
-            pieces = [held[first].step[slot], *(move(tape, [held[other].step[slot]], [place])[0] for other in others)]
+            pieces = [held[first].step[slot]]
+            for other in others:
+                spot = held[other].step[slot]
+                event = crossing(Moved.GRADIENT, pipeline.stage_of_chunk(other), stage, spot)
+                pieces += move(tape, [spot], [place], event)
             joint = Joint(len(pieces), loss.types[index].dtype)
             found.setdefault(stage, []).append(_Result(var, joint, pieces, self._grounds.on((stage,), self._dims(var))))
         for index, result in loss.made_by.items():
             number = next(number for number, chunk in enumerate(pipeline.chunks) if result in chunk.results)
-            stage, var, joint = pipeline.stage_of_chunk(number), outvars[index], joint_of(loss, index)
+            stage, var, joined = pipeline.stage_of_chunk(number), outvars[index], joint_of(loss, index)
             pieces = [held[number].results[result][micro] for micro in range(loss.num_micro)]
-            if joint is None:
+            if joined is None:
                 values.keep(var, (stage,), pieces[-1])
             else:
-                found.setdefault(stage, []).append(_Result(var, joint, pieces, pieces[0].place))
+                found.setdefault(stage, []).append(_Result(var, joined, pieces, pieces[0].place))
         ends: list[Any] = []
         for stage, results in found.items():
             made = [Spot(("end", stage, number), own.place, own.var.aval) for number, own in enumerate(results)]
             end = Spot(("ended", stage), self._grounds.on((stage,), ()), None)
             if is_here(end.place):
                 run = joining([own.joint for own in results], loss.num_micro, [*(spot.place for spot in made), end.place])
-                tape.run(run, [spot.name for own in results for spot in own.pieces], [*(spot.name for spot in made), end.name])
+                pieces = [spot for own in results for spot in own.pieces]
+                tape.run(run, [spot.name for spot in pieces], [*(spot.name for spot in made), end.name])
+                lowerable[f"end_{stage}"] = Lowerable(run, _types(pieces))
                 ends.append(end.name)
             for own, spot in zip(results, made, strict=True):
                 values.keep(own.var, (stage,), spot)
         return ends
 
-    def _write_rounds(self, tape: Tape, values: Values) -> None:
+    def _write_rounds(self, tape: Tape, values: Values, lowerable: dict[str, Lowerable]) -> None:
         for number, programs in enumerate(self._pipeline.rounds):
-            made = []
+            ready: list[tuple[PlannedProgram, Jitted, list[Spot]]] = []
+            # All operands are moved before any program reuses the memory of its own.
             for one in programs:
                 stage, program = one.program.stage, one.program
-                own: Jitted = jitted(one.planned, self._grounds.devices[stage], JitOptions(name=f"pipeline_after_{stage}"))
+                options = JitOptions(one.donated, name=f"pipeline_{one.name}")
+                own = jitted(one.planned, program.jaxpr.in_avals, self._grounds.devices[stage], options)
                 given = [values.on(var, stage, place) for var, place in zip(program.inputs, own.in_shardings, strict=True)]
+                _note(lowerable, one.name, own)
+                ready.append((one, own, given))
+            for one, own, given in ready:
+                stage, outputs = one.program.stage, one.program.outputs
                 spots = [
                     Spot(("after", number, stage, index), place, var.aval)
-                    for index, (var, place) in enumerate(zip(program.outputs, own.out_shardings, strict=True))
+                    for index, (var, place) in enumerate(zip(outputs, own.out_shardings, strict=True))
                 ]
                 if own.run is not None:
-                    tape.run(own.run, [spot.name for spot in given], [spot.name for spot in spots])
-                made += [(var, stage, spot) for var, spot in zip(program.outputs, spots, strict=True)]
-            for var, stage, spot in made:
-                values.keep(var, (stage,), spot)
+                    tape.run(own.run, [spot.name for spot in given], [spot.name for spot in spots], AfterRun(one.name))
+                for var, spot in zip(outputs, spots, strict=True):
+                    values.keep(var, (stage,), spot)
 
     def _result(self, values: Values, var: Any, source: int | None) -> Spot:
         """Writes how a result comes to where the input lies of which it is the next value.
@@ -279,22 +273,11 @@ class PipelineProgram:
         return values.anywhere(var)
 
 
-def _needed(closed: jexc.ClosedJaxpr, eqns: Sequence[Any], outputs: list[Any]) -> tuple[list[Any], list[Any], jexc.ClosedJaxpr]:
-    """Returns the program of some values: what it reads, what it gives, and itself."""
-    wanted, own = set(outputs), []
-    for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            own.append(eqn)
-            wanted.update(variables(eqn.invars))
-    body = closed.jaxpr
-    inputs = [var for var in body.invars if var in wanted]
-    consts = [(var, value) for var, value in zip(body.constvars, closed.consts, strict=True) if var in wanted]
-    jaxpr = body.replace(
-        constvars=[var for var, _ in consts],
-        invars=inputs,
-        outvars=outputs,
-        eqns=own[::-1],
-        effects=frozenset().union(*(eqn.effects for eqn in own)),
-        debug_info=body.debug_info._replace(arg_names=None, result_paths=None),
-    )
-    return inputs, outputs, jexc.ClosedJaxpr(jaxpr, [value for _, value in consts])
+def _types(spots: Sequence[Spot]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return placed_types([spot.aval for spot in spots], [spot.place for spot in spots])
+
+
+def _note(lowerable: dict[str, Lowerable], name: str, own: Jitted) -> None:
+    """Notes a program that this process runs."""
+    if own.run is not None:
+        lowerable[name] = Lowerable(own.run, own.types)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
+from spmdctx._compat import is_compile_only
 from spmdctx.errors import UnsupportedError
 from spmdctx.pipeline.run.tape import Event, Tape
 
@@ -31,8 +32,8 @@ def processes_of(place: NamedSharding) -> frozenset[int]:
 
 
 def is_here(place: NamedSharding) -> bool:
-    """Returns whether this process has devices of a sharding."""
-    return jax.process_index() in processes_of(place)
+    """Returns whether this process has devices of a sharding, or they are none that run."""
+    return jax.process_index() in processes_of(place) or is_compile_only(place.mesh.devices.flat[0])
 
 
 def check_stages(places: Sequence[NamedSharding]) -> None:

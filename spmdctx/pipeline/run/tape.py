@@ -5,48 +5,103 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from spmdctx.pipeline.programs.transfers import Route
+from spmdctx.pipeline.schedule.tasks import Kind
 
 _UNREAD = 0
 """The register of results that nothing reads."""
 
 
-class Event(NamedTuple):
-    """What an entry of a tape does to a pipeline: arrays it moves between two chunks, or what it changes in flight on a stage."""
-
-    source: int
-    target: int
-    count: int = 0
-    bytes: int = 0
-    in_flight: int = 0
-    stage: int = 0
-
-
 @dataclass
 class Counts:
-    """What a step has done: arrays and bytes moved over each pair of chunks, and the most that each chunk and stage had in flight.
+    """What a step has done. Of several processes, each counts what it sends, and what its own chunks hold.
 
-    A stage counts the micro-batches of all its chunks together. Of several processes, each counts what it sends, and what its own chunks
-    hold.
+    Attributes:
+        runs: of each kind of task of each chunk.
+        moves: arrays handed from one chunk to another.
+        bytes: their bytes.
+        in_flight: the most micro-batches in flight in each chunk.
+        in_flight_of_stage: the most on each stage, over all its chunks.
+        around: the number of arrays moved for the loss as a whole and after it, and their bytes, by route.
+        after: runs of each program after the loss, by its name.
     """
 
+    runs: Counter[tuple[Kind, int]] = field(default_factory=Counter)
     moves: Counter[tuple[int, int]] = field(default_factory=Counter)
     bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
     in_flight: Counter[int] = field(default_factory=Counter)
     in_flight_of_stage: Counter[int] = field(default_factory=Counter)
+    around: dict[Route, tuple[int, int]] = field(default_factory=dict)
+    after: Counter[str] = field(default_factory=Counter)
     _alive: Counter[int] = field(default_factory=Counter)
     _alive_on: Counter[int] = field(default_factory=Counter)
 
-    def add(self, event: Event) -> None:
-        """Counts one entry that has run."""
-        if event.count:
-            self.moves[event.source, event.target] += event.count
-            self.bytes[event.source, event.target] += event.bytes
-        if event.in_flight:
-            self._alive[event.source] += event.in_flight
-            self._alive_on[event.stage] += event.in_flight
-            self.in_flight[event.source] = max(self.in_flight[event.source], self._alive[event.source])
-            self.in_flight_of_stage[event.stage] = max(self.in_flight_of_stage[event.stage], self._alive_on[event.stage])
+    def start_or_end(self, chunk: int, stage: int, change: int) -> None:
+        """Counts a micro-batch that begins, or ends, to be in flight."""
+        self._alive[chunk] += change
+        self._alive_on[stage] += change
+        self.in_flight[chunk] = max(self.in_flight[chunk], self._alive[chunk])
+        self.in_flight_of_stage[stage] = max(self.in_flight_of_stage[stage], self._alive_on[stage])
+
+
+class Event(Protocol):
+    """What an entry of a tape does to a pipeline."""
+
+    def count_in(self, counts: Counts) -> None:
+        """Counts the entry, which has run."""
+
+
+class TaskRun(NamedTuple):
+    """A task of a chunk that lies on a stage; `change` is what it adds to the micro-batches in flight."""
+
+    kind: Kind
+    chunk: int
+    stage: int
+    change: int
+
+    def count_in(self, counts: Counts) -> None:
+        """Counts the task."""
+        counts.runs[self.kind, self.chunk] += 1
+        if self.change:
+            counts.start_or_end(self.chunk, self.stage, self.change)
+
+
+class AfterRun(NamedTuple):
+    """A program after the loss."""
+
+    name: str
+
+    def count_in(self, counts: Counts) -> None:
+        """Counts the program."""
+        counts.after[self.name] += 1
+
+
+class HandedOn(NamedTuple):
+    """Arrays that go from one chunk to another."""
+
+    source: int
+    target: int
+    num_arrays: int
+    bytes: int
+
+    def count_in(self, counts: Counts) -> None:
+        """Counts the arrays."""
+        counts.moves[self.source, self.target] += self.num_arrays
+        counts.bytes[self.source, self.target] += self.bytes
+
+
+class Crossing(NamedTuple):
+    """An array that goes from one stage to another beside the micro-batches."""
+
+    route: Route
+    bytes: int
+
+    def count_in(self, counts: Counts) -> None:
+        """Counts the array."""
+        count, total = counts.around.get(self.route, (0, 0))
+        counts.around[self.route] = (count + 1, total + self.bytes)
 
 
 class _Entry(NamedTuple):
@@ -99,7 +154,7 @@ class Tape:
 
 
 class Program:
-    """A finished tape. `counts` are those of the last run."""
+    """A finished tape. `counts` are those of the last run, None before the first."""
 
     def __init__(
         self,
@@ -111,7 +166,15 @@ class Program:
         self._entries, self._inputs, self._results = entries, inputs, results
         self._size, self._constants, self._number = store
         self._kept: list[tuple[int, Any]] | None = None
-        self.counts = Counts()
+        self.counts: Counts | None = None
+
+    def dry_counts(self) -> Counts:
+        """Returns what a run would count, without running."""
+        counts = Counts()
+        for entry in self._entries:
+            if entry.event is not None:
+                entry.event.count_in(counts)
+        return counts
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Runs all entries; an array that no later entry reads is let go at once."""
@@ -130,5 +193,5 @@ class Program:
             for place, value in zip(outputs, made, strict=True):
                 registers[place] = value
             if event is not None:
-                counts.add(event)
+                event.count_in(counts)
         return [registers[place] for place in self._results]

@@ -10,7 +10,7 @@ from typing import Any
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.run.compiled import CompiledChunk
 from spmdctx.pipeline.run.routes import Spot, move
-from spmdctx.pipeline.run.tape import Event, Tape
+from spmdctx.pipeline.run.tape import HandedOn, Tape, TaskRun
 from spmdctx.pipeline.schedule.tasks import Kind, Task
 
 _LAST = frozenset({Kind.BACKWARD, Kind.WEIGHT})
@@ -72,7 +72,7 @@ class Walk:
         made = [Spot((task, slot), chunk.shardings[slot], self._avals[task.chunk][slot]) for slot in program.outputs]
         if program.jitted.run is not None:
             change = 1 if task.kind is Kind.FORWARD else -1 if task.kind in _LAST else 0
-            event = Event(task.chunk, task.chunk, in_flight=change, stage=self._stage_of[task.chunk])
+            event = TaskRun(task.kind, task.chunk, self._stage_of[task.chunk], change)
             inputs = [own.of(slot, micro).name for slot in program.inputs]
             self._tape.run(program.jitted.run, inputs, [spot.name for spot in made], event)
         for slot, spot in zip(program.outputs, made, strict=True):
@@ -97,5 +97,5 @@ class Walk:
         targets = [Slot(target, slot.number) for slot in leaving]
         size = sum(math.prod(spot.aval.shape) * int(spot.aval.dtype.itemsize) for spot in spots)
         places = [self._chunks[reader].shardings[slot] for slot in targets]
-        moved = move(self._tape, spots, places, Event(task.chunk, reader, len(spots), size))
+        moved = move(self._tape, spots, places, HandedOn(task.chunk, reader, len(spots), size))
         held[reader].micro.setdefault(task.micro, {}).update(zip(targets, moved, strict=True))

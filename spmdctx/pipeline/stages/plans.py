@@ -49,10 +49,11 @@ Planner = Callable[[Captured, Settings], Planned]
 
 @dataclass(frozen=True)
 class PlannedTask:
-    """A program of a chunk with its plan."""
+    """A program of a chunk with its plan, and its name."""
 
     program: TaskProgram
     planned: Planned
+    name: str = ""
 
     @property
     def shardings(self) -> dict[Slot, TensorSharding]:
@@ -131,4 +132,4 @@ class ChunkPlanner:
     def _planned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding]) -> PlannedTask:
         own = {slot: dims for slot, dims in pins.items() if slot in program.inputs or slot in program.outputs}
         captured = captured_task(name, program, self._leaves, self._settings.mesh, own)
-        return PlannedTask(program, self._planner(captured, self._settings))
+        return PlannedTask(program, self._planner(captured, self._settings), name)

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
-from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh, replicated
 from spmdctx.ir.sharding import TensorSharding
-from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, around_of, is_array, programs_of
+from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, is_array, programs_of
 from spmdctx.pipeline.capture.carrier import PipelinedStep
-from spmdctx.pipeline.cut.choose import choose_cuts
-from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
-from spmdctx.pipeline.cut.costs import Seconds, line_seconds
-from spmdctx.pipeline.cut.inline import inlined
-from spmdctx.pipeline.cut.line import line_of
-from spmdctx.pipeline.cut.pins import marks_of, pinned_ranges, without_marks
-from spmdctx.pipeline.programs.passes import Passes
+from spmdctx.pipeline.cut.chunks import Chunk
+from spmdctx.pipeline.cut.line import variables
 from spmdctx.pipeline.programs.slots import Holds, Slot
-from spmdctx.pipeline.schedule.simulate import Simulation, simulate
-from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
-from spmdctx.pipeline.stages.captured import LossLeaf, Operand, Outcome, captured_program
-from spmdctx.pipeline.stages.plans import ChunkPlanner, Planned, PlannedChunk, Planner
+from spmdctx.pipeline.schedule.simulate import Simulation
+from spmdctx.pipeline.schedule.tasks import Schedule
+from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
+from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, Planner
+from spmdctx.pipeline.stages.staging import Stages, Staging
 from spmdctx.trace.scope.settings import Settings
-
-ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
-"""Makes a schedule for chunks of these costs and so many micro-batches."""
 
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A program after the loss, with its plan."""
+    """A program after the loss with its plan, its name, and the places of operands whose memory it reuses."""
 
     program: Program
     planned: Planned
+    name: str
+    donated: tuple[int, ...]
 
 
 @dataclass
 class PlannedPipeline:
-    """A pipelined step with its plans. `placed` has the sharding of each array around the loss on its stage."""
+    """A pipelined step with its plans.
+
+    `placed` has the sharding of each array around the loss on its stage. `bound_s` is a bound on the schedule of any cut, None without one.
+    """
 
     step: PipelinedStep
     around: Around
@@ -53,6 +49,13 @@ class PlannedPipeline:
     mesh: LogicalMesh
     rounds: list[list[PlannedProgram]] = field(default_factory=list)
     placed: dict[Any, TensorSharding] = field(default_factory=dict)
+    bound_s: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def total_s(self) -> float:
+        """The planned seconds of a step: the schedule, and what follows the loss."""
+        return self.simulation.makespan_s + sum(max((own.planned.plan.cost.total_s for own in one), default=0.0) for one in self.rounds)
 
     def stage_of_chunk(self, chunk: int) -> int:
         """Returns the stage of a chunk."""
@@ -63,93 +66,33 @@ class PlannedPipeline:
         return [number for number, chunk in enumerate(self.chunks) if leaf in chunk.leaves]
 
 
-def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> PlannedPipeline:
-    """Plans a step on a pipeline.
-
-    Args:
-        step: the captured step.
-        settings: of the whole step; its devices are divided over the stages.
-        num_chunks: into how many parts the loss is cut.
-        schedule_of: makes the schedule from the costs of the chunks: first the estimated ones, then the planned ones.
-        planner: plans a captured program on the devices of one stage.
+def completed(staging: Staging, stages: Stages) -> PlannedPipeline:
+    """Plans what a step does around its loss, whose stages are planned.
 
     Raises:
-        UnsupportedError: the loss has too few equations, or what follows it mixes arrays of several stages.
+        UnsupportedError: what follows the loss mixes arrays of several stages.
     """
-    loss, captured = step.loss, step.captured
-    even = [Costs(1.0, 2.0, 1.0, 1.0)] * num_chunks
-    chunks, estimates = _cut(step, settings, schedule_of(even, loss.num_micro).stage_of)
-    _check_state(step, chunks)
-    schedule = schedule_of([Costs(one.forward, one.backward, one.backward / 2, one.backward / 2) for one in estimates], loss.num_micro)
-    num_stages = schedule.num_stages
-    own = replace(
-        settings,
-        num_devices=settings.num_devices // num_stages,
-        context=settings.context.with_checked({"pipeline_stages": 1, "device_num": settings.num_devices // num_stages}),
-    )
-    around = around_of(captured.jaxpr)
-    inputs = dict(zip(around.jaxpr.jaxpr.invars, captured.inputs, strict=True))
-    leaves = [
-        LossLeaf(path, inputs[var].role if var in inputs else Role.KEY if operand.is_key else Role.PARAMETER)
-        for path, var, operand in zip(loss.paths, around.loss.invars, loss.operands, strict=True)
-    ]
-    passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
-    planned = ChunkPlanner(planner, own, leaves, splits_backward=schedule.splits_backward).plan(passes)
-    # The order of some schedules follows from the seconds of their tasks.
-    schedule = schedule_of([chunk.costs for chunk in planned], loss.num_micro)
-    simulation = simulate(schedule, cost_of([chunk.costs for chunk in planned]))
-    pipeline = PlannedPipeline(
-        step, around, _placement(step, around, chunks, schedule), schedule, simulation, chunks, planned, planned[0].mesh
-    )
+    step, around, homes = stages.loss.step, stages.loss.around, stages.loss.homes
+    placement = _placement(step, around, homes, stages.chunks, stages.schedule)
+    mesh = stages.planned[0].mesh
+    pipeline = PlannedPipeline(step, around, placement, stages.schedule, stages.simulation, stages.chunks, stages.planned, mesh)
     _place_leaves(pipeline)
-    _plan_rounds(pipeline, replace(own, mesh=pipeline.mesh), planner)
+    for var, leaf in homes.items():
+        # Layers may be fewer than devices; what is stacked is split as they are, but for the dimension of layers.
+        dims = pipeline.planned[pipeline.readers(leaf)[0]].joint.shardings[Slot(Holds.LEAF, leaf)]
+        pipeline.placed[var] = ((), *dims[1:])
+    _plan_rounds(pipeline, replace(staging.settings, mesh=mesh), staging.planner)
     return pipeline
 
 
-def _cut(step: PipelinedStep, settings: Settings, stage_of: Sequence[int]) -> tuple[list[Chunk], list[Seconds]]:
-    """Returns the chunks of the loss, and what they are estimated to take; `stage_of` has the stage of each."""
-    loss, num_chunks = step.loss, len(stage_of)
-    line = line_of(inlined(loss.forward), loss.is_parameter)
-    seconds = line_seconds(line, settings.topology)
-    sums = [sum(one) for one in seconds]
-    marks = marks_of(line.eqns) if loss.is_marked else {}
-    found = choose_cuts(sums, line.crossing, num_chunks, pinned_ranges(line.eqns, marks, stage_of, sums, loss.where))
-    if found is None:
-        raise UnsupportedError(
-            f"The loss has {len(line.eqns)} equations that can be cut, which is too few for {num_chunks} chunks.",
-            where=loss.where,
-            fix="use fewer pipeline stages, or fewer marks of stages" if marks else "use fewer pipeline stages",
-        )
-    bounds = [0, *(place + 1 for place in found.places), len(line.eqns)]
-    parts = [seconds[first:last] for first, last in pairwise(bounds)]
-    chunks = chunks_of(line, found.places, loss.carried)
-    if loss.is_marked:
-        chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
-    return chunks, [Seconds(sum(one.forward for one in part), sum(one.backward for one in part)) for part in parts]
-
-
-def _check_state(step: PipelinedStep, chunks: Sequence[Chunk]) -> None:
-    """Refuses state that one chunk reads and another one changes: the first would read it before the micro-batch before has changed it."""
-    loss = step.loss
-    for leaf, result in loss.carried.items():
-        makers = {number for number, chunk in enumerate(chunks) if result in chunk.results}
-        readers = {number for number, chunk in enumerate(chunks) if leaf in chunk.leaves}
-        if not readers <= makers:
-            raise UnsupportedError(
-                f"Several chunks of the pipeline share the state '{loss.paths[leaf]}', which micro-batches change one after the other.",
-                where=loss.where,
-                got=f"read by chunks {', '.join(map(str, sorted(readers)))}, changed by {', '.join(map(str, sorted(makers)))}",
-                fix="mark what uses it for one stage by spmdctx.pipeline_stage, or leave pipeline_stages out",
-            )
-
-
-def _placement(step: PipelinedStep, around: Around, chunks: Sequence[Chunk], schedule: Schedule) -> Placement:
+def _placement(step: PipelinedStep, around: Around, homes: Mapping[Any, int], chunks: Sequence[Chunk], schedule: Schedule) -> Placement:
     """Returns the stages of all arrays around the loss: leaves and gradients lie with the first chunk that reads them."""
     loss = step.loss
     owner = {leaf: schedule.stage_of[number] for number, chunk in reversed([*enumerate(chunks)]) for leaf in chunk.leaves}
     known = {var: owner[leaf] for leaf, var in enumerate(around.loss.invars) if leaf in owner and not _is_literal(var)}
     for index, var in enumerate(around.loss.outvars):
         known[var] = owner[loss.gradient_of[index]] if index in loss.gradient_of else _maker(chunks, schedule, loss.made_by[index])
+    known.update({var: owner[leaf] for var, leaf in homes.items()})
     names = dict(zip(around.jaxpr.jaxpr.invars, (leaf.path for leaf in step.captured.inputs), strict=True))
     return Placement(around, known, names)
 
@@ -183,10 +126,13 @@ def _plan_rounds(pipeline: PlannedPipeline, settings: Settings, planner: Planner
         for var, leaf in zip(body.outvars, captured.outputs, strict=True)
         if leaf.carried_from is not None
     }
-    for number, programs in enumerate(programs_of(around, pipeline.placement, pipeline.schedule.num_stages)):
+    rounds = programs_of(around, pipeline.placement, pipeline.schedule.num_stages)
+    reused = _Reused(rounds, sources, {var for var, leaf in inputs.items() if leaf.donated} - set(variables(body.outvars)))
+    for number, programs in enumerate(rounds):
         found = []
         for program in programs:
-            operands = [_operand(var, inputs, pipeline.placed) for var in program.inputs]
+            donated = reused.by(number, program)
+            operands = [_operand(var, inputs, pipeline.placed, index in donated) for index, var in enumerate(program.inputs)]
             places = {var: index for index, var in enumerate(program.inputs)}
             results = [_outcome(var, sources, places, pipeline.placed) for var in program.outputs]
             name = f"after{number}_{program.stage}"
@@ -195,14 +141,36 @@ def _plan_rounds(pipeline: PlannedPipeline, settings: Settings, planner: Planner
             for var, value in (*zip(program.inputs, graph.inputs, strict=True), *zip(program.outputs, graph.outputs, strict=True)):
                 if is_array(var) and value >= 0:
                     pipeline.placed.setdefault(var, values[value])
-            found.append(PlannedProgram(program, planned))
+            found.append(PlannedProgram(program, planned, name, donated))
         pipeline.rounds.append(found)
 
 
-def _operand(var: Any, inputs: Mapping[Any, Any], placed: Mapping[Any, TensorSharding]) -> Operand:
+class _Reused:
+    """Says which programs after the loss may reuse the memory of donated state.
+
+    That is the last program that reads it, if this one makes its next value.
+    """
+
+    def __init__(self, rounds: Sequence[Sequence[Program]], sources: Mapping[Any, Any], donated: Collection[Any]) -> None:
+        self._sources, self._donated = sources, donated
+        self._last = {
+            var: (number, program.stage) for number, programs in enumerate(rounds) for program in programs for var in program.inputs
+        }
+
+    def by(self, number: int, program: Program) -> tuple[int, ...]:
+        """Returns the places of the operands whose memory a program of a round may reuse; scalars are on several stages."""
+        renewed = {self._sources.get(var) for var in program.outputs}
+        return tuple(
+            index
+            for index, var in enumerate(program.inputs)
+            if var in self._donated and var in renewed and is_array(var) and self._last[var] == (number, program.stage)
+        )
+
+
+def _operand(var: Any, inputs: Mapping[Any, Any], placed: Mapping[Any, TensorSharding], is_reused: bool) -> Operand:
     leaf = inputs.get(var)
     role = Role.ARGUMENT if leaf is None else leaf.role
-    return Operand("value" if leaf is None else leaf.path, role, placed.get(var))
+    return Operand("value" if leaf is None else leaf.path, role, placed.get(var), is_reused)
 
 
 def _outcome(var: Any, sources: Mapping[Any, Any], places: Mapping[Any, int], placed: Mapping[Any, TensorSharding]) -> Outcome:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from spmdctx.errors import ContextError, UnsupportedError
+from spmdctx.machine.xla.collectives.ways import ways_of
 from spmdctx.pipeline.assemble import assembled
+from spmdctx.pipeline.audit.report import Built, audit_pipeline
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.plan import PipelinePlan
+from spmdctx.pipeline.run.lowered import LoweredPipeline
 from spmdctx.pipeline.run.program import PipelineProgram
+from spmdctx.pipeline.search.plan import plan_pipeline
 from spmdctx.pipeline.stages.notes import whole_backward
-from spmdctx.pipeline.stages.whole import PlannedPipeline, plan_pipeline
+from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.scheduler import scheduler_of
@@ -25,7 +30,7 @@ from spmdctx.step.planning.planner import plan_program
 from spmdctx.step.processes import is_of_one_process, on_all
 from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.scope.environment import Environment
-from spmdctx.trace.scope.mesh import has_explicit_type, has_mesh_type
+from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
 from spmdctx.wording import counted
 
 
@@ -84,10 +89,20 @@ class PipelinedEntry(Entry):
     @cached_property
     def _plan(self) -> PipelinePlan:
         settings = self.environment.settings
-        donated = sum(leaf.donated for leaf in self.captured.inputs)
-        notes = [f"The pipeline's programs reuse no memory of {counted(donated, 'donated array')} so far."] if donated else []
-        notes += [*unmatched_patterns(self.captured, settings), *whole_backward(self.pipeline)]
+        notes = [*self._not_reused(), *unmatched_patterns(self.captured, settings), *whole_backward(self.pipeline)]
         return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
+
+    def _not_reused(self) -> list[str]:
+        """Returns a note on donated arrays whose memory stays as it is; scalars are too small to be named."""
+        reused = sum(len(one.donated) for programs in self.pipeline.rounds for one in programs)
+        left = sum(leaf.donated and math.prod(leaf.shape) > 1 for leaf in self.captured.inputs) - reused
+        text = counted(left, "donated array")
+        return [f"The memory of {text} is not reused: a pipeline reuses that of state which is renewed after the loss."] if left else []
+
+    @property
+    def peak_bytes(self) -> int:
+        """The planned peak of the fullest stage, per device."""
+        return self._plan.memory_bytes
 
     @property
     def regions(self) -> tuple[()]:
@@ -178,6 +193,15 @@ class PipelinedEntry(Entry):
         """None: a pipeline has no shorter way."""
         return None
 
-    def lower(self, leaves: Sequence[Any]) -> NoReturn:
-        """Refuses: a pipeline is many programs."""
-        raise UnsupportedError("A pipeline is lowered as a program for each stage and kind of task.", fix="leave pipeline_stages out")
+    def lower(self, leaves: Sequence[Any]) -> Any:
+        """Lowers a program for each stage and kind of task; calls share what is compiled, whatever leaves they bring."""
+        with auto_axes(), without_one_device(self.plan.num_devices):
+            return LoweredPipeline({name: one.lower() for name, one in self.program.jitted.lowerable.items()})
+
+    def audit(self, leaves: Sequence[Any]) -> Any:
+        """Compiles all programs, and compares them and what the last call did with the plan."""
+        program: PipelineProgram = self.program.jitted
+        counts = program.counts
+        done = program.dry_counts() if counts is None else counts
+        built = Built(self.lower(leaves).compile(), program.meshes, done, counts is not None)
+        return audit_pipeline(self.pipeline, self._plan, built, lambda own: ways_of(value.dtype for value in own.graph.values))

@@ -11,6 +11,7 @@ from spmdctx.gradients.capture import capture_step
 from spmdctx.pipeline.capture.carrier import capture_pipelined
 from spmdctx.pipeline.capture.stage import is_marked, marks_met
 from spmdctx.step.entry import Entry
+from spmdctx.step.pipelined.auto import chosen_entry
 from spmdctx.step.pipelined.entry import PipelinedEntry
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.target import Target
@@ -38,4 +39,6 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     for name in ("strategy_ckpt_load_file", "strategy_ckpt_save_file"):
         if getattr(settings.context, name):
             raise UnsupportedError(f"The plan of a pipeline has no file so far: {name} is set.", fix=f"leave {name} or pipeline_stages out")
+    if settings.context.auto_pipeline and settings.context.parallel_mode == "auto_parallel":
+        return chosen_entry(target, call, static, around, notes)
     return PipelinedEntry(capture_pipelined(target, call, static, settings), around, notes)

@@ -72,7 +72,7 @@ def walked(fn, params, batch, schedule, mode):
         }
         held.append(Held(step, micro))
     run = simulate(schedule, cost_of([EVEN] * schedule.num_chunks))
-    Walk(tape, compiled, [{}] * len(chunks)).write(run.order, held)
+    Walk(tape, compiled, schedule.stage_of, [{}] * len(chunks)).write(run.order, held)
     assert not any(store.micro for store in held)
     sums = [(leaf, store.step[Slot(Holds.SUM, leaf)].name) for own, store in zip(passes, held, strict=True) for leaf in own.weights]
     values = [spot.name for spot in held[-1].results[0].values()]

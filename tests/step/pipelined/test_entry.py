@@ -213,15 +213,11 @@ def test_modes_whose_devices_all_run_the_whole_loss_have_no_stages():
 def test_what_a_pipeline_does_not_have_is_refused_by_name(tmp_path):
     params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 32)
     args = (params, CLIPPED.init(params), batch)
-    step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=2, donate_argnums=0)
+    step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=2)
     plan = step.plan(*args)
-    assert any("donated" in note for note in plan.notes)
     assert "1f1b" in str(plan)
     for ask in (lambda: plan.save(tmp_path / "plan.json"), lambda: plan.collectives, lambda: plan.explain("embed")):
         with pytest.raises(UnsupportedError, match="plan of a pipeline"):
-            ask()
-    for ask in (lambda: step.lower(*args), lambda: step.audit(*args)):
-        with pytest.raises(UnsupportedError, match="for each stage"):
             ask()
     with pytest.raises(UnsupportedError, match="jit"):
         jax.jit(step)(*args)
