@@ -148,7 +148,7 @@ def _nnx_calls_in_stages() -> Iterator[None]:
 
 def _call_in_stage(cls: type[Any], call: Any) -> Callable[..., Any]:
     def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = call.__get__(self, cls)
+        bound = call.__get__(self, cls) if hasattr(call, "__get__") else call
         if _ATTRIBUTE not in vars(self):
             return bound(*args, **kwargs)
         with _in_stage(_checked(vars(self)[_ATTRIBUTE], f"{type(self).__name__}.pipeline_stage")):
