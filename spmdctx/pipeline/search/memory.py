@@ -73,10 +73,11 @@ def _copies(pipeline: PlannedPipeline, stage: int, chunks: list[PlannedChunk]) -
 def _beside(chunk: PlannedChunk) -> int:
     """Returns what the largest program of a chunk needs beside leaves, sums and what is kept."""
     sizes = slot_bytes(chunk, (Holds.LEAF, Holds.SUM, *_KEPT))
-    return max(
-        max(0, task.planned.plan.cost.memory_bytes - sum(sizes.get(slot, 0) for slot in task.program.inputs))
-        for task in chunk.tasks.values()
-    )
+    needed = [0]
+    for task in chunk.tasks.values():
+        planned: int = task.planned.plan.cost.memory_bytes
+        needed.append(planned - sum(sizes.get(slot, 0) for slot in task.program.inputs))
+    return max(needed)
 
 
 def _after(pipeline: PlannedPipeline, stage: int) -> int:
