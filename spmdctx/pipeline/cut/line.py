@@ -109,9 +109,19 @@ def _divided(opened: Opened, scans: Sequence[Any], lengths: Sequence[Sequence[in
         else:
             copied.update(dict.fromkeys(eqn.outvars, eqn))
     eqns = _in_line(main, early, copied, variables(jaxpr.outvars))
-    crossing = _crossing(eqns, parts.region_of)
-    own = parts.region_of, parts.tag_of, parts.source_of
-    return Line(jaxpr, opened.closed.consts, tuple(eqns), copied, tuple(crossing), *own, opened, tuple(scans), tuple(is_parameter))
+    return Line(
+        jaxpr=jaxpr,
+        consts=opened.closed.consts,
+        eqns=tuple(eqns),
+        copied=copied,
+        crossing=tuple(_crossing(eqns, parts.region_of)),
+        region_of=parts.region_of,
+        tag_of=parts.tag_of,
+        source_of=parts.source_of,
+        opened=opened,
+        scans=tuple(scans),
+        is_parameter=tuple(is_parameter),
+    )
 
 
 class _Reached:

@@ -10,7 +10,7 @@ from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.data import PipelineData
 from spmdctx.pipeline.search.balance import balanced
 from spmdctx.pipeline.search.bound import least_makespan_of_cuts_s
-from spmdctx.pipeline.search.stacked import stacked_note
+from spmdctx.pipeline.search.stacked import stacked_notes
 from spmdctx.pipeline.stages.alike import AlikePlanner
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
 from spmdctx.pipeline.stages.plans import Planner
@@ -40,7 +40,7 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
     found = completed(staging, stages)
     if settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel":
         stages, found = _within(staging, stages, found, settings.memory_bytes)
-    found.notes += stacked_note(found)
+    found.notes += stacked_notes(found)
     found.bound_s = _bound_s(staging, stages)
     if found.bound_s:
         found.notes.append(_certificate(found, found.bound_s))

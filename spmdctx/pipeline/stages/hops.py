@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from spmdctx.machine.hops import hop_price
+from spmdctx.machine.collectives import LinearPrice
 from spmdctx.machine.topology import Topology
 from spmdctx.pipeline.programs.slots import Holds
 from spmdctx.pipeline.stages.plans import PlannedChunk
@@ -12,6 +12,22 @@ from spmdctx.pipeline.stages.sizes import slot_bytes
 
 HopOf = Callable[[int, int], float]
 """Gives the seconds from one chunk to a chunk that reads its result."""
+
+
+def hop_price(source: int, target: int, size: int, topology: Topology) -> LinearPrice:
+    """Returns the price of a move over the bytes of one device, each of which sends its part to the device with its place.
+
+    Args:
+        source: the number of the group that sends; group g has the devices g * size to (g + 1) * size - 1.
+        target: the number of the group that receives.
+        size: devices of a group.
+        topology: the machine; the slowest pair decides.
+    """
+    domain = topology.devices_per_host
+    pairs = ((source * size + place, target * size + place) for place in range(size))
+    if any(first // domain != last // domain for first, last in pairs):
+        return LinearPrice(topology.network_latency_s, 1 / topology.network_bytes_per_s)
+    return LinearPrice(topology.latency_s, 1 / topology.link_bytes_per_s)
 
 
 def hops_of(chunks: Sequence[PlannedChunk], stage_of: Sequence[int], topology: Topology) -> HopOf:

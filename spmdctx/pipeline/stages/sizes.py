@@ -15,7 +15,7 @@ from spmdctx.pipeline.stages.plans import PlannedChunk
 def device_bytes(aval: Any, sharding: TensorSharding, mesh: LogicalMesh) -> int:
     """Returns the bytes of an array on one device."""
     ways = math.prod(mesh.num_slices(names) for names in sharding)
-    return int(math.prod(aval.shape)) * int(aval.dtype.itemsize) // ways
+    return int(math.prod(aval.shape) * aval.dtype.itemsize) // ways
 
 
 def slot_bytes(chunk: PlannedChunk, holds: Collection[Holds]) -> dict[Slot, int]:

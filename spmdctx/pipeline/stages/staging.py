@@ -186,6 +186,29 @@ class Staging:
         simulation = simulate(schedule, cost_of(costs), hops_of(planned, schedule.stage_of, self.settings.topology))
         return Stages(places, own, chunks, planned, schedule, simulation)
 
+    def expected_s(self, places: Sequence[int], seconds: Sequence[float], known: Stages) -> float:
+        """Returns the seconds of the schedule between other places, as far as planned stages tell.
+
+        Args:
+            places: of the cuts.
+            seconds: of each equation of the line, as they were planned.
+            known: the planned stages, whose passes and moves are taken to be like those of other cuts.
+        """
+        crossing, planned = self.loss.line.crossing, known.planned
+        bounds = [0, *(place + 1 for place in places), len(seconds)]
+        costs = []
+        for (first, last), own in zip(pairwise(bounds), planned, strict=True):
+            factor = sum(seconds[first:last]) / max(sum(own.costs.of(kind) for kind in own.tasks), 1e-300)
+            costs.append(Costs(*(factor * one for one in own.costs)))
+        hop_s = hops_of(planned, known.schedule.stage_of, self.settings.topology)
+
+        def moved_s(chunk: int, reader: int) -> float:
+            cut = min(chunk, reader)
+            return hop_s(chunk, reader) * crossing[places[cut]] / max(crossing[known.places[cut]], 1.0)
+
+        schedule = self._schedule_of(costs, self._num_micro)
+        return simulate(schedule, cost_of(costs), moved_s).makespan_s
+
     def _parts(self, places: Sequence[int]) -> list[Sequence[Seconds]]:
         bounds = [0, *(place + 1 for place in places), len(self.loss.seconds)]
         return [self.loss.seconds[first:last] for first, last in pairwise(bounds)]

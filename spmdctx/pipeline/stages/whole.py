@@ -38,6 +38,7 @@ class PlannedPipeline:
     """A pipelined step with its plans.
 
     `placed` has the sharding of each array around the loss on its stage. `bound_s` is a bound on the schedule of any cut, None without one.
+    `homes` gives for each stacked value, whose layers are leaves of the loss, the leaf of the first ones.
     """
 
     step: PipelinedStep
@@ -53,6 +54,7 @@ class PlannedPipeline:
     placed: dict[Any, TensorSharding] = field(default_factory=dict)
     bound_s: float | None = None
     notes: list[str] = field(default_factory=list)
+    homes: Mapping[Any, int] = field(default_factory=dict)
 
     @property
     def total_s(self) -> float:
@@ -84,6 +86,7 @@ def completed(staging: Staging, stages: Stages) -> PlannedPipeline:
         # Layers may be fewer than devices; what is stacked is split as they are, but for the dimension of layers.
         dims = pipeline.planned[pipeline.readers(leaf)[0]].joint.shardings[Slot(Holds.LEAF, leaf)]
         pipeline.placed[var] = ((), *dims[1:])
+    pipeline.homes = homes
     _plan_rounds(pipeline, replace(staging.settings, mesh=mesh), staging.planner)
     return pipeline
 

@@ -52,7 +52,7 @@ def chosen_entry(target: Target, call: Call, static: Static, around: Environment
         step: PipelinedStep | None = capture_pipelined(target, call, static, _of(around, 1).settings)
     except _NOT_HERE as error:
         step, refused[most] = None, error
-    for count in stage_counts(settings.num_devices, most, step.loss.num_micro) if step is not None else []:
+    for count in stage_counts(settings.num_devices, most, step.loss.num_micro if step is not None else 1):
         if step is not None and count > 1:
             entry = PipelinedEntry(step, _of(around, count), notes)
             try:

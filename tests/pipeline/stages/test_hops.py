@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from spmdctx.machine.hops import hop_price
 from spmdctx.machine.presets import topology
+from spmdctx.pipeline.stages.hops import hop_price
 
 HOSTS = replace(
     topology("h100"), devices_per_host=8, latency_s=1e-6, link_bytes_per_s=4e11, network_latency_s=1e-5, network_bytes_per_s=5e10
