@@ -70,7 +70,7 @@ def test_a_dropped_transfer_is_found(monkeypatch):
             event = left.pop()._replace(num_arrays=0)
         return move(tape, spots, targets, event)
 
-    args, step = arguments(), small.parallel()
+    args, step = arguments(num_layers=4, tied=False), small.parallel()
     monkeypatch.setattr(walk_module, "move", fewer)
     step(*args)
     report = step.audit(*args)
