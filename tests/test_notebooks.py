@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIRST, MODES, READING, CHECKPOINTS = NOTEBOOKS
+FIRST, MODES, READING, CHECKPOINTS, PIPELINES = NOTEBOOKS
 MACHINE_PATH = re.compile(r"/(?:home|root|tmp|usr|work|Users)/")
 
 

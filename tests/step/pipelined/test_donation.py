@@ -19,7 +19,7 @@ BATCH = small.batch_of()
 
 
 def test_donated_state_is_reused_and_the_numbers_are_one_device_s():
-    step, state, want = parallel(donate_argnums=(0, 1)), state_of(), state_of()
+    step, state, want = parallel(donate_argnums=(0, 1)), state_of(4, tied=False), state_of(4, tied=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for call in range(3):
@@ -34,7 +34,7 @@ def test_donated_state_is_reused_and_the_numbers_are_one_device_s():
 
 
 def test_the_plan_counts_what_is_reused():
-    kept, reused = (parallel(**options).plan(*state_of(), BATCH) for options in ({}, {"donate_argnums": (0, 1)}))
+    kept, reused = (parallel(**options).plan(*state_of(4, tied=False), BATCH) for options in ({}, {"donate_argnums": (0, 1)}))
     for own, other in zip(kept.stages, reused.stages, strict=True):
         assert own.after.keys() == other.after.keys()
         assert any(own.after[name].cost.memory_bytes > 1.3 * other.after[name].cost.memory_bytes for name in own.after)
