@@ -1,7 +1,7 @@
 """Automatic parallelism for JAX: traces a step for one device, plans its shardings, lowers it to `jax.jit`, runs it and audits it."""
 
 from spmdctx import communication, data, ops
-from spmdctx.api import ParallelStep, get_mesh, grad, parallel, plan, value_and_grad
+from spmdctx.api import MicroBatchInterleaved, ParallelStep, PipelineCell, get_mesh, grad, parallel, pipeline_stage, plan, value_and_grad
 from spmdctx.audit import AuditReport
 from spmdctx.checkpoint import (
     CheckpointManager,
@@ -55,7 +55,9 @@ __all__ = [
     "DonationError",
     "InfeasibleError",
     "Layout",
+    "MicroBatchInterleaved",
     "ParallelStep",
+    "PipelineCell",
     "Plan",
     "PlanError",
     "PlanFormatError",
@@ -78,6 +80,7 @@ __all__ = [
     "merge_sliced_parameter",
     "ops",
     "parallel",
+    "pipeline_stage",
     "plan",
     "rank_list_for_transform",
     "reset_algo_parameters",

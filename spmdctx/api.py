@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
-from spmdctx.gradients import grad, value_and_grad
+from spmdctx.gradients import MicroBatchInterleaved, PipelineCell, grad, value_and_grad
+from spmdctx.pipeline.capture.stage import pipeline_stage
 from spmdctx.plan.plan import Plan
 from spmdctx.step.step import ParallelStep
 from spmdctx.trace.scope.mesh import get_mesh
 
-__all__ = ["ParallelStep", "get_mesh", "grad", "parallel", "plan", "value_and_grad"]
+__all__ = [
+    "MicroBatchInterleaved",
+    "ParallelStep",
+    "PipelineCell",
+    "get_mesh",
+    "grad",
+    "parallel",
+    "pipeline_stage",
+    "plan",
+    "value_and_grad",
+]
 
 
 P = ParamSpec("P")

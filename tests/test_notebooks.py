@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIRST, MODES, READING, CHECKPOINTS = NOTEBOOKS
+FIRST, MODES, READING, CHECKPOINTS, PIPELINES = NOTEBOOKS
 MACHINE_PATH = re.compile(r"/(?:home|root|tmp|usr|work|Users)/")
 
 
@@ -140,6 +140,22 @@ def test_checkpoints_resume_load_and_generate(kernel: None) -> None:
     assert "rank 1 of 2 needs the files of ranks [" in shown
     assert all(float(ratio) < 1.5 for ratio in re.findall(r"([\d.]+) bytes read per byte needed", shown))
     assert len(re.findall(r"^'The value of the.+'$", shown, re.MULTILINE)) == 2
+
+
+@quietly
+def test_pipelines_run_as_they_are_drawn(kernel: None) -> None:
+    notebook = _executed(PIPELINES)
+    shown = _printed(notebook)
+    assert "<svg" in _pages(notebook)[0]
+    assert "stage 1 of 4" in shown
+    losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+)$", shown, re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+    assert "first layer on [0, 1]" in shown
+    assert "last layer on [6, 7]" in shown
+    assert "The pipeline agrees with its plan" in shown
+    assert re.search(r"^True$", shown, re.MULTILINE)
+    assert "auto_pipeline chose 1 stage of at most 4" in shown
 
 
 if __name__ == "__main__":

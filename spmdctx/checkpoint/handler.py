@@ -16,6 +16,7 @@ import tensorstore as ts
 from etils import epath
 
 from spmdctx.checkpoint.files import CONTENTS, Seal, files_below, read_json, seal_all, write_json
+from spmdctx.checkpoint.parts.handlers import with_parts
 from spmdctx.checkpoint.tree import Stored
 from spmdctx.errors import CheckpointError, shown
 
@@ -31,7 +32,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]  # orbax h
     """Stores arrays as orbax's PyTreeCheckpointHandler does; each process seals the files that it writes, process 0 the rest."""
 
     def __init__(self) -> None:
-        self._arrays = ocp.PyTreeCheckpointHandler()
+        self._arrays = ocp.PyTreeCheckpointHandler(**({"type_handler_registry": with_parts()} if jax.process_count() > 1 else {}))
 
     async def async_save(self, directory: Any, args: SaveState) -> list[Any]:
         """Begins to write; the returned futures end when this process's files are written and sealed."""

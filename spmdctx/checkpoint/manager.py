@@ -24,6 +24,7 @@ from spmdctx.checkpoint.files import (
     reporting,
     unpacked,
 )
+from spmdctx.checkpoint.parts.leaves import shared_leaves
 from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
 from spmdctx.errors import CheckpointError, listed, message, shown
@@ -134,7 +135,8 @@ class CheckpointManager:
         tree = StateTree(state)
         _check_alive(tree)
         forms = {path: stored_form(path, leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True)}
-        arrays = _nested({path: to_stored(leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True) if forms[path].num_bytes})
+        shared = zip(tree.paths, tree.leaves, shared_leaves(tree), strict=True)
+        arrays = _nested({path: to_stored(leaf, is_shared=own) for path, leaf, own in shared if forms[path].num_bytes})
         if not arrays:
             raise CheckpointError("The state holds nothing to save.", got=f"{len(forms)} leaves")
         contents = {"step": step, "leaves": forms, "processes": jax.process_count(), "plan": None if plan is None else plan_json(plan)}
@@ -243,6 +245,9 @@ class CheckpointManager:
             if path in found:
                 continue
             form, sharding = forms[path], target_sharding(leaf, given.get(path))
+            if sharding is not None and not sharding.addressable_devices:  # another process reads it
+                found[path] = jax.make_array_from_single_device_arrays(form.shape, sharding, [], dtype=leaf.dtype)
+                continue
             shapes[path] = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding)
             host = ocp.RestoreArgs(restore_type=np.ndarray)
             how[path] = host if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding, global_shape=form.shape, dtype=leaf.dtype)

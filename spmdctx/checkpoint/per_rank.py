@@ -16,6 +16,7 @@ from spmdctx.checkpoint.blocks import Block, layout_sharding, shape_of_block
 from spmdctx.checkpoint.commit import together, waiting_place
 from spmdctx.checkpoint.files import writing
 from spmdctx.checkpoint.layouts import Layouts, Slicing, Strategy, rank_devices, slicing, state_layouts
+from spmdctx.checkpoint.parts.leaves import shared_leaves
 from spmdctx.checkpoint.sources import STRATEGY, Sources, check_complete, check_no_more_ranks, rank_file, rank_files, strategy_beside
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, Tensor, write_tensors
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, stored_form, to_stored
@@ -57,7 +58,7 @@ def save_distributed_checkpoint(
     tree, layouts = StateTree(network), state_layouts(network)
     root = Path(directory)
     forms = [stored_form(path, leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True)]
-    arrays = [to_stored(leaf) for leaf in tree.leaves]
+    arrays = [to_stored(leaf, is_shared=own) for leaf, own in zip(tree.leaves, shared_leaves(tree), strict=True)]
     num_ranks = slicing(layouts).num_ranks if layouts else 1
     check_no_more_ranks(root, num_ranks)
     devices = rank_devices(getattr(array, "sharding", None) for array in arrays)[:num_ranks]

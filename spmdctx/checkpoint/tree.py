@@ -79,14 +79,23 @@ def stored_form(path: str, leaf: Any) -> Stored:
     return Stored(tuple(leaf.shape), str(leaf.dtype))
 
 
-def to_stored(leaf: Any) -> Any:
+def has_no_part(leaf: Any) -> bool:
+    """Returns whether a leaf lies on devices of other processes alone, as those of other stages of a pipeline do."""
+    return isinstance(leaf, jax.Array) and not leaf.sharding.addressable_devices
+
+
+def to_stored(leaf: Any, *, is_shared: bool) -> Any:
     """Returns the array that is stored for a leaf.
 
     An array that each of several processes holds by itself should be equal in all of them; that of process 0 is stored.
+
+    Args:
+        leaf: the leaf.
+        is_shared: whether some process has no part of it, so that the others hold it for all.
     """
     if isinstance(leaf, jax.Array):
         array = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        return np.asarray(array) if jax.process_count() > 1 and array.is_fully_addressable else array
+        return np.asarray(array) if jax.process_count() > 1 and array.is_fully_addressable and not is_shared else array
     return np.array(leaf)  # a copy: the user may change theirs while it is written
 
 

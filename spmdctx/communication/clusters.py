@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from spmdctx.communication.parent import LAUNCHER
@@ -186,6 +186,13 @@ def _of(environ: Mapping[str, str], name: str) -> int:
     if name not in environ:
         raise ContextError(f"{name} is not set, though other variables of the same launcher are.")
     return _number(name, environ[name])
+
+
+def ports_of(cluster: Cluster) -> Iterator[int]:
+    """Yields ports for a process of a job; no two processes of the job have one in common."""
+    first = _port(zlib.crc32(os.fsencode(cluster.address))) - _FIRST_PORT + 1
+    for place in range(cluster.process_id, _NUM_PORTS - 1, cluster.num_processes):
+        yield _FIRST_PORT + (first + place) % _NUM_PORTS
 
 
 def _number(name: str, text: str) -> int:

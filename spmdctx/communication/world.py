@@ -18,6 +18,7 @@ from spmdctx.communication.meeting.hub import BYE
 from spmdctx.communication.meeting.place import bind_address, forget_service_address
 from spmdctx.communication.parent import die_with_launcher
 from spmdctx.communication.rendezvous import Link, meet
+from spmdctx.communication.transfers import enable_transfers
 from spmdctx.communication.watch import Watch, connect_beside_jax
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError, message
 
@@ -67,6 +68,9 @@ def init(  # noqa: PLR0913  # what a job may say of itself
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     cluster = _cluster(address, num_processes, process_id, local_device_ids)
+    platforms = str(jax.config.read("jax_platforms") or "")
+    if cluster is not None and not has_used_devices() and platforms.split(",")[0] == "cpu":
+        enable_transfers(cluster)
     link = None
     if not jax.distributed.is_initialized():
         link = _start(cluster, platform, timeout_s, heartbeat_timeout_s)

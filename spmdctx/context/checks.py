@@ -15,6 +15,7 @@ from spmdctx.wording import counted
 
 _RECURSIVE = "recursive_programming"
 _OF_PARALLEL_OPTIMIZER = ("parallel_optimizer_config", "optimizer_weight_shard_size")
+_OF_PIPELINE = ("pipeline_config", "pipeline_segments")
 _FULL_BATCH_REFUSED = ("data_parallel", "hybrid_parallel")
 
 
@@ -74,6 +75,13 @@ def _check_stages(context: AutoParallelContext, total: int) -> None:
             f"pipeline_stages is {stages}, which does not divide {counted(total, 'device')}.",
             need="pipeline_stages among " + ", ".join(map(str, fitting)),
         )
+    config = context.pipeline_config
+    if stages > 1 and config.pipeline_interleave and config.pipeline_scheduler == "zero_bubble_h1":
+        raise ContextError(
+            "pipeline_interleave and the scheduler zero_bubble_h1, which has one chunk on each stage, contradict each other.",
+            got=f"pipeline_config={plain(config)}",
+            fix="set pipeline_interleave=False, or pipeline_scheduler='zero_bubble_v'",
+        )
     size = context.optimizer_weight_shard_size
     if context.enable_parallel_optimizer and size > total // stages:
         raise ContextError(
@@ -132,6 +140,12 @@ def _reason(option: Option, context: AutoParallelContext) -> str:
         return f"search_mode {context.effective_search_mode!r} does not use it (it acts in {_RECURSIVE})"
     if option.name in _OF_PARALLEL_OPTIMIZER and not context.enable_parallel_optimizer:
         return "enable_parallel_optimizer is off"
+    if option.name in _OF_PIPELINE and context.pipeline_stages == 1:
+        return "pipeline_stages is 1"
+    if option.name == "pipeline_segments" and context.pipeline_config.pipeline_scheduler == "zero_bubble_v":
+        return "zero_bubble_v has two chunks on each stage"
+    if option.name == "pipeline_segments" and not context.pipeline_config.pipeline_interleave:
+        return "pipeline_interleave is off"
     return "" if option.built else "it is not built yet"
 
 

@@ -24,6 +24,7 @@ _MODEL_KEYS = (
     *_DEGREES,
     "expert_parallel",
     "micro_batch_num",
+    "pp_interleave_num",
     "use_seq_parallel",
     "seq_split_num",
     "vocab_emb_dp",
@@ -33,7 +34,7 @@ _MODEL_KEYS = (
     "mem_coeff",
     "auto_pipeline",
 )
-_COUNT_KEYS = (*_DEGREES, "expert_parallel", "micro_batch_num", "seq_split_num", "gradient_aggregation_group")
+_COUNT_KEYS = (*_DEGREES, "expert_parallel", "micro_batch_num", "pp_interleave_num", "seq_split_num", "gradient_aggregation_group")
 _UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 
 
@@ -44,12 +45,14 @@ class ContextConfig:
     Attributes:
         options: Context options, as `set_auto_parallel_context` takes them.
         parallel_config: MindFormers' degrees (data_parallel, model_parallel, ...), which belong to the model's strategies.
+        micro_batch_interleave_num: Parts for `MicroBatchInterleaved`, which the user puts around the loss.
         memory_bytes: The budget per device (`context: max_device_memory`), or None.
     """
 
     options: Mapping[str, Any]
     parallel_config: Mapping[str, Any] = field(default_factory=dict)
     memory_bytes: int | None = None
+    micro_batch_interleave_num: int = 1
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> ContextConfig:
@@ -113,24 +116,38 @@ def _from_mindformers(content: Mapping[str, Any]) -> ContextConfig:
         raise wrong_type("use_parallel", use_parallel, "True or False")
     model = _model_part(_section(content, "parallel_config"))
     memory_bytes = _memory_bytes(_section(content, "context").get("max_device_memory"))
+    parts = content.get("micro_batch_interleave_num", 1)
+    _check_count("micro_batch_interleave_num", parts)
     if not use_parallel:
         return ContextConfig({"parallel_mode": "stand_alone"}, model, memory_bytes)
+    if parts > 1:
+        warnings.warn(
+            f"micro_batch_interleave_num={parts} acts where the loss is wrapped: spmdctx.MicroBatchInterleaved(loss, {parts})",
+            ContextWarning,
+            stacklevel=2,
+        )
     options = _parallel_part(_section(content, "parallel"))
     mode = options.setdefault("parallel_mode", "data_parallel")
     degrees = math.prod(model.get(name, 1) for name in _DEGREES)
     if mode in ("semi_auto_parallel", "hybrid_parallel") and degrees > 1:
         options.setdefault("device_num", degrees)
+    steps = _section(content, "runner_config").get("gradient_accumulation_steps")
     if model.get("pipeline_stage", 1) > 1:
         options.setdefault("pipeline_stages", model["pipeline_stage"])
+        if "pp_interleave_num" in model:
+            options.setdefault("pipeline_segments", model["pp_interleave_num"])
+        if "micro_batch_num" in model:
+            if steps not in (None, model["micro_batch_num"]):
+                _left_out("runner_config.gradient_accumulation_steps", "a pipeline takes parallel_config.micro_batch_num", steps)
+            steps = model["micro_batch_num"]
     if "optimizer_shard" in model:
         options.setdefault("enable_parallel_optimizer", model["optimizer_shard"])
     for name in ("mem_coeff", "auto_pipeline"):
         if name in model:
             options.setdefault(name, model[name])
-    steps = _section(content, "runner_config").get("gradient_accumulation_steps")
     if steps is not None:
         options.setdefault("grad_accumulation_step", steps)
-    return ContextConfig(options, model, memory_bytes)
+    return ContextConfig(options, model, memory_bytes, parts)
 
 
 def _parallel_part(section: dict[str, Any]) -> dict[str, Any]:
@@ -162,12 +179,15 @@ def _model_part(section: dict[str, Any]) -> dict[str, Any]:
     for name in [name for name in section if name not in _MODEL_KEYS]:
         _left_out(f"parallel_config.{name}", nearest(name, _MODEL_KEYS) or "no such key is known", section.pop(name))
     for name in _COUNT_KEYS:
-        value = section.get(name, 1)
-        if not is_int(value):
-            raise wrong_type(f"parallel_config.{name}", value, "an int >= 1")
-        if value < 1:
-            raise ContextError(f"parallel_config.{name} does not accept {shown(value)}.", need="an int >= 1")
+        _check_count(f"parallel_config.{name}", section.get(name, 1))
     return section
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not is_int(value):
+        raise wrong_type(name, value, "an int >= 1")
+    if value < 1:
+        raise ContextError(f"{name} does not accept {shown(value)}.", need="an int >= 1")
 
 
 def _left_out(name: str, reason: str, value: Any) -> None:

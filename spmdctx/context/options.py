@@ -8,18 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from spmdctx.context import storage
 from spmdctx.context import values as values
-from spmdctx.context.storage import (
-    Option,
-    store_comm_fusion,
-    store_dataset_strategy,
-    store_entries,
-    store_entry,
-    store_full_batch,
-    store_fusion_indices,
-    store_search_mode,
-)
-from spmdctx.context.values import CommFusion, FusionEntry, ParallelOptimizerConfig, StrategyFiles
+from spmdctx.context.storage import Option
+from spmdctx.context.values import CommFusion, FusionEntry, ParallelOptimizerConfig, PipelineConfig, StrategyFiles
 from spmdctx.errors import ContextError, message, shown
 
 PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
@@ -32,8 +24,6 @@ _REPLICAS = ("data_parallel", *PLANNED_MODES)
 _AUTO = ("auto_parallel",)
 
 LATER_OPTIONS = (
-    "pipeline_segments",
-    "pipeline_config",
     "pipeline_result_broadcast",
     "force_fp32_communication",
     "dump_local_norm",
@@ -121,7 +111,7 @@ OPTIONS: tuple[Option, ...] = (
         "as search_mode",
         _AUTO,
         "The older name of search_mode; setting either changes both.",
-        store=store_search_mode,
+        store=storage.store_search_mode,
         same_as="search_mode",
     ),
     Option(
@@ -151,7 +141,7 @@ OPTIONS: tuple[Option, ...] = (
         PLANNED_MODES,
         "A saved plan, which is used instead of a search and refused where it is for another program, mesh, machine or context; or a "
         "strategy file of MindSpore in JSON, whose layouts are pins of the step's parameters. What the file holds decides.",
-        store=store_entry("strategy_ckpt_config", "load_file"),
+        store=storage.store_entry("strategy_ckpt_config", "load_file"),
         in_plan=False,
     ),
     Option(
@@ -162,7 +152,7 @@ OPTIONS: tuple[Option, ...] = (
         "a path, or '' for none",
         PLANNED_MODES,
         "Where the plan is written each time a step is planned; `Plan.save_mindspore` writes MindSpore's JSON.",
-        store=store_entry("strategy_ckpt_config", "save_file"),
+        store=storage.store_entry("strategy_ckpt_config", "save_file"),
         in_plan=False,
     ),
     Option(
@@ -174,7 +164,7 @@ OPTIONS: tuple[Option, ...] = (
         PLANNED_MODES,
         "Both strategy files in one dictionary; given keys are updated, the others kept. Plan files hold every tensor, whatever "
         "only_trainable_params says.",
-        store=store_entries("strategy_ckpt_config"),
+        store=storage.store_entries("strategy_ckpt_config"),
         in_plan=False,
     ),
     Option(
@@ -195,7 +185,7 @@ OPTIONS: tuple[Option, ...] = (
         "",
         PLANNED_MODES,
         "Every device is fed the whole batch; the same as dataset_strategy='full_batch'.",
-        store=store_full_batch,
+        store=storage.store_full_batch,
     ),
     Option(
         "dataset_strategy",
@@ -206,7 +196,7 @@ OPTIONS: tuple[Option, ...] = (
         PLANNED_MODES,
         "How each batch input is split, its other dimensions too; a Layout names the mesh axes. In auto_parallel the batch is free "
         "until this or full_batch is set.",
-        store=store_dataset_strategy,
+        store=storage.store_dataset_strategy,
     ),
     Option(
         "enable_parallel_optimizer",
@@ -226,7 +216,7 @@ OPTIONS: tuple[Option, ...] = (
         "optimizer_weight_shard_size (int > 0 or -1), optimizer_level ('level1', 'level2', 'level3')",
         _REPLICAS,
         "What the parallel optimizer splits; given keys are updated, the others kept.",
-        store=store_entries("parallel_optimizer_config"),
+        store=storage.store_entries("parallel_optimizer_config"),
     ),
     Option(
         "optimizer_weight_shard_size",
@@ -236,7 +226,7 @@ OPTIONS: tuple[Option, ...] = (
         "> 0, or -1 for all replicas",
         _REPLICAS,
         "How many replicas share one copy of the optimizer state; the entry of parallel_optimizer_config.",
-        store=store_entry("parallel_optimizer_config", "optimizer_weight_shard_size"),
+        store=storage.store_entry("parallel_optimizer_config", "optimizer_weight_shard_size"),
         same_as="parallel_optimizer_config",
     ),
     Option(
@@ -266,7 +256,7 @@ OPTIONS: tuple[Option, ...] = (
         "ascending ints >= 0, such as [20, 35]",
         _DISTRIBUTED,
         "Gradient all-reduces in buckets by index: [20, 35] is the first 20, the next 15, the rest. Unset: XLA's own combiner.",
-        store=store_fusion_indices,
+        store=storage.store_fusion_indices,
     ),
     Option(
         "comm_fusion",
@@ -277,7 +267,7 @@ OPTIONS: tuple[Option, ...] = (
         _DISTRIBUTED,
         "Fusion of collectives by size (auto: 64 MB) or index; of this and all_reduce_fusion_config the later call wins. Unset: XLA's own "
         "combiner. TPU combines no all-gathers, and CPU joins what it likes: a plan for them says so.",
-        store=store_comm_fusion,
+        store=storage.store_comm_fusion,
     ),
     Option(
         "pipeline_stages",
@@ -286,10 +276,31 @@ OPTIONS: tuple[Option, ...] = (
         1,
         ">= 1, dividing device_num",
         PLANNED_MODES,
-        "Number of pipeline stages the devices are divided into.",
-        built=False,
+        "Stages into which the loss of spmdctx.value_and_grad is cut, each on its own devices; micro-batches run through them. "
+        "PipelineCell or grad_accumulation_step says how many.",
     ),
-    Option("auto_pipeline", "bool", values.boolean, False, "", _AUTO, "The search suggests a stage count between 1 and pipeline_stages."),
+    Option(
+        "pipeline_config",
+        "dict",
+        values.pipeline_config,
+        PipelineConfig(False, "1f1b"),
+        "keys pipeline_interleave (bool), pipeline_scheduler ('gpipe', '1f1b', 'zero_bubble_v', or 'zero_bubble_h1', which MindSpore "
+        "does not have); 'seqpipe', 'seqvpp' and 'seqsmartvpp' are refused by name",
+        PLANNED_MODES,
+        "In what order stages run micro-batches; given keys are updated, the others kept. pipeline_interleave gives each stage "
+        "pipeline_segments chunks of the loss, and needs micro-batches in a multiple of pipeline_stages.",
+        store=storage.store_entries("pipeline_config"),
+    ),
+    Option(
+        "pipeline_segments",
+        "int",
+        values.integer(1),
+        2,
+        ">= 1",
+        PLANNED_MODES,
+        "Chunks of the loss on each stage with pipeline_interleave. zero_bubble_v always has two.",
+    ),
+    Option("auto_pipeline", "bool", values.boolean, False, "", _AUTO, "The search takes the best stage count from 1 to pipeline_stages."),
     Option(
         "grad_accumulation_step",
         "int",

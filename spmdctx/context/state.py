@@ -8,7 +8,7 @@ from typing import Any
 
 from spmdctx.context.options import ALGO_BY_NAME, ALGO_OPTIONS, BY_NAME, OPTIONS, checked
 from spmdctx.context.storage import Option
-from spmdctx.context.values import CommFusion, DatasetStrategy, ParallelOptimizerConfig, StrategyFiles, plain
+from spmdctx.context.values import CommFusion, DatasetStrategy, ParallelOptimizerConfig, PipelineConfig, StrategyFiles, plain
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class AutoParallelContext:
     all_reduce_fusion_config: tuple[int, ...]
     comm_fusion: CommFusion
     pipeline_stages: int
+    pipeline_config: PipelineConfig
+    pipeline_segments: int
     auto_pipeline: bool
     grad_accumulation_step: int
     communi_parallel_mode: str

@@ -16,6 +16,8 @@ Check = Callable[[str, Any], Any]
 
 OPTIMIZER_LEVELS = ("level1", "level2", "level3")
 DATASET_STRATEGIES = ("data_parallel", "full_batch")
+PIPELINE_SCHEDULERS = ("gpipe", "1f1b", "zero_bubble_h1", "zero_bubble_v")
+_SEQUENCE_SCHEDULERS = ("seqpipe", "seqvpp", "seqsmartvpp")
 
 
 class FusionEntry(NamedTuple):
@@ -49,6 +51,13 @@ class StrategyFiles(NamedTuple):
     load_file: str
     save_file: str
     only_trainable_params: bool
+
+
+class PipelineConfig(NamedTuple):
+    """The whole of pipeline_config."""
+
+    pipeline_interleave: bool
+    pipeline_scheduler: str
 
 
 DatasetStrategy = str | tuple[tuple[int, ...] | Layout, ...]
@@ -270,6 +279,19 @@ _OPTIMIZER_CHECKS: dict[str, Check] = {
     "optimizer_weight_shard_size": weight_shard_size,
     "optimizer_level": choice(OPTIMIZER_LEVELS),
 }
+
+
+def pipeline_scheduler(name: str, value: Any) -> str:
+    """Accepts the name of a schedule; refuses those that cut sequences."""
+    if value in _SEQUENCE_SCHEDULERS:
+        raise UnsupportedError(
+            f"{name}={value!r} is not supported: it cuts the sequences of a micro-batch, which must then be computed one after the other.",
+            need="one of " + ", ".join(map(repr, PIPELINE_SCHEDULERS)),
+        )
+    return str(choice(PIPELINE_SCHEDULERS)(name, value))
+
+
+_PIPELINE_CHECKS: dict[str, Check] = {"pipeline_interleave": boolean, "pipeline_scheduler": pipeline_scheduler}
 _STRATEGY_FILE_CHECKS: dict[str, Check] = {"load_file": text, "save_file": text, "only_trainable_params": boolean}
 
 
@@ -286,3 +308,8 @@ def parallel_optimizer_config(name: str, value: Any) -> dict[str, Any]:
 def strategy_ckpt_config(name: str, value: Any) -> dict[str, Any]:
     """Checks the given entries of strategy_ckpt_config."""
     return entries(name, value, _STRATEGY_FILE_CHECKS)
+
+
+def pipeline_config(name: str, value: Any) -> dict[str, Any]:
+    """Checks the given entries of pipeline_config."""
+    return entries(name, value, _PIPELINE_CHECKS)

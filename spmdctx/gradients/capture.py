@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,16 +14,17 @@ import jax.extend.core as jexc
 from jax.extend import source_info_util
 
 from spmdctx.errors import ContextWarning
-from spmdctx.gradients.loss import Loss, LossCall
+from spmdctx.gradients.loss import Loss, LossCall, Traced
 from spmdctx.gradients.marker import mark
 from spmdctx.gradients.micro_batches import run_micro_batches
 from spmdctx.gradients.operands import SeenCall, find_operands, operands_of
 from spmdctx.gradients.options import GradientOptions, gradient_options
+from spmdctx.gradients.parts import traced_in_parts
 from spmdctx.gradients.reduce import buckets_of
 from spmdctx.gradients.replicas import gradient_order, run_on_replicas
-from spmdctx.gradients.results import Row, piece_shape, rows_of
+from spmdctx.gradients.results import Row
 from spmdctx.gradients.roles import refine, with_roles
-from spmdctx.gradients.scope import carried_by, plainly
+from spmdctx.gradients.scope import Carrier, asked_for_carrier, carried_by, plainly
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ops.scope import traced_locally, traced_whole
 from spmdctx.rules.control_flow import bodies_of, opened
@@ -51,19 +52,16 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
     """
     options = gradient_options(settings.context, settings.num_devices, settings.mesh)
     if not options.acts:
-        return refine(capture_call(target, call, static, settings.num_devices), settings)
-    first = _First(options)
-    with carried_by(first):
-        captured = capture_call(target, call, static, settings.num_devices)
-    if not first.calls:
+        with asked_for_carrier() as asked:
+            captured = capture_call(target, call, static, settings.num_devices)
+        if not asked:
+            return refine(captured, settings)
+    captured, calls = seen_losses(target, call, static, settings, lambda _: options)
+    if not calls:
         return refine(replace(captured, notes=(*captured.notes, *_without_calls(captured, options))), settings)
     start = time.perf_counter()
-    own = frozenset(index for index, leaf in enumerate(captured.inputs) if is_layerwise(leaf, settings.layerwise_parallel))
-    captured = find_operands(captured, first.calls, options, own)
-    second = _Second(first.calls, options)
-    with carried_by(second), _said_before():
-        again = capture_call(target, call, static, settings.num_devices)
-    again = with_roles(again, captured)
+    second = _Second(calls, options)
+    again = capture_again(second, target, call, static, captured, settings.num_devices)
     notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *second.notes)))
     seconds = captured.trace_s + time.perf_counter() - start
     sums = second.sums and not settings.context.is_set("gradients_mean")
@@ -77,6 +75,40 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
         is_rewritten=True,
         draws_apart=second.draws_apart,
     )
+
+
+def seen_losses(
+    target: Target, call: Call, static: Static, settings: Settings, options_of: Callable[[Sequence[SeenCall]], GradientOptions]
+) -> tuple[Captured, list[SeenCall]]:
+    """Traces a step to see what each of its losses reads; returns the step with the roles that they show, and the calls.
+
+    Args:
+        target: the step.
+        call: its dynamic arguments.
+        static: its static ones.
+        settings: of the step.
+        options_of: gives the options of gradients, which may depend on the calls.
+
+    Raises:
+        StrategyError: a loss that cannot be split.
+        UnsupportedError: a loss inside a vmap over the batch.
+    """
+    first = _First(options_of(()))
+    with carried_by(first):
+        captured = capture_call(target, call, static, settings.num_devices)
+    if not first.calls:
+        return captured, []
+    start = time.perf_counter()
+    own = frozenset(index for index, leaf in enumerate(captured.inputs) if is_layerwise(leaf, settings.layerwise_parallel))
+    found = find_operands(captured, first.calls, options_of(first.calls), own)
+    return replace(found, trace_s=found.trace_s + time.perf_counter() - start), first.calls
+
+
+def capture_again(carrier: Carrier, target: Target, call: Call, static: Static, first: Captured, num_devices: int) -> Captured:
+    """Traces a step a second time, its losses carried out by `carrier`; roles are those of the first trace."""
+    with carried_by(carrier), _said_before():
+        again = capture_call(target, call, static, num_devices)
+    return with_roles(again, first)
 
 
 def capture_plainly(target: Target, call: Call, static: Static) -> Captured:
@@ -143,6 +175,8 @@ class _First:
                 out_avals=[traced.jaxpr.out_avals[index] for index in asked],
                 differentiated=frozenset(primals),
                 is_manual=any(eqn.primitive.name == "shard_map" for eqn in _equations(traced.jaxpr.jaxpr)),
+                micro_size=loss.micro_size,
+                num_parts=loss.num_parts,
             )
         )
         marked = iter([mark(value, number, index) for index, value in enumerate([*call.values, *others])])
@@ -178,14 +212,14 @@ class _Second:
         call = LossCall(loss, args, kwargs, options.num_replicas)
         operands = operands_of(seen)
         self.draws_apart = self.draws_apart or any(operand.is_key for operand in operands)
-        shapes = [piece_shape(value.shape, operand, options) for value, operand in zip(call.values, operands, strict=True)]
-        avals = [
-            jax.ShapeDtypeStruct(shape, value.dtype, weak_type=_is_weak(value)) for shape, value in zip(shapes, call.values, strict=True)
-        ]
         axes = options.mesh.axes if options.is_local else ()
-        traced = plainly(lambda: traced_locally(lambda: call.trace(avals, axes), axes))
+
+        def trace(avals: Sequence[Any]) -> Traced:
+            traced: Traced = plainly(lambda: traced_locally(lambda: call.trace(avals, axes), axes))
+            return traced
+
+        traced, rows = traced_in_parts(seen, call, trace, operands, options)
         self.notes += [call.note] if call.note else []
-        rows = rows_of(seen, call, traced, operands, options)
         if options.is_local:
             order = gradient_order(call, traced, rows)
             self.sums = self.sums or (bool(order) and not options.mean)
@@ -236,10 +270,6 @@ class _Second:
 
 def _named(row: Row) -> str:
     return row.path.removeprefix("gradients/").removesuffix("/value")
-
-
-def _is_weak(value: Any) -> bool:
-    return bool(getattr(jax.typeof(value), "weak_type", False))
 
 
 def _cast(value: Any, dtype: Any) -> Any:

@@ -23,13 +23,19 @@ from spmdctx.trace.capture.structure import Flattening, Keys, key_text, path_tex
 
 
 class Loss(NamedTuple):
-    """A function with what `jax.value_and_grad` was asked; `name` is "value_and_grad" or "grad"."""
+    """A function with what `jax.value_and_grad` was asked; `name` is "value_and_grad" or "grad".
+
+    `micro_size` is the number of micro-batches in which a pipeline runs it, None where the context says it, `num_parts` the number of
+    parts in which each runs.
+    """
 
     fn: Callable[..., Any]
     name: str
     argnums: Any
     has_aux: bool
     options: dict[str, Any]
+    micro_size: int | None = None
+    num_parts: int = 1
 
     def transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """Returns JAX's or nnx's transformation of the function, depending on the arguments."""
@@ -133,14 +139,21 @@ class LossCall:
 
     def trace(self, avals: Sequence[Any], axes: Sequence[tuple[str, int]] = ()) -> Traced:
         """Traces the differentiated loss for traced leaves of these types."""
+        return self._traced(self._evaluate, avals, axes)
+
+    def trace_forward(self, avals: Sequence[Any]) -> Traced:
+        """Traces the loss alone; `finish` builds results of the last trace by `trace`."""
+        return self._traced(self._evaluate_forward, avals, ())
+
+    def _traced(self, evaluate: Callable[[Any], Any], avals: Sequence[Any], axes: Sequence[tuple[str, int]]) -> Traced:
         try:
-            return self._trace(avals, axes)
+            return self._trace(evaluate, avals, axes)
         except NotPure:
             self._flattening = ObjectFlattening(self._call)
             self._take_leaves()
-            return self._trace(avals, axes)
+            return self._trace(evaluate, avals, axes)
 
-    def _trace(self, avals: Sequence[Any], axes: Sequence[tuple[str, int]]) -> Traced:
+    def _trace(self, evaluate: Callable[[Any], Any], avals: Sequence[Any], axes: Sequence[tuple[str, int]]) -> Traced:
         made: list[Made] = []
         flat = self._flattening
         originals = [leaf.value for leaf in flat.leaves]
@@ -150,7 +163,7 @@ class LossCall:
             given = list(originals)
             for place, leaf in zip(self._places, leaves, strict=True):
                 given[place] = leaf
-            results = flat.run(self._evaluate, given)
+            results = flat.run(evaluate, given)
             same = [result.source is not None and result.value is given[result.source] for result in results]
             self._kept = flat.kept(same)
             self._fixed = []
@@ -178,6 +191,11 @@ class LossCall:
         (values, *args), kwargs = call
         loss = self._loss._replace(fn=self._closure.rebind(values))
         return loss.parts(loss.call(tuple(args), kwargs))
+
+    def _evaluate_forward(self, call: Any) -> dict[str, Any]:
+        (values, *args), kwargs = call
+        result = self._closure.rebind(values)(*args, **kwargs)
+        return {"value": result[0], "aux": result[1]} if self._loss.has_aux else {"value": result}
 
     def finish(self, outputs: Sequence[Any]) -> Any:
         """Builds the result of the user's call from the results of the traced program, and mutates nnx objects."""

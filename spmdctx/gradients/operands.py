@@ -44,7 +44,8 @@ class Operand(NamedTuple):
 class SeenCall:
     """A call in the first trace: its leaves and its results.
 
-    `is_manual` marks a call in which a shard_map of the user's lies. The call differentiates by the leaves `differentiated`.
+    `is_manual` marks a call in which a shard_map of the user's lies. The call differentiates by the leaves `differentiated`. `micro_size`
+    is the number of micro-batches that the loss itself asks a pipeline for, `num_parts` the number of parts in which each runs.
     """
 
     where: str
@@ -55,6 +56,8 @@ class SeenCall:
     is_manual: bool
     differentiated: frozenset[int] = frozenset()
     operands: dict[int, Operand] = field(default_factory=dict)
+    micro_size: int | None = None
+    num_parts: int = 1
 
     @property
     def has_batch(self) -> bool:
@@ -192,20 +195,22 @@ def _check(operand: Operand, entering: LossOperand, value: Value, call: SeenCall
     shape = call.avals[entering.leaf].shape
     for dim, names in enumerate(operand.sharding):
         pieces = options.mesh.num_slices(names)
-        micro = options.micro_batches if dim == operand.batch_dim else 1
-        if shape[dim] % (pieces * micro):
+        micro, parts = (options.micro_batches, call.num_parts) if dim == operand.batch_dim else (1, 1)
+        if shape[dim] % (pieces * micro * parts):
             raise StrategyError(
-                _indivisible(call.paths[entering.leaf], dim, shape[dim], pieces, micro),
+                _indivisible(call.paths[entering.leaf], dim, shape[dim], pieces, micro, parts),
                 where=call.where,
                 got=f"shape {tuple(shape)}",
                 fix="change the batch size, device_num or grad_accumulation_step",
             )
 
 
-def _indivisible(path: str, dim: int, size: int, pieces: int, micro: int) -> str:
+def _indivisible(path: str, dim: int, size: int, pieces: int, micro: int, num_parts: int) -> str:
     parts = [f"over {pieces} devices"] if pieces > 1 else []
     parts += [f"into {micro} micro-batches"] if micro > 1 else []
-    return f"The loss splits dimension {dim} of '{path}' {' and '.join(parts)}, but its size {size} is not divisible by {pieces * micro}."
+    parts += [f"into {num_parts} interleaved parts"] if num_parts > 1 else []
+    product = pieces * micro * num_parts
+    return f"The loss splits dimension {dim} of '{path}' {' and '.join(parts)}, but its size {size} is not divisible by {product}."
 
 
 def operands_of(call: SeenCall) -> list[Operand]:

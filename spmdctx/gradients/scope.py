@@ -38,11 +38,31 @@ def carried_by(carrier: Carrier) -> Iterator[None]:
         _carrier.reset(token)
 
 
-def carrier_of_trace() -> Carrier | None:
+_asked: ContextVar[list[bool] | None] = ContextVar("spmdctx_gradients_asked", default=None)
+
+
+@contextmanager
+def asked_for_carrier() -> Iterator[list[bool]]:
+    """Collects whether a call inside that JAX runs asks for a carrier: the list is empty if none does."""
+    found: list[bool] = []
+    token = _asked.set(found)
+    try:
+        yield found
+    finally:
+        _asked.reset(token)
+
+
+def carrier_of_trace(*, asks: bool = False) -> Carrier | None:
     """Returns the carrier of calls of `value_and_grad`, or None if JAX or nnx runs them.
 
     JAX or nnx runs them inside the user's shard_maps and inside another loss.
+
+    Args:
+        asks: whether JAX cannot run the call as it is meant.
     """
+    asked = _asked.get()
+    if asks and asked is not None:
+        asked.append(True)
     if jax.sharding.get_abstract_mesh().manual_axes:
         return None
     return _carrier.get()

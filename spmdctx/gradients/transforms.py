@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
+from spmdctx.gradients.cell import loss_of
 from spmdctx.gradients.loss import Loss
 from spmdctx.gradients.scope import carrier_of_trace
 
@@ -32,18 +33,23 @@ def value_and_grad(fun: Callable[P, Any], argnums: Any = 0, has_aux: bool = Fals
         has_aux: whether `fun` returns (loss, aux).
         options: further options of the two functions.
     """
-    return _transformed(Loss(fun, "value_and_grad", argnums, has_aux, options))
+    return _transformed(_loss(fun, "value_and_grad", argnums, has_aux, options))
 
 
 def grad(fun: Callable[P, Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[P, Any]:
     """Works like `jax.grad`, or like `nnx.grad` if an argument is an nnx object; see `value_and_grad`."""
-    return _transformed(Loss(fun, "grad", argnums, has_aux, options))
+    return _transformed(_loss(fun, "grad", argnums, has_aux, options))
+
+
+def _loss(fun: Callable[..., Any], name: str, argnums: Any, has_aux: bool, options: dict[str, Any]) -> Loss:
+    inside = loss_of(fun)
+    return Loss(inside.fn, name, argnums, has_aux, options, inside.micro_size, inside.num_parts)
 
 
 def _transformed(loss: Loss) -> Callable[..., Any]:
     @functools.wraps(loss.fn)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        carrier = carrier_of_trace()
+        carrier = carrier_of_trace(asks=loss.num_parts > 1)
         return loss.call(args, kwargs) if carrier is None else carrier.run(loss, args, kwargs)
 
     return differentiated

@@ -18,7 +18,7 @@ _SENT_ROLES = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE)
 
 
 def broadcast_state(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
-    """Returns the leaves of a call, with replicated state replaced by device 0's values.
+    """Returns the leaves of a call, with replicated state replaced by device 0's values; on a pipeline by those of each stage's first.
 
     State is parameters, optimizer state and other state. JAX takes the copies of a replicated array to be equal. They may
     differ if the array was assembled from single-device arrays, or belongs to several processes. Leaves that are split over
@@ -30,12 +30,16 @@ def broadcast_state(entry: Entry, leaves: Sequence[Any]) -> list[Any]:
         for index, (leaf, target) in enumerate(zip(entry.captured.inputs, program.in_shardings, strict=True))
         if leaf.role in _SENT_ROLES and not is_layerwise(leaf, patterns) and target.is_fully_replicated
     ]
-    if not shared or program.mesh.size == 1:
-        return list(leaves)
-    given = [_on_mesh(leaves[index], program.in_shardings[index]) for index in shared]
     found = list(leaves)
-    for index, value in zip(shared, from_first_device(given, program.mesh), strict=True):
-        found[index] = value
+    meshes: dict[Any, list[int]] = {}
+    for index in shared:
+        meshes.setdefault(program.in_shardings[index].mesh, []).append(index)
+    for mesh, own in meshes.items():  # one, or several of a pipeline, each with a first device
+        if mesh.size == 1 or not program.in_shardings[own[0]].addressable_devices:
+            continue
+        given = [_on_mesh(leaves[index], program.in_shardings[index]) for index in own]
+        for index, value in zip(own, from_first_device(given, mesh), strict=True):
+            found[index] = value
     return found
 
 

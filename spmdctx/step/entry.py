@@ -11,10 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from spmdctx.audit import AuditReport, audit_program
 from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile import CompiledProgram, JitOptions, jit_program
 from spmdctx.lowering.compile_options import compile_options
 from spmdctx.lowering.scheduler_limit import scheduler_options
+from spmdctx.machine.xla.collectives.ways import ways_of
 from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.direct.direct import OtherArgumentsError, direct_call, signature
@@ -23,6 +25,7 @@ from spmdctx.step.out_of_memory import add_advice
 from spmdctx.step.planning.planner import Planned
 from spmdctx.step.planning.saved import planned_with_files
 from spmdctx.step.processes import is_of_one_process, on_all
+from spmdctx.trace.build.program import ManualRegion
 from spmdctx.trace.capture.arguments import Call
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.pytrees import PureStructure
@@ -75,6 +78,16 @@ class Entry:
     def plan(self) -> Plan:
         """The plan of this step for these shapes."""
         return self.planned.plan
+
+    @property
+    def peak_bytes(self) -> int:
+        """The planned peak, per device."""
+        return self.plan.cost.memory_bytes
+
+    @property
+    def regions(self) -> Sequence[ManualRegion]:
+        """The shard_maps of the step."""
+        return self.planned.program.manual
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -190,6 +203,11 @@ class Entry:
             )
         return lowered
 
+    def audit(self, leaves: Sequence[Any]) -> AuditReport:
+        """Compiles the program that a call with these leaves runs, and compares it with the plan."""
+        ways = ways_of(value.dtype for value in self.planned.program.graph.values)
+        return audit_program(self.plan, self.lower(leaves).compile(), ways)
+
     @contextmanager
     def advising(self) -> Iterator[None]:
         """Adds to XLA's errors of memory what was planned and what to do, where the program is compiled or run."""
@@ -197,7 +215,7 @@ class Entry:
             with without_one_device(self.plan.logical_mesh.num_devices):
                 yield
         except jax.errors.JaxRuntimeError as error:
-            add_advice(error, self.plan.cost.memory_bytes, self.environment.settings.topology)
+            add_advice(error, self.peak_bytes, self.environment.settings.topology)
             raise
 
     def type_as_called(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ import jax
 import jax.extend.core as jexc
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdctx.data.blocks import Piece, assemble
 from spmdctx.data.lazy import is_read_by_blocks, reader
@@ -19,6 +19,7 @@ from spmdctx.data.targets import Leaf, Targets
 from spmdctx.errors import PlanError, PlanMismatchError, StrategyError, message
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import replicated
+from spmdctx.pipeline.run.routes import without_shards
 from spmdctx.plan.mismatch import differences_text, leaf_differences
 from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import spans_processes
@@ -121,13 +122,34 @@ class Init:
 
     def _place(self, targets: Mapping[int, NamedSharding], mesh: Mesh) -> Any:
         shardings = [targets.get(id(leaf), named_sharding(mesh, replicated(len(leaf.shape)))) for leaf in self._abstract]
-        run = jax.jit(jexc.jaxpr_as_fun(self._captured.jaxpr), out_shardings=shardings)
         leaves = self._read().leaves
         check_alive(self._captured, leaves)
         with auto_axes():
-            if spans_processes(mesh.devices.flat):
-                leaves = [on_all(leaf, named_sharding(mesh, ())) for leaf in leaves]
-            return self._finish(run(*leaves))
+            return self._finish(self._made(leaves, shardings, spans_processes(mesh.devices.flat)))
+
+    def _made(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding], spread: bool) -> list[Any]:
+        """Returns the state's leaves; each group of devices, of which a pipeline has several, makes its own.
+
+        Of a group of other processes this one gets arrays without a part of its own.
+        """
+        closed, found, given = self._captured.jaxpr, list[Any](shardings), leaves
+        groups: dict[Any, list[int]] = {}
+        for index, sharding in enumerate(shardings):
+            groups.setdefault(frozenset(sharding.device_set), []).append(index)
+        for own in groups.values():
+            if spread:
+                if not shardings[own[0]].addressable_devices:
+                    found = [without_shards(closed.out_avals[index], one) if index in own else one for index, one in enumerate(found)]
+                    continue
+                leaves = [on_all(leaf, NamedSharding(shardings[own[0]].mesh, PartitionSpec())) for leaf in given]
+            jaxpr = closed.jaxpr.replace(
+                outvars=[closed.jaxpr.outvars[index] for index in own],
+                debug_info=closed.jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+            )
+            run = jax.jit(jexc.jaxpr_as_fun(jexc.ClosedJaxpr(jaxpr, closed.consts)), out_shardings=[shardings[index] for index in own])
+            for index, made in zip(own, run(*leaves), strict=True):
+                found[index] = made
+        return found
 
     def _read(self) -> Read:
         read = self._captured.structure.read(self._call)

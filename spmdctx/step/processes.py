@@ -30,7 +30,7 @@ def on_all(leaf: Any, target: Sharding) -> Any:
     if jax.typeof(leaf).weak_type and not np.ndim(leaf):
         return jax.device_put(np.asarray(leaf).item(), target)
     array = np.asarray(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
-    return jax.make_array_from_callback(array.shape, target, lambda index: array[index])
+    return jax.make_array_from_callback(array.shape, target, lambda index: array[index], dtype=array.dtype)
 
 
 def to_host(leaf: Any) -> Any:

@@ -13,14 +13,13 @@ from weakref import WeakKeyDictionary
 import jax
 
 from spmdctx._compat import x64_is_on
-from spmdctx.audit import AuditReport, audit_program
+from spmdctx.audit import AuditReport
 from spmdctx.checkpoint.layouts import predicted_layouts
 from spmdctx.context.layers import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.data.targets import Targets
 from spmdctx.errors import CommunicationError, ContextWarning, UnsupportedError
-from spmdctx.gradients.capture import capture_plainly, capture_step
+from spmdctx.gradients.capture import capture_plainly
 from spmdctx.lowering.compile_options import warn_without_option
-from spmdctx.machine.xla.collectives.ways import ways_of
 from spmdctx.plan.mindspore.file import ParameterLayout
 from spmdctx.plan.plan import Plan
 from spmdctx.step import placement
@@ -30,6 +29,7 @@ from spmdctx.step.direct.donation import Buffers, check_alive, check_concrete, i
 from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
+from spmdctx.step.pipelined.make import entry_of
 from spmdctx.step.planning.saved import loaded_plan
 from spmdctx.step.verify import verify
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
@@ -188,8 +188,13 @@ class ParallelStep(Generic[P, R]):
 
         The program takes the step's own positional arguments. If the step has nnx objects or keyword arguments, it takes their
         flat leaves.
+
+        A step on a pipeline answers with a `LoweredPipeline`: a mapping with one `jax.stages.Lowered` for each stage and kind of task.
         """
-        return self._lowered(args, kwargs)[1]
+        call, static = self._split(args, kwargs)
+        with ShortTracebacks():
+            entry = self._entry(call, static, stacklevel=4)
+            return entry.lower(self._read(entry, call).leaves)
 
     def in_shardings(self, *args: Any, **kwargs: Any) -> Any:
         """Returns a NamedSharding for each argument leaf, as a tuple of the dynamic arguments; keywords follow as one dict.
@@ -217,11 +222,16 @@ class ParallelStep(Generic[P, R]):
         return predicted_layouts(self.plan(*args, **kwargs))
 
     def audit(self, *args: Any, **kwargs: Any) -> AuditReport:
-        """Compiles the program and compares its collectives and memory with the plan."""
-        entry, lowered = self._lowered(args, kwargs)
-        with entry.advising():
-            ways = ways_of(value.dtype for value in entry.planned.program.graph.values)
-            return audit_program(entry.plan, lowered.compile(), ways)
+        """Compiles the program and compares its collectives and memory with the plan.
+
+        A step on a pipeline answers with a `PipelineAudit`: each compiled program, what crosses between stages, what is in flight.
+        After a call it counts what that call did.
+        """
+        call, static = self._split(args, kwargs)
+        with ShortTracebacks():
+            entry = self._entry(call, static, stacklevel=4)
+            with entry.advising():
+                return entry.audit(self._read(entry, call).leaves)
 
     def verify(self, *args: Any, rtol: float | None = None, **kwargs: Any) -> verify.VerifyReport:
         """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated.
@@ -340,12 +350,6 @@ class ParallelStep(Generic[P, R]):
         assert read is not None, "an entry reads the call it was made for"
         return read
 
-    def _lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, jax.stages.Lowered]:
-        with ShortTracebacks():
-            call, static = self._split(args, kwargs)
-            entry = self._entry(call, static, stacklevel=4)
-            return entry, entry.lower(self._read(entry, call).leaves)
-
     def _entry_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         with ShortTracebacks():
             return self._entry(*self._split(args, kwargs), stacklevel=4)
@@ -362,8 +366,7 @@ class ParallelStep(Generic[P, R]):
                 notes = warn_ineffective(around.context, stacklevel=stacklevel + 1)
                 notes += warn_without_option(around.backend, around.context, stacklevel=stacklevel + 1)
                 with tracing_in(around.context.parallel_mode), traced_for(around):
-                    captured = capture_step(self._target, call, static, around.settings)
-                entry = Entry(captured, around, notes)
+                    entry = entry_of(self._target, call, static, around, notes)
                 entries.append(entry)
             entry.planned  # noqa: B018  errors of planning belong to this call
             self._last = _Last(number, x64, static, entry)

@@ -116,6 +116,8 @@ NON_DEFAULT = {
     "all_reduce_fusion_config": [3],
     "comm_fusion": {"openstate": False},
     "pipeline_stages": 2,
+    "pipeline_config": {"pipeline_scheduler": "gpipe"},
+    "pipeline_segments": 3,
     "auto_pipeline": True,
     "grad_accumulation_step": 2,
     "mem_coeff": 0.5,
@@ -126,6 +128,8 @@ NEEDED = {
     "mem_coeff": {"search_mode": "recursive_programming"},
     "parallel_optimizer_config": {"enable_parallel_optimizer": True},
     "optimizer_weight_shard_size": {"enable_parallel_optimizer": True},
+    "pipeline_config": {"pipeline_stages": 2},
+    "pipeline_segments": {"pipeline_stages": 2, "pipeline_config": {"pipeline_interleave": True}},
 }
 """Other options without which one has no effect."""
 
@@ -184,6 +188,31 @@ def test_options_of_the_parallel_optimizer_have_no_effect_where_it_is_off(name):
     found = dict(ineffective(changed))
     assert name in found
     assert found[name].endswith("has no effect: enable_parallel_optimizer is off.")
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "reason"),
+    [
+        ({"pipeline_config": {"pipeline_scheduler": "gpipe"}}, "pipeline_config", "pipeline_stages is 1"),
+        ({"pipeline_segments": 4, "pipeline_stages": 2}, "pipeline_segments", "pipeline_interleave is off"),
+        (
+            {"pipeline_segments": 4, "pipeline_stages": 2, "pipeline_config": {"pipeline_scheduler": "zero_bubble_v"}},
+            "pipeline_segments",
+            "zero_bubble_v has two chunks on each stage",
+        ),
+    ],
+)
+def test_options_of_pipelines_say_when_they_have_no_effect(options, name, reason):
+    found = dict(ineffective(context(**SEMI, **options)))
+    assert found.keys() == {name}
+    assert found[name].endswith(f"has no effect: {reason}.")
+
+
+def test_a_schedule_with_one_chunk_on_each_stage_contradicts_interleaving():
+    config = {"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_h1"}
+    check_consistency(context(pipeline_config=config, **SEMI), 8)
+    with pytest.raises(ContextError, match=r"(?s)zero_bubble_h1, which has one chunk.*pipeline_interleave=False"):
+        check_consistency(context(pipeline_config=config, pipeline_stages=2, **SEMI), 8)
 
 
 @pytest.mark.parametrize("search", [{"search_mode": "dynamic_programming"}, {"sharding_propagation": True}, {}])

@@ -123,10 +123,43 @@ def test_the_guide_of_recursive_programming_reads():
     }
 
 
+def test_the_keys_of_a_pipeline_act_where_it_has_stages():
+    keys = {"pipeline_stage": 4, "micro_batch_num": 16, "pp_interleave_num": 3}
+    config = load_config({"parallel": {"parallel_mode": 1, "pipeline_config": {"pipeline_interleave": True}}, "parallel_config": keys})
+    assert config.options == {
+        "parallel_mode": "semi_auto_parallel",
+        "device_num": 4,
+        "pipeline_config": {"pipeline_interleave": True},
+        "pipeline_stages": 4,
+        "pipeline_segments": 3,
+        "grad_accumulation_step": 16,
+    }
+    alone = load_config({"parallel": {"parallel_mode": 2}, "parallel_config": {**keys, "pipeline_stage": 1}})
+    assert alone.options == {"parallel_mode": "auto_parallel"}
+
+
+def test_micro_batches_of_a_pipeline_come_before_accumulation():
+    content = {"parallel_config": {"pipeline_stage": 2, "micro_batch_num": 8}, "runner_config": {"gradient_accumulation_steps": 2}}
+    with pytest.warns(ContextWarning, match="gradient_accumulation_steps=2 is left out: a pipeline takes .*micro_batch_num"):
+        assert load_config(content).options["grad_accumulation_step"] == 8
+    content["runner_config"]["gradient_accumulation_steps"] = 8
+    assert load_config(content).options["grad_accumulation_step"] == 8
+
+
+def test_interleaved_parts_of_a_file_are_given_to_the_user():
+    with pytest.warns(ContextWarning, match=r"micro_batch_interleave_num=2 acts where .*MicroBatchInterleaved\(loss, 2\)"):
+        config = load_config({"parallel": {}, "micro_batch_interleave_num": 2})
+    assert config.micro_batch_interleave_num == 2
+    with pytest.raises(ContextError, match="micro_batch_interleave_num does not accept 0"):
+        load_config({"parallel": {}, "micro_batch_interleave_num": 0})
+    with pytest.raises(TypeError, match="micro_batch_interleave_num"):
+        load_config({"parallel": {}, "micro_batch_interleave_num": True})
+
+
 @pytest.mark.parametrize(
     ("content", "name", "kept"),
     [
-        ({"parallel": {"pipeline_config": {}, "device_num": 8}}, "parallel.pipeline_config", {"device_num"}),
+        ({"parallel": {"pipeline_result_broadcast": True, "device_num": 8}}, "parallel.pipeline_result_broadcast", {"device_num"}),
         ({"parallel": {"parallel_mode": 1, "full_batch": True, "dataset_strategy": [[8]]}}, "parallel.dataset_strategy", {"full_batch"}),
         ({"parallel": {"parallel_mode": 0, "full_batch": True}}, "parallel.full_batch", set()),
         ({"parallel_config": {"model_paralel": 8}}, "parallel_config.model_paralel", set()),

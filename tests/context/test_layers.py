@@ -50,6 +50,8 @@ DEFAULTS = {
     "all_reduce_fusion_config": [],
     "comm_fusion": {"openstate": True, "allreduce": AUTO, "allgather": AUTO, "reducescatter": AUTO},
     "pipeline_stages": 1,
+    "pipeline_config": {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"},
+    "pipeline_segments": 2,
     "auto_pipeline": False,
     "grad_accumulation_step": 1,
     "communi_parallel_mode": "all_group_parallel",
@@ -155,8 +157,8 @@ def test_unknown_algo_parameters_are_called_that(name, fix):
 
 
 def test_an_option_of_later_versions_is_refused_by_name():
-    with pytest.raises(ContextError, match=r"(?s)'pipeline_config' is not recognized.*after 2\.0"):
-        set_auto_parallel_context(pipeline_config={})
+    with pytest.raises(ContextError, match=r"(?s)'pipeline_result_broadcast' is not recognized.*after 2\.0"):
+        set_auto_parallel_context(pipeline_result_broadcast=True)
 
 
 def test_get_wants_a_string():

@@ -52,6 +52,8 @@ VALUES = {
     "sharding_propagation": [UNSET, True],
     "auto_pipeline": [UNSET, True],
     "pipeline_stages": [UNSET, 2],
+    "pipeline_config": [UNSET, {"pipeline_scheduler": "gpipe"}],
+    "pipeline_segments": [UNSET, 1],
     "mem_coeff": [UNSET, 0.5],
     "global_rank": [UNSET, 0],
     "strategy_ckpt_save_file": [UNSET, "saved.json"],
@@ -128,7 +130,7 @@ TX = optax.sgd(RATE, momentum=0.9)
 
 
 def step(params, state, x, y):
-    value, gradients = spmdctx.value_and_grad(loss)(params, x, y)
+    value, gradients = spmdctx.value_and_grad(spmdctx.PipelineCell(loss, micro_size=2))(params, x, y)
     updates, state = TX.update(gradients, state, params)
     return optax.apply_updates(params, updates), state, value
 
@@ -138,6 +140,10 @@ def arguments():
     params = {"up": rng.normal(size=(WIDTH, HIDDEN)), "down": rng.normal(size=(HIDDEN, WIDTH))}
     params = {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
     return params, TX.init(params), *(jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32) for _ in range(2))
+
+
+def stages_of(row):
+    return row["pipeline_stages"] if row["parallel_mode"] in PLANNED and row["pipeline_stages"] != UNSET else 1
 
 
 def check_numbers(results, row, num_devices):
@@ -154,6 +160,7 @@ def check_numbers(results, row, num_devices):
 
 def check_plan(plan, row, num_devices):
     """What the options ask for, as far as a plan shows it."""
+    num_devices //= stages_of(row)
     assert math.prod(plan.mesh.values()) == num_devices
     mode = row["parallel_mode"]
     if mode == "auto_parallel" and num_devices > 1:
@@ -187,11 +194,24 @@ def check_said(plan, context, caught):
         assert sentence in plan.notes
 
 
+def check_refused_in_a_pipeline(options):
+    """Takes out what pipelines do not have, each of which they refuse by name."""
+    for name in ("strategy_ckpt_load_file", "strategy_ckpt_save_file"):
+        if name in options:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ContextWarning)
+                with pytest.raises(UnsupportedError, match=name):
+                    spmdctx.parallel(step, **options).plan(*arguments())
+            del options[name]
+
+
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_a_row_of_options_runs_as_it_says(number, tmp_path):
     row = ROWS[number]
     options = options_of(row, tmp_path)
     num_devices = 1 if row["parallel_mode"] == "stand_alone" else row["device_num"] if row["device_num"] != UNSET else 8
+    if stages_of(row) > 1:
+        check_refused_in_a_pipeline(options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load = options.pop("strategy_ckpt_load_file", None)
@@ -207,9 +227,10 @@ def test_a_row_of_options_runs_as_it_says(number, tmp_path):
     check_plan(plan, row, num_devices)
     check_numbers(results, row, num_devices)
     assert report.ok, str(report)
+    found = report.rows if stages_of(row) == 1 else [own.collective for own in report.rows]
     if row["enable_alltoall"] is UNSET:
-        assert not [found for found in report.rows if found.kind == "all_to_all"]
-    if row["strategy_ckpt_save_file"] != UNSET and row["parallel_mode"] in PLANNED:
+        assert not [own for own in found if own.kind == "all_to_all"]
+    if "strategy_ckpt_save_file" in options and row["parallel_mode"] in PLANNED:
         assert spmdctx.Plan.load(options["strategy_ckpt_save_file"]).cost == plan.cost
 
 

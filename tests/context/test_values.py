@@ -6,6 +6,7 @@ from spmdctx.context.state import DEFAULT_CONTEXT
 from spmdctx.context.values import plain
 from spmdctx.errors import ContextError, UnsupportedError
 
+SCHEDULERS = ("gpipe", "1f1b", "zero_bubble_h1", "zero_bubble_v")
 ENTRY = {"mode": "auto", "config": None}
 
 ACCEPTED = [
@@ -25,6 +26,8 @@ ACCEPTED = [
     ("comm_fusion", [{}, {"openstate": False}, {"allreduce": ENTRY}, {"allreduce": {"mode": "index", "config": [3, 10]}}]),
     ("comm_fusion", [{"allgather": {"mode": "size", "config": 1}}, {"reducescatter": {"mode": "auto", "config": 64}}]),
     ("pipeline_stages", [1, 3]),
+    ("pipeline_config", [{}, {"pipeline_interleave": True}, *({"pipeline_scheduler": name} for name in SCHEDULERS)]),
+    ("pipeline_segments", [1, 5]),
     ("grad_accumulation_step", [1, 16]),
     ("mem_coeff", [0.25, 1, 1e-9]),
     ("group_ckpt_save_file", [""]),
@@ -50,6 +53,8 @@ BAD_VALUES = [
     ("comm_fusion", [{"allgather": {"mode": "index", "config": [1]}}, {"allreduce": {"mode": "size", "config": 0}}]),
     ("comm_fusion", [{"allreduce": {"mode": "size", "config": -1}}, {"allreduce": {"mode": "index", "config": []}}]),
     ("pipeline_stages", [0, -1]),
+    ("pipeline_config", [{"pipeline_scheduler": "1F1B"}, {"pipeline_scheduler": ""}, {"scheduler": "1f1b"}]),
+    ("pipeline_segments", [0, -2]),
     ("grad_accumulation_step", [0, -4]),
     ("mem_coeff", [0, 0.0, -0.1, float("nan"), float("inf")]),
     ("communi_parallel_mode", ["some_group_parallel"]),
@@ -68,6 +73,8 @@ WRONG_TYPES = [
     ("comm_fusion", [[], {"allreduce": "auto"}, {"openstate": 1}, {"allgather": {"mode": "size", "config": 1.5}}]),
     ("comm_fusion", [{"allgather": {"mode": "size", "config": None}}, {"allreduce": {"mode": "index", "config": 3}}]),
     ("pipeline_stages", [1.0, True]),
+    ("pipeline_config", ["1f1b", {"pipeline_interleave": 1}, {"pipeline_scheduler": None}]),
+    ("pipeline_segments", [2.0, True]),
     ("grad_accumulation_step", ["4"]),
     ("mem_coeff", ["0.1", True]),
 ]
@@ -127,6 +134,12 @@ def test_flags_take_bools_only(name):
 def test_what_jax_has_no_counterpart_of_is_refused_by_name(name, value):
     with pytest.raises(UnsupportedError, match=f"^{name}={value!r} is not supported"):
         DEFAULT_CONTEXT.replace(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["seqpipe", "seqvpp", "seqsmartvpp"])
+def test_schedules_that_cut_sequences_are_refused_by_name(name):
+    with pytest.raises(UnsupportedError, match=rf"(?s)^pipeline_config\['pipeline_scheduler'\]='{name}' is not supported.*zero_bubble_v"):
+        DEFAULT_CONTEXT.replace(pipeline_config={"pipeline_scheduler": name})
 
 
 def test_messages_point_into_nested_values():

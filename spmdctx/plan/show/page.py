@@ -31,11 +31,16 @@ DOCUMENT_STYLE = (
 
 def plan_document(plan: PlanData) -> str:
     """Returns a whole HTML document."""
+    return document(f"Plan: {mesh_text(plan.logical_mesh)}", plan_page(plan))
+
+
+def document(title: str, page: str) -> str:
+    """Returns a page as a whole HTML document."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Plan: {escape(mesh_text(plan.logical_mesh))}</title><style>{DOCUMENT_STYLE}</style></head>"
-        f"<body>\n{plan_page(plan)}\n</body></html>\n"
+        f"<title>{escape(title)}</title><style>{DOCUMENT_STYLE}</style></head>"
+        f"<body>\n{page}\n</body></html>\n"
     )
 
 
@@ -77,7 +82,8 @@ def _chips(axes: AxisNames, colours: dict[str, str]) -> str:
     return "".join(_chip(name, colours) for name in axes)
 
 
-def _section(title: str, detail: str, body: str) -> str:
+def section(title: str, detail: str, body: str) -> str:
+    """Returns a part of a page under a heading, with a few words beside it."""
     return f"<section><h2>{escape(title)} <small>{escape(detail)}</small></h2>{body}</section>"
 
 
@@ -93,15 +99,15 @@ def _tiles(plan: PlanData) -> str:
     whole = cost.compute_s + cost.communication_s
     limit = plan.memory_limit_bytes
     tiles = [
-        _tile("step", seconds_text(cost.total_s), "predicted"),
-        _tile("compute", seconds_text(cost.compute_s), share_text(cost.compute_s, whole), cost.compute_s / whole if whole else 0),
-        _tile(
+        tile("step", seconds_text(cost.total_s), "predicted"),
+        tile("compute", seconds_text(cost.compute_s), share_text(cost.compute_s, whole), cost.compute_s / whole if whole else 0),
+        tile(
             "communication",
             seconds_text(cost.communication_s),
             share_text(cost.communication_s, whole),
             cost.communication_s / whole if whole else 0,
         ),
-        _tile(
+        tile(
             "memory per device",
             bytes_text(cost.memory_bytes),
             f"of {bytes_text(limit)}" if limit else "peak",
@@ -110,11 +116,12 @@ def _tiles(plan: PlanData) -> str:
     ]
     if plan.lower_bound_s is not None:
         gap = "" if plan.gap is None else f"gap {100 * plan.gap:.2f} %"
-        tiles.append(_tile("lower bound", seconds_text(plan.lower_bound_s), f"{gap} in {plan.declared_space}".strip()))
+        tiles.append(tile("lower bound", seconds_text(plan.lower_bound_s), f"{gap} in {plan.declared_space}".strip()))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def _tile(name: str, value: str, detail: str, filled: float | None = None) -> str:
+def tile(name: str, value: str, detail: str, filled: float | None = None) -> str:
+    """Returns one figure of a page, with a bar that is `filled` to a share, if there is one."""
     over = " over" if filled is not None and filled > 1 else ""
     bar = "" if filled is None else f'<i class="meter{over}"><b style="width:{100 * min(filled, 1):.1f}%"></b></i>'
     return f'<div class="tile"><span>{escape(name)}</span><strong>{escape(value)}</strong><small>{escape(detail)}</small>{bar}</div>'
@@ -122,12 +129,12 @@ def _tile(name: str, value: str, detail: str, filled: float | None = None) -> st
 
 def _time(plan: PlanData) -> str:
     bands = time_bands(plan)
-    return _section("Where the time goes", f"{seconds_text(plan.cost.total_s)} a step", bands) if bands else ""
+    return section("Where the time goes", f"{seconds_text(plan.cost.total_s)} a step", bands) if bands else ""
 
 
 def _memory(plan: PlanData) -> str:
     chart = memory_chart(plan)
-    return _section("Memory over the step", f"{bytes_text(plan.cost.memory_bytes)} at the peak, per device", chart) if chart else ""
+    return section("Memory over the step", f"{bytes_text(plan.cost.memory_bytes)} at the peak, per device", chart) if chart else ""
 
 
 def _mesh(plan: PlanData) -> str:
@@ -140,7 +147,7 @@ def _mesh(plan: PlanData) -> str:
     across = _axis_label(mesh.axes[-1], colours, "\N{RIGHTWARDS ARROW}")
     down = "".join(_axis_label(axis, colours, "\N{DOWNWARDS ARROW}") for axis in mesh.axes[:-1])
     grid = f'<div class="mesh" style="grid-template-columns:repeat({columns},34px)">{cells}</div>'
-    return _section("Mesh", counted(mesh.num_devices, "device"), f'<div class="axes">{down}{across}</div><div class="scroll">{grid}</div>')
+    return section("Mesh", counted(mesh.num_devices, "device"), f'<div class="axes">{down}{across}</div><div class="scroll">{grid}</div>')
 
 
 def _axis_label(axis: tuple[str, int], colours: dict[str, str], arrow: str) -> str:
@@ -161,7 +168,7 @@ def _inputs(plan: PlanData) -> str:
             head = f"{escape(role.value)} <small>{counted(count, 'tensor')}, {bytes_text(whole)}, {bytes_text(local)} per device</small>"
             rows = "".join(_input_row(group, plan, told[group.first.path]) for group in own)
             blocks.append(f'<details open><summary>{head}</summary><div class="grid inputs">{_INPUT_HEAD}{rows}</div></details>')
-    return _section("Inputs", counted(len(plan.inputs), "tensor"), "".join(blocks) or "<p>none</p>")
+    return section("Inputs", counted(len(plan.inputs), "tensor"), "".join(blocks) or "<p>none</p>")
 
 
 _INPUT_HEAD = (
@@ -212,7 +219,7 @@ def _ops(plan: PlanData) -> str:
     rows = "".join(_op_row(plan, kinds[key], weights[key] / total) for key in heaviest)
     head = '<div class="row head"><span>op</span><span>rule and axes</span><span class="num">ops</span><span class="num">work</span></div>'
     body = f'<details><summary>the {len(heaviest)} heaviest kinds of op</summary><div class="grid ops">{head}{rows}</div></details>'
-    return _section("Computation", f"{seconds_text(plan.cost.compute_s)} in {counted(len(plan.ops), 'op')}", body)
+    return section("Computation", f"{seconds_text(plan.cost.compute_s)} in {counted(len(plan.ops), 'op')}", body)
 
 
 def _op_row(plan: PlanData, indices: list[int], share: float) -> str:
@@ -235,7 +242,7 @@ def _op_row(plan: PlanData, indices: list[int], share: float) -> str:
 def _communication(plan: PlanData) -> str:
     kinds, causes = by_kind(plan.collectives), by_cause(plan.collectives)
     if not kinds:
-        return _section("Communication", "", "<p>none</p>")
+        return section("Communication", "", "<p>none</p>")
     total = sum(group.time_s for group in kinds) or 1.0
     colours = _colours(plan)
     bands = "".join(
@@ -253,7 +260,7 @@ def _communication(plan: PlanData) -> str:
     table = f'<div class="grid causes">{head}{"".join(rows[:MAX_CAUSES])}{rest if len(rows) > MAX_CAUSES else ""}</div>'
     count = sum(group.count for group in kinds)
     detail = f"{counted(count, 'collective')}, {seconds_text(plan.cost.communication_s)} in a step"
-    return _section("Communication", detail, f'<div class="bands">{bands}</div><ul class="legend">{legend}</ul>{table}')
+    return section("Communication", detail, f'<div class="bands">{bands}</div><ul class="legend">{legend}</ul>{table}')
 
 
 def _tooltip(group: CommunicationGroup) -> str:
@@ -273,6 +280,6 @@ def _cause_row(group: CommunicationGroup, longest: float, colours: dict[str, str
 def _notes(plan: PlanData) -> str:
     if not plan.notes:
         return ""
-    return _section(
+    return section(
         "Notes", str(len(plan.notes)), "<ul class='notes'>" + "".join(f"<li>{escape(note)}</li>" for note in plan.notes) + "</ul>"
     )

@@ -93,10 +93,12 @@ def plan_notes(
             )
     notes += memory_notes(settings, bill.memory_bytes)
     if setup.mesh.num_devices > 1:
-        notes += _batch_notes(program)
+        notes += [] if captured.is_part else _batch_notes(program)
         notes += _all_to_all_notes(program, setup, settings, bill)
-        notes += _repeated_work(program, setup, assignment, bill)
-        notes += _unmatched_patterns(captured, settings)
+        # What follows a pipeline's loss has no batch, by which its devices could share the work.
+        if not captured.is_part or batch_leaves(program.graph):
+            notes += _repeated_work(program, setup, assignment, bill)
+        notes += [] if captured.is_part else unmatched_patterns(captured, settings)
         notes += _early_notes(program, captured, bill)
     return tuple(dict.fromkeys(notes))
 
@@ -197,6 +199,7 @@ def _repeated_work(program: Program, setup: Setup, assignment: Assignment, bill:
     ]
 
 
-def _unmatched_patterns(captured: Captured, settings: Settings) -> list[str]:
+def unmatched_patterns(captured: Captured, settings: Settings) -> list[str]:
+    """Names the patterns of `layerwise_parallel` that match no argument of a step."""
     unmatched = [one for one in settings.layerwise_parallel if not any(matches_path(leaf.path, one) for leaf in captured.inputs)]
     return [f"layerwise_parallel pattern {pattern!r} matches no argument." for pattern in unmatched]

@@ -55,7 +55,7 @@ def loaded_plan(settings: Settings) -> Plan | None:
     """Returns the plan in strategy_ckpt_load_file, or None if there is none; checks everything that needs no step."""
     context = settings.context
     load = context.strategy_ckpt_load_file
-    if not load or context.parallel_mode not in PLANNED_MODES:
+    if not load or context.parallel_mode not in PLANNED_MODES or context.pipeline_stages > 1:
         return None
     with naming_file("strategy_ckpt_load_file", load, "the strategy file cannot be read"):
         found = read_strategy(load, Plan)
@@ -70,15 +70,24 @@ def _loaded(captured: Captured, settings: Settings, load: str) -> Planned:
         found = read_strategy(load, Plan)
     if isinstance(found, MindSporeStrategy):
         return _pinned(captured, settings, found, Path(load).name)
+    return with_insight(planned_as_saved(captured, settings, found, load), captured, settings)
+
+
+def planned_as_saved(captured: Captured, settings: Settings, found: Plan, where: str) -> Planned:
+    """Plans a captured step as a plan of the file `where` says.
+
+    Raises:
+        PlanMismatchError: the plan is for another program, mesh, machine or context.
+    """
     start = time.perf_counter()
     program = captured.built()
     wanted = _wanted(settings)
-    check_plan(found, replace(wanted, memory_bytes=None), program.graph, load)
+    check_plan(found, replace(wanted, memory_bytes=None), program.graph, where)
     here = priced_here(found, program, captured, settings)
     used = _with_price(found, here.plan, settings)
-    check_plan(used, wanted, program.graph, load)
+    check_plan(used, wanted, program.graph, where)
     timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
-    return with_insight(replace(here, plan=replace(used, timing=timing)), captured, settings)
+    return replace(here, plan=replace(used, timing=timing))
 
 
 def _with_price(plan: Plan, here: Plan, settings: Settings) -> Plan:

@@ -269,7 +269,7 @@ def _reference(entry: Entry, plain: Captured | None) -> _Reference:
     compared with themselves on all devices with whole arguments.
     """
     captured, spans_processes = entry.captured, entry.spans_processes
-    regions = [region for region in entry.planned.program.manual if math.prod(size for _, size in region.mesh_axes) > 1]
+    regions = [region for region in entry.regions if math.prod(size for _, size in region.mesh_axes) > 1]
     if captured.draws_apart or any(plain is None or not region.is_loss for region in regions):
         everywhere = named_sharding(entry.program.mesh, ())
 

@@ -84,7 +84,8 @@ class Captured:
     and `arguments` the argument of the user's call to which each input belongs. `warnings` are said at the first call.
 
     The rest is set where gradient options change what the step computes: `is_rewritten` says so, `deviations` why its results are not
-    those of one device, and `draws_apart` that devices or micro-batches draw random numbers of their own.
+    those of one device, and `draws_apart` that devices or micro-batches draw random numbers of their own. `is_part` marks a program of a
+    pipeline, whose arguments are not the user's.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Captured:
     deviations: tuple[str, ...] = ()
     is_rewritten: bool = False
     draws_apart: bool = False
+    is_part: bool = False
     program: Program | None = None
 
     def built(self) -> Program:

@@ -1,0 +1,1 @@
+"""Leaves of which some processes have no part."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: cuts a loss into stages on devices of their own, and runs micro-batches through them on a schedule."""

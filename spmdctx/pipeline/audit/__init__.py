@@ -1,0 +1,1 @@
+"""Compares what a pipelined step compiles and does with its plan."""

@@ -1,0 +1,193 @@
+"""What a step does around its loss, by stage: each equation runs where its arrays are, and only scalars cross."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.extend.core as jexc
+
+from spmdctx.errors import UnsupportedError
+from spmdctx.pipeline.capture.marker import loss_p
+from spmdctx.pipeline.cut.inline import inlined
+from spmdctx.pipeline.cut.line import variables
+from spmdctx.trace.build.origins import source_line
+
+EVERYWHERE = -1
+"""The stage of what needs scalars alone: every stage computes it."""
+
+
+class Program(NamedTuple):
+    """Equations that one stage runs at once. Inputs and outputs are variables of the whole step."""
+
+    stage: int
+    jaxpr: jexc.ClosedJaxpr
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Around:
+    """A step's program around the equation of its loss.
+
+    Attributes:
+        jaxpr: the whole program, without nested calls.
+        loss: the equation of the loss.
+        before: equations that the loss depends on.
+        after: all others.
+        joins: the identities of those that join parts of an array, which may lie on several stages, on the stage of the whole.
+    """
+
+    jaxpr: jexc.ClosedJaxpr
+    loss: Any
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    joins: frozenset[int] = frozenset()
+
+
+def around_of(closed: jexc.ClosedJaxpr) -> Around:
+    """Splits the program of a pipelined step."""
+    flat = inlined(closed)
+    (loss,) = (eqn for eqn in flat.jaxpr.eqns if eqn.primitive is loss_p)
+    wanted, before = set(variables(loss.invars)), []
+    for eqn in reversed(flat.jaxpr.eqns):
+        if eqn is not loss and not wanted.isdisjoint(eqn.outvars):
+            before.append(eqn)
+            wanted.update(variables(eqn.invars))
+    early = set(map(id, before))
+    after = tuple(eqn for eqn in flat.jaxpr.eqns if eqn is not loss and id(eqn) not in early)
+    return Around(flat, loss, tuple(reversed(before)), after)
+
+
+class Placement:
+    """Finds the stage of each array around the loss.
+
+    Args:
+        around: the step's program.
+        known: the stages of inputs and of the loss's results, as far as they are known.
+        names: of inputs, for messages.
+    """
+
+    def __init__(self, around: Around, known: Mapping[Any, int], names: Mapping[Any, str]) -> None:
+        self.stage_of = {var: stage for var, stage in known.items() if is_array(var)}
+        self._names, self._joins = names, around.joins
+        self._spread(around.after)
+        # What meets no parameter lies on the first stage.
+        left = [var for var in around.jaxpr.jaxpr.invars if is_array(var) and var not in self.stage_of]
+        self.stage_of.update(dict.fromkeys(left, 0))
+        self._spread(around.after)
+        self.stages = [self._stage(eqn) for eqn in around.after]
+
+    def _spread(self, eqns: Sequence[Any]) -> None:
+        """Gives arrays the stage of those that they meet in an equation, until nothing changes."""
+        changes = True
+        while changes:
+            changes = False
+            for eqn in (*eqns, *reversed(eqns)):
+                arrays = [var for var in (*variables(eqn.invars), *eqn.outvars) if is_array(var)]
+                found = {self.stage_of[var] for var in arrays if var in self.stage_of}
+                if len(found) == 1 and id(eqn) not in self._joins:
+                    (stage,) = found
+                    new = [var for var in arrays if var not in self.stage_of]
+                    self.stage_of.update(dict.fromkeys(new, stage))
+                    changes = changes or bool(new)
+
+    def _stage(self, eqn: Any) -> int:
+        """Returns the stage of an equation.
+
+        Raises:
+            UnsupportedError: its arrays lie on several stages.
+        """
+        arrays = [var for var in (*variables(eqn.invars), *eqn.outvars) if is_array(var)]
+        if id(eqn) in self._joins:
+            return self.stage_of[eqn.outvars[0]]
+        found = sorted({self.stage_of[var] for var in arrays if var in self.stage_of})
+        if len(found) > 1:
+            described = [
+                f"{self._names.get(var, var.aval.str_short())} on stage {self.stage_of[var]}" for var in arrays if var in self.stage_of
+            ]
+            raise UnsupportedError(
+                "What follows the loss combines arrays of several stages of the pipeline; only scalars can cross.",
+                where=source_line(eqn.source_info) or eqn.primitive.name,
+                got=", ".join(dict.fromkeys(described)),
+                fix="combine their sums or norms, or leave pipeline_stages out",
+            )
+        return found[0] if found else EVERYWHERE
+
+
+def is_array(var: Any) -> bool:
+    """Returns whether a value is more than a scalar, so that it has a stage."""
+    return math.prod(getattr(var.aval, "shape", ())) > 1
+
+
+def programs_of(around: Around, placement: Placement, num_stages: int) -> list[list[Program]]:
+    """Returns the programs after the loss in rounds; scalars cross between one round and the next.
+
+    A round has at most one program for each stage.
+    """
+    stages = placement.stages
+    rounds = _rounds(around, stages)
+    found = []
+    for number in range(max(rounds, default=-1) + 1):
+        programs = []
+        for stage in range(num_stages):
+            eqns = [eqn for eqn, own, at in zip(around.after, rounds, stages, strict=True) if own == number and at in (stage, EVERYWHERE)]
+            program = _program(around, eqns, stage)
+            programs += [program] if program.outputs else []
+        found.append(programs)
+    return found
+
+
+def _rounds(around: Around, stages: Sequence[int]) -> list[int]:
+    """Returns the round of each equation after the loss.
+
+    It is the last one that is early enough for its readers: so arrays do not wait between rounds, and state is read where it is renewed.
+    """
+    earliest: list[int] = []
+    maker: dict[Any, int] = {}
+    readers: dict[Any, list[int]] = {}
+    for place, eqn in enumerate(around.after):
+        own = 0
+        for var in variables(eqn.invars):
+            if var in maker:
+                own = max(own, earliest[maker[var]] + _crosses(stages[maker[var]], stages[place]))
+                readers.setdefault(var, []).append(place)
+        earliest.append(own)
+        maker.update(dict.fromkeys(eqn.outvars, place))
+    rounds = list(earliest)
+    for place in reversed(range(len(rounds))):
+        later = [other for var in around.after[place].outvars for other in readers.get(var, ())]
+        if later:
+            rounds[place] = min(rounds[other] - _crosses(stages[place], stages[other]) for other in later)
+    return rounds
+
+
+def _crosses(source: int, target: int) -> int:
+    """Returns 1 if what is made on a stage is read on another one, or everywhere, else 0."""
+    return int(source not in (target, EVERYWHERE))
+
+
+def _program(around: Around, eqns: Sequence[Any], stage: int) -> Program:
+    """Returns the program of some equations; it gives what anything outside of them may read."""
+    body = around.jaxpr.jaxpr
+    inside, own = set(map(id, eqns)), {var for eqn in eqns for var in eqn.outvars}
+    read_outside = {var for eqn in around.after if id(eqn) not in inside for var in variables(eqn.invars)} | set(variables(body.outvars))
+    outputs = tuple(var for eqn in eqns for var in eqn.outvars if var in read_outside)
+    read = list(dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars) if var not in own))
+    constants = dict(zip(body.constvars, around.jaxpr.consts, strict=True))
+    inputs = tuple(var for var in read if var not in constants)
+    jaxpr = body.replace(
+        constvars=[var for var in read if var in constants],
+        invars=list(inputs),
+        outvars=list(outputs),
+        eqns=list(eqns),
+        effects=_effects(eqns),
+        debug_info=body.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return Program(stage, jexc.ClosedJaxpr(jaxpr, [constants[var] for var in read if var in constants]), inputs, outputs)
+
+
+def _effects(eqns: Iterable[Any]) -> frozenset[Any]:
+    return frozenset().union(*(eqn.effects for eqn in eqns))

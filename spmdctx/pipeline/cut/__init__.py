@@ -1,0 +1,1 @@
+"""Cuts the forward pass of a loss into chunks, one for each place of a pipeline."""

@@ -1,0 +1,157 @@
+"""Holds the data of a pipelined step's plan: its stages, their schedule, and what crosses between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from spmdctx.ir.graph import Role
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import TensorSharding
+from spmdctx.pipeline.cut.reasons import ChunkReason, CutReason
+from spmdctx.pipeline.programs.transfers import Moved
+from spmdctx.pipeline.schedule.simulate import Simulation
+from spmdctx.plan.plan import Plan
+from spmdctx.wording import bytes_text
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: the chunks that it runs, the plan of each of its programs, and its seconds and bytes for each device.
+
+    Attributes:
+        chunks: the parts of the loss, by number.
+        tasks: the plan of each program that micro-batches run through, by its name, such as `forward0`.
+        after: the plan of each program after the loss, such as `after1_0`.
+        num_equations: of the loss.
+        num_parameters: leaves of the loss by which it is differentiated and which the stage reads.
+        forward_s: seconds of all its chunks' forward passes of one micro-batch.
+        backward_s: of the backward passes.
+        in_flight: the most micro-batches of single chunks that it holds.
+        state_bytes: inputs of the step that lie there, copies of shared ones, and sums of gradients.
+        kept_bytes: the most that the micro-batches in flight hold.
+        live_bytes: for each program, the most that lies there when it begins, its own operands among it.
+        memory_bytes: the planned peak.
+    """
+
+    chunks: tuple[int, ...]
+    tasks: dict[str, Plan]
+    after: dict[str, Plan]
+    num_equations: int
+    num_parameters: int
+    forward_s: float
+    backward_s: float
+    in_flight: int
+    state_bytes: int
+    kept_bytes: int
+    live_bytes: Mapping[str, int]
+    memory_bytes: int
+
+
+class StagedTensor(NamedTuple):
+    """One leaf of the step's arguments or results, and the stage whose devices hold it."""
+
+    path: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: TensorSharding
+    stage: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What crosses from one stage to another in one step, and why: arrays and their bytes."""
+
+    what: Moved
+    source: int
+    target: int
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PipelineData:
+    """The fields of a pipelined step's plan.
+
+    Attributes:
+        mode: the parallel mode.
+        search_mode: the search that planned the stages, empty if there was none.
+        topology: the machine's name.
+        logical_mesh: of each stage.
+        simulation: the schedule with the planned times of its tasks.
+        bubble_formula: the idle share that theory gives for stages alike, None if it gives none.
+        inputs, outputs: the leaves of the step's arguments and results.
+        stages: one for each.
+        transfers: what crosses.
+        joints: the plan of both passes of each chunk together, by which its shardings were decided.
+        cuts: the numbers of the last equations before the cuts.
+        chunk_reasons: what each chunk of the loss holds.
+        cut_reasons: why each cut is where it is.
+        notes: what a user would want to know.
+    """
+
+    mode: str
+    search_mode: str
+    topology: str
+    logical_mesh: LogicalMesh
+    simulation: Simulation
+    bubble_formula: float | None
+    inputs: tuple[StagedTensor, ...]
+    outputs: tuple[StagedTensor, ...]
+    stages: tuple[StagePlan, ...]
+    transfers: tuple[Transfer, ...]
+    joints: tuple[Plan, ...]
+    cuts: tuple[int, ...]
+    chunk_reasons: tuple[ChunkReason, ...]
+    cut_reasons: tuple[CutReason, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def told_transfers(self) -> tuple[tuple[str, ...], ...]:
+        """What crosses, as words: what, from where, to where, arrays, bytes; scalars between all stages together."""
+        values = [one for one in self.transfers if one.what is Moved.VALUE]
+        rows = [
+            (str(one.what), str(one.source), str(one.target), str(one.count), bytes_text(one.bytes))
+            for one in self.transfers
+            if one.what is not Moved.VALUE
+        ]
+        total = (str(sum(one.count for one in values)), bytes_text(sum(one.bytes for one in values)))
+        return (*rows, *([(str(Moved.VALUE), "all", "all", *total)] if values else []))
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axes and sizes of each stage's mesh."""
+        return dict(self.logical_mesh.axes)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all stages."""
+        return self.logical_mesh.num_devices * len(self.stages)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The planned peak of the fullest stage, per device."""
+        return max(stage.memory_bytes for stage in self.stages)
+
+    @property
+    def after_s(self) -> float:
+        """Seconds of what follows the loss: in each round, those of the slowest stage."""
+        rounds: dict[str, float] = {}
+        for stage in self.stages:
+            for name, plan in stage.after.items():
+                own = name.partition("_")[0]
+                rounds[own] = max(rounds.get(own, 0.0), plan.cost.total_s)
+        return sum(rounds.values())
+
+    @property
+    def step_s(self) -> float:
+        """Planned seconds of a step."""
+        return self.simulation.makespan_s + self.after_s
+
+    @property
+    def imbalance(self) -> float:
+        """The longest stage over the mean, in planned seconds of a micro-batch."""
+        seconds = [stage.forward_s + stage.backward_s for stage in self.stages]
+        return max(seconds) * len(seconds) / sum(seconds)

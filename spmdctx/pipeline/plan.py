@@ -1,0 +1,84 @@
+"""The plan of a pipelined step, which shows itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import NoReturn
+
+from rich.console import RenderableType
+
+from spmdctx.errors import UnsupportedError
+from spmdctx.pipeline.data import PipelineData
+from spmdctx.pipeline.file import read_pipeline, write_pipeline
+from spmdctx.pipeline.show.explanation import StageExplanation, explained
+from spmdctx.pipeline.show.page import pipeline_document, pipeline_page
+from spmdctx.pipeline.show.table import pipeline_table
+from spmdctx.pipeline.show.timeline import Timeline
+from spmdctx.plan.data import PlanData
+from spmdctx.plan.plan import Plan
+from spmdctx.plan.show.terminal import plain_text
+from spmdctx.wording.files import write_file
+
+
+@dataclass(frozen=True, repr=False)
+class PipelinePlan(PipelineData):
+    """The plan of a step on a pipeline; the attributes are those of `PipelineData`."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if (not name.startswith("_") and hasattr(Plan, name)) or name in PlanData.__dataclass_fields__:
+            raise UnsupportedError(
+                f"The plan of a pipeline has no '{name}' so far.",
+                fix="look at plan.stages, whose tasks have plans of their own, or leave pipeline_stages out",
+            )
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return f"<spmdctx.PipelinePlan {self.simulation.schedule.name} of {len(self.stages)} stages on {self.topology}>"
+
+    def timeline(self) -> Timeline:
+        """Returns the schedule over time, drawn from the tasks that run: a picture in a notebook, text in a terminal."""
+        return Timeline(self.simulation)
+
+    def explain(self, pattern: str) -> StageExplanation:
+        """Explains a stage: what it holds, why it is cut there, what else was possible and what would make that win.
+
+        Args:
+            pattern: "stage 3", or what `Plan.explain` takes, which is then asked of each stage's programs.
+        """
+        return explained(self, pattern)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as one JSON file, and makes the file's folder; strategy_ckpt_load_file takes it.
+
+        Raises:
+            FileError: the file cannot be written; a former one is as it was.
+        """
+        write_pipeline(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PipelinePlan:
+        """Reads what `save` wrote.
+
+        Raises:
+            PlanFormatError: the file is no plan of a pipeline, is damaged, or has another format version.
+            OSError: the file cannot be read.
+        """
+        return read_pipeline(path, cls)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan with its timeline as one self-contained page, and makes the file's folder.
+
+        Raises:
+            FileError: the file cannot be written; a former one is as it was.
+        """
+        write_file(path, pipeline_document(self))
+
+    def _repr_html_(self) -> str:
+        return pipeline_page(self)
+
+    def __str__(self) -> str:
+        return plain_text(pipeline_table(self))
+
+    def __rich__(self) -> RenderableType:
+        return pipeline_table(self)

@@ -1,0 +1,1 @@
+"""The programs of a pipeline: what a chunk computes of one micro-batch, forwards and backwards."""

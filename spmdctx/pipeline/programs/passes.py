@@ -1,0 +1,123 @@
+"""Makes the forward and backward programs of a chunk from its part of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import numpy as np
+
+from spmdctx.gradients.reduce import is_low_precision
+from spmdctx.pipeline.cut.chunks import Chunk
+from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram, slots
+from spmdctx.pipeline.schedule.tasks import Kind
+from spmdctx.trace.build.jaxprs.equations import struct_of
+
+
+class Passes:
+    """The two passes of a chunk.
+
+    What the forward pass keeps are the residuals of `jax.vjp`, without those that are operands of the chunk, which stay where they are.
+    The user's `jax.checkpoint` decides what they are.
+
+    Args:
+        chunk: the part of the loss.
+        differentiated: the leaves by which the loss is differentiated.
+        value: the number of the loss among its results; only its chunk has it.
+    """
+
+    def __init__(self, chunk: Chunk, differentiated: frozenset[int], value: int) -> None:
+        self._chunk, self._value = chunk, value
+        body = chunk.program.jaxpr
+        self._structs = [struct_of(var.aval) for var in body.invars]
+        self._inputs = [*slots(Holds.LEAF, chunk.leaves), *slots(Holds.ENTERING, range(len(chunk.entering)))]
+        self._outputs = [*slots(Holds.LEAVING, range(len(chunk.leaving))), *slots(Holds.RESULT, chunk.results)]
+        self.weights = tuple(leaf for leaf in chunk.leaves if leaf in differentiated)
+        self._by = [place for place, slot in enumerate(self._inputs) if self._is_differentiated(slot, differentiated)]
+        self._tree: Any = None
+        self._sources: list[int | None] = []
+        self.forward = self._forward()
+        self.backward = self._backward()
+
+    def _is_differentiated(self, slot: Slot, differentiated: frozenset[int]) -> bool:
+        if slot.holds is Holds.LEAF:
+            return slot.number in differentiated
+        return _has_cotangent(self._chunk.entering[slot.number].aval)
+
+    def _evaluate(self, operands: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
+        """Runs the chunk on its operands, those by which it is differentiated given anew."""
+        given = list(operands)
+        for place, value in zip(self._by, moved, strict=True):
+            given[place] = value
+        return list(jexc.jaxpr_as_fun(self._chunk.program)(*given))
+
+    def _forward(self) -> TaskProgram:
+        def run(*operands: Any) -> list[Any]:
+            results, pull = jax.vjp(lambda *moved: self._evaluate(operands, moved), *(operands[place] for place in self._by))
+            kept, self._tree = jax.tree.flatten(pull)
+            self._sources = [next((place for place, one in enumerate(operands) if one is value), None) for value in kept]
+            return [*results, *(value for value, source in zip(kept, self._sources, strict=True) if source is None)]
+
+        jaxpr = jax.make_jaxpr(run)(*self._structs)
+        self.kept = jaxpr.out_avals[len(self._outputs) :]
+        return TaskProgram(Kind.FORWARD, jaxpr, tuple(self._inputs), (*self._outputs, *slots(Holds.KEPT, range(len(self.kept)))))
+
+    def _backward(self) -> TaskProgram:
+        """Returns the program that pulls cotangents back, and adds gradients to their sums."""
+        sums = slots(Holds.SUM, self.weights)
+        cotangents = [
+            slot for slot in self._outputs if slot.holds is Holds.LEAVING and _has_cotangent(self._chunk.leaving[slot.number].aval)
+        ]
+        inputs = [*self._inputs, *sums, *slots(Holds.KEPT, range(len(self.kept))), *map(_of, cotangents)]
+        structs = [
+            *self._structs,
+            *(self.sum_of(leaf) for leaf in self.weights),
+            *map(struct_of, self.kept),
+            *(struct_of(self._chunk.leaving[slot.number].aval) for slot in cotangents),
+        ]
+
+        def run(*given: Any) -> list[Any]:
+            operands, rest = given[: len(self._inputs)], given[len(self._inputs) :]
+            totals, rest = rest[: len(sums)], rest[len(sums) :]
+            kept, back = iter(rest[: len(self.kept)]), rest[len(self.kept) :]
+            leaves = [next(kept) if source is None else operands[source] for source in self._sources]
+            gradients = jax.tree.unflatten(self._tree, leaves)(self._cotangents(back))
+            found = dict(zip(self._by, gradients, strict=True))
+            added = [total + found[self._place(slot.number)].astype(total.dtype) for slot, total in zip(sums, totals, strict=True)]
+            return [*added, *(found[place] for place in self._by if self._inputs[place].holds is Holds.ENTERING)]
+
+        entering = [_of(self._inputs[place]) for place in self._by if self._inputs[place].holds is Holds.ENTERING]
+        return TaskProgram(Kind.BACKWARD, jax.make_jaxpr(run)(*structs), tuple(inputs), (*sums, *entering))
+
+    def sum_of(self, leaf: int) -> jax.ShapeDtypeStruct:
+        """Returns the type in which the gradients of a leaf are added up."""
+        aval = self._structs[self._place(leaf)]
+        return jax.ShapeDtypeStruct(aval.shape, jnp.float32 if is_low_precision(aval.dtype) else aval.dtype)
+
+    def _place(self, leaf: int) -> int:
+        return self._chunk.leaves.index(leaf)
+
+    def _cotangents(self, leaving: Sequence[Any]) -> list[Any]:
+        """Returns the cotangents of all results: the loss has 1, and what it gives beside itself has none."""
+        given = iter(leaving)
+        found: list[Any] = []
+        for slot, aval in zip(self._outputs, self._chunk.program.out_avals, strict=True):
+            if not _has_cotangent(aval):
+                found.append(np.zeros(aval.shape, jax.dtypes.float0))
+            elif slot.holds is Holds.LEAVING:
+                found.append(next(given))
+            else:
+                found.append(jnp.full(aval.shape, float(slot.number == self._value), aval.dtype))
+        return found
+
+
+def _has_cotangent(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _of(slot: Slot) -> Slot:
+    """Returns the slot of a cotangent."""
+    return Slot(Holds.OF_LEAVING if slot.holds is Holds.LEAVING else Holds.OF_ENTERING, slot.number)

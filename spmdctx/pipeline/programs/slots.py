@@ -1,0 +1,66 @@
+"""The operands and results of a pipeline's programs, by what they hold."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import jax.extend.core as jexc
+
+from spmdctx.pipeline.schedule.tasks import Kind
+
+
+class Holds(StrEnum):
+    """What an array of a chunk holds."""
+
+    LEAF = "leaf"
+    """An input of the loss: a parameter, or a part of the batch."""
+    SUM = "sum"
+    """The sum of a parameter's gradients so far."""
+    ENTERING = "entering"
+    """What chunks before hand over."""
+    LEAVING = "leaving"
+    """What is handed to the next chunk."""
+    KEPT = "kept"
+    """What the forward pass leaves for the backward pass."""
+    LINK = "link"
+    """What the gradients of inputs leave for those of weights."""
+    RESULT = "result"
+    """A result of the loss, of one micro-batch."""
+    OF_ENTERING = "cotangent of entering"
+    OF_LEAVING = "cotangent of leaving"
+
+    @property
+    def is_of_micro_batch(self) -> bool:
+        """True if each micro-batch has an array of its own."""
+        return self not in (Holds.LEAF, Holds.SUM)
+
+
+class Slot(NamedTuple):
+    """One array of a chunk; `number` counts those that hold the same, leaves and results as the loss numbers them."""
+
+    holds: Holds
+    number: int
+
+
+class TaskProgram(NamedTuple):
+    """The flat program of one kind of task of a chunk."""
+
+    kind: Kind
+    jaxpr: jexc.ClosedJaxpr
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+    @property
+    def avals(self) -> dict[Slot, Any]:
+        """The type of each operand and result."""
+        body = self.jaxpr.jaxpr
+        return {
+            **{slot: var.aval for slot, var in zip(self.inputs, body.invars, strict=True)},
+            **{slot: var.aval for slot, var in zip(self.outputs, body.outvars, strict=True)},
+        }
+
+
+def slots(holds: Holds, numbers: Any) -> list[Slot]:
+    """Returns slots that hold the same."""
+    return [Slot(holds, number) for number in numbers]

@@ -1,0 +1,1 @@
+"""Runs a planned pipeline: walks its schedule, and moves what crosses between stages."""

@@ -1,0 +1,88 @@
+"""The compiled programs of a stage's chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from spmdctx.ir.graph import LITERAL
+from spmdctx.lowering.compile import JitOptions, jit_program
+from spmdctx.pipeline.programs.slots import Holds, Slot
+from spmdctx.pipeline.run.routes import is_here
+from spmdctx.pipeline.schedule.tasks import Kind
+from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, PlannedTask
+from spmdctx.trace.specs import make_mesh, named_sharding
+
+
+@dataclass(frozen=True)
+class Jitted:
+    """A planned program: where its operands and results lie, and what runs it, None where its stage belongs to other processes.
+
+    `types` are those in which the tape passes its operands.
+    """
+
+    run: jax.stages.Wrapped | None
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
+    types: tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclass(frozen=True)
+class CompiledTask:
+    """A jitted program with the slots of its operands and results."""
+
+    jitted: Jitted
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class CompiledChunk:
+    """The programs of a chunk, and where its arrays lie."""
+
+    tasks: Mapping[Kind, CompiledTask]
+    shardings: Mapping[Slot, NamedSharding]
+    planned: PlannedChunk
+
+
+def jitted(planned: Planned, avals: Sequence[Any], devices: Sequence[Any], options: JitOptions) -> Jitted:
+    """Jits a planned program for the devices of its stage, if this process has some of them; nothing is compiled yet.
+
+    `avals` are the types of its operands.
+    """
+    mesh, graph, values = make_mesh(planned.mesh, devices), planned.program.graph, planned.assignment.values
+    inputs = tuple(named_sharding(mesh, values[value]) for value in graph.inputs)
+    outputs = tuple(named_sharding(mesh, values[value] if value != LITERAL else ()) for value in graph.outputs)
+    if not is_here(named_sharding(mesh, ())):
+        return Jitted(None, inputs, outputs, placed_types(avals, inputs))
+    program = jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
+    return Jitted(program.jitted, program.in_shardings, program.out_shardings, placed_types(avals, program.in_shardings))
+
+
+def compiled_chunk(chunk: PlannedChunk, devices: Sequence[Any]) -> CompiledChunk:
+    """Jits the programs of a chunk for the devices of its stage; nothing is compiled yet."""
+    shardings: dict[Slot, NamedSharding] = {}
+    tasks = {kind: _compiled(task, devices, shardings) for kind, task in chunk.tasks.items()}
+    return CompiledChunk(tasks, shardings, chunk)
+
+
+def _compiled(task: PlannedTask, devices: Sequence[Any], shardings: dict[Slot, NamedSharding]) -> CompiledTask:
+    planned, program = task.planned, task.program
+    donated = [index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM]
+    name = f"pipeline_{task.name or program.kind.name.lower()}"
+    made = jitted(planned, program.jaxpr.in_avals, devices, JitOptions(donated, name=name))
+    shardings.update(zip(program.inputs, made.in_shardings, strict=True))
+    shardings.update(zip(program.outputs, made.out_shardings, strict=True))
+    return CompiledTask(made, program.inputs, program.outputs)
+
+
+def placed_types(avals: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the types of arrays that lie where a program wants them."""
+    return tuple(
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+        for aval, sharding in zip(avals, shardings, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Searches for the stages of a pipeline: where to cut, and how many there are."""

@@ -1,0 +1,35 @@
+"""Moves cuts until the planned seconds of all chunks are about the same, where that makes the schedule shorter."""
+
+from __future__ import annotations
+
+from spmdctx.pipeline.stages.staging import Stages, Staging, scaled
+
+_ROUNDS = 3
+"""How often cuts are moved at most."""
+
+BALANCED = 1.02
+"""Stages of which the longest takes at most so many times the mean are left as they are."""
+
+_WORTH = 0.998
+"""Other cuts are planned if their schedule is expected to take at most this part of the shortest one's time."""
+
+
+def balanced(staging: Staging) -> Stages:
+    """Returns the planned stages of the shortest schedule that a few rounds of planning and cutting find.
+
+    The first cut goes by estimates for one device. Then each equation takes its chunk's planned seconds, as far as it has a share in them.
+    A cut that balances stages better may move more bytes, so cuts that are expected to make the schedule longer are not planned.
+    """
+    best = found = staging.plan()
+    tried = {found.places}
+    for _ in range(_ROUNDS):
+        if best.imbalance <= BALANCED:
+            break
+        seconds = scaled(staging.estimates, found.places, found.seconds)
+        places = staging.cut(seconds)
+        if places in tried or staging.expected_s(places, seconds, found) > _WORTH * best.simulation.makespan_s:
+            break
+        tried.add(places)
+        found = staging.plan(places)
+        best = min(best, found, key=lambda own: own.simulation.makespan_s)
+    return best

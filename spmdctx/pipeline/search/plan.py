@@ -1,0 +1,125 @@
+"""Plans a pipelined step whose number of stages and schedule are decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spmdctx.errors import InfeasibleError
+from spmdctx.pipeline.capture.carrier import PipelinedStep
+from spmdctx.pipeline.data import PipelineData
+from spmdctx.pipeline.search.balance import balanced
+from spmdctx.pipeline.search.bound import least_makespan_of_cuts_s
+from spmdctx.pipeline.search.stacked import stacked_notes
+from spmdctx.pipeline.stages.alike import AlikePlanner
+from spmdctx.pipeline.stages.memory import StageMemory, memory_of
+from spmdctx.pipeline.stages.plans import Planner
+from spmdctx.pipeline.stages.staging import ScheduleOf, Stages, Staging, cut_loss, scaled
+from spmdctx.pipeline.stages.whole import PlannedPipeline, completed
+from spmdctx.trace.scope.settings import Settings
+from spmdctx.wording import bytes_text, counted, seconds_text
+
+
+def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> PlannedPipeline:
+    """Plans a step on a pipeline.
+
+    Args:
+        step: the captured step.
+        settings: of the whole step; its devices are divided over the stages.
+        num_chunks: into how many parts the loss is cut.
+        schedule_of: makes the schedule from the costs of the chunks: first the estimated ones, then the planned ones.
+        planner: plans a captured program on the devices of one stage.
+
+    Raises:
+        InfeasibleError: a stage needs more than `memory_bytes`.
+        UnsupportedError: the loss has too few equations, or what follows it mixes arrays of several stages.
+    """
+    free = replace(settings, memory_bytes=None)
+    staging = Staging(cut_loss(step, settings), free, num_chunks, schedule_of, AlikePlanner(planner))
+    stages = balanced(staging)
+    found = completed(staging, stages)
+    if settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel":
+        stages, found = _within(staging, stages, found, settings.memory_bytes)
+    found.notes += stacked_notes(found)
+    found.bound_s = _bound_s(staging, stages)
+    if found.bound_s:
+        found.notes.append(_certificate(found, found.bound_s))
+    return found
+
+
+def plan_as_decided(step: PipelinedStep, settings: Settings, plan: PipelineData, planner: Planner, where: str) -> PlannedPipeline:
+    """Plans a step as a plan says that was made for the same step; `planner` gives the plan of each program.
+
+    Raises:
+        PlanMismatchError: the plan in the file `where` was made for another program.
+    """
+    schedule = plan.simulation.schedule
+    staging = Staging(cut_loss(step, settings), replace(settings, memory_bytes=None), schedule.num_chunks, lambda *_: schedule, planner)
+    staging.check(plan.cuts, where)
+    staging.settings = replace(staging.settings, mesh=plan.logical_mesh)
+    found = completed(staging, staging.plan(plan.cuts))
+    found.notes += plan.notes
+    return found
+
+
+def _certificate(found: PlannedPipeline, bound_s: float) -> str:
+    schedule, makespan_s = found.schedule, found.simulation.makespan_s
+    stages = counted(schedule.num_stages, "stage")
+    return (
+        f"No cut into {stages} runs {schedule.num_micro} micro-batches in less than {seconds_text(bound_s)}, "
+        "by the lower bounds of the stages' plans, which estimates share out among their equations. "
+        f"This schedule takes {max(0.0, makespan_s / bound_s - 1):.1%} more."
+    )
+
+
+def _within(staging: Staging, stages: Stages, found: PlannedPipeline, budget: int) -> tuple[Stages, PlannedPipeline]:
+    """Returns the same stages within a budget, if need be planned once more, each program with what the stage leaves for it.
+
+    Raises:
+        InfeasibleError: a stage needs more.
+    """
+    memories = memory_of(found)
+    if max(own.peak_bytes for own in memories) <= budget:
+        return stages, found
+    rooms = []
+    for number, chunk in enumerate(stages.planned):
+        peak = memories[stages.schedule.stage_of[number]].peak_bytes
+        rooms.append(budget - peak + max(task.planned.plan.cost.memory_bytes for task in chunk.tasks.values()))
+    if min(rooms) > 0:
+        tight = Staging(staging.loss, replace(staging.given, memory_bytes=min(rooms)), *staging.parts)
+        try:
+            stages = tight.plan(stages.places)
+        except InfeasibleError as error:
+            raise _over(found, memories, budget) from error
+        tight.settings = replace(tight.settings, memory_bytes=None)
+        found = completed(tight, stages)
+        memories = memory_of(found)
+    if max(own.peak_bytes for own in memories) > budget:
+        raise _over(found, memories, budget)
+    return stages, found
+
+
+def _over(found: PlannedPipeline, memories: Sequence[StageMemory], budget: int) -> InfeasibleError:
+    """Returns the error for the fullest stage."""
+    stage = max(range(len(memories)), key=lambda own: memories[own].peak_bytes)
+    own = memories[stage]
+    return InfeasibleError(
+        f"Stage {stage} of {len(memories)} needs {bytes_text(own.peak_bytes)} per device, more than memory_bytes={budget}.",
+        where=found.step.loss.where,
+        got=(
+            f"{bytes_text(own.state_bytes)} of state and sums of gradients, {bytes_text(own.kept_bytes)} kept by "
+            f"{found.simulation.in_flight[stage]} micro-batches in flight"
+        ),
+        fix="use more stages or devices, checkpoint layers, or more micro-batches of fewer rows",
+    )
+
+
+def _bound_s(staging: Staging, stages: Stages) -> float | None:
+    """Returns a bound on the schedule of any cut, or None if a chunk's plan has none."""
+    bounds = [chunk.joint.planned.plan.lower_bound_s for chunk in stages.planned]
+    if any(bound is None for bound in bounds):
+        return None
+    seconds = scaled(staging.estimates, stages.places, bounds)
+    schedule = stages.schedule
+    several = schedule.splits_backward or schedule.num_chunks > schedule.num_stages
+    return least_makespan_of_cuts_s(seconds, schedule.num_stages, schedule.num_micro, splits=several)

@@ -1,0 +1,50 @@
+"""Plans programs that are alike once: stages in the middle of a model differ by the names of their parameters alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from spmdctx.pipeline.stages.plans import Planned, Planner
+from spmdctx.plan.data import OpTable
+from spmdctx.trace.capture.capture import Captured
+from spmdctx.trace.scope.settings import Settings
+
+
+class AlikePlanner:
+    """A planner that remembers its plans by what the programs compute, what is pinned in them, and what they are planned for."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._known: dict[Any, Planned] = {}
+
+    def __call__(self, captured: Captured, settings: Settings) -> Planned:
+        """Plans a program, or gives the plan of one that is alike, with the names of this one."""
+        if settings.layerwise_parallel:
+            # Those go by the names of parameters.
+            return self._planner(captured, settings)
+        key = _key(captured, settings)
+        known = self._known.get(key)
+        if known is not None:
+            return _renamed(known, captured)
+        found = self._known[key] = self._planner(captured, settings)
+        return found
+
+
+def _key(captured: Captured, settings: Settings) -> tuple[Any, ...]:
+    inputs = tuple((leaf.role, leaf.donated, leaf.metadata) for leaf in captured.inputs)
+    outputs = tuple(leaf.carried_from for leaf in captured.outputs)
+    pins = repr(captured.program.user_pins) if captured.program is not None else ""
+    return (
+        *(str(captured.jaxpr), inputs, outputs, captured.mesh_axes, pins),
+        *(settings.num_devices, settings.mesh, settings.memory_bytes, settings.topology),
+    )
+
+
+def _renamed(known: Any, captured: Captured) -> Planned:
+    program, plan = captured.built(), known.plan
+    inputs = tuple(row._replace(path=leaf.path) for row, leaf in zip(plan.inputs, captured.inputs, strict=True))
+    outputs = tuple(row._replace(path=leaf.path) for row, leaf in zip(plan.outputs, captured.outputs, strict=True))
+    table = OpTable.of(program.graph, known.assignment)
+    own = replace(plan, fingerprint=program.graph.fingerprint, inputs=inputs, outputs=outputs, op_table=table)
+    return replace(known, program=program, plan=own)  # type: ignore[no-any-return]

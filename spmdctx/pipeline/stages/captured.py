@@ -1,0 +1,101 @@
+"""A program of a pipeline as a captured step, which the planner takes as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax.extend.core as jexc
+
+from spmdctx.ir.graph import LITERAL, Role
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import TensorSharding
+from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram
+from spmdctx.trace.build.build import Argument, build
+from spmdctx.trace.build.program import UserPin
+from spmdctx.trace.capture.capture import Captured, InputLeaf, OutputLeaf
+from spmdctx.trace.capture.pytrees import PureFlattening
+
+
+class LossLeaf(NamedTuple):
+    """An input of the loss as plans name it."""
+
+    path: str
+    role: Role
+
+
+Pins = Mapping[Slot, TensorSharding]
+"""Shardings that another program of the pipeline has decided."""
+
+
+class Operand(NamedTuple):
+    """An operand of a program: its name, role and sharding; None for a sharding leaves it free."""
+
+    path: str
+    role: Role
+    pin: TensorSharding | None = None
+    donated: bool = False
+
+
+class Outcome(NamedTuple):
+    """A result of a program: its name, its sharding or None, and the operand whose next value it is, or None."""
+
+    path: str
+    pin: TensorSharding | None = None
+    carried_from: int | None = None
+
+
+def captured_program(
+    name: str, jaxpr: jexc.ClosedJaxpr, mesh: LogicalMesh | None, operands: Sequence[Operand], results: Sequence[Outcome]
+) -> Captured:
+    """Returns a flat program as a captured step.
+
+    Args:
+        name: of the program, in messages and profiles.
+        jaxpr: the program.
+        mesh: the one that the pins are written for; None if there are none.
+        operands: one for each.
+        results: one for each.
+    """
+    axes = () if mesh is None else mesh.axes
+    inputs = tuple(
+        InputLeaf(
+            own.path,
+            tuple(aval.shape),
+            str(aval.dtype),
+            own.role,
+            donated=own.donated,
+            metadata=None if own.pin is None else tuple(dim or None for dim in own.pin),
+        )
+        for own, aval in zip(operands, jaxpr.in_avals, strict=True)
+    )
+    outputs = tuple(
+        OutputLeaf(own.path, tuple(aval.shape), str(aval.dtype), own.carried_from)
+        for own, aval in zip(results, jaxpr.out_avals, strict=True)
+    )
+    structure = PureFlattening((tuple(jaxpr.in_avals), {})).structure(range(len(outputs)))
+    captured = Captured(name, jaxpr, inputs, outputs, structure, 0.0, mesh_axes=axes, is_part=True)
+    built = build(jaxpr, [Argument(own.path, own.role) for own in operands], captured.carried)
+    own = [
+        UserPin(value, axes, result.pin)
+        for result, value in zip(results, built.graph.outputs, strict=True)
+        if result.pin is not None and value != LITERAL and result.carried_from is None
+    ]
+    return replace(captured, program=replace(built, user_pins=(*built.user_pins, *own)))
+
+
+def captured_task(name: str, program: TaskProgram, leaves: Sequence[LossLeaf], mesh: LogicalMesh | None, pins: Pins) -> Captured:
+    """Returns a program of a chunk as a captured step, with the inputs of the loss, and shardings that are decided."""
+    sums = {slot: index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM}
+    operands = [_operand(slot, leaves, pins.get(slot)) for slot in program.inputs]
+    results = [Outcome(f"{slot.holds} {slot.number}", pins.get(slot), sums.get(slot)) for slot in program.outputs]
+    return captured_program(name, program.jaxpr, mesh, operands, results)
+
+
+def _operand(slot: Slot, leaves: Sequence[LossLeaf], pin: TensorSharding | None) -> Operand:
+    if slot.holds is Holds.LEAF:
+        return Operand(leaves[slot.number].path, leaves[slot.number].role, pin)
+    if slot.holds is Holds.SUM:
+        return Operand(f"gradient of {leaves[slot.number].path}", Role.OPTIMIZER, pin, donated=True)
+    return Operand(f"{slot.holds} {slot.number}", Role.BATCH if slot.holds is Holds.ENTERING else Role.ARGUMENT, pin)

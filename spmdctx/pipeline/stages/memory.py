@@ -1,0 +1,183 @@
+"""What lies on the devices of each stage whenever a program runs: state, sums of gradients, and what micro-batches in flight hold."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from spmdctx.ir.mesh import LogicalMesh, local_shape
+from spmdctx.ir.sharding import TensorSharding
+from spmdctx.pipeline.cut.line import num_bytes
+from spmdctx.pipeline.programs.slots import Holds, Slot
+from spmdctx.pipeline.schedule.tasks import Kind, Task
+from spmdctx.pipeline.stages.homes import homes_of
+from spmdctx.pipeline.stages.plans import PlannedChunk
+from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, sharding_of, stages_of
+
+
+class StageMemory(NamedTuple):
+    """Bytes on one device of a stage.
+
+    Attributes:
+        state_bytes: inputs of the step that lie there, copies of those that lie elsewhere, and sums of gradients.
+        kept_bytes: the most that micro-batches in flight hold.
+        live_bytes: for each program, the most that lies there when it begins, its own operands among it.
+        peak_bytes: the planned peak, with what programs make and need meanwhile.
+    """
+
+    state_bytes: int
+    kept_bytes: int
+    live_bytes: Mapping[str, int]
+    peak_bytes: int
+
+
+def memory_of(pipeline: PlannedPipeline) -> list[StageMemory]:
+    """Returns the memory of each stage, by the order in which the pipeline runs its tasks."""
+    stages = [_Stage() for _ in range(pipeline.schedule.num_stages)]
+    chunks = [_Chunk(own, pipeline, number) for number, own in enumerate(pipeline.planned)]
+    home = _Home(pipeline)
+    for var, lies_on in homes_of(pipeline).items():
+        for stage in lies_on:
+            stages[stage].state += home.size(var)
+    for number, chunk in enumerate(chunks):
+        chunk.begin(stages[pipeline.stage_of_chunk(number)], home)
+    for task in pipeline.simulation.order:
+        _run(task, pipeline, chunks, stages)
+    state = [own.state + own.held for own in stages]
+    for index, var in enumerate(pipeline.around.loss.outvars):
+        if index in pipeline.step.loss.gradient_of:
+            stages[stages_of(pipeline, var)].after += home.size(var)
+    for programs in pipeline.rounds:
+        for one in programs:
+            _run_after(one, home, stages[one.program.stage])
+    return [StageMemory(before, own.most_kept, own.live, own.peak) for before, own in zip(state, stages, strict=True)]
+
+
+class _Stage:
+    """The bytes on one device of a stage: state of the step, what the chunks hold beside, and what is kept for micro-batches."""
+
+    def __init__(self) -> None:
+        self.state = self.held = self.waiting = self.kept = self.after = 0
+        self.most_kept = self.peak = 0
+        self.live: Counter[str] = Counter()
+
+    def runs(self, name: str, extra: int, *, is_after: bool = False) -> None:
+        """Notes what lies there when a program begins, and the `extra` bytes that it adds meanwhile."""
+        live = self.state + (self.after if is_after else self.held + self.waiting + self.kept)
+        self.live[name] = max(self.live[name], live)
+        self.peak = max(self.peak, live + extra)
+
+
+class _Home:
+    """Where the inputs of the step lie, and the values after the loss."""
+
+    def __init__(self, pipeline: PlannedPipeline) -> None:
+        self._pipeline = pipeline
+
+    def sharding(self, var: Any) -> TensorSharding:
+        """Returns the sharding of a value on its stage."""
+        return sharding_of(self._pipeline, var)
+
+    def size(self, var: Any) -> int:
+        """Returns its bytes on one device."""
+        return _local(var, self.sharding(var), self._pipeline.mesh)
+
+
+class _Chunk:
+    """The arrays of a chunk, by slot."""
+
+    def __init__(self, planned: PlannedChunk, pipeline: PlannedPipeline, number: int) -> None:
+        self.planned, self.number = planned, number
+        self._pipeline = pipeline
+        self.size: dict[Slot, int] = {}
+        self.dims: dict[Slot, TensorSharding] = {}
+        for task in planned.tasks.values():
+            self.dims.update(task.shardings)
+            body = task.program.jaxpr.jaxpr
+            for slot, var in (*zip(task.program.inputs, body.invars, strict=True), *zip(task.program.outputs, body.outvars, strict=True)):
+                self.size[slot] = _local(var, self.dims[slot], pipeline.mesh)
+        self.micro: dict[int, dict[Slot, int]] = {}
+        self._begun = 0
+
+    def begin(self, stage: _Stage, home: _Home) -> None:
+        """Adds what the chunk holds before its first task: sums, copies of leaves that lie elsewhere, and its parts of the batch."""
+        loss, atoms = self._pipeline.step.loss, self._pipeline.around.loss.invars
+        own_stage = self._pipeline.stage_of_chunk(self.number)
+        for slot, size in self.size.items():
+            if slot.holds is Holds.SUM:
+                self._begun += size
+            elif slot.holds is Holds.LEAF and (loss.operands[slot.number].batch_dim is not None or slot.number in loss.folded):
+                for index in range(loss.num_micro):
+                    self.micro.setdefault(index, {})[slot] = size
+                stage.waiting += size * loss.num_micro
+            elif slot.holds is Holds.LEAF:
+                var = atoms[slot.number]
+                is_home = not hasattr(var, "val") and stages_of(self._pipeline, var) == own_stage and home.sharding(var) == self.dims[slot]
+                self._begun += 0 if is_home else size
+        stage.held += self._begun
+
+    def extra(self, kind: Kind) -> int:
+        """Returns what a program adds to its operands while it runs."""
+        task = self.planned.tasks[kind]
+        planned: int = task.planned.plan.cost.memory_bytes
+        return max(0, planned - sum(self.size[slot] for slot in task.program.inputs))
+
+
+def _run(task: Task, pipeline: PlannedPipeline, chunks: list[_Chunk], stages: list[_Stage]) -> None:
+    """Runs one task on the stages' bytes."""
+    own, stage = chunks[task.chunk], stages[pipeline.stage_of_chunk(task.chunk)]
+    planned = own.planned.tasks[task.kind]
+    stage.runs(planned.name, own.extra(task.kind))
+    arrays = own.micro.setdefault(task.micro, {})
+    for slot in planned.program.outputs:
+        if slot.holds is Holds.RESULT:
+            stage.held += own.size[slot]
+        elif slot.holds is not Holds.SUM:
+            arrays[slot] = own.size[slot]
+            stage.kept += own.size[slot]
+    if task.kind is Kind.FORWARD:
+        # What the batch gives the micro-batch, and what came before, is now held for its backward pass.
+        begun = sum(size for slot, size in arrays.items() if slot.holds in (Holds.LEAF, Holds.ENTERING))
+        stage.waiting -= begun
+        stage.kept += begun
+    for source, target, reader in _handed_on(task):
+        for slot in [slot for slot in arrays if slot.holds is source]:
+            stage.kept -= arrays.pop(slot)
+            if 0 <= reader < len(chunks):
+                _receive(chunks[reader], stages[pipeline.stage_of_chunk(reader)], task, Slot(target, slot.number))
+    stage.most_kept = max(stage.most_kept, stage.kept)
+    if task.kind in (Kind.BACKWARD, Kind.WEIGHT):
+        stage.kept -= sum(own.micro.pop(task.micro).values())
+
+
+def _handed_on(task: Task) -> Iterator[tuple[Holds, Holds, int]]:
+    if task.kind is Kind.FORWARD:
+        yield Holds.LEAVING, Holds.ENTERING, task.chunk + 1
+    elif task.kind is not Kind.WEIGHT:
+        yield Holds.OF_ENTERING, Holds.OF_LEAVING, task.chunk - 1
+
+
+def _receive(reader: _Chunk, stage: _Stage, task: Task, slot: Slot) -> None:
+    reader.micro.setdefault(task.micro, {})[slot] = reader.size[slot]
+    if slot.holds is Holds.ENTERING:
+        stage.waiting += reader.size[slot]
+    else:
+        stage.kept += reader.size[slot]
+
+
+def _run_after(one: PlannedProgram, home: _Home, stage: _Stage) -> None:
+    """Runs a program after the loss: its results stay until the step ends, and reused operands are gone."""
+    program = one.program
+    operands = sum(home.size(var) for var in program.inputs)
+    stage.runs(one.name, max(0, one.planned.plan.cost.memory_bytes - operands), is_after=True)
+    stage.after += sum(home.size(var) for var in program.outputs)
+    stage.state -= sum(home.size(program.inputs[place]) for place in one.donated)
+
+
+def _local(var: Any, dims: TensorSharding, mesh: LogicalMesh) -> int:
+    """Returns the bytes of a value, or of all values of a type, on one device."""
+    shape = tuple(getattr(var.aval, "shape", ()))
+    whole = math.prod(shape)
+    return num_bytes(var) * math.prod(local_shape(shape, dims, mesh)) // whole if whole else 0

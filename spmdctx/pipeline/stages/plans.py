@@ -1,0 +1,135 @@
+"""Plans every chunk: first both passes together, which decides shardings, then each program within them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from spmdctx.cost.price.directives import Directives
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.sharding import Assignment, TensorSharding
+from spmdctx.pipeline.programs.joint import joint_program
+from spmdctx.pipeline.programs.passes import Passes
+from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram
+from spmdctx.pipeline.programs.split import split_backward
+from spmdctx.pipeline.schedule.tasks import Costs, Kind
+from spmdctx.pipeline.stages.captured import LossLeaf, captured_task
+from spmdctx.trace.build.program import Program
+from spmdctx.trace.capture.capture import Captured
+from spmdctx.trace.scope.settings import Settings
+
+
+class Planned(Protocol):
+    """What the planner gives for a captured program."""
+
+    @property
+    def plan(self) -> Any:
+        """The plan."""
+
+    @property
+    def program(self) -> Program:
+        """The program that it is for."""
+
+    @property
+    def assignment(self) -> Assignment:
+        """The shardings."""
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The mesh that they are for."""
+
+    @property
+    def directives(self) -> Directives:
+        """What the program says besides shardings."""
+
+
+Planner = Callable[[Captured, Settings], Planned]
+
+
+@dataclass(frozen=True)
+class PlannedTask:
+    """A program of a chunk with its plan, and its name."""
+
+    program: TaskProgram
+    planned: Planned
+    name: str = ""
+
+    @property
+    def shardings(self) -> dict[Slot, TensorSharding]:
+        """The sharding of each operand and result."""
+        graph, values = self.planned.program.graph, self.planned.assignment.values
+        found = dict(zip(self.program.inputs, (values[value] for value in graph.inputs), strict=True))
+        made = zip(self.program.outputs, graph.outputs, self.program.jaxpr.out_avals, strict=True)
+        return {**found, **{slot: values[value] if value >= 0 else ((),) * len(aval.shape) for slot, value, aval in made}}
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """A chunk with the plan of both passes together, and of each of its programs."""
+
+    passes: Passes
+    joint: PlannedTask
+    tasks: Mapping[Kind, PlannedTask]
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The mesh of the chunk's stage."""
+        return self.joint.planned.mesh
+
+    @property
+    def costs(self) -> Costs:
+        """The planned seconds of each kind of task; of those that the chunk does not run, 0."""
+        seconds = {kind: task.planned.plan.cost.total_s for kind, task in self.tasks.items()}
+        return Costs(*(seconds.get(kind, 0.0) for kind in Kind))
+
+
+class ChunkPlanner:
+    """Plans the chunks of a pipeline one after the other; what leaves one enters the next in the same sharding.
+
+    Args:
+        planner: plans a captured program.
+        settings: of one stage: its number of devices, and its mesh if that is decided.
+        leaves: the inputs of the loss.
+        splits_backward: whether the gradients of weights are tasks of their own.
+    """
+
+    def __init__(self, planner: Planner, settings: Settings, leaves: Sequence[LossLeaf], *, splits_backward: bool) -> None:
+        self._planner, self._settings, self._leaves, self._splits = planner, settings, leaves, splits_backward
+
+    def plan(self, chunks: Sequence[Passes]) -> list[PlannedChunk]:
+        """Returns the planned chunks. The mesh is that of the chunk in the middle, if none is decided."""
+        joints = [joint_program(own.forward, own.backward) for own in chunks]
+        if self._settings.mesh is None:
+            middle = self._planned("pipeline_mesh", joints[len(joints) // 2], {})
+            self._settings = replace(self._settings, mesh=middle.planned.mesh)
+        found: list[PlannedChunk] = []
+        shared: dict[Slot, TensorSharding] = {}
+        for number, (own, joint) in enumerate(zip(chunks, joints, strict=True)):
+            pins = dict(shared)
+            if found:
+                before = found[-1].joint.shardings
+                pins.update({Slot(Holds.ENTERING, slot.number): dims for slot, dims in before.items() if slot.holds is Holds.LEAVING})
+            planned = self._planned(f"pipeline_chunk{number}", joint, pins)
+            found.append(self._chunk(number, own, planned))
+            shared.update({slot: dims for slot, dims in planned.shardings.items() if slot.holds is Holds.LEAF})
+        return found
+
+    def _chunk(self, number: int, passes: Passes, joint: PlannedTask) -> PlannedChunk:
+        pins = dict(joint.shardings)
+        for slot, dims in joint.shardings.items():
+            # What goes back is split as what came.
+            if slot.holds in (Holds.ENTERING, Holds.LEAVING):
+                pins[Slot(Holds.OF_ENTERING if slot.holds is Holds.ENTERING else Holds.OF_LEAVING, slot.number)] = dims
+        forward = self._planned(f"forward{number}", passes.forward, pins)
+        pins.update({slot: dims for slot, dims in forward.shardings.items() if slot.holds is Holds.KEPT})
+        tasks = {Kind.FORWARD: forward}
+        for program in split_backward(passes.backward) if self._splits else [passes.backward]:
+            task = tasks[program.kind] = self._planned(f"{program.kind.name.lower()}{number}", program, pins)
+            pins.update({slot: dims for slot, dims in task.shardings.items() if slot.holds is Holds.LINK})
+        return PlannedChunk(passes, joint, tasks)
+
+    def _planned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding]) -> PlannedTask:
+        own = {slot: dims for slot, dims in pins.items() if slot in program.inputs or slot in program.outputs}
+        captured = captured_task(name, program, self._leaves, self._settings.mesh, own)
+        return PlannedTask(program, self._planner(captured, self._settings), name)

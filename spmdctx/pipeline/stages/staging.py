@@ -1,0 +1,243 @@
+"""Cuts a loss into chunks and plans them, for one number of stages and one schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from spmdctx.errors import PlanMismatchError, UnsupportedError
+from spmdctx.ir.graph import Role
+from spmdctx.pipeline.capture.around import Around, around_of
+from spmdctx.pipeline.capture.carrier import PipelinedStep
+from spmdctx.pipeline.capture.loss import PipelinedLoss
+from spmdctx.pipeline.cut.choose import Cuts, choose_cuts
+from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
+from spmdctx.pipeline.cut.costs import Seconds, line_seconds
+from spmdctx.pipeline.cut.inline import inlined
+from spmdctx.pipeline.cut.line import Line, joined_scans, line_of
+from spmdctx.pipeline.cut.pins import marks_of, pinned_ranges, without_marks
+from spmdctx.pipeline.cut.reasons import CutLine
+from spmdctx.pipeline.programs.passes import Passes
+from spmdctx.pipeline.schedule.simulate import Simulation, simulate
+from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
+from spmdctx.pipeline.stages.captured import LossLeaf
+from spmdctx.pipeline.stages.hops import hops_of
+from spmdctx.pipeline.stages.plans import ChunkPlanner, PlannedChunk, Planner
+from spmdctx.pipeline.stages.slices import sliced
+from spmdctx.trace.build.origins import source_line
+from spmdctx.trace.scope.settings import Settings
+
+ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
+"""Makes a schedule for chunks of these costs and so many micro-batches."""
+
+
+@dataclass(frozen=True)
+class CutLoss:
+    """A captured step with the line on which its loss is cut, the estimated time of each equation there, and the stages of marked ones.
+
+    `around` is the step's program around the loss; `homes` gives for each stacked value in it the leaf of its first layers.
+    """
+
+    step: PipelinedStep
+    line: Line
+    seconds: tuple[Seconds, ...]
+    marks: Mapping[int, int]
+    around: Around
+    homes: Mapping[Any, int] = field(default_factory=dict)
+
+    @cached_property
+    def leaves(self) -> list[LossLeaf]:
+        """The inputs of the loss, as plans name them."""
+        loss, around = self.step.loss, self.around
+        inputs = dict(zip(around.jaxpr.jaxpr.invars, self.step.captured.inputs, strict=True))
+        return [
+            LossLeaf(path, inputs[var].role if var in inputs else Role.KEY if operand.is_key else Role.PARAMETER)
+            for path, var, operand in zip(loss.paths, around.loss.invars, loss.operands, strict=True)
+        ]
+
+
+def cut_loss(step: PipelinedStep, settings: Settings) -> CutLoss:
+    """Puts the loss of a step into a line, and estimates its seconds on a machine."""
+    line = line_of(inlined(step.loss.forward), step.loss.is_parameter)
+    marks = marks_of(line.eqns) if step.loss.is_marked else {}
+    return CutLoss(step, line, tuple(line_seconds(line, settings.topology)), marks, around_of(step.captured.jaxpr))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A loss cut behind the equations `places`, with the plans of its chunks and its schedule.
+
+    In `loss`, layers of stacked parameters are leaves of their own.
+    """
+
+    places: tuple[int, ...]
+    loss: CutLoss
+    chunks: list[Chunk]
+    planned: list[PlannedChunk]
+    schedule: Schedule
+    simulation: Simulation
+
+    @property
+    def seconds(self) -> list[float]:
+        """The planned seconds of each chunk for one micro-batch."""
+        return [sum(chunk.costs.of(kind) for kind in chunk.tasks) for chunk in self.planned]
+
+    @property
+    def imbalance(self) -> float:
+        """The longest stage over the mean."""
+        stages = [0.0] * self.schedule.num_stages
+        for stage, seconds in zip(self.schedule.stage_of, self.seconds, strict=True):
+            stages[stage] += seconds
+        return max(stages) * len(stages) / max(sum(stages), 1e-300)
+
+
+class Staging:
+    """Cuts and plans a loss for one number of chunks.
+
+    Args:
+        loss: the loss on its line.
+        settings: of the whole step; its devices are divided over the stages.
+        num_chunks: into how many parts the loss is cut.
+        schedule_of: makes the schedule from the costs of the chunks: first the estimated ones, then the planned ones.
+        planner: plans a captured program on the devices of one stage.
+    """
+
+    def __init__(self, loss: CutLoss, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> None:
+        self.loss, self.planner, self.given = loss, planner, settings
+        self.parts = num_chunks, schedule_of, planner
+        self._num_chunks, self._schedule_of, self._num_micro = num_chunks, schedule_of, loss.step.loss.num_micro
+        even = [Costs(1.0, 2.0, 1.0, 1.0)] * num_chunks
+        self._stage_of = schedule_of(even, self._num_micro).stage_of
+        self._first = self.cut(self.estimates)
+        estimated = [self._costs(part) for part in self._parts(self._first)]
+        self._splits = (schedule := schedule_of(estimated, self._num_micro)).splits_backward
+        count = settings.num_devices // schedule.num_stages
+        self.settings = replace(
+            settings, num_devices=count, context=settings.context.with_checked({"pipeline_stages": 1, "device_num": count})
+        )
+
+    @property
+    def estimates(self) -> list[float]:
+        """The estimated seconds of each equation of the line, both passes together."""
+        return [sum(own) for own in self.loss.seconds]
+
+    def cut(self, seconds: Sequence[float]) -> tuple[int, ...]:
+        """Returns where the line is cut if its equations take these seconds.
+
+        Raises:
+            StrategyError: marks of stages that no cut obeys.
+            UnsupportedError: there are too few equations.
+        """
+        return self._cuts(seconds).places
+
+    def cut_line(self, stages: Stages) -> CutLine:
+        """Returns the line with the cuts of planned stages, and with the planned seconds of each chunk shared out by the estimates."""
+        line, seconds = self.loss.line, scaled(self.estimates, stages.places, stages.seconds)
+        sources = [eqn.source_info for eqn in line.eqns]
+        return CutLine(seconds, line.crossing, stages.places, self._cuts(seconds).limit, lambda place: source_line(sources[place]))
+
+    def _cuts(self, seconds: Sequence[float]) -> Cuts:
+        line, where = self.loss.line, self.loss.step.loss.where
+        ranges = pinned_ranges(line.eqns, dict(self.loss.marks), self._stage_of, seconds, where)
+        found = choose_cuts(seconds, line.crossing, self._num_chunks, ranges)
+        if found is None:
+            raise UnsupportedError(
+                f"The loss has {len(line.eqns)} equations that can be cut, which is too few for {self._num_chunks} chunks.",
+                where=where,
+                fix="use fewer pipeline stages, or fewer marks of stages" if self.loss.marks else "use fewer pipeline stages",
+            )
+        return found
+
+    def check(self, places: tuple[int, ...], where: str) -> None:
+        """Refuses places that were decided for another program, as the file `where` has them.
+
+        Raises:
+            PlanMismatchError: they do not fit on the line.
+        """
+        count = len(self.loss.seconds)
+        if len(places) != self._num_chunks - 1 or any(first >= last for first, last in pairwise((-1, *places, count - 1))):
+            raise PlanMismatchError(
+                "The plan was made for another program: its cuts do not fit the loss.",
+                where=where,
+                got=f"cuts behind equations {', '.join(map(str, places))} of {count}",
+                fix="plan again without the saved plan",
+            )
+
+    def plan(self, places: tuple[int, ...] | None = None) -> Stages:
+        """Plans the chunks between some places, or between those of the estimated seconds."""
+        places = self._first if places is None else places
+        line, own_places = joined_scans(self.loss.line, places)
+        line, loss, around, homes = sliced(line, self.loss.step.loss, self.loss.around)
+        own = replace(self.loss, step=replace(self.loss.step, loss=loss), line=line, around=around, homes=homes)
+        chunks = chunks_of(line, own_places, loss.carried)
+        if loss.is_marked:
+            chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
+        _check_state(loss, chunks)
+        passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
+        planned = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes)
+        # Other cuts are compared on the mesh that suits the first one.
+        self.settings = replace(self.settings, mesh=planned[0].mesh)
+        costs = [chunk.costs for chunk in planned]
+        # The order of some schedules follows from the seconds of their tasks.
+        schedule = self._schedule_of(costs, self._num_micro)
+        simulation = simulate(schedule, cost_of(costs), hops_of(planned, schedule.stage_of, self.settings.topology))
+        return Stages(places, own, chunks, planned, schedule, simulation)
+
+    def expected_s(self, places: Sequence[int], seconds: Sequence[float], known: Stages) -> float:
+        """Returns the seconds of the schedule between other places, as far as planned stages tell.
+
+        Args:
+            places: of the cuts.
+            seconds: of each equation of the line, as they were planned.
+            known: the planned stages, whose passes and moves are taken to be like those of other cuts.
+        """
+        crossing, planned = self.loss.line.crossing, known.planned
+        bounds = [0, *(place + 1 for place in places), len(seconds)]
+        costs = []
+        for (first, last), own in zip(pairwise(bounds), planned, strict=True):
+            factor = sum(seconds[first:last]) / max(sum(own.costs.of(kind) for kind in own.tasks), 1e-300)
+            costs.append(Costs(*(factor * one for one in own.costs)))
+        hop_s = hops_of(planned, known.schedule.stage_of, self.settings.topology)
+
+        def moved_s(chunk: int, reader: int) -> float:
+            cut = min(chunk, reader)
+            return hop_s(chunk, reader) * crossing[places[cut]] / max(crossing[known.places[cut]], 1.0)
+
+        schedule = self._schedule_of(costs, self._num_micro)
+        return simulate(schedule, cost_of(costs), moved_s).makespan_s
+
+    def _parts(self, places: Sequence[int]) -> list[Sequence[Seconds]]:
+        bounds = [0, *(place + 1 for place in places), len(self.loss.seconds)]
+        return [self.loss.seconds[first:last] for first, last in pairwise(bounds)]
+
+    def _costs(self, part: Sequence[Seconds]) -> Costs:
+        forward, backward = sum(one.forward for one in part), sum(one.backward for one in part)
+        return Costs(forward, backward, backward / 2, backward / 2)
+
+
+def _check_state(loss: PipelinedLoss, chunks: Sequence[Chunk]) -> None:
+    """Refuses state that one chunk reads and another one changes: the first would read it before the micro-batch before has changed it."""
+    for leaf, result in loss.carried.items():
+        makers = {number for number, chunk in enumerate(chunks) if result in chunk.results}
+        readers = {number for number, chunk in enumerate(chunks) if leaf in chunk.leaves}
+        if not readers <= makers:
+            raise UnsupportedError(
+                f"Several chunks of the pipeline share the state '{loss.paths[leaf]}', which micro-batches change one after the other.",
+                where=loss.where,
+                got=f"read by chunks {', '.join(map(str, sorted(readers)))}, changed by {', '.join(map(str, sorted(makers)))}",
+                fix="mark what uses it for one stage by spmdctx.pipeline_stage, or leave pipeline_stages out",
+            )
+
+
+def scaled(seconds: Sequence[float], places: Sequence[int], totals: Sequence[float]) -> list[float]:
+    """Returns the seconds of a line's equations, scaled so that those of each chunk add up to a total."""
+    bounds = [0, *(place + 1 for place in places), len(seconds)]
+    found: list[float] = []
+    for (first, last), planned in zip(pairwise(bounds), totals, strict=True):
+        total = sum(seconds[first:last])
+        factor = planned / total if total else 1.0
+        found += [own * factor for own in seconds[first:last]]
+    return found

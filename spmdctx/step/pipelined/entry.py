@@ -1,0 +1,242 @@
+"""A step on a pipeline, specialized to one set of shapes and one context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from spmdctx.communication.transfers import can_transfer
+from spmdctx.errors import CommunicationError, ContextError, UnsupportedError
+from spmdctx.machine.xla.collectives.ways import ways_of
+from spmdctx.pipeline.assemble import assembled
+from spmdctx.pipeline.audit.report import Built, audit_pipeline
+from spmdctx.pipeline.capture.carrier import PipelinedStep
+from spmdctx.pipeline.plan import PipelinePlan
+from spmdctx.pipeline.run.lowered import LoweredPipeline
+from spmdctx.pipeline.run.program import PipelineProgram
+from spmdctx.pipeline.search.plan import plan_pipeline
+from spmdctx.pipeline.stages.notes import whole_backward
+from spmdctx.pipeline.stages.whole import PlannedPipeline
+from spmdctx.step.agreement import agree_on_plan, spans_processes
+from spmdctx.step.entry import Entry
+from spmdctx.step.pipelined.saved import loaded_pipeline, save_pipeline
+from spmdctx.step.pipelined.scheduler import scheduler_of
+from spmdctx.step.planning.notes import unmatched_patterns
+from spmdctx.step.planning.planner import plan_program
+from spmdctx.step.processes import is_of_one_process, on_all
+from spmdctx.trace.capture.structure import Read
+from spmdctx.trace.scope.environment import Environment
+from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
+from spmdctx.wording import counted
+
+
+class _Program:
+    """A pipeline's program with the attributes of a single one."""
+
+    def __init__(self, program: PipelineProgram) -> None:
+        self.jitted = program
+        self.in_shardings: tuple[NamedSharding, ...] = program.in_shardings
+        self.mesh = program.mesh
+
+    @property
+    def out_shardings(self) -> tuple[NamedSharding, ...]:
+        """Where each result lies."""
+        return self.jitted.out_shardings
+
+
+def _lies_at(leaf: Any, target: NamedSharding) -> bool:
+    """Returns whether a leaf is on its devices already, in the type in which programs return it."""
+    if not isinstance(leaf, jax.Array) or not leaf.committed or not isinstance(leaf.sharding, NamedSharding):
+        return False
+    is_there = leaf.sharding == target or leaf.sharding.is_equivalent_to(target, leaf.ndim)
+    return is_there and has_mesh_type(leaf) and not has_explicit_type(leaf)
+
+
+class PipelinedEntry(Entry):
+    """A captured step with the plan of its pipeline."""
+
+    def __init__(self, step: PipelinedStep, environment: Environment, notes: Sequence[str] = ()) -> None:
+        super().__init__(replace(step.captured, notes=(*step.captured.notes, *notes)), environment, notes)
+        self._step = step
+
+    @cached_property
+    def pipeline(self) -> PlannedPipeline:
+        """The planned programs of all stages."""
+        settings = self.environment.settings
+        saved = loaded_pipeline(self._step, settings)
+        if saved is not None:
+            return saved
+        stages, scheduler = settings.context.pipeline_stages, scheduler_of(settings.context)
+        return plan_pipeline(
+            self._step,
+            settings,
+            scheduler.num_chunks(stages),
+            lambda costs, count: scheduler.schedule(stages, count, costs),
+            plan_program,
+        )
+
+    @cached_property
+    def planned(self) -> Any:
+        """The plan; errors of planning, and of the files of the context, belong to the call that asks for it."""
+        save_pipeline(self._plan, self.environment.settings)
+        return self.pipeline
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the pipeline."""
+        return self._plan
+
+    @cached_property
+    def _plan(self) -> PipelinePlan:
+        settings = self.environment.settings
+        notes = [*self._not_reused(), *unmatched_patterns(self.captured, settings), *whole_backward(self.pipeline)]
+        return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
+
+    def _not_reused(self) -> list[str]:
+        """Returns a note on donated arrays whose memory stays as it is; scalars are too small to be named."""
+        reused = sum(len(one.donated) for programs in self.pipeline.rounds for one in programs)
+        left = sum(leaf.donated and math.prod(leaf.shape) > 1 for leaf in self.captured.inputs) - reused
+        text = counted(left, "donated array")
+        return [f"The memory of {text} is not reused: a pipeline reuses that of state which is renewed after the loss."] if left else []
+
+    @property
+    def peak_bytes(self) -> int:
+        """The planned peak of the fullest stage, per device."""
+        return self._plan.memory_bytes
+
+    @property
+    def regions(self) -> tuple[()]:
+        """None: a loss with a shard_map is not cut."""
+        return ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the first call warns of."""
+        return (*self.environment.warnings, *self.captured.warnings)
+
+    @cached_property
+    def spans_processes(self) -> bool:
+        """True if the pipeline runs on devices of several processes."""
+        return spans_processes(self.environment.devices[: self.plan.num_devices])
+
+    @cached_property
+    def agreed(self) -> bool:
+        """True if several processes run the step; reading this makes them agree on the plan of each program.
+
+        Raises:
+            PlanMismatchError: another process has another program or plan.
+        """
+        if self.spans_processes:
+            for number, chunk in enumerate(self.pipeline.planned):
+                for task in chunk.tasks.values():
+                    agree_on_plan(f"{self.captured.name}: {task.program.kind}{number}", task.planned.plan, task.program.jaxpr)
+            agree_on_plan(self.captured.name, self.pipeline.planned[0].joint.planned.plan, self.captured.jaxpr)
+        return self.spans_processes
+
+    def _placed(self, read: Read) -> list[Any]:
+        """Moves leaves to where their stages want them, and returns all leaves."""
+        placed, moved = self._at_home(read.leaves)
+        for index in moved:
+            leaf = read.leaves[index]
+            if self._owned[index] and isinstance(leaf, jax.Array) and leaf.committed:
+                self._note_move(index, leaf.sharding, self.program.in_shardings[index])
+        if moved:
+            self.structure.place(read.handle, placed)
+        else:
+            self._seen_shardings = [leaf.sharding for leaf in placed]
+        return placed
+
+    def _at_home(self, leaves: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        """Returns the leaves on their stages, and which of them were moved.
+
+        Raises:
+            UnsupportedError: a leaf lies on devices of several processes, and not where the pipeline has it.
+        """
+        self.environment.check_running()
+        placed, moved, spread = list(leaves), [], self.agreed
+        for index, (leaf, target) in enumerate(zip(leaves, self.program.in_shardings, strict=True)):
+            if _lies_at(leaf, target):
+                continue
+            moved.append(index)
+            if not spread:
+                placed[index] = jax.device_put(leaf, target, donate=index in self._carried and self._donated[index])
+            elif is_of_one_process(leaf):
+                placed[index] = on_all(leaf, target)
+            else:
+                raise UnsupportedError(
+                    f"{self.captured.inputs[index].path} lies on devices of several processes, and not where the pipeline has it.",
+                    got=str(leaf.sharding),
+                    need=str(target),
+                    fix="make the state by step.init and the batch by step.shard_batch, or restore a checkpoint into them",
+                )
+        return placed, moved
+
+    def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Runs the program and returns its flat results; the user's objects stay unchanged.
+
+        Raises:
+            UnsupportedError: the pipeline is one of several processes, which do not have all results.
+        """
+        if self.spans_processes:
+            raise UnsupportedError("A pipeline in several processes is not verified so far.", fix="verify it in one process")
+        outputs: Sequence[Any] = self.call(*self._at_home(leaves)[0])
+        return outputs
+
+    @cached_property
+    def on_several_devices(self) -> bool:
+        """True: each stage has devices of its own."""
+        return True
+
+    @cached_property
+    def program(self) -> Any:
+        """The programs of all stages, as one function of flat leaves.
+
+        Raises:
+            ContextError: fewer devices than the plan is for.
+            CommunicationError: several processes that `spmdctx.communication.init` has not prepared.
+            UnsupportedError: stages that share a process and span several.
+        """
+        needed, devices = self.plan.num_devices, self.environment.devices
+        if self.spans_processes and devices[0].platform == "cpu" and not can_transfer():
+            raise CommunicationError(
+                "The processes of this pipeline cannot exchange arrays.",
+                fix='call spmdctx.communication.init("gloo") at the start of the script, before anything uses a device',
+            )
+        if len(devices) < needed:
+            raise ContextError(f"The plan is for {needed} devices, and {len(devices)} are there.", fix="use step.plan, or fewer devices")
+        return _Program(PipelineProgram(self.pipeline, devices[:needed]))
+
+    @cached_property
+    def _inner(self) -> Any:
+        """The program, which refuses tracers by name."""
+        return self.program
+
+    @cached_property
+    def call(self) -> Any:
+        """The program, to be run."""
+        self.environment.check_running()
+        return self.program.jitted
+
+    @cached_property
+    def direct(self) -> None:
+        """None: a pipeline has no shorter way."""
+        return None
+
+    def lower(self, leaves: Sequence[Any]) -> Any:
+        """Lowers a program for each stage and kind of task; calls share what is compiled, whatever leaves they bring."""
+        with auto_axes(), without_one_device(self.plan.num_devices):
+            return LoweredPipeline({name: one.lower() for name, one in self.program.jitted.lowerable.items()})
+
+    def audit(self, leaves: Sequence[Any]) -> Any:
+        """Compiles all programs, and compares them and what the last call did with the plan."""
+        program: PipelineProgram = self.program.jitted
+        counts = program.counts
+        done = program.dry_counts() if counts is None else counts
+        built = Built(self.lower(leaves).compile(), program.meshes, done, counts is not None)
+        return audit_pipeline(self.pipeline, self._plan, built, lambda own: ways_of(value.dtype for value in own.graph.values))

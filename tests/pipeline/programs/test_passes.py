@@ -1,0 +1,94 @@
+"""The passes of all chunks, run one after the other, give the loss and its gradient."""
+
+from functools import partial
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmdctx.pipeline.programs.passes import Passes
+from spmdctx.pipeline.programs.slots import Holds, Slot
+from spmdctx.pipeline.programs.split import split_backward
+from tests.pipeline import losses
+from tests.pipeline.cut.test_chunks import cut
+
+
+def call(program, held):
+    made = jexc.jaxpr_as_fun(program.jaxpr)(*(held[slot] for slot in program.inputs))
+    held.update(zip(program.outputs, made, strict=True))
+
+
+def gradient_of(fn, params, batch, num_chunks, *, split):
+    """The loss and its gradient by leaf, computed by the passes of chunks."""
+    chunks, leaves = cut(fn, params, batch, num_chunks)
+    differentiated = frozenset(range(len(jax.tree.leaves(params))))
+    passes = [Passes(chunk, differentiated, 0) for chunk in chunks]
+    held = [{Slot(Holds.LEAF, index): leaves[index] for index in chunk.leaves} for chunk in chunks]
+    for number, own in enumerate(passes):
+        call(own.forward, held[number])
+        if number + 1 < len(passes):
+            held[number + 1].update(handed(held[number], Holds.LEAVING, Holds.ENTERING))
+    value = held[-1][Slot(Holds.RESULT, 0)]
+    total = {}
+    for number, own in reversed([*enumerate(passes)]):
+        held[number].update({Slot(Holds.SUM, leaf): jnp.zeros(own.sum_of(leaf).shape, own.sum_of(leaf).dtype) for leaf in own.weights})
+        for program in split_backward(own.backward) if split else [own.backward]:
+            call(program, held[number])
+        if number:
+            held[number - 1].update(handed(held[number], Holds.OF_ENTERING, Holds.OF_LEAVING))
+        for leaf in own.weights:
+            total[leaf] = total.get(leaf, 0) + held[number][Slot(Holds.SUM, leaf)]
+    return value, [total[leaf] for leaf in sorted(total)]
+
+
+def handed(held, source, target):
+    return {Slot(target, slot.number): value for slot, value in held.items() if slot.holds is source}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("num_chunks", "tied", "remat"), [(1, True, False), (2, False, True), (4, True, False), (4, True, True)])
+def test_passes_give_the_loss_and_its_gradient(num_chunks, tied, remat, split):
+    with jax.enable_x64(True):
+        params, batch = losses.decoder(jax.random.key(0), 4, tied=tied), losses.batch(jax.random.key(1), 4)
+        fn = partial(losses.loss, remat=remat)
+        value, gradient = gradient_of(fn, params, batch, num_chunks, split=split)
+        want, wanted = jax.jit(jax.value_and_grad(fn))(params, batch)
+    assert float(value) == pytest.approx(float(want), abs=1e-12)
+    for one, other in zip(gradient, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+def test_whole_numbers_cross_without_a_cotangent():
+    def fn(params, batch):
+        x, count = batch[0], jnp.zeros((), jnp.int32)
+        for own in params:
+            x = jnp.tanh(x @ own)
+            count = count + (x > 0).sum(dtype=jnp.int32)
+        return jnp.mean(x**2) * jnp.where(count > 3, 1.0, 2.0)
+
+    params, batch = [jnp.eye(8) * 0.5 + 0.1] * 4, (jnp.ones((4, 8)),)
+    value, gradient = gradient_of(fn, params, batch, 2, split=False)
+    want, wanted = jax.value_and_grad(fn)(params, batch)
+    assert float(value) == pytest.approx(float(want))
+    for one, other in zip(gradient, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_a_checkpointed_chunk_keeps_its_input_alone():
+    params, batch = losses.decoder(jax.random.key(0), 8, tied=False), losses.batch(jax.random.key(1), 4)
+    kept = [len(Passes(chunk, frozenset(range(100)), 0).kept) for chunk in cut(partial(losses.loss, remat=True), params, batch, 4)[0]]
+    plain = [len(Passes(chunk, frozenset(range(100)), 0).kept) for chunk in cut(losses.loss, params, batch, 4)[0]]
+    assert kept[1] <= 2
+    assert plain[1] > 10
+
+
+def test_the_parts_of_a_backward_pass_compute_nothing_twice():
+    params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 4)
+    chunk = cut(losses.loss, params, batch, 4)[0][1]
+    backward = Passes(chunk, frozenset(range(100)), 0).backward
+    first, second = split_backward(backward)
+    products = [sum(eqn.primitive.name == "dot_general" for eqn in one.jaxpr.jaxpr.eqns) for one in (first, second)]
+    assert products[0] >= products[1] > 0
+    assert not {id(eqn) for eqn in first.jaxpr.jaxpr.eqns} & {id(eqn) for eqn in second.jaxpr.jaxpr.eqns}
