@@ -10,7 +10,7 @@ from spmdctx.pipeline.audit.data import PipelineAuditData, ProgramAudit, StageRo
 from spmdctx.wording import bytes_text, counted
 
 _PROGRAM_COLUMNS = ("program", "runs", "done", "collectives", "planned", "found", "unplanned", "memory", "compiled")
-_TRANSFER_COLUMNS = ("crosses", "from", "to", "planned", "bytes", "done", "bytes")
+_MOVE_COLUMNS = ("crosses", "from", "to", "planned", "bytes", "done", "bytes")
 
 
 def report_text(report: PipelineAuditData) -> str:
@@ -21,7 +21,7 @@ def report_text(report: PipelineAuditData) -> str:
             _stage_line(row),
             *_text_table([_PROGRAM_COLUMNS, *(_program_cells(one) for one in _of_stage(report, row.stage))], "    "),
         ]
-    lines += ["transfers", *_text_table([_TRANSFER_COLUMNS, *map(_transfer_cells, report.transfers)], "    ")] if report.transfers else []
+    lines += ["transfers", *_text_table([_MOVE_COLUMNS, *map(_transfer_cells, report.transfers)], "    ")] if report.transfers else []
     lines += [f"  differs:   {text}" for text in report.faults]
     for one in report.programs:
         lines += [f"  {one.name}: {line}" for line in _details(one)]
@@ -35,7 +35,7 @@ def report_html(report: PipelineAuditData) -> str:
         f"<h4>{escape(_stage_line(row))}</h4>{_html_table(_PROGRAM_COLUMNS, [_program_cells(one) for one in _of_stage(report, row.stage)])}"
         for row in report.stages
     )
-    moves = f"<h4>transfers</h4>{_html_table(_TRANSFER_COLUMNS, [_transfer_cells(row) for row in report.transfers])}"
+    moves = f"<h4>transfers</h4>{_html_table(_MOVE_COLUMNS, [_transfer_cells(row) for row in report.transfers])}"
     texts = [*report.faults, *(f"{one.name}: {line.strip()}" for one in report.programs for line in _details(one)), *report.notes]
     rest = f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>" if texts else ""
     mark = "ok" if report.ok else "differs"

@@ -19,7 +19,7 @@ from spmdctx.pipeline.capture.loss import PipelinedLoss
 from spmdctx.pipeline.cut.line import Line, variables
 from spmdctx.trace.build.jaxprs.equations import written
 
-_ELEMENTWISE = frozenset({"convert_element_type", "copy", "neg", "reduce_precision"})
+_LAYER_BY_LAYER = frozenset({"convert_element_type", "copy", "neg", "reduce_precision"})
 """Equations of one operand that may follow a slice as well as come before it."""
 
 
@@ -83,7 +83,7 @@ def _slices(line: Line) -> dict[int, list[Slice]]:
     for eqn in made_by.values():
         if line.tag_of[id(eqn)][0] == "slice" and eqn.primitive.name == "slice" and id(eqn) not in line.region_of:
             chain, atom = [], eqn.invars[0]
-            while atom not in leaf_of and (before := line.copied.get(atom)) is not None and before.primitive.name in _ELEMENTWISE:
+            while atom not in leaf_of and (before := line.copied.get(atom)) is not None and before.primitive.name in _LAYER_BY_LAYER:
                 chain.append(before)
                 atom = before.invars[0]
             if atom in leaf_of:

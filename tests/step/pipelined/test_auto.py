@@ -24,7 +24,7 @@ def planned(fn=step, times=8, **options):
     return run.plan(params, batch)
 
 
-def test_inside_a_fast_network_one_stage_is_the_answer_and_the_step_is_as_without_a_pipeline():
+def test_inside_a_fast_network_the_answer_is_the_step_without_a_pipeline():
     plan = planned(pipeline_stages=2, auto_pipeline=True)
     assert plan.logical_mesh.num_devices == 4
     assert any(note.startswith("auto_pipeline chose 1 stage of at most 2") for note in plan.notes)
