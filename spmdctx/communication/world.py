@@ -68,7 +68,8 @@ def init(  # noqa: PLR0913  # what a job may say of itself
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     cluster = _cluster(address, num_processes, process_id, local_device_ids)
-    platforms = str(jax.config.read("jax_platforms") or "")
+    settings: Any = jax.config
+    platforms = str(settings.jax_platforms or "")
     if cluster is not None and not has_used_devices() and platforms.split(",")[0] == "cpu":
         enable_transfers(cluster)
     link = None
