@@ -23,6 +23,7 @@ FUNCTIONS = [
     "load_distributed_checkpoint",
     "merge_sliced_parameter",
     "parallel",
+    "pipeline_stage",
     "plan",
     "rank_list_for_transform",
     "reset_algo_parameters",
@@ -36,7 +37,17 @@ FUNCTIONS = [
     "value_and_grad",
 ]
 MODULES = ["communication", "data", "ops"]
-CLASSES = ["AuditReport", "CheckpointManager", "Layout", "ParallelStep", "Plan", "Topology", "VerifyReport"]
+CLASSES = [
+    "AuditReport",
+    "CheckpointManager",
+    "Layout",
+    "MicroBatchInterleaved",
+    "ParallelStep",
+    "PipelineCell",
+    "Plan",
+    "Topology",
+    "VerifyReport",
+]
 ERRORS = [
     "CheckpointError",
     "CommunicationError",

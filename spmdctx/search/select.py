@@ -51,7 +51,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The options of a search. `search_mode` is empty where the mode leaves nothing to search; `max_stages` 0 suggests no pipeline.
+    """The options of a search. `search_mode` is empty where the mode leaves nothing to search.
 
     A search that `is_brief` works less on proofs, and its errors name no budget and no number of devices that are enough. With `shared`, it
     shares its work with others.
@@ -63,7 +63,6 @@ class SearchOptions:
     max_mesh_axes: int | None = None
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     mem_coeff: float = DEFAULT_MEM_COEFF
-    max_stages: int = 0
     is_brief: bool = False
     shared: Shared | None = None
 
@@ -158,7 +157,6 @@ def _recursive(step: Step, request: Request, options: SearchOptions) -> Chosen:
         mem_coeff=options.mem_coeff,
         binding=options.mem_coeff != DEFAULT_MEM_COEFF,
         memory_bytes=options.memory_bytes,
-        max_stages=options.max_stages,
         limits=options.limits,
     )
     return Chosen(*plan_recursive(step, request, options.topology, own))

@@ -51,7 +51,7 @@ def capture_pipelined(target: Target, call: Call, static: Static, settings: Sett
     captured, calls = seen_losses(target, call, static, settings, options_of)
     if len(calls) != 1:
         raise UnsupportedError(
-            f"pipeline_stages={stages} needs one loss to cut, and {captured.name} has {len(calls)}.",
+            f"A pipeline needs one loss to cut, and {captured.name} has {len(calls)}.",
             got="; ".join(seen.where for seen in calls) or "no call of spmdctx.value_and_grad",
             fix="differentiate the loss by one call of spmdctx.value_and_grad",
         )

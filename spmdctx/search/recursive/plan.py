@@ -11,7 +11,6 @@ from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.results import Shortfall
 from spmdctx.search.dynamic.shortfall import place_of
 from spmdctx.search.recursive.searcher import RecursiveOptions, RecursiveSearcher
-from spmdctx.search.recursive.stages import suggest_stages
 from spmdctx.search.setup.request import Request, Setup
 
 _ATTEMPTS = 6
@@ -37,13 +36,7 @@ def plan_recursive(step: Step, request: Request, topology: Topology, options: Re
     found = RecursiveSearcher(step, topology, options).plan(request)
     if isinstance(found, Shortfall):
         raise _infeasible(step, request, topology, options, found)
-    setup = found.setup
-    if options.max_stages:
-        capacity = options.memory_bytes or topology.memory_bytes
-        peak_bytes = bill_of(step, found.assignment, setup.mesh, topology).memory_bytes
-        stages = suggest_stages(step.graph, found.assignment, setup.mesh, peak_bytes, options.max_stages, capacity)
-        setup.notes.append(f"auto_pipeline suggests {stages} of at most {options.max_stages} pipeline stages.")
-    return setup, found.assignment
+    return found.setup, found.assignment
 
 
 def _infeasible(step: Step, request: Request, topology: Topology, options: RecursiveOptions, found: Shortfall) -> InfeasibleError:

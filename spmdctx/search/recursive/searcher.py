@@ -60,7 +60,6 @@ class RecursiveOptions:
         mem_coeff: price of cutting the rows of a matrix product, against 1 for its other edges.
         binding: whether the cuts that follow from it stand against the common price.
         memory_bytes: budget per device, None for none.
-        max_stages: pipeline stages to suggest at most; 0 to suggest none.
         limits: parameters of the search.
         small_program: ops up to which all meshes of one or two axes are searched.
     """
@@ -68,7 +67,6 @@ class RecursiveOptions:
     mem_coeff: float = DEFAULT_MEM_COEFF
     binding: bool = False
     memory_bytes: int | None = None
-    max_stages: int = 0
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     small_program: int = 500
 

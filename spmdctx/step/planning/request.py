@@ -97,5 +97,4 @@ def search_options(settings: Settings) -> SearchOptions:
         max_mesh_axes=settings.max_mesh_axes,
         limits=AlgoLimits.of(context.algo),
         mem_coeff=context.mem_coeff,
-        max_stages=context.pipeline_stages if context.auto_pipeline else 0,
     )

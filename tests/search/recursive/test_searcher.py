@@ -221,11 +221,3 @@ def test_the_budget_that_is_named_is_met():
         plan(*step, topology="cpu", memory_bytes=1)
     named = int(re.search(r"memory_bytes >= (\d+)", str(caught.value)).group(1))
     assert plan(*step, topology="cpu", memory_bytes=named).cost.memory_bytes <= named
-
-
-def test_auto_pipeline_suggests_stages(caplog):
-    caplog.set_level(logging.INFO, logger="spmdctx")
-    with pytest.warns(spmdctx.ContextWarning, match="pipeline_stages"):
-        found = plan(train, *arguments(), auto_pipeline=True, pipeline_stages=4)
-    assert "auto_pipeline suggests 1 pipeline stages (at most 4)" in caplog.text
-    assert "auto_pipeline suggests 1 of at most 4 pipeline stages." in found.notes

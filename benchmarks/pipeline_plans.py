@@ -1,0 +1,99 @@
+"""Plans of Llama's decoders on pipelines: `python -m benchmarks.pipeline_plans [--models llama2-70b] [--stages 1,2,4,8]`.
+
+The decoders have all of their layers, unrolled and checkpointed, bfloat16 and a head of their own. For each number of stages: the
+processor's seconds for the cut alone and for the whole plan without tracing, the longest stage over the mean in planned seconds, the
+step and the waiting share of its schedule, the gap to the bound on any cut, and the memory of the fullest stage. Nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import spmdctx
+from spmdctx.models import abstract_program, preset
+from spmdctx.models.training import train_step
+from spmdctx.pipeline.cut.choose import choose_cuts
+from spmdctx.pipeline.stages.staging import cut_loss
+
+MODELS = ("llama2-7b", "llama2-13b", "llama2-70b")
+COLUMNS = ("model", "stages", "trace s", "cut s", "plan s", "longest/mean", "step s", "idle", "gap", "GiB")
+
+
+def main() -> int:
+    """Plans what the arguments choose, and prints a row for each plan."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)}")
+    parser.add_argument("--stages", default="1,2,4,8", help="numbers of stages (default: 1,2,4,8)")
+    parser.add_argument("--devices", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=128, help="sequences of 4,096 tokens")
+    parser.add_argument("--micro", type=int, default=32, help="micro-batches")
+    parser.add_argument("--topology", default="tpu-v5p")
+    arguments = parser.parse_args()
+    print(f"{datetime.date.today()}, jax {jax.__version__}, {platform.machine()}, {os.cpu_count()} cores, {arguments.topology}")
+    print(" | ".join(COLUMNS), flush=True)
+    total = 0.0
+    for model in arguments.models.split(","):
+        for stages in map(int, arguments.stages.split(",")):
+            row, seconds = _row(model, stages, arguments)
+            total += seconds
+            print(" | ".join(row), flush=True)
+    print(f"{total:.1f} s of processor time, tracing included")
+    return 0
+
+
+def _row(model: str, stages: int, arguments: Any) -> tuple[Sequence[str], float]:
+    config = replace(preset(model), dtype="bfloat16", remat=True)
+    _, args = abstract_program(config, arguments.batch, 4096)
+    step = spmdctx.parallel(
+        train_step,
+        parallel_mode="auto_parallel",
+        device_num=arguments.devices,
+        topology=arguments.topology,
+        pipeline_stages=stages,
+        grad_accumulation_step=arguments.micro,
+    )
+    start = time.process_time()
+    plan: Any = step.plan(*args)
+    seconds = time.process_time() - start
+    if stages == 1:
+        gap = "-" if plan.gap is None else f"{plan.gap:.1%}"
+        trace_s = plan.timing.trace_s
+        figures = ("1", "-", f"{plan.cost.total_s:.2f}", "0 %", gap, f"{plan.cost.memory_bytes / 2**30:.1f}")
+        return (model, figures[0], f"{trace_s:.1f}", "-", f"{seconds - trace_s:.1f}", *figures[1:]), seconds
+    entry: Any = step._entry_of(args, {})
+    trace_s, cut_s = entry.captured.trace_s, _cut_s(entry, stages)
+    bound_s = entry.pipeline.bound_s
+    gap = "-" if not bound_s else f"{plan.simulation.makespan_s / bound_s - 1:.1%}"
+    times = (f"{trace_s:.1f}", f"{cut_s:.2f}", f"{seconds - trace_s:.1f}", f"{plan.imbalance:.3f}")
+    return (
+        model,
+        str(stages),
+        *times,
+        f"{plan.step_s:.2f}",
+        f"{plan.simulation.bubble:.1%}",
+        gap,
+        f"{plan.memory_bytes / 2**30:.1f}",
+    ), seconds
+
+
+def _cut_s(entry: Any, stages: int) -> float:
+    """Returns the seconds for the line, its prices and the cuts."""
+    start = time.process_time()
+    loss = cut_loss(entry._step, entry.environment.settings)
+    choose_cuts([sum(own) for own in loss.seconds], loss.line.crossing, stages)
+    return time.process_time() - start
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
