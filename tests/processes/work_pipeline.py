@@ -12,6 +12,7 @@ import optax
 
 import spmdctx
 from spmdctx import communication
+from spmdctx.pipeline.programs.transfers import Moved
 
 MICRO, WIDTH, LAYERS = 4, 8, 4
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1))
@@ -72,7 +73,7 @@ def main(num_steps, num_unblocked, stages):
     for number in range(num_unblocked):
         *got, value, norm = step(*got, data[number % len(data)])
     sent = sum(step._last.entry.program.jitted.counts.moves.values())
-    planned = sum(one.count for one in step.plan(*got, data[0]).transfers)
+    planned = sum(one.count for one in step.plan(*got, data[0]).transfers if one.what in (Moved.ACTIVATION, Moved.COTANGENT))
     print(
         f"process {jax.process_index()} of {jax.process_count()}, {stages} stages: {max(worst, apart):.1e} apart, {held} leaves, "
         f"{sent} of {planned} sent, {float(value):.6f}",
