@@ -9,10 +9,10 @@ from spmdctx.pipeline.run.tape import AfterRun, Tape, TaskRun
 from tests.step.pipelined import small
 
 
-def alive_on(device):
-    """Bytes of all arrays on one device, each memory once."""
+def alive_on(device, arrays=None):
+    """Bytes of arrays on one device, of all if none are given, each memory once."""
     found = {}
-    for array in jax.live_arrays():
+    for array in jax.live_arrays() if arrays is None else arrays:
         for shard in array.addressable_shards:
             if shard.device == device:
                 found[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
@@ -31,7 +31,7 @@ def test_bytes_that_are_alive_are_those_of_the_plan(monkeypatch, stages, donated
     # Constants and what other tests have left lie there too.
     own = set(map(id, jax.tree.leaves((params, state, batch))))
     others = [array for array in jax.live_arrays() if id(array) not in own]
-    base = [sum(s.data.nbytes for a in others for s in a.addressable_shards if s.device == devices[n * each]) for n in range(stages)]
+    base = [alive_on(devices[stage * each], others) for stage in range(stages)]
     seen = [{} for _ in range(stages)]
 
     def note(stage, name):
