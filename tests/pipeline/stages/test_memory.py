@@ -31,7 +31,7 @@ def test_bytes_that_are_alive_are_those_of_the_plan(monkeypatch, stages, donated
     # Constants and what other tests have left lie there too.
     own = set(map(id, jax.tree.leaves((params, state, batch))))
     others = [array for array in jax.live_arrays() if id(array) not in own]
-    base = [alive_on(devices[stage * each], others) for stage in range(stages)]
+    base = [alive_on(device) - alive_on(device, jax.tree.leaves((params, state, batch))) for device in devices[::each]]
     seen = [{} for _ in range(stages)]
 
     def note(stage, name):
