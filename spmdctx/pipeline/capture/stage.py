@@ -74,7 +74,7 @@ def pipeline_stage(fn_or_module: Marked, stage: int) -> Marked:
         with _in_stage(number):
             return fn_or_module(*args, **kwargs)
 
-    return marked  # type: ignore[return-value]
+    return marked  # type: ignore[return-value]  # wraps keeps the type, which mypy cannot see
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def _nnx_calls_in_stages() -> Iterator[None]:
             yield
         finally:
             for cls, call in changed:
-                setattr(cls, "__call__", call)  # noqa: B010
+                setattr(cls, "__call__", call)  # noqa: B010  mypy knows no such attribute
 
 
 def _call_in_stage(cls: type[Any], call: Any) -> Callable[..., Any]:

@@ -30,11 +30,6 @@ class Holds(StrEnum):
     OF_ENTERING = "cotangent of entering"
     OF_LEAVING = "cotangent of leaving"
 
-    @property
-    def is_of_micro_batch(self) -> bool:
-        """True if each micro-batch has an array of its own."""
-        return self not in (Holds.LEAF, Holds.SUM)
-
 
 class Slot(NamedTuple):
     """One array of a chunk; `number` counts those that hold the same, leaves and results as the loss numbers them."""

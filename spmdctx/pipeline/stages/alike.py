@@ -47,4 +47,4 @@ def _renamed(known: Any, captured: Captured) -> Planned:
     outputs = tuple(row._replace(path=leaf.path) for row, leaf in zip(plan.outputs, captured.outputs, strict=True))
     table = OpTable.of(program.graph, known.assignment)
     own = replace(plan, fingerprint=program.graph.fingerprint, inputs=inputs, outputs=outputs, op_table=table)
-    return replace(known, program=program, plan=own)  # type: ignore[no-any-return]
+    return replace(known, program=program, plan=own)  # type: ignore[no-any-return]  # `replace` of a protocol's class

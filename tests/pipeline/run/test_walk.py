@@ -16,7 +16,6 @@ from spmdctx.pipeline.run.compiled import compiled_chunk
 from spmdctx.pipeline.run.routes import Spot
 from spmdctx.pipeline.run.tape import Tape
 from spmdctx.pipeline.run.walk import Held, Walk
-from spmdctx.pipeline.schedule.bounds import in_flight_of
 from spmdctx.pipeline.schedule.orders import gpipe, interleaved, one_f_one_b
 from spmdctx.pipeline.schedule.simulate import simulate
 from spmdctx.pipeline.schedule.tasks import Costs, cost_of
@@ -27,6 +26,7 @@ from spmdctx.step.planning.planner import plan_program
 from spmdctx.trace.scope.settings import Settings
 from tests.pipeline import losses
 from tests.pipeline.cut.test_chunks import cut
+from tests.pipeline.schedule.theory import in_flight_of
 
 EVEN = Costs(1.0, 2.0, 1.0, 1.0)
 SCHEDULES = {

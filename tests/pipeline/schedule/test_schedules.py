@@ -6,12 +6,13 @@ import random
 import pytest
 
 from spmdctx.errors import ContextError, StrategyError
-from spmdctx.pipeline.schedule.bounds import bubble_of, in_flight_of, least_makespan_s
+from spmdctx.pipeline.schedule.bounds import bubble_of
 from spmdctx.pipeline.schedule.named import Scheduler
 from spmdctx.pipeline.schedule.orders import gpipe, interleaved, interleaved_gpipe, one_f_one_b
 from spmdctx.pipeline.schedule.simulate import simulate
 from spmdctx.pipeline.schedule.tasks import Costs, Kind, Schedule, Task, cost_of
 from spmdctx.pipeline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
+from tests.pipeline.schedule.theory import in_flight_of, least_makespan_s
 
 EVEN = Costs(1.0, 2.0, 1.0, 1.0)
 SIZES = [(1, 1), (1, 4), (2, 2), (2, 8), (3, 9), (4, 4), (4, 8), (4, 16), (8, 16), (8, 32)]

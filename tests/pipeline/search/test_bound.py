@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from spmdctx.pipeline.schedule.bounds import least_makespan_s
 from spmdctx.pipeline.schedule.orders import gpipe, one_f_one_b
 from spmdctx.pipeline.schedule.simulate import simulate
 from spmdctx.pipeline.schedule.tasks import Costs, cost_of
 from spmdctx.pipeline.search.bound import least_makespan_of_cuts_s
+from tests.pipeline.schedule.theory import least_makespan_s
 
 
 def cuts(seconds, num_stages):

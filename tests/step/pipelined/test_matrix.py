@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import spmdctx
-from spmdctx.pipeline.schedule.bounds import in_flight_of
+from tests.pipeline.schedule.theory import in_flight_of
 from tests.step.pipelined import models
 
 SCHEDULES = {

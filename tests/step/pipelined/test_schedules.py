@@ -6,7 +6,7 @@ import pytest
 
 import spmdctx
 from spmdctx.errors import ContextError
-from spmdctx.pipeline.schedule.bounds import in_flight_of
+from tests.pipeline.schedule.theory import in_flight_of
 from tests.step.pipelined import models
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

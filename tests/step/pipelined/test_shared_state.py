@@ -24,7 +24,10 @@ class Twice(nnx.Module):
 
     def __call__(self, x):
         x = jnp.tanh(self.layers[1](jnp.tanh(self.layers[0](x))))
-        both = lambda x: self.norm(jnp.tanh(self.layers[2](self.norm(x))))  # noqa: E731
+
+        def both(x):
+            return self.norm(jnp.tanh(self.layers[2](self.norm(x))))
+
         x = both(x) if self.mark is None else spmdctx.pipeline_stage(both, self.mark)(x)
         return jnp.tanh(self.layers[3](x))
 
