@@ -10,6 +10,7 @@ from spmdctx.pipeline.data import StagedTensor, StagePlan, Transfer
 from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.schedule.bounds import bubble_of
 from spmdctx.pipeline.schedule.tasks import Costs, Kind
+from spmdctx.pipeline.stages.homes import before_of
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
 from spmdctx.pipeline.stages.transfers import transfers_of
 from spmdctx.pipeline.stages.whole import PlannedPipeline, sharding_of, stages_of
@@ -41,7 +42,10 @@ def assembled(pipeline: PlannedPipeline, mode: str, topology: str, notes: Iterab
 
 
 def _notes(pipeline: PlannedPipeline) -> Iterator[str]:
-    """Returns what the plans of all programs say, each once for each stage."""
+    """Returns what the plans of all programs say, each once for each stage, and what has no plan."""
+    if before := before_of(pipeline):
+        stages = f"stage{'s' if len(before) > 1 else ''} {', '.join(map(str, before))}"
+        yield f"What the step computes before its loss has no plan: XLA splits it on {stages}, where it is read."
     for number, chunk in enumerate(pipeline.planned):
         for task in chunk.tasks.values():
             yield from (f"Stage {pipeline.stage_of_chunk(number)}: {note}" for note in task.planned.plan.notes)

@@ -50,7 +50,7 @@ class StagePlan:
 
 
 class StagedTensor(NamedTuple):
-    """One leaf of the step's arguments or results, and the stage whose devices hold it."""
+    """One leaf of the step's arguments or results, and the first stage whose devices hold it; all stages hold scalars."""
 
     path: str
     role: Role

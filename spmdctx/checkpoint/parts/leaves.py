@@ -27,5 +27,9 @@ def shared_leaves(tree: StateTree) -> list[bool]:
         if flag and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     ]
     if keys:
-        raise CheckpointError("Arrays of random keys that some processes have no part of cannot be saved.", got=listed(keys))
+        raise CheckpointError(
+            "Arrays of random keys that some processes have no part of cannot be saved.",
+            got=listed(keys),
+            fix="save the numbers of jax.random.key_data(key) in their place",
+        )
     return found

@@ -66,8 +66,16 @@ def capture_pipelined(target: Target, call: Call, static: Static, settings: Sett
     carrier = _Pipelined(calls, options)
     again = capture_again(carrier, target, call, static, captured, settings.num_devices)
     (loss,) = carrier.losses
-    notes = tuple(dict.fromkeys((*captured.notes, *again.notes)))
+    notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *_outvoted(plain, options))))
     return PipelinedStep(replace(again, notes=notes, trace_s=captured.trace_s + again.trace_s, is_rewritten=True), loss)
+
+
+def _outvoted(plain: GradientOptions, options: GradientOptions) -> list[str]:
+    """Returns a note if PipelineCell and the context ask for different numbers of micro-batches."""
+    asked, taken = plain.micro_batches, options.micro_batches
+    if asked in (1, taken):
+        return []
+    return [f"grad_accumulation_step={asked} has no effect: PipelineCell asks for {taken} micro-batches."]
 
 
 class _Pipelined:

@@ -66,8 +66,8 @@ def _certificate(found: PlannedPipeline, bound_s: float) -> str:
     schedule, makespan_s = found.schedule, found.simulation.makespan_s
     stages = counted(schedule.num_stages, "stage")
     return (
-        f"No cut into {stages} runs {schedule.num_micro} micro-batches in less than {seconds_text(bound_s)}, "
-        "by the lower bounds of the stages' plans, which estimates share out among their equations. "
+        f"No cut into {stages} runs {schedule.num_micro} micro-batches in less than {seconds_text(bound_s)} without moves, "
+        "if equations take the shares that estimates give them in the lower bounds of the stages' plans; this is no proof. "
         f"This schedule takes {max(0.0, makespan_s / bound_s - 1):.1%} more."
     )
 
@@ -115,7 +115,7 @@ def _over(found: PlannedPipeline, memories: Sequence[StageMemory], budget: int) 
 
 
 def _bound_s(staging: Staging, stages: Stages) -> float | None:
-    """Returns a bound on the schedule of any cut, or None if a chunk's plan has none."""
+    """Returns a bound on the schedule of any cut, as far as estimates share out bounds rightly; None if a chunk's plan has none."""
     bounds = [chunk.joint.planned.plan.lower_bound_s for chunk in stages.planned]
     if any(bound is None for bound in bounds):
         return None

@@ -37,7 +37,7 @@ class PlannedProgram:
 class PlannedPipeline:
     """A pipelined step with its plans.
 
-    `placed` has the sharding of each array around the loss on its stage. `bound_s` is a bound on the schedule of any cut, None without one.
+    `placed` has the sharding of each array around the loss on its stage. `bound_s` estimates the least time of any cut, if not None.
     `homes` gives for each stacked value, whose layers are leaves of the loss, the leaf of the first ones.
     """
 

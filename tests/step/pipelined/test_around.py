@@ -34,6 +34,10 @@ def test_values_before_the_loss_are_computed_on_each_stage():
         got, want = parallel(*args), jax.jit(step)(*args)
         for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-12, rtol=1e-12)
+        assert (
+            "What the step computes before its loss has no plan: XLA splits it on stages 0, 1, where it is read."
+            in parallel.plan(*args).notes
+        )
         homes = {frozenset(leaf.devices()) for leaf in jax.tree.leaves(got[0])}
         assert sorted(map(len, homes)) == [4, 4]
         assert parallel.verify(*args).ok

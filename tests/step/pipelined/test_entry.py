@@ -122,6 +122,17 @@ def test_linen_with_aux_results_of_every_kind():
     assert_close(parallel(params, x, y), jax.jit(step)(params, x, y), 1e-5)
 
 
+@pytest.mark.parametrize(("asked", "noted"), [(1, 0), (2, 1), (8, 0)])
+def test_the_plan_says_whose_number_of_micro_batches_counts(asked, noted):
+    params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 32)
+    step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=2, grad_accumulation_step=asked)
+    plan = step.plan(params, CLIPPED.init(params), batch)
+    assert plan.simulation.schedule.num_micro == 8
+    assert (
+        sum(note == f"grad_accumulation_step={asked} has no effect: PipelineCell asks for 8 micro-batches." for note in plan.notes) == noted
+    )
+
+
 def test_few_micro_batches_are_refused_with_the_remedy():
     params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 32)
     step = spmdctx.parallel(
@@ -222,4 +233,4 @@ def test_what_a_pipeline_does_not_have_is_refused_by_name():
     with pytest.raises(UnsupportedError, match="jit"):
         jax.jit(step)(*args)
     with pytest.raises(AttributeError):
-        plan.nonsense  # noqa: B018
+        plan.nonsense  # noqa: B018  # asking for it is the test
