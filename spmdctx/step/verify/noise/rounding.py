@@ -51,6 +51,8 @@ def _moved(values: Any, directions: Any, place: Any, amplitude: Any) -> Any:
     """Moves values by `amplitude` times the spacing of their type.
 
     Whole numbers stay: they are counts, positions or scales, and sums of them are exact. Zeros, infinities and NaN stay too.
+    Below the normal numbers of a narrow type the spacing no longer shrinks, and a value may round to zero. A compiler that keeps it
+    wider does not round so.
     """
     kind = jnp.finfo(values.dtype)  # type: ignore[no-untyped-call]  # JAX gives it no types
     wide = jnp.float64 if kind.dtype == jnp.float64 else jnp.float32
@@ -63,4 +65,6 @@ def _moved(values: Any, directions: Any, place: Any, amplitude: Any) -> Any:
     if kind.dtype.itemsize < 4:  # types with few digits have whole numbers only from 128 or 1024 on
         size = jnp.abs(exact)
         stays = (stays & (size < 2.0 ** (kind.nmant - 1))) | (size > wide(kind.max) / 4)
+        moved = exact + jnp.sign(exact) * step * jnp.maximum(size, wide(kind.tiny))
+        return jnp.where(stays, exact, jnp.where(exact * moved < 0, 0, moved)).astype(values.dtype)
     return jnp.where(stays, exact, exact + exact * step).astype(values.dtype)
