@@ -15,6 +15,8 @@ LIMIT_S = 240
 LINE = re.compile(r"process (\d) of (\d), (\d) stages: (\S+) apart, (\d+) leaves, (\d+) of (\d+) sent, (\S+)")
 NUM_LEAVES = 9 + 2 * 9 + 1
 """Parameters, two moments of each, and a count."""
+NUM_RESULTS = NUM_LEAVES + 2
+"""These, the loss and the norm of its gradient."""
 
 
 @pytest.fixture(
@@ -27,6 +29,7 @@ def job(request):
     _, out, _ = run_module("tests.processes.work_pipeline", arguments, processes, devices, timeout_s=LIMIT_S)
     rows = [tuple(map(float, found.groups())) for found in LINE.finditer(out)]
     assert len(rows) == processes * len(stages)
+    assert out.count(f"verified {NUM_RESULTS} results: True") == (0 if unblocked else processes)
     return processes, stages, rows
 
 
