@@ -10,6 +10,7 @@ from rich.console import RenderableType
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.pipeline.data import PipelineData
+from spmdctx.pipeline.diff import diff_pipelines
 from spmdctx.pipeline.file import read_pipeline, write_pipeline
 from spmdctx.pipeline.show.explanation import StageExplanation, explained
 from spmdctx.pipeline.show.page import pipeline_document, pipeline_page
@@ -17,6 +18,7 @@ from spmdctx.pipeline.show.table import pipeline_table
 from spmdctx.pipeline.show.timeline import Timeline
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.plan import Plan
+from spmdctx.plan.show.diff import PlanDiff
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording.files import write_file
 
@@ -47,6 +49,14 @@ class PipelinePlan(PipelineData):
             pattern: "stage 3", or what `Plan.explain` takes, which is then asked of each stage's programs.
         """
         return explained(self, pattern)
+
+    def diff(self, other: PipelineData | PlanData) -> PlanDiff:
+        """Returns the changes from this plan to `other`: another pipeline's, or a plan without stages."""
+        return diff_pipelines(self, other)
+
+    def changes_from(self, before: PlanData) -> PlanDiff:
+        """Returns the changes to this plan from one without stages."""
+        return diff_pipelines(before, self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as one JSON file, and makes the file's folder; strategy_ckpt_load_file takes it.

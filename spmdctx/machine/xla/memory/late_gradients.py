@@ -5,11 +5,11 @@ What XLA does: its scheduler visits the deepest operands first, so the whole cha
     activations then live at once, as if nothing were recomputed. It runs nothing behind an optimization barrier before what is ahead of it.
 Seen in: CUDA plugin 0.10.2 for 8 x H100: decoders of 6 and 8 recomputed layers take 1.2 to 1.6 times as much memory as with barriers
     behind the layers (benchmarks/RESULTS.md). TPU's scheduler has a limit of memory instead (`machine.xla.memory.scheduler_limit`).
-Switch: none: `BACKENDS`
+Switch: none: `LATE_ON`
 Priced by: cost.memory.lives counts as if gradients were made early.
-Written or prevented by: lowering.rewrite.early_gradients
-Checked by: tests/lowering/rewrite/test_early_gradients.py
+Written or prevented by: lowering.early_gradients
+Checked by: tests/lowering/test_early_gradients.py
 """
 
-BACKENDS = frozenset({"gpu"})
+LATE_ON = frozenset({"gpu"})
 """The backends that do so."""
