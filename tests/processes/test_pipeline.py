@@ -20,7 +20,7 @@ NUM_RESULTS = NUM_LEAVES + 2
 
 
 @pytest.fixture(
-    scope="module", params=[(2, 2, 10, 0, (2, 4)), (4, 1, 4, 200, (4,)), (4, 1, 3, 10, (2,))], ids=["2", "4", "a stage over 2 of 4"]
+    scope="module", params=[(2, 2, 10, 0, (2, 4)), (4, 1, 4, 200, (4,)), (4, 1, 3, 200, (2,))], ids=["2", "4", "a stage over 2 of 4"]
 )
 def job(request):
     """Its processes, its numbers of stages, and a row of each process for each of these."""
