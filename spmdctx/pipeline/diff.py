@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmdctx.errors import message
 from spmdctx.pipeline.data import PipelineData
@@ -22,15 +22,14 @@ class _Quantity(NamedTuple):
     unit: Callable[[float], str]
 
 
-def diff_pipelines(before: AnyPlan, after: AnyPlan) -> PlanDiff:
+def diff_pipelines(before: AnyPlan, after: Any) -> PlanDiff:
     """Returns the changes from one plan to another, of which at least one is a pipeline's.
 
     Settings hold the schedule and the cuts, costs each stage and what crosses, tensors the stages of the step's inputs.
     """
-    for plan in (before, after):
-        if not isinstance(plan, AnyPlan):
-            text = "A plan is compared with another plan."
-            raise TypeError(message(text, got=repr(plan), need="a plan, of plan(...) or its class's load(...)"))
+    if not isinstance(after, AnyPlan):
+        text = "A plan is compared with another plan."
+        raise TypeError(message(text, got=repr(after), need="a plan, of plan(...) or its class's load(...)"))
     old, new = _settings(before), _settings(after)
     names = dict.fromkeys((*old, *new))
     return PlanDiff(

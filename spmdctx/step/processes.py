@@ -47,7 +47,8 @@ def to_host(leaf: Any) -> Any:
 
 def is_spread(place: Sharding) -> bool:
     """Returns whether only some of the processes have devices of a sharding; every process gets the same answer."""
-    return len({device.process_index for device in place.device_set}) < jax.process_count()
+    devices: list[Any] = list(place.device_set)
+    return bool(len({device.process_index for device in devices}) < jax.process_count())
 
 
 def from_owners(leaf: jax.Array) -> np.ndarray:
