@@ -14,8 +14,8 @@ from spmdctx.cost.price.directives import Directives
 from spmdctx.ir.graph import LITERAL
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
-from spmdctx.lowering.early_gradients import with_early_gradients
 from spmdctx.lowering.rewrite.constrain import constrain
+from spmdctx.lowering.rewrite.waiting.early_gradients import with_early_gradients
 from spmdctx.machine.devices import backend_of
 from spmdctx.machine.xla.memory.late_gradients import LATE_ON
 from spmdctx.trace.build.program import Program

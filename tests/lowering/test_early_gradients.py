@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import spmdctx
-from spmdctx.lowering.early_gradients import with_early_gradients
+from spmdctx.lowering.rewrite.waiting.early_gradients import with_early_gradients
 from tests.audit.compile_only import need_gpu
 from tests.pipeline.losses import decoder
 from tests.pipeline.losses import loss as decoder_loss

@@ -7,7 +7,7 @@ Seen in: CUDA plugin 0.10.2 for 8 x H100: decoders of 6 and 8 recomputed layers 
     behind the layers (benchmarks/RESULTS.md). TPU's scheduler has a limit of memory instead (`machine.xla.memory.scheduler_limit`).
 Switch: none: `LATE_ON`
 Priced by: cost.memory.lives counts as if gradients were made early.
-Written or prevented by: lowering.early_gradients
+Written or prevented by: lowering.rewrite.waiting.early_gradients
 Checked by: tests/lowering/test_early_gradients.py
 """
 
