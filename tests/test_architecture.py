@@ -49,7 +49,7 @@ INNER = {
     "search/solver": ("problem", "unlimited", "limited", "solve"),
     "lowering": ("compile_options compile_only", "scheduler_limit", "rewrite", "compile"),
     "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
-    "pipeline": ("schedule", "cut", "programs", "capture", "stages", "data run", "search show file", "plan audit", "assemble"),
+    "pipeline": ("schedule", "cut", "programs", "capture", "stages", "data run", "search show file diff", "plan audit", "assemble"),
     "step": ("planning processes direct out_of_memory agreement options", "entry", "placement broadcast verify pipelined", "step"),
 }
 """The rows of the package and of packages in it, from the lowest to the highest.

@@ -15,6 +15,9 @@ from spmdctx.ir.graph import LITERAL
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
 from spmdctx.lowering.rewrite.constrain import constrain
+from spmdctx.lowering.rewrite.waiting.early_gradients import with_early_gradients
+from spmdctx.machine.devices import backend_of
+from spmdctx.machine.xla.memory.late_gradients import LATE_ON
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.specs import make_mesh, named_sharding
 
@@ -71,7 +74,10 @@ def jit_program(
     graph, values = program.graph, assignment.values
     inputs = tuple(named_sharding(jax_mesh, values[value]) for value in graph.inputs)
     outputs = tuple(named_sharding(jax_mesh, values[value] if value != LITERAL else ()) for value in graph.outputs)
-    closed = constrain(program, assignment, mesh, jax_mesh, directives) if mesh.num_devices > 1 else program.jaxpr
+    is_split = mesh.num_devices > 1
+    closed = constrain(program, assignment, mesh, jax_mesh, directives) if is_split else program.jaxpr
+    if backend_of(devices) in LATE_ON:
+        closed = with_early_gradients(closed, is_split=is_split)
     jitted = jax.jit(
         _evaluator(closed, options.name),
         in_shardings=inputs,

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.pipeline.data import PipelineData
+from spmdctx.pipeline.diff import diff_pipelines
 from spmdctx.pipeline.file import FORMAT, pipeline_json, pipeline_of, read_pipeline, write_pipeline
 from spmdctx.pipeline.show.explanation import StageExplanation, explained
 from spmdctx.pipeline.show.page import pipeline_document, pipeline_page
@@ -19,6 +20,7 @@ from spmdctx.pipeline.show.timeline import Timeline
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.file import reads_format
 from spmdctx.plan.plan import Plan
+from spmdctx.plan.show.diff import PlanDiff
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording.files import write_file
 
@@ -53,6 +55,14 @@ class PipelinePlan(PipelineData):
     def to_dict(self) -> dict[str, Any]:
         """Returns what the tables say as plain data, in seconds and bytes."""
         return plain_plan(self)
+
+    def diff(self, other: PipelineData | PlanData) -> PlanDiff:
+        """Returns the changes from this plan to `other`: another pipeline's, or a plan without stages."""
+        return diff_pipelines(self, other)
+
+    def changes_from(self, before: PlanData) -> PlanDiff:
+        """Returns the changes to this plan from one without stages."""
+        return diff_pipelines(before, self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as one JSON file, and makes the file's folder; strategy_ckpt_load_file takes it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from spmdctx.errors import message
 from spmdctx.ir.graph import Role
@@ -64,6 +64,14 @@ class PlanDiffData:
 Difference = TypeVar("Difference", bound=PlanDiffData)
 
 
+@runtime_checkable
+class OtherPlan(Protocol):
+    """A plan of another kind, which knows its changes from a plan."""
+
+    def changes_from(self, before: PlanData) -> Any:
+        """Returns the changes from a plan to this one."""
+
+
 def diff_plans(before: PlanData, after: PlanData, kind: type[Difference]) -> Difference:
     """Compares two plans; returns an object of the class `kind`."""
     if not isinstance(after, PlanData):
@@ -105,13 +113,14 @@ def _costs(before: PlanData, after: PlanData) -> Iterator[Change]:
     for name in ("total_s", "compute_s", "communication_s", "hidden_communication_s", "memory_bytes"):
         unit = bytes_text if name == "memory_bytes" else seconds_text
         label = name.rsplit("_", 1)[0].replace("total", "step").replace("_", " ")
-        yield from _quantity(label, getattr(before.cost, name), getattr(after.cost, name), unit)
+        yield from quantity_change(label, getattr(before.cost, name), getattr(after.cost, name), unit)
     stored = [_stored_bytes(plan) for plan in (before, after)]
     for role in Role:
-        yield from _quantity(f"stored: {role.value}", stored[0].get(role, 0), stored[1].get(role, 0), bytes_text)
+        yield from quantity_change(f"stored: {role.value}", stored[0].get(role, 0), stored[1].get(role, 0), bytes_text)
 
 
-def _quantity(name: str, old: float, new: float, unit: Callable[[float], str]) -> Iterator[Change]:
+def quantity_change(name: str, old: float, new: float, unit: Callable[[float], str]) -> Iterator[Change]:
+    """Gives the change of a quantity, unless it rounds to 0.0 %; `unit` formats it."""
     percent = f"{100 * (new / old - 1):+.1f}" if old else ""
     if old != new and percent not in ("+0.0", "-0.0"):
         relative = f"  ({percent} %)" if percent else ""

@@ -10,7 +10,7 @@ from rich.console import Group
 
 from spmdctx.errors import ContextError, UnsupportedError, message, shown
 from spmdctx.plan.data import PlanData
-from spmdctx.plan.diff import diff_plans
+from spmdctx.plan.diff import OtherPlan, diff_plans
 from spmdctx.plan.explain import explain_plan
 from spmdctx.plan.file import plan_json, read_plan, write_plan
 from spmdctx.plan.mindspore.file import write_mindspore
@@ -73,8 +73,11 @@ class Plan(PlanData):
         """Returns the text of the plan's file."""
         return plan_json(self)
 
-    def diff(self, other: Plan) -> PlanDiff:
-        """Returns the changes from this plan to `other`."""
+    def diff(self, other: Plan | OtherPlan) -> PlanDiff:
+        """Returns the changes from this plan to `other`, which may be the plan of a pipeline."""
+        if isinstance(other, OtherPlan):
+            found: PlanDiff = other.changes_from(self)
+            return found
         return diff_plans(self, other, PlanDiff)
 
     def explain(self, pattern: str) -> Explanation:

@@ -38,6 +38,9 @@ BRANCHES = frozenset({"cond"})
 MANUAL = frozenset({"shard_map"})
 """Regions that the user split by hand; their rule comes from their own specs."""
 
+RECOMPUTED = frozenset({"checkpoint", "remat", "remat2"})
+"""Calls whose body runs once more in the backward pass."""
+
 CONTROL_FLOW = frozenset(CALLS) | LOOPS | BRANCHES | MANUAL
 """Everything that the trace handles by structure instead of by a rule."""
 

@@ -231,6 +231,10 @@ class Entry:
         on_mesh = on_mesh or self.spans_processes
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=target if on_mesh else None)
 
+    def gathered(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns leaves that each process can gather by itself; every process has to call this."""
+        return list(leaves)
+
     def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs the program on leaves that are already placed and returns its flat results; the user's objects stay unchanged."""
         self.environment.check_running()

@@ -10,6 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
+from spmdctx.errors import UnsupportedError
+
 
 def is_of_one_process(leaf: Any) -> bool:
     """Returns whether a leaf belongs to this process alone: a number, a NumPy array, or an array on its own devices."""
@@ -41,6 +43,33 @@ def to_host(leaf: Any) -> Any:
         return np.asarray(leaf)
     everywhere = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
     return np.asarray(_moved(leaf, everywhere))
+
+
+def is_spread(place: Sharding) -> bool:
+    """Returns whether only some of the processes have devices of a sharding; every process gets the same answer."""
+    devices: list[Any] = list(place.device_set)
+    return bool(len({device.process_index for device in devices}) < jax.process_count())
+
+
+def from_owners(leaf: jax.Array) -> np.ndarray:
+    """Gathers an array of which only some processes have parts into each process's memory; every process has to call this.
+
+    Raises:
+        UnsupportedError: the array holds random keys, whose words JAX reads on their own devices alone.
+    """
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise UnsupportedError(
+            "Random keys that lie on devices of some processes cannot be read by the others.",
+            fix="pass keys as words (jax.random.key_data), and wrap them in the step",
+        )
+    own = np.zeros(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        if shard.replica_id == 0:
+            own[shard.index] = np.asarray(shard.data)
+    # Each byte is zero in all processes but one.
+    parts = multihost_utils.process_allgather(np.ascontiguousarray(own).reshape(-1).view(np.uint8))
+    whole: np.ndarray = np.asarray(parts).sum(0, dtype=np.uint8).view(leaf.dtype).reshape(leaf.shape)
+    return whole
 
 
 def wait_for_all(what: str) -> None:

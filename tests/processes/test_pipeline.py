@@ -15,10 +15,12 @@ LIMIT_S = 240
 LINE = re.compile(r"process (\d) of (\d), (\d) stages: (\S+) apart, (\d+) leaves, (\d+) of (\d+) sent, (\S+)")
 NUM_LEAVES = 9 + 2 * 9 + 1
 """Parameters, two moments of each, and a count."""
+NUM_RESULTS = NUM_LEAVES + 2
+"""These, the loss and the norm of its gradient."""
 
 
 @pytest.fixture(
-    scope="module", params=[(2, 2, 10, 0, (2, 4)), (4, 1, 4, 200, (4,)), (4, 1, 3, 10, (2,))], ids=["2", "4", "a stage over 2 of 4"]
+    scope="module", params=[(2, 2, 10, 0, (2, 4)), (4, 1, 4, 200, (4,)), (4, 1, 3, 200, (2,))], ids=["2", "4", "a stage over 2 of 4"]
 )
 def job(request):
     """Its processes, its numbers of stages, and a row of each process for each of these."""
@@ -27,6 +29,7 @@ def job(request):
     _, out, _ = run_module("tests.processes.work_pipeline", arguments, processes, devices, timeout_s=LIMIT_S)
     rows = [tuple(map(float, found.groups())) for found in LINE.finditer(out)]
     assert len(rows) == processes * len(stages)
+    assert out.count(f"verified {NUM_RESULTS} results: True") == (0 if unblocked else processes)
     return processes, stages, rows
 
 

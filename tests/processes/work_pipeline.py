@@ -79,6 +79,9 @@ def main(num_steps, num_unblocked, stages):
         f"{sent} of {planned} sent, {float(value):.6f}",
         flush=True,
     )
+    if num_unblocked == 0 and stages == jax.process_count():
+        report = step.verify(*got, data[0])
+        print(f"process {jax.process_index()}, {stages} stages: verified {len(report.rows)} results: {report.ok}", flush=True)
 
 
 if __name__ == "__main__":

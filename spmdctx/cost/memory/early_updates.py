@@ -1,7 +1,8 @@
 """Chooses the updates of state that run right behind the product that makes their gradient, and not at the end of the step.
 
 XLA would run such a product last (`machine.xla.late_products`). What it reads would stay in memory until then: the logits' gradient
-through the whole backward pass. If that makes the peak of a step, the rest of the step waits for the update (`lowering.rewrite.waits`).
+through the whole backward pass. If that makes the peak of a step, the rest of the step waits for the update
+(`lowering.rewrite.waiting.waits`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from spmdctx.ir.sharding import Assignment
 from spmdctx.lowering.rewrite.control_flow import BODIES
 from spmdctx.lowering.rewrite.rewriter import Rewriter
 from spmdctx.lowering.rewrite.values import ShardedProgram
-from spmdctx.lowering.rewrite.waits import wait_for
+from spmdctx.lowering.rewrite.waiting.waits import wait_for
 from spmdctx.trace.build.program import Program
 
 

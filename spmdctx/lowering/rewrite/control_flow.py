@@ -12,7 +12,7 @@ from spmdctx.ir.projection import project
 from spmdctx.lowering.rewrite.block import Block
 from spmdctx.lowering.rewrite.equations import barrier_of
 from spmdctx.lowering.rewrite.rewriter import Body, Rewriter, Substitution
-from spmdctx.rules.control_flow import body_parameter, call_body, call_operands
+from spmdctx.rules.control_flow import RECOMPUTED, body_parameter, call_body, call_operands
 from spmdctx.trace.build.control_flow import INLINED, KEPT, open_jaxpr
 from spmdctx.trace.build.user_pins import has_explicit_spec
 
@@ -182,7 +182,7 @@ def _cond(rewriter: Rewriter, eqn: Any, operands: list[Any], block: Block) -> li
 BODIES: dict[str, Body] = {
     **dict.fromkeys(INLINED, _inline),
     **dict.fromkeys(KEPT, _kept_call),
-    **dict.fromkeys(("remat2", "remat", "checkpoint"), _remat),
+    **dict.fromkeys(RECOMPUTED, _remat),
     "scan": _scan,
     "while": _while,
     "cond": _cond,

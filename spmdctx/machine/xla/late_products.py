@@ -8,7 +8,7 @@ Seen in: libtpu 0.0.42, v5e:2x4 (70 and 50 plans) and v5p:2x2x2: LLaMA2-7B, 13B 
     larger updates counted too, and are 2 to 18 % now. 8 x H100, CUDA plugin 0.10.2: 41 of 56 peaks within 15 %, without this rule 38.
 Switch: none: all backends; only `Compiler.runs_barriers_in_order` makes a step wait.
 Priced by: cost.memory.lives, cost.memory.copies, cost.price.memory
-Written or prevented by: cost.memory.early_updates chooses the updates that lowering.rewrite.waits makes the step wait for.
+Written or prevented by: cost.memory.early_updates chooses the updates that lowering.rewrite.waiting.waits makes the step wait for.
 Checked by: tests/machine/xla/test_late_products.py, tests/cost/memory/test_early_updates.py, tests/lowering/rewrite/test_waits.py,
     benchmarks/fidelity_plans.py
 """

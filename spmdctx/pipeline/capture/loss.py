@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
 from spmdctx.errors import UnsupportedError
-from spmdctx.gradients.loss import LossCall, Traced
-from spmdctx.gradients.operands import Operand, SeenCall
+from spmdctx.gradients.loss import LossCall, Made, Traced
+from spmdctx.gradients.operands import Operand
 from spmdctx.gradients.results import Row
+from spmdctx.trace.build.jaxprs.passing import passed_on
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,41 @@ class PipelinedLoss:
         return [operand.batch_dim is None and not operand.is_key for operand in self.operands]
 
 
+class LossResult(NamedTuple):
+    """A result of the user's call: what it is, how it is joined from those of micro-batches, and its type."""
+
+    made: Made
+    row: Row
+    aval: Any
+
+
+def unchanged(forward: Traced) -> dict[str, int]:
+    """Returns the leaves of objects that a loss gives back as it took them, by the path of the result; they are no results of its own."""
+    passed = passed_on(forward.jaxpr.jaxpr)
+    return {made.path: leaf for made, leaf in zip(forward.results, passed, strict=True) if leaf is not None and leaf == made.source}
+
+
 def pipelined_loss(
-    seen: SeenCall, call: LossCall, traces: tuple[Traced, Traced], operands: Sequence[Operand], rows: Sequence[Row], num_micro: int
+    where: str, call: LossCall, forward: Traced, results: Sequence[LossResult], operands: Sequence[Operand], num_micro: int
 ) -> PipelinedLoss:
     """Puts together what two traces of a call over one micro-batch show: of the loss alone, and of the loss with its gradients.
+
+    Args:
+        where: the source line of the call.
+        call: the call.
+        forward: the loss alone.
+        results: what the loss with its gradients gives.
+        operands: how each leaf enters the loss.
+        num_micro: micro-batches.
 
     Raises:
         UnsupportedError: the loss is differentiated by its batch.
     """
-    forward, traced = traces
-    numbers = {made.path: number for number, made in enumerate(forward.results)}
+    same = unchanged(forward)
+    own = [place for place, made in enumerate(forward.results) if made.path not in same]
+    numbers = {forward.results[place].path: number for number, place in enumerate(own)}
     gradient_of, made_by = {}, {}
-    for index, made in enumerate(traced.results):
+    for index, (made, _, _) in enumerate(results):
         if made.part != "gradients":
             made_by[index] = numbers[made.path]
             continue
@@ -78,21 +102,23 @@ def pipelined_loss(
         if leaf is None or operands[leaf].batch_dim is not None:
             raise UnsupportedError(
                 f"A pipeline cannot give the gradient '{made.path}', which belongs to the batch or to a constant.",
-                where=seen.where,
+                where=where,
                 fix="differentiate by parameters alone, or leave pipeline_stages out",
             )
         gradient_of[index] = leaf
+    body = forward.jaxpr.jaxpr
+    outvars, info = [body.outvars[place] for place in own], body.debug_info._replace(result_paths=None)
     return PipelinedLoss(
-        where=seen.where,
-        forward=forward.jaxpr,
+        where=where,
+        forward=jexc.ClosedJaxpr(body.replace(outvars=outvars, debug_info=info), forward.jaxpr.consts),
         value=numbers["value"],
         paths=tuple(call.paths),
         operands=tuple(operands),
-        rows=tuple(rows),
-        types=tuple(seen.out_avals),
+        rows=tuple(one.row for one in results),
+        types=tuple(one.aval for one in results),
         gradient_of=gradient_of,
         made_by=made_by,
         folded=tuple(index for index, operand in enumerate(operands) if operand.is_key and not call.is_stateful_key(index)),
-        carried={row.carry: made_by[index] for index, row in enumerate(rows) if row.carry is not None and index in made_by},
+        carried={one.row.carry: made_by[index] for index, one in enumerate(results) if one.row.carry is not None and index in made_by},
         num_micro=num_micro,
     )

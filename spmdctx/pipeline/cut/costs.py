@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.machine.topology import Topology
-from spmdctx.pipeline.cut.inline import RECOMPUTED
 from spmdctx.pipeline.cut.line import Line, num_bytes, variables
 from spmdctx.rules import rule_for
-from spmdctx.rules.control_flow import BRANCHES, CALLS, LOOPS, bodies_of, call_body, opened
+from spmdctx.rules.control_flow import BRANCHES, CALLS, LOOPS, RECOMPUTED, bodies_of, call_body, opened
 from spmdctx.rules.flops import op_flops
 
 

@@ -13,9 +13,6 @@ from spmdctx.trace.build.jaxprs.equations import renamed
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 """Calls that do nothing but run their body. Others say how it is differentiated."""
 
-RECOMPUTED = frozenset({"checkpoint", "remat", "remat2"})
-"""Calls whose body runs once more in the backward pass."""
-
 
 class Region(NamedTuple):
     """A call that was opened: its equation, and the atoms that are its results now."""

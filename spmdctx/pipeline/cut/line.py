@@ -18,10 +18,10 @@ from typing import Any
 import jax.extend.core as jexc
 
 from spmdctx.ir.primitives import HEAVY
-from spmdctx.pipeline.cut.inline import RECOMPUTED, Opened, Region, opened_calls
+from spmdctx.pipeline.cut.inline import Opened, Region, opened_calls
 from spmdctx.pipeline.cut.living import living
 from spmdctx.pipeline.cut.scans import Tag, divided_scans, num_iterations
-from spmdctx.rules.control_flow import CONTROL_FLOW, bodies_of, opened
+from spmdctx.rules.control_flow import CONTROL_FLOW, RECOMPUTED, bodies_of, opened
 
 
 @dataclass(frozen=True)

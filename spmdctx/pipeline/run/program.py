@@ -21,7 +21,7 @@ from spmdctx.pipeline.run.compiled import CompiledChunk, Jitted, compiled_chunk,
 from spmdctx.pipeline.run.edges import Joint, dividing, joining, joint_of, parts_of
 from spmdctx.pipeline.run.grounds import Grounds, Values, crossing
 from spmdctx.pipeline.run.lowered import Lowerable
-from spmdctx.pipeline.run.routes import Spot, check_stages, is_here, move, without_shards
+from spmdctx.pipeline.run.routes import Spot, check_stages, is_here, move, processes_of, without_shards
 from spmdctx.pipeline.run.tape import AfterRun, Counts, Program, Tape
 from spmdctx.pipeline.run.walk import Held, Walk
 from spmdctx.pipeline.stages.homes import Homes, before_of, homes_of
@@ -64,6 +64,9 @@ class PipelineProgram:
         self._body = pipeline.around.jaxpr.jaxpr
         self._grounds = Grounds(pipeline.mesh, devices, pipeline.schedule.num_stages)
         check_stages([self._grounds.on((stage,), ()) for stage in self._grounds.stages])
+        # CPUs run programs as their operands arrive, each process in an order of its own, and their collectives would meet others.
+        on_cpu = self._grounds.devices[0][0].platform == "cpu"
+        self._waits = on_cpu and any(len(processes_of(self._grounds.on((stage,), ()))) > 1 for stage in self._grounds.stages)
         self._spans_processes = len({device.process_index for own in self._grounds.devices for device in own}) > 1
         self._running: deque[list[Any]] = deque()
 
@@ -125,7 +128,7 @@ class PipelineProgram:
 
     @cached_property
     def _written(self) -> _Written:
-        tape, pipeline = Tape(), self._pipeline
+        tape, pipeline = Tape(waits=self._waits), self._pipeline
         lowerable: dict[str, Lowerable] = {}
         consts = dict(zip(self._body.constvars, pipeline.around.jaxpr.consts, strict=True))
         values = Values(tape, self._grounds, consts)

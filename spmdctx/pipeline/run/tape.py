@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import jax
+
 from spmdctx.pipeline.programs.transfers import Route
 from spmdctx.pipeline.schedule.tasks import Kind
 
@@ -115,9 +117,14 @@ class _Entry(NamedTuple):
 
 
 class Tape:
-    """Entries in the order in which they run. Values have names, of which each is written once."""
+    """Entries in the order in which they run. Values have names, of which each is written once.
 
-    def __init__(self) -> None:
+    Args:
+        waits: whether each entry waits for what it makes, so that no two run at once in a process.
+    """
+
+    def __init__(self, *, waits: bool = False) -> None:
+        self._waits = waits
         self._registers: dict[Hashable, int] = {}
         self._made: list[tuple[Callable[..., Sequence[Any]], tuple[Hashable, ...], tuple[Hashable, ...], Event | None]] = []
         self._constants: list[tuple[Hashable, Callable[[], Any]]] = []
@@ -126,7 +133,7 @@ class Tape:
         self, fn: Callable[..., Sequence[Any]], inputs: Iterable[Hashable], outputs: Iterable[Hashable], event: Event | None = None
     ) -> None:
         """Appends a function of arrays, which gives a sequence of arrays."""
-        self._made.append((fn, tuple(inputs), tuple(outputs), event))
+        self._made.append((_waiting(fn) if self._waits else fn, tuple(inputs), tuple(outputs), event))
 
     def constant(self, name: Hashable, make: Callable[[], Any]) -> None:
         """Notes a value that is the same in all steps; it is made before the first one."""
@@ -151,6 +158,14 @@ class Tape:
         ]
         size = max(number.values(), default=0) + 1
         return Program(entries, [number[name] for name in inputs], [number[name] for name in results], (size, self._constants, number))
+
+
+def _waiting(fn: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    def run(*arrays: Any) -> Sequence[Any]:
+        made: Sequence[Any] = jax.block_until_ready(fn(*arrays))
+        return made
+
+    return run
 
 
 class Program:

@@ -29,7 +29,7 @@ from spmdctx.step.pipelined.saved import loaded_pipeline, save_pipeline
 from spmdctx.step.pipelined.scheduler import scheduler_of
 from spmdctx.step.planning.notes import unmatched_patterns
 from spmdctx.step.planning.planner import plan_program
-from spmdctx.step.processes import is_of_one_process, on_all
+from spmdctx.step.processes import from_owners, is_of_one_process, is_spread, on_all
 from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
@@ -177,16 +177,20 @@ class PipelinedEntry(Entry):
                 )
         return placed, moved
 
-    def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Runs the program and returns its flat results; the user's objects stay unchanged.
+    def gathered(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the leaves, those as whole NumPy arrays that lie on devices of some processes alone."""
+        if not self.agreed:
+            return list(leaves)
+        homes = zip(leaves, self.program.in_shardings, strict=True)
+        return [from_owners(leaf) if is_spread(home) and _lies_at(leaf, home) else leaf for leaf, home in homes]
 
-        Raises:
-            UnsupportedError: the pipeline is one of several processes, which do not have all results.
-        """
-        if self.spans_processes:
-            raise UnsupportedError("A pipeline in several processes is not verified so far.", fix="verify it in one process")
+    def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Runs the program and returns its flat results, which every process can read; the user's objects stay unchanged."""
         outputs: Sequence[Any] = self.call(*self._at_home(leaves)[0])
-        return outputs
+        if not self.spans_processes:
+            return outputs
+        jax.block_until_ready(outputs)
+        return [from_owners(own) if is_spread(home) else own for own, home in zip(outputs, self.program.out_shardings, strict=True)]
 
     @cached_property
     def on_several_devices(self) -> bool:

@@ -180,6 +180,7 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0, plain: 
         ContextError: a device is missing.
     """
     with auto_axes():
+        leaves = entry.gathered(leaves)
         # Copies: the step may have been told to reuse the memory of its arguments.
         split = [_host(result) for result in entry.execute(_as_called(entry, leaves))]
         if entry not in _PREPARED:

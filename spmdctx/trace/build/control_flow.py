@@ -19,7 +19,7 @@ from spmdctx.ir.graph import LITERAL, Mark, Role
 from spmdctx.ir.primitives import BOUNDARY_OF, COND_EXIT, LOSS, MARKER, SCAN_ENTER, SCAN_EXIT, SCAN_NEXT, WHILE_ENTER, WHILE_NEXT
 from spmdctx.ir.rule import OpRule
 from spmdctx.rules.builder import RuleBuilder, identity
-from spmdctx.rules.control_flow import CALLS, call_body, call_operands
+from spmdctx.rules.control_flow import CALLS, RECOMPUTED, call_body, call_operands
 from spmdctx.trace.build import shard_maps as manual
 from spmdctx.trace.build import user_pins
 from spmdctx.trace.build.builder import Around, Builder, Env
@@ -29,7 +29,8 @@ Handler = Callable[[Builder, Any, Env, Around], None]
 
 KEPT = frozenset(
     {
-        *("remat2", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
+        *RECOMPUTED,
+        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
         *("linear_call", "xla_metadata_call", "compute_on"),
     }
 )

@@ -10,7 +10,7 @@ from typing import Any
 from spmdctx._compat import acts_outside
 from spmdctx.ir.collective import Cause, CauseForm, Collective
 from spmdctx.ir.graph import item_bytes
-from spmdctx.rules.control_flow import CALLS
+from spmdctx.rules.control_flow import CALLS, RECOMPUTED
 from spmdctx.trace.build.jaxprs.liveness import Liveness
 from spmdctx.trace.build.origins import source_line
 
@@ -26,9 +26,6 @@ _KIND_OF_PRIMITIVE = {
     "all_to_all": "all_to_all",
     "ppermute": "collective_permute",
 }
-
-_SEALED = frozenset({"remat2", "remat", "checkpoint"})
-"""Calls whose ops XLA may keep apart from equal ones outside."""
 
 
 def written_collectives(jaxpr: Any, used: Sequence[bool], repeats: int, cause: Cause | None) -> Iterator[Collective]:
@@ -48,7 +45,7 @@ def _collectives(jaxpr: Any, used: Sequence[bool], repeats: int, cause: Cause | 
         name = eqn.primitive.name
         inside = _LIVENESS.inner(eqn, needed)
         for one in inside:
-            is_inlined = name in CALLS and name not in _SEALED
+            is_inlined = name in CALLS and name not in RECOMPUTED  # whose ops XLA may keep apart from equal ones outside
             own = numbers if is_inlined else _Numbers()
             if is_inlined:
                 numbers.bind(one.jaxpr.invars, [eqn.invars[place] for place in one.operands])

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import spmdctx
 from spmdctx.errors import ContextWarning
-from spmdctx.lowering.rewrite.waits import wait_for
+from spmdctx.lowering.rewrite.waiting.waits import wait_for
 from tests.audit.compile_only import need_tpu
 from tests.own_process import numbers
 

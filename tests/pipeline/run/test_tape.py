@@ -41,6 +41,36 @@ def test_results_that_nothing_reads_and_constants():
     assert calls == [1]
 
 
+class _Pending:
+    """An array that notes when it is waited for."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def block_until_ready(self):
+        self.log.append(f"{self.name} is there")
+        return self
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_entries_run_one_after_the_other_where_their_collectives_could_meet_others(waits):
+    log = []
+
+    def made(name):
+        def run(*_):
+            log.append(f"{name} begins")
+            return (_Pending(log, name),)
+
+        return run
+
+    tape = Tape(waits=waits)
+    tape.run(made("forward"), ["x"], ["a"])
+    tape.run(made("backward"), ["x"], ["b"])
+    tape.finished(["x"], ["a", "b"])([1])
+    begun = ["forward begins", "backward begins"]
+    assert log == ([begun[0], "forward is there", begun[1], "backward is there"] if waits else begun)
+
+
 def test_events_are_counted_by_each_run_anew():
     tape = Tape()
     for change in (1, 1, -1, 1):

@@ -18,7 +18,7 @@ SCHEDULES = {
     "zero_bubble_v": {"pipeline_scheduler": "zero_bubble_v"},
 }
 FACTORS = (tuple(SCHEDULES), (2, 4, 8), models.KINDS, models.FLAVOURS)
-STEPS = 2
+STEPS = 10
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -72,3 +72,31 @@ def test_a_mark_keeps_shared_state_on_one_stage():
     want = stepped(Twice(nnx.Rngs(0)), parallel_mode="stand_alone")
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+class Recomputed(nnx.Module):
+    """Four recomputed layers: nnx.remat returns the state of a layer as the layer left it."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(nnx.remat(lambda layer, x: layer(x))(layer, x))
+        return x
+
+
+def test_weights_that_recomputed_layers_hand_on_are_no_results_of_a_chunk():
+    got, want = (
+        stepped(Recomputed(nnx.Rngs(0)), parallel_mode="auto_parallel", pipeline_stages=2),
+        stepped(Recomputed(nnx.Rngs(0)), parallel_mode="stand_alone"),
+    )
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    model = Recomputed(nnx.Rngs(0))
+
+    def step(model, x, y):
+        return spmdctx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+
+    plan = spmdctx.parallel(step, grad_accumulation_step=4, parallel_mode="auto_parallel", pipeline_stages=2).plan(model, X, Y)
+    assert not [leaf.path for leaf in plan.stages[0].tasks["forward0"].outputs if leaf.path.startswith("result")]
