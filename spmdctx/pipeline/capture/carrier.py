@@ -16,7 +16,7 @@ from spmdctx.gradients.options import GradientOptions, gradient_options
 from spmdctx.gradients.parts import pieces_of, side_by_side, traced_in_parts
 from spmdctx.gradients.results import Fate, Row
 from spmdctx.gradients.scope import plainly
-from spmdctx.pipeline.capture.loss import PipelinedLoss, pipelined_loss
+from spmdctx.pipeline.capture.loss import PipelinedLoss, pipelined_loss, without_passed
 from spmdctx.pipeline.capture.marker import stand_in
 from spmdctx.pipeline.capture.stage import marks_met
 from spmdctx.trace.capture.arguments import Call, Static
@@ -109,6 +109,9 @@ class _Pipelined:
                 where=seen.where,
                 fix="pass it to the loss as an argument",
             )
+        forward, passed = without_passed(forward, operands, rows)
         found = pipelined_loss(seen, call, (forward, traced), operands, rows, options.micro_batches)
         self.losses.append(replace(found, is_marked=bool(marks.stages)))
-        return call.finish(stand_in(len(self.losses) - 1, call.values, seen.out_avals))
+        results = stand_in(len(self.losses) - 1, call.values, seen.out_avals)
+        leaves = [passed.get(made.path) for made in traced.results]
+        return call.finish([own if leaf is None else call.values[leaf] for own, leaf in zip(results, leaves, strict=True)])

@@ -12,6 +12,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.loss import LossCall, Traced
 from spmdctx.gradients.operands import Operand, SeenCall
 from spmdctx.gradients.results import Row
+from spmdctx.pipeline.cut.passed import passed_inputs
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class PipelinedLoss:
         rows: how each result of the user's call is joined from those of micro-batches.
         types: the type of each result of the user's call.
         gradient_of: for each result that is a gradient, the leaf to which it belongs.
-        made_by: for each other result, its number among those of the forward pass.
+        made_by: for each other result, its number among those of the forward pass; results that are leaves have none.
         folded: the leaves that are keys, of which each micro-batch derives its own.
         carried: for each leaf that a micro-batch takes from the one before, the result of the forward pass that is its next value.
         num_micro: micro-batches.
@@ -59,10 +60,30 @@ class PipelinedLoss:
         return [operand.batch_dim is None and not operand.is_key for operand in self.operands]
 
 
+def without_passed(traced: Traced, operands: Sequence[Operand], rows: Sequence[Row]) -> tuple[Traced, dict[str, int]]:
+    """Returns a forward pass without those results that are leaves of the call, the same for all micro-batches, and these leaves by path.
+
+    nnx gives every variable that a lifted transform has seen, also where nothing has changed it.
+    """
+    next_value = {row.carry: row.path for row in rows if row.carry is not None}
+    passed = {}
+    for made, leaf in zip(traced.results, passed_inputs(traced.jaxpr), strict=True):
+        is_shared = leaf is not None and operands[leaf].batch_dim is None and next_value.get(leaf, made.path) == made.path
+        if leaf is not None and is_shared and made.part != "value":
+            passed[made.path] = leaf
+    kept = [index for index, made in enumerate(traced.results) if made.path not in passed]
+    body = traced.jaxpr.jaxpr
+    info = body.debug_info._replace(arg_names=None, result_paths=None)
+    jaxpr = body.replace(outvars=[body.outvars[index] for index in kept], debug_info=info)
+    return Traced(jexc.ClosedJaxpr(jaxpr, traced.jaxpr.consts), [traced.results[index] for index in kept]), passed
+
+
 def pipelined_loss(
     seen: SeenCall, call: LossCall, traces: tuple[Traced, Traced], operands: Sequence[Operand], rows: Sequence[Row], num_micro: int
 ) -> PipelinedLoss:
     """Puts together what two traces of a call over one micro-batch show: of the loss alone, and of the loss with its gradients.
+
+    Results that the first one lacks are leaves of the call as they are.
 
     Raises:
         UnsupportedError: the loss is differentiated by its batch.
@@ -72,7 +93,8 @@ def pipelined_loss(
     gradient_of, made_by = {}, {}
     for index, made in enumerate(traced.results):
         if made.part != "gradients":
-            made_by[index] = numbers[made.path]
+            if made.path in numbers:
+                made_by[index] = numbers[made.path]
             continue
         leaf = call.primal(made)
         if leaf is None or operands[leaf].batch_dim is not None:

@@ -97,7 +97,10 @@ def _placement(step: PipelinedStep, around: Around, homes: Mapping[Any, int], ch
     owner = {leaf: schedule.stage_of[number] for number, chunk in reversed([*enumerate(chunks)]) for leaf in chunk.leaves}
     known = {var: owner[leaf] for leaf, var in enumerate(around.loss.invars) if leaf in owner and not _is_literal(var)}
     for index, var in enumerate(around.loss.outvars):
-        known[var] = owner[loss.gradient_of[index]] if index in loss.gradient_of else _maker(chunks, schedule, loss.made_by[index])
+        if index in loss.gradient_of:
+            known[var] = owner[loss.gradient_of[index]]
+        elif index in loss.made_by:
+            known[var] = _maker(chunks, schedule, loss.made_by[index])
     known.update({var: owner[leaf] for var, leaf in homes.items()})
     names = dict(zip(around.jaxpr.jaxpr.invars, (leaf.path for leaf in step.captured.inputs), strict=True))
     return Placement(around, known, names)
