@@ -17,7 +17,7 @@ from spmdctx.pipeline.cut.reasons import CutLine
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.simulate import Simulation
 from spmdctx.pipeline.schedule.tasks import Schedule
-from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
+from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program, with_entries
 from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, Planner
 from spmdctx.pipeline.stages.staging import Stages, Staging
 from spmdctx.trace.scope.settings import Settings
@@ -145,7 +145,8 @@ def _plan_rounds(pipeline: PlannedPipeline, settings: Settings, planner: Planner
             places = {var: index for index, var in enumerate(program.inputs)}
             results = [_outcome(var, sources, places, pipeline.placed) for var in program.outputs]
             name = f"after{number}_{program.stage}"
-            planned = planner(captured_program(name, program.jaxpr, settings.mesh, operands, results), settings)
+            free = with_entries(settings, [None] * sum(operand.role is Role.BATCH for operand in operands))
+            planned = planner(captured_program(name, program.jaxpr, settings.mesh, operands, results), free)
             graph, values = planned.program.graph, planned.assignment.values
             for var, value in (*zip(program.inputs, graph.inputs, strict=True), *zip(program.outputs, graph.outputs, strict=True)):
                 if is_array(var) and value >= 0:
