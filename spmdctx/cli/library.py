@@ -16,12 +16,9 @@ from spmdctx.context.options import BY_NAME
 from spmdctx.errors import PlanError
 from spmdctx.models import UNSPLIT, DecoderConfig, Split, abstract_program, preset
 from spmdctx.models.hand_strategy_files import context_text, read_strategy, strategy_text
-from spmdctx.pipeline.file import is_pipeline, parse_pipeline, pipeline_json
 from spmdctx.pipeline.plan import PipelinePlan
-from spmdctx.plan.file import parse_plan, plan_json
 from spmdctx.plan.library import Library, Row, read_library
 from spmdctx.plan.plan import Plan
-from spmdctx.wording.files import read_file
 
 PLAN_SUFFIX = ".json"
 
@@ -83,17 +80,7 @@ def searched_plan(library: Library, row: Row, search_mode: str = "") -> Plan | P
 
 def searched_text(library: Library, row: Row, search_mode: str = "") -> tuple[Path, str]:
     """Returns path and text of the row's searched plan."""
-    plan = searched_plan(library, row, search_mode)
-    return row.searched_file, pipeline_json(plan) if isinstance(plan, PipelinePlan) else plan_json(plan)
-
-
-def parse_any(text: str, where: str) -> Plan | PipelinePlan:
-    """Reads a plan from its text, of a pipeline or of a step without.
-
-    Raises:
-        PlanFormatError: the text is no plan, or damaged.
-    """
-    return parse_pipeline(text, where, PipelinePlan) if is_pipeline(text) else parse_plan(text, where, Plan)
+    return row.searched_file, searched_plan(library, row, search_mode).to_json()
 
 
 def ready_strategy(name: str, arguments: argparse.Namespace, device_num: int, pipeline_stages: int = 1) -> Ready:
@@ -123,7 +110,7 @@ def ready_strategy(name: str, arguments: argparse.Namespace, device_num: int, pi
 def _from_file(path: Path) -> Ready:
     """Reads strategies or a plan; a plan tells the context and the machine for which it was made, but not the model."""
     if path.suffix == PLAN_SUFFIX:
-        plan = parse_any(read_file(path), str(path))
+        plan: Plan | PipelinePlan = Plan.load(path)
         if isinstance(plan, PipelinePlan):
             return _of_pipeline(path, plan)
         options = {name: value for name, value in plan.options if name in BY_NAME}

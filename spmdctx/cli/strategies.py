@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from spmdctx.cli.library import PLAN_SUFFIX, hand_texts, parse_any, searched_text
+from spmdctx.cli.library import PLAN_SUFFIX, hand_texts, searched_text
 from spmdctx.cli.output import Output
 from spmdctx.cli.values import positive
 from spmdctx.context.options import SEARCH_MODES
 from spmdctx.errors import InfeasibleError, PlanError
 from spmdctx.pipeline.plan import PipelinePlan
+from spmdctx.plan.file import parse_any_plan
 from spmdctx.plan.library import ROWS_FILE, Library, Row, read_library
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.diff import PlanDiff
@@ -107,7 +108,8 @@ def _settle(folder: Path, path: Path, text: str, check: bool) -> FileState:
 
 def _compare_plans(target: Path, path: Path, text: str) -> FileState:
     """Compares a plan file with a new plan; ops that moved to other source lines make no difference."""
-    old, new = parse_any(target.read_text(encoding="utf-8"), str(target)), parse_any(text, "the new plan")
+    old: Any = Plan.load(target)
+    new = parse_any_plan(text, "the new plan", Plan)
     if isinstance(old, PipelinePlan) and isinstance(new, PipelinePlan):
         detail = pipelines_differ(old, new)
     elif isinstance(old, Plan) and isinstance(new, Plan):

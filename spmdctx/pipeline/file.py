@@ -40,7 +40,7 @@ def write_pipeline(plan: PipelineData, path: str | os.PathLike[str]) -> None:
 
 
 def pipeline_json(plan: PipelineData) -> str:
-    """Returns the text of a plan's file."""
+    """Returns the text of the plan's file."""
     body = _encode(plan)
     return _text({**body, "sha256": _checksum(body)}) + "\n"
 
@@ -52,28 +52,20 @@ def read_pipeline(path: str | os.PathLike[str], kind: type[AnyPipeline]) -> AnyP
         PlanFormatError: the file is no plan of a pipeline, is damaged, or has another format version.
         OSError: the file cannot be read.
     """
-    return parse_pipeline(read_file(path), os.fspath(path), kind)
-
-
-def is_pipeline(text: str) -> bool:
-    """Returns whether a text says that it is the plan of a pipeline."""
+    where = os.fspath(path)
     try:
-        body = read_json_text(text)
-    except ValueError:
-        return False
-    return isinstance(body, dict) and body.get("format") == FORMAT
-
-
-def parse_pipeline(text: str, where: str, kind: type[AnyPipeline]) -> AnyPipeline:
-    """Reads the text of a plan's file, which messages call `where`.
-
-    Raises:
-        PlanFormatError: the text is no plan of a pipeline, is damaged, or has another format version.
-    """
-    try:
-        body = read_json_text(text)
+        body = read_json_text(read_file(path))
     except ValueError as error:
         raise PlanFormatError("The file is no plan of a pipeline: it does not hold JSON text.", where=where, got=str(error)) from None
+    return pipeline_of(body, where, kind)
+
+
+def pipeline_of(body: Any, where: str, kind: type[AnyPipeline]) -> AnyPipeline:
+    """Returns the plan that a file's body holds; errors call the file `where`.
+
+    Raises:
+        PlanFormatError: it is no plan of a pipeline, is damaged, or has another format version.
+    """
     _check(body, where)
     try:
         return _decode(body, where, kind)

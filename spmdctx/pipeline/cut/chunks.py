@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from spmdctx.pipeline.cut.line import Line, joined_scans, variables
+from spmdctx.pipeline.cut.line import Line, variables
 from spmdctx.pipeline.cut.regions import closed_regions
 
 
@@ -41,12 +41,11 @@ def chunks_of(
     keys, is computed by each chunk that reads the leaf. Leaves that nothing reads, but whose gradients are wanted, go to the last chunk.
 
     Args:
-        line: the line.
+        line: the line, each scan in as few parts as its cuts allow (`joined_scans`).
         places: the numbers of the last equations before the cuts.
         carried: for leaves that one micro-batch takes from the one before, the results that are their next values.
         differentiated: the leaves whose gradients are wanted.
     """
-    line, places = joined_scans(line, places)
     bounds = [0, *(place + 1 for place in places), len(line.eqns)]
     made = {var: place for place, eqn in enumerate(line.eqns) for var in eqn.outvars}
     last_read: dict[Any, int] = {}
