@@ -84,7 +84,8 @@ def collective_s(kind: str, payload_bytes: float, groups: NDArray[np.int64], chi
     if size < 2 or not payload_bytes:
         return 0.0
     if isinstance(chips, Hosts):
-        return max(_on_hosts_s(kind, payload_bytes, Counter(member // chips.per_host for member in group.tolist()), chips) for group in groups)
+        members = [Counter(member // chips.per_host for member in group.tolist()) for group in groups]
+        return max(_on_hosts_s(kind, payload_bytes, own, chips) for own in members)
     if kind == "collective_permute":
         return HOP_S + payload_bytes / chips.link_bytes_per_s
     return max(_group_s(kind, payload_bytes, box, size, chips) for box in _boxes(groups, chips))

@@ -20,7 +20,7 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +69,11 @@ class Contender(NamedTuple):
         """Planned seconds of a step."""
         if self.stages == 1:
             return float(self.entry.planned.plan.cost.total_s) * num_micro / MICRO_BATCHES[0]
-        return step_s(self.entry.pipeline, planned_seconds(self.entry.pipeline), self.entry.environment.settings.topology, self.schedule(num_micro))
+        return self.step_s(planned_seconds(self.entry.pipeline), num_micro)
+
+    def step_s(self, seconds: Mapping[str, float], num_micro: int) -> float:
+        """Seconds of a step whose programs take these, by name."""
+        return step_s(self.entry.pipeline, seconds, self.entry.environment.settings.topology, self.schedule(num_micro))
 
     def schedule(self, num_micro: int) -> Any:
         """The schedule of so many micro-batches."""
@@ -138,12 +142,13 @@ def main() -> int:
     parser.add_argument("--machine", choices=("tpu-v5p", "h100"), default="tpu-v5p")
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--counts", default="1,2,4,8", help="numbers of stages that the search compares")
-    parser.add_argument("--schedules", default="1f1b,interleaved", help=f"some of {', '.join(SCHEDULES)}")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help=f"some of {', '.join(SCHEDULES)}")
     parser.add_argument("--cycles", action="store_true", help="compile to the end, for the compiler's cycles")
     parser.add_argument("--cache", type=Path, default=Path(".judged"), metavar="FOLDER")
     arguments = parser.parse_args()
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES if _is_there(name))
-    print(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, {versions}; {arguments.machine}, {arguments.layers} layers")
+    print(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, {versions}")
+    print(f"{arguments.machine}, {arguments.layers} layers", flush=True)
     data, model, stages = HAND
     hand = contender(arguments.machine, arguments.layers, stages, "1f1b", Split("megatron", data, model))
     counts = list(map(int, arguments.counts.split(",")))
@@ -186,18 +191,22 @@ def _details(own: Contender, rows: Sequence[Judged], estimate: str) -> str:
 def _judged_s(own: Contender, rows: Sequence[Judged], num_micro: int, estimate: str, *, once: bool = False) -> float:
     if own.stages == 1:
         return float(getattr(rows[0].judgement, estimate)) * num_micro / MICRO_BATCHES[0]
-    seconds = reduced_once(rows, HAND[0], estimate) if once else judged_seconds(rows, estimate)
-    return step_s(own.entry.pipeline, seconds, own.entry.environment.settings.topology, own.schedule(num_micro))
+    return own.step_s(reduced_once(rows, HAND[0], estimate) if once else judged_seconds(rows, estimate), num_micro)
+
+
+def _judged_bytes(own: Contender, rows: Sequence[Judged]) -> int:
+    return peak_bytes(own.entry.pipeline, rows) if own.stages > 1 else rows[0].judgement.peak_bytes
 
 
 def _line(hand: Contender, chosen: Contender, rows: dict[str, list[Judged]], num_micro: int, estimate: str) -> str:
     hand_s, own_s = (_judged_s(own, rows[own.name], num_micro, estimate) for own in (hand, chosen))
     once_s = _judged_s(hand, rows[hand.name], num_micro, estimate, once=True)
-    peaks = [peak_bytes(own.entry.pipeline, rows[own.name]) if own.stages > 1 else rows[own.name][0].judgement.peak_bytes for own in (hand, chosen)]
+    peaks = ", ".join(f"{own.name} {_judged_bytes(own, rows[own.name]) / 2**30:.1f} GiB" for own in (hand, chosen))
+    planned = hand.planned_s(num_micro) / chosen.planned_s(num_micro)
     return (
-        f"batch {MICRO_ROWS * num_micro}, m={num_micro}: {chosen.name}, SpeedUp {hand_s / own_s:.1%} (planned "
-        f"{hand.planned_s(num_micro) / chosen.planned_s(num_micro):.1%}; {once_s / own_s:.1%} of a hand strategy that reduces once), hand {hand_s:.3f} s "
-        f"({once_s:.3f}), searched {own_s:.3f} s, judged peaks {peaks[0] / 2**30:.1f} and {peaks[1] / 2**30:.1f} GiB"
+        f"batch {MICRO_ROWS * num_micro}, m={num_micro}: {chosen.name}, SpeedUp {hand_s / own_s:.1%} (planned {planned:.1%}; "
+        f"{once_s / own_s:.1%} of a hand strategy that reduces once), hand {hand_s:.3f} s ({once_s:.3f}), searched {own_s:.3f} s; "
+        f"judged peaks: {peaks}"
     )
 
 

@@ -111,7 +111,8 @@ search_mode: dynamic_programming
 topology: tpu-v5e
 max_device_memory: 15GB
 rows:
-  - {model: tiny, device_num: 4, hand: [[2, 1]], pipeline_stages: 2, micro_batch_num: 4, scan_layers: false, batch_size: 8, seq: 12, layers: 2}
+  - {model: tiny, device_num: 4, hand: [[2, 1]], pipeline_stages: 2, micro_batch_num: 4, scan_layers: false, batch_size: 8, seq: 12,
+     layers: 2}
 """
 PIPELINE_FILES = (
     "tiny/4/hand_dp2_mp1_pp2.context.yaml",

@@ -21,9 +21,7 @@ def step(params, batch):
 
 def planned(dataset, mode):
     params, batch = [jnp.ones((16, 16))] * 4, {"x": jnp.ones((32, 16)), "y": jnp.ones((32, 16))}
-    run = spmdctx.parallel(
-        step, parallel_mode=mode, pipeline_stages=2, device_num=8, grad_accumulation_step=4, dataset_strategy=dataset
-    )
+    run = spmdctx.parallel(step, parallel_mode=mode, pipeline_stages=2, device_num=8, grad_accumulation_step=4, dataset_strategy=dataset)
     plan = run.plan(params, batch)
     return plan, {leaf.path: leaf for leaf in plan.inputs if leaf.path.startswith("batch")}
 
@@ -33,13 +31,7 @@ def planned(dataset, mode):
 def test_each_stage_splits_the_leaves_that_it_reads(x, y, mode):
     plan, leaves = planned((x, y), mode)
     for path, wanted in (("batch/x", x), ("batch/y", y)):
-        own = next(
-            row
-            for stage in plan.stages
-            for task in stage.tasks.values()
-            for row in task.inputs
-            if row.path == path
-        )
+        own = next(row for stage in plan.stages for task in stage.tasks.values() for row in task.inputs if row.path == path)
         assert tuple(plan.logical_mesh.num_slices(axes) for axes in own.sharding) == wanted
     assert leaves.keys() == {"batch/x", "batch/y"}
 
