@@ -40,7 +40,7 @@ class Ready(NamedTuple):
 def row_config(library: Library, row: Row) -> DecoderConfig:
     """Returns the decoder of a row."""
     config = replace(preset(row.model), **library.program)
-    own = {"num_layers": row.layers, "scan_layers": row.scan_layers}
+    own: dict[str, Any] = {"num_layers": row.layers, "scan_layers": row.scan_layers}
     return replace(config, **{name: value for name, value in own.items() if value is not None})
 
 

@@ -76,8 +76,8 @@ def chunks_of(
             found[number] = _chunk(line, eqns, chunk.entering, chunk.leaving, [*chunk.results, *more])
     unread = set(differentiated).difference(*(chunk.leaves for chunk in found))
     if unread:
-        last = found[-1]
-        found[-1] = _chunk(line, line.eqns[bounds[-2] : bounds[-1]], last.entering, last.leaving, last.results, unread)
+        end = found[-1]
+        found[-1] = _chunk(line, line.eqns[bounds[-2] : bounds[-1]], end.entering, end.leaving, end.results, unread)
     return found
 
 

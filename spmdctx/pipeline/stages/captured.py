@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
@@ -50,7 +50,8 @@ def with_entries(settings: Settings, entries: Sequence[object]) -> Settings:
     """Returns the settings of one program, whose batch leaves take these entries of a dataset_strategy; None leaves one free."""
     if not isinstance(settings.context.dataset_strategy, tuple):
         return settings
-    return replace(settings, context=replace(settings.context, dataset_strategy=tuple(entries)))
+    own: Any = tuple(entries)
+    return replace(settings, context=replace(settings.context, dataset_strategy=own))
 
 
 Pins = Mapping[Slot, TensorSharding]
