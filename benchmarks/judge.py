@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.judge_links import Slice, slice_of
+from benchmarks.judge_links import Hosts, Slice, slice_of
 from benchmarks.judge_timeline import Pricing, Timeline, Walk
 from benchmarks.judge_work import Work
 from spmdctx.audit.hlo import read_module
@@ -77,11 +77,11 @@ def judge(compiled: jax.stages.Compiled, topology: str, devices: Sequence[object
     return judge_text(compiled.as_text() or "", slice_of(topology, devices), peak)
 
 
-def judge_text(hlo_text: str, chips: Slice, peak_bytes: int = 0) -> Judgement:
-    """The same from the program's text."""
+def judge_text(hlo_text: str, chips: Slice | Hosts, peak_bytes: int = 0) -> Judgement:
+    """The same from the program's text, also of one for GPUs, which tells no cycles."""
     module = read_module(hlo_text)
-    device = preset(f"tpu-{chips.generation}")
-    clock = CLOCK_HZ[chips.generation]
+    device = preset(chips.generation if isinstance(chips, Hosts) else f"tpu-{chips.generation}")
+    clock = CLOCK_HZ.get(chips.generation, 1.0)
 
     def roofline(work: Work) -> float:
         return max(work.flops / device.peak_flops_per_s, work.hbm_bytes / device.memory_bytes_per_s)

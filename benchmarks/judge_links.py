@@ -1,4 +1,4 @@
-"""How long a collective takes on the links of a TPU slice: rings over the chips' coordinates, bandwidth by links and nothing else.
+"""How long a collective takes on the links of a TPU slice or of GPU hosts: rings, bandwidth by links and nothing else.
 
 With payload `P` (operand; an all-gather's result), `n` chips and link bandwidth `B` of one direction
 (jax-ml.github.io/scaling-book/sharding and /tpus, cloud.google.com/tpu/docs/system-architecture-tpu-vm):
@@ -10,10 +10,14 @@ With payload `P` (operand; an all-gather's result), `n` chips and link bandwidth
 
 plus a microsecond per hop. A direction is closed (wraps around) on v4 and v5p when every side of the slice is a multiple of 4, on
 v5e and v6e when the side is 16. Nothing is fitted to any compiled program or plan.
+
+GPUs of one host reach each other at `B` of NVLink each way, so that every ring has r = 1 and l = 1. A group over several hosts first
+reduces inside of each host, last gathers there, and moves what one GPU of a host has left over that GPU's part of the network.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,20 +48,62 @@ class Slice:
         return bool((sides % 4 == 0).all())
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """GPUs in hosts of equal size, numbered host by host.
+
+    `local_bytes_per_s` is NVLink's for one GPU and direction, `network_bytes_per_s` that of one GPU's part of the network.
+    """
+
+    generation: str
+    num_devices: int
+    per_host: int
+    local_bytes_per_s: float
+    network_bytes_per_s: float
+
+    @property
+    def coordinates(self) -> NDArray[np.int64]:
+        """The host of each device and its place there, a row per device."""
+        numbers = np.arange(self.num_devices)
+        return np.stack([numbers // self.per_host, numbers % self.per_host], axis=1)
+
+
+H100_HOSTS = Hosts("h100", 8, 8, 450e9, 50e9)
+"""One DGX H100 (NVIDIA's data sheet: NVLink 900 GB/s both ways, one 400 Gb/s ConnectX-7 per GPU)."""
+
+
 def slice_of(topology: str, devices: Sequence[object]) -> Slice:
     """The slice that `topology` ("v5p:2x2x2") names, its devices in the program's order."""
     rows = [tuple(device.coords) for device in devices]  # type: ignore[attr-defined]  # TPU devices have it; jax.Device does not say so
     return Slice(topology.split(":")[0], np.array(rows, dtype=np.int64))
 
 
-def collective_s(kind: str, payload_bytes: float, groups: NDArray[np.int64], chips: Slice) -> float:
+def collective_s(kind: str, payload_bytes: float, groups: NDArray[np.int64], chips: Slice | Hosts) -> float:
     """Seconds of one collective; `groups` has a row of device numbers per group, all alike, and the slowest one counts."""
     size = groups.shape[1]
     if size < 2 or not payload_bytes:
         return 0.0
+    if isinstance(chips, Hosts):
+        members = [Counter(member // chips.per_host for member in group.tolist()) for group in groups]
+        return max(_on_hosts_s(kind, payload_bytes, own, chips) for own in members)
     if kind == "collective_permute":
         return HOP_S + payload_bytes / chips.link_bytes_per_s
     return max(_group_s(kind, payload_bytes, box, size, chips) for box in _boxes(groups, chips))
+
+
+def _on_hosts_s(kind: str, payload_bytes: float, members: Counter[int], chips: Hosts) -> float:
+    """Seconds of a collective among some GPUs, of which `members` counts those of each host."""
+    hosts, local = len(members), max(members.values())
+    if kind == "collective_permute":
+        return HOP_S + payload_bytes / (chips.network_bytes_per_s if hosts > 1 else chips.local_bytes_per_s)
+    if kind == "all_to_all":
+        size = hosts * local
+        inside, outside = payload_bytes * (local - 1) / size, payload_bytes * (hosts - 1) * local / size
+    else:
+        inside, outside = payload_bytes * (local - 1) / local, payload_bytes / local * (hosts - 1) / hosts
+    times = 2 if kind == "all_reduce" else 1
+    steps = times * ((local - 1) + (hosts - 1))
+    return steps * HOP_S + times * (inside / chips.local_bytes_per_s + outside / chips.network_bytes_per_s)
 
 
 def _boxes(groups: NDArray[np.int64], chips: Slice) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Runs a scheduled TPU program on paper: one compute stream, one network, asynchronous collectives between their start and done.
+"""Runs a scheduled program on paper: one compute stream, one network, asynchronous collectives between their start and done.
 
 Loop bodies run once and count as often as the loop iterates; nothing overlaps across a loop's border. A collective without a
 start and a done, or one whose start, steps and done sit in a single fusion, is as exposed as the compute beside it leaves it.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from benchmarks.judge_links import Slice, collective_s
+from benchmarks.judge_links import Hosts, Slice, collective_s
 from benchmarks.judge_work import Work, full_size, hbm_size, work_of
 from spmdctx.audit.collectives import KINDS as HLO_KINDS
 from spmdctx.audit.groups import read_groups
@@ -123,7 +123,7 @@ class Walk:
     """Times a module under one pricing."""
 
     module: Module
-    chips: Slice
+    chips: Slice | Hosts
     pricing: Pricing
     unknown_loops: int = 0
     _works: dict[str, Work] = field(default_factory=dict)

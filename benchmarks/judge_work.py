@@ -1,4 +1,4 @@
-"""What one instruction of a compiled TPU program does: FLOPs of its matrix products, bytes to and from HBM, the compiler's cycles."""
+"""What one instruction of a compiled program does: FLOPs of its matrix products, bytes to and from HBM, the compiler's cycles."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _ARRAY = re.compile(r"\b[a-z][a-z0-9]*\[[\d,]*\](?:\{[^}]*\})?")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all")
 _PICKING = ("dynamic-slice", "slice", "gather")
 
@@ -132,11 +133,21 @@ def _flops(computation: Computation, module: Module) -> float:
 
 def _product_flops(one: Instruction, computation: Computation) -> float:
     """2 per multiplication that meets no padding; the TPU compiler writes every matrix product as a convolution."""
+    if one.opcode == "dot":
+        return _dot_flops(one, computation)
     labels = _LABELS.search(one.attributes)
     if one.opcode != "convolution" or labels is None:
         return 0.0
     shapes = [read_leaves(computation.instructions[name].shape)[0].shape for name in one.operands]
     return _convolution_flops(shapes[0], shapes[1], read_leaves(one.shape)[0].shape, labels.groups(), one.attributes)
+
+
+def _dot_flops(one: Instruction, computation: Computation) -> float:
+    """2 per multiplication of a product that is written as such, as on GPU."""
+    contracted = _CONTRACTED.search(one.attributes)
+    left = read_leaves(computation.instructions[one.operands[0]].shape)[0].shape
+    dims = [int(dim) for dim in contracted.group(1).split(",") if dim] if contracted else []
+    return 2.0 * math.prod(read_leaves(one.shape)[0].shape) * math.prod(left[dim] for dim in dims)
 
 
 def _convolution_flops(left: Sequence[int], right: Sequence[int], out: Sequence[int], labels: Sequence[str], attributes: str) -> float:

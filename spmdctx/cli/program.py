@@ -178,7 +178,8 @@ def choose(arguments: argparse.Namespace, all_devices: int | None = None) -> Cho
     given = options_from_arguments(arguments)
     count = all_devices or expected_devices()
     with naming_file("--strategy", arguments.strategy, "the file cannot be read"):
-        ready = ready_strategy(arguments.strategy, arguments, given.get("device_num", count)) if arguments.strategy else None
+        counts = given.get("device_num", count), given.get("pipeline_stages", 1)
+        ready = ready_strategy(arguments.strategy, arguments, *counts) if arguments.strategy else None
     config = _read_config(arguments.config) if arguments.config else ContextConfig({}) if ready is None else ready.config
     options = {**config.options, **given}
     options.setdefault("parallel_mode", "auto_parallel")

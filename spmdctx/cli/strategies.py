@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmdctx.cli.library import PLAN_SUFFIX, hand_texts, searched_text
 from spmdctx.cli.output import Output
 from spmdctx.cli.values import positive
 from spmdctx.context.options import SEARCH_MODES
 from spmdctx.errors import InfeasibleError, PlanError
-from spmdctx.plan.file import parse_plan
+from spmdctx.pipeline.plan import PipelinePlan
+from spmdctx.plan.file import parse_any_plan
 from spmdctx.plan.library import ROWS_FILE, Library, Row, read_library
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.diff import PlanDiff
@@ -107,9 +108,35 @@ def _settle(folder: Path, path: Path, text: str, check: bool) -> FileState:
 
 def _compare_plans(target: Path, path: Path, text: str) -> FileState:
     """Compares a plan file with a new plan; ops that moved to other source lines make no difference."""
-    diff = Plan.load(target).diff(parse_plan(text, "the new plan", Plan))
-    state = "same" if _decides_alike(diff) else "differs"
-    return FileState(path.as_posix(), state, len(text.encode()), "" if state == "same" else str(diff))
+    old: Any = Plan.load(target)
+    new = parse_any_plan(text, "the new plan", Plan)
+    if isinstance(old, PipelinePlan) and isinstance(new, PipelinePlan):
+        detail = pipelines_differ(old, new)
+    elif isinstance(old, Plan) and isinstance(new, Plan):
+        detail = _plans_differ(old, new)
+    else:
+        detail = f"{old!r} has become {new!r}"
+    return FileState(path.as_posix(), "differs" if detail else "same", len(text.encode()), detail)
+
+
+def _plans_differ(old: Plan, new: Plan) -> str:
+    """Returns how two plans of a program differ, or nothing."""
+    diff = old.diff(new)
+    return "" if _decides_alike(diff) else str(diff)
+
+
+def pipelines_differ(old: PipelinePlan, new: PipelinePlan) -> str:
+    """Returns in what two plans of a pipeline differ, or nothing."""
+    names = ("mode", "search_mode", "topology", "logical_mesh", "simulation", "inputs", "outputs", "cuts", "transfers", "notes")
+    changed = [name for name in names if getattr(old, name) != getattr(new, name)]
+    if changed:
+        return f"{', '.join(changed)} differ"
+    found = [f"chunk {number}: {text}" for number, own in enumerate(old.joints) if (text := _plans_differ(own, new.joints[number]))]
+    for before, after in zip(old.stages, new.stages, strict=True):
+        theirs = {**after.tasks, **after.after}
+        for name, plan in {**before.tasks, **before.after}.items():
+            found += [f"{name}: {text}"] if (text := _plans_differ(plan, theirs[name])) else []
+    return "\n".join(found)
 
 
 def _decides_alike(diff: PlanDiff) -> bool:

@@ -23,7 +23,9 @@ from spmdctx.wording.files import read_file, write_file
 from spmdctx.wording.text_data import read_json_text
 
 FORMAT = "spmdctx pipeline"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_SHARED = 512
+"""Parts of plans with at least so many characters are written once: layers and stages that are alike have the same ones."""
 
 AnyPipeline = TypeVar("AnyPipeline", bound=PipelineData)
 
@@ -104,6 +106,7 @@ def _checksum(body: Any) -> str:
 
 def _encode(plan: PipelineData) -> dict[str, Any]:
     schedule, spans = plan.simulation.schedule, plan.simulation.spans
+    shared = _Shared()
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -121,8 +124,9 @@ def _encode(plan: PipelineData) -> dict[str, Any]:
         "bubble_formula": plan.bubble_formula,
         "inputs": list(map(_encode_leaf, plan.inputs)),
         "outputs": list(map(_encode_leaf, plan.outputs)),
-        "joints": [_plan_body(own) for own in plan.joints],
-        "stages": [_encode_stage(stage) for stage in plan.stages],
+        "joints": [shared.body(own) for own in plan.joints],
+        "stages": [_encode_stage(stage, shared) for stage in plan.stages],
+        "shared": shared.parts,
         "transfers": [[str(one.what), one.source, one.target, one.count, one.bytes] for one in plan.transfers],
         "chunk_reasons": plan.chunk_reasons,
         "cut_reasons": plan.cut_reasons,
@@ -139,22 +143,40 @@ def _decode_leaf(body: Any) -> StagedTensor:
     return StagedTensor(path, Role(role), tuple(shape), dtype, tuple(map(tuple, sharding)), stage)
 
 
-def _encode_stage(stage: StagePlan) -> dict[str, Any]:
+class _Shared:
+    """Collects large parts of plans, each once; in the plans stands a list with its number in their place."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self._numbers: dict[str, int] = {}
+
+    def body(self, plan: Plan) -> dict[str, Any]:
+        """Returns a plan as a body with such numbers, under `own` what is too small."""
+        own, numbers = {}, {}
+        for name, part in json.loads(plan_json(plan)).items():
+            text = _text(part)
+            if len(text) < _SHARED:
+                own[name] = part
+                continue
+            if text not in self._numbers:
+                self._numbers[text] = len(self.parts)
+                self.parts.append(part)
+            numbers[name] = self._numbers[text]
+        return {"own": own, "shared": numbers}
+
+
+def _encode_stage(stage: StagePlan, shared: _Shared) -> dict[str, Any]:
     return {
         **{name: getattr(stage, name) for name in StagePlan.__dataclass_fields__},
-        "tasks": [[name, _plan_body(own)] for name, own in stage.tasks.items()],
-        "after": [[name, _plan_body(own)] for name, own in stage.after.items()],
+        "tasks": [[name, shared.body(own)] for name, own in stage.tasks.items()],
+        "after": [[name, shared.body(own)] for name, own in stage.after.items()],
         "live_bytes": list(map(list, stage.live_bytes.items())),
     }
 
 
-def _plan_body(plan: Plan) -> Any:
-    return json.loads(plan_json(plan))
-
-
 def _decode(body: Mapping[str, Any], where: str, kind: type[AnyPipeline]) -> AnyPipeline:
     def plan_of(own: Any) -> Plan:
-        return parse_plan(_text(own), where, Plan)
+        return parse_plan(_text({**own["own"], **{name: body["shared"][number] for name, number in own["shared"].items()}}), where, Plan)
 
     def stage_of(own: Mapping[str, Any]) -> StagePlan:
         tasks, after = ({one: plan_of(text) for one, text in own[name]} for name in ("tasks", "after"))

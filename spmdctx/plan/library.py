@@ -28,6 +28,9 @@ class Row:
         seq: tokens per sequence.
         layers: number of layers, None for all that the model has.
         source: the origin of the hand strategies.
+        pipeline_stages: number of stages; the slices of a hand strategy are those of one stage.
+        micro_batch_num: micro-batches of a pipeline.
+        scan_layers: whether the layers run by one scan, None as in all rows.
     """
 
     model: str
@@ -37,6 +40,18 @@ class Row:
     seq: int
     layers: int | None = None
     source: str = ""
+    pipeline_stages: int = 1
+    micro_batch_num: int = 1
+    scan_layers: bool | None = None
+
+    @property
+    def has_pipeline(self) -> bool:
+        """True if the model runs on several stages."""
+        return self.pipeline_stages > 1
+
+    @property
+    def _suffix(self) -> str:
+        return f"_pp{self.pipeline_stages}" if self.has_pipeline else ""
 
     @property
     def folder(self) -> Path:
@@ -45,21 +60,21 @@ class Row:
 
     def hand_file(self, data: int, model: int) -> Path:
         """Returns the path of the hand strategy with these slices, relative to the library's folder."""
-        return self.folder / f"hand_dp{data}_mp{model}.yaml"
+        return self.folder / f"hand_dp{data}_mp{model}{self._suffix}.yaml"
 
     def hand_context_file(self, data: int, model: int) -> Path:
         """Returns the path of the context in which a hand strategy is used."""
-        return self.folder / f"hand_dp{data}_mp{model}.context.yaml"
+        return self.folder / f"hand_dp{data}_mp{model}{self._suffix}.context.yaml"
 
     @property
     def searched_file(self) -> Path:
         """The path of the searched plan."""
-        return self.folder / "searched.json"
+        return self.folder / f"searched{self._suffix}.json"
 
     @property
     def searched_context_file(self) -> Path:
         """The path of the context in which the plan was searched."""
-        return self.folder / "searched.context.yaml"
+        return self.folder / f"searched{self._suffix}.context.yaml"
 
 
 @dataclass(frozen=True)
@@ -82,19 +97,20 @@ class Library:
     topology: str
     max_device_memory: str
 
-    def row(self, model: str, device_num: int) -> Row:
-        """Returns the row of a model on a number of devices.
+    def row(self, model: str, device_num: int, pipeline_stages: int = 1) -> Row:
+        """Returns the row of a model on a number of devices, and of as many stages.
 
         Raises:
             PlanError: there is no such row; the message names those that there are.
         """
-        found = [row for row in self.rows if row.model == model]
+        found = [row for row in self.rows if row.model == model and row.pipeline_stages == pipeline_stages]
         for row in found:
             if row.device_num == device_num:
                 return row
         counts = ", ".join(str(row.device_num) for row in found)
+        stages = f" and {pipeline_stages} pipeline stages" if pipeline_stages > 1 else ""
         raise PlanError(
-            f"The library has no strategy for {model} on {device_num} devices.",
+            f"The library has no strategy for {model} on {device_num} devices{stages}.",
             need=f"{counts} devices" if found else f"one of {', '.join(dict.fromkeys(row.model for row in self.rows))}",
         )
 

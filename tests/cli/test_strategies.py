@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from spmdctx.cli.library import searched_text
 from spmdctx.cli.main import main
+from spmdctx.cli.strategies import pipelines_differ
 from spmdctx.errors import InfeasibleError
+from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.plan import Plan
 from spmdctx.plan.library import Library, Row, read_library
 
@@ -100,6 +103,41 @@ def test_a_row_without_a_plan_in_its_budget_fails_and_the_others_are_made(
 def test_a_row_that_is_not_there_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["strategies", "--folder", str(folder), "--model", "gpt-9"]) == 2
     assert "tiny on 4" in capsys.readouterr().err
+
+
+PIPELINE = """
+program: {scan_layers: true, remat: true, dtype: float32}
+search_mode: dynamic_programming
+topology: tpu-v5e
+max_device_memory: 15GB
+rows:
+  - {model: tiny, device_num: 4, hand: [[2, 1]], pipeline_stages: 2, micro_batch_num: 4, scan_layers: false, batch_size: 8, seq: 12,
+     layers: 2}
+"""
+PIPELINE_FILES = (
+    "tiny/4/hand_dp2_mp1_pp2.context.yaml",
+    "tiny/4/hand_dp2_mp1_pp2.yaml",
+    "tiny/4/searched_pp2.context.yaml",
+    "tiny/4/searched_pp2.json",
+)
+
+
+def test_a_row_of_a_pipeline_is_made_checked_and_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.yaml").write_text(PIPELINE)
+    assert main(["strategies", "--folder", str(tmp_path)]) == 0
+    file = tmp_path / PIPELINE_FILES[-1]
+    assert _check(tmp_path, capsys) == (0, dict.fromkeys(PIPELINE_FILES, "same"))
+    monkeypatch.setattr("spmdctx.cli.library.read_library", lambda: read_library(tmp_path))
+    for strategy in ("hand", "searched"):
+        assert main(["plan", "--strategy", strategy, "--device-num", "4", "--pipeline-stages", "2"]) == 0
+        assert "Pipeline  2 stages" in capsys.readouterr().out
+    old = PipelinePlan.load(file)
+    assert pipelines_differ(old, old) == ""
+    assert pipelines_differ(old, replace(old, cuts=tuple(cut - 1 for cut in old.cuts))) == "cuts differ"
+    moved = replace(old.joints[0], notes=("another note",))
+    assert "chunk 0" in pipelines_differ(old, replace(old, joints=(moved, *old.joints[1:])))
 
 
 @pytest.fixture

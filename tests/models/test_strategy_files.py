@@ -20,11 +20,14 @@ from spmdctx.context.layers import load_config
 from spmdctx.errors import PlanFormatError
 from spmdctx.models import Decoder, DecoderConfig, Split, abstract_program, preset
 from spmdctx.models.hand_strategy_files import read_strategy, strategy_text
+from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.plan.library import Row, read_library
 
 LIBRARY = read_library()
 HAND = [(row, degrees) for row in LIBRARY.rows for degrees in row.hand]
-PLANS = [row for row in LIBRARY.rows if (LIBRARY.folder / row.searched_file).is_file()]
+WHOLE = [(row, degrees) for row, degrees in HAND if not row.has_pipeline]
+PLANS = [row for row in LIBRARY.rows if not row.has_pipeline and (LIBRARY.folder / row.searched_file).is_file()]
+PIPELINES = [row for row in LIBRARY.rows if row.has_pipeline]
 
 
 MADE_WITH = "0.10."
@@ -32,7 +35,9 @@ MADE_WITH = "0.10."
 
 
 def _name(value: Any) -> str:
-    return f"{value.model} on {value.device_num}" if isinstance(value, Row) else "{}x{}".format(*value)
+    if not isinstance(value, Row):
+        return "{}x{}".format(*value)
+    return f"{value.model} on {value.device_num}" + (f" in {value.pipeline_stages} stages" if value.has_pipeline else "")
 
 
 @cache
@@ -61,9 +66,9 @@ def test_layers_one_by_one_have_the_paths_of_scanned_ones() -> None:
 def test_a_hand_strategy_fits_every_parameter_of_the_whole_model(row: Row, degrees: tuple[int, int]) -> None:
     split = read_strategy(LIBRARY.folder / row.hand_file(*degrees))
     assert (split.data, split.model) == degrees
-    assert split.data * split.model == row.device_num
-    assert row.batch_size % split.data == 0
-    shapes = dict(_shapes(row_config(LIBRARY, row)))
+    assert split.data * split.model * row.pipeline_stages == row.device_num
+    assert row.batch_size % (split.data * row.micro_batch_num) == 0
+    shapes = dict(_shapes(replace(row_config(LIBRARY, row), scan_layers=True)))
     for module, region in (split.regions or {}).items():
         for parameter, slices in region.parameters.items():
             shape = shapes.pop(f"{module}/{parameter}")
@@ -72,7 +77,7 @@ def test_a_hand_strategy_fits_every_parameter_of_the_whole_model(row: Row, degre
     assert {path for path in shapes if "norm" not in path} <= {"positions/embedding", "query/embedding"}
 
 
-@pytest.mark.parametrize(("row", "degrees"), HAND, ids=_name)
+@pytest.mark.parametrize(("row", "degrees"), WHOLE, ids=_name)
 def test_a_hand_strategy_is_planned_at_full_width_as_it_says(row: Row, degrees: tuple[int, int]) -> None:
     split = read_strategy(LIBRARY.folder / row.hand_file(*degrees))
     config = load_config(LIBRARY.folder / row.hand_context_file(*degrees))
@@ -95,8 +100,36 @@ def test_a_hand_strategy_is_planned_at_full_width_as_it_says(row: Row, degrees: 
 @pytest.mark.parametrize("row", LIBRARY.rows, ids=_name)
 def test_the_context_of_a_search_is_read(row: Row) -> None:
     config = load_config(LIBRARY.folder / row.searched_context_file)
-    assert config.options == {"parallel_mode": "auto_parallel", "search_mode": LIBRARY.search_mode, "device_num": row.device_num}
+    pipeline = {"pipeline_stages": row.pipeline_stages, "grad_accumulation_step": row.micro_batch_num}
+    own = {"parallel_mode": "auto_parallel", "search_mode": LIBRARY.search_mode, "device_num": row.device_num}
+    assert config.options == {**own, **(pipeline if row.has_pipeline else {})}
     assert config.memory_bytes == 88 * 2**30
+
+
+@pytest.mark.parametrize(("row", "degrees"), [(row, degrees) for row in PIPELINES for degrees in row.hand], ids=_name)
+def test_a_hand_strategy_of_a_pipeline_is_planned_as_it_says(row: Row, degrees: tuple[int, int]) -> None:
+    split = read_strategy(LIBRARY.folder / row.hand_file(*degrees))
+    config = load_config(LIBRARY.folder / row.hand_context_file(*degrees))
+    own = replace(row_config(LIBRARY, row), num_layers=row.pipeline_stages)
+    step, arguments = abstract_program(own, row.batch_size, row.seq, split=split)
+    plan: Any = spmdctx.plan(step, *arguments, topology=LIBRARY.topology, **config.options)
+    schedule = plan.simulation.schedule
+    assert (len(plan.stages), schedule.name, schedule.num_micro) == (row.pipeline_stages, "1f1b", row.micro_batch_num)
+    assert tuple(size for _, size in plan.logical_mesh.axes) == degrees
+    down = next(leaf for leaf in plan.inputs if leaf.path == "model/layers/0/mlp/down/kernel")
+    assert tuple(plan.logical_mesh.num_slices(axes) for axes in down.sharding) == (degrees[1], 1)
+
+
+@pytest.mark.parametrize("row", PIPELINES, ids=_name)
+def test_a_searched_plan_of_a_pipeline_fits_the_whole_model(row: Row) -> None:
+    plan = PipelinePlan.load(LIBRARY.folder / row.searched_file)
+    schedule = plan.simulation.schedule
+    assert (plan.num_devices, plan.search_mode, plan.topology) == (row.device_num, LIBRARY.search_mode, LIBRARY.topology)
+    assert (schedule.num_stages, schedule.num_micro) == (row.pipeline_stages, row.micro_batch_num)
+    assert plan.memory_bytes <= 88 * 2**30
+    _, (model, _, _) = abstract_program(row_config(LIBRARY, row), row.batch_size, row.seq)
+    parameters = {"/".join(("model", *map(str, path))): leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    assert {leaf.path: leaf.shape for leaf in plan.inputs if leaf.path.startswith("model/")} == parameters
 
 
 @pytest.mark.parametrize("row", PLANS, ids=_name)

@@ -84,6 +84,15 @@ def test_a_row_is_found_by_model_and_device_count():
     assert row.hand_file(8, 8).as_posix() == "llama2-70b/64/hand_dp8_mp8.yaml"
 
 
+def test_a_pipeline_is_a_row_of_its_own_with_files_of_its_own():
+    row = read_library().row("llama2-70b", 64, 8)
+    assert (row.hand, row.pipeline_stages, row.micro_batch_num) == (((2, 4),), 8, 128)
+    assert row.hand_file(2, 4).as_posix() == "llama2-70b/64/hand_dp2_mp4_pp8.yaml"
+    assert row.searched_file.as_posix() == "llama2-70b/64/searched_pp8.json"
+    with pytest.raises(PlanError, match="8 devices and 4 pipeline stages"):
+        read_library().row("llama2-70b", 8, 4)
+
+
 @pytest.mark.parametrize(("model", "devices", "words"), [("llama2-70b", 7, "8, 64 devices"), ("gpt-9", 8, "one of llama2-7b")])
 def test_a_row_that_is_not_there_is_named(model, devices, words):
     with pytest.raises(PlanError, match=words):

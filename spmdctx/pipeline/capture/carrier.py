@@ -16,7 +16,7 @@ from spmdctx.gradients.options import GradientOptions, gradient_options
 from spmdctx.gradients.parts import pieces_of, side_by_side, traced_in_parts
 from spmdctx.gradients.results import Fate, Row
 from spmdctx.gradients.scope import plainly
-from spmdctx.pipeline.capture.loss import LossResult, PipelinedLoss, pipelined_loss, unchanged
+from spmdctx.pipeline.capture.loss import PipelinedLoss, pipelined_loss, without_passed
 from spmdctx.pipeline.capture.marker import stand_in
 from spmdctx.pipeline.capture.stage import marks_met
 from spmdctx.trace.capture.arguments import Call, Static
@@ -109,10 +109,9 @@ class _Pipelined:
                 where=seen.where,
                 fix="pass it to the loss as an argument",
             )
-        same = unchanged(forward)
-        number, kept = len(self.losses), [index for index, made in enumerate(traced.results) if made.path not in same]
-        results = [LossResult(traced.results[index], rows[index], seen.out_avals[index]) for index in kept]
-        found = pipelined_loss(seen.where, call, forward, results, operands, options.micro_batches)
+        forward, passed = without_passed(forward, operands, rows)
+        found = pipelined_loss(seen, call, (forward, traced), operands, rows, options.micro_batches)
         self.losses.append(replace(found, is_marked=bool(marks.stages)))
-        given = iter(stand_in(number, call.values, [one.aval for one in results]))
-        return call.finish([call.values[same[made.path]] if made.path in same else next(given) for made in traced.results])
+        results = stand_in(len(self.losses) - 1, call.values, seen.out_avals)
+        leaves = [passed.get(made.path) for made in traced.results]
+        return call.finish([own if leaf is None else call.values[leaf] for own, leaf in zip(results, leaves, strict=True)])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.extend.core as jexc
 
 from spmdctx.errors import UnsupportedError
-from spmdctx.gradients.loss import LossCall, Made, Traced
-from spmdctx.gradients.operands import Operand
+from spmdctx.gradients.loss import LossCall, Traced
+from spmdctx.gradients.operands import Operand, SeenCall
 from spmdctx.gradients.results import Row
-from spmdctx.trace.build.jaxprs.passing import passed_on
+from spmdctx.pipeline.cut.passed import passed_inputs
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PipelinedLoss:
         rows: how each result of the user's call is joined from those of micro-batches.
         types: the type of each result of the user's call.
         gradient_of: for each result that is a gradient, the leaf to which it belongs.
-        made_by: for each other result, its number among those of the forward pass.
+        made_by: for each other result, its number among those of the forward pass; results that are leaves have none.
         folded: the leaves that are keys, of which each micro-batch derives its own.
         carried: for each leaf that a micro-batch takes from the one before, the result of the forward pass that is its next value.
         num_micro: micro-batches.
@@ -60,65 +60,61 @@ class PipelinedLoss:
         return [operand.batch_dim is None and not operand.is_key for operand in self.operands]
 
 
-class LossResult(NamedTuple):
-    """A result of the user's call: what it is, how it is joined from those of micro-batches, and its type."""
+def without_passed(traced: Traced, operands: Sequence[Operand], rows: Sequence[Row]) -> tuple[Traced, dict[str, int]]:
+    """Returns a forward pass without those results that are leaves of the call, the same for all micro-batches, and these leaves by path.
 
-    made: Made
-    row: Row
-    aval: Any
-
-
-def unchanged(forward: Traced) -> dict[str, int]:
-    """Returns the leaves of objects that a loss gives back as it took them, by the path of the result; they are no results of its own."""
-    passed = passed_on(forward.jaxpr.jaxpr)
-    return {made.path: leaf for made, leaf in zip(forward.results, passed, strict=True) if leaf is not None and leaf == made.source}
+    nnx gives every variable that a lifted transform has seen, also where nothing has changed it.
+    """
+    next_value = {row.carry: row.path for row in rows if row.carry is not None}
+    passed = {}
+    for made, leaf in zip(traced.results, passed_inputs(traced.jaxpr), strict=True):
+        is_shared = leaf is not None and operands[leaf].batch_dim is None and next_value.get(leaf, made.path) == made.path
+        if leaf is not None and is_shared and made.part != "value":
+            passed[made.path] = leaf
+    kept = [index for index, made in enumerate(traced.results) if made.path not in passed]
+    body = traced.jaxpr.jaxpr
+    info = body.debug_info._replace(arg_names=None, result_paths=None)
+    jaxpr = body.replace(outvars=[body.outvars[index] for index in kept], debug_info=info)
+    return Traced(jexc.ClosedJaxpr(jaxpr, traced.jaxpr.consts), [traced.results[index] for index in kept]), passed
 
 
 def pipelined_loss(
-    where: str, call: LossCall, forward: Traced, results: Sequence[LossResult], operands: Sequence[Operand], num_micro: int
+    seen: SeenCall, call: LossCall, traces: tuple[Traced, Traced], operands: Sequence[Operand], rows: Sequence[Row], num_micro: int
 ) -> PipelinedLoss:
     """Puts together what two traces of a call over one micro-batch show: of the loss alone, and of the loss with its gradients.
 
-    Args:
-        where: the source line of the call.
-        call: the call.
-        forward: the loss alone.
-        results: what the loss with its gradients gives.
-        operands: how each leaf enters the loss.
-        num_micro: micro-batches.
+    Results that the first one lacks are leaves of the call as they are.
 
     Raises:
         UnsupportedError: the loss is differentiated by its batch.
     """
-    same = unchanged(forward)
-    own = [place for place, made in enumerate(forward.results) if made.path not in same]
-    numbers = {forward.results[place].path: number for number, place in enumerate(own)}
+    forward, traced = traces
+    numbers = {made.path: number for number, made in enumerate(forward.results)}
     gradient_of, made_by = {}, {}
-    for index, (made, _, _) in enumerate(results):
+    for index, made in enumerate(traced.results):
         if made.part != "gradients":
-            made_by[index] = numbers[made.path]
+            if made.path in numbers:
+                made_by[index] = numbers[made.path]
             continue
         leaf = call.primal(made)
         if leaf is None or operands[leaf].batch_dim is not None:
             raise UnsupportedError(
                 f"A pipeline cannot give the gradient '{made.path}', which belongs to the batch or to a constant.",
-                where=where,
+                where=seen.where,
                 fix="differentiate by parameters alone, or leave pipeline_stages out",
             )
         gradient_of[index] = leaf
-    body = forward.jaxpr.jaxpr
-    outvars, info = [body.outvars[place] for place in own], body.debug_info._replace(result_paths=None)
     return PipelinedLoss(
-        where=where,
-        forward=jexc.ClosedJaxpr(body.replace(outvars=outvars, debug_info=info), forward.jaxpr.consts),
+        where=seen.where,
+        forward=forward.jaxpr,
         value=numbers["value"],
         paths=tuple(call.paths),
         operands=tuple(operands),
-        rows=tuple(one.row for one in results),
-        types=tuple(one.aval for one in results),
+        rows=tuple(rows),
+        types=tuple(seen.out_avals),
         gradient_of=gradient_of,
         made_by=made_by,
         folded=tuple(index for index, operand in enumerate(operands) if operand.is_key and not call.is_stateful_key(index)),
-        carried={one.row.carry: made_by[index] for index, one in enumerate(results) if one.row.carry is not None and index in made_by},
+        carried={row.carry: made_by[index] for index, row in enumerate(rows) if row.carry is not None and index in made_by},
         num_micro=num_micro,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,17 +31,20 @@ class Chunk(NamedTuple):
     results: tuple[int, ...]
 
 
-def chunks_of(line: Line, places: Sequence[int], carried: Mapping[int, int] = MappingProxyType({})) -> list[Chunk]:
+def chunks_of(
+    line: Line, places: Sequence[int], carried: Mapping[int, int] = MappingProxyType({}), differentiated: Collection[int] = ()
+) -> list[Chunk]:
     """Returns the chunks of a line that is cut behind the equations `places`.
 
     A result of the loss belongs to the chunk that computes it. A leaf that is a result belongs to the first chunk that reads it, and what
     no chunk computes or reads to the last one. The next value of a leaf that takes no equation of the line, as the count of a stream of
-    keys, is computed by each chunk that reads the leaf.
+    keys, is computed by each chunk that reads the leaf. Leaves that nothing reads, but whose gradients are wanted, go to the last chunk.
 
     Args:
         line: the line, each scan in as few parts as its cuts allow (`joined_scans`).
         places: the numbers of the last equations before the cuts.
         carried: for leaves that one micro-batch takes from the one before, the results that are their next values.
+        differentiated: the leaves whose gradients are wanted.
     """
     bounds = [0, *(place + 1 for place in places), len(line.eqns)]
     made = {var: place for place, eqn in enumerate(line.eqns) for var in eqn.outvars}
@@ -71,17 +74,28 @@ def chunks_of(line: Line, places: Sequence[int], carried: Mapping[int, int] = Ma
         if more:
             eqns = line.eqns[bounds[number] : bounds[number + 1]]
             found[number] = _chunk(line, eqns, chunk.entering, chunk.leaving, [*chunk.results, *more])
+    unread = set(differentiated).difference(*(chunk.leaves for chunk in found))
+    if unread:
+        end = found[-1]
+        found[-1] = _chunk(line, line.eqns[bounds[-2] : bounds[-1]], end.entering, end.leaving, end.results, unread)
     return found
 
 
-def _chunk(line: Line, eqns: Sequence[Any], entering: tuple[Any, ...], leaving: tuple[Any, ...], results: Sequence[int]) -> Chunk:
+def _chunk(
+    line: Line,
+    eqns: Sequence[Any],
+    entering: tuple[Any, ...],
+    leaving: tuple[Any, ...],
+    results: Sequence[int],
+    unread: Collection[int] = (),
+) -> Chunk:
     outvars = [*leaving, *(line.jaxpr.outvars[index] for index in results)]
     eqns = closed_regions(
         eqns, outvars, line.region_of, line.is_whole, lambda run: _copies(line, (atom for eqn in run for atom in eqn.invars))
     )
     own = [*_copies(line, [*(atom for eqn in eqns for atom in eqn.invars), *outvars]), *eqns]
     read = {var for eqn in own for var in variables(eqn.invars)} | set(variables(outvars))
-    leaves = tuple(index for index, var in enumerate(line.jaxpr.invars) if var in read)
+    leaves = tuple(index for index, var in enumerate(line.jaxpr.invars) if var in read or index in unread)
     consts = [(var, value) for var, value in zip(line.jaxpr.constvars, line.consts, strict=True) if var in read]
     jaxpr = line.jaxpr.replace(
         constvars=[var for var, _ in consts],

@@ -37,7 +37,7 @@ def _key(captured: Captured, settings: Settings) -> tuple[Any, ...]:
     pins = repr(captured.program.user_pins) if captured.program is not None else ""
     return (
         *(str(captured.jaxpr), inputs, outputs, captured.mesh_axes, pins),
-        *(settings.num_devices, settings.mesh, settings.memory_bytes, settings.topology),
+        *(settings.num_devices, settings.mesh, settings.memory_bytes, settings.topology, settings.context.dataset_strategy),
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
+from spmdctx.errors import StrategyError
 from spmdctx.ir.graph import LITERAL, Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import TensorSharding
@@ -16,13 +17,41 @@ from spmdctx.trace.build.build import Argument, build
 from spmdctx.trace.build.program import UserPin
 from spmdctx.trace.capture.capture import Captured, InputLeaf, OutputLeaf
 from spmdctx.trace.capture.pytrees import PureFlattening
+from spmdctx.trace.scope.settings import Settings
 
 
 class LossLeaf(NamedTuple):
-    """An input of the loss as plans name it."""
+    """An input of the loss as plans name it; `strategy` is its entry of a dataset_strategy that has one for each batch leaf."""
 
     path: str
     role: Role
+    strategy: object = None
+
+
+def batch_entries(captured: Captured, dataset: object) -> dict[str, object]:
+    """Returns the entries of a dataset_strategy for each batch leaf of a step, by path; none of a strategy that is given by name.
+
+    Raises:
+        StrategyError: there are more or fewer.
+    """
+    if not isinstance(dataset, tuple):
+        return {}
+    paths = [leaf.path for leaf in captured.inputs if leaf.role is Role.BATCH]
+    if len(paths) != len(dataset):
+        raise StrategyError(
+            f"dataset_strategy has {len(dataset)} entries, but the step has {len(paths)} batch leaves.",
+            got=f"dataset_strategy {dataset}",
+            need=f"one entry per batch leaf: {', '.join(paths)}",
+        )
+    return dict(zip(paths, dataset, strict=True))
+
+
+def with_entries(settings: Settings, entries: Sequence[object]) -> Settings:
+    """Returns the settings of one program, whose batch leaves take these entries of a dataset_strategy; None leaves one free."""
+    if not isinstance(settings.context.dataset_strategy, tuple):
+        return settings
+    own: Any = tuple(entries)
+    return replace(settings, context=replace(settings.context, dataset_strategy=own))
 
 
 Pins = Mapping[Slot, TensorSharding]

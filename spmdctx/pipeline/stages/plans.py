@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from spmdctx.cost.price.directives import Directives
+from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.pipeline.programs.joint import joint_program
@@ -14,7 +15,7 @@ from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram
 from spmdctx.pipeline.programs.split import split_backward
 from spmdctx.pipeline.schedule.tasks import Costs, Kind
-from spmdctx.pipeline.stages.captured import LossLeaf, captured_task
+from spmdctx.pipeline.stages.captured import LossLeaf, captured_task, with_entries
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
@@ -132,4 +133,8 @@ class ChunkPlanner:
     def _planned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding]) -> PlannedTask:
         own = {slot: dims for slot, dims in pins.items() if slot in program.inputs or slot in program.outputs}
         captured = captured_task(name, program, self._leaves, self._settings.mesh, own)
-        return PlannedTask(program, self._planner(captured, self._settings), name)
+        batch = [slot for slot, leaf in zip(program.inputs, captured.inputs, strict=True) if leaf.role is Role.BATCH]
+        # What is decided, or comes from another chunk, needs no entry.
+        is_free = [slot.holds is Holds.LEAF and slot not in own for slot in batch]
+        entries = [self._leaves[slot.number].strategy if free else None for slot, free in zip(batch, is_free, strict=True)]
+        return PlannedTask(program, self._planner(captured, with_entries(self._settings, entries)), name)

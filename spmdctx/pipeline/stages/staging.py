@@ -24,7 +24,7 @@ from spmdctx.pipeline.cut.tangents import without_tangents
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
 from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
-from spmdctx.pipeline.stages.captured import LossLeaf
+from spmdctx.pipeline.stages.captured import LossLeaf, batch_entries
 from spmdctx.pipeline.stages.hops import hops_of
 from spmdctx.pipeline.stages.plans import ChunkPlanner, PlannedChunk, Planner
 from spmdctx.pipeline.stages.slices import sliced
@@ -39,7 +39,8 @@ ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
 class CutLoss:
     """A captured step with the line on which its loss is cut, the estimated time of each equation there, and the stages of marked ones.
 
-    `around` is the step's program around the loss; `homes` gives for each stacked value in it the leaf of its first layers.
+    `around` is the step's program around the loss; `homes` gives for each stacked value in it the leaf of its first layers. `entries` are
+    those of a dataset_strategy, by the path of the batch leaf.
     """
 
     step: PipelinedStep
@@ -48,6 +49,7 @@ class CutLoss:
     marks: Mapping[int, int]
     around: Around
     homes: Mapping[Any, int] = field(default_factory=dict)
+    entries: Mapping[str, object] = field(default_factory=dict)
 
     @cached_property
     def leaves(self) -> list[LossLeaf]:
@@ -55,7 +57,11 @@ class CutLoss:
         loss, around = self.step.loss, self.around
         inputs = dict(zip(around.jaxpr.jaxpr.invars, self.step.captured.inputs, strict=True))
         return [
-            LossLeaf(path, inputs[var].role if var in inputs else Role.KEY if operand.is_key else Role.PARAMETER)
+            LossLeaf(
+                path,
+                inputs[var].role if var in inputs else Role.KEY if operand.is_key else Role.PARAMETER,
+                self.entries.get(inputs[var].path) if var in inputs else None,
+            )
             for path, var, operand in zip(loss.paths, around.loss.invars, loss.operands, strict=True)
         ]
 
@@ -64,7 +70,8 @@ def cut_loss(step: PipelinedStep, settings: Settings) -> CutLoss:
     """Puts the loss of a step into a line, and estimates its seconds on a machine."""
     line = line_of(inlined(step.loss.forward), step.loss.is_parameter)
     marks = marks_of(line.eqns) if step.loss.is_marked else {}
-    return CutLoss(step, line, tuple(line_seconds(line, settings.topology)), marks, around_of(step.captured.jaxpr))
+    entries = batch_entries(step.captured, settings.context.dataset_strategy)
+    return CutLoss(step, line, tuple(line_seconds(line, settings.topology)), marks, around_of(step.captured.jaxpr), entries=entries)
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,7 @@ class Staging:
         line, own_places = joined_scans(self.loss.line, places)
         line, loss, around, homes = sliced(line, self.loss.step.loss, self.loss.around)
         own = replace(self.loss, step=replace(self.loss.step, loss=loss), line=line, around=around, homes=homes)
-        chunks = chunks_of(line, own_places, loss.carried)
+        chunks = chunks_of(line, own_places, loss.carried, loss.differentiated)
         if loss.is_marked:
             chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
         _check_state(loss, chunks)

@@ -88,7 +88,7 @@ def _around(pipeline: PlannedPipeline) -> Iterator[_Move]:
     for index, var in enumerate(around.loss.outvars):
         if index in loss.gradient_of:
             held.keep(var, pipeline.stage_of_chunk(pipeline.readers(loss.gradient_of[index])[0]))
-        else:
+        elif index in loss.made_by:
             made = loss.made_by[index]
             held.keep(var, next(pipeline.stage_of_chunk(number) for number, chunk in enumerate(pipeline.chunks) if made in chunk.results))
     for programs in pipeline.rounds:

@@ -17,7 +17,7 @@ from spmdctx.pipeline.cut.reasons import CutLine
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.simulate import Simulation
 from spmdctx.pipeline.schedule.tasks import Schedule
-from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
+from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program, with_entries
 from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, Planner
 from spmdctx.pipeline.stages.staging import Stages, Staging
 from spmdctx.trace.scope.settings import Settings
@@ -97,7 +97,10 @@ def _placement(step: PipelinedStep, around: Around, homes: Mapping[Any, int], ch
     owner = {leaf: schedule.stage_of[number] for number, chunk in reversed([*enumerate(chunks)]) for leaf in chunk.leaves}
     known = {var: owner[leaf] for leaf, var in enumerate(around.loss.invars) if leaf in owner and not _is_literal(var)}
     for index, var in enumerate(around.loss.outvars):
-        known[var] = owner[loss.gradient_of[index]] if index in loss.gradient_of else _maker(chunks, schedule, loss.made_by[index])
+        if index in loss.gradient_of:
+            known[var] = owner[loss.gradient_of[index]]
+        elif index in loss.made_by:
+            known[var] = _maker(chunks, schedule, loss.made_by[index])
     known.update({var: owner[leaf] for var, leaf in homes.items()})
     names = dict(zip(around.jaxpr.jaxpr.invars, (leaf.path for leaf in step.captured.inputs), strict=True))
     return Placement(around, known, names)
@@ -142,7 +145,8 @@ def _plan_rounds(pipeline: PlannedPipeline, settings: Settings, planner: Planner
             places = {var: index for index, var in enumerate(program.inputs)}
             results = [_outcome(var, sources, places, pipeline.placed) for var in program.outputs]
             name = f"after{number}_{program.stage}"
-            planned = planner(captured_program(name, program.jaxpr, settings.mesh, operands, results), settings)
+            free = with_entries(settings, [None] * sum(operand.role is Role.BATCH for operand in operands))
+            planned = planner(captured_program(name, program.jaxpr, settings.mesh, operands, results), free)
             graph, values = planned.program.graph, planned.assignment.values
             for var, value in (*zip(program.inputs, graph.inputs, strict=True), *zip(program.outputs, graph.outputs, strict=True)):
                 if is_array(var) and value >= 0:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdctx.trace.build.jaxprs.passing import passed_on
+from spmdctx.pipeline.cut.passed import passed_inputs
 
 
 @jax.jit
@@ -27,4 +27,4 @@ def recomputed(one, other):
     ],
 )
 def test_results_that_are_operands(function, expected):
-    assert passed_on(jax.make_jaxpr(function)(1.0, 2.0).jaxpr) == expected
+    assert passed_inputs(jax.make_jaxpr(function)(1.0, 2.0).jaxpr) == expected

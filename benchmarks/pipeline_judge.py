@@ -1,0 +1,204 @@
+"""Judges a planned pipeline: each distinct program of its stages is compiled and judged, and the schedule runs with those seconds.
+
+Stages in the middle of a model are alike, so that few programs are distinct. A program is compiled in a process of its own, for the
+devices of one stage; on TPU it ends as soon as the compiler has scheduled it, so that it tells no cycles unless `codegen` is set. What
+crosses between stages takes the machine model's seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from benchmarks.judge import Judgement, judge_text
+from benchmarks.judge_compile import compile_program, key_of
+from benchmarks.judge_links import H100_HOSTS, Hosts, Slice, slice_of
+from spmdctx.lowering.compile import JitOptions
+from spmdctx.lowering.compile_only import gpu_devices, tpu_devices
+from spmdctx.machine.topology import Topology
+from spmdctx.pipeline.run.compiled import compiled_chunk, jitted
+from spmdctx.pipeline.schedule.simulate import simulate
+from spmdctx.pipeline.schedule.tasks import Costs, Kind, Schedule, cost_of
+from spmdctx.pipeline.stages.hops import hops_of
+from spmdctx.pipeline.stages.memory import memory_of
+from spmdctx.pipeline.stages.whole import PlannedPipeline
+
+MODULE = "benchmarks.pipeline_judge"
+SLICES = {8: "v5p:2x2x2", 16: "v5p:2x2x4", 32: "v5p:2x4x4", 64: "v5p:4x4x4"}
+
+
+class Machine(NamedTuple):
+    """Devices of one stage that exist only for the compiler: a slice such as "v5p:2x2x2", or "h100" with so many GPUs."""
+
+    topology: str
+    num_devices: int
+
+    @classmethod
+    def of(cls, name: str, num_devices: int) -> Machine:
+        """The machine of a stage on "tpu-v5p" or "h100"."""
+        return cls("h100" if name == "h100" else SLICES[num_devices], num_devices)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether these are GPUs."""
+        return self.topology == "h100"
+
+    def devices(self) -> Sequence[Any]:
+        """The devices."""
+        return gpu_devices(self.num_devices) if self.is_gpu else tpu_devices(self.topology)
+
+    def links(self, devices: Sequence[Any]) -> Slice | Hosts:
+        """What joins them."""
+        return replace(H100_HOSTS, num_devices=self.num_devices) if self.is_gpu else slice_of(self.topology, devices)
+
+
+class Judged(NamedTuple):
+    """A program by its name, with those that are alike: what its plan foresees, and how the compiled program is judged."""
+
+    name: str
+    alike: tuple[str, ...]
+    planned_s: float
+    planned_bytes: int
+    judgement: Judgement
+
+
+Lower = Callable[[Sequence[Any]], jax.stages.Lowered]
+"""Lowers a program for the devices of a stage."""
+
+
+class _Program(NamedTuple):
+    plan: Any
+    assignment: Any
+    lower: Lower
+
+
+def programs_of(pipeline: PlannedPipeline) -> dict[str, _Program]:
+    """Every program of a planned pipeline by its name; what divides the batch and joins results is left out."""
+    found = {}
+    for chunk in pipeline.planned:
+        for kind, task in chunk.tasks.items():
+            found[task.name] = _Program(task.planned.plan, task.planned.assignment, _task_lower(chunk, kind))
+    for one in (one for programs in pipeline.rounds for one in programs):
+        found[one.name] = _Program(one.planned.plan, one.planned.assignment, _after_lower(one))
+    return found
+
+
+def _task_lower(chunk: Any, kind: Kind) -> Lower:
+    def lower(devices: Sequence[Any]) -> jax.stages.Lowered:
+        made = compiled_chunk(chunk, devices).tasks[kind].jitted
+        return made.run.lower(*made.types)
+
+    return lower
+
+
+def _after_lower(one: Any) -> Lower:
+    def lower(devices: Sequence[Any]) -> jax.stages.Lowered:
+        made = jitted(one.planned, one.program.jaxpr.in_avals, devices, JitOptions(one.donated, name=f"pipeline_{one.name}"))
+        assert made.run is not None, "all devices are here"
+        return made.run.lower(*made.types)
+
+    return lower
+
+
+def judged_programs(pipeline: PlannedPipeline, machine: Machine, folder: Path, *, codegen: bool = False) -> Iterator[Judged]:
+    """Judges each distinct program; programs are alike if one plan was made for them."""
+    alike: dict[int, list[str]] = {}
+    programs = programs_of(pipeline)
+    for name, one in programs.items():
+        alike.setdefault(id(one.assignment), []).append(name)
+    for names in alike.values():
+        one = programs[names[0]]
+        judgement = judged_apart(one.lower, machine, folder, codegen=codegen)
+        yield Judged(names[0], tuple(names), one.plan.cost.total_s, one.plan.cost.memory_bytes, judgement)
+
+
+def judged_apart(lower: Lower, machine: Machine, folder: Path, *, codegen: bool = False) -> Judgement:
+    """Judges a program in a process of its own, which leaves the compiler where it is."""
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "result.json"
+        worker = os.fork()
+        if not worker:
+            code = 1
+            try:
+                result.write_text(json.dumps(judged(lower, machine, folder, Path(scratch), codegen=codegen).to_dict()))
+                code = 0
+            finally:
+                os._exit(code)
+        os.waitpid(worker, 0)
+        return Judgement.from_dict(json.loads(result.read_text()))
+
+
+def judged(lower: Lower, machine: Machine, folder: Path, scratch: Path, *, codegen: bool = True) -> Judgement:
+    """Judges a program in this process; without `codegen`, a thread is left that still compiles for TPU."""
+    devices = machine.devices()
+    lowered = lower(devices)
+    place = folder / f"{key_of({'program': lowered.as_text(), 'machine': machine}, MODULE, codegen)}.json"
+    if place.exists():
+        text, peak = json.loads(place.read_text())
+    else:
+        text, peak = _compiled(lowered) if machine.is_gpu else compile_program(lowered, scratch / "dump", codegen=codegen)
+        folder.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps([text, peak]))
+    return judge_text(text, machine.links(devices), peak)
+
+
+def _compiled(lowered: jax.stages.Lowered) -> tuple[str, int]:
+    made = lowered.compile()
+    stats: Any = made.memory_analysis()
+    peak = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    return made.as_text() or "", peak
+
+
+def step_s(pipeline: PlannedPipeline, seconds: Mapping[str, float], topology: Topology, schedule: Schedule | None = None) -> float:
+    """Seconds of a step whose programs take these, by name.
+
+    Args:
+        pipeline: the planned pipeline.
+        seconds: of each program.
+        topology: the machine, which prices what crosses.
+        schedule: for another number of micro-batches of the same size.
+    """
+    schedule = schedule or pipeline.schedule
+    costs = [Costs(*(seconds[chunk.tasks[kind].name] if kind in chunk.tasks else 0.0 for kind in Kind)) for chunk in pipeline.planned]
+    run = simulate(schedule, cost_of(costs), hops_of(pipeline.planned, schedule.stage_of, topology))
+    return run.makespan_s + sum(max((seconds[one.name] for one in programs), default=0.0) for programs in pipeline.rounds)
+
+
+def planned_seconds(pipeline: PlannedPipeline) -> dict[str, float]:
+    """The planned seconds of every program."""
+    return {name: one.plan.cost.total_s for name, one in programs_of(pipeline).items()}
+
+
+def judged_seconds(rows: Sequence[Judged], estimate: str) -> dict[str, float]:
+    """The judged seconds of every program."""
+    return {name: getattr(row.judgement, estimate) for row in rows for name in row.alike}
+
+
+def reduced_once(rows: Sequence[Judged], data: int, estimate: str) -> dict[str, float]:
+    """The judged seconds if gradients were reduced over the `data` slices of the batch once in a step, and not for each micro-batch.
+
+    A stage then waits for these reductions after the loss.
+    """
+    found = judged_seconds(rows, estimate)
+    waits = {
+        name: sum(one["exposed_s"] for one in row.judgement.traffic if one["group_size"] == data and one["kind"] == "all_reduce")
+        for row in rows
+        for name in row.alike
+        if name.startswith("backward")
+    }
+    once = max(waits.values(), default=0.0)
+    after = {name: seconds + once for name, seconds in found.items() if name.startswith("after0")}
+    return found | {name: found[name] - wait for name, wait in waits.items()} | after
+
+
+def peak_bytes(pipeline: PlannedPipeline, rows: Sequence[Judged]) -> int:
+    """The peak of the fullest stage: the planned one, and the most by which a compiled program of the stage exceeds its own plan."""
+    more = {name: row.judgement.peak_bytes - row.planned_bytes for row in rows for name in row.alike}
+    return max(own.peak_bytes + max(more[name] for name in own.live_bytes) for own in memory_of(pipeline))
