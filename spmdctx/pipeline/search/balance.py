@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from spmdctx.pipeline.stages.staging import Stages, Staging, scaled
 
 _ROUNDS = 3
@@ -14,20 +16,26 @@ _WORTH = 0.998
 """Other cuts are planned if their schedule is expected to take at most this part of the shortest one's time."""
 
 
-def balanced(staging: Staging) -> Stages:
+def balanced(staging: Staging, begun: tuple[int, ...] | None = None) -> Stages:
     """Returns the planned stages of the shortest schedule that a few rounds of planning and cutting find.
 
     The first cut goes by estimates for one device. Then each equation takes its chunk's planned seconds, as far as it has a share in them.
-    A cut that balances stages better may move more bytes, so cuts that are expected to make the schedule longer are not planned.
+    Cuts that balance stages better may move more bytes. So several are compared by the schedule that is expected of them, moves included,
+    and the best one is planned.
+
+    Args:
+        staging: plans cuts.
+        begun: cuts that another schedule of as many chunks has balanced; they are planned, and no others.
     """
-    best = found = staging.plan()
+    best = found = staging.plan(begun)
     tried = {found.places}
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS if begun is None else 0):
         if best.imbalance <= BALANCED:
             break
         seconds = scaled(staging.estimates, found.places, found.seconds)
-        places = staging.cut(seconds)
-        if places in tried or staging.expected_s(places, seconds, found) > _WORTH * best.simulation.makespan_s:
+        expected = [(staging.expected_s(places, seconds, found), places) for places in staging.proposals(seconds)]
+        expected_s, places = min(expected, default=(math.inf, found.places))
+        if places in tried or expected_s > _WORTH * best.simulation.makespan_s:
             break
         tried.add(places)
         found = staging.plan(places)

@@ -20,6 +20,38 @@ from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import bytes_text, counted, seconds_text
 
 
+class PipelinePlanner:
+    """Plans a step on a pipeline. Schedules and numbers of stages share what is alike: the cut loss, and the plans of equal programs.
+
+    Args:
+        step: the captured step.
+        settings: of any number of stages; they give the machine.
+        planner: plans a captured program on the devices of one stage.
+    """
+
+    def __init__(self, step: PipelinedStep, settings: Settings, planner: Planner) -> None:
+        self._loss = cut_loss(step, settings)
+        self._planner = AlikePlanner(planner)
+        self._begun: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def plan(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf) -> PlannedPipeline:
+        """Plans one number of stages and one schedule; see `plan_pipeline`."""
+        free = replace(settings, memory_bytes=None)
+        staging = Staging(self._loss, free, num_chunks, schedule_of, self._planner)
+        # Where another schedule of as many chunks has moved the cuts, that is where to begin.
+        known = (num_chunks, staging.settings.num_devices)
+        stages = balanced(staging, self._begun.get(known))
+        self._begun.setdefault(known, stages.places)
+        found = completed(staging, stages)
+        if settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel":
+            stages, found = _within(staging, stages, found, settings.memory_bytes)
+        found.notes += stacked_notes(found)
+        found.bound_s = _bound_s(staging, stages)
+        if found.bound_s:
+            found.notes.append(_certificate(found, found.bound_s))
+        return found
+
+
 def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> PlannedPipeline:
     """Plans a step on a pipeline.
 
@@ -34,17 +66,7 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
         InfeasibleError: a stage needs more than `memory_bytes`.
         UnsupportedError: the loss has too few equations, or what follows it mixes arrays of several stages.
     """
-    free = replace(settings, memory_bytes=None)
-    staging = Staging(cut_loss(step, settings), free, num_chunks, schedule_of, AlikePlanner(planner))
-    stages = balanced(staging)
-    found = completed(staging, stages)
-    if settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel":
-        stages, found = _within(staging, stages, found, settings.memory_bytes)
-    found.notes += stacked_notes(found)
-    found.bound_s = _bound_s(staging, stages)
-    if found.bound_s:
-        found.notes.append(_certificate(found, found.bound_s))
-    return found
+    return PipelinePlanner(step, settings, planner).plan(settings, num_chunks, schedule_of)
 
 
 def plan_as_decided(step: PipelinedStep, settings: Settings, plan: PipelineData, planner: Planner, where: str) -> PlannedPipeline:
