@@ -84,7 +84,7 @@ def test_a_loss_of_one_equation_has_no_two_stages():
     assert any("cannot be planned" in note for note in plan.notes)
 
 
-SLOW = replace(topology("h100"), devices_per_host=1, network_bytes_per_s=1e9, memory_bytes=240_000)
+SLOW = replace(topology("h100"), devices_per_host=1, network_bytes_per_s=3e8, memory_bytes=300_000)
 
 
 def chosen(**options):
