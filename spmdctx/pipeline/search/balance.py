@@ -16,20 +16,16 @@ _WORTH = 0.998
 """Other cuts are planned if their schedule is expected to take at most this part of the shortest one's time."""
 
 
-def balanced(staging: Staging, begun: tuple[int, ...] | None = None) -> Stages:
+def balanced(staging: Staging) -> Stages:
     """Returns the planned stages of the shortest schedule that a few rounds of planning and cutting find.
 
     The first cut goes by estimates for one device. Then each equation takes its chunk's planned seconds, as far as it has a share in them.
     Cuts that balance stages better may move more bytes. So several are compared by the schedule that is expected of them, moves included,
     and the best one is planned.
-
-    Args:
-        staging: plans cuts.
-        begun: cuts that another schedule of as many chunks has balanced; they are planned, and no others.
     """
-    best = found = staging.plan(begun)
+    best = found = staging.plan()
     tried = {found.places}
-    for _ in range(_ROUNDS if begun is None else 0):
+    for _ in range(_ROUNDS):
         if best.imbalance <= BALANCED:
             break
         seconds = scaled(staging.estimates, found.places, found.seconds)

@@ -27,6 +27,8 @@ _GPIPE = Scheduler("gpipe")
 _H1 = Scheduler("zero_bubble_h1")
 _INTERLEAVED = Scheduler("1f1b", 2)
 _V = Scheduler("zero_bubble_v")
+EVERY = (PLAIN, _GPIPE, _H1, _INTERLEAVED, _V)
+"""The schedules among which the choice is, in the order in which they are planned."""
 
 
 class Tried(NamedTuple):
@@ -64,7 +66,7 @@ def plan_schedules(
     if first is None or given is not None:
         return
     found = [first]
-    for scheduler in (_GPIPE, _H1, _INTERLEAVED, _V):
+    for scheduler in EVERY[1:]:
         name = f"{counted(num_stages, 'stage')} by {shown(scheduler)}"
         reason = _useless(scheduler, found, num_stages, num_micro)
         if first.candidate.memory_bytes > memory_bytes:

@@ -65,7 +65,7 @@ class CutLoss:
                 chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
             _check_state(loss, chunks)
             passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
-            known = self._divided[places] = Divided(own, chunks, passes)
+            known = self._divided[places] = Divided(own, chunks, passes, {})
         return known
 
     @cached_property
@@ -80,11 +80,15 @@ class CutLoss:
 
 
 class Divided(NamedTuple):
-    """A loss in chunks, with both passes of each. In `loss`, layers of stacked parameters are leaves of their own."""
+    """A loss in chunks, with both passes of each. In `loss`, layers of stacked parameters are leaves of their own.
+
+    `planned` has the plans of the chunks by what they are for: whether backward passes are in two parts, and the settings of a stage.
+    """
 
     loss: CutLoss
     chunks: list[Chunk]
     passes: list[Passes]
+    planned: dict[Any, list[PlannedChunk]]
 
 
 def cut_loss(step: PipelinedStep, settings: Settings) -> CutLoss:
@@ -203,8 +207,11 @@ class Staging:
     def plan(self, places: tuple[int, ...] | None = None) -> Stages:
         """Plans the chunks between some places, or between those of the estimated seconds."""
         places = self._first if places is None else places
-        own, chunks, passes = self.loss.divided(tuple(places))
-        planned = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes)
+        own, chunks, passes, known = self.loss.divided(tuple(places))
+        key = (self._splits, self.settings)
+        if key not in known:
+            known[key] = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes)
+        planned = known[key]
         # Other cuts are compared on the mesh that suits the first one.
         self.settings = replace(self.settings, mesh=planned[0].mesh)
         costs = [chunk.costs for chunk in planned]

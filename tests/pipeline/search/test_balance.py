@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from spmdctx.pipeline.search.balance import balanced
 
 
@@ -44,13 +42,6 @@ def test_a_move_that_costs_more_than_it_balances_is_not_planned():
     staging = Staging(HEAVY_END, [0.0] * 4 + [100.0] * 4, range(7))
     assert balanced(staging).places == (3,)
     assert staging.planned == [(3,)]
-
-
-@pytest.mark.parametrize("begun", [(2,), (4,)])
-def test_cuts_of_another_schedule_are_planned_as_they_are(begun):
-    staging = Staging(HEAVY_END, [0.0] * 8, range(7))
-    assert balanced(staging, begun).places == begun
-    assert staging.planned == [begun]
 
 
 def test_nothing_is_planned_twice_where_nothing_is_proposed():
