@@ -300,7 +300,15 @@ OPTIONS: tuple[Option, ...] = (
         PLANNED_MODES,
         "Chunks of the loss on each stage with pipeline_interleave. zero_bubble_v always has two.",
     ),
-    Option("auto_pipeline", "bool", values.boolean, False, "", _AUTO, "The search takes the best stage count from 1 to pipeline_stages."),
+    Option(
+        "auto_pipeline",
+        "bool",
+        values.boolean,
+        False,
+        "",
+        _AUTO,
+        "The search takes the best stage count from 1 to pipeline_stages, and the best schedule if none is set.",
+    ),
     Option(
         "grad_accumulation_step",
         "int",

@@ -9,6 +9,7 @@ import pytest
 import spmdctx
 from spmdctx.errors import InfeasibleError
 from spmdctx.machine.presets import topology
+from spmdctx.wording import seconds_text
 from tests.pipeline import losses
 from tests.step.pipelined import small
 
@@ -144,3 +145,20 @@ def test_checkpointed_layers_leave_no_use_for_zero_bubble():
     (note,) = [note for note in notes if note.startswith("Not planned")]
     assert "4 stages by zero_bubble_h1, since backward passes that a stage waits for give" in note
     assert "4 stages by interleaved 1f1b, since 6 micro-batches are no multiple of 4" in note
+
+
+def test_without_auto_pipeline_a_faster_schedule_is_suggested_as_an_estimate():
+    params, state = small.state_of(4, 64, tied=False)
+    args = params, state, small.batch_of(64, 64)
+
+    def suggestions(**options):
+        plan = small.parallel(4, device_num=4, topology=SLOW, **options).plan(*args)
+        return plan, [note for note in plan.notes if note.startswith("By an estimate, which is no plan")]
+
+    plan, (note,) = suggestions()
+    assert plan.simulation.schedule.name == "1f1b"
+    assert "4 stages by gpipe would take about" in note
+    other, none = suggestions(pipeline_config={"pipeline_scheduler": "gpipe"})
+    assert not none
+    assert seconds_text(other.step_s) in note
+    assert not suggestions(parallel_mode="semi_auto_parallel")[1]
