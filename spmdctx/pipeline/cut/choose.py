@@ -87,7 +87,7 @@ def _anywhere(count: int, num_chunks: int) -> Sequence[Range]:
 
 
 def even_cuts(
-    costs: Sequence[float], crossing: Sequence[float], num_chunks: int, ranges: Sequence[Range] | None = None
+    costs: Sequence[float], crossing: Sequence[float], num_chunks: int, ranges: Sequence[Range] | None = None, largest: float = math.inf
 ) -> list[tuple[int, ...]]:
     """Returns the cuts with the least largest chunk, for several limits on the bytes that cross any one cut.
 
@@ -98,6 +98,7 @@ def even_cuts(
         crossing: for each equation but the last, the bytes that cross a cut behind it.
         num_chunks: how many; each has an equation at least.
         ranges: where each cut may lie; anywhere if None.
+        largest: what the largest chunk may cost; without it, a small model whose moves are dear would lie in one chunk.
     """
     ranges = _anywhere(len(costs), num_chunks) if ranges is None else ranges
     ends = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
@@ -108,7 +109,7 @@ def even_cuts(
         allowed = np.flatnonzero(levels <= level)
         line = _Line(ends, bytes_behind, allowed[_thinned(ends[allowed + 1], bytes_behind[allowed])], ranges)
         least = line.solve(None)
-        if least is not None and len(allowed) >= num_chunks - 1:
+        if least is not None and least.largest <= largest:
             cuts = line.solve(least.largest * _EVEN)
             assert cuts is not None, "the cuts of the least largest chunk are within the limit"
             found[cuts.places] = None

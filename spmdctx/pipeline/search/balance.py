@@ -21,7 +21,7 @@ def balanced(staging: Staging) -> Stages:
 
     The first cut goes by estimates for one device. Then each equation takes its chunk's planned seconds, as far as it has a share in them.
     Cuts that balance stages better may move more bytes. So several are compared by the schedule that is expected of them, moves included,
-    and the best one is planned.
+    and the best one is planned. None of them makes the longest chunk longer.
     """
     best = found = staging.plan()
     tried = {found.places}
@@ -29,7 +29,7 @@ def balanced(staging: Staging) -> Stages:
         if best.imbalance <= BALANCED:
             break
         seconds = scaled(staging.estimates, found.places, found.seconds)
-        expected = [(staging.expected_s(places, seconds, found), places) for places in staging.proposals(seconds)]
+        expected = [(staging.expected_s(places, seconds, found), places) for places in staging.proposals(seconds, max(found.seconds))]
         expected_s, places = min(expected, default=(math.inf, found.places))
         if places in tried or expected_s > _WORTH * best.simulation.makespan_s:
             break

@@ -171,9 +171,14 @@ class Staging:
         sources = [eqn.source_info for eqn in line.eqns]
         return CutLine(seconds, line.crossing, stages.places, self._cuts(seconds).limit, lambda place: source_line(sources[place]))
 
-    def proposals(self, seconds: Sequence[float]) -> list[tuple[int, ...]]:
-        """Returns the most even cuts for several limits on the bytes that cross each of them, if equations take these seconds."""
-        return even_cuts(seconds, self.loss.line.crossing, self._num_chunks, self._ranges(seconds))
+    def proposals(self, seconds: Sequence[float], largest: float) -> list[tuple[int, ...]]:
+        """Returns the most even cuts for several limits on the bytes that cross each of them.
+
+        Args:
+            seconds: of each equation.
+            largest: the most seconds that a chunk may take.
+        """
+        return even_cuts(seconds, self.loss.line.crossing, self._num_chunks, self._ranges(seconds), largest)
 
     def _ranges(self, seconds: Sequence[float]) -> Sequence[Range] | None:
         return pinned_ranges(self.loss.line.eqns, dict(self.loss.marks), self._stage_of, seconds, self.loss.step.loss.where)

@@ -72,6 +72,12 @@ def test_even_cuts_are_those_of_exhaustive_enumeration_for_each_limit_on_bytes(s
             assert min(ours) <= least * 1.0021
 
 
+def test_even_cuts_are_never_less_even_than_asked():
+    crossing = [9.0, 9.0, 9.0, 9.0, 0.0]
+    assert set(even_cuts([1.0] * 6, crossing, 2)) == {(2,), (4,)}
+    assert even_cuts([1.0] * 6, crossing, 2, largest=4.0) == [(2,)]
+
+
 def test_there_are_no_more_chunks_than_equations():
     assert choose_cuts([1.0, 2.0], [1.0], 3) is None
 

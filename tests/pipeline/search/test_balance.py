@@ -22,7 +22,7 @@ class Staging:
         simulation = SimpleNamespace(makespan_s=self._makespan(places[0], self.real))
         return SimpleNamespace(places=places, seconds=seconds, imbalance=2 * max(seconds) / sum(seconds), simulation=simulation)
 
-    def proposals(self, seconds):
+    def proposals(self, seconds, largest):
         return [(place,) for place in self.proposed]
 
     def expected_s(self, places, seconds, known):
