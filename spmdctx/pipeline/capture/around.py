@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 
 from spmdctx.errors import UnsupportedError
+from spmdctx.pipeline.capture.conds import divided
 from spmdctx.pipeline.capture.marker import loss_p
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import variables
@@ -50,6 +51,7 @@ class Around:
 def around_of(closed: jexc.ClosedJaxpr) -> Around:
     """Splits the program of a pipelined step."""
     flat = inlined(closed)
+    flat = jexc.ClosedJaxpr(flat.jaxpr.replace(eqns=divided(flat.jaxpr.eqns)), flat.consts)
     (loss,) = (eqn for eqn in flat.jaxpr.eqns if eqn.primitive is loss_p)
     wanted, before = set(variables(loss.invars)), []
     for eqn in reversed(flat.jaxpr.eqns):

@@ -20,6 +20,7 @@ from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import Line, joined_scans, line_of
 from spmdctx.pipeline.cut.pins import marks_of, pinned_ranges, without_marks
 from spmdctx.pipeline.cut.reasons import CutLine
+from spmdctx.pipeline.cut.tangents import without_tangents
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
 from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
@@ -64,7 +65,8 @@ class CutLoss:
             if loss.is_marked:
                 chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
             _check_state(loss, chunks)
-            passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
+            still = without_tangents(line, loss.differentiated)
+            passes = [Passes(chunk, loss.differentiated, loss.value, still) for chunk in chunks]
             known = self._divided[places] = Divided(own, chunks, passes, {})
         return known
 
