@@ -83,10 +83,13 @@ def choice_notes(chosen: Candidate, choices: Choices, most: int, memory_bytes: i
     ]
     notes += [f"{name} cannot be planned: {reason}" for name, reason in choices.refused.items()]
     if choices.skipped:
-        names: dict[str, list[str]] = {}
+        names: dict[tuple[str, str], list[str]] = {}
         for name, reason in choices.skipped.items():
-            names.setdefault(reason, []).append(name)
-        notes.append("Not planned: " + "; ".join(f"{', '.join(own)}, since {reason}" for reason, own in names.items()) + ".")
+            stages, _, schedule = name.partition(" by ")
+            names.setdefault((stages, reason), []).append(schedule)
+        notes.append(
+            "Not planned: " + "; ".join(f"{stages} by {', '.join(own)}, since {why}" for (stages, why), own in names.items()) + "."
+        )
     fitting = [own for own in candidates if own.memory_bytes <= memory_bytes]
     return [*notes, *_slower_links(chosen, fitting), *_less_memory(chosen, candidates)]
 

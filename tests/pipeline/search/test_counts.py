@@ -41,3 +41,9 @@ def test_notes_say_what_would_flip_the_choice():
 
 def test_what_cannot_be_flipped_is_not_said():
     assert len(choice_notes(SMALL, Choices(EVERY, {}, {}), 4, 40)) == 1
+
+
+def test_what_is_not_planned_is_listed_by_its_reason():
+    skipped = {"2 stages by a": "x", "2 stages by b": "y", "2 stages by c": "x", "4 stages by a": "x"}
+    (note,) = [note for note in choice_notes(FAST, Choices(EVERY, {}, skipped), 4, 100) if note.startswith("Not planned")]
+    assert note == "Not planned: 2 stages by a, c, since x; 2 stages by b, since y; 4 stages by a, since x."
