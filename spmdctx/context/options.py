@@ -299,7 +299,7 @@ OPTIONS: tuple[Option, ...] = (
         PLANNED_MODES,
         "Chunks of the loss on each stage with pipeline_interleave. zero_bubble_v always has two.",
     ),
-    Option("auto_pipeline", "bool", values.boolean, False, "", _AUTO, "The search takes the best stage count from 1 to pipeline_stages."),
+    Option("auto_pipeline", "bool", values.boolean, False, "", _AUTO, "Chooses 1 to pipeline_stages stages, and the schedule if unset."),
     Option(
         "grad_accumulation_step",
         "int",

@@ -19,6 +19,9 @@ SLACK = 1.05
 BALANCED = 1.04
 """Fewer bytes are no reason to make the largest chunk larger than so many times the mean, if it need not be."""
 
+_EVEN = 1.002
+"""How much larger than necessary the largest chunk of even cuts may be."""
+
 _Floats = npt.NDArray[np.float64]
 
 
@@ -65,7 +68,7 @@ def choose_cuts(
     count = len(costs)
     if num_chunks > count:
         return None
-    ranges = ranges if ranges is not None else [Range(0, count - 2)] * (num_chunks - 1)
+    ranges = _anywhere(count, num_chunks) if ranges is None else ranges
     ends = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
     bytes_behind = np.asarray(crossing, np.float64)
     places = _places(ends, bytes_behind, ranges)
@@ -79,6 +82,40 @@ def choose_cuts(
     return found._replace(limit=limit)
 
 
+def _anywhere(count: int, num_chunks: int) -> Sequence[Range]:
+    return [Range(0, count - 2)] * (num_chunks - 1)
+
+
+def even_cuts(
+    costs: Sequence[float], crossing: Sequence[float], num_chunks: int, ranges: Sequence[Range] | None = None, largest: float = math.inf
+) -> list[tuple[int, ...]]:
+    """Returns the cuts with the least largest chunk, for several limits on the bytes that cross any one cut.
+
+    Limits are powers of 2, so that few cuts stand for all of the ways in which bytes can be paid for evenness.
+
+    Args:
+        costs: of each equation.
+        crossing: for each equation but the last, the bytes that cross a cut behind it.
+        num_chunks: how many; each has an equation at least.
+        ranges: where each cut may lie; anywhere if None.
+        largest: what the largest chunk may cost; without it, a small model whose moves are dear would lie in one chunk.
+    """
+    ranges = _anywhere(len(costs), num_chunks) if ranges is None else ranges
+    ends = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
+    bytes_behind = np.asarray(crossing, np.float64)
+    levels = np.exp2(np.ceil(np.log2(np.maximum(bytes_behind, 1.0))))
+    found: dict[tuple[int, ...], None] = {}
+    for level in np.unique(levels):
+        allowed = np.flatnonzero(levels <= level)
+        line = _Line(ends, bytes_behind, allowed[_thinned(ends[allowed + 1], bytes_behind[allowed])], ranges)
+        least = line.solve(None)
+        if least is not None and least.largest <= largest:
+            cuts = line.solve(least.largest * _EVEN)
+            assert cuts is not None, "the cuts of the least largest chunk are within the limit"
+            found[cuts.places] = None
+    return list(found)
+
+
 def limit_of(least: float, mean: float, slack: float = SLACK) -> float:
     """Returns how large the largest chunk may be, if it is `least` where it is as small as can be."""
     return max(least, min(least * slack, BALANCED * mean)) if least <= BALANCED * mean else least * slack
@@ -86,15 +123,22 @@ def limit_of(least: float, mean: float, slack: float = SLACK) -> float:
 
 def _places(ends: _Floats, crossing: _Floats, ranges: Sequence[Range]) -> npt.NDArray[np.int64]:
     """Returns the places that are tried: all of a short line, else the best one of each part."""
-    places = np.arange(len(crossing))
-    if len(places) <= _MOST_PLACES:
-        return places
-    parts = np.minimum((ends[1:-1] / max(ends[-1], 1e-300) * _MOST_PLACES).astype(np.int64), _MOST_PLACES - 1)
-    order = np.lexsort((places, crossing, parts))
-    chosen = order[np.concatenate([[True], np.diff(parts[order]) > 0])]
+    chosen = _thinned(ends[1:-1], crossing)
+    if len(chosen) == len(crossing):
+        return chosen
     # A narrow range may hold none of them.
     own = [one.first + int(np.argmin(crossing[one.first : one.last + 1])) for one in ranges if one.first <= one.last]
     return np.unique(np.concatenate([chosen, np.array(own, np.int64)]))
+
+
+def _thinned(ends: _Floats, crossing: _Floats) -> npt.NDArray[np.int64]:
+    """Returns which of some places are tried, by number: in each of many parts of equal cost the one that the fewest bytes cross."""
+    places = np.arange(len(crossing))
+    if len(places) <= _MOST_PLACES:
+        return places
+    parts = np.minimum((ends / max(ends[-1], 1e-300) * _MOST_PLACES).astype(np.int64), _MOST_PLACES - 1)
+    order = np.lexsort((places, crossing, parts))
+    return np.sort(order[np.concatenate([[True], np.diff(parts[order]) > 0])])
 
 
 class _Line:
@@ -135,14 +179,14 @@ class _Line:
     def _one_more(self, best: _Floats, allowed: npt.NDArray[np.int64], limit: float | None) -> tuple[_Floats, npt.NDArray[np.int64]]:
         """Returns the best costs with one chunk more, and where it begins."""
         found, way = np.full(len(best), np.inf), np.zeros(len(best), np.int64)
-        for end in allowed:
-            sizes = self._before[end] - self._before[:end]
-            if limit is None:
-                costs = np.maximum(best[:end], sizes)
-            else:
-                behind = self._crossing[self._places[end - 1]] if end < len(best) - 1 else 0.0
-                # Among cuts that as many whole bytes cross, the chunks are to be alike.
-                costs = np.where(sizes <= limit, best[:end] + (behind + 0.5 * (sizes / self._total) ** 2), np.inf)
-            way[end] = int(np.argmin(costs))
-            found[end] = costs[way[end]]
+        sizes = self._before[allowed, None] - self._before
+        if limit is None:
+            costs = np.maximum(best, sizes)
+        else:
+            # Among cuts that as many whole bytes cross, the chunks are to be alike.
+            behind = np.append(self._crossing[self._places], 0.0)[allowed - 1]
+            costs = np.where(sizes <= limit, best + (behind[:, None] + 0.5 * (sizes / self._total) ** 2), np.inf)
+        costs[np.arange(len(best)) >= allowed[:, None]] = np.inf
+        way[allowed] = np.argmin(costs, axis=1)
+        found[allowed] = costs[np.arange(len(allowed)), way[allowed]]
         return found, way

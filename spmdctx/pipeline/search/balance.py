@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from spmdctx.pipeline.stages.staging import Stages, Staging, scaled
 
 _ROUNDS = 3
@@ -18,7 +20,8 @@ def balanced(staging: Staging) -> Stages:
     """Returns the planned stages of the shortest schedule that a few rounds of planning and cutting find.
 
     The first cut goes by estimates for one device. Then each equation takes its chunk's planned seconds, as far as it has a share in them.
-    A cut that balances stages better may move more bytes, so cuts that are expected to make the schedule longer are not planned.
+    Cuts that balance stages better may move more bytes. So several are compared by the schedule that is expected of them, moves included,
+    and the best one is planned. None of them makes the longest chunk longer.
     """
     best = found = staging.plan()
     tried = {found.places}
@@ -26,8 +29,9 @@ def balanced(staging: Staging) -> Stages:
         if best.imbalance <= BALANCED:
             break
         seconds = scaled(staging.estimates, found.places, found.seconds)
-        places = staging.cut(seconds)
-        if places in tried or staging.expected_s(places, seconds, found) > _WORTH * best.simulation.makespan_s:
+        expected = [(staging.expected_s(places, seconds, found), places) for places in staging.proposals(seconds, max(found.seconds))]
+        expected_s, places = min(expected, default=(math.inf, found.places))
+        if places in tried or expected_s > _WORTH * best.simulation.makespan_s:
             break
         tried.add(places)
         found = staging.plan(places)

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spmdctx.errors import InfeasibleError
+from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.data import PipelineData
 from spmdctx.pipeline.search.balance import balanced
 from spmdctx.pipeline.search.bound import least_makespan_of_cuts_s
 from spmdctx.pipeline.search.stacked import stacked_notes
+from spmdctx.pipeline.search.suggestion import suggested
 from spmdctx.pipeline.stages.alike import AlikePlanner
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
 from spmdctx.pipeline.stages.plans import Planner
@@ -18,6 +20,43 @@ from spmdctx.pipeline.stages.staging import ScheduleOf, Stages, Staging, cut_los
 from spmdctx.pipeline.stages.whole import PlannedPipeline, completed
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import bytes_text, counted, seconds_text
+
+
+class PipelinePlanner:
+    """Plans a step on a pipeline. Schedules and numbers of stages share what is alike: the cut loss, and the plans of equal programs.
+
+    Args:
+        step: the captured step.
+        settings: of any number of stages; they give the machine.
+        planner: plans a captured program on the devices of one stage.
+    """
+
+    def __init__(self, step: PipelinedStep, settings: Settings, planner: Planner) -> None:
+        self._loss = cut_loss(step, settings)
+        self._planner = AlikePlanner(planner)
+        self._begun: dict[tuple[int, int], tuple[tuple[int, ...], LogicalMesh | None]] = {}
+
+    def plan(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf) -> PlannedPipeline:
+        """Plans one number of stages and one schedule; see `plan_pipeline`."""
+        free = replace(settings, memory_bytes=None)
+        staging = Staging(self._loss, free, num_chunks, schedule_of, self._planner)
+        # Another schedule of as many chunks has moved the cuts, and found a mesh.
+        known = (num_chunks, staging.settings.num_devices)
+        if known not in self._begun:
+            stages = balanced(staging)
+            self._begun[known] = stages.places, staging.settings.mesh
+        else:
+            places, mesh = self._begun[known]
+            staging.settings = replace(staging.settings, mesh=mesh)
+            stages = staging.plan(places)
+        found = completed(staging, stages)
+        if settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel":
+            stages, found = _within(staging, stages, found, settings.memory_bytes)
+        found.notes += stacked_notes(found)
+        found.bound_s = _bound_s(staging, stages)
+        if found.bound_s:
+            found.notes.append(_certificate(found, found.bound_s))
+        return found
 
 
 def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> PlannedPipeline:
@@ -34,16 +73,9 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
         InfeasibleError: a stage needs more than `memory_bytes`.
         UnsupportedError: the loss has too few equations, or what follows it mixes arrays of several stages.
     """
-    free = replace(settings, memory_bytes=None)
-    staging = Staging(cut_loss(step, settings), free, num_chunks, schedule_of, AlikePlanner(planner))
-    stages = balanced(staging)
-    found = completed(staging, stages)
-    if settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel":
-        stages, found = _within(staging, stages, found, settings.memory_bytes)
-    found.notes += stacked_notes(found)
-    found.bound_s = _bound_s(staging, stages)
-    if found.bound_s:
-        found.notes.append(_certificate(found, found.bound_s))
+    found = PipelinePlanner(step, settings, planner).plan(settings, num_chunks, schedule_of)
+    if settings.context.parallel_mode == "auto_parallel":
+        found.notes += suggested(found, settings.topology)
     return found
 
 

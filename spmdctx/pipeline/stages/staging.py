@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmdctx.errors import PlanMismatchError, UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.pipeline.capture.around import Around, around_of
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.capture.loss import PipelinedLoss
-from spmdctx.pipeline.cut.choose import Cuts, choose_cuts
+from spmdctx.pipeline.cut.choose import Cuts, Range, choose_cuts, even_cuts
 from spmdctx.pipeline.cut.chunks import Chunk, chunks_of
 from spmdctx.pipeline.cut.costs import Seconds, line_seconds
 from spmdctx.pipeline.cut.inline import inlined
@@ -50,6 +50,27 @@ class CutLoss:
     around: Around
     homes: Mapping[Any, int] = field(default_factory=dict)
     entries: Mapping[str, object] = field(default_factory=dict)
+    _divided: dict[tuple[int, ...], Divided] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def divided(self, places: tuple[int, ...]) -> Divided:
+        """Returns the loss in chunks, cut behind the equations `places`; schedules of as many chunks share them.
+
+        Raises:
+            UnsupportedError: several chunks share state that micro-batches change.
+        """
+        known = self._divided.get(places)
+        if known is None:
+            line, own_places = joined_scans(self.line, places)
+            line, loss, around, homes = sliced(line, self.step.loss, self.around)
+            own = replace(self, step=replace(self.step, loss=loss), line=line, around=around, homes=homes)
+            chunks = chunks_of(line, own_places, loss.carried, loss.differentiated)
+            if loss.is_marked:
+                chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
+            _check_state(loss, chunks)
+            still = without_tangents(line, loss.differentiated)
+            passes = [Passes(chunk, loss.differentiated, loss.value, still) for chunk in chunks]
+            known = self._divided[places] = Divided(own, chunks, passes, {})
+        return known
 
     @cached_property
     def leaves(self) -> list[LossLeaf]:
@@ -64,6 +85,18 @@ class CutLoss:
             )
             for path, var, operand in zip(loss.paths, around.loss.invars, loss.operands, strict=True)
         ]
+
+
+class Divided(NamedTuple):
+    """A loss in chunks, with both passes of each. In `loss`, layers of stacked parameters are leaves of their own.
+
+    `planned` has the plans of the chunks by what they are for: whether backward passes are in two parts, and the settings of a stage.
+    """
+
+    loss: CutLoss
+    chunks: list[Chunk]
+    passes: list[Passes]
+    planned: dict[Any, list[PlannedChunk]]
 
 
 def cut_loss(step: PipelinedStep, settings: Settings) -> CutLoss:
@@ -147,10 +180,21 @@ class Staging:
         sources = [eqn.source_info for eqn in line.eqns]
         return CutLine(seconds, line.crossing, stages.places, self._cuts(seconds).limit, lambda place: source_line(sources[place]))
 
+    def proposals(self, seconds: Sequence[float], largest: float) -> list[tuple[int, ...]]:
+        """Returns the most even cuts for several limits on the bytes that cross each of them.
+
+        Args:
+            seconds: of each equation.
+            largest: the most seconds that a chunk may take.
+        """
+        return even_cuts(seconds, self.loss.line.crossing, self._num_chunks, self._ranges(seconds), largest)
+
+    def _ranges(self, seconds: Sequence[float]) -> Sequence[Range] | None:
+        return pinned_ranges(self.loss.line.eqns, dict(self.loss.marks), self._stage_of, seconds, self.loss.step.loss.where)
+
     def _cuts(self, seconds: Sequence[float]) -> Cuts:
         line, where = self.loss.line, self.loss.step.loss.where
-        ranges = pinned_ranges(line.eqns, dict(self.loss.marks), self._stage_of, seconds, where)
-        found = choose_cuts(seconds, line.crossing, self._num_chunks, ranges)
+        found = choose_cuts(seconds, line.crossing, self._num_chunks, self._ranges(seconds))
         if found is None:
             raise UnsupportedError(
                 f"The loss has {len(line.eqns)} equations that can be cut, which is too few for {self._num_chunks} chunks.",
@@ -177,16 +221,11 @@ class Staging:
     def plan(self, places: tuple[int, ...] | None = None) -> Stages:
         """Plans the chunks between some places, or between those of the estimated seconds."""
         places = self._first if places is None else places
-        line, own_places = joined_scans(self.loss.line, places)
-        line, loss, around, homes = sliced(line, self.loss.step.loss, self.loss.around)
-        own = replace(self.loss, step=replace(self.loss.step, loss=loss), line=line, around=around, homes=homes)
-        chunks = chunks_of(line, own_places, loss.carried, loss.differentiated)
-        if loss.is_marked:
-            chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
-        _check_state(loss, chunks)
-        still = without_tangents(line, loss.differentiated)
-        passes = [Passes(chunk, loss.differentiated, loss.value, still) for chunk in chunks]
-        planned = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes)
+        own, chunks, passes, known = self.loss.divided(tuple(places))
+        key = (self._splits, self.settings)
+        if key not in known:
+            known[key] = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes)
+        planned = known[key]
         # Other cuts are compared on the mesh that suits the first one.
         self.settings = replace(self.settings, mesh=planned[0].mesh)
         costs = [chunk.costs for chunk in planned]

@@ -1,4 +1,4 @@
-"""Chooses the number of stages of a step: each count is planned, and 1 is the step without a pipeline."""
+"""Chooses the number of stages and the schedule of a step: each is planned, and 1 stage is the step without a pipeline."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from spmdctx.errors import ContextError, InfeasibleError, SpmdctxError, StrategyError, UnsupportedError
+from spmdctx.errors import InfeasibleError
 from spmdctx.gradients.capture import capture_step
 from spmdctx.pipeline.capture.carrier import PipelinedStep, capture_pipelined
-from spmdctx.pipeline.search.counts import Candidate, best_of, choice_notes, stage_counts
-from spmdctx.pipeline.stages.memory import memory_of
+from spmdctx.pipeline.schedule.named import Scheduler
+from spmdctx.pipeline.search.counts import Candidate, Choices, best_of, choice_notes, stage_counts
+from spmdctx.pipeline.search.plan import PipelinePlanner
+from spmdctx.pipeline.search.schedules import NOT_HERE, Tried, plan_schedules, reason_of, tried
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.entry import PipelinedEntry
+from spmdctx.step.pipelined.scheduler import scheduler_of, sets_schedule
+from spmdctx.step.planning.planner import plan_program
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.target import Target
 from spmdctx.trace.scope.environment import Environment
-
-_NOT_HERE = (ContextError, InfeasibleError, StrategyError, UnsupportedError)
-"""What rules a number of stages out, and not the step."""
+from spmdctx.wording import bytes_text, counted
 
 
 class PlannedEntry(Entry):
@@ -40,54 +42,100 @@ class PlannedEntry(Entry):
 def chosen_entry(target: Target, call: Call, static: Static, around: Environment, notes: Sequence[str]) -> Entry:
     """Plans a step on each number of stages from 1 to `pipeline_stages`, and returns the entry of the fastest one that fits.
 
+    Where the user sets no schedule, those that could be the fastest are planned, too.
+
     Raises:
         InfeasibleError: no number of stages fits.
         StrategyError: a loss that cannot be split.
     """
     settings = around.settings
-    most = settings.context.pipeline_stages
-    refused: dict[int, SpmdctxError] = {}
-    pipelines: dict[int, PipelinedEntry] = {}
+    most, room = settings.context.pipeline_stages, settings.memory_bytes or settings.topology.memory_bytes
+    alone = _of(around, 1)
+    captured = capture_step(target, call, static, alone.settings)
     try:
-        step: PipelinedStep | None = capture_pipelined(target, call, static, _of(around, 1).settings)
-    except _NOT_HERE as error:
-        step, refused[most] = None, error
-    for count in stage_counts(settings.num_devices, most, step.loss.num_micro if step is not None else 1):
-        if step is not None and count > 1:
-            entry = PipelinedEntry(step, _of(around, count), notes)
-            try:
-                entry.pipeline  # noqa: B018  # planned here, so that a count that does not fit is left out
-            except _NOT_HERE as error:
-                refused[count] = error
-                continue
-            pipelines[count] = entry
-    single = Entry(capture_step(target, call, static, _of(around, 1).settings), _of(around, 1), notes)
-    candidates = [_of_pipeline(count, entry.pipeline) for count, entry in pipelines.items()]
-    try:
-        cost = single.planned.plan.cost
-        candidates.append(Candidate(1, cost.total_s, cost.total_s - cost.compute_s, cost.memory_bytes))
-    except InfeasibleError as error:
-        if not candidates:
-            raise
-        refused[1] = error
-    room = settings.memory_bytes or settings.topology.memory_bytes
+        step: PipelinedStep | None = capture_pipelined(target, call, static, alone.settings)
+    except NOT_HERE as error:
+        step, reason = None, reason_of(error)
+    counts = stage_counts(settings.num_devices, most, step.loss.num_micro if step is not None else 1)
+    search = _Search(captured, step, around, notes)
+    if step is None:
+        search.choices.refused[counted(most, "stage")] = reason
+    for count in counts:
+        search.plan(count, room)
+    candidates = search.choices.candidates
+    if not candidates:
+        raise search.failed[0]
     chosen = best_of(candidates, room)
-    reasons = {count: str(error.args[0]).splitlines()[0] for count, error in refused.items()}
-    more = choice_notes(chosen, candidates, reasons, most, room)
-    if chosen.stages == 1:
-        return PlannedEntry(single.captured, single.environment, more, single.planned)
-    pipelines[chosen.stages].pipeline.notes.extend(more)
-    return pipelines[chosen.stages]
+    more = choice_notes(chosen, search.choices, most, room)
+    if settings.memory_bytes is None and any(own.memory_bytes > room for own in candidates):
+        more.append(f"What needs more than a device's {bytes_text(room)} was planned for speed: memory_bytes={room} plans all within it.")
+    return search.entry(chosen, more)
+
+
+class _Search:
+    """Plans a step on numbers of stages.
+
+    Args:
+        captured: the step without a pipeline.
+        step: the step whose loss is cut, or None if it cannot be.
+        around: what surrounds the step.
+        notes: on the step.
+    """
+
+    def __init__(self, captured: Captured, step: PipelinedStep | None, around: Environment, notes: Sequence[str]) -> None:
+        self._captured, self._step, self._around, self._notes = captured, step, around, notes
+        self._planner = PipelinePlanner(step, around.settings, plan_program) if step is not None else None
+        self._single: Entry | None = None
+        self._pipelines: dict[Candidate, PlannedPipeline] = {}
+        self.choices = Choices([], {}, {})
+        self.failed: list[InfeasibleError] = []
+
+    def plan(self, count: int, memory_bytes: int) -> None:
+        """Plans a number of stages, and adds what it finds to the choices."""
+        if count == 1:
+            self._plan_single()
+        elif self._step is not None:
+            context = self._around.settings.context
+            given = scheduler_of(context) if sets_schedule(context) else None
+            plan_schedules(self.choices, count, self._step.loss.num_micro, lambda own: self._tried(count, own), memory_bytes, given)
+
+    def entry(self, chosen: Candidate, notes: Sequence[str]) -> Entry:
+        """Returns the entry of a candidate, with notes on the choice."""
+        pipeline = self._pipelines.get(chosen)
+        if pipeline is None or self._step is None:
+            single = self._single
+            assert single is not None, "what is no pipeline was planned on one stage"
+            return PlannedEntry(single.captured, single.environment, notes, single.planned)
+        pipeline.notes.extend(notes)
+        return PipelinedEntry(self._step, _of(self._around, chosen.stages), self._notes, pipeline)
+
+    def _plan_single(self) -> None:
+        single = Entry(self._captured, _of(self._around, 1), self._notes)
+        try:
+            cost = single.planned.plan.cost
+        except InfeasibleError as error:
+            self.choices.refused["1 stage"] = reason_of(error)
+            self.failed.insert(0, error)
+            return
+        self._single = single
+        self.choices.candidates.append(Candidate(1, cost.total_s, cost.total_s - cost.compute_s, cost.memory_bytes))
+
+    def _tried(self, count: int, scheduler: Scheduler) -> Tried:
+        assert self._planner is not None, "only a step whose loss is cut has several stages"
+        settings = _of(self._around, count).settings
+        try:
+            found = self._planner.plan(
+                settings, scheduler.num_chunks(count), lambda costs, num_micro: scheduler.schedule(count, num_micro, costs)
+            )
+        except InfeasibleError as error:
+            self.failed.append(error)
+            raise
+        own = tried(found, settings.topology)
+        self._pipelines[own.candidate] = found
+        return own
 
 
 def _of(around: Environment, count: int) -> Environment:
     """Returns what surrounds a step on so many stages."""
     context = around.settings.context.with_checked({"pipeline_stages": count, "auto_pipeline": False})
     return replace(around, settings=replace(around.settings, context=context))
-
-
-def _of_pipeline(count: int, pipeline: PlannedPipeline) -> Candidate:
-    """Returns a planned pipeline as a candidate; the seconds in which it waits for links are as large a part as in its tasks."""
-    costs = [task.planned.plan.cost for chunk in pipeline.planned for task in chunk.tasks.values()]
-    waiting = sum(cost.total_s - cost.compute_s for cost in costs) / max(sum(cost.total_s for cost in costs), 1e-300)
-    return Candidate(count, pipeline.total_s, pipeline.total_s * waiting, max(own.peak_bytes for own in memory_of(pipeline)))

@@ -59,15 +59,19 @@ def _lies_at(leaf: Any, target: NamedSharding) -> bool:
 
 
 class PipelinedEntry(Entry):
-    """A captured step with the plan of its pipeline."""
+    """A captured step with the plan of its pipeline; `planned` gives it if it is there already."""
 
-    def __init__(self, step: PipelinedStep, environment: Environment, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, step: PipelinedStep, environment: Environment, notes: Sequence[str] = (), planned: PlannedPipeline | None = None
+    ) -> None:
         super().__init__(replace(step.captured, notes=(*step.captured.notes, *notes)), environment, notes)
-        self._step = step
+        self._step, self._given = step, planned
 
     @cached_property
     def pipeline(self) -> PlannedPipeline:
         """The planned programs of all stages."""
+        if self._given is not None:
+            return self._given
         settings = self.environment.settings
         saved = loaded_pipeline(self._step, settings)
         if saved is not None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from spmdctx.pipeline.cut.choose import BALANCED, SLACK, Range, choose_cuts
+from spmdctx.pipeline.cut.choose import BALANCED, SLACK, Range, choose_cuts, even_cuts
 
 
 def sizes(costs, places):
@@ -45,6 +45,37 @@ def test_cuts_are_those_of_exhaustive_enumeration(seed):
         assert max(sizes(costs, found.places)) == pytest.approx(found.largest)
         assert found.largest <= want[0] * SLACK * (1 + 1e-12)
         assert found.crossing == want[1] == sum(crossing[place] for place in found.places)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_even_cuts_are_those_of_exhaustive_enumeration_for_each_limit_on_bytes(seed):
+    draw = random.Random(seed)
+    count = draw.randint(2, 10)
+    num_chunks = draw.randint(1, min(count, 5))
+    costs = [draw.choice([0.0, 1.0, draw.uniform(0, 10)]) for _ in range(count)]
+    crossing = [float(2 ** draw.randint(0, 5)) for _ in range(count - 1)]
+    ranges = [Range(0, count - 2)] * (num_chunks - 1)
+    if draw.random() < 0.4:
+        ranges = [Range(first := draw.randint(0, count - 2), draw.randint(first, count - 2)) for _ in ranges]
+    every = [
+        places
+        for places in itertools.combinations(range(count - 1), num_chunks - 1)
+        if all(own.first <= place <= own.last for own, place in zip(ranges, places, strict=True))
+    ]
+    found = even_cuts(costs, crossing, num_chunks, ranges)
+    assert set(found) <= set(every)
+    for level in {crossing[place] for place in range(count - 1)}:
+        within = [places for places in every if all(crossing[place] <= level for place in places)]
+        if within:
+            least = min(max(sizes(costs, places)) for places in within)
+            ours = [max(sizes(costs, places)) for places in found if all(crossing[place] <= level for place in places)]
+            assert min(ours) <= least * 1.0021
+
+
+def test_even_cuts_are_never_less_even_than_asked():
+    crossing = [9.0, 9.0, 9.0, 9.0, 0.0]
+    assert set(even_cuts([1.0] * 6, crossing, 2)) == {(2,), (4,)}
+    assert even_cuts([1.0] * 6, crossing, 2, largest=4.0) == [(2,)]
 
 
 def test_there_are_no_more_chunks_than_equations():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdctx.pipeline.search.counts import Candidate, best_of, choice_notes, pareto, stage_counts
+from spmdctx.pipeline.search.counts import Candidate, Choices, best_of, choice_notes, pareto, stage_counts
 
 FAST, MIDDLE, SMALL = Candidate(1, 1.0, 0.4, 80), Candidate(2, 1.2, 0.2, 50), Candidate(4, 1.5, 0.1, 30)
 EVERY = [FAST, MIDDLE, SMALL]
@@ -31,13 +31,19 @@ def test_a_front_holds_what_no_other_beats():
 
 
 def test_notes_say_what_would_flip_the_choice():
-    notes = choice_notes(FAST, EVERY, {8: "too few equations"}, 8, 100)
+    notes = choice_notes(FAST, Choices(EVERY, {"8 stages": "too few equations"}, {}), 8, 100)
     assert notes[0].startswith("auto_pipeline chose 1 stage of at most 8")
     assert "8 stages cannot be planned: too few equations" in notes[1]
     # 1 + (k - 1) 0.4 = 1.2 + (k - 1) 0.2 at k = 2.
-    assert notes[2] == "With links about 2 times slower, 2 stages would be as fast as 1."
+    assert notes[2] == "With links about 2 times slower, 2 stages would be as fast as 1 stage."
     assert notes[3] == "On devices with less than 80 B, 2 stages would be chosen."
 
 
 def test_what_cannot_be_flipped_is_not_said():
-    assert len(choice_notes(SMALL, EVERY, {}, 4, 40)) == 1
+    assert len(choice_notes(SMALL, Choices(EVERY, {}, {}), 4, 40)) == 1
+
+
+def test_what_is_not_planned_is_listed_by_its_reason():
+    skipped = {"2 stages by a": "x", "2 stages by b": "y", "2 stages by c": "x", "4 stages by a": "x"}
+    (note,) = [note for note in choice_notes(FAST, Choices(EVERY, {}, skipped), 4, 100) if note.startswith("Not planned")]
+    assert note == "Not planned: 2 stages by a, c, since x; 2 stages by b, since y; 4 stages by a, since x."

@@ -9,7 +9,9 @@ import pytest
 import spmdctx
 from spmdctx.errors import InfeasibleError
 from spmdctx.machine.presets import topology
+from spmdctx.wording import seconds_text
 from tests.pipeline import losses
+from tests.step.pipelined import small
 
 
 def step(params, batch):
@@ -81,3 +83,82 @@ def test_a_loss_of_one_equation_has_no_two_stages():
     plan = run.plan(jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32))
     assert plan.logical_mesh.num_devices == 4
     assert any("cannot be planned" in note for note in plan.notes)
+
+
+SLOW = replace(topology("h100"), devices_per_host=1, network_bytes_per_s=3e8, memory_bytes=300_000)
+
+
+def chosen(**options):
+    """A small step of plain layers, which does not fit onto one stage."""
+    params, state = small.state_of(4, 64, tied=False)
+    run = small.parallel(4, device_num=4, topology=SLOW, auto_pipeline=True, **options)
+    return run, (params, state, small.batch_of(64, 64))
+
+
+def test_schedules_are_searched_too_and_what_is_chosen_computes_the_same():
+    run, args = chosen()
+    plan = run.plan(*args)
+    (note,) = [note for note in plan.notes if note.startswith("auto_pipeline chose 4 stages of at most 4, by ")]
+    name = plan.simulation.schedule.name
+    assert f"by {name}." in note
+    for other in ("1f1b", "zero_bubble_h1", "interleaved 1f1b", "zero_bubble_v"):
+        assert f"{other} " in note
+    assert name != "1f1b"
+    assert plan.memory_bytes <= SLOW.memory_bytes
+    want = jax.tree.leaves(jax.jit(small.step)(*args))
+    for own, other in zip(jax.tree.leaves(run(*args)), want, strict=True):
+        assert jnp.allclose(own, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"pipeline_config": {"pipeline_scheduler": "1f1b"}}, {"pipeline_config": {"pipeline_interleave": True}}]
+)
+def test_a_schedule_that_is_set_is_kept(options):
+    run, args = chosen(**options)
+    plan = run.plan(*args)
+    want = "interleaved 1f1b" if "pipeline_interleave" in options["pipeline_config"] else "1f1b"
+    assert plan.simulation.schedule.name == want
+    (note,) = [note for note in plan.notes if note.startswith("auto_pipeline chose 4 stages")]
+    assert "zero_bubble" not in note
+    assert not any(note.startswith("Not planned") for note in plan.notes)
+
+
+def test_checkpointed_layers_leave_no_use_for_zero_bubble():
+    def step_of(params, batch):
+        def loss(own, x):
+            for weight in own:
+                x = x + jax.checkpoint(lambda weight, x: jnp.tanh(jnp.tanh(x @ weight) @ weight.T))(weight, x)
+            return jnp.mean(x**2)
+
+        return spmdctx.value_and_grad(spmdctx.PipelineCell(loss, micro_size=6))(params, batch)
+
+    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
+    run = spmdctx.parallel(
+        step_of,
+        parallel_mode="auto_parallel",
+        device_num=4,
+        topology=replace(SLOW, memory_bytes=10**9),
+        pipeline_stages=4,
+        auto_pipeline=True,
+    )
+    notes = run.plan(params, jax.ShapeDtypeStruct((384, 64), jnp.float32)).notes
+    (note,) = [note for note in notes if note.startswith("Not planned")]
+    assert "4 stages by zero_bubble_h1, since backward passes that a stage waits for give" in note
+    assert "4 stages by interleaved 1f1b, since 6 micro-batches are no multiple of 4" in note
+
+
+def test_without_auto_pipeline_a_faster_schedule_is_suggested_as_an_estimate():
+    params, state = small.state_of(4, 64, tied=False)
+    args = params, state, small.batch_of(64, 64)
+
+    def suggestions(**options):
+        plan = small.parallel(4, device_num=4, topology=SLOW, **options).plan(*args)
+        return plan, [note for note in plan.notes if note.startswith("By an estimate, which is no plan")]
+
+    plan, (note,) = suggestions()
+    assert plan.simulation.schedule.name == "1f1b"
+    assert "4 stages by gpipe would take about" in note
+    other, none = suggestions(pipeline_config={"pipeline_scheduler": "gpipe"})
+    assert not none
+    assert seconds_text(other.step_s) in note
+    assert not suggestions(parallel_mode="semi_auto_parallel")[1]

@@ -1,0 +1,50 @@
+"""Cuts are moved where that is expected to make the schedule shorter, moves included."""
+
+from types import SimpleNamespace
+
+from spmdctx.pipeline.search.balance import balanced
+
+
+class Staging:
+    """Stands for the planner of stages: a line of equations, what a move costs behind each, and how plans differ from estimates."""
+
+    def __init__(self, real, moves, proposed):
+        self.estimates, self.real, self.moves, self.proposed = [1.0] * len(real), real, moves, proposed
+        self.planned = []
+
+    def _makespan(self, place, seconds):
+        return 8 * max(sum(seconds[: place + 1]), sum(seconds[place + 1 :])) + self.moves[place]
+
+    def plan(self, places=None):
+        places = places or (len(self.real) // 2 - 1,)
+        self.planned.append(places)
+        seconds = [sum(self.real[: places[0] + 1]), sum(self.real[places[0] + 1 :])]
+        simulation = SimpleNamespace(makespan_s=self._makespan(places[0], self.real))
+        return SimpleNamespace(places=places, seconds=seconds, imbalance=2 * max(seconds) / sum(seconds), simulation=simulation)
+
+    def proposals(self, seconds, largest):
+        return [(place,) for place in self.proposed]
+
+    def expected_s(self, places, seconds, known):
+        return self._makespan(places[0], seconds)
+
+
+HEAVY_END = [1.0] * 7 + [4.0]
+
+
+def test_cuts_move_to_where_planned_seconds_are_even():
+    staging = Staging(HEAVY_END, [0.0] * 8, range(7))
+    assert balanced(staging).places == (4,)
+    assert len(staging.planned) <= 4
+
+
+def test_a_move_that_costs_more_than_it_balances_is_not_planned():
+    staging = Staging(HEAVY_END, [0.0] * 4 + [100.0] * 4, range(7))
+    assert balanced(staging).places == (3,)
+    assert staging.planned == [(3,)]
+
+
+def test_nothing_is_planned_twice_where_nothing_is_proposed():
+    staging = Staging(HEAVY_END, [0.0] * 8, [])
+    assert balanced(staging).places == (3,)
+    assert staging.planned == [(3,)]

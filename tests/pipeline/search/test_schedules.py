@@ -1,0 +1,118 @@
+"""The choice among counts and schedules: as good as planning all of them, with few planned, and facts that leave others out."""
+
+import random
+
+import pytest
+
+from spmdctx.errors import InfeasibleError, UnsupportedError
+from spmdctx.pipeline.schedule.named import Scheduler
+from spmdctx.pipeline.schedule.simulate import simulate
+from spmdctx.pipeline.schedule.tasks import Costs, cost_of
+from spmdctx.pipeline.search.counts import Candidate, Choices, best_of
+from spmdctx.pipeline.search.schedules import Tried, plan_schedules, shown
+
+EVERY = [Scheduler("1f1b"), Scheduler("gpipe"), Scheduler("zero_bubble_h1"), Scheduler("1f1b", 2), Scheduler("zero_bubble_v")]
+
+
+class Model:
+    """A line of layers with seconds of their passes, and a network; stands for the planner of stages."""
+
+    def __init__(self, seed):
+        draw = random.Random(seed)
+        self.num_layers, self.parts = 2 * draw.choice([4, 8]), draw.random() < 0.5
+        self.num_micro = draw.choice([4, 6, 8, 12])
+        uneven, heavy = draw.choice([0.0, 0.2]), draw.choice([1.0, 2.0])
+        self.layers = []
+        for _ in range(self.num_layers):
+            forward, back = draw.uniform(1 - uneven, 1 + uneven), heavy * draw.uniform(0.9, 1.1)
+            self.layers.append(Costs(forward, 2 * back, back if self.parts else 2 * back, back if self.parts else 0.0))
+        self.hop = draw.choice([0.0, 0.1, 2.0])
+        # The step without a pipeline is sometimes faster than stages that never wait, and sometimes too large.
+        total = self.num_micro * sum(own.forward + own.backward for own in self.layers)
+        self.single = Candidate(1, total * draw.choice([0.1, 0.3, 0.6, 1.0]), 0.0, draw.choice([1, 10**6]))
+        self.room = draw.choice([10**5, 40, 12])
+        self.planned = []
+
+    def costs(self, num_chunks):
+        count = self.num_layers // num_chunks
+        parts = (self.layers[first : first + count] for first in range(0, self.num_layers, count))
+        return [Costs(*map(sum, zip(*own, strict=True))) for own in parts]
+
+    def tried(self, stages, scheduler):
+        self.planned.append((stages, scheduler))
+        costs = self.costs(scheduler.num_chunks(stages))
+
+        def simulated(own):
+            schedule = own.schedule(stages, self.num_micro, costs)
+            return simulate(schedule, cost_of(costs), lambda *_: self.hop)
+
+        found = simulated(scheduler)
+        size = 16 // scheduler.num_chunks(stages)
+        candidate = Candidate(stages, found.makespan_s, 0.0, size * max(found.in_flight), shown(scheduler))
+        return Tried(candidate, sum(found.busy_s) / stages, self.parts, lambda own: simulated(own).makespan_s)
+
+    def counts(self):
+        return [count for count in (2, 4) if count <= self.num_micro]
+
+    def can(self, stages, scheduler):
+        return scheduler != EVERY[3] or self.num_micro % stages == 0
+
+
+def choices_of(model):
+    """Returns what is planned of a model, beside its step without a pipeline."""
+    choices = Choices([model.single], {}, {})
+    for count in model.counts():
+        plan_schedules(choices, count, model.num_micro, lambda own, count=count: model.tried(count, own), model.room, None)
+    return choices
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_choice_is_that_of_planning_every_count_and_schedule(seed):
+    model = Model(seed)
+    choices = choices_of(model)
+    every = [model.single]
+    every += [model.tried(count, own).candidate for count in model.counts() for own in EVERY if model.can(count, own)]
+    found, want = best_of(choices.candidates, model.room), best_of(every, model.room)
+    assert (found.memory_bytes <= model.room) == (want.memory_bytes <= model.room)
+    if want.memory_bytes <= model.room:
+        assert found.seconds == pytest.approx(want.seconds, rel=1e-12)
+    assert not choices.refused
+
+
+def test_what_cannot_be_faster_is_not_planned():
+    every = planned = 0
+    for seed in range(50):
+        model = Model(seed)
+        choices = choices_of(model)
+        assert len(choices.skipped) + len(model.planned) == len(EVERY) * len(model.counts())
+        every += len(EVERY) * len(model.counts())
+        planned += len(model.planned)
+    assert planned < 0.6 * every
+
+
+def test_a_schedule_that_the_user_set_is_the_only_one():
+    model, choices, given = Model(0), Choices([], {}, {}), Scheduler("gpipe", 2)
+    plan_schedules(choices, 2, model.num_micro, lambda own: model.tried(2, own), 10**9, given)
+    assert model.planned == [(2, given)]
+    assert not choices.skipped
+
+
+def test_schedules_that_cannot_be_planned_are_refused_by_name():
+    model, choices = Model(1), Choices([], {}, {})
+    model.parts = True
+
+    def plan(own):
+        if own.num_chunks(2) > 2:
+            raise UnsupportedError("The loss has 3 equations.")
+        return model.tried(2, own)
+
+    plan_schedules(choices, 2, 8, plan, 10**9, None)
+    assert choices.refused == {f"2 stages by {shown(own)}": "The loss has 3 equations." for own in EVERY[3:]}
+    assert choices.candidates
+
+    def never(own):
+        raise InfeasibleError("Stage 0 is too large.")
+
+    choices = Choices([], {}, {})
+    plan_schedules(choices, 2, 8, never, 10**9, None)
+    assert choices == Choices([], {"2 stages": "Stage 0 is too large."}, {})
