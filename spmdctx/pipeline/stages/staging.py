@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,7 @@ from spmdctx.pipeline.stages.captured import LossLeaf
 from spmdctx.pipeline.stages.hops import hops_of
 from spmdctx.pipeline.stages.plans import ChunkPlanner, PlannedChunk, Planner
 from spmdctx.pipeline.stages.slices import sliced
+from spmdctx.pipeline.stages.stacks import Stack, StoredStack, stored
 from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.scope.settings import Settings
 
@@ -38,7 +39,7 @@ ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
 class CutLoss:
     """A captured step with the line on which its loss is cut, the estimated time of each equation there, and the stages of marked ones.
 
-    `around` is the step's program around the loss; `homes` gives for each stacked value in it the leaf of its first layers.
+    `around` is the step's program around the loss.
     """
 
     step: PipelinedStep
@@ -46,7 +47,6 @@ class CutLoss:
     seconds: tuple[Seconds, ...]
     marks: Mapping[int, int]
     around: Around
-    homes: Mapping[Any, int] = field(default_factory=dict)
 
     @cached_property
     def leaves(self) -> list[LossLeaf]:
@@ -70,7 +70,7 @@ def cut_loss(step: PipelinedStep, settings: Settings) -> CutLoss:
 class Stages:
     """A loss cut behind the equations `places`, with the plans of its chunks and its schedule.
 
-    In `loss`, layers of stacked parameters are leaves of their own.
+    In `loss`, layers of stacked parameters are leaves of their own; `stacks` says where these parameters and their gradients are kept.
     """
 
     places: tuple[int, ...]
@@ -79,6 +79,7 @@ class Stages:
     planned: list[PlannedChunk]
     schedule: Schedule
     simulation: Simulation
+    stacks: Sequence[StoredStack] = ()
 
     @property
     def seconds(self) -> list[float]:
@@ -170,21 +171,25 @@ class Staging:
         """Plans the chunks between some places, or between those of the estimated seconds."""
         places = self._first if places is None else places
         line, own_places = joined_scans(self.loss.line, places)
-        line, loss, around, homes = sliced(line, self.loss.step.loss, self.loss.around)
-        own = replace(self.loss, step=replace(self.loss.step, loss=loss), line=line, around=around, homes=homes)
+        line, loss, around, stacks = sliced(line, self.loss.step.loss, self.loss.around)
+        own = replace(self.loss, step=replace(self.loss.step, loss=loss), line=line, around=around)
         chunks = chunks_of(line, own_places, loss.carried)
         if loss.is_marked:
             chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
         _check_state(loss, chunks)
         passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
-        planned = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes)
+        kept = [stored(stack, [self._stage_reading(part.leaf, chunks) for part in stack.parts], max(self._stage_of) + 1) for stack in stacks]
+        planned = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes, _twins(stacks))
         # Other cuts are compared on the mesh that suits the first one.
         self.settings = replace(self.settings, mesh=planned[0].mesh)
         costs = [chunk.costs for chunk in planned]
         # The order of some schedules follows from the seconds of their tasks.
         schedule = self._schedule_of(costs, self._num_micro)
         simulation = simulate(schedule, cost_of(costs), hops_of(planned, schedule.stage_of, self.settings.topology))
-        return Stages(places, own, chunks, planned, schedule, simulation)
+        return Stages(places, own, chunks, planned, schedule, simulation, kept)
+
+    def _stage_reading(self, leaf: int, chunks: Sequence[Chunk]) -> int:
+        return next(self._stage_of[number] for number, chunk in enumerate(chunks) if leaf in chunk.leaves)
 
     def expected_s(self, places: Sequence[int], seconds: Sequence[float], known: Stages) -> float:
         """Returns the seconds of the schedule between other places, as far as planned stages tell.
@@ -216,6 +221,11 @@ class Staging:
     def _costs(self, part: Sequence[Seconds]) -> Costs:
         forward, backward = sum(one.forward for one in part), sum(one.backward for one in part)
         return Costs(forward, backward, backward / 2, backward / 2)
+
+
+def _twins(stacks: Sequence[Stack]) -> dict[int, int]:
+    """Returns for layers of a stack the first ones of it, by their numbers as leaves."""
+    return {part.leaf: stack.parts[0].leaf for stack in stacks for part in stack.parts[1:]}
 
 
 def _check_state(loss: PipelinedLoss, chunks: Sequence[Chunk]) -> None:

@@ -238,5 +238,5 @@ class PipelinedEntry(Entry):
         program: PipelineProgram = self.program.jitted
         counts = program.counts
         done = program.dry_counts() if counts is None else counts
-        built = Built(self.lower(leaves).compile(), program.meshes, done, counts is not None)
+        built = Built(self.lower(leaves).compile(), program.meshes, program.mesh, done, counts is not None)
         return audit_pipeline(self.pipeline, self._plan, built, lambda own: ways_of(value.dtype for value in own.graph.values))
