@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from spmdctx.cost.price.directives import Directives
@@ -97,7 +98,7 @@ class ChunkPlanner:
     def __init__(self, planner: Planner, settings: Settings, leaves: Sequence[LossLeaf], *, splits_backward: bool) -> None:
         self._planner, self._settings, self._leaves, self._splits = planner, settings, leaves, splits_backward
 
-    def plan(self, chunks: Sequence[Passes], twins: Mapping[int, int]) -> list[PlannedChunk]:
+    def plan(self, chunks: Sequence[Passes], twins: Mapping[int, int] = MappingProxyType({})) -> list[PlannedChunk]:
         """Returns the planned chunks. The mesh is that of the chunk in the middle, if none is decided.
 
         Args:

@@ -134,6 +134,19 @@ class Staging:
         """
         return self._cuts(seconds).places
 
+    def even_places(self) -> tuple[int, ...] | None:
+        """Returns the cuts that give all stages as many iterations of the longest scan; None if marks or its length do not allow that.
+
+        Several chunks of a stage never use what it keeps, which are neighbours.
+        """
+        line = self.loss.line
+        count, lengths = self._num_chunks, [eqn.params["length"] for eqn in line.scans]
+        if not lengths or max(lengths) % count or self.loss.marks or max(self._stage_of) + 1 < count:
+            return None
+        scan, share = lengths.index(max(lengths)), max(lengths) // count
+        place_of = {line.tag_of[id(eqn)]: place for place, eqn in enumerate(line.eqns)}
+        return tuple(place_of["scan", scan, share * number] for number in range(1, count))
+
     def cut_line(self, stages: Stages) -> CutLine:
         """Returns the line with the cuts of planned stages, and with the planned seconds of each chunk shared out by the estimates."""
         line, seconds = self.loss.line, scaled(self.estimates, stages.places, stages.seconds)
