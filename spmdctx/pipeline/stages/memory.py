@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from spmdctx.ir.mesh import LogicalMesh, local_shape
 from spmdctx.ir.sharding import TensorSharding
-from spmdctx.pipeline.cut.line import num_bytes
+from spmdctx.pipeline.capture.around import is_array
+from spmdctx.pipeline.cut.line import num_bytes, variables
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.tasks import Kind, Task
 from spmdctx.pipeline.stages.homes import homes_of
@@ -49,10 +50,9 @@ def memory_of(pipeline: PlannedPipeline) -> list[StageMemory]:
     for var, lies_on in _gradients(pipeline):
         for stage in lies_on:
             stages[stage].after += home.size(var)
-    for programs in pipeline.rounds:
-        for one in programs:
-            for stage in pipeline.stages_with(one.program.stage):
-                _run_after(one, home, stages[stage])
+    for one, gone in _last_reads(pipeline):
+        for stage in pipeline.stages_with(one.program.stage):
+            _run_after(one, gone, home, stages[stage])
     return [StageMemory(before, own.most_kept, own.live, own.peak) for before, own in zip(state, stages, strict=True)]
 
 
@@ -87,7 +87,7 @@ class _Home:
 
     def __init__(self, pipeline: PlannedPipeline) -> None:
         self._pipeline = pipeline
-        self.copied = {part.var for own in pipeline.stacks if not own.is_at_home for part in own.stack.parts}
+        self.copied = {part.var for own in pipeline.stacks for part in own.copied}
 
     def sharding(self, var: Any) -> TensorSharding:
         """Returns the sharding of a value on its stage."""
@@ -183,13 +183,24 @@ def _receive(reader: _Chunk, stage: _Stage, task: Task, slot: Slot) -> None:
         stage.kept += reader.size[slot]
 
 
-def _run_after(one: PlannedProgram, home: _Home, stage: _Stage) -> None:
-    """Runs a program after the loss: its results stay until the step ends, and reused operands are gone."""
+def _last_reads(pipeline: PlannedPipeline) -> Iterator[tuple[PlannedProgram, list[Any]]]:
+    """Gives each program after the loss, with the arrays made in the step that nothing reads behind it."""
+    programs = [one for own in pipeline.rounds for one in own]
+    body = pipeline.around.jaxpr.jaxpr
+    stay = {*variables(body.outvars), *body.invars}
+    last = {var: place for place, one in enumerate(programs) for var in one.program.inputs}
+    for place, one in enumerate(programs):
+        yield one, [var for var in one.program.inputs if last[var] == place and var not in stay and is_array(var)]
+
+
+def _run_after(one: PlannedProgram, gone: Sequence[Any], home: _Home, stage: _Stage) -> None:
+    """Runs a program after the loss: its results stay until nothing reads them any more, and reused operands are gone."""
     program = one.program
     operands = sum(home.size(var) for var in program.inputs)
     stage.runs(one.name, max(0, one.planned.plan.cost.memory_bytes - operands), is_after=True)
     stage.after += sum(home.size(var) for var in program.outputs)
     stage.state -= sum(home.size(program.inputs[place]) for place in one.donated)
+    stage.after -= sum(map(home.size, gone))
 
 
 def _local(var: Any, dims: TensorSharding, mesh: LogicalMesh) -> int:

@@ -78,6 +78,11 @@ class StoredStack:
         return self.is_spread and self.kept == self.used
 
     @property
+    def copied(self) -> list[Layers]:
+        """Returns the parts that are no rows which their stage keeps anyway."""
+        return [part for part, rows in zip(self.stack.parts, self.used, strict=True) if rows not in self.kept]
+
+    @property
     def pieces(self) -> list[Piece]:
         """The layers that go from one place to the other in a step: parameters to where they are used, gradients to where they are kept."""
         source, target = (self.used, self.kept) if self.stack.is_gradient else (self.kept, self.used)
