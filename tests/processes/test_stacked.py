@@ -35,18 +35,16 @@ def test_each_process_has_one_device_s_numbers_and_its_share_of_the_layers(job):
         assert chunks == "1" or int(sent) >= 2 * 2
 
 
-@pytest.mark.parametrize(("saved", "stages"), [("2_1", 4), ("4_1", 1), ("2_2", 2)])
-def test_a_checkpoint_is_restored_with_other_stages_or_none_and_goes_on(job, saved, stages):
+def test_a_checkpoint_is_restored_with_other_stages_or_none_and_goes_on(job):
     with jax.enable_x64(True):
-        states, batch = [], work_pipeline.batches(work_stacked.STEPS + 1)[-1]
-        for count in (stages, 1):
-            step = work_stacked.parallel(count)
+        batch, states, values = work_pipeline.batches(work_stacked.STEPS + 1)[-1], [], []
+        for stages in (4, 1):
+            step = work_stacked.parallel(stages)
             empty = step.init(work_stacked.create, jax.random.key(1), batch=batch)
-            with spmdctx.CheckpointManager(job[0] / saved) as checkpoints:
+            with spmdctx.CheckpointManager(job[0] / "2_1") as checkpoints:
                 state = checkpoints.restore({"state": empty}).state["state"]
             assert all(new.sharding == old.sharding for new, old in zip(jax.tree.leaves(state), jax.tree.leaves(empty), strict=True))
-            states.append((state, step))
-        bits = [[np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)] for state, _ in states]
-        assert bits[0] == bits[1]
-        values = [float(step(*state, batch)[-1]) for state, step in states]
-        assert values[0] == pytest.approx(values[1], abs=1e-12)
+            states.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)])
+            values.append(float(step(*state, batch)[-1]))
+    assert states[0] == states[1]
+    assert values[0] == pytest.approx(values[1], abs=1e-12)

@@ -10,7 +10,7 @@ from typing import Any
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh, replicated
-from spmdctx.ir.sharding import TensorSharding
+from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.pipeline.capture.around import SPREAD, Around, Placement, Program, is_array, needed, programs_of
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.cut.chunks import Chunk
@@ -179,11 +179,14 @@ def _plan_rounds(pipeline: PlannedPipeline, staging: Staging) -> None:
     for number, programs in enumerate(rounds):
         found = []
         for program in programs:
-            donated, is_spread = reused.by(number, program), program.stage == SPREAD
+            donated, by_all = reused.by(number, program), program.stage == SPREAD
             operands = [_operand(var, inputs, pipeline.placed, index in donated) for index, var in enumerate(program.inputs)]
             places = {var: index for index, var in enumerate(program.inputs)}
             outcomes = [_outcome(var, sources, places, pipeline.placed) for var in program.outputs]
-            name, settings = f"after{number}_{'all' if is_spread else program.stage}", settings_of[is_spread]
+            if by_all:
+                operands = [own._replace(layers=_layer_axes(pipeline, var)) for own, var in zip(operands, program.inputs, strict=True)]
+                outcomes = [own._replace(layers=_layer_axes(pipeline, var)) for own, var in zip(outcomes, program.outputs, strict=True)]
+            name, settings = f"after{number}_{'all' if by_all else program.stage}", settings_of[by_all]
             planned = staging.planner(captured_program(name, program.jaxpr, settings.mesh, operands, outcomes), settings)
             graph, values = planned.program.graph, planned.assignment.values
             for var, value in (*zip(program.inputs, graph.inputs, strict=True), *zip(program.outputs, graph.outputs, strict=True)):
@@ -191,6 +194,12 @@ def _plan_rounds(pipeline: PlannedPipeline, staging: Staging) -> None:
                     pipeline.placed.setdefault(var, values[value])
             found.append(PlannedProgram(program, planned, name, donated))
         pipeline.rounds.append(found)
+
+
+def _layer_axes(pipeline: PlannedPipeline, var: Any) -> AxisNames:
+    """Returns the axes that split a value which all stages share along its layers, if it has these."""
+    has_layers = is_array(var) and var.aval.shape[0] in {own.num_layers for own in pipeline.stacks if own.is_spread}
+    return pipeline.union.names[:1] if has_layers else ()
 
 
 class _Reused:
