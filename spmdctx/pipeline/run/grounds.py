@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.pipeline.cut.line import num_bytes
+from spmdctx.pipeline.programs.stacks import union_mesh
 from spmdctx.pipeline.programs.transfers import Moved, Route
 from spmdctx.pipeline.run.routes import Spot, is_here, join, move, split
 from spmdctx.pipeline.run.tape import Crossing, Tape
-from spmdctx.pipeline.stages.stacks import union_mesh
 from spmdctx.trace.specs import make_mesh, named_sharding
 
 

@@ -5,7 +5,7 @@ What a stage keeps and uses itself is never copied: its devices' parts of the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from spmdctx.ir.sharding import TensorSharding
+from spmdctx.pipeline.programs.stacks import Rows, StoredStack
 from spmdctx.pipeline.programs.transfers import Moved
 from spmdctx.pipeline.run.compiled import placed_types
 from spmdctx.pipeline.run.grounds import Grounds, Values, crossing
 from spmdctx.pipeline.run.lowered import Lowerable
 from spmdctx.pipeline.run.routes import Spot, is_here, join, move, split
 from spmdctx.pipeline.run.tape import Tape
-from spmdctx.pipeline.stages.stacks import Rows, StoredStack
 
 
 class Handed(NamedTuple):

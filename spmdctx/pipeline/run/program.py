@@ -163,7 +163,10 @@ class PipelineProgram:
     def _write_before(self, tape: Tape, values: Values, lowerable: dict[str, Lowerable]) -> None:
         for place, (inputs, outputs, closed) in before_of(self._pipeline).items():
             stages = self._pipeline.stages_with(place)
-            given = [values.over(var, stages, self._grounds.on(stages, self._dims(var))) if place == SPREAD else values.on(var, place) for var in inputs]
+            given = [
+                values.over(var, stages, self._grounds.on(stages, self._dims(var))) if place == SPREAD else values.on(var, place)
+                for var in inputs
+            ]
             made = [
                 Spot(("before", place, number), self._grounds.on(stages, self._dims(var)), var.aval) for number, var in enumerate(outputs)
             ]

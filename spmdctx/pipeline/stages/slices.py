@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from spmdctx.pipeline.capture.around import Around, is_array, needed
 from spmdctx.pipeline.capture.loss import PipelinedLoss
 from spmdctx.pipeline.cut.line import Line, variables
-from spmdctx.pipeline.stages.stacks import Layers, Stack
+from spmdctx.pipeline.programs.stacks import Layers, Stack
 from spmdctx.trace.build.jaxprs.equations import written
 
 _LAYER_BY_LAYER = frozenset({"convert_element_type", "copy", "neg", "reduce_precision"})

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 from spmdctx.errors import PlanMismatchError, UnsupportedError
 from spmdctx.ir.graph import Role
@@ -21,13 +20,13 @@ from spmdctx.pipeline.cut.line import Line, joined_scans, line_of
 from spmdctx.pipeline.cut.pins import marks_of, pinned_ranges, without_marks
 from spmdctx.pipeline.cut.reasons import CutLine
 from spmdctx.pipeline.programs.passes import Passes
+from spmdctx.pipeline.programs.stacks import Stack, StoredStack, stored
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
 from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
 from spmdctx.pipeline.stages.captured import LossLeaf
 from spmdctx.pipeline.stages.hops import hops_of
 from spmdctx.pipeline.stages.plans import ChunkPlanner, PlannedChunk, Planner
 from spmdctx.pipeline.stages.slices import sliced
-from spmdctx.pipeline.stages.stacks import Stack, StoredStack, stored
 from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.scope.settings import Settings
 
@@ -191,7 +190,9 @@ class Staging:
             chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
         _check_state(loss, chunks)
         passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
-        kept = [stored(stack, [self._stage_reading(part.leaf, chunks) for part in stack.parts], max(self._stage_of) + 1) for stack in stacks]
+        kept = [
+            stored(stack, [self._stage_reading(part.leaf, chunks) for part in stack.parts], max(self._stage_of) + 1) for stack in stacks
+        ]
         planned = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes, _twins(stacks))
         # Other cuts are compared on the mesh that suits the first one.
         self.settings = replace(self.settings, mesh=planned[0].mesh)

@@ -8,9 +8,9 @@ from typing import Any
 
 from spmdctx.pipeline.cut.line import num_bytes
 from spmdctx.pipeline.programs.slots import Holds, Slot
+from spmdctx.pipeline.programs.stacks import StoredStack
 from spmdctx.pipeline.programs.transfers import Moved, Route
 from spmdctx.pipeline.stages.homes import Homes, before_of, homes_of
-from spmdctx.pipeline.stages.stacks import StoredStack
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 
 

@@ -17,11 +17,11 @@ from spmdctx.pipeline.cut.chunks import Chunk
 from spmdctx.pipeline.cut.line import variables
 from spmdctx.pipeline.cut.reasons import CutLine
 from spmdctx.pipeline.programs.slots import Holds, Slot
+from spmdctx.pipeline.programs.stacks import StoredStack, together, union_mesh
 from spmdctx.pipeline.schedule.simulate import Simulation
 from spmdctx.pipeline.schedule.tasks import Schedule
 from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
 from spmdctx.pipeline.stages.plans import Planned, PlannedChunk
-from spmdctx.pipeline.stages.stacks import StoredStack, together, union_mesh
 from spmdctx.pipeline.stages.staging import Stages, Staging
 
 
@@ -155,7 +155,6 @@ def _place_leaves(pipeline: PlannedPipeline) -> None:
     for index, leaf in loss.gradient_of.items():
         pipeline.placed[around.loss.outvars[index]] = pipeline.planned[pipeline.readers(leaf)[0]].joint.shardings[Slot(Holds.SUM, leaf)]
 
-
     for own in pipeline.stacks:
         first = own.stack.parts[0].leaf
         slot = Slot(Holds.SUM if own.stack.is_gradient else Holds.LEAF, first)
@@ -249,7 +248,7 @@ def is_spread(pipeline: PlannedPipeline, var: Any) -> bool:
 
 
 def sharding_of(pipeline: PlannedPipeline, var: Any) -> TensorSharding:
-    """Returns how devices share a value around the loss: those of its stage, or, by `pipeline.union`, all.
+    """Returns how devices share a value around the loss: those of its stage, or, by the mesh `union`, all.
 
     Each device has scalars, and what nothing splits, whole.
     """
