@@ -90,8 +90,9 @@ def captured_program(
         for result, value in zip(results, built.graph.outputs, strict=True)
         if result.pin is not None and value != LITERAL and result.carried_from is None
     ]
-    named = (*zip(operands, built.graph.inputs, strict=True), *zip(results, built.graph.outputs, strict=True))
-    for (one, value), aval in zip(named, (*jaxpr.in_avals, *jaxpr.out_avals), strict=True):
+    named: list[tuple[Operand | Outcome, int, Any]] = [*zip(operands, built.graph.inputs, jaxpr.in_avals, strict=True)]
+    named += zip(results, built.graph.outputs, jaxpr.out_avals, strict=True)
+    for one, value, aval in named:
         if one.layers and one.pin is None and value != LITERAL:
             own.append(UserPin(value, axes, (one.layers, *[None] * (len(aval.shape) - 1))))
     return replace(captured, program=replace(built, user_pins=(*built.user_pins, *own)))

@@ -56,12 +56,12 @@ def memory_of(pipeline: PlannedPipeline) -> list[StageMemory]:
     return [StageMemory(before, own.most_kept, own.live, own.peak) for before, own in zip(state, stages, strict=True)]
 
 
-def _gradients(pipeline: PlannedPipeline) -> Iterator[tuple[Any, Sequence[int]]]:
+def _gradients(pipeline: PlannedPipeline) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """Gives the gradients that the step reads, with the stages that have them; layers are parts of what stacks them."""
     own = [one for one in pipeline.stacks if one.stack.is_gradient]
     parts = {part.var for one in own for part in one.stack.parts}
     for one in own:
-        yield one.stack.whole, [rows.stage for rows in one.kept]
+        yield one.stack.whole, tuple(rows.stage for rows in one.kept)
     for index, var in enumerate(pipeline.around.loss.outvars):
         if index in pipeline.step.loss.gradient_of and var not in parts:
             yield var, (stages_of(pipeline, var),)
