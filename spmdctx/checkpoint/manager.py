@@ -28,7 +28,7 @@ from spmdctx.checkpoint.parts.leaves import shared_leaves
 from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
 from spmdctx.errors import CheckpointError, listed, message, shown
-from spmdctx.plan.file import parse_plan, plan_json
+from spmdctx.plan.file import SavedPlan, parse_any_plan
 from spmdctx.plan.plan import Plan
 
 
@@ -105,7 +105,7 @@ class CheckpointManager:
             latest = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if latest is None else latest)))
         return None if latest is None or latest < 0 else int(latest)
 
-    def save(self, step: int, state: Any, *, data: Any = None, plan: Plan | None = None, force: bool = False) -> bool:
+    def save(self, step: int, state: Any, *, data: Any = None, plan: SavedPlan | None = None, force: bool = False) -> bool:
         """Begins to save; the state may change, or be donated, as soon as this returns. Waits for a save that still runs.
 
         Args:
@@ -114,7 +114,7 @@ class CheckpointManager:
                 its leaves the paths that they have in plans.
             data: the data position: JSON values and bytes, or an iterator with `get_state()` that gives them. Each process
                 saves its own.
-            plan: kept with the checkpoint.
+            plan: kept with the checkpoint; that of a pipeline, too.
             force: save at any step.
 
         Returns:
@@ -139,7 +139,7 @@ class CheckpointManager:
         arrays = _nested({path: to_stored(leaf, is_shared=own) for path, leaf, own in shared if forms[path].num_bytes})
         if not arrays:
             raise CheckpointError("The state holds nothing to save.", got=f"{len(forms)} leaves")
-        contents = {"step": step, "leaves": forms, "processes": jax.process_count(), "plan": None if plan is None else plan_json(plan)}
+        contents = {"step": step, "leaves": forms, "processes": jax.process_count(), "plan": None if plan is None else plan.to_json()}
         own = {"data": packed(data.get_state() if hasattr(data, "get_state") else data)}
         self.wait()
         if step in self.steps():
@@ -197,7 +197,7 @@ class CheckpointManager:
         restored = self._read(step, tree, shardings_by_path(shardings), contents)
         if data is not None and hasattr(data, "set_state"):
             data.set_state(position)
-        plan = None if contents["plan"] is None else parse_plan(contents["plan"], str(folder), Plan)
+        plan = None if contents["plan"] is None else parse_any_plan(contents["plan"], str(folder), Plan)
         self._pending = Pending(step, tree.returned, str(self.directory))
         return Restored(int(contents["step"]), restored, position, plan).waiting(self._pending)
 

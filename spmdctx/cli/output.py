@@ -22,6 +22,8 @@ from spmdctx.audit import AuditReport
 from spmdctx.errors import is_laid_out
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.mesh import format_sharding
+from spmdctx.pipeline.plan import PipelinePlan
+from spmdctx.pipeline.show.explanation import StageExplanation
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.diff import PlanDiff
 from spmdctx.plan.show.explanation import Explanation
@@ -95,8 +97,10 @@ class Output:
                 yield loss
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
+def plan_data(plan: Plan | PipelinePlan) -> dict[str, Any]:
     """Returns a plan as plain data, with what its table says."""
+    if isinstance(plan, PipelinePlan):
+        return plan.to_dict()
     return {
         "mesh": plan.mesh,
         "mode": plan.mode,
@@ -133,8 +137,10 @@ def diff_data(diff: PlanDiff) -> dict[str, Any]:
     return {"same": diff.same, **changes, "num_ops": diff.num_ops, "notes_added": diff.notes_added, "notes_removed": diff.notes_removed}
 
 
-def explain_data(explanation: Explanation) -> dict[str, Any]:
+def explain_data(explanation: Explanation | StageExplanation) -> dict[str, Any]:
     """Returns an explanation as plain data."""
+    if isinstance(explanation, StageExplanation):
+        return {"pattern": explanation.pattern, "stages": explanation.stages, "text": str(explanation).splitlines()}
     tensors = [
         {
             "paths": one.paths,

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from spmdctx.context import storage
-from spmdctx.context import values as values
+from spmdctx.context import storage, values
 from spmdctx.context.storage import Option
 from spmdctx.context.values import CommFusion, FusionEntry, ParallelOptimizerConfig, PipelineConfig, StrategyFiles
 from spmdctx.errors import ContextError, message, shown
@@ -366,6 +365,8 @@ ALGO_OPTIONS: tuple[Option, ...] = (
 
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 ALGO_BY_NAME: dict[str, Option] = {option.name: option for option in ALGO_OPTIONS}
+_HINTS = {key: f"it is a key of {option.name}" for option in OPTIONS for key in getattr(option.default, "_fields", ())}
+_HINTS |= dict.fromkeys(LATER_OPTIONS, "it belongs to MindSpore versions after 2.0")
 
 
 def find(key: Any, verb: str, table: Mapping[str, Option] = BY_NAME, also: Iterable[str] = ()) -> Option:
@@ -388,8 +389,7 @@ def find(key: Any, verb: str, table: Mapping[str, Option] = BY_NAME, also: Itera
         if table is ALGO_BY_NAME:
             fix = values.nearest(key, table) or f"the parameters are {', '.join(table)}"
             raise ContextError(f"{verb} algo parameter {shown(key)} is not recognized.", fix=fix)
-        later = "it belongs to MindSpore versions after 2.0" if key in LATER_OPTIONS else ""
-        fix = later or values.nearest(key, [*table, *also]) or "get_auto_parallel_context and docs/options.md list the options"
+        fix = _HINTS.get(key) or values.nearest(key, [*table, *also]) or "get_auto_parallel_context and docs/options.md list the options"
         raise ContextError(f"{verb} context keyword {shown(key)} is not recognized.", fix=fix)
     return option
 

@@ -12,6 +12,7 @@ from spmdctx.ir.sharding import TensorSharding
 from spmdctx.pipeline.cut.reasons import ChunkReason, CutReason
 from spmdctx.pipeline.programs.transfers import Moved
 from spmdctx.pipeline.schedule.simulate import Simulation
+from spmdctx.plan.data import Cost
 from spmdctx.plan.plan import Plan
 from spmdctx.wording import bytes_text
 
@@ -152,6 +153,20 @@ class PipelineData:
     def step_s(self) -> float:
         """Planned seconds of a step."""
         return self.simulation.makespan_s + self.after_s
+
+    @property
+    def cost(self) -> Cost:
+        """Seconds of a step and the planned peak; `compute_s` and `communication_s` are those of the stage that computes longest.
+
+        What `total_s` has beside them is waiting: for micro-batches, and for arrays that cross.
+        """
+        runs, rows = self.simulation.schedule.num_micro, []
+        for stage in self.stages:
+            costs = [*[(runs, own.cost) for own in stage.tasks.values()], *[(1, own.cost) for own in stage.after.values()]]
+            parts = ((count * own.compute_s, count * own.communication_s, count * own.hidden_communication_s) for count, own in costs)
+            rows.append(tuple(map(sum, zip(*parts, strict=True))))
+        compute_s, communication_s, hidden_s = max(rows)
+        return Cost(compute_s, communication_s, self.step_s, self.memory_bytes, hidden_s)
 
     @property
     def imbalance(self) -> float:

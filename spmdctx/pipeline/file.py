@@ -34,8 +34,13 @@ def write_pipeline(plan: PipelineData, path: str | os.PathLike[str]) -> None:
     Raises:
         FileError: the file cannot be written; a former one is as it was.
     """
+    write_file(path, pipeline_json(plan))
+
+
+def pipeline_json(plan: PipelineData) -> str:
+    """Returns the text of the plan's file."""
     body = _encode(plan)
-    write_file(path, _text({**body, "sha256": _checksum(body)}) + "\n")
+    return _text({**body, "sha256": _checksum(body)}) + "\n"
 
 
 def read_pipeline(path: str | os.PathLike[str], kind: type[AnyPipeline]) -> AnyPipeline:
@@ -50,6 +55,15 @@ def read_pipeline(path: str | os.PathLike[str], kind: type[AnyPipeline]) -> AnyP
         body = read_json_text(read_file(path))
     except ValueError as error:
         raise PlanFormatError("The file is no plan of a pipeline: it does not hold JSON text.", where=where, got=str(error)) from None
+    return pipeline_of(body, where, kind)
+
+
+def pipeline_of(body: Any, where: str, kind: type[AnyPipeline]) -> AnyPipeline:
+    """Returns the plan that a file's body holds; errors call the file `where`.
+
+    Raises:
+        PlanFormatError: it is no plan of a pipeline, is damaged, or has another format version.
+    """
     _check(body, where)
     try:
         return _decode(body, where, kind)

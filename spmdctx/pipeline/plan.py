@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import RenderableType
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.pipeline.data import PipelineData
-from spmdctx.pipeline.file import read_pipeline, write_pipeline
+from spmdctx.pipeline.file import FORMAT, pipeline_json, pipeline_of, read_pipeline, write_pipeline
 from spmdctx.pipeline.show.explanation import StageExplanation, explained
 from spmdctx.pipeline.show.page import pipeline_document, pipeline_page
+from spmdctx.pipeline.show.plain import plain_plan
 from spmdctx.pipeline.show.table import pipeline_table
 from spmdctx.pipeline.show.timeline import Timeline
 from spmdctx.plan.data import PlanData
+from spmdctx.plan.file import reads_format
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording.files import write_file
@@ -48,6 +50,10 @@ class PipelinePlan(PipelineData):
         """
         return explained(self, pattern)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what the tables say as plain data, in seconds and bytes."""
+        return plain_plan(self)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as one JSON file, and makes the file's folder; strategy_ckpt_load_file takes it.
 
@@ -55,6 +61,10 @@ class PipelinePlan(PipelineData):
             FileError: the file cannot be written; a former one is as it was.
         """
         write_pipeline(self, path)
+
+    def to_json(self) -> str:
+        """Returns the text of the plan's file."""
+        return pipeline_json(self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PipelinePlan:
@@ -82,3 +92,6 @@ class PipelinePlan(PipelineData):
 
     def __rich__(self) -> RenderableType:
         return pipeline_table(self)
+
+
+reads_format(FORMAT, lambda body, where: pipeline_of(body, where, PipelinePlan))

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from spmdctx.errors import PlanFormatError, shown
 from spmdctx.ir.collective import Cause, Collective
@@ -23,6 +23,22 @@ from spmdctx.wording.text_data import read_json_text
 FORMAT = "spmdctx plan"
 
 T = TypeVar("T")
+
+
+class SavedPlan(Protocol):
+    """A plan of any kind that a file can hold."""
+
+    def to_json(self) -> str:
+        """Returns the text of the plan's file."""
+
+
+_READERS: dict[str, Callable[[Any, str], Any]] = {}
+"""What reads the files of other kinds of plans, by their format: it takes the file's body, and how errors call the file."""
+
+
+def reads_format(name: str, reader: Callable[[Any, str], Any]) -> None:
+    """Has files of another format read by `reader`, which takes the file's body and how errors call the file."""
+    _READERS[name] = reader
 
 
 class _Table(Generic[T]):
@@ -60,14 +76,28 @@ def write_plan(plan: PlanData, path: str | os.PathLike[str]) -> None:
     write_file(path, plan_json(plan))
 
 
-def read_plan(path: str | os.PathLike[str], kind: type[AnyPlan]) -> AnyPlan:
-    """Reads a plan file as a plan of the class `kind`.
+def read_plan(path: str | os.PathLike[str], kind: type[AnyPlan]) -> Any:
+    """Reads a plan file, as a plan of the class `kind`, or of its own class if the file has another format.
 
     Raises:
         PlanFormatError: the file is no plan, is damaged, or has another format version.
         OSError: the file cannot be read.
     """
-    return _plan_of(_read(path), os.fspath(path), kind)
+    return _any_plan_of(_read(path), os.fspath(path), kind)
+
+
+def parse_any_plan(text: str | bytes, where: str, kind: type[AnyPlan]) -> Any:
+    """Reads a plan as `read_plan` does, from the text of its file, which errors call `where`.
+
+    Raises:
+        PlanFormatError: the text is no plan, is damaged, or has another format version.
+    """
+    return _any_plan_of(_parsed(lambda: text, where), where, kind)
+
+
+def _any_plan_of(body: Any, where: str, kind: type[AnyPlan]) -> Any:
+    reader = _READERS.get(body.get("format", "")) if isinstance(body, dict) else None
+    return _plan_of(body, where, kind) if reader is None else reader(body, where)
 
 
 def parse_plan(text: str | bytes, where: str, kind: type[AnyPlan]) -> AnyPlan:

@@ -12,7 +12,7 @@ from spmdctx.errors import ContextError, UnsupportedError, message, shown
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.diff import diff_plans
 from spmdctx.plan.explain import explain_plan
-from spmdctx.plan.file import read_plan, write_plan
+from spmdctx.plan.file import plan_json, read_plan, write_plan
 from spmdctx.plan.mindspore.file import write_mindspore
 from spmdctx.plan.pareto import Ask, Brief, Progress, plan_again
 from spmdctx.plan.show.diff import PlanDiff
@@ -60,13 +60,18 @@ class Plan(PlanData):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads what `save` wrote.
+        """Reads what `save` wrote; the plan of a pipeline comes back as a PipelinePlan.
 
         Raises:
             PlanFormatError: the file is no plan, is damaged, or has another format version.
             OSError: the file cannot be read.
         """
-        return read_plan(path, cls)
+        found: Plan = read_plan(path, cls)
+        return found
+
+    def to_json(self) -> str:
+        """Returns the text of the plan's file."""
+        return plan_json(self)
 
     def diff(self, other: Plan) -> PlanDiff:
         """Returns the changes from this plan to `other`."""

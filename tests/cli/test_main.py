@@ -311,3 +311,28 @@ def test_an_rtol_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]
         main(["verify", "--rtol", "-1"])
     assert exit_.value.code == 2
     assert "'-1' is no finite number from 0 on" in capsys.readouterr().err
+
+
+def test_every_command_takes_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--layers", "2", "--device-num", "4", "--pipeline-stages", "2", "--grad-accumulation-step", "2"]
+    options += ["--parallel-mode", "auto_parallel", "--batch-size", "8", "--seq", "16"]
+    code, data = _run(capsys, "train", *options, "--steps", "2", "--out", str(tmp_path / "out"))
+    assert code == 0
+    assert len(data["losses"]) == 2
+    assert data["audit"]["ok"]
+    assert data["verify"]["ok"]
+    assert [stage["chunks"] for stage in data["plan"]["stages"]] == [[0], [1]]
+    assert (tmp_path / "out" / "plan.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    saved, again = str(tmp_path / "out" / "plan.json"), str(tmp_path / "again.json")
+    code, plan = _run(capsys, "plan", *options, "--save", again)
+    assert code == 0
+    assert plan == json.loads(json.dumps(data["plan"]))
+    assert Path(again).read_bytes() == Path(saved).read_bytes()
+    code, told = _run(capsys, "explain", saved, "stage 1")
+    assert (code, told["stages"]) == (0, [1])
+    assert _run(capsys, "explain", saved, "stage 2")[0] == 1
+    assert Plan.load(saved) == Plan.load(again)
+    with CheckpointManager(tmp_path / "out" / "state") as checkpoints:
+        found = checkpoints.restore({"model": {"head": {"kernel": np.zeros((192, 768), np.float32)}}}, partial=True)
+    assert found.plan == Plan.load(saved)
+    assert found.state["model"]["head"]["kernel"].any()

@@ -147,6 +147,20 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(name, near):
 
 
 @pytest.mark.parametrize(
+    ("key", "option"),
+    [
+        ("gradient_accumulation_shard", "parallel_optimizer_config"),
+        ("pipeline_scheduler", "pipeline_config"),
+        ("allreduce", "comm_fusion"),
+        ("only_trainable_params", "strategy_ckpt_config"),
+    ],
+)
+def test_a_key_of_an_option_s_value_names_the_option(key, option):
+    with pytest.raises(ContextError, match=f"it is a key of {option}"):
+        context.set_auto_parallel_context(**{key: True})
+
+
+@pytest.mark.parametrize(
     ("name", "fix"), [("nope", "the parameters are fully_use_devices, .*algo_approxi_epsilon"), ("fully_use_device", "'fully_use_devices'")]
 )
 def test_unknown_algo_parameters_are_called_that(name, fix):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 
 from spmdctx.errors import UnsupportedError
+from spmdctx.pipeline.capture.conds import divided
 from spmdctx.pipeline.capture.marker import loss_p
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import variables
@@ -51,6 +52,7 @@ class Around:
 def around_of(closed: jexc.ClosedJaxpr) -> Around:
     """Splits the program of a pipelined step."""
     flat = inlined(closed)
+    flat = jexc.ClosedJaxpr(flat.jaxpr.replace(eqns=divided(flat.jaxpr.eqns)), flat.consts)
     (loss,) = (eqn for eqn in flat.jaxpr.eqns if eqn.primitive is loss_p)
     before = needed([eqn for eqn in flat.jaxpr.eqns if eqn is not loss], variables(loss.invars))
     early = set(map(id, before))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from spmdctx.pipeline.cut.line import Line, joined_scans, variables
+from spmdctx.pipeline.cut.line import Line, variables
 from spmdctx.pipeline.cut.regions import closed_regions
 
 
@@ -39,11 +39,10 @@ def chunks_of(line: Line, places: Sequence[int], carried: Mapping[int, int] = Ma
     keys, is computed by each chunk that reads the leaf.
 
     Args:
-        line: the line.
+        line: the line, each scan in as few parts as its cuts allow (`joined_scans`).
         places: the numbers of the last equations before the cuts.
         carried: for leaves that one micro-batch takes from the one before, the results that are their next values.
     """
-    line, places = joined_scans(line, places)
     bounds = [0, *(place + 1 for place in places), len(line.eqns)]
     made = {var: place for place, eqn in enumerate(line.eqns) for var in eqn.outvars}
     last_read: dict[Any, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 
 from spmdctx.gradients.reduce import is_low_precision
 from spmdctx.pipeline.cut.chunks import Chunk
+from spmdctx.pipeline.cut.tangents import has_cotangent
 from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram, slots
 from spmdctx.pipeline.schedule.tasks import Kind
 from spmdctx.trace.build.jaxprs.equations import struct_of
@@ -27,10 +28,11 @@ class Passes:
         chunk: the part of the loss.
         differentiated: the leaves by which the loss is differentiated.
         value: the number of the loss among its results; only its chunk has it.
+        still: values without tangents; where they enter or leave, they have no cotangents.
     """
 
-    def __init__(self, chunk: Chunk, differentiated: frozenset[int], value: int) -> None:
-        self._chunk, self._value = chunk, value
+    def __init__(self, chunk: Chunk, differentiated: frozenset[int], value: int, still: Container[Any]) -> None:
+        self._chunk, self._value, self._still = chunk, value, still
         body = chunk.program.jaxpr
         self._structs = [struct_of(var.aval) for var in body.invars]
         self._inputs = [*slots(Holds.LEAF, chunk.leaves), *slots(Holds.ENTERING, range(len(chunk.entering)))]
@@ -45,7 +47,11 @@ class Passes:
     def _is_differentiated(self, slot: Slot, differentiated: frozenset[int]) -> bool:
         if slot.holds is Holds.LEAF:
             return slot.number in differentiated
-        return _has_cotangent(self._chunk.entering[slot.number].aval)
+        return self._moves(self._chunk.entering[slot.number])
+
+    def _moves(self, var: Any) -> bool:
+        """Returns whether a value that crosses a cut has a cotangent."""
+        return has_cotangent(var.aval) and var not in self._still
 
     def _evaluate(self, operands: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
         """Runs the chunk on its operands, those by which it is differentiated given anew."""
@@ -68,9 +74,7 @@ class Passes:
     def _backward(self) -> TaskProgram:
         """Returns the program that pulls cotangents back, and adds gradients to their sums."""
         sums = slots(Holds.SUM, self.weights)
-        cotangents = [
-            slot for slot in self._outputs if slot.holds is Holds.LEAVING and _has_cotangent(self._chunk.leaving[slot.number].aval)
-        ]
+        cotangents = [slot for slot in self._outputs if slot.holds is Holds.LEAVING and self._moves(self._chunk.leaving[slot.number])]
         inputs = [*self._inputs, *sums, *slots(Holds.KEPT, range(len(self.kept))), *map(_of, cotangents)]
         structs = [
             *self._structs,
@@ -105,17 +109,13 @@ class Passes:
         given = iter(leaving)
         found: list[Any] = []
         for slot, aval in zip(self._outputs, self._chunk.program.out_avals, strict=True):
-            if not _has_cotangent(aval):
+            if not has_cotangent(aval):
                 found.append(np.zeros(aval.shape, jax.dtypes.float0))
-            elif slot.holds is Holds.LEAVING:
+            elif slot.holds is Holds.LEAVING and self._moves(self._chunk.leaving[slot.number]):
                 found.append(next(given))
             else:
-                found.append(jnp.full(aval.shape, float(slot.number == self._value), aval.dtype))
+                found.append(jnp.full(aval.shape, float(slot == Slot(Holds.RESULT, self._value)), aval.dtype))
         return found
-
-
-def _has_cotangent(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
 def _of(slot: Slot) -> Slot:

@@ -19,6 +19,7 @@ from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import Line, joined_scans, line_of
 from spmdctx.pipeline.cut.pins import marks_of, pinned_ranges, without_marks
 from spmdctx.pipeline.cut.reasons import CutLine
+from spmdctx.pipeline.cut.tangents import without_tangents
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.stacks import Stack, StoredStack, stored
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
@@ -189,10 +190,10 @@ class Staging:
         if loss.is_marked:
             chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
         _check_state(loss, chunks)
-        passes = [Passes(chunk, loss.differentiated, loss.value) for chunk in chunks]
-        kept = [
-            stored(stack, [self._stage_reading(part.leaf, chunks) for part in stack.parts], max(self._stage_of) + 1) for stack in stacks
-        ]
+        still = without_tangents(line, loss.differentiated)
+        passes = [Passes(chunk, loss.differentiated, loss.value, still) for chunk in chunks]
+        num_stages = max(self._stage_of) + 1
+        kept = [stored(stack, [self._stage_reading(part.leaf, chunks) for part in stack.parts], num_stages) for stack in stacks]
         planned = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes, _twins(stacks))
         # Other cuts are compared on the mesh that suits the first one.
         self.settings = replace(self.settings, mesh=planned[0].mesh)

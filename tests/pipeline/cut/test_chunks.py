@@ -14,12 +14,18 @@ from spmdctx.pipeline.cut.choose import choose_cuts
 from spmdctx.pipeline.cut.chunks import chunks_of
 from spmdctx.pipeline.cut.costs import line_seconds
 from spmdctx.pipeline.cut.inline import inlined
-from spmdctx.pipeline.cut.line import line_of
+from spmdctx.pipeline.cut.line import joined_scans, line_of
+from spmdctx.pipeline.cut.tangents import without_tangents
 from tests.pipeline import losses
 
 
 def cut(fn, params, batch, num_chunks):
     """The chunks of a loss of parameters and a batch, and its flat arguments."""
+    return cut_line(fn, params, batch, num_chunks)[:2]
+
+
+def cut_line(fn, params, batch, num_chunks):
+    """The chunks of a loss, its flat arguments, and the values of its line that have no tangents."""
     leaves = jax.tree.leaves((params, batch))
     closed = inlined(jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(jax.tree.structure((params, batch)), flat)))(*leaves))
     count = len(jax.tree.leaves(params))
@@ -27,7 +33,8 @@ def cut(fn, params, batch, num_chunks):
     seconds = line_seconds(line, topology("tpu-v5p"))
     found = choose_cuts([sum(one) for one in seconds], line.crossing, num_chunks)
     assert found is not None
-    return chunks_of(line, found.places), leaves
+    line, places = joined_scans(line, found.places)
+    return chunks_of(line, places), leaves, without_tangents(line, range(count))
 
 
 def run(chunks, leaves):
@@ -144,7 +151,7 @@ def test_thousands_of_equations_are_cut_into_even_chunks(remat):
     line = line_of(inlined(closed), [index < len(leaves) - 2 for index in range(len(leaves))])
     seconds = [sum(one) for one in line_seconds(line, topology("tpu-v5p"))]
     found = choose_cuts(seconds, line.crossing, 8)
-    chunks = chunks_of(line, found.places)
+    chunks = chunks_of(*joined_scans(line, found.places))
     assert len(line.eqns) > 4000
     assert found.largest * 8 / sum(seconds) <= 1.04
     assert [len(chunk.leaving) for chunk in chunks] == [1] * 7 + [0]

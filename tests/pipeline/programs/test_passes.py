@@ -12,7 +12,7 @@ from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.programs.split import split_backward
 from tests.pipeline import losses
-from tests.pipeline.cut.test_chunks import cut
+from tests.pipeline.cut.test_chunks import cut_line
 
 
 def call(program, held):
@@ -20,11 +20,16 @@ def call(program, held):
     held.update(zip(program.outputs, made, strict=True))
 
 
+def passes_of(fn, params, batch, num_chunks):
+    """The chunks of a loss, its flat arguments, and the passes of each chunk."""
+    chunks, leaves, still = cut_line(fn, params, batch, num_chunks)
+    differentiated = frozenset(range(len(jax.tree.leaves(params))))
+    return chunks, leaves, [Passes(chunk, differentiated, 0, still) for chunk in chunks]
+
+
 def gradient_of(fn, params, batch, num_chunks, *, split):
     """The loss and its gradient by leaf, computed by the passes of chunks."""
-    chunks, leaves = cut(fn, params, batch, num_chunks)
-    differentiated = frozenset(range(len(jax.tree.leaves(params))))
-    passes = [Passes(chunk, differentiated, 0) for chunk in chunks]
+    chunks, leaves, passes = passes_of(fn, params, batch, num_chunks)
     held = [{Slot(Holds.LEAF, index): leaves[index] for index in chunk.leaves} for chunk in chunks]
     for number, own in enumerate(passes):
         call(own.forward, held[number])
@@ -78,17 +83,48 @@ def test_whole_numbers_cross_without_a_cotangent():
 
 def test_a_checkpointed_chunk_keeps_its_input_alone():
     params, batch = losses.decoder(jax.random.key(0), 8, tied=False), losses.batch(jax.random.key(1), 4)
-    kept = [len(Passes(chunk, frozenset(range(100)), 0).kept) for chunk in cut(partial(losses.loss, remat=True), params, batch, 4)[0]]
-    plain = [len(Passes(chunk, frozenset(range(100)), 0).kept) for chunk in cut(losses.loss, params, batch, 4)[0]]
+    kept = [len(own.kept) for own in passes_of(partial(losses.loss, remat=True), params, batch, 4)[2]]
+    plain = [len(own.kept) for own in passes_of(losses.loss, params, batch, 4)[2]]
     assert kept[1] <= 2
     assert plain[1] > 10
 
 
 def test_the_parts_of_a_backward_pass_compute_nothing_twice():
     params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 4)
-    chunk = cut(losses.loss, params, batch, 4)[0][1]
-    backward = Passes(chunk, frozenset(range(100)), 0).backward
+    backward = passes_of(losses.loss, params, batch, 4)[2][1].backward
     first, second = split_backward(backward)
     products = [sum(eqn.primitive.name == "dot_general" for eqn in one.jaxpr.jaxpr.eqns) for one in (first, second)]
     assert products[0] >= products[1] > 0
     assert not {id(eqn) for eqn in first.jaxpr.jaxpr.eqns} & {id(eqn) for eqn in second.jaxpr.jaxpr.eqns}
+
+
+def halted(x):
+    return jax.lax.while_loop(lambda own: jnp.sum(own) < 4.0, lambda own: own * 1.5 + 0.1, jax.lax.stop_gradient(jnp.abs(x)))
+
+
+def answered(x):
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x), vmap_method="sequential")
+
+
+def chosen(x):
+    return jax.nn.one_hot(jnp.argmax(x, -1), x.shape[-1], dtype=x.dtype)
+
+
+@pytest.mark.parametrize("num_chunks", [2, 3, 5])
+@pytest.mark.parametrize("still", [halted, answered, chosen])
+def test_no_cotangent_is_sent_for_what_has_no_tangent(still, num_chunks):
+    """What follows a stop_gradient may have no derivative, wherever the cut lies."""
+
+    def fn(params, batch):
+        x = batch
+        for own in params:
+            x = jnp.tanh(x @ own) * still(x)
+        return jnp.mean(x * x)
+
+    with jax.enable_x64(True):
+        params, batch = [0.5 * jax.random.normal(jax.random.key(one), (8, 8)) for one in range(5)], jnp.ones((4, 8)) / 3
+        value, gradient = gradient_of(fn, params, batch, num_chunks, split=False)
+        want, wanted = jax.jit(jax.value_and_grad(fn))(params, batch)
+    assert float(value) == pytest.approx(float(want), abs=1e-12)
+    for one, other in zip(gradient, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)

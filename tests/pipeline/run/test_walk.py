@@ -25,7 +25,7 @@ from spmdctx.pipeline.stages.plans import ChunkPlanner
 from spmdctx.step.planning.planner import plan_program
 from spmdctx.trace.scope.settings import Settings
 from tests.pipeline import losses
-from tests.pipeline.cut.test_chunks import cut
+from tests.pipeline.cut.test_chunks import cut_line
 from tests.pipeline.schedule.theory import in_flight_of
 
 EVEN = Costs(1.0, 2.0, 1.0, 1.0)
@@ -42,10 +42,10 @@ def walked(fn, params, batch, schedule, mode):
     """Runs a loss by a schedule; returns the mean loss, the mean gradients by leaf, and the walk's counts."""
     num_micro, stages = schedule.num_micro, schedule.num_stages
     parts = [jax.tree.map(lambda leaf, micro=micro: leaf[micro::num_micro], batch) for micro in range(num_micro)]
-    chunks, leaves = cut(fn, params, parts[0], schedule.num_chunks)
+    chunks, leaves, still = cut_line(fn, params, parts[0], schedule.num_chunks)
     count = len(jax.tree.leaves(params))
     names = [LossLeaf(f"leaf{index}", Role.PARAMETER if index < count else Role.BATCH) for index in range(len(leaves))]
-    passes = [Passes(chunk, frozenset(range(count)), 0) for chunk in chunks]
+    passes = [Passes(chunk, frozenset(range(count)), 0, still) for chunk in chunks]
     context = current_context().with_checked({"parallel_mode": mode, "device_num": 8 // stages})
     settings = Settings(context, 8 // stages, None, topology("tpu-v5p"))
     planned = ChunkPlanner(plan_program, settings, names, splits_backward=schedule.splits_backward).plan(passes)

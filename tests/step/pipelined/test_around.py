@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 
 import spmdctx
 from tests.processes import work_pipeline as work
+from tests.step.pipelined import small
 
 TABLE = np.linspace(0.5, 1.5, work.WIDTH)
 
@@ -43,3 +46,27 @@ def test_values_before_the_loss_are_computed_on_each_stage():
         assert parallel.verify(*args).ok
         again = parallel(got[0], parallel.shard_batch(batch), *args[2:])
         np.testing.assert_allclose(again[1], jax.jit(step)(want[0], *args[1:])[1], atol=1e-12)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_an_optimizer_in_a_conditional_runs_on_each_stage(stages, is_pair):
+    """The second step overflows, or slow parameters follow fast ones."""
+    optimizer = optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5) if is_pair else optax.apply_if_finite(optax.adam(0.1), 2)
+
+    def fn(params, state, batch):
+        fast = params.fast if is_pair else params
+        value, gradient = spmdctx.value_and_grad(small.loss)(fast, batch)
+        update, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, update), state, value
+
+    with jax.enable_x64(True):
+        params, batch = jax.tree.map(lambda leaf: leaf.astype(float), small.state_of(4, tied=False)[0]), small.batch_of()
+        params = optax.LookaheadParams.init_synced(params) if is_pair else params
+        args = other = (params, optimizer.init(params))
+        parallel = spmdctx.parallel(fn, parallel_mode="auto_parallel", pipeline_stages=stages, grad_accumulation_step=4)
+        for size in (1.0, 2.0 if is_pair else float("nan"), 1.0):
+            given = {"x": batch["x"] * size, "y": batch["y"]}
+            args, other = parallel(*args, given)[:2], jax.jit(fn)(*other, given)[:2]
+        for got, want in zip(jax.tree.leaves(args), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-12, rtol=1e-12)
