@@ -28,7 +28,7 @@ def layers_on_devices(leaves):
 
 def apart(one, other):
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return max(float(np.abs(np.asarray(own) - np.asarray(wanted)).max()) for own, wanted in pairs if own.dtype != jax.dtypes.float0)
+    return max(float(np.abs(1.0 * np.asarray(own) - np.asarray(wanted)).max()) for own, wanted in pairs)
 
 
 def sent(plan):
@@ -46,8 +46,8 @@ def compared(step, plain, state, batch):
     return got, max(worst, apart(got, want))
 
 
-@pytest.mark.parametrize(("flavour", "stages"), [("pytree", 4), ("linen", 2), ("nnx", 4)])
-def test_every_flavour_has_one_device_s_numbers_and_a_share_of_the_state(monkeypatch, flavour, stages):
+@pytest.mark.parametrize(("flavour", "stages"), [("linen", 2), ("nnx", 4)])
+def test_modules_have_one_device_s_numbers_and_a_share_of_the_state(monkeypatch, flavour, stages):
     monkeypatch.setattr(models, "SCANNED", LAYERS)
     with jax.enable_x64(True):
         case, other = (models.case(flavour, "scanned", 1) for _ in range(2))
