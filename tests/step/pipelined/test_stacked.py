@@ -147,3 +147,13 @@ def test_a_saved_plan_of_stacked_layers_runs_and_lowers(tmp_path):
     stacked = next(leaf for leaf in plan.inputs if "layers" in leaf.path)
     assert stacked.sharding[0] == ("stage",)
     assert any(leaf.startswith("params/layers[0:") for leaf in plan.chunk_reasons[0].leaves)
+
+
+def test_a_scan_that_no_stage_holds_whole_is_planned_within_memory():
+    state = jax.eval_shape(lambda: small.state_of(16, 128, stacked=True, tied=False))
+    whole = sum(leaf.size * 4 for leaf in stacked_in(state, 16))
+    step = small.parallel(4, device_num=4, topology="cpu", memory_bytes=whole, donate_argnums=(0, 1))
+    plan = step.plan(*state, jax.eval_shape(lambda: small.batch_of(16, 128)))
+    # Each stage has a quarter of the parameters and moments, of the sums of gradients, and of the gradients.
+    assert plan.memory_bytes <= whole
+    assert max(stage.state_bytes for stage in plan.stages) <= 0.5 * whole
