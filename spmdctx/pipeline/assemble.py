@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import replicated
+from spmdctx.pipeline.capture.around import SPREAD
 from spmdctx.pipeline.data import StagedTensor, StagePlan, Transfer
 from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.schedule.bounds import bubble_of
@@ -44,14 +45,16 @@ def assembled(pipeline: PlannedPipeline, mode: str, topology: str, notes: Iterab
 def _notes(pipeline: PlannedPipeline) -> Iterator[str]:
     """Returns what the plans of all programs say, each once for each stage, and what has no plan."""
     if before := before_of(pipeline):
-        stages = f"stage{'s' if len(before) > 1 else ''} {', '.join(map(str, before))}"
+        own = sorted({stage for place in before for stage in pipeline.stages_with(place)})
+        stages = f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}"
         yield f"What the step computes before its loss has no plan: XLA splits it on {stages}, where it is read."
     for number, chunk in enumerate(pipeline.planned):
         for task in chunk.tasks.values():
             yield from (f"Stage {pipeline.stage_of_chunk(number)}: {note}" for note in task.planned.plan.notes)
     for programs in pipeline.rounds:
         for one in programs:
-            yield from (f"Stage {one.program.stage}: {note}" for note in one.planned.plan.notes)
+            place = "All stages" if one.program.stage == SPREAD else f"Stage {one.program.stage}"
+            yield from (f"{place}: {note}" for note in one.planned.plan.notes)
 
 
 def _inputs(pipeline: PlannedPipeline) -> Iterator[StagedTensor]:
@@ -79,10 +82,11 @@ def _stage(pipeline: PlannedPipeline, stage: int, memory: StageMemory) -> StageP
     own = [number for number, at in enumerate(pipeline.schedule.stage_of) if at == stage]
     chunks = [pipeline.planned[number] for number in own]
     back = [sum(chunk.costs.of(kind) for kind in chunk.tasks if kind is not Kind.FORWARD) for chunk in chunks]
+    after = [one for programs in pipeline.rounds for one in programs]
     return StagePlan(
         chunks=tuple(own),
         tasks={task.name: task.planned.plan for chunk in chunks for task in chunk.tasks.values()},
-        after={one.name: one.planned.plan for programs in pipeline.rounds for one in programs if one.program.stage == stage},
+        after={one.name: one.planned.plan for one in after if stage in pipeline.stages_with(one.program.stage)},
         num_equations=sum(len(pipeline.chunks[number].program.jaxpr.eqns) for number in own),
         num_parameters=sum(len(chunk.passes.weights) for chunk in chunks),
         forward_s=sum(chunk.costs.forward for chunk in chunks),

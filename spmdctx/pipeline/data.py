@@ -24,7 +24,7 @@ class StagePlan:
     Attributes:
         chunks: the parts of the loss, by number.
         tasks: the plan of each program that micro-batches run through, by its name, such as `forward0`.
-        after: the plan of each program after the loss, such as `after1_0`.
+        after: the plan of each program after the loss, such as `after1_0`, or `after1_all` of what all stages share by layers.
         num_equations: of the loss.
         num_parameters: leaves of the loss by which it is differentiated and which the stage reads.
         forward_s: seconds of all its chunks' forward passes of one micro-batch.
@@ -51,7 +51,10 @@ class StagePlan:
 
 
 class StagedTensor(NamedTuple):
-    """One leaf of the step's arguments or results, and the first stage whose devices hold it; all stages hold scalars."""
+    """One leaf of the step's arguments or results, and the first stage whose devices hold it; all stages hold scalars.
+
+    Where all stages share stacked layers, the sharding names an axis `stage` before those of each stage.
+    """
 
     path: str
     role: Role
@@ -138,11 +141,11 @@ class PipelineData:
 
     @property
     def after_s(self) -> float:
-        """Seconds of what follows the loss: in each round, those of the slowest stage."""
+        """Seconds of what follows the loss: in each round, those of what all stages do together, and of the slowest stage."""
         rounds: dict[str, float] = {}
         for stage in self.stages:
             for name, plan in stage.after.items():
-                own = name.partition("_")[0]
+                own = name if name.endswith("_all") else name.partition("_")[0]
                 rounds[own] = max(rounds.get(own, 0.0), plan.cost.total_s)
         return sum(rounds.values())
 

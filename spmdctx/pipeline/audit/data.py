@@ -15,7 +15,7 @@ class ProgramAudit(NamedTuple):
 
     Attributes:
         name: of the program, such as `forward0`.
-        stage: on whose devices it runs.
+        stage: on whose devices it runs; of those of all stages, the first.
         planned_runs: how often the schedule runs it in a step.
         runs: how often it was run.
         report: its collectives and its memory, for one run.
@@ -62,7 +62,10 @@ class TransferRow(NamedTuple):
 
 
 class EdgeRow(NamedTuple):
-    """A program that divides the batch of a chunk, or joins what a stage has made; it has no plan, and is to communicate nothing."""
+    """A program that divides the batch of a chunk, joins what a stage has made, or takes layers from those that it keeps.
+
+    It has no plan, and is to communicate nothing.
+    """
 
     program: str
     num_collectives: int

@@ -15,6 +15,7 @@ from spmdctx.audit.data import AuditData
 from spmdctx.ir.collective import Way
 from spmdctx.pipeline.audit.data import EdgeRow, PipelineAuditData, ProgramAudit, StageRow, TransferRow
 from spmdctx.pipeline.audit.render import report_html, report_text
+from spmdctx.pipeline.capture.around import SPREAD
 from spmdctx.pipeline.data import PipelineData, StagePlan
 from spmdctx.pipeline.programs.transfers import Moved, Route
 from spmdctx.pipeline.run.tape import Counts
@@ -50,12 +51,14 @@ class Built(NamedTuple):
     Attributes:
         compiled: the compiled programs.
         meshes: of each stage.
+        union: the mesh of all stages.
         counts: of the last call, or of one that would run.
         has_run: whether they are of a call.
     """
 
     compiled: Mapping[str, jax.stages.Compiled]
     meshes: Sequence[jax.sharding.Mesh]
+    union: jax.sharding.Mesh
     counts: Counts
     has_run: bool
 
@@ -81,7 +84,7 @@ def audit_pipeline(pipeline: PlannedPipeline, plan: PipelineData, built: Built, 
     edges = [
         EdgeRow(name, len(parse_collectives(compiled.as_text() or "", plan.logical_mesh)))
         for name, compiled in built.compiled.items()
-        if name.startswith(("begin", "end"))
+        if name.startswith(("begin", "end", "layers"))
     ]
     return PipelineAudit(programs, tuple(_transfers(pipeline, plan, built)), stages, tuple(edges), tuple(notes))
 
@@ -94,8 +97,9 @@ def _programs(pipeline: PlannedPipeline, plan: PipelineData, built: Built, ways_
                 report, misplaced = _program(task.planned, built.compiled[task.name], built.meshes[number], ways_of)
                 runs = built.counts.runs[kind, chunk]
                 yield ProgramAudit(task.name, number, scheduled[kind, chunk], runs, report, misplaced)
-        for one in (one for programs in pipeline.rounds for one in programs if one.program.stage == number):
-            report, misplaced = _program(one.planned, built.compiled[one.name], built.meshes[number], ways_of)
+        for one in (one for programs in pipeline.rounds for one in programs if max(one.program.stage, 0) == number):
+            mesh = built.union if one.program.stage == SPREAD else built.meshes[number]
+            report, misplaced = _program(one.planned, built.compiled[one.name], mesh, ways_of)
             yield ProgramAudit(one.name, number, 1, built.counts.after[one.name], report, misplaced)
 
 

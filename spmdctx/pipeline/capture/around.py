@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,15 +12,18 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.pipeline.capture.conds import divided
 from spmdctx.pipeline.capture.marker import loss_p
 from spmdctx.pipeline.cut.inline import inlined
-from spmdctx.pipeline.cut.line import variables
+from spmdctx.pipeline.cut.line import is_array, needed, variables
 from spmdctx.trace.build.origins import source_line
 
 EVERYWHERE = -1
 """The stage of what needs scalars alone: every stage computes it."""
 
+SPREAD = -2
+"""The stage of what all stages share by layers: their devices compute it together."""
+
 
 class Program(NamedTuple):
-    """Equations that one stage runs at once. Inputs and outputs are variables of the whole step."""
+    """Equations that one stage, or for SPREAD all together, run at once. Inputs and outputs are variables of the whole step."""
 
     stage: int
     jaxpr: jexc.ClosedJaxpr
@@ -38,14 +40,12 @@ class Around:
         loss: the equation of the loss.
         before: equations that the loss depends on.
         after: all others.
-        joins: the identities of those that join parts of an array, which may lie on several stages, on the stage of the whole.
     """
 
     jaxpr: jexc.ClosedJaxpr
     loss: Any
     before: tuple[Any, ...]
     after: tuple[Any, ...]
-    joins: frozenset[int] = frozenset()
 
 
 def around_of(closed: jexc.ClosedJaxpr) -> Around:
@@ -53,14 +53,10 @@ def around_of(closed: jexc.ClosedJaxpr) -> Around:
     flat = inlined(closed)
     flat = jexc.ClosedJaxpr(flat.jaxpr.replace(eqns=divided(flat.jaxpr.eqns)), flat.consts)
     (loss,) = (eqn for eqn in flat.jaxpr.eqns if eqn.primitive is loss_p)
-    wanted, before = set(variables(loss.invars)), []
-    for eqn in reversed(flat.jaxpr.eqns):
-        if eqn is not loss and not wanted.isdisjoint(eqn.outvars):
-            before.append(eqn)
-            wanted.update(variables(eqn.invars))
+    before = needed([eqn for eqn in flat.jaxpr.eqns if eqn is not loss], variables(loss.invars))
     early = set(map(id, before))
     after = tuple(eqn for eqn in flat.jaxpr.eqns if eqn is not loss and id(eqn) not in early)
-    return Around(flat, loss, tuple(reversed(before)), after)
+    return Around(flat, loss, tuple(before), after)
 
 
 class Placement:
@@ -70,16 +66,31 @@ class Placement:
         around: the step's program.
         known: the stages of inputs and of the loss's results, as far as they are known.
         names: of inputs, for messages.
+        early: equations before the loss that make what all stages share by layers.
+        next_of: for inputs, the variable of the next value.
+
+    Raises:
+        UnsupportedError: an equation combines arrays of several stages, or the next value of an input would change its stage from or to
+            all of them.
     """
 
-    def __init__(self, around: Around, known: Mapping[Any, int], names: Mapping[Any, str]) -> None:
+    def __init__(
+        self, around: Around, known: Mapping[Any, int], names: Mapping[Any, str], early: Sequence[Any], next_of: Mapping[Any, Any]
+    ) -> None:
         self.stage_of = {var: stage for var, stage in known.items() if is_array(var)}
-        self._names, self._joins = names, around.joins
-        self._spread(around.after)
-        # What meets no parameter lies on the first stage.
-        left = [var for var in around.jaxpr.jaxpr.invars if is_array(var) and var not in self.stage_of]
-        self.stage_of.update(dict.fromkeys(left, 0))
-        self._spread(around.after)
+        self._names = names
+        eqns = (*early, *around.after)
+        self._spread(eqns)
+        body = around.jaxpr.jaxpr
+        left = [var for var in body.invars if is_array(var) and var not in self.stage_of]
+        # What meets no parameter lies on the first stage, unless all stages share its next value.
+        self.stage_of.update({var: SPREAD if self.stage_of.get(next_of.get(var)) == SPREAD else 0 for var in left})
+        renewed = [new for var, new in next_of.items() if self.stage_of.get(var) == SPREAD and is_array(new)]
+        for var in renewed:
+            self.stage_of.setdefault(var, SPREAD)
+        self._spread(eqns)
+        for var, new in next_of.items():
+            self._check_same(var, new)
         self.stages = [self._stage(eqn) for eqn in around.after]
 
     def _spread(self, eqns: Sequence[Any]) -> None:
@@ -90,7 +101,7 @@ class Placement:
             for eqn in (*eqns, *reversed(eqns)):
                 arrays = [var for var in (*variables(eqn.invars), *eqn.outvars) if is_array(var)]
                 found = {self.stage_of[var] for var in arrays if var in self.stage_of}
-                if len(found) == 1 and id(eqn) not in self._joins:
+                if len(found) == 1:
                     (stage,) = found
                     new = [var for var in arrays if var not in self.stage_of]
                     self.stage_of.update(dict.fromkeys(new, stage))
@@ -103,13 +114,9 @@ class Placement:
             UnsupportedError: its arrays lie on several stages.
         """
         arrays = [var for var in (*variables(eqn.invars), *eqn.outvars) if is_array(var)]
-        if id(eqn) in self._joins:
-            return self.stage_of[eqn.outvars[0]]
         found = sorted({self.stage_of[var] for var in arrays if var in self.stage_of})
         if len(found) > 1:
-            described = [
-                f"{self._names.get(var, var.aval.str_short())} on stage {self.stage_of[var]}" for var in arrays if var in self.stage_of
-            ]
+            described = [self._described(var) for var in arrays if var in self.stage_of]
             raise UnsupportedError(
                 "What follows the loss combines arrays of several stages of the pipeline; only scalars can cross.",
                 where=source_line(eqn.source_info) or eqn.primitive.name,
@@ -118,23 +125,33 @@ class Placement:
             )
         return found[0] if found else EVERYWHERE
 
+    def _check_same(self, var: Any, renewed: Any) -> None:
+        """Refuses an input that all stages share if its next value lies on one of them, and the other way round."""
+        stages = {self.stage_of[own] for own in (var, renewed) if own in self.stage_of}
+        if len(stages) > 1 and SPREAD in stages:
+            raise UnsupportedError(
+                "All stages share an input of the step by layers, and its next value lies on one of them, or the other way round.",
+                where=self._names.get(var, ""),
+                got=f"{self._described(var)}, its next value {self._described(renewed)}",
+                fix="leave pipeline_stages out",
+            )
 
-def is_array(var: Any) -> bool:
-    """Returns whether a value is more than a scalar, so that it has a stage."""
-    return math.prod(getattr(var.aval, "shape", ())) > 1
+    def _described(self, var: Any) -> str:
+        stage = self.stage_of[var]
+        return f"{self._names.get(var, var.aval.str_short())} on {'all stages' if stage == SPREAD else f'stage {stage}'}"
 
 
 def programs_of(around: Around, placement: Placement, num_stages: int) -> list[list[Program]]:
     """Returns the programs after the loss in rounds; scalars cross between one round and the next.
 
-    A round has at most one program for each stage.
+    A round has at most one program for each stage, before these one for all together if some arrays are shared by layers.
     """
     stages = placement.stages
     rounds = _rounds(around, stages)
     found = []
     for number in range(max(rounds, default=-1) + 1):
         programs = []
-        for stage in range(num_stages):
+        for stage in (*([SPREAD] if SPREAD in stages else []), *range(num_stages)):
             eqns = [eqn for eqn, own, at in zip(around.after, rounds, stages, strict=True) if own == number and at in (stage, EVERYWHERE)]
             program = _program(around, eqns, stage)
             programs += [program] if program.outputs else []

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax.extend.core as jexc
 
 from spmdctx.pipeline.cut.inline import inlined
-from spmdctx.pipeline.cut.line import variables
+from spmdctx.pipeline.cut.line import is_array, variables
 
 
 def divided(eqns: Iterable[Any]) -> list[Any]:
@@ -33,10 +32,10 @@ def _groups(count: int, branches: Sequence[jexc.ClosedJaxpr]) -> list[list[int]]
         body = branch.jaxpr
         # What makes each value that arrays lead to; operands are made by nobody.
         maker: dict[Any, Hashable] = {}
-        arrays = {var for var in (*body.invars, *body.constvars) if _is_array(var)}
+        arrays = {var for var in (*body.invars, *body.constvars) if is_array(var)}
         for place, eqn in enumerate(body.eqns):
             operands = variables(eqn.invars)
-            if any(_is_array(var) for var in eqn.outvars) or any(var in maker or var in arrays for var in operands):
+            if any(is_array(var) for var in eqn.outvars) or any(var in maker or var in arrays for var in operands):
                 maker.update(dict.fromkeys(eqn.outvars, (number, place)))
                 for var in operands:
                     if var in maker:
@@ -103,7 +102,3 @@ def _needed(body: Any, group: Sequence[int]) -> tuple[set[Any], list[Any]]:
             eqns.append(eqn)
             wanted.update(variables(eqn.invars))
     return wanted, eqns[::-1]
-
-
-def _is_array(var: Any) -> bool:
-    return math.prod(getattr(var.aval, "shape", ())) > 1

@@ -158,6 +158,21 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, jexc.Literal)]
 
 
+def is_array(var: Any) -> bool:
+    """Returns whether a value is more than a scalar, so that it has a stage."""
+    return math.prod(getattr(var.aval, "shape", ())) > 1
+
+
+def needed(eqns: Sequence[Any], values: Iterable[Any]) -> list[Any]:
+    """Returns the equations on which some variables depend, in order."""
+    wanted, found = set(values), []
+    for eqn in reversed(eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            wanted.update(variables(eqn.invars))
+    return found[::-1]
+
+
 def is_dear(eqn: Any) -> bool:
     """Returns whether an equation is too dear to be computed by several chunks: it multiplies matrices, or may hold a loop."""
     if eqn.primitive.name in HEAVY or eqn.primitive.name in ("scan", "while"):

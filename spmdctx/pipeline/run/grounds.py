@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.extend.core as jexc
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.pipeline.cut.line import num_bytes
+from spmdctx.pipeline.programs.stacks import union_mesh
 from spmdctx.pipeline.programs.transfers import Moved, Route
 from spmdctx.pipeline.run.routes import Spot, is_here, join, move, split
 from spmdctx.pipeline.run.tape import Crossing, Tape
@@ -46,12 +47,8 @@ class Grounds:
         if len(stages) == 1:
             return self.meshes[stages[0]]
         if stages not in self._unions:
-            name = "stage"
-            while name in self._mesh.names:
-                name += "_"
-            grid = np.array([device for stage in stages for device in self.devices[stage]], dtype=object)
-            names = (name, *self._mesh.names)
-            self._unions[stages] = Mesh(grid.reshape(len(stages), *self._mesh.shape), names, axis_types=(AxisType.Auto,) * len(names))
+            devices = [device for stage in stages for device in self.devices[stage]]
+            self._unions[stages] = make_mesh(union_mesh(self._mesh, len(stages)), devices)
         return self._unions[stages]
 
 
@@ -69,14 +66,18 @@ class Values:
         self._at: dict[Any, dict[int, Spot]] = {}
         self._whole: dict[Any, tuple[tuple[int, ...], Spot]] = {}
         self._moved: dict[tuple[Any, int, NamedSharding], Spot] = {}
+        self._joined: dict[tuple[Any, NamedSharding], Spot] = {}
+        self._by_layers: set[Any] = set()
         self._made: set[tuple[int, NamedSharding]] = set()
 
-    def keep(self, var: Any, stages: Sequence[int], spot: Spot) -> None:
-        """Notes that some stages have a value, whole or as they share it."""
+    def keep(self, var: Any, stages: Sequence[int], spot: Spot, *, by_layers: bool = False) -> None:
+        """Notes that some stages have a value, each all of it, or with `by_layers` its layers."""
         if len(stages) == 1:
             self._at.setdefault(var, {})[stages[0]] = spot
         else:
             self._whole[var] = (tuple(stages), spot)
+        if by_layers:
+            self._by_layers.add(var)
 
     def on(self, atom: Any, stage: int, place: NamedSharding | None = None, what: Moved = Moved.VALUE) -> Spot:
         """Returns a value on a stage, moved there if another one has it, in the sharding `place`, or in any if that is None.
@@ -101,10 +102,14 @@ class Values:
             return self.on(atom, stages[0], place)
         if isinstance(atom, jexc.Literal) or atom in self._constants:
             return self._constant(atom, place)
-        if atom in self._whole and self._whole[atom][1].place == place:
-            return self._whole[atom][1]
-        own = [NamedSharding(self._grounds.meshes[stage], place.spec) for stage in stages]
-        return join(self._tape, [self.on(atom, stage, one) for stage, one in zip(stages, own, strict=True)], place)
+        if atom in self._whole and (self._whole[atom][1].place == place or atom in self._by_layers):
+            (found,) = move(self._tape, [self._whole[atom][1]], [place])
+            return found
+        if (atom, place) not in self._joined:
+            own = [NamedSharding(self._grounds.meshes[stage], place.spec) for stage in stages]
+            spots = [self.on(atom, stage, one) for stage, one in zip(stages, own, strict=True)]
+            self._joined[atom, place] = join(self._tape, spots, place)
+        return self._joined[atom, place]
 
     def anywhere(self, atom: Any) -> Spot:
         """Returns a value where it is."""
@@ -113,11 +118,14 @@ class Values:
         return self._whole[atom][1] if atom in self._whole else next(iter(self._at[atom].values()))
 
     def _spots(self, var: Any) -> dict[int, Spot]:
-        if var not in self._at:
-            stages, spot = self._whole[var]
+        """Returns a value on each stage that has it; several may have made it, and all together."""
+        held = self._at.setdefault(var, {})
+        stages, spot = self._whole.get(var, ((), None))
+        if spot is not None and not held.keys() >= set(stages):
             places = [NamedSharding(self._grounds.meshes[stage], spot.place.spec) for stage in stages]
-            self._at[var] = dict(zip(stages, split(self._tape, spot, places), strict=True))
-        return self._at[var]
+            for stage, own in zip(stages, split(self._tape, spot, places), strict=True):
+                held.setdefault(stage, own)
+        return held
 
     def _constant(self, atom: Any, place: NamedSharding) -> Spot:
         spot = Spot(("constant", id(atom), place), place, atom.aval)

@@ -48,8 +48,9 @@ class LoweredPipeline(_Programs[jax.stages.Lowered]):
     """One `jax.stages.Lowered` for each stage and kind of task of a step, and for what runs around the loss.
 
     A mapping by names: `forward0` and `backward0` of chunk 0 (`input0` and `weight0` where the backward pass is in two parts), `before_0`
-    of what the loss reads and the step computes, `after1_0` of stage 0 in the second round after the loss. `begin0` divides the batch of
-    chunk 0, and `end_0` joins what stage 0 has made of micro-batches.
+    of what the loss reads and the step computes, `after1_0` of stage 0 in the second round after the loss, `after1_all` of what all
+    stages share by layers there. `begin0` divides the batch of chunk 0, and `end_0` joins what stage 0 has made of micro-batches.
+    `layers_cut_0` takes stacked layers that stage 0 keeps and does not use so, and `layers_put_0` joins those that it uses.
     """
 
     def as_text(self, dialect: str | None = None) -> str:

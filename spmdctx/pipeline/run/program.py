@@ -14,18 +14,20 @@ from jax.sharding import Mesh, NamedSharding
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.mesh import replicated
 from spmdctx.lowering.compile import JitOptions
-from spmdctx.pipeline.capture.around import is_array
+from spmdctx.pipeline.capture.around import SPREAD
+from spmdctx.pipeline.cut.line import is_array
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.programs.transfers import Moved
 from spmdctx.pipeline.run.compiled import CompiledChunk, Jitted, compiled_chunk, jitted, placed_types
 from spmdctx.pipeline.run.edges import Joint, dividing, joining, joint_of, parts_of
 from spmdctx.pipeline.run.grounds import Grounds, Values, crossing
+from spmdctx.pipeline.run.layers import LayerWriter
 from spmdctx.pipeline.run.lowered import Lowerable
 from spmdctx.pipeline.run.routes import Spot, check_stages, is_here, move, processes_of, without_shards
 from spmdctx.pipeline.run.tape import AfterRun, Counts, Program, Tape
 from spmdctx.pipeline.run.walk import Held, Walk
 from spmdctx.pipeline.stages.homes import Homes, before_of, homes_of
-from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, sharding_of
+from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, is_spread, sharding_of
 
 _STEPS_AHEAD = 2
 """Steps that a process of several may have begun and not ended: their transfers wait for the other processes."""
@@ -133,8 +135,10 @@ class PipelineProgram:
         consts = dict(zip(self._body.constvars, pipeline.around.jaxpr.consts, strict=True))
         values = Values(tape, self._grounds, consts)
         for number, (var, place) in enumerate(zip(self._body.invars, self.in_shardings, strict=True)):
-            values.keep(var, self._home[var], Spot(number, place, var.aval))
+            values.keep(var, self._home[var], Spot(number, place, var.aval), by_layers=is_spread(pipeline, var))
         self._write_before(tape, values, lowerable)
+        layers = LayerWriter(tape, values, self._grounds, lowerable, self._dims)
+        layers.take([own for own in pipeline.stacks if not own.stack.is_gradient])
         chunks = [
             compiled_chunk(chunk, self._grounds.devices[pipeline.stage_of_chunk(number)]) for number, chunk in enumerate(pipeline.planned)
         ]
@@ -148,6 +152,7 @@ class PipelineProgram:
         ]
         Walk(tape, chunks, pipeline.schedule.stage_of, carried).write(pipeline.simulation.order, held)
         ends = self._write_end(tape, values, chunks, held, lowerable)
+        layers.give([own for own in pipeline.stacks if own.stack.is_gradient])
         self._write_rounds(tape, values, lowerable)
         results = [
             self._result(values, var, leaf.carried_from)
@@ -160,17 +165,21 @@ class PipelineProgram:
         return _Written(tape.finished(range(len(self._body.invars)), names), tuple(spot.place for spot in results), lowerable)
 
     def _write_before(self, tape: Tape, values: Values, lowerable: dict[str, Lowerable]) -> None:
-        for stage, (inputs, outputs, closed) in before_of(self._pipeline).items():
-            given = [values.on(var, stage) for var in inputs]
+        for place, (inputs, outputs, closed) in before_of(self._pipeline).items():
+            stages = self._pipeline.stages_with(place)
+            given = [
+                values.over(var, stages, self._grounds.on(stages, self._dims(var))) if place == SPREAD else values.on(var, place)
+                for var in inputs
+            ]
             made = [
-                Spot(("before", stage, number), self._grounds.on((stage,), self._dims(var)), var.aval) for number, var in enumerate(outputs)
+                Spot(("before", place, number), self._grounds.on(stages, self._dims(var)), var.aval) for number, var in enumerate(outputs)
             ]
             if is_here(made[0].place):
                 run = jax.jit(jexc.jaxpr_as_fun(closed), out_shardings=[spot.place for spot in made])
                 tape.run(run, [spot.name for spot in given], [spot.name for spot in made])
-                lowerable[f"before_{stage}"] = Lowerable(run, _types(given))
+                lowerable[f"before_{'all' if place == SPREAD else place}"] = Lowerable(run, _types(given))
             for var, spot in zip(outputs, made, strict=True):
-                values.keep(var, (stage,), spot)
+                values.keep(var, stages, spot, by_layers=is_spread(self._pipeline, var))
 
     def _write_begin(self, tape: Tape, values: Values, number: int, compiled: CompiledChunk, lowerable: dict[str, Lowerable]) -> Held:
         """Writes what a chunk has before its first task."""
@@ -246,22 +255,22 @@ class PipelineProgram:
             ready: list[tuple[PlannedProgram, Jitted, list[Spot]]] = []
             # All operands are moved before any program reuses the memory of its own.
             for one in programs:
-                stage, program = one.program.stage, one.program
-                options = JitOptions(one.donated, name=f"pipeline_{one.name}")
-                own = jitted(one.planned, program.jaxpr.in_avals, self._grounds.devices[stage], options)
-                given = [values.on(var, stage, place) for var, place in zip(program.inputs, own.in_shardings, strict=True)]
+                stages, program = self._pipeline.stages_with(one.program.stage), one.program
+                devices = [device for stage in stages for device in self._grounds.devices[stage]]
+                own = jitted(one.planned, program.jaxpr.in_avals, devices, JitOptions(one.donated, name=f"pipeline_{one.name}"))
+                given = [values.over(var, stages, place) for var, place in zip(program.inputs, own.in_shardings, strict=True)]
                 _note(lowerable, one.name, own)
                 ready.append((one, own, given))
             for one, own, given in ready:
-                stage, outputs = one.program.stage, one.program.outputs
+                outputs, stages = one.program.outputs, self._pipeline.stages_with(one.program.stage)
                 spots = [
-                    Spot(("after", number, stage, index), place, var.aval)
+                    Spot(("after", number, one.name, index), place, var.aval)
                     for index, (var, place) in enumerate(zip(outputs, own.out_shardings, strict=True))
                 ]
                 if own.run is not None:
                     tape.run(own.run, [spot.name for spot in given], [spot.name for spot in spots], AfterRun(one.name))
                 for var, spot in zip(outputs, spots, strict=True):
-                    values.keep(var, (stage,), spot)
+                    values.keep(var, stages, spot, by_layers=is_spread(self._pipeline, var))
 
     def _result(self, values: Values, var: Any, source: int | None) -> Spot:
         """Writes how a result comes to where the input lies of which it is the next value.

@@ -101,17 +101,18 @@ def _put(tape: Tape, spots: Sequence[Spot], targets: Sequence[Spot], event: Even
     tape.run(lambda *arrays: jax.device_put(arrays, places), [spot.name for spot in spots], [spot.name for spot in targets], event)
 
 
-def split(tape: Tape, spot: Spot, places: Sequence[NamedSharding]) -> list[Spot]:
+def split(tape: Tape, spot: Spot, places: Sequence[NamedSharding], aval: Any = None) -> list[Spot]:
     """Appends the division of an array that several groups of devices hold into one array for each group; nothing is copied.
 
     Args:
         tape: where to append.
         spot: the array; the groups of its devices come one after the other.
         places: the sharding on each group.
+        aval: the type of each group's array if it is a part of the whole one; otherwise each group holds all of that.
     """
-    found = [Spot((spot.name, place), place, spot.aval) for place in places]
+    found = [Spot((spot.name, place), place, spot.aval if aval is None else aval) for place in places]
     own = [one for one in found if is_here(one.place)]
-    shape, here = spot.aval.shape, [one.place for one in own]
+    shape, here = found[0].aval.shape, [one.place for one in own]
     counts = [len(place.addressable_devices) for place in here]
 
     def run(array: Any) -> list[Any]:
@@ -127,9 +128,12 @@ def split(tape: Tape, spot: Spot, places: Sequence[NamedSharding]) -> list[Spot]
     return found
 
 
-def join(tape: Tape, spots: Sequence[Spot], place: NamedSharding) -> Spot:
-    """Appends the union of arrays of several groups of devices, which hold the same, into one; nothing is copied."""
-    found = Spot((tuple(spot.name for spot in spots), place), place, spots[0].aval)
+def join(tape: Tape, spots: Sequence[Spot], place: NamedSharding, aval: Any = None) -> Spot:
+    """Appends the union of arrays of several groups of devices into one; nothing is copied.
+
+    Each holds the same, unless `aval` is the type of an array of which they hold one part after the other.
+    """
+    found = Spot((tuple(spot.name for spot in spots), place), place, spots[0].aval if aval is None else aval)
     own, shape = [spot.name for spot in spots if is_here(spot.place)], found.aval.shape
 
     def run(*arrays: Any) -> tuple[Any]:

@@ -15,9 +15,29 @@ BALANCED = 1.02
 _WORTH = 0.998
 """Other cuts are planned if their schedule is expected to take at most this part of the shortest one's time."""
 
+_EVEN = 1.05
+"""Each stage uses as many stacked layers as it keeps if the schedule takes at most so many times the shortest one's time."""
+
 
 def balanced(staging: Staging) -> Stages:
     """Returns the planned stages of the shortest schedule that a few rounds of planning and cutting find.
+
+    Of stacked layers, each stage uses those that it keeps if the schedule is about as short then: others cross in each step.
+    """
+    best = _shortest(staging)
+    places = staging.even_places() if any(own.is_spread and not own.is_at_home for own in best.stacks) else None
+    if places is None:
+        return best
+    seconds, most_s = scaled(staging.estimates, best.places, best.seconds), _EVEN * best.simulation.makespan_s
+    if staging.expected_s(places, seconds, best) > most_s:
+        return best
+    even = staging.plan(places)
+    is_near = even.simulation.makespan_s <= most_s and all(own.is_at_home for own in even.stacks)
+    return even if is_near else best
+
+
+def _shortest(staging: Staging) -> Stages:
+    """Returns the planned stages of the shortest schedule.
 
     The first cut goes by estimates for one device. Then each equation takes its chunk's planned seconds, as far as it has a share in them.
     Cuts that balance stages better may move more bytes. So several are compared by the schedule that is expected of them, moves included,

@@ -1,36 +1,52 @@
-"""Says what stacked layers cost: they lie on one stage, and where they cannot be sliced, each stage that runs some holds them all."""
+"""Says what stacked layers cost where stages do not keep just what they use: what crosses, or lies on one stage, or on all of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from spmdctx.pipeline.capture.around import is_array
-from spmdctx.pipeline.cut.line import variables
+from spmdctx.pipeline.cut.line import is_array, variables
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.stages.sizes import device_bytes, slot_bytes
-from spmdctx.pipeline.stages.whole import PlannedPipeline, stages_of
+from spmdctx.pipeline.stages.transfers import layer_moves
+from spmdctx.pipeline.stages.whole import PlannedPipeline, is_spread, stages_of
 from spmdctx.wording import bytes_text, counted
 
 
 def stacked_notes(pipeline: PlannedPipeline) -> list[str]:
     """Returns notes on parameters whose layers lie on several stages."""
-    return [*_sent(pipeline), *_whole(pipeline)]
+    return [*_sent(pipeline), *_together(pipeline), *_whole(pipeline)]
 
 
 def _sent(pipeline: PlannedPipeline) -> list[str]:
-    """Returns a note on those of which each stage gets its layers, with all that lies on their stage."""
-    invars = [var for var in pipeline.around.jaxpr.jaxpr.invars if is_array(var)]
-    own = [var for var in invars if var in pipeline.homes]
+    """Returns a note on those of which stages keep equal shares, and use others."""
+    own = [one for one in pipeline.stacks if one.is_spread and not one.is_at_home]
     if not own:
         return []
-    stages = sorted({stages_of(pipeline, var) for var in own})
+    count = counted(sum(not one.stack.is_gradient for one in own), "parameter")
+    used = ", ".join(f"{part.last - part.first} on stage {rows.stage}" for part, rows in zip(own[0].stack.parts, own[0].used, strict=True))
+    sent = bytes_text(sum(size for one in own for route, size in layer_moves(one) if route.source != route.target))
+    return [
+        f"{count} stack layers of several stages, which use {used}. Between steps each stage keeps an equal share of them, and of "
+        f"their optimizer state. Each step sends {sent} of layers and their gradients from stage to stage."
+    ]
+
+
+def _together(pipeline: PlannedPipeline) -> list[str]:
+    """Returns a note on those that lie on one stage, with all that lies there."""
+    invars = [var for var in pipeline.around.jaxpr.jaxpr.invars if is_array(var) and not is_spread(pipeline, var)]
+    own = [one for one in pipeline.stacks if not one.is_spread and not one.stack.is_gradient]
+    if not own:
+        return []
+    stages = sorted({one.kept[0].stage for one in own})
     there = [var for var in invars if stages_of(pipeline, var) in stages and var in pipeline.placed]
     held = sum(device_bytes(var.aval, pipeline.placed[var], pipeline.mesh) for var in there)
-    count, where = counted(len(own), "parameter"), ", ".join(map(str, stages))
+    numbers, count = sorted({one.num_layers for one in own}), pipeline.schedule.num_stages
+    undivided = [str(number) for number in numbers if number % count]
+    reason = f", since {' or '.join(undivided)} layers do not divide by {count} stages" if undivided else ""
     return [
-        f"{count} stack layers of several stages. Between steps they lie whole on stage {where}, as their optimizer state does: "
-        f"{bytes_text(held)} per device with all other state there. Each step sends every stage its layers. "
-        "Layers that are not stacked lie on their own stages."
+        f"{counted(len(own), 'parameter')} stack layers of several stages. Between steps they lie whole on stage "
+        f"{', '.join(map(str, stages))}, as their optimizer state does{reason}: {bytes_text(held)} per device with all other state "
+        "there. Each step sends every stage its layers. Layers that are not stacked lie on their own stages."
     ]
 
 

@@ -11,7 +11,7 @@ import jax.extend.core as jexc
 from spmdctx.errors import StrategyError
 from spmdctx.ir.graph import LITERAL, Role
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.ir.sharding import TensorSharding
+from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram
 from spmdctx.trace.build.build import Argument, build
 from spmdctx.trace.build.program import UserPin
@@ -59,20 +59,28 @@ Pins = Mapping[Slot, TensorSharding]
 
 
 class Operand(NamedTuple):
-    """An operand of a program: its name, role and sharding; None for a sharding leaves it free."""
+    """An operand of a program: its name, role and sharding; None for a sharding leaves it free.
+
+    `layers` are the axes that split the first dimension of an operand which is free otherwise.
+    """
 
     path: str
     role: Role
     pin: TensorSharding | None = None
     donated: bool = False
+    layers: AxisNames = ()
 
 
 class Outcome(NamedTuple):
-    """A result of a program: its name, its sharding or None, and the operand whose next value it is, or None."""
+    """A result of a program: its name, its sharding or None, and the operand whose next value it is, or None.
+
+    `layers` are the axes that split the first dimension of a result which is free otherwise.
+    """
 
     path: str
     pin: TensorSharding | None = None
     carried_from: int | None = None
+    layers: AxisNames = ()
 
 
 def captured_program(
@@ -111,6 +119,11 @@ def captured_program(
         for result, value in zip(results, built.graph.outputs, strict=True)
         if result.pin is not None and value != LITERAL and result.carried_from is None
     ]
+    named: list[tuple[Operand | Outcome, int, Any]] = [*zip(operands, built.graph.inputs, jaxpr.in_avals, strict=True)]
+    named += zip(results, built.graph.outputs, jaxpr.out_avals, strict=True)
+    for one, value, aval in named:
+        if one.layers and one.pin is None and value != LITERAL:
+            own.append(UserPin(value, axes, (one.layers, *[None] * (len(aval.shape) - 1))))
     return replace(captured, program=replace(built, user_pins=(*built.user_pins, *own)))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
 from spmdctx.ir.graph import Role
-from spmdctx.pipeline.capture.around import EVERYWHERE
-from spmdctx.pipeline.cut.line import variables
+from spmdctx.pipeline.capture.around import EVERYWHERE, SPREAD, Around
+from spmdctx.pipeline.cut.line import needed, variables
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 
 Homes = dict[Any, tuple[int, ...]]
@@ -27,22 +26,24 @@ class Before(NamedTuple):
 def before_of(pipeline: PlannedPipeline) -> dict[int, Before]:
     """Returns, by stage, what its chunks read and the step computes before the loss.
 
-    The first stage computes what is read after the loss too.
+    The first stage computes what is read after the loss too; all together, under SPREAD, compute what they share by layers.
     """
     around = pipeline.around
     made = {var for eqn in around.before for var in eqn.outvars}
     later = dict.fromkeys(var for atoms in (*(eqn.invars for eqn in around.after), around.jaxpr.jaxpr.outvars) for var in variables(atoms))
-    found = {}
-    for stage in range(pipeline.schedule.num_stages):
-        read = [
-            var
-            for leaf, var in enumerate(around.loss.invars)
-            if not isinstance(var, jexc.Literal) and stage in map(pipeline.stage_of_chunk, pipeline.readers(leaf))
-        ]
-        outputs = [var for var in dict.fromkeys((*read, *(later if stage == 0 else ()))) if var in made]
-        if outputs:
-            found[stage] = _needed(around.jaxpr, around.before, outputs)
-    return found
+    wanted: dict[int, list[Any]] = {stage: [] for stage in (SPREAD, *range(pipeline.schedule.num_stages))}
+    stacked = [own for own in pipeline.stacks if not own.stack.is_gradient and own.stack.whole in made]
+    for own in stacked:
+        wanted[SPREAD if own.is_spread else own.kept[0].stage].append(own.stack.whole)
+    by_layers = {var for eqn in needed(around.before, wanted[SPREAD]) for var in eqn.outvars}
+    for leaf, var in enumerate(around.loss.invars):
+        if not isinstance(var, jexc.Literal) and var in made:
+            for stage in map(pipeline.stage_of_chunk, pipeline.readers(leaf)):
+                wanted[stage].append(var)
+    for var in later:
+        if var in made:
+            wanted[SPREAD if var in by_layers else 0].append(var)
+    return {stage: _program(around, list(dict.fromkeys(outputs))) for stage, outputs in wanted.items() if outputs}
 
 
 def homes_of(pipeline: PlannedPipeline, *, spans_processes: bool = False) -> Homes:
@@ -57,11 +58,11 @@ def homes_of(pipeline: PlannedPipeline, *, spans_processes: bool = False) -> Hom
             readers.setdefault(var, set()).update(map(pipeline.stage_of_chunk, pipeline.readers(leaf)))
     for stage, before in before_of(pipeline).items():
         for var in before.inputs:
-            readers.setdefault(var, set()).add(stage)
+            readers.setdefault(var, set()).update(pipeline.stages_with(stage))
     found: Homes = {}
     for var, given in zip(body.invars, pipeline.step.captured.inputs, strict=True):
         stage = pipeline.placement.stage_of.get(var, EVERYWHERE)
-        if stage == EVERYWHERE or (given.role is Role.BATCH and spans_processes):
+        if stage in (EVERYWHERE, SPREAD) or (given.role is Role.BATCH and spans_processes):
             found[var] = all_stages
         elif given.role is Role.BATCH:
             found[var] = tuple(sorted(readers.get(var, set()))) or (stage,)
@@ -70,21 +71,18 @@ def homes_of(pipeline: PlannedPipeline, *, spans_processes: bool = False) -> Hom
     return found
 
 
-def _needed(closed: jexc.ClosedJaxpr, eqns: Sequence[Any], outputs: list[Any]) -> Before:
+def _program(around: Around, outputs: list[Any]) -> Before:
     """Returns the program of some values."""
-    wanted, own = set(outputs), []
-    for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            own.append(eqn)
-            wanted.update(variables(eqn.invars))
+    closed, own = around.jaxpr, needed(around.before, outputs)
     body = closed.jaxpr
+    wanted = {var for eqn in own for var in variables(eqn.invars)}
     inputs = [var for var in body.invars if var in wanted]
     consts = [(var, value) for var, value in zip(body.constvars, closed.consts, strict=True) if var in wanted]
     jaxpr = body.replace(
         constvars=[var for var, _ in consts],
         invars=inputs,
         outvars=outputs,
-        eqns=own[::-1],
+        eqns=own,
         effects=frozenset().union(*(eqn.effects for eqn in own)),
         debug_info=body.debug_info._replace(arg_names=None, result_paths=None),
     )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spmdctx.ir.mesh import LogicalMesh, local_shape
 from spmdctx.ir.sharding import TensorSharding
-from spmdctx.pipeline.cut.line import num_bytes
+from spmdctx.pipeline.cut.line import is_array, num_bytes, variables
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.tasks import Kind, Task
 from spmdctx.pipeline.stages.homes import homes_of
 from spmdctx.pipeline.stages.plans import PlannedChunk
-from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, sharding_of, stages_of
+from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, mesh_of, sharding_of, stages_of
 
 
 class StageMemory(NamedTuple):
@@ -46,13 +46,24 @@ def memory_of(pipeline: PlannedPipeline) -> list[StageMemory]:
     for task in pipeline.simulation.order:
         _run(task, pipeline, chunks, stages)
     state = [own.state + own.held for own in stages]
-    for index, var in enumerate(pipeline.around.loss.outvars):
-        if index in pipeline.step.loss.gradient_of:
-            stages[stages_of(pipeline, var)].after += home.size(var)
-    for programs in pipeline.rounds:
-        for one in programs:
-            _run_after(one, home, stages[one.program.stage])
+    for var, lies_on in _gradients(pipeline):
+        for stage in lies_on:
+            stages[stage].after += home.size(var)
+    for one, gone in _last_reads(pipeline):
+        for stage in pipeline.stages_with(one.program.stage):
+            _run_after(one, gone, home, stages[stage])
     return [StageMemory(before, own.most_kept, own.live, own.peak) for before, own in zip(state, stages, strict=True)]
+
+
+def _gradients(pipeline: PlannedPipeline) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """Gives the gradients that the step reads, with the stages that have them; layers are parts of what stacks them."""
+    own = [one for one in pipeline.stacks if one.stack.is_gradient]
+    parts = {part.var for one in own for part in one.stack.parts}
+    for one in own:
+        yield one.stack.whole, tuple(rows.stage for rows in one.kept)
+    for index, var in enumerate(pipeline.around.loss.outvars):
+        if index in pipeline.step.loss.gradient_of and var not in parts:
+            yield var, (stages_of(pipeline, var),)
 
 
 class _Stage:
@@ -75,6 +86,7 @@ class _Home:
 
     def __init__(self, pipeline: PlannedPipeline) -> None:
         self._pipeline = pipeline
+        self.copied = {part.var for own in pipeline.stacks for part in own.copied}
 
     def sharding(self, var: Any) -> TensorSharding:
         """Returns the sharding of a value on its stage."""
@@ -82,7 +94,12 @@ class _Home:
 
     def size(self, var: Any) -> int:
         """Returns its bytes on one device."""
-        return _local(var, self.sharding(var), self._pipeline.mesh)
+        return _local(var, self.sharding(var), mesh_of(self._pipeline, var))
+
+    def has(self, var: Any, stage: int, dims: TensorSharding) -> bool:
+        """Returns whether a stage has a leaf of the loss in a sharding anyway, so that its chunks need no copy."""
+        is_there = not hasattr(var, "val") and var not in self.copied
+        return is_there and stages_of(self._pipeline, var) == stage and self.sharding(var) == dims
 
 
 class _Chunk:
@@ -113,9 +130,7 @@ class _Chunk:
                     self.micro.setdefault(index, {})[slot] = size
                 stage.waiting += size * loss.num_micro
             elif slot.holds is Holds.LEAF:
-                var = atoms[slot.number]
-                is_home = not hasattr(var, "val") and stages_of(self._pipeline, var) == own_stage and home.sharding(var) == self.dims[slot]
-                self._begun += 0 if is_home else size
+                self._begun += 0 if home.has(atoms[slot.number], own_stage, self.dims[slot]) else size
         stage.held += self._begun
 
     def extra(self, kind: Kind) -> int:
@@ -167,13 +182,24 @@ def _receive(reader: _Chunk, stage: _Stage, task: Task, slot: Slot) -> None:
         stage.kept += reader.size[slot]
 
 
-def _run_after(one: PlannedProgram, home: _Home, stage: _Stage) -> None:
-    """Runs a program after the loss: its results stay until the step ends, and reused operands are gone."""
+def _last_reads(pipeline: PlannedPipeline) -> Iterator[tuple[PlannedProgram, list[Any]]]:
+    """Gives each program after the loss, with the arrays made in the step that nothing reads behind it."""
+    programs = [one for own in pipeline.rounds for one in own]
+    body = pipeline.around.jaxpr.jaxpr
+    stay = {*variables(body.outvars), *body.invars}
+    last = {var: place for place, one in enumerate(programs) for var in one.program.inputs}
+    for place, one in enumerate(programs):
+        yield one, [var for var in one.program.inputs if last[var] == place and var not in stay and is_array(var)]
+
+
+def _run_after(one: PlannedProgram, gone: Sequence[Any], home: _Home, stage: _Stage) -> None:
+    """Runs a program after the loss: its results stay until nothing reads them any more, and reused operands are gone."""
     program = one.program
     operands = sum(home.size(var) for var in program.inputs)
     stage.runs(one.name, max(0, one.planned.plan.cost.memory_bytes - operands), is_after=True)
     stage.after += sum(home.size(var) for var in program.outputs)
     stage.state -= sum(home.size(program.inputs[place]) for place in one.donated)
+    stage.after -= sum(map(home.size, gone))
 
 
 def _local(var: Any, dims: TensorSharding, mesh: LogicalMesh) -> int:

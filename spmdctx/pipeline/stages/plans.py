@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from spmdctx.cost.price.directives import Directives
@@ -98,8 +99,13 @@ class ChunkPlanner:
     def __init__(self, planner: Planner, settings: Settings, leaves: Sequence[LossLeaf], *, splits_backward: bool) -> None:
         self._planner, self._settings, self._leaves, self._splits = planner, settings, leaves, splits_backward
 
-    def plan(self, chunks: Sequence[Passes]) -> list[PlannedChunk]:
-        """Returns the planned chunks. The mesh is that of the chunk in the middle, if none is decided."""
+    def plan(self, chunks: Sequence[Passes], twins: Mapping[int, int] = MappingProxyType({})) -> list[PlannedChunk]:
+        """Returns the planned chunks. The mesh is that of the chunk in the middle, if none is decided.
+
+        Args:
+            chunks: the passes of each.
+            twins: for leaves that are split as others, with their gradients, these other ones, which an earlier chunk reads.
+        """
         joints = [joint_program(own.forward, own.backward) for own in chunks]
         if self._settings.mesh is None:
             middle = self._planned("pipeline_mesh", joints[len(joints) // 2], {})
@@ -111,6 +117,7 @@ class ChunkPlanner:
             if found:
                 before = found[-1].joint.shardings
                 pins.update({Slot(Holds.ENTERING, slot.number): dims for slot, dims in before.items() if slot.holds is Holds.LEAVING})
+            pins.update(_as_twins(joint, twins, found))
             planned = self._planned(f"pipeline_chunk{number}", joint, pins)
             found.append(self._chunk(number, own, planned))
             shared.update({slot: dims for slot, dims in planned.shardings.items() if slot.holds is Holds.LEAF})
@@ -138,3 +145,18 @@ class ChunkPlanner:
         is_free = [slot.holds is Holds.LEAF and slot not in own for slot in batch]
         entries = [self._leaves[slot.number].strategy if free else None for slot, free in zip(batch, is_free, strict=True)]
         return PlannedTask(program, self._planner(captured, with_entries(self._settings, entries)), name)
+
+
+def _as_twins(own: TaskProgram, twins: Mapping[int, int], chunks: Sequence[PlannedChunk]) -> dict[Slot, TensorSharding]:
+    """Returns the shardings of layers that are split as others of the same stack, and of their gradients, as earlier chunks have these.
+
+    Along the layers they are split only if they are as many.
+    """
+    found = {}
+    for slot, aval in own.avals.items():
+        twin = Slot(slot.holds, twins[slot.number]) if slot.holds in (Holds.LEAF, Holds.SUM) and slot.number in twins else slot
+        joint = next((chunk.joint for chunk in chunks if twin != slot and twin in chunk.joint.program.avals), None)
+        if joint is not None:
+            first, *rest = joint.shardings[twin]
+            found[slot] = (first if joint.program.avals[twin].shape[0] == aval.shape[0] else (), *rest)
+    return found

@@ -1,7 +1,4 @@
-"""Gives each chunk the layers of stacked parameters that it runs, as leaves of their own.
-
-The step slices what is stacked before the loss, and joins the gradients behind it, on the stage of the first layers.
-"""
+"""Gives each chunk the layers of stacked parameters that it runs, as leaves of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +13,8 @@ import jax.numpy as jnp
 
 from spmdctx.pipeline.capture.around import Around
 from spmdctx.pipeline.capture.loss import PipelinedLoss
-from spmdctx.pipeline.cut.line import Line, variables
+from spmdctx.pipeline.cut.line import Line, is_array, needed, variables
+from spmdctx.pipeline.programs.stacks import Layers, Stack
 from spmdctx.trace.build.jaxprs.equations import written
 
 _LAYER_BY_LAYER = frozenset({"convert_element_type", "copy", "neg", "reduce_precision"})
@@ -34,12 +32,12 @@ class Slice(NamedTuple):
 
 
 class Sliced(NamedTuple):
-    """A loss whose chunks have slices as leaves. `homes` gives for each stacked value of the step the leaf of its first slice."""
+    """A loss whose chunks have slices as leaves, and the stacked parameters and gradients of the step that these are parts of."""
 
     line: Line
     loss: PipelinedLoss
     around: Around
-    homes: dict[Any, int]
+    stacks: tuple[Stack, ...]
 
 
 def sliced(line: Line, loss: PipelinedLoss, around: Around) -> Sliced:
@@ -50,9 +48,9 @@ def sliced(line: Line, loss: PipelinedLoss, around: Around) -> Sliced:
         loss: the loss.
         around: the step's program around it.
     """
-    found = _slices(line)
+    found = {leaf: parts for leaf, parts in _slices(line).items() if leaf not in loss.carried}
     if not found:
-        return Sliced(line, loss, around, {})
+        return Sliced(line, loss, around, ())
     invars, copied = list(line.jaxpr.invars), dict(line.copied)
     numbers: dict[int, list[int]] = {}
     for leaf, parts in found.items():
@@ -124,21 +122,25 @@ def _leaf_of(part: Slice, copied: dict[Any, Any]) -> Any:
 
 def _around(
     loss: PipelinedLoss, around: Around, found: Mapping[int, Sequence[Slice]], numbers: Mapping[int, Sequence[int]]
-) -> tuple[PipelinedLoss, Around, dict[Any, int]]:
-    """Returns the loss and the step around it with slices of stacked values, and the first slice of each of these."""
+) -> tuple[PipelinedLoss, Around, tuple[Stack, ...]]:
+    """Returns the loss and the step around it with slices of stacked values, and these."""
     info, call = around.loss.source_info, around.loss
     paths, operands, invars = list(loss.paths), list(loss.operands), list(call.invars)
     rows, types, outvars = list(loss.rows), list(loss.types), list(call.outvars)
     gradient_of, result_of = dict(loss.gradient_of), {leaf: index for index, leaf in loss.gradient_of.items()}
-    before, joins, homes = [], [], {}
+    before: list[Any] = []
+    joins: list[Any] = []
+    stacks: list[Stack] = []
+    others = _arrays(around, [atom for leaf, atom in enumerate(call.invars) if leaf not in found])
     for leaf, parts in found.items():
+        may_spread = others.isdisjoint(_arrays(around, [call.invars[leaf]]))
         for part in parts:
             eqns, (value,) = written(_taking(part), [call.invars[leaf]], info)
             before += eqns
             invars.append(value)
             paths.append(f"{loss.paths[leaf]}[{part.first}:{part.last}]")
             operands.append(loss.operands[leaf])
-        homes[call.invars[leaf]] = numbers[leaf][0]
+        stacks.append(_stack(call.invars[leaf], invars[-len(parts) :], numbers[leaf], parts)._replace(may_spread=may_spread))
         if leaf not in result_of:
             continue
         whole, index = call.outvars[result_of[leaf]], result_of[leaf]
@@ -153,13 +155,24 @@ def _around(
             types[place] = jax.typeof(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type))
         eqns, _ = written(lambda *own: jnp.concatenate(own), gradients, info)
         joins += [*eqns[:-1], eqns[-1].replace(outvars=[whole])]
-        homes[whole] = numbers[leaf][0]
+        stacks.append(_stack(whole, gradients, numbers[leaf], parts)._replace(is_gradient=True, may_spread=may_spread))
     eqn = call.replace(invars=invars, outvars=outvars)
+    # No stage runs what takes slices and joins them: stages hand each other what they lack.
     eqns = [*around.before, *before, eqn, *joins, *around.after]
-    jaxpr = jexc.ClosedJaxpr(around.jaxpr.jaxpr.replace(eqns=eqns), around.jaxpr.consts)
-    own = Around(jaxpr, eqn, (*around.before, *before), (*joins, *around.after), frozenset(map(id, joins)))
+    own = replace(around, jaxpr=jexc.ClosedJaxpr(around.jaxpr.jaxpr.replace(eqns=eqns), around.jaxpr.consts), loss=eqn)
     changed = replace(loss, paths=tuple(paths), operands=tuple(operands), rows=tuple(rows), types=tuple(types), gradient_of=gradient_of)
-    return changed, own, homes
+    return changed, own, tuple(stacks)
+
+
+def _stack(whole: Any, own: Sequence[Any], leaves: Sequence[int], parts: Sequence[Slice]) -> Stack:
+    rows = zip(own, leaves, parts, strict=True)
+    return Stack(whole, tuple(Layers(var, leaf, part.first, part.last) for var, leaf, part in rows), False, False)
+
+
+def _arrays(around: Around, atoms: Sequence[Any]) -> set[Any]:
+    """Returns the arrays that the step reads and makes before the loss for some operands, these included."""
+    eqns = needed(around.before, variables(atoms))
+    return {var for var in (*variables(atoms), *(var for eqn in eqns for var in (*variables(eqn.invars), *eqn.outvars))) if is_array(var)}
 
 
 def _taking(part: Slice) -> Any:

@@ -22,6 +22,7 @@ from spmdctx.pipeline.cut.pins import marks_of, pinned_ranges, without_marks
 from spmdctx.pipeline.cut.reasons import CutLine
 from spmdctx.pipeline.cut.tangents import without_tangents
 from spmdctx.pipeline.programs.passes import Passes
+from spmdctx.pipeline.programs.stacks import Stack, StoredStack, stored
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
 from spmdctx.pipeline.schedule.tasks import Costs, Schedule, cost_of
 from spmdctx.pipeline.stages.captured import LossLeaf, batch_entries
@@ -39,8 +40,7 @@ ScheduleOf = Callable[[Sequence[Costs], int], Schedule]
 class CutLoss:
     """A captured step with the line on which its loss is cut, the estimated time of each equation there, and the stages of marked ones.
 
-    `around` is the step's program around the loss; `homes` gives for each stacked value in it the leaf of its first layers. `entries` are
-    those of a dataset_strategy, by the path of the batch leaf.
+    `around` is the step's program around the loss; `entries` are those of a dataset_strategy, by the path of the batch leaf.
     """
 
     step: PipelinedStep
@@ -48,7 +48,6 @@ class CutLoss:
     seconds: tuple[Seconds, ...]
     marks: Mapping[int, int]
     around: Around
-    homes: Mapping[Any, int] = field(default_factory=dict)
     entries: Mapping[str, object] = field(default_factory=dict)
     _divided: dict[tuple[int, ...], Divided] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -61,15 +60,15 @@ class CutLoss:
         known = self._divided.get(places)
         if known is None:
             line, own_places = joined_scans(self.line, places)
-            line, loss, around, homes = sliced(line, self.step.loss, self.around)
-            own = replace(self, step=replace(self.step, loss=loss), line=line, around=around, homes=homes)
+            line, loss, around, stacks = sliced(line, self.step.loss, self.around)
+            own = replace(self, step=replace(self.step, loss=loss), line=line, around=around)
             chunks = chunks_of(line, own_places, loss.carried, loss.differentiated)
             if loss.is_marked:
                 chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
             _check_state(loss, chunks)
             still = without_tangents(line, loss.differentiated)
             passes = [Passes(chunk, loss.differentiated, loss.value, still) for chunk in chunks]
-            known = self._divided[places] = Divided(own, chunks, passes, {})
+            known = self._divided[places] = Divided(own, chunks, passes, stacks, {})
         return known
 
     @cached_property
@@ -96,6 +95,7 @@ class Divided(NamedTuple):
     loss: CutLoss
     chunks: list[Chunk]
     passes: list[Passes]
+    stacks: Sequence[Stack]
     planned: dict[Any, list[PlannedChunk]]
 
 
@@ -111,7 +111,7 @@ def cut_loss(step: PipelinedStep, settings: Settings) -> CutLoss:
 class Stages:
     """A loss cut behind the equations `places`, with the plans of its chunks and its schedule.
 
-    In `loss`, layers of stacked parameters are leaves of their own.
+    In `loss`, layers of stacked parameters are leaves of their own; `stacks` says where these parameters and their gradients are kept.
     """
 
     places: tuple[int, ...]
@@ -120,6 +120,7 @@ class Stages:
     planned: list[PlannedChunk]
     schedule: Schedule
     simulation: Simulation
+    stacks: Sequence[StoredStack] = ()
 
     @property
     def seconds(self) -> list[float]:
@@ -174,6 +175,19 @@ class Staging:
         """
         return self._cuts(seconds).places
 
+    def even_places(self) -> tuple[int, ...] | None:
+        """Returns the cuts that give all stages as many iterations of the longest scan; None if marks or its length do not allow that.
+
+        Several chunks of a stage never use what it keeps, which are neighbours.
+        """
+        line = self.loss.line
+        count, lengths = self._num_chunks, [eqn.params["length"] for eqn in line.scans]
+        if not lengths or max(lengths) % count or self.loss.marks or max(self._stage_of) + 1 < count:
+            return None
+        scan, share = lengths.index(max(lengths)), max(lengths) // count
+        place_of = {line.tag_of[id(eqn)]: place for place, eqn in enumerate(line.eqns)}
+        return tuple(place_of["scan", scan, share * number] for number in range(1, count))
+
     def cut_line(self, stages: Stages) -> CutLine:
         """Returns the line with the cuts of planned stages, and with the planned seconds of each chunk shared out by the estimates."""
         line, seconds = self.loss.line, scaled(self.estimates, stages.places, stages.seconds)
@@ -221,10 +235,12 @@ class Staging:
     def plan(self, places: tuple[int, ...] | None = None) -> Stages:
         """Plans the chunks between some places, or between those of the estimated seconds."""
         places = self._first if places is None else places
-        own, chunks, passes, known = self.loss.divided(tuple(places))
+        own, chunks, passes, stacks, known = self.loss.divided(tuple(places))
+        num_stages = max(self._stage_of) + 1
+        kept = [stored(stack, [self._stage_reading(part.leaf, chunks) for part in stack.parts], num_stages) for stack in stacks]
         key = (self._splits, self.settings)
         if key not in known:
-            known[key] = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes)
+            known[key] = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes, _twins(stacks))
         planned = known[key]
         # Other cuts are compared on the mesh that suits the first one.
         self.settings = replace(self.settings, mesh=planned[0].mesh)
@@ -232,7 +248,10 @@ class Staging:
         # The order of some schedules follows from the seconds of their tasks.
         schedule = self._schedule_of(costs, self._num_micro)
         simulation = simulate(schedule, cost_of(costs), hops_of(planned, schedule.stage_of, self.settings.topology))
-        return Stages(places, own, chunks, planned, schedule, simulation)
+        return Stages(places, own, chunks, planned, schedule, simulation, kept)
+
+    def _stage_reading(self, leaf: int, chunks: Sequence[Chunk]) -> int:
+        return next(self._stage_of[number] for number, chunk in enumerate(chunks) if leaf in chunk.leaves)
 
     def expected_s(self, places: Sequence[int], seconds: Sequence[float], known: Stages) -> float:
         """Returns the seconds of the schedule between other places, as far as planned stages tell.
@@ -264,6 +283,11 @@ class Staging:
     def _costs(self, part: Sequence[Seconds]) -> Costs:
         forward, backward = sum(one.forward for one in part), sum(one.backward for one in part)
         return Costs(forward, backward, backward / 2, backward / 2)
+
+
+def _twins(stacks: Sequence[Stack]) -> dict[int, int]:
+    """Returns for layers of a stack the first ones of it, by their numbers as leaves."""
+    return {part.leaf: stack.parts[0].leaf for stack in stacks for part in stack.parts[1:]}
 
 
 def _check_state(loss: PipelinedLoss, chunks: Sequence[Chunk]) -> None:

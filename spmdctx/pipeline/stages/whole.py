@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh, replicated
-from spmdctx.ir.sharding import TensorSharding
-from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, is_array, programs_of
+from spmdctx.ir.sharding import AxisNames, TensorSharding
+from spmdctx.pipeline.capture.around import SPREAD, Around, Placement, Program, programs_of
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.cut.chunks import Chunk
-from spmdctx.pipeline.cut.line import variables
+from spmdctx.pipeline.cut.line import is_array, needed, variables
 from spmdctx.pipeline.cut.reasons import CutLine
 from spmdctx.pipeline.programs.slots import Holds, Slot
+from spmdctx.pipeline.programs.stacks import StoredStack, together, union_mesh
 from spmdctx.pipeline.schedule.simulate import Simulation
 from spmdctx.pipeline.schedule.tasks import Schedule
 from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program, with_entries
-from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, Planner
+from spmdctx.pipeline.stages.plans import Planned, PlannedChunk
 from spmdctx.pipeline.stages.staging import Stages, Staging
-from spmdctx.trace.scope.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class PlannedPipeline:
     """A pipelined step with its plans.
 
     `placed` has the sharding of each array around the loss on its stage. `bound_s` estimates the least time of any cut, if not None.
-    `homes` gives for each stacked value, whose layers are leaves of the loss, the leaf of the first ones.
+    `stacks` are the stacked values whose layers are leaves of the loss, as stages keep them.
     """
 
     step: PipelinedStep
@@ -54,12 +56,21 @@ class PlannedPipeline:
     placed: dict[Any, TensorSharding] = field(default_factory=dict)
     bound_s: float | None = None
     notes: list[str] = field(default_factory=list)
-    homes: Mapping[Any, int] = field(default_factory=dict)
+    stacks: Sequence[StoredStack] = ()
 
     @property
     def total_s(self) -> float:
         """The planned seconds of a step: the schedule, and what follows the loss."""
-        return self.simulation.makespan_s + sum(max((own.planned.plan.cost.total_s for own in one), default=0.0) for one in self.rounds)
+        return self.simulation.makespan_s + sum(map(_round_s, self.rounds))
+
+    @cached_property
+    def union(self) -> LogicalMesh:
+        """The mesh of all stages."""
+        return union_mesh(self.mesh, self.schedule.num_stages)
+
+    def stages_with(self, stage: int) -> tuple[int, ...]:
+        """Returns the stages of a program: all of them for SPREAD."""
+        return tuple(range(self.schedule.num_stages)) if stage == SPREAD else (stage,)
 
     def stage_of_chunk(self, chunk: int) -> int:
         """Returns the stage of a chunk."""
@@ -70,30 +81,44 @@ class PlannedPipeline:
         return [number for number, chunk in enumerate(self.chunks) if leaf in chunk.leaves]
 
 
+def _round_s(programs: Sequence[PlannedProgram]) -> float:
+    """Returns the seconds of a round: what all stages do together, and then the slowest one."""
+    seconds = {True: [0.0], False: [0.0]}
+    for own in programs:
+        seconds[own.program.stage == SPREAD].append(own.planned.plan.cost.total_s)
+    return sum(map(max, seconds.values()))
+
+
 def completed(staging: Staging, stages: Stages) -> PlannedPipeline:
     """Plans what a step does around its loss, whose stages are planned.
 
     Raises:
         UnsupportedError: what follows the loss mixes arrays of several stages.
     """
-    step, around, homes = stages.loss.step, stages.loss.around, stages.loss.homes
-    placement = _placement(step, around, homes, stages.chunks, stages.schedule)
+    step, around = stages.loss.step, stages.loss.around
+    notes = []
+    stacks = stages.stacks
+    try:
+        placement = _placement(step, around, stages)
+    except UnsupportedError as error:
+        if not any(stack.is_spread for stack in stacks):
+            raise
+        stages = replace(stages, stacks=[together(stack) for stack in stacks])
+        placement = _placement(step, around, stages)
+        notes.append(f"Stages cannot share stacked parameters by layers here: {error.args[0].splitlines()[0]}")
     mesh = stages.planned[0].mesh
     line = staging.cut_line(stages)
     pipeline = PlannedPipeline(step, around, placement, stages.schedule, stages.simulation, stages.chunks, line, stages.planned, mesh)
+    pipeline.stacks = stages.stacks
+    pipeline.notes += notes
     _place_leaves(pipeline)
-    for var, leaf in homes.items():
-        # Layers may be fewer than devices; what is stacked is split as they are, but for the dimension of layers.
-        dims = pipeline.planned[pipeline.readers(leaf)[0]].joint.shardings[Slot(Holds.LEAF, leaf)]
-        pipeline.placed[var] = ((), *dims[1:])
-    pipeline.homes = homes
-    _plan_rounds(pipeline, replace(staging.settings, mesh=mesh), staging.planner)
+    _plan_rounds(pipeline, staging)
     return pipeline
 
 
-def _placement(step: PipelinedStep, around: Around, homes: Mapping[Any, int], chunks: Sequence[Chunk], schedule: Schedule) -> Placement:
+def _placement(step: PipelinedStep, around: Around, stages: Stages) -> Placement:
     """Returns the stages of all arrays around the loss: leaves and gradients lie with the first chunk that reads them."""
-    loss = step.loss
+    loss, chunks, schedule = step.loss, stages.chunks, stages.schedule
     owner = {leaf: schedule.stage_of[number] for number, chunk in reversed([*enumerate(chunks)]) for leaf in chunk.leaves}
     known = {var: owner[leaf] for leaf, var in enumerate(around.loss.invars) if leaf in owner and not _is_literal(var)}
     for index, var in enumerate(around.loss.outvars):
@@ -101,9 +126,18 @@ def _placement(step: PipelinedStep, around: Around, homes: Mapping[Any, int], ch
             known[var] = owner[loss.gradient_of[index]]
         elif index in loss.made_by:
             known[var] = _maker(chunks, schedule, loss.made_by[index])
-    known.update({var: owner[leaf] for var, leaf in homes.items()})
+    known.update({own.stack.whole: SPREAD if own.is_spread else own.kept[0].stage for own in stages.stacks})
     names = dict(zip(around.jaxpr.jaxpr.invars, (leaf.path for leaf in step.captured.inputs), strict=True))
-    return Placement(around, known, names)
+    spread = [own.stack.whole for own in stages.stacks if own.is_spread and not own.stack.is_gradient]
+    next_of = {var: new for new, var in _sources(step, around).items()}
+    return Placement(around, known, names, needed(around.before, spread), next_of)
+
+
+def _sources(step: PipelinedStep, around: Around) -> dict[Any, Any]:
+    """Returns for each result that is the next value of an input the input."""
+    body, outputs = around.jaxpr.jaxpr, step.captured.outputs
+    pairs = zip(body.outvars, outputs, strict=True)
+    return {var: body.invars[leaf.carried_from] for var, leaf in pairs if leaf.carried_from is not None and not _is_literal(var)}
 
 
 def _maker(chunks: Sequence[Chunk], schedule: Schedule, result: int) -> int:
@@ -115,7 +149,7 @@ def _is_literal(atom: Any) -> bool:
 
 
 def _place_leaves(pipeline: PlannedPipeline) -> None:
-    """Fills in the shardings of the loss's leaves, and of its gradients."""
+    """Fills in the shardings of the loss's leaves, of its gradients, and of what stacks them."""
     loss, around = pipeline.step.loss, pipeline.around
     for leaf, var in enumerate(around.loss.invars):
         readers = pipeline.readers(leaf)
@@ -124,35 +158,51 @@ def _place_leaves(pipeline: PlannedPipeline) -> None:
     for index, leaf in loss.gradient_of.items():
         pipeline.placed[around.loss.outvars[index]] = pipeline.planned[pipeline.readers(leaf)[0]].joint.shardings[Slot(Holds.SUM, leaf)]
 
+    for own in pipeline.stacks:
+        first = own.stack.parts[0].leaf
+        slot = Slot(Holds.SUM if own.stack.is_gradient else Holds.LEAF, first)
+        dims = pipeline.planned[pipeline.readers(first)[0]].joint.shardings[slot]
+        # Unless all stages have as many, layers may be fewer than devices: then the devices of a stage have them all.
+        layers = dims[0] if own.is_at_home else ()
+        pipeline.placed[own.stack.whole] = ((pipeline.union.names[0], *layers) if own.is_spread else layers, *dims[1:])
 
-def _plan_rounds(pipeline: PlannedPipeline, settings: Settings, planner: Planner) -> None:
+
+def _plan_rounds(pipeline: PlannedPipeline, staging: Staging) -> None:
     """Plans what each stage does after the loss; a program takes arrays as the ones before it have left them."""
-    around, captured = pipeline.around, pipeline.step.captured
-    body = around.jaxpr.jaxpr
-    inputs = dict(zip(body.invars, captured.inputs, strict=True))
-    sources = {
-        var: body.invars[leaf.carried_from]
-        for var, leaf in zip(body.outvars, captured.outputs, strict=True)
-        if leaf.carried_from is not None
-    }
+    around, captured, one = pipeline.around, pipeline.step.captured, staging.settings
+    inputs = dict(zip(around.jaxpr.jaxpr.invars, captured.inputs, strict=True))
+    sources = _sources(pipeline.step, around)
+    count = pipeline.union.num_devices
+    together = replace(one, mesh=pipeline.union, num_devices=count, context=one.context.with_checked({"device_num": count}))
+    settings_of = {True: together, False: replace(one, mesh=pipeline.mesh)}
     rounds = programs_of(around, pipeline.placement, pipeline.schedule.num_stages)
-    reused = _Reused(rounds, sources, {var for var, leaf in inputs.items() if leaf.donated} - set(variables(body.outvars)))
+    results = set(variables(around.jaxpr.jaxpr.outvars))
+    reused = _Reused(rounds, sources, {var for var, leaf in inputs.items() if leaf.donated} - results)
     for number, programs in enumerate(rounds):
         found = []
         for program in programs:
-            donated = reused.by(number, program)
+            donated, by_all = reused.by(number, program), program.stage == SPREAD
             operands = [_operand(var, inputs, pipeline.placed, index in donated) for index, var in enumerate(program.inputs)]
             places = {var: index for index, var in enumerate(program.inputs)}
-            results = [_outcome(var, sources, places, pipeline.placed) for var in program.outputs]
-            name = f"after{number}_{program.stage}"
+            outcomes = [_outcome(var, sources, places, pipeline.placed) for var in program.outputs]
+            if by_all:
+                operands = [own._replace(layers=_layer_axes(pipeline, var)) for own, var in zip(operands, program.inputs, strict=True)]
+                outcomes = [own._replace(layers=_layer_axes(pipeline, var)) for own, var in zip(outcomes, program.outputs, strict=True)]
+            name, settings = f"after{number}_{'all' if by_all else program.stage}", settings_of[by_all]
             free = with_entries(settings, [None] * sum(operand.role is Role.BATCH for operand in operands))
-            planned = planner(captured_program(name, program.jaxpr, settings.mesh, operands, results), free)
+            planned = staging.planner(captured_program(name, program.jaxpr, settings.mesh, operands, outcomes), free)
             graph, values = planned.program.graph, planned.assignment.values
             for var, value in (*zip(program.inputs, graph.inputs, strict=True), *zip(program.outputs, graph.outputs, strict=True)):
                 if is_array(var) and value >= 0:
                     pipeline.placed.setdefault(var, values[value])
             found.append(PlannedProgram(program, planned, name, donated))
         pipeline.rounds.append(found)
+
+
+def _layer_axes(pipeline: PlannedPipeline, var: Any) -> AxisNames:
+    """Returns the axes that split a value which all stages share along its layers, if it has these."""
+    has_layers = is_array(var) and var.aval.shape[0] in {own.num_layers for own in pipeline.stacks if own.is_spread}
+    return pipeline.union.names[:1] if has_layers else ()
 
 
 class _Reused:
@@ -192,12 +242,24 @@ def _outcome(var: Any, sources: Mapping[Any, Any], places: Mapping[Any, int], pl
 
 
 def stages_of(pipeline: PlannedPipeline, var: Any) -> int:
-    """Returns the stage on which a value around the loss lies; scalars lie on the first one."""
-    stage = pipeline.placement.stage_of.get(var, EVERYWHERE)
-    return max(stage, 0)
+    """Returns the stage on which a value around the loss lies; scalars, and what all stages share by layers, begin on the first one."""
+    return max(pipeline.placement.stage_of.get(var, 0), 0)
+
+
+def is_spread(pipeline: PlannedPipeline, var: Any) -> bool:
+    """Returns whether all stages share a value by layers."""
+    return pipeline.placement.stage_of.get(var) == SPREAD
 
 
 def sharding_of(pipeline: PlannedPipeline, var: Any) -> TensorSharding:
-    """Returns how the devices of its stage share a value around the loss; each has scalars, and what nothing splits, whole."""
+    """Returns how devices share a value around the loss: those of its stage, or, by the mesh `union`, all.
+
+    Each device has scalars, and what nothing splits, whole.
+    """
     dims = pipeline.placed.get(var) if is_array(var) else None
     return dims if dims is not None else replicated(len(var.aval.shape))
+
+
+def mesh_of(pipeline: PlannedPipeline, var: Any) -> LogicalMesh:
+    """Returns the mesh for which `sharding_of` gives a sharding."""
+    return pipeline.union if is_spread(pipeline, var) else pipeline.mesh

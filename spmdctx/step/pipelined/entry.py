@@ -16,6 +16,7 @@ from spmdctx.errors import CommunicationError, ContextError, UnsupportedError
 from spmdctx.machine.xla.collectives.ways import ways_of
 from spmdctx.pipeline.assemble import assembled
 from spmdctx.pipeline.audit.report import Built, audit_pipeline
+from spmdctx.pipeline.capture.around import SPREAD
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.run.lowered import LoweredPipeline
@@ -140,6 +141,8 @@ class PipelinedEntry(Entry):
             for number, chunk in enumerate(self.pipeline.planned):
                 for task in chunk.tasks.values():
                     agree_on_plan(f"{self.captured.name}: {task.program.kind}{number}", task.planned.plan, task.program.jaxpr)
+            for one in (one for programs in self.pipeline.rounds for one in programs if one.program.stage == SPREAD):
+                agree_on_plan(f"{self.captured.name}: {one.name}", one.planned.plan, one.program.jaxpr)
             agree_on_plan(self.captured.name, self.pipeline.planned[0].joint.planned.plan, self.captured.jaxpr)
         return self.spans_processes
 
@@ -246,5 +249,5 @@ class PipelinedEntry(Entry):
         program: PipelineProgram = self.program.jitted
         counts = program.counts
         done = program.dry_counts() if counts is None else counts
-        built = Built(self.lower(leaves).compile(), program.meshes, done, counts is not None)
+        built = Built(self.lower(leaves).compile(), program.meshes, program.mesh, done, counts is not None)
         return audit_pipeline(self.pipeline, self._plan, built, lambda own: ways_of(value.dtype for value in own.graph.values))

@@ -19,11 +19,25 @@ def alive_on(device, arrays=None):
     return sum(found.values())
 
 
-@pytest.mark.parametrize(("stages", "donated", "tied"), [(2, (0, 1), True), (4, (), False)])
-def test_bytes_that_are_alive_are_those_of_the_plan(monkeypatch, stages, donated, tied):
-    step = small.parallel(stages, donate_argnums=donated)
+INTERLEAVED = {"pipeline_config": {"pipeline_interleave": True}}
+
+
+@pytest.mark.parametrize(
+    ("stages", "donated", "model", "options"),
+    [
+        (2, (0, 1), {"tied": True}, {}),
+        (4, (), {"tied": False}, {}),
+        (2, (0, 1), {"stacked": True}, {}),
+        (4, (), {"stacked": True}, {}),
+        (2, (0, 1), {"stacked": True}, INTERLEAVED),
+        (2, (0, 1), {"stacked": True, "num_layers": 5}, {}),
+    ],
+    ids=["tied", "untied", "stacked", "stacked on 4", "stacked and interleaved", "stacked, undivided"],
+)
+def test_bytes_that_are_alive_are_those_of_the_plan(monkeypatch, stages, donated, model, options):
+    step = small.parallel(stages, donate_argnums=donated, **options)
     batch = small.batch_of(16, 64)
-    params, state = step.init(lambda: small.state_of(4, 64, tied=tied), batch=batch)
+    params, state = step.init(lambda: small.state_of(**{"num_layers": 4, "width": 64, **model}), batch=batch)
     batch = step.shard_batch(batch)
     plan, devices = step.plan(params, state, batch), jax.devices()
     each = len(devices) // stages
@@ -41,15 +55,17 @@ def test_bytes_that_are_alive_are_those_of_the_plan(monkeypatch, stages, donated
 
     def watched(self, fn, inputs, outputs, event=None):
         if isinstance(event, TaskRun):
-            watch(self, (home[event.chunk], f"{event.kind.name.lower()}{event.chunk}"), fn, inputs, outputs, event)
+            watch(self, [(home[event.chunk], f"{event.kind.name.lower()}{event.chunk}")], fn, inputs, outputs, event)
         elif isinstance(event, AfterRun):
-            watch(self, (int(event.name.partition("_")[2]), event.name), fn, inputs, outputs, event)
+            place = event.name.partition("_")[2]
+            watch(self, [(stage, event.name) for stage in range(stages) if place in ("all", str(stage))], fn, inputs, outputs, event)
         else:
             run(self, fn, inputs, outputs, event)
 
-    def watch(self, name, fn, *rest):
+    def watch(self, names, fn, *rest):
         def noted(*arrays):
-            note(*name)
+            for stage, name in names:
+                note(stage, name)
             return fn(*arrays)
 
         run(self, noted, *rest)

@@ -11,10 +11,13 @@ MICRO = 4
 
 
 def loss(params, batch):
-    """A mean of squares; the first weight is read at both ends if there is no last one."""
+    """A mean of squares; the first weight is read at both ends if there is no last one, and stacked layers are scanned."""
     x = batch["x"] @ params["first"]
-    for weight in params["layers"]:
-        x = x + jnp.tanh(x @ weight)
+    if isinstance(params["layers"], list):
+        for weight in params["layers"]:
+            x = x + jnp.tanh(x @ weight)
+    else:
+        x, _ = jax.lax.scan(lambda x, weight: (x + jnp.tanh(x @ weight), None), x, params["layers"])
     last = params["last"] if "last" in params else params["first"].T
     return jnp.mean((x @ last - batch["y"]) ** 2)
 
@@ -25,10 +28,10 @@ def step(params, state, batch):
     return optax.apply_updates(params, update), state, value
 
 
-def state_of(num_layers=2, width=16, *, tied=True):
+def state_of(num_layers=2, width=16, *, tied=True, stacked=False):
     keys = jax.random.split(jax.random.key(0), num_layers + 2)
     first, last, *layers = (jax.random.normal(key, (width, width)) / width**0.5 for key in keys)
-    params = {"first": first, "layers": layers} | ({} if tied else {"last": last})
+    params = {"first": first, "layers": jnp.stack(layers) if stacked else layers} | ({} if tied else {"last": last})
     return params, TX.init(params)
 
 

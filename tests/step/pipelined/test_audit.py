@@ -81,9 +81,9 @@ def test_a_dropped_transfer_is_found(monkeypatch):
 def test_a_transfer_that_is_not_planned_is_found(monkeypatch):
     keep = Values.keep
 
-    def elsewhere(self, var, stages, spot):
+    def elsewhere(self, var, stages, spot, **more):
         is_scalar = len(stages) == 1 and spot.aval.shape == ()
-        keep(self, var, (1 - stages[0],) if is_scalar else stages, spot)
+        keep(self, var, (1 - stages[0],) if is_scalar else stages, spot, **more)
 
     args, step = arguments(), small.parallel()
     monkeypatch.setattr(Values, "keep", elsewhere)
