@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jexc
 
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import is_array, variables
+from spmdctx.rules.control_flow import bodies_of, opened
+from spmdctx.trace.build.jaxprs.equations import written
 
 
 def divided(eqns: Iterable[Any]) -> list[Any]:
     """Returns equations in which each `cond` without effects is one for each group of results that share no array in any branch.
 
-    A scalar that follows from scalars alone is computed in each group that reads it.
+    A scalar that follows from scalars alone is computed in each group that reads it. Where one that follows from arrays, such as a global
+    norm, is all that holds a group together, the branches are both computed, and their results selected.
     """
     return [own for eqn in eqns for own in (_parts(eqn) if eqn.primitive.name == "cond" and not eqn.effects else [eqn])]
 
@@ -22,10 +26,35 @@ def divided(eqns: Iterable[Any]) -> list[Any]:
 def _parts(eqn: Any) -> list[Any]:
     branches = [inlined(branch) for branch in eqn.params["branches"]]
     groups = _groups(len(eqn.outvars), branches)
-    return [_part(eqn, branches, group) for group in groups] if len(groups) > 1 else [eqn]
+    apart = [[index for index in own if is_array(eqn.outvars[index])] for own in _groups(len(eqn.outvars), branches, ignores_scalars=True)]
+    can_select = not any(branch.consts or _may_run_on(branch.jaxpr) for branch in branches)
+    found: list[Any] = []
+    for group in groups:
+        if can_select and sum(not set(own).isdisjoint(group) for own in apart) > 1:
+            found += _selected(_part(eqn, branches, group))
+        else:
+            found.append(_part(eqn, branches, group) if len(groups) > 1 else eqn)
+    return found
 
 
-def _groups(count: int, branches: Sequence[jexc.ClosedJaxpr]) -> list[list[int]]:
+def _may_run_on(jaxpr: Any) -> bool:
+    """Returns whether a branch has a loop that may not end where the branch is not taken."""
+    return any(eqn.primitive.name == "while" or any(_may_run_on(opened(body)) for body in bodies_of(eqn.params)) for eqn in jaxpr.eqns)
+
+
+def _selected(eqn: Any) -> list[Any]:
+    """Returns the equations of all branches of a conditional, and of the selection of its results."""
+
+    def run(index: Any, *operands: Any) -> list[Any]:
+        made = [jexc.jaxpr_as_fun(branch)(*operands) for branch in eqn.params["branches"]]
+        return [jax.lax.select_n(index, *cases) for cases in zip(*made, strict=True)]
+
+    eqns, atoms = written(run, eqn.invars, eqn.source_info)
+    names = dict(zip(atoms, eqn.outvars, strict=True))
+    return [own.replace(outvars=[names.get(var, var) for var in own.outvars]) for own in eqns]
+
+
+def _groups(count: int, branches: Sequence[jexc.ClosedJaxpr], *, ignores_scalars: bool = False) -> list[list[int]]:
     """Returns the results of a conditional, by number, in groups that need not be computed together."""
     sets = _Sets()
     for number, branch in enumerate(branches):
@@ -38,7 +67,7 @@ def _groups(count: int, branches: Sequence[jexc.ClosedJaxpr]) -> list[list[int]]
             if any(is_array(var) for var in eqn.outvars) or any(var in maker or var in arrays for var in operands):
                 maker.update(dict.fromkeys(eqn.outvars, (number, place)))
                 for var in operands:
-                    if var in maker:
+                    if var in maker and (is_array(var) or not ignores_scalars):
                         sets.join((number, place), maker[var])
         for index, atom in enumerate(body.outvars):
             if not isinstance(atom, jexc.Literal) and atom in maker:

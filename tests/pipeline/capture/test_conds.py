@@ -20,13 +20,23 @@ def of_leaves(flag, a, b, count):
 
 
 def of_a_norm(flag, a, b, count):
-    """The norm of all arrays keeps them together."""
+    """Only the norm of all arrays holds them together: it is computed in any case."""
 
     def clipped(a, b):
         norm = jnp.sqrt(jnp.sum(a * a) + jnp.sum(b * b))
         return a / norm, b / norm
 
     return *jax.lax.cond(flag, clipped, lambda a, b: (a, b), a, b), count
+
+
+def of_a_loop(flag, a, b, count):
+    """The loop would not end where its branch is not taken."""
+
+    def halved(a, b):
+        norm = jax.lax.while_loop(lambda own: own > 1.0, lambda own: own / 2, jnp.sum(a * a) + jnp.sum(b * b))
+        return a / norm, b / norm
+
+    return *jax.lax.cond(flag, halved, lambda a, b: (a, b), a, b), count
 
 
 def swapped(number, a, b, count):
@@ -39,7 +49,7 @@ def constant(flag, a, b, count):
     return jax.lax.cond(flag, lambda a, b: (a, jnp.zeros(3), 1.0), lambda a, b: (a * 2, b, 2.0), a, b)
 
 
-@pytest.mark.parametrize(("fn", "groups"), [(of_leaves, 3), (of_a_norm, 1), (swapped, 2), (constant, 3)])
+@pytest.mark.parametrize(("fn", "groups"), [(of_leaves, 3), (of_a_norm, 0), (of_a_loop, 1), (swapped, 2), (constant, 3)])
 @pytest.mark.parametrize("flag", [True, False])
 def test_parts_give_the_results_of_the_whole(fn, groups, flag):
     args = (jnp.asarray(flag), jnp.arange(3.0) + 1, jnp.arange(3.0) - 4, jnp.float32(2))

@@ -20,7 +20,7 @@ class Staging:
         self.planned.append(places)
         seconds = [sum(self.real[: places[0] + 1]), sum(self.real[places[0] + 1 :])]
         simulation = SimpleNamespace(makespan_s=self._makespan(places[0], self.real))
-        return SimpleNamespace(places=places, seconds=seconds, imbalance=2 * max(seconds) / sum(seconds), simulation=simulation)
+        return SimpleNamespace(places=places, seconds=seconds, imbalance=2 * max(seconds) / sum(seconds), simulation=simulation, stacks=())
 
     def proposals(self, seconds, largest):
         return [(place,) for place in self.proposed]

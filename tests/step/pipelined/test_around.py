@@ -52,7 +52,11 @@ def test_values_before_the_loss_are_computed_on_each_stage():
 @pytest.mark.parametrize("is_pair", [False, True])
 def test_an_optimizer_in_a_conditional_runs_on_each_stage(stages, is_pair):
     """The second step overflows, or slow parameters follow fast ones."""
-    optimizer = optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5) if is_pair else optax.apply_if_finite(optax.adam(0.1), 2)
+    optimizer = (
+        optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5)
+        if is_pair
+        else optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)), 2)
+    )
 
     def fn(params, state, batch):
         fast = params.fast if is_pair else params
