@@ -1,7 +1,8 @@
-"""What a step does around its loss, by stage: each equation runs where its arrays are, and only scalars cross."""
+"""What a step does around its loss, by stage: each equation runs where its arrays are, so that little more than scalars crosses."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.pipeline.capture.conds import divided
 from spmdctx.pipeline.capture.marker import loss_p
 from spmdctx.pipeline.cut.inline import inlined
-from spmdctx.pipeline.cut.line import is_array, needed, variables
+from spmdctx.pipeline.cut.line import is_array, needed, num_bytes, variables
 from spmdctx.trace.build.origins import source_line
 
 EVERYWHERE = -1
@@ -70,8 +71,8 @@ class Placement:
         next_of: for inputs, the variable of the next value.
 
     Raises:
-        UnsupportedError: an equation combines arrays of several stages, or the next value of an input would change its stage from or to
-            all of them.
+        UnsupportedError: an equation combines arrays that all stages share with those of one, or the next value of an input would change
+            its stage from or to all of them.
     """
 
     def __init__(
@@ -89,6 +90,9 @@ class Placement:
         for var in renewed:
             self.stage_of.setdefault(var, SPREAD)
         self._spread(eqns)
+        source_of = {new: var for var, new in next_of.items()}
+        for eqn in around.after:
+            self._settle(eqn, source_of)
         for var, new in next_of.items():
             self._check_same(var, new)
         self.stages = [self._stage(eqn) for eqn in around.after]
@@ -107,23 +111,45 @@ class Placement:
                     self.stage_of.update(dict.fromkeys(new, stage))
                     changes = changes or bool(new)
 
-    def _stage(self, eqn: Any) -> int:
-        """Returns the stage of an equation.
+    def _settle(self, eqn: Any, source_of: Mapping[Any, Any]) -> None:
+        """Gives the results of an equation a stage where its operands lie on several: others than those of that stage cross.
+
+        It is the stage of the input whose next value a result is, or that of the most bytes.
 
         Raises:
-            UnsupportedError: its arrays lie on several stages.
+            UnsupportedError: one of the operands is shared by layers.
         """
-        arrays = [var for var in (*variables(eqn.invars), *eqn.outvars) if is_array(var)]
-        found = sorted({self.stage_of[var] for var in arrays if var in self.stage_of})
-        if len(found) > 1:
-            described = [self._described(var) for var in arrays if var in self.stage_of]
+        operands = [var for var in variables(eqn.invars) if var in self.stage_of]
+        results = [var for var in eqn.outvars if is_array(var)]
+        stages = {self.stage_of[var] for var in (*operands, *results) if var in self.stage_of}
+        if len(stages) > 1 and SPREAD in stages:
+            described = [self._described(var) for var in (*operands, *results) if var in self.stage_of]
             raise UnsupportedError(
-                "What follows the loss combines arrays of several stages of the pipeline; only scalars can cross.",
+                "What follows the loss combines arrays that all stages share by layers with those of one stage.",
                 where=source_line(eqn.source_info) or eqn.primitive.name,
                 got=", ".join(dict.fromkeys(described)),
                 fix="combine their sums or norms, or leave pipeline_stages out",
             )
-        return found[0] if found else EVERYWHERE
+        new = [var for var in results if var not in self.stage_of]
+        if not new or not stages:
+            return
+        bytes_on: Counter[int] = Counter()
+        for var in operands:
+            bytes_on[self.stage_of[var]] += num_bytes(var)
+        homes = [self.stage_of[source_of[var]] for var in new if source_of.get(var) in self.stage_of]
+        stage = homes[0] if homes else max(sorted(stages), key=lambda own: bytes_on[own])
+        self.stage_of.update(dict.fromkeys(new, stage))
+
+    def _stage(self, eqn: Any) -> int:
+        """Returns the stage of an equation: that of its results, or of most bytes of its operands if these are scalars."""
+        results = [self.stage_of[var] for var in eqn.outvars if var in self.stage_of]
+        if results:
+            return results[0]
+        bytes_on: Counter[int] = Counter()
+        for var in variables(eqn.invars):
+            if var in self.stage_of:
+                bytes_on[self.stage_of[var]] += num_bytes(var)
+        return max(sorted(bytes_on), key=lambda own: bytes_on[own], default=EVERYWHERE)
 
     def _check_same(self, var: Any, renewed: Any) -> None:
         """Refuses an input that all stages share if its next value lies on one of them, and the other way round."""
@@ -142,7 +168,7 @@ class Placement:
 
 
 def programs_of(around: Around, placement: Placement, num_stages: int) -> list[list[Program]]:
-    """Returns the programs after the loss in rounds; scalars cross between one round and the next.
+    """Returns the programs after the loss in rounds; what they read of other stages crosses between one round and the next.
 
     A round has at most one program for each stage, before these one for all together if some arrays are shared by layers.
     """

@@ -71,7 +71,7 @@ def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, sche
 
     Raises:
         InfeasibleError: a stage needs more than `memory_bytes`.
-        UnsupportedError: the loss has too few equations, or what follows it mixes arrays of several stages.
+        UnsupportedError: the loss has too few equations, or what follows it mixes arrays that stages share with others.
     """
     found = PipelinePlanner(step, settings, planner).plan(settings, num_chunks, schedule_of)
     if settings.context.parallel_mode == "auto_parallel":

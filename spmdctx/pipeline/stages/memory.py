@@ -14,7 +14,7 @@ from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.tasks import Kind, Task
 from spmdctx.pipeline.stages.homes import homes_of
 from spmdctx.pipeline.stages.plans import PlannedChunk
-from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, mesh_of, sharding_of, stages_of
+from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, foreign_operands, mesh_of, sharding_of, stages_of
 
 
 class StageMemory(NamedTuple):
@@ -51,7 +51,9 @@ def memory_of(pipeline: PlannedPipeline) -> list[StageMemory]:
             stages[stage].after += home.size(var)
     for one, gone in _last_reads(pipeline):
         for stage in pipeline.stages_with(one.program.stage):
-            _run_after(one, gone, home, stages[stage])
+            # Copies of what other stages have are gone when the program ends, and what they have stays.
+            copied = sum(home.size(var) for var in foreign_operands(pipeline, one.program))
+            _run_after(one, [var for var in gone if pipeline.placement.stage_of.get(var) == one.program.stage], copied, home, stages[stage])
     return [StageMemory(before, own.most_kept, own.live, own.peak) for before, own in zip(state, stages, strict=True)]
 
 
@@ -192,11 +194,13 @@ def _last_reads(pipeline: PlannedPipeline) -> Iterator[tuple[PlannedProgram, lis
         yield one, [var for var in one.program.inputs if last[var] == place and var not in stay and is_array(var)]
 
 
-def _run_after(one: PlannedProgram, gone: Sequence[Any], home: _Home, stage: _Stage) -> None:
+def _run_after(one: PlannedProgram, gone: Sequence[Any], copied: int, home: _Home, stage: _Stage) -> None:
     """Runs a program after the loss: its results stay until nothing reads them any more, and reused operands are gone."""
     program = one.program
     operands = sum(home.size(var) for var in program.inputs)
+    stage.after += copied
     stage.runs(one.name, max(0, one.planned.plan.cost.memory_bytes - operands), is_after=True)
+    stage.after -= copied
     stage.after += sum(home.size(var) for var in program.outputs)
     stage.state -= sum(home.size(program.inputs[place]) for place in one.donated)
     stage.after -= sum(map(home.size, gone))

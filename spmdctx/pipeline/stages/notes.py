@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from spmdctx.pipeline.cut.line import is_dear
+from typing import Any
+
+from spmdctx.pipeline.cut.line import is_dear, num_bytes
 from spmdctx.pipeline.schedule.tasks import Kind
-from spmdctx.pipeline.stages.whole import PlannedPipeline
+from spmdctx.pipeline.stages.whole import PlannedPipeline, foreign_operands
 from spmdctx.rules.control_flow import CONTROL_FLOW
+from spmdctx.wording import bytes_text, counted
+
+_MOST_NAMED = 3
+"""Arrays that a note names."""
 
 
 def whole_backward(pipeline: PlannedPipeline) -> list[str]:
@@ -26,4 +32,22 @@ def whole_backward(pipeline: PlannedPipeline) -> list[str]:
     return [
         f"{pipeline.schedule.name} leaves these equations of the backward pass in one part, which gives the gradients of inputs and "
         f"weights together: {kinds}. So fewer gradients of weights are left to fill the time in which stages wait."
+    ]
+
+
+def crossing_after(pipeline: PlannedPipeline) -> list[str]:
+    """Returns a note on arrays that cross between stages after the loss, or nothing."""
+    names = dict(zip(pipeline.around.jaxpr.jaxpr.invars, (leaf.path for leaf in pipeline.step.captured.inputs), strict=True))
+    found: dict[tuple[Any, int], int] = {}
+    for programs in pipeline.rounds:
+        for one in programs:
+            found |= {(var, one.program.stage): num_bytes(var) for var in foreign_operands(pipeline, one.program)}
+    if not found:
+        return []
+    named = [names.get(var, f"a {var.aval.str_short()} that the step makes") for var, _ in found]
+    shown = ", ".join(dict.fromkeys(named[:_MOST_NAMED])) + (", ..." if len(named) > _MOST_NAMED else "")
+    return [
+        f"What follows the loss combines arrays of several stages: {counted(len(found), 'array')}, {bytes_text(sum(found.values()))}, "
+        f"cross in each step ({shown}), for which no seconds are planned. Arrays that are combined with others stay on one stage if the "
+        "loss reads them together."
     ]

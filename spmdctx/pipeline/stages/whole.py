@@ -93,7 +93,7 @@ def completed(staging: Staging, stages: Stages) -> PlannedPipeline:
     """Plans what a step does around its loss, whose stages are planned.
 
     Raises:
-        UnsupportedError: what follows the loss mixes arrays of several stages.
+        UnsupportedError: what follows the loss mixes arrays that stages share by layers with others.
     """
     step, around = stages.loss.step, stages.loss.around
     notes = []
@@ -263,3 +263,9 @@ def sharding_of(pipeline: PlannedPipeline, var: Any) -> TensorSharding:
 def mesh_of(pipeline: PlannedPipeline, var: Any) -> LogicalMesh:
     """Returns the mesh for which `sharding_of` gives a sharding."""
     return pipeline.union if is_spread(pipeline, var) else pipeline.mesh
+
+
+def foreign_operands(pipeline: PlannedPipeline, program: Program) -> list[Any]:
+    """Returns the arrays that a program after the loss takes from other stages."""
+    stage_of = pipeline.placement.stage_of
+    return [var for var in program.inputs if stage_of.get(var, program.stage) != program.stage]

@@ -22,7 +22,7 @@ from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.run.lowered import LoweredPipeline
 from spmdctx.pipeline.run.program import PipelineProgram
 from spmdctx.pipeline.search.plan import plan_pipeline
-from spmdctx.pipeline.stages.notes import whole_backward
+from spmdctx.pipeline.stages.notes import crossing_after, whole_backward
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
@@ -100,7 +100,12 @@ class PipelinedEntry(Entry):
     @cached_property
     def _plan(self) -> PipelinePlan:
         settings = self.environment.settings
-        notes = [*self._not_reused(), *unmatched_patterns(self.captured, settings), *whole_backward(self.pipeline)]
+        notes = [
+            *self._not_reused(),
+            *unmatched_patterns(self.captured, settings),
+            *whole_backward(self.pipeline),
+            *crossing_after(self.pipeline),
+        ]
         return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
 
     def _not_reused(self) -> list[str]:

@@ -158,18 +158,6 @@ def test_steps_without_one_loss_are_refused(step, words):
         spmdctx.parallel(step, parallel_mode="auto_parallel", pipeline_stages=2, grad_accumulation_step=4)(params, batch)
 
 
-def test_what_mixes_arrays_of_several_stages_is_refused_by_name():
-    def step(params, batch):
-        loss, gradient = spmdctx.value_and_grad(losses.loss)(params, batch)
-        return loss, gradient["layers"][0]["q"] + gradient["layers"][3]["q"]
-
-    params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 32)
-    with pytest.raises(UnsupportedError, match="several stages") as caught:
-        spmdctx.parallel(step, parallel_mode="auto_parallel", pipeline_stages=2, grad_accumulation_step=4)(params, batch)
-    assert "stage 0" in str(caught.value)
-    assert "stage 1" in str(caught.value)
-
-
 @pytest.mark.parametrize("size", [0, -1, True, 2.0])
 def test_a_pipeline_cell_needs_a_number(size):
     with pytest.raises(ContextError, match="micro_size"):
