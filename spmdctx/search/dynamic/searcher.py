@@ -26,6 +26,9 @@ from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
 
+_NEAR_ENOUGH = 1 / 3
+"""Share by which a plan within a budget that the user did not set must be able to improve, if it came of a search for any plan."""
+
 
 def plan_dynamic(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> Found | Shortfall:
     """Finds the cheapest assignment over all meshes that may be tried; only the user's, if the request names one."""
@@ -176,9 +179,11 @@ class Budgets:
             short |= proven
         is_cut = any(one.is_cut for one in short.values())
         if best is None and is_cut and budget.schedule != ENOUGH_PLAN:
-            # An error names a budget that this short search meets.
+            # An error names a budget that this short search meets. Its plan may be poor, so more searches start from it.
+            own = budget.schedule
             budget.begin(ENOUGH_PLAN)
             best, _ = self._pass(budget, setups, bounds, None)
+            budget.begin(own._replace(enough=_NEAR_ENOUGH) if budget.options.is_soft else own)
         if best is not None and not budget.schedule.stops_at_first:
             # Meshes that were given up while no plan was in sight may have a cheaper one.
             given_up = [setup for setup in setups if setup.mesh in short and short[setup.mesh].is_cut]

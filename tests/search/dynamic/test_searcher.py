@@ -11,6 +11,7 @@ from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.mesh import AnyOrder
 from spmdctx.search.dynamic import budget as budget_module
+from spmdctx.search.dynamic import effort
 from spmdctx.search.dynamic.budget import Budget
 from spmdctx.search.dynamic.effort import PROVEN, PROVEN_PLAN, THOROUGH, THOROUGH_PLAN, Attempt, Schedule, unsettled
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Shortfall
@@ -342,6 +343,22 @@ def test_a_budget_that_nobody_set_is_looked_for_on_every_mesh(seed, share):
     alone = plan_dynamic(_step(made), replace(_request(4), mesh=free.setup.mesh), machine, asked)
     found = plan_dynamic(_step(made), _request(4), machine, asked)
     assert isinstance(alone, Shortfall) or found.cost_s < alone.cost_s
+    assert _peak(made, found.setup.mesh, machine, found.assignment) <= budget
+
+
+@pytest.mark.parametrize("is_soft", [True, False])
+@pytest.mark.parametrize("seed", [4555, 4598, 4599, 4608])
+def test_a_poor_plan_of_the_search_for_any_is_where_others_start(seed, is_soft):
+    """The hasty attempt gives up on every mesh, and the plan that a search for any finds is a third dearer than need be, or more."""
+    made, machine = random_step(seed, 6), random_machine(seed)
+    free = plan_dynamic(_step(made), _request(4), machine, LARGE)
+    budget = int(_peak(made, free.setup.mesh, machine, free.assignment) * 0.7)
+    blind, hasty = effort.HASTY._replace(rounds=1, hopeless=0.0), effort.HASTY._replace(tolerance=effort.QUICK.tolerance)
+    attempts = [(blind, effort.first_of_all), (hasty, effort.first_beside_others), (effort.QUICK, effort.improvable)]
+    schedule = effort.Schedule(tuple(effort.Attempt(*one) for one in attempts))
+    asked = replace(LARGE, memory_bytes=budget, is_soft=is_soft)
+    poor, found = (plan_dynamic(_step(made), _request(4), machine, replace(asked, schedule=own)) for own in (effort.ENOUGH_PLAN, schedule))
+    assert found.cost_s < poor.cost_s / 1.3
     assert _peak(made, found.setup.mesh, machine, found.assignment) <= budget
 
 
