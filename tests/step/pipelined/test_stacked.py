@@ -65,7 +65,7 @@ def test_modules_have_one_device_s_numbers_and_a_share_of_the_state(monkeypatch,
     assert len(own) == 6
     assert layers_on_devices(own) == {LAYERS // stages}
     assert report.ok, report.faults
-    assert (sent(plan) > 0) == any("stack layers" in note for note in plan.notes) == (stages == 4)
+    assert (sent(plan) > 0) == any("stack layers" in note for note in plan.notes)
 
 
 def plain_step(params, state, batch):
