@@ -307,8 +307,8 @@ OPTIONS: tuple[Option, ...] = (
         1,
         ">= 1",
         PARALLEL_MODES,
-        "Micro-batches per step of `spmdctx.value_and_grad`; gradients are averaged over them and reduced once. No effect on plain "
-        "`jax.grad`.",
+        "Micro-batches per step of `spmdctx.value_and_grad`; gradients are averaged over them and reduced once (in pipelines, "
+        "each time). No effect on plain `jax.grad`.",
     ),
     Option(
         "communi_parallel_mode",

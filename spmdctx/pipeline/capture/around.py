@@ -40,24 +40,26 @@ class Around:
         jaxpr: the whole program, without nested calls.
         loss: the equation of the loss.
         before: equations that the loss depends on.
-        after: all others.
+        after: all others, conditionals divided.
+        num_selected: conditionals among these whose branches are all computed.
     """
 
     jaxpr: jexc.ClosedJaxpr
     loss: Any
     before: tuple[Any, ...]
     after: tuple[Any, ...]
+    num_selected: int = 0
 
 
 def around_of(closed: jexc.ClosedJaxpr) -> Around:
     """Splits the program of a pipelined step."""
     flat = inlined(closed)
-    flat = jexc.ClosedJaxpr(flat.jaxpr.replace(eqns=divided(flat.jaxpr.eqns)), flat.consts)
     (loss,) = (eqn for eqn in flat.jaxpr.eqns if eqn.primitive is loss_p)
     before = needed([eqn for eqn in flat.jaxpr.eqns if eqn is not loss], variables(loss.invars))
     early = set(map(id, before))
-    after = tuple(eqn for eqn in flat.jaxpr.eqns if eqn is not loss and id(eqn) not in early)
-    return Around(flat, loss, tuple(before), after)
+    after, num_selected = divided([eqn for eqn in flat.jaxpr.eqns if eqn is not loss and id(eqn) not in early])
+    whole = jexc.ClosedJaxpr(flat.jaxpr.replace(eqns=[*before, loss, *after]), flat.consts)
+    return Around(whole, loss, tuple(before), tuple(after), num_selected)
 
 
 class Placement:
@@ -133,18 +135,15 @@ class Placement:
         new = [var for var in results if var not in self.stage_of]
         if not new or not stages:
             return
-        bytes_on: Counter[int] = Counter()
-        for var in operands:
-            bytes_on[self.stage_of[var]] += num_bytes(var)
         homes = [self.stage_of[source_of[var]] for var in new if source_of.get(var) in self.stage_of]
-        stage = homes[0] if homes else max(sorted(stages), key=lambda own: bytes_on[own])
-        self.stage_of.update(dict.fromkeys(new, stage))
+        self.stage_of.update(dict.fromkeys(new, homes[0] if homes else self._heaviest(eqn)))
 
     def _stage(self, eqn: Any) -> int:
         """Returns the stage of an equation: that of its results, or of most bytes of its operands if these are scalars."""
-        results = [self.stage_of[var] for var in eqn.outvars if var in self.stage_of]
-        if results:
-            return results[0]
+        return next((self.stage_of[var] for var in eqn.outvars if var in self.stage_of), self._heaviest(eqn))
+
+    def _heaviest(self, eqn: Any) -> int:
+        """Returns the stage that has the most bytes of an equation's operands; EVERYWHERE if no stage has any."""
         bytes_on: Counter[int] = Counter()
         for var in variables(eqn.invars):
             if var in self.stage_of:

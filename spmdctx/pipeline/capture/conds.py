@@ -14,27 +14,39 @@ from spmdctx.rules.control_flow import bodies_of, opened
 from spmdctx.trace.build.jaxprs.equations import written
 
 
-def divided(eqns: Iterable[Any]) -> list[Any]:
+def divided(eqns: Iterable[Any]) -> tuple[list[Any], int]:
     """Returns equations in which each `cond` without effects is one for each group of results that share no array in any branch.
 
     A scalar that follows from scalars alone is computed in each group that reads it. Where one that follows from arrays, such as a global
-    norm, is all that holds a group together, the branches are both computed, and their results selected.
+    norm, is all that holds a group together, all branches are computed, and their results selected; the second result counts these.
     """
-    return [own for eqn in eqns for own in (_parts(eqn) if eqn.primitive.name == "cond" and not eqn.effects else [eqn])]
+    found: list[Any] = []
+    num_selected = 0
+    for eqn in eqns:
+        if eqn.primitive.name == "cond" and not eqn.effects:
+            parts, is_selected = _parts(eqn)
+            found += parts
+            num_selected += is_selected
+        else:
+            found.append(eqn)
+    return found, num_selected
 
 
-def _parts(eqn: Any) -> list[Any]:
+def _parts(eqn: Any) -> tuple[list[Any], bool]:
+    """Returns what a conditional is divided into, and whether all branches of some part are computed."""
     branches = [inlined(branch) for branch in eqn.params["branches"]]
     groups = _groups(len(eqn.outvars), branches)
     apart = [[index for index in own if is_array(eqn.outvars[index])] for own in _groups(len(eqn.outvars), branches, ignores_scalars=True)]
     can_select = not any(branch.consts or _may_run_on(branch.jaxpr) for branch in branches)
     found: list[Any] = []
+    is_selected = False
     for group in groups:
         if can_select and sum(not set(own).isdisjoint(group) for own in apart) > 1:
             found += _selected(_part(eqn, branches, group))
+            is_selected = True
         else:
             found.append(_part(eqn, branches, group) if len(groups) > 1 else eqn)
-    return found
+    return found, is_selected
 
 
 def _may_run_on(jaxpr: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 from flax import nnx
+from jax.extend import source_info_util
 
 from spmdctx.errors import ContextError, shown
 from spmdctx.pipeline.cut.pins import scope_of
@@ -23,6 +24,9 @@ from spmdctx.pipeline.cut.pins import scope_of
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 _ATTRIBUTE = "pipeline_stage"
+
+# Source lines are those of the user's code, and not of the call that looks for a mark.
+source_info_util.register_exclusion(__file__)
 
 
 class Marks:

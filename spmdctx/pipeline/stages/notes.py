@@ -51,3 +51,14 @@ def crossing_after(pipeline: PlannedPipeline) -> list[str]:
         f"cross in each step ({shown}), for which no seconds are planned. Arrays that are combined with others stay on one stage if the "
         "loss reads them together."
     ]
+
+
+def selected_branches(pipeline: PlannedPipeline) -> list[str]:
+    """Returns a note on conditionals after the loss of which all branches are computed, or nothing."""
+    count = pipeline.around.num_selected
+    if not count:
+        return []
+    return [
+        f"All branches of {counted(count, 'conditional')} after the loss are computed, and their results selected, since a scalar of all "
+        "arrays, such as a global norm, holds them together."
+    ]

@@ -22,7 +22,7 @@ from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.run.lowered import LoweredPipeline
 from spmdctx.pipeline.run.program import PipelineProgram
 from spmdctx.pipeline.search.plan import plan_pipeline
-from spmdctx.pipeline.stages.notes import crossing_after, whole_backward
+from spmdctx.pipeline.stages.notes import crossing_after, selected_branches, whole_backward
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
@@ -105,6 +105,7 @@ class PipelinedEntry(Entry):
             *unmatched_patterns(self.captured, settings),
             *whole_backward(self.pipeline),
             *crossing_after(self.pipeline),
+            *selected_branches(self.pipeline),
         ]
         return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
 

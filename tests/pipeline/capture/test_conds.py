@@ -54,7 +54,8 @@ def constant(flag, a, b, count):
 def test_parts_give_the_results_of_the_whole(fn, groups, flag):
     args = (jnp.asarray(flag), jnp.arange(3.0) + 1, jnp.arange(3.0) - 4, jnp.float32(2))
     closed = jax.make_jaxpr(fn)(*args)
-    parts = divided(closed.jaxpr.eqns)
+    parts, num_selected = divided(closed.jaxpr.eqns)
+    assert num_selected == (groups == 0)
     assert sum(eqn.primitive.name == "cond" for eqn in parts) == groups
     got = jexc.jaxpr_as_fun(jexc.ClosedJaxpr(closed.jaxpr.replace(eqns=parts), closed.consts))(*args)
     for one, other in zip(got, fn(*args), strict=True):
@@ -70,4 +71,4 @@ def test_a_branch_with_an_effect_stays_whole():
         return jax.lax.cond(flag, shown, lambda a, b: (a, b), a, b)
 
     eqns = jax.make_jaxpr(fn)(True, jnp.ones(3), jnp.ones(3)).jaxpr.eqns
-    assert divided(eqns) == list(eqns)
+    assert divided(eqns) == (list(eqns), 0)

@@ -73,6 +73,8 @@ def test_an_optimizer_in_a_conditional_runs_on_each_stage(stages, is_pair):
         for size in (1.0, 2.0 if is_pair else float("nan"), 1.0):
             given = {"x": batch["x"] * size, "y": batch["y"]}
             args, other = parallel(*args, given)[:2], jax.jit(fn)(*other, given)[:2]
+        notes = parallel.plan(*args, batch).notes
+        assert any("All branches of 1 conditional after the loss are computed" in note for note in notes) == (not is_pair)
         for got, want in zip(jax.tree.leaves(args), jax.tree.leaves(other), strict=True):
             np.testing.assert_allclose(got, want, atol=1e-12, rtol=1e-12)
 

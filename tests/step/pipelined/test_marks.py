@@ -172,6 +172,8 @@ def test_a_module_of_nnx_is_marked_by_its_attribute(by_attribute):
     else:
         assert len(step.plan(model, optimizer, X, Y).stages) == 2
     assert Layer.__call__ is call
+    sources = {source.split(":")[0] for chunk in step.plan(model, optimizer, X, Y).chunk_reasons for source in chunk.sources if source}
+    assert sources == {"test_marks.py"}
 
 
 @pytest.mark.parametrize("in_setup", [True, False])
