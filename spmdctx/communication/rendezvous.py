@@ -130,14 +130,14 @@ class _Meeting:
         await hub.add_own(self._hubs, self._own_key)
         try:
             await door.open_for(self._timeout_s)
+            if not hub.abandoned:
+                hub.begin(self._service)
+                self._all_here.set_result(None)
+                await hub.ended()
         except TimeoutError:
             self._all_here.set_exception(_missing(self._cluster, hub, door.turned_away, self._timeout_s))
-            return
-        if hub.abandoned:
-            return
-        hub.begin(self._service)
-        self._all_here.set_result(None)
-        await hub.ended()
+        finally:
+            await hub.end()
 
 
 def join(cluster: Cluster, key: Key, timeout_s: float) -> Met:

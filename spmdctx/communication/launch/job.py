@@ -15,7 +15,7 @@ from types import FrameType
 from typing import IO, Any, NamedTuple
 
 from spmdctx.communication.launch.environment import free_port, new_token, process_environment
-from spmdctx.communication.launch.log_filter import is_connection_report
+from spmdctx.communication.launch.log_filter import ConnectionReports
 
 TIMED_OUT = 124
 """Exit code of a job that took too long, like that of coreutils' timeout."""
@@ -103,9 +103,10 @@ class _Processes:
 
     def _copy(self, pipe: IO[str], sink: IO[str], number: int) -> None:
         width = len(str(self._job.num_processes - 1))
+        reports = ConnectionReports()
         with pipe:
             for line in pipe:
-                if is_connection_report(line):
+                if reports.has(line):
                     continue
                 with self._lock:
                     sink.write(f"[{number:{width}}] {line if line.endswith(chr(10)) else line + chr(10)}")

@@ -84,6 +84,13 @@ class Hub:
         while self._hearing:
             await asyncio.wait(self._hearing)
 
+    async def end(self) -> None:
+        """Ends all connections. Streams refer to what waits for them weakly, so nobody else would hold it until then."""
+        hearing = list(self._hearing)
+        for task in hearing:
+            task.cancel()
+        await asyncio.gather(*hearing, return_exceptions=True)
+
     def _add(self, member: Member) -> None:
         self._members[member.process] = member
         task = asyncio.get_running_loop().create_task(self._hear(member))

@@ -2,9 +2,10 @@
 
 import pytest
 
-from spmdctx.communication.launch.log_filter import is_connection_report
+from spmdctx.communication.launch.log_filter import ConnectionReports
 
 SENTENCE = "[Gloo] Rank 2 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
+HALF = SENTENCE.removesuffix("3\n")
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ SENTENCE = "[Gloo] Rank 2 is connected to 3 peer ranks. Expected number of conne
     ],
 )
 def test_what_only_reports_connections_is_dropped(line):
-    assert is_connection_report(line)
+    assert ConnectionReports().has(line)
 
 
 @pytest.mark.parametrize(
@@ -35,4 +36,21 @@ def test_what_only_reports_connections_is_dropped(line):
     ],
 )
 def test_everything_else_is_shown(line):
-    assert not is_connection_report(line)
+    assert not ConnectionReports().has(line)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        f"{HALF}{HALF}33\n\n",
+        f"{HALF}{SENTENCE}3\n",
+        f"[Gloo] Rank {SENTENCE}2 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n",
+        f"{HALF}{HALF}{HALF}3\n33\n\n",
+    ],
+)
+def test_ends_of_reports_that_were_written_at_once_are_dropped_and_no_more(written):
+    reports = ConnectionReports()
+    assert all(reports.has(line) for line in written.splitlines(keepends=True))
+    assert not reports.has("\n")
+    assert not reports.has("3\n")
+    assert reports.has(SENTENCE)

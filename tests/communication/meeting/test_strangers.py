@@ -1,5 +1,7 @@
 """What strangers send to process 0: none of it joins, ends or holds up the meeting, and each is sent away."""
 
+import asyncio
+import gc
 import itertools
 import os
 import resource
@@ -137,6 +139,23 @@ def test_who_is_lost_before_the_job_begins_may_come_again():
         again = proof.Caller(1, 3, NONCE)
         caller.sendall(proof.hello(KEY.secret, greeted, again))
         assert proof.read_answer(KEY.secret, greeted, again, line_of(caller)) == ""
+
+
+def test_a_meeting_that_fails_leaves_no_task_to_the_garbage_collector(monkeypatch, caplog):
+    close = asyncio.Runner.close
+
+    def collect_and_close(runner):
+        gc.collect()
+        close(runner)
+
+    monkeypatch.setattr("asyncio.Runner.close", collect_and_close)
+    with Meeting(3, timeout_s=0.5) as meeting:
+        caller, greeted = meeting.call()
+        caller.sendall(proof.hello(KEY.secret, greeted, proof.Caller(1, 3, NONCE)))
+        assert line_of(caller).startswith(b"welcome ")
+        assert meeting.own() is None
+        assert is_closed(caller, 5)
+    assert not caplog.records
 
 
 def test_a_slow_sender_has_a_limit(monkeypatch):
