@@ -1,0 +1,1 @@
+"""Divides a step between workers and servers."""

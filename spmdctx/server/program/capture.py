@@ -1,0 +1,125 @@
+"""Traces a step so that its loss becomes one equation, which workers run for parts of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+
+from spmdctx.errors import UnsupportedError
+from spmdctx.gradients.capture import capture_again, seen_losses
+from spmdctx.gradients.loss import Loss, LossCall
+from spmdctx.gradients.operands import Operand, SeenCall, operands_of
+from spmdctx.gradients.options import GradientOptions, gradient_options
+from spmdctx.gradients.parts import traced_in_parts
+from spmdctx.gradients.results import Row
+from spmdctx.gradients.scope import plainly
+from spmdctx.pipeline.capture.marker import stand_in
+from spmdctx.trace.capture.arguments import Call, Static
+from spmdctx.trace.capture.capture import Captured
+from spmdctx.trace.capture.target import Target
+from spmdctx.trace.scope.settings import Settings
+
+
+@dataclass(frozen=True)
+class ServedLoss:
+    """A loss as workers run it.
+
+    Attributes:
+        where: the source line of the call.
+        part: the loss with its gradients over one part of the batch, of the call's leaves.
+        paths: of the leaves.
+        operands: how each leaf enters the loss.
+        rows: how each result is joined from those of the parts.
+        primal_of: for each result that is a gradient, the leaf to which it belongs.
+        folded: the leaves that are keys, of which each part derives its own.
+        num_parts: of the batch.
+    """
+
+    where: str
+    part: jexc.ClosedJaxpr
+    paths: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    rows: tuple[Row, ...]
+    primal_of: dict[int, int]
+    folded: tuple[int, ...]
+    num_parts: int
+
+
+@dataclass(frozen=True)
+class ServedStep:
+    """A captured step, in whose program one equation stands for the loss and its gradients."""
+
+    captured: Captured
+    loss: ServedLoss
+
+
+def num_losses(target: Target, call: Call, static: Static, settings: Settings) -> int:
+    """Returns how many losses of `spmdctx.value_and_grad` a step differentiates."""
+    options = gradient_options(settings.context, settings.num_devices, settings.mesh)
+    return len(seen_losses(target, call, static, settings, lambda _: options)[1])
+
+
+def capture_served(target: Target, call: Call, static: Static, settings: Settings, num_parts: int) -> ServedStep:
+    """Traces one call of a step whose loss workers run in parts.
+
+    Raises:
+        StrategyError: the batch does not divide into the parts.
+        UnsupportedError: the step has several losses, or one that servers cannot have.
+    """
+    options = gradient_options(settings.context, settings.num_devices, settings.mesh)._replace(micro_batches=num_parts)
+    captured, calls = seen_losses(target, call, static, settings, lambda _: options)
+    if len(calls) != 1:
+        raise UnsupportedError(
+            f"A parameter server needs one loss, and {captured.name} has {len(calls)}.",
+            got="; ".join(seen.where for seen in calls),
+            fix="differentiate the loss by one call of spmdctx.value_and_grad",
+        )
+    carrier = _Carrier(calls, options)
+    again = capture_again(carrier, target, call, static, captured, settings.num_devices)
+    (loss,) = carrier.losses
+    notes = tuple(dict.fromkeys((*captured.notes, *again.notes)))
+    return ServedStep(replace(again, notes=notes, trace_s=captured.trace_s + again.trace_s, is_rewritten=True), loss)
+
+
+class _Carrier:
+    """Puts one equation in the place of the loss, and remembers what it stands for."""
+
+    def __init__(self, calls: Sequence[SeenCall], options: GradientOptions) -> None:
+        self._calls, self._options = iter(calls), options
+        self.losses: list[ServedLoss] = []
+
+    def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen, options = next(self._calls), self._options
+        if seen.is_manual or not seen.has_batch:
+            raise UnsupportedError(
+                "Workers cannot divide a loss that " + ("holds a shard_map" if seen.is_manual else "reads nothing of the batch") + ".",
+                where=seen.where,
+                fix="leave enable_ps out",
+            )
+        call = LossCall(loss, args, kwargs, 1)
+        operands = operands_of(seen)
+        traced, rows = plainly(lambda: traced_in_parts(seen, call, call.trace, operands, options))
+        if any(isinstance(const, jax.core.Tracer) for const in traced.jaxpr.consts):
+            raise UnsupportedError(
+                "Workers cannot run a loss that reads an array of the step by a way that cannot be followed.",
+                where=seen.where,
+                fix="pass it to the loss as an argument",
+            )
+        gradients = {index: call.primal(made) for index, made in enumerate(traced.results) if made.part == "gradients"}
+        self.losses.append(
+            ServedLoss(
+                where=seen.where,
+                part=traced.jaxpr,
+                paths=tuple(call.paths),
+                operands=tuple(operands),
+                rows=tuple(rows),
+                primal_of={index: leaf for index, leaf in gradients.items() if leaf is not None},
+                folded=tuple(index for index, operand in enumerate(operands) if operand.is_key),
+                num_parts=options.micro_batches,
+            )
+        )
+        return call.finish(stand_in(0, call.values, seen.out_avals))

@@ -1,0 +1,1 @@
+"""What servers hold and do, and how a job's progress is kept, with no engine beneath."""

@@ -1,0 +1,101 @@
+"""One server's arrays and programs: parts of gradients come in, and when all are there the arrays are renewed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdctx.server.program.spec import Join, ServerSpec
+
+Values = dict[str, Any]
+Exchange = Callable[[int, Values, tuple[str, ...]], Mapping[str, Any]]
+"""Sends values to other servers, by the number of the exchange, and returns those that are awaited."""
+
+
+class Shard:
+    """The state of one server at one version.
+
+    Args:
+        spec: what it does.
+        values: the arrays that it holds, by slot.
+        version: updates done.
+    """
+
+    def __init__(self, spec: ServerSpec, values: Mapping[str, Any], version: int) -> None:
+        jax.config.update("jax_enable_x64", spec.x64)
+        self.spec, self.version = spec, version
+        self.values: Values = {slot: jnp.asarray(value) for slot, value in values.items()}
+        self.results: dict[int, Any] = {}
+        self._run = [None if own is None else jax.jit(jax.export.deserialize(bytearray(own.blob)).call) for own in spec.rounds]
+        self._waiting: dict[int, Values] = {}
+        self._sums: Values = {}
+        self._given: Values = {}
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def add(self, part: int, values: Mapping[str, Any]) -> bool:
+        """Takes the values of one part; the same part a second time changes nothing. Returns whether all parts are there.
+
+        Parts are added in their order, so that a sum does not depend on who is the first.
+        """
+        with self._lock:
+            if part >= self._next and part not in self._waiting:
+                self._waiting[part] = dict(values)
+                while self._next in self._waiting:
+                    self._take(self._waiting.pop(self._next))
+                    self._next += 1
+            return self._next == self.spec.num_parts
+
+    def _take(self, values: Values) -> None:
+        for slot, join in self.spec.joins.items():
+            if join.kind == "stack":
+                self._sums.setdefault(slot, []).append(values[slot])
+            elif join.kind == "mean":
+                own = jnp.asarray(values[slot], join.sum_dtype)
+                self._sums[slot] = own if slot not in self._sums else _added(self._sums[slot], own)
+            else:
+                self._sums[slot] = values[slot]
+        if self._next == 0:
+            self._given = {slot: values[slot] for slot in self.spec.given}
+
+    def renew(self, exchange: Exchange) -> None:
+        """Runs the programs on the whole results, and takes over the next values; the version is one more then."""
+        spec = self.spec
+        held: Values = {**self.values, **self._given, **{slot: _whole(join, self._sums[slot], spec) for slot, join in spec.joins.items()}}
+        for number, (program, own) in enumerate(zip((*self._run, None), (*spec.rounds, None), strict=True)):
+            if spec.posts[number] or spec.awaits[number]:
+                held.update(exchange(number, {slot: np.asarray(held[slot]) for slot in spec.posts[number]}, spec.awaits[number]))
+            if program is not None and own is not None:
+                held.update(zip(own.outputs, program(*(held[slot] for slot in own.inputs)), strict=True))
+        renewed = {slot: held[after] if isinstance(after, str) else after for slot, after in spec.renewed.items()}
+        renewed = {slot: jnp.asarray(value) for slot, value in renewed.items()}
+        jax.block_until_ready(list(renewed.values()))
+        with self._lock:
+            self.values = renewed
+            self.results = {number: np.asarray(held[slot]) for number, slot in spec.results.items()}
+            self._waiting, self._sums, self._given, self._next = {}, {}, {}, 0
+            self.version += 1
+
+    def pull(self, slots: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+        """Returns arrays as they are now."""
+        with self._lock:
+            return [np.asarray(self.values[slot]) for slot in slots]
+
+
+@jax.jit
+def _added(total: Any, own: Any) -> Any:
+    return total + own
+
+
+def _whole(join: Join, found: Any, spec: ServerSpec) -> Any:
+    if join.kind == "mean":
+        return (found / spec.num_parts).astype(join.dtype)
+    if join.kind == "stack":
+        stacked = np.stack([np.asarray(one) for one in found], join.dim + 1)
+        return stacked.reshape((*stacked.shape[: join.dim], -1, *stacked.shape[join.dim + 2 :]))
+    return found
