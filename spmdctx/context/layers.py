@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache, wraps
 from itertools import count
 from types import TracebackType
@@ -21,6 +22,7 @@ from weakref import WeakKeyDictionary
 from spmdctx.context.checks import check_consistency, device_count, ineffective, warn_ineffective
 from spmdctx.context.files import ContextConfig, load_config
 from spmdctx.context.options import ALGO_BY_NAME, OPTIONS, checked, find
+from spmdctx.context.servers import DEFAULT_SERVERS, checked_server_options, find_server_option
 from spmdctx.context.state import DEFAULT_ALGO, DEFAULT_CONTEXT, AlgoParameters, AutoParallelContext
 from spmdctx.context.values import plain
 from spmdctx.errors import message
@@ -37,13 +39,16 @@ __all__ = [
     "device_count",
     "get_algo_parameters",
     "get_auto_parallel_context",
+    "get_ps_context",
     "ineffective",
     "load_config",
     "load_context",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
+    "reset_ps_context",
     "set_algo_parameters",
     "set_auto_parallel_context",
+    "set_ps_context",
     "version",
     "warn_ineffective",
 ]
@@ -124,7 +129,7 @@ def get_auto_parallel_context(attr_key: str) -> Any:
 
 def reset_auto_parallel_context() -> None:
     """Gives every option of the innermost layer its default again; search parameters stay."""
-    _update(lambda context: DEFAULT_CONTEXT.with_algo(context.algo))
+    _update(lambda context: DEFAULT_CONTEXT.with_algo(context.algo).with_servers(context.servers))
 
 
 def load_context(source: str | os.PathLike[str] | Mapping[str, Any]) -> ContextConfig:
@@ -144,6 +149,36 @@ def load_context(source: str | os.PathLike[str] | Mapping[str, Any]) -> ContextC
     config = load_config(source)
     set_auto_parallel_context(**config.options)
     return config
+
+
+def set_ps_context(**options: Any) -> None:
+    """Sets options of the parameter server, all or nothing.
+
+    Raises:
+        ContextError: an unknown name or a bad value.
+        TypeError: a value of a wrong type.
+        UnsupportedError: an option that has no counterpart.
+    """
+    values = checked_server_options(options)
+
+    def change(context: AutoParallelContext) -> AutoParallelContext:
+        return context.with_servers(replace(context.servers, **values, explicit=context.servers.explicit | frozenset(values)))
+
+    _update(change)
+
+
+def get_ps_context(attr_key: str) -> Any:
+    """Returns the value of one option of the parameter server: the one that was set, or the documented default.
+
+    Raises:
+        ContextError: the name is unknown.
+    """
+    return getattr(current_context().servers, find_server_option(attr_key).name)
+
+
+def reset_ps_context() -> None:
+    """Gives every option of the parameter server its default again."""
+    _update(lambda context: context.with_servers(DEFAULT_SERVERS))
 
 
 def set_algo_parameters(**parameters: Any) -> None:

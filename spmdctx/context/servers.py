@@ -78,6 +78,9 @@ class ServerOptions:
     explicit: frozenset[str] = frozenset()
 
 
+DEFAULT_SERVERS = ServerOptions()
+
+
 def checked_server_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all values in normal form; a configuration file adds what it says.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from spmdctx.context.options import ALGO_BY_NAME, ALGO_OPTIONS, BY_NAME, OPTIONS, checked
+from spmdctx.context.servers import DEFAULT_SERVERS, ServerOptions
 from spmdctx.context.storage import Option
 from spmdctx.context.values import CommFusion, DatasetStrategy, ParallelOptimizerConfig, PipelineConfig, StrategyFiles, plain
 
@@ -64,6 +65,7 @@ class AutoParallelContext:
     index_fusion: bool = False
     explicit: frozenset[str] = frozenset()
     algo: AlgoParameters = DEFAULT_ALGO
+    servers: ServerOptions = DEFAULT_SERVERS
 
     @property
     def auto_parallel_search_mode(self) -> str:
@@ -157,6 +159,11 @@ class AutoParallelContext:
         """Returns this context with other search parameters."""
         state = {name: getattr(self, name) for name in _FIELDS}
         return AutoParallelContext(**{**state, "algo": algo})
+
+    def with_servers(self, servers: ServerOptions) -> AutoParallelContext:
+        """Returns this context with other options of the parameter server."""
+        state = {name: getattr(self, name) for name in _FIELDS}
+        return AutoParallelContext(**{**state, "servers": servers})
 
 
 _FIELDS = tuple(field.name for field in fields(AutoParallelContext))

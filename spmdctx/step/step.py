@@ -29,8 +29,8 @@ from spmdctx.step.direct.donation import Buffers, check_alive, check_concrete, i
 from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
-from spmdctx.step.pipelined.make import entry_of
 from spmdctx.step.planning.saved import loaded_plan
+from spmdctx.step.served.make import entry_of
 from spmdctx.step.verify import verify
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
 from spmdctx.trace.capture.capture import Captured

@@ -72,6 +72,10 @@ class Shard:
                 held.update(exchange(number, {slot: np.asarray(held[slot]) for slot in spec.posts[number]}, spec.awaits[number]))
             if program is not None and own is not None:
                 held.update(zip(own.outputs, program(*(held[slot] for slot in own.inputs)), strict=True))
+        self._take_over(held)
+
+    def _take_over(self, held: Values) -> None:
+        spec = self.spec
         renewed = {slot: held[after] if isinstance(after, str) else after for slot, after in spec.renewed.items()}
         renewed = {slot: jnp.asarray(value) for slot, value in renewed.items()}
         jax.block_until_ready(list(renewed.values()))
@@ -81,10 +85,19 @@ class Shard:
             self._waiting, self._sums, self._given, self._next = {}, {}, {}, 0
             self.version += 1
 
-    def pull(self, slots: Sequence[str]) -> list[np.ndarray[Any, Any]]:
-        """Returns arrays as they are now."""
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Renews the arrays by the values of one part alone."""
+        spec = self.spec
+        held = {**self.values, **values}
+        for program, own in zip(self._run, spec.rounds, strict=True):
+            if program is not None and own is not None:
+                held.update(zip(own.outputs, program(*(held[slot] for slot in own.inputs)), strict=True))
+        self._take_over(held)
+
+    def pull(self, slots: Sequence[str]) -> tuple[int, list[np.ndarray[Any, Any]]]:
+        """Returns the version, and arrays as they are now."""
         with self._lock:
-            return [np.asarray(self.values[slot]) for slot in slots]
+            return self.version, [np.asarray(self.values[slot]) for slot in slots]
 
 
 @jax.jit

@@ -1,0 +1,130 @@
+"""A worker's side: it asks the scheduler what to do, and exchanges arrays with servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmdctx.errors import CommunicationError
+from spmdctx.server.engine.rays import SCHEDULER, connect, ray
+from spmdctx.server.engine.scheduler import Answer, Job, Layout, Scheduler
+from spmdctx.server.engine.server import Pulled
+from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Setup
+
+WORKER = "SPMDCTX_PS_WORKER"
+"""The number of this worker, in its environment; without it this process is the only one."""
+
+NUM_WORKERS = "SPMDCTX_PS_NUM_WORKERS"
+"""The number of workers with which the job has begun."""
+
+
+class Lost(Exception):
+    """A server was lost, or the job has another layout: what was under way is void."""
+
+
+class Client:
+    """The connection of this process to the servers of a job.
+
+    Args:
+        job: what a new job is told; a process that `launch` has started finds its job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        own = ray()
+        self._ray, self.worker = own, int(os.environ.get(WORKER, "0"))
+        if WORKER in os.environ:
+            self._scheduler = own.get_actor(SCHEDULER)
+        else:
+            connect()
+            self._scheduler = own.remote(Scheduler).options(num_cpus=0, max_concurrency=1000, name=SCHEDULER).remote(job)
+        self._servers: list[Any] = []
+        self._generation = -1
+        self.kept_from = 0
+        self.job: Job = self._get(self._scheduler.job.remote())
+        self._get(self._scheduler.hello.remote(self.worker))
+
+    def ask(self, step: int) -> Setup | Go | Done | Replay:
+        """Returns what this worker does in a step, once there is something.
+
+        Raises:
+            CommunicationError: the job has failed.
+            SystemExit: this worker leaves the job.
+        """
+        while True:
+            answer: Answer = self._get(self._scheduler.ask.remote(self.worker, step))
+            self.kept_from, reply = answer.kept_from, answer.reply
+            if isinstance(reply, Failed):
+                raise CommunicationError("The job of the parameter server cannot go on.", got=reply.text)
+            if isinstance(reply, Leave):
+                raise SystemExit(0)
+            if isinstance(reply, Go) and reply.generation != self._generation:
+                self._servers = self._get(self._scheduler.servers.remote())
+                self._generation = reply.generation
+            if reply is not None:
+                return reply
+
+    @property
+    def num_servers(self) -> int:
+        """Servers of the present layout."""
+        return len(self._servers) or self.job.num_servers
+
+    def set_up(self, layout: Layout) -> None:
+        """Has servers started for a step."""
+        self._get(self._scheduler.set_up.remote(layout))
+
+    def start_pull(self, go: Go, version: int, slots: Sequence[Sequence[str]]) -> list[Any]:
+        """Asks each server for arrays of a version; `finish_pull` waits for them."""
+        return [server.pull.remote(go.generation, version, own) for server, own in zip(self._servers, slots, strict=True) if own]
+
+    def finish_pull(self, pulls: Sequence[Any]) -> list[Pulled]:
+        """Returns what servers send.
+
+        Raises:
+            Lost: a server was lost.
+        """
+        found = self._from_servers(pulls)
+        if any(one is None for one in found):
+            raise Lost
+        return found
+
+    def push(self, go: Go, step: int, parts: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Any]:
+        """Sends parts of a step, each with the values for each server; returns what servers say of results.
+
+        Raises:
+            Lost: a server was lost.
+        """
+        pushes = [
+            server.push.remote(go.generation, step, part, own)
+            for part, values in parts.items()
+            for server, own in zip(self._servers, values, strict=True)
+        ]
+        found = self._from_servers(pushes)
+        if any(one is None for one in found):
+            raise Lost
+        results = {number: value for one in found for number, value in one.items()}
+        self._scheduler.pushed.remote(go.generation, step, list(parts), results)
+        return results
+
+    def current(self, slot: str, server: int) -> Any:
+        """Returns an array as its server has it now."""
+        while True:
+            try:
+                servers = self._get(self._scheduler.servers.remote())
+                return self._get(servers[server].current.remote(slot))
+            except self._ray.exceptions.RayActorError:
+                continue
+
+    def _from_servers(self, calls: Sequence[Any]) -> list[Any]:
+        try:
+            return list(self._ray.get(list(calls)))
+        except self._ray.exceptions.RayActorError as error:
+            raise Lost from error
+
+    def _get(self, call: Any) -> Any:
+        try:
+            return self._ray.get(call)
+        except self._ray.exceptions.ActorDiedError as error:
+            raise CommunicationError(
+                "The scheduler of the parameter server is gone.", fix="submit the job again: it goes on from its folder"
+            ) from error

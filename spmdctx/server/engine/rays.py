@@ -1,0 +1,47 @@
+"""Ray, which is an extra: nothing of it is imported before a parameter server is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import Any
+
+from spmdctx.errors import UnsupportedError
+
+NAMESPACE = "spmdctx"
+SCHEDULER = "spmdctx-scheduler"
+
+
+def ray() -> Any:
+    """Returns the module.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    try:
+        importlib.import_module("flatbuffers")
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise UnsupportedError(
+            "A parameter server runs on Ray, which is not installed.", got=str(error), fix="pip install 'spmdctx[ps]'"
+        ) from error
+
+
+def connect(address: str | None = None, resources: dict[str, float] | None = None) -> None:
+    """Connects this process to Ray: to the cluster at an address, to the one that this process belongs to, or to a new local one."""
+    own = ray()
+    if own.is_initialized():
+        return
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:
+        options |= {"include_dashboard": False, "num_cpus": max(4, os.cpu_count() or 1), "object_store_memory": _STORE_BYTES}
+        options |= {"resources": resources} if resources else {}
+        own.init(address="local", **options)
+    else:
+        own.init(address=address, **options)
+
+
+_STORE_BYTES = 512 << 20

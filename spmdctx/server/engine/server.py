@@ -1,0 +1,177 @@
+"""The actor of one server: it takes what workers push, renews its arrays when all is there, and saves them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spmdctx.server.engine.rays import ray
+from spmdctx.server.program.spec import ServerSpec
+from spmdctx.server.state.folder import load_arrays, save_shard
+from spmdctx.server.state.shard import Shard
+
+
+class Order(NamedTuple):
+    """What a server is to be: its program, the version to load, and how it saves."""
+
+    spec: ServerSpec
+    folder: str
+    version: int
+    generation: int
+    save_every: int
+    mode: str
+
+
+class Pulled(NamedTuple):
+    """Arrays of a version."""
+
+    version: int
+    values: list[Any]
+
+
+class _Void(Exception):
+    """The generation of an exchange is over."""
+
+
+class Server:
+    """One server; all methods are called by way of Ray.
+
+    Args:
+        number: of the server.
+        scheduler: the actor that keeps the progress.
+    """
+
+    def __init__(self, number: int, scheduler: Any) -> None:
+        self._number, self._scheduler = number, scheduler
+        self._changed = asyncio.Condition()
+        self._renewing = asyncio.Lock()
+        self._saving = asyncio.Lock()
+        self._order: Order | None = None
+        self._shard: Shard | None = None
+        self._applied: set[tuple[int, int]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def watch(self) -> None:
+        """Never returns: whoever waits for it learns of the server's end."""
+        await asyncio.Event().wait()
+
+    async def load(self, order: Order) -> None:
+        """Takes over the arrays of a version; whatever was under way is void."""
+        self._order = None
+        async with self._changed:
+            self._changed.notify_all()
+        async with self._renewing, self._saving:
+            self._shard = await asyncio.to_thread(_loaded, order)
+            self._order = order
+            self._applied = set()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def push(self, generation: int, step: int, part: int, values: Mapping[str, Any]) -> dict[int, Any] | None:
+        """Takes one part of a step; None if the generation is over. In "async" the results after the update come back."""
+        order, shard = self._order, self._shard
+        if order is None or shard is None or order.generation != generation:
+            return None
+        if order.mode == "async":
+            return await self._update(order, shard, (step, part), values)
+        if step < shard.version:
+            return {}
+        if step > shard.version:
+            return None
+        if await asyncio.to_thread(shard.add, part, values) and not self._renewing.locked():
+            self._start(self._renew(order, shard, step))
+        return {}
+
+    async def pull(self, generation: int, version: int, slots: Sequence[str]) -> Pulled | None:
+        """Returns arrays of a version or a later one, once they are there; None if the generation is over."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is(generation) or self._version >= version)
+        shard = self._shard
+        if shard is None or not self._is(generation):
+            return None
+        return Pulled(*shard.pull(slots))
+
+    async def current(self, slot: str) -> Any:
+        """Returns an array as it is now."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._order is not None and self._shard is not None)
+        assert self._shard is not None, "a server that has orders has arrays"
+        return self._shard.pull([slot])[1][0]
+
+    async def save(self, version: int) -> str:
+        """Saves the arrays, which are those of a version; returns the name of the file."""
+        order, shard = self._order, self._shard
+        assert order is not None, "a server that saves has loaded"
+        assert shard is not None, "a server that saves has loaded"
+        async with self._saving:
+            return await asyncio.to_thread(_saved, order, shard, version, self._number, shard.values)
+
+    def _is(self, generation: int) -> bool:
+        return self._order is not None and self._order.generation == generation
+
+    @property
+    def _version(self) -> int:
+        return -1 if self._shard is None else self._shard.version
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _renew(self, order: Order, shard: Shard, step: int) -> None:
+        async with self._renewing:
+            if shard.version != step or not self._is(order.generation):
+                return
+            try:
+                await asyncio.to_thread(shard.renew, self._exchange(order, step))
+            except _Void:
+                return
+            except Exception as error:
+                self._scheduler.fail.remote(f"Server {self._number} cannot renew its arrays: {error}")
+                return
+            version, values, results = shard.version, shard.values, shard.results
+        async with self._changed:
+            self._changed.notify_all()
+        self._scheduler.applied.remote(self._number, order.generation, version, results)
+        if version % order.save_every == 0:
+            self._start(self._save(order, shard, version, values))
+
+    async def _update(self, order: Order, shard: Shard, task: tuple[int, int], values: Mapping[str, Any]) -> dict[int, Any]:
+        async with self._renewing:
+            if task not in self._applied:
+                await asyncio.to_thread(shard.update, values)
+                self._applied.add(task)
+            version, kept, results = shard.version, shard.values, dict(shard.results)
+        if version % order.save_every == 0:
+            self._start(self._save(order, shard, version, kept))
+        return results
+
+    async def _save(self, order: Order, shard: Shard, version: int, values: Mapping[str, Any]) -> None:
+        async with self._saving:
+            try:
+                file = await asyncio.to_thread(_saved, order, shard, version, self._number, values)
+            except Exception as error:
+                self._scheduler.fail.remote(f"Server {self._number} cannot save its arrays: {error}")
+                return
+        self._scheduler.saved.remote(self._number, order.generation, version, file)
+
+    def _exchange(self, order: Order, step: int) -> Any:
+        def exchange(number: int, values: dict[str, Any], awaited: tuple[str, ...]) -> Mapping[str, Any]:
+            found = ray().get(self._scheduler.exchange.remote(order.generation, (step, number), values, awaited))
+            if found is None:
+                raise _Void
+            return dict(found)
+
+        return exchange
+
+
+def _loaded(order: Order) -> Shard:
+    spec = order.spec
+    found = load_arrays(Path(order.folder), order.version, spec.held.values())
+    return Shard(spec, {slot: found[path] for slot, path in spec.held.items()}, order.version)
+
+
+def _saved(order: Order, shard: Shard, version: int, number: int, values: Mapping[str, Any]) -> str:
+    return save_shard(Path(order.folder), version, number, {path: values[slot] for slot, path in shard.spec.held.items()})

@@ -1,0 +1,73 @@
+"""Arrays that servers hold: handles that a step returns in place of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class RemoteArray:
+    """An array of a step's state that a server holds; reading it gets it as the server has it now.
+
+    Attributes:
+        aval: its type.
+        path: of the input of the step that it is.
+    """
+
+    def __init__(self, aval: Any, path: str, fetch: Callable[[], Any]) -> None:
+        self.aval, self.path, self._fetch = aval, path, fetch
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return tuple(self.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Its type."""
+        return self.aval.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Its number of dimensions."""
+        return len(self.aval.shape)
+
+    @property
+    def size(self) -> int:
+        """Its number of elements."""
+        return int(np.prod(self.aval.shape))
+
+    def fetch(self) -> jax.Array:
+        """Returns its value."""
+        found: jax.Array = self._fetch()
+        return found
+
+    def block_until_ready(self) -> RemoteArray:
+        """Returns itself: a server that has the array has computed it."""
+        return self
+
+    def __jax_array__(self) -> jax.Array:
+        return self.fetch()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self.fetch(), dtype=dtype, copy=copy)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.fetch()[index]
+
+    def __float__(self) -> float:
+        return float(self.fetch())
+
+    def __int__(self) -> int:
+        return int(self.fetch())
+
+    def __repr__(self) -> str:
+        return f"RemoteArray({self.path}: {self.aval.str_short()})"
+
+
+def fetched(leaf: Any) -> Any:
+    """Returns a leaf, or the value of one that a server holds."""
+    return leaf.fetch() if isinstance(leaf, RemoteArray) else leaf

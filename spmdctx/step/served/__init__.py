@@ -1,0 +1,1 @@
+"""Steps whose state lies on servers."""

@@ -1,0 +1,81 @@
+"""A step whose state lies on servers, specialized to one set of shapes and one context."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from spmdctx.ir.graph import Role
+from spmdctx.lowering.compile import JitOptions, jit_program
+from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
+from spmdctx.server.engine.client import Client
+from spmdctx.server.engine.scheduler import Job
+from spmdctx.server.program.capture import ServedStep
+from spmdctx.server.program.cut import cut_step
+from spmdctx.server.program.worker import WorkerProgram, worker_program
+from spmdctx.server.remote import fetched
+from spmdctx.step.entry import Entry
+from spmdctx.step.planning.planner import Planned, plan_program
+from spmdctx.step.served.run import ServedRun
+from spmdctx.trace.capture.structure import Read
+from spmdctx.trace.scope.environment import Environment
+
+
+class FetchingEntry(Entry):
+    """A step without a loss, such as an evaluation: it gets the arrays that servers hold."""
+
+    def run(self, read: Read) -> Any:
+        """Runs the step on this worker's devices."""
+        return super().run(read._replace(leaves=[fetched(leaf) for leaf in read.leaves]))
+
+
+class ServedEntry(Entry):
+    """A captured step of which workers run the loss, and servers the rest."""
+
+    def __init__(self, step: ServedStep, environment: Environment, notes: Sequence[str] = ()) -> None:
+        super().__init__(replace(step.captured, notes=(*step.captured.notes, *notes)), environment, notes)
+        self.step = step
+
+    @cached_property
+    def part(self) -> WorkerProgram:
+        """The program of one part of the batch."""
+        return worker_program(self.step, cut_step(self.step, 1))
+
+    @cached_property
+    def planned(self) -> Planned:
+        """The plan of that program on this worker's devices."""
+        part, inputs = self.part, self.captured.inputs
+        operands = [Operand(inputs[number].path, inputs[number].role) for number in part.inputs]
+        operands.append(Operand("number of the part", Role.ARGUMENT))
+        results = [Outcome(self.step.loss.rows[number].path) for number in part.outputs]
+        captured = captured_program(self.captured.name, part.jaxpr, None, operands, results)
+        return plan_program(replace(captured, notes=(*self.captured.notes, *self._notes)), self.environment.settings)
+
+    @cached_property
+    def program(self) -> Any:
+        """The jitted program of one part."""
+        planned = self.planned
+        devices = self.environment.devices[: planned.mesh.num_devices]
+        options = JitOptions((), self.compiler_options, self.captured.name)
+        return jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
+
+    @cached_property
+    def direct(self) -> None:
+        """None: each call asks the scheduler."""
+        return None
+
+    @cached_property
+    def served(self) -> ServedRun:
+        """This worker's steps, connected to the servers."""
+        self.environment.check_running()
+        own = self.environment.context.servers
+        folder = own.folder or tempfile.mkdtemp(prefix="spmdctx-ps-")
+        client = Client(Job(own.num_servers, own.update_mode, own.max_staleness, own.save_every, folder))
+        return ServedRun(self.step, self.part, self.program.jitted, client)
+
+    def run(self, read: Read) -> Any:
+        """Does the next step."""
+        return self.structure.finish(read.handle, self.served.run(read.leaves))

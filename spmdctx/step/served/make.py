@@ -1,0 +1,47 @@
+"""Makes the entry of a call: on servers if the context asks for them and the step has a loss."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spmdctx.errors import UnsupportedError
+from spmdctx.gradients.capture import capture_step
+from spmdctx.server.engine.client import NUM_WORKERS
+from spmdctx.server.program.capture import capture_served, num_losses
+from spmdctx.step.entry import Entry
+from spmdctx.step.pipelined import make
+from spmdctx.step.served.entry import FetchingEntry, ServedEntry
+from spmdctx.trace.capture.arguments import Call, Static
+from spmdctx.trace.capture.target import Target
+from spmdctx.trace.scope.environment import Environment
+
+_MODES = ("stand_alone", "semi_auto_parallel", "auto_parallel")
+
+
+def entry_of(target: Target, call: Call, static: Static, around: Environment, notes: Sequence[str]) -> Entry:
+    """Traces one call of a step, and returns its entry.
+
+    Raises:
+        ContextError: options that contradict each other.
+        StrategyError: a loss that cannot be split.
+        UnsupportedError: a loss that cannot be cut, or a mode or an option that servers do not have.
+    """
+    settings = around.settings
+    context = settings.context
+    if not context.servers.enable_ps:
+        return make.entry_of(target, call, static, around, notes)
+    if context.parallel_mode not in _MODES or context.pipeline_stages > 1:
+        got = f"parallel_mode={context.parallel_mode!r}, pipeline_stages={context.pipeline_stages}"
+        raise UnsupportedError(
+            "Servers have no part in this mode.",
+            got=got,
+            need=f"parallel_mode among {', '.join(_MODES)}, and pipeline_stages=1",
+            fix='parallel_mode="semi_auto_parallel", whose workers split their part of the batch over their devices',
+        )
+    if not num_losses(target, call, static, settings):
+        return FetchingEntry(capture_step(target, call, static, settings), around, notes)
+    parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else int(os.environ.get(NUM_WORKERS, "1"))
+    own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}))
+    return ServedEntry(capture_served(target, call, static, own, parts), replace(around, settings=own), notes)

@@ -1,0 +1,183 @@
+"""One worker's steps: it computes the parts that it is given, and does lost steps again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdctx.errors import CommunicationError
+from spmdctx.server.engine.client import Client, Lost
+from spmdctx.server.engine.scheduler import Layout
+from spmdctx.server.program.capture import ServedStep
+from spmdctx.server.program.cut import Cut, cut_step
+from spmdctx.server.program.spec import fingerprint, raw, server_specs, typed
+from spmdctx.server.program.worker import WorkerProgram
+from spmdctx.server.remote import RemoteArray
+from spmdctx.server.state.folder import save_shard
+from spmdctx.server.state.progress import Done, Go, Replay, Setup
+
+
+class Held(NamedTuple):
+    """Arrays that this worker has pulled, and the generation and version that they are of."""
+
+    generation: int
+    version: int
+    values: dict[int, Any]
+
+
+class ServedRun:
+    """The steps of this worker.
+
+    Args:
+        step: as it was captured.
+        program: of one part.
+        call: runs that program.
+        client: the connection to the servers.
+    """
+
+    def __init__(self, step: ServedStep, program: WorkerProgram, call: Callable[..., Sequence[Any]], client: Client) -> None:
+        self._step, self._program, self._call, self._client = step, program, call, client
+        self._cut: Cut | None = None
+        self._first: Sequence[Any] = ()
+        self._held: Held | None = None
+        self._kept: dict[int, dict[int, Any]] = {}
+        self._number = 0
+
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """Does the next step, and returns its flat results."""
+        step = self._number
+        if step == 0:
+            self._first = leaves
+        self._kept[step] = {number: _own(leaf) for number, leaf in enumerate(leaves) if number not in self._carried}
+        done = self._until_done(step)
+        self._number += 1
+        self._kept = {number: given for number, given in self._kept.items() if number >= self._client.kept_from}
+        return self._results(done, leaves)
+
+    @property
+    def _carried(self) -> set[int]:
+        return {leaf.carried_from for leaf in self._step.captured.outputs if leaf.carried_from is not None}
+
+    def _until_done(self, step: int) -> Done:
+        at = step
+        while True:
+            reply = self._client.ask(at)
+            if isinstance(reply, Setup):
+                self._set_up(reply)
+            elif isinstance(reply, Replay):
+                at = reply.version
+                if at not in self._kept:
+                    raise CommunicationError("Servers have lost steps whose batches this worker has no more.", got=f"step {at}")
+            elif isinstance(reply, Go):
+                try:
+                    self._compute(reply, at)
+                except Lost:
+                    self._held = None
+            elif at == step:
+                return reply
+            else:
+                at += 1
+
+    def _cut_for(self, num_servers: int) -> Cut:
+        if self._cut is None or len(self._cut.servers) != num_servers:
+            self._cut = cut_step(self._step, num_servers)
+        return self._cut
+
+    def _set_up(self, reply: Setup) -> None:
+        cut = self._cut_for(reply.num_servers)
+        specs = server_specs(self._step, cut, x64=jax.config.jax_enable_x64)
+        if reply.version is None:
+            for number, server in enumerate(cut.servers):
+                own = {self._step.captured.inputs[one].path: raw(jnp.asarray(self._first[one])) for one in server.held}
+                save_shard(Path(self._client.job.folder), 0, number, own)
+        self._client.set_up(Layout(specs, self._step.loss.num_parts, fingerprint(self._step), reply.version or 0))
+
+    def _compute(self, go: Go, step: int) -> None:
+        """Computes parts of a step, pushes them, and pulls what the next step reads.
+
+        Raises:
+            Lost: a server was lost.
+        """
+        client = self._client
+        cut = self._cut_for(client.num_servers)
+        slots = [[f"in/{number}" for number in cut.pulled if cut.home.get(number, 0) == server] for server in range(len(cut.servers))]
+        held = self._held
+        if held is None or (held.generation, held.version) != (go.generation, go.version) or client.job.mode == "async":
+            held = self._pulled(client.start_pull(go, go.version, slots), go, slots)
+        values = {**self._kept[step], **held.values}
+        pushes = {part: self._pushed(cut, self._part(values, part), values, part) for part in go.parts}
+        client.push(go, step, pushes)
+        self._held = None
+        if client.job.mode == "sync":
+            self._held = self._pulled(client.start_pull(go, go.version + 1, slots), go, slots)
+
+    def _pulled(self, pulls: Sequence[Any], go: Go, slots: Sequence[Sequence[str]]) -> Held:
+        found = self._client.finish_pull(pulls)
+        versions = {one.version for one in found}
+        names = [slot for own in slots for slot in own]
+        arrays = [value for one in found for value in one.values]
+        inputs = self._step.captured.in_avals
+        values = {}
+        for slot, value in zip(names, arrays, strict=True):
+            number = int(slot.partition("/")[2])
+            values[number] = typed(value, inputs[number])
+        return Held(go.generation, versions.pop() if len(versions) == 1 else -1, values)
+
+    def _part(self, values: dict[int, Any], part: int) -> dict[str, Any]:
+        program, count = self._program, self._step.loss.num_parts
+        given = []
+        for number in program.inputs:
+            value, dim = values[number], program.batch_dims.get(number)
+            given.append(value if dim is None else value[(*[slice(None)] * dim, slice(part, None, count))])
+        made = self._call(*given, np.uint32(part))
+        return {f"loss/{number}": value for number, value in zip(program.outputs, made, strict=True)}
+
+    def _pushed(self, cut: Cut, made: dict[str, Any], values: dict[int, Any], part: int) -> list[dict[str, Any]]:
+        """Returns what each server gets of one part."""
+        whole = {slot: np.asarray(raw(value)) for slot, value in made.items()}
+        found = []
+        for server in cut.servers:
+            own = {f"loss/{number}": whole[f"loss/{number}"] for number in server.joined}
+            if part == 0 or self._client.job.mode == "async":
+                own |= {f"in/{number}": np.asarray(raw(jnp.asarray(values[number]))) for number in server.given}
+            found.append(own)
+        return found
+
+    def _results(self, done: Done, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the results of a step: handles for its state, and what servers say of the rest."""
+        captured, cut = self._step.captured, self._cut_for(self._client.num_servers)
+        found: list[Any] = []
+        for number, (leaf, aval) in enumerate(zip(captured.outputs, captured.jaxpr.out_avals, strict=True)):
+            if leaf.carried_from is not None:
+                found.append(self._handle(leaf.carried_from, captured.in_avals[leaf.carried_from], cut))
+            elif number in cut.constants:
+                atom = cut.constants[number]
+                found.append(self._constant(atom, cut, leaves))
+            elif number in done.results:
+                found.append(typed(jnp.asarray(done.results[number]), aval))
+            else:
+                raise CommunicationError("The results of a step that was done before are not kept.", got=f"result {leaf.path}")
+        return found
+
+    def _constant(self, atom: Any, cut: Cut, leaves: Sequence[Any]) -> Any:
+        inputs = cut.around.jaxpr.jaxpr.invars
+        place = next((number for number, var in enumerate(inputs) if var is atom), None)
+        return jnp.asarray(atom.val, atom.aval.dtype) if place is None else leaves[place]
+
+    def _handle(self, number: int, aval: Any, cut: Cut) -> RemoteArray:
+        client, home = self._client, cut.home.get(number, 0)
+        return RemoteArray(
+            aval,
+            self._step.captured.inputs[number].path,
+            lambda: typed(jnp.asarray(client.current(f"in/{number}", home)), aval),
+        )
+
+
+def _own(leaf: Any) -> Any:
+    """Returns a copy of an array that the user may change."""
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
