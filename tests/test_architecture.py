@@ -30,6 +30,7 @@ TOP = (
     "ops lowering search",
     "gradients plan",
     "checkpoint data pipeline",
+    "server",
     "step",
     "api",
     "shard",
@@ -50,7 +51,17 @@ INNER = {
     "lowering": ("compile_options compile_only", "scheduler_limit", "rewrite", "compile"),
     "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
     "pipeline": ("schedule", "cut", "programs", "capture", "stages", "data run", "search show file diff", "plan audit", "assemble"),
-    "step": ("planning processes direct out_of_memory agreement options", "entry", "placement broadcast verify pipelined", "step"),
+    "server": ("program", "state", "engine", "remote"),
+    "server/program": ("balance capture", "cut", "spec worker"),
+    "server/state": ("progress folder shard",),
+    "server/engine": ("rays", "server", "scheduler", "client worker", "job"),
+    "step": (
+        "planning processes direct out_of_memory agreement options",
+        "entry",
+        "placement broadcast verify pipelined",
+        "served",
+        "step",
+    ),
 }
 """The rows of the package and of packages in it, from the lowest to the highest.
 

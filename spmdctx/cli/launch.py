@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 
 from spmdctx.cli.output import Output
-from spmdctx.cli.values import positive, positive_number
+from spmdctx.cli.values import natural, positive, positive_number
 from spmdctx.communication.launch import Job, run_job
+from spmdctx.context.servers import MODES
+from spmdctx.errors import ContextError
+from spmdctx.server.engine.job import Launch, run_served
+from spmdctx.server.engine.scheduler import Job as ServedJob
+from spmdctx.server.engine.worker import Script
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `launch`."""
-    parser.add_argument("-n", "--num-processes", type=positive, required=True, metavar="N", help="processes to start")
+    parser.add_argument("-n", "--num-processes", type=positive, metavar="N", help="processes to start")
     parser.add_argument("--devices-per-process", type=positive, default=1, metavar="N", help="CPU devices or GPUs of each (default: 1)")
     parser.add_argument("--timeout", type=positive_number, metavar="SECONDS", help="after it everything is killed (default: no limit)")
+    served = parser.add_argument_group("parameter server", "Servers hold the state, workers run the script.")
+    served.add_argument("--servers", type=positive, metavar="N", help="servers to start, with --workers")
+    served.add_argument("--workers", type=positive, metavar="N", help="workers to start, in place of -n")
+    served.add_argument("--mode", choices=MODES, default="sync", help="whether workers wait for each other (default: sync)")
+    served.add_argument(
+        "--max-staleness", type=natural, default=4, metavar="N", help="updates by which values may be late in async (default: 4)"
+    )
+    served.add_argument("--save-every", type=positive, default=10, metavar="N", help="updates between two saved states (default: 10)")
+    served.add_argument("--folder", metavar="FOLDER", help="where states are saved; a job goes on from those (default: a temporary one)")
+    served.add_argument("--address", metavar="HOST:PORT", help="a cluster of Ray that runs (default: one on this machine)")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module, as in python -m")
     parser.add_argument("script", help="a Python script that calls spmdctx.communication.init()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -22,10 +39,29 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def launch(arguments: argparse.Namespace, output: Output) -> int:
     """Runs a script as several processes; returns the exit code of the first one that failed, or 124 after a timeout."""
+    if arguments.servers is not None or arguments.workers is not None:
+        return _launch_served(arguments, output)
+    if arguments.num_processes is None:
+        raise ContextError("launch needs a number of processes.", need="-n N, or --servers N --workers N")
     script = ["-m", arguments.script] if arguments.module else [arguments.script]
     job = Job([*script, *arguments.arguments], arguments.num_processes, arguments.devices_per_process, arguments.timeout)
     outcome = run_job(job, sys.stderr if output.as_json else None)
     if outcome.trouble:
         sys.stderr.write(f"error: {outcome.trouble}\n")
     output.finish({"exit_code": outcome.code, "trouble": outcome.trouble})
+    return outcome.code
+
+
+def _launch_served(arguments: argparse.Namespace, output: Output) -> int:
+    """Runs a script on workers, with servers."""
+    if arguments.num_processes is not None or None in (arguments.servers, arguments.workers):
+        raise ContextError("A job with servers needs both numbers, and no -n.", need="--servers N --workers N")
+    folder = os.path.abspath(arguments.folder) if arguments.folder else tempfile.mkdtemp(prefix="spmdctx-ps-")
+    job = ServedJob(arguments.servers, arguments.mode, arguments.max_staleness, arguments.save_every, folder)
+    script = Script(arguments.script, arguments.arguments, arguments.module, os.getcwd())
+    started = Launch(job, arguments.workers, script, arguments.devices_per_process, arguments.address, arguments.timeout)
+    outcome = run_served(started, sys.stderr if output.as_json else sys.stdout, sys.stderr)
+    if outcome.trouble:
+        sys.stderr.write(f"error: {outcome.trouble}\n")
+    output.finish({"exit_code": outcome.code, "trouble": outcome.trouble, "folder": folder})
     return outcome.code

@@ -12,12 +12,25 @@ def positive(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: any other text.
     """
+    return _at_least(1, text)
+
+
+def natural(text: str) -> int:
+    """Parses a whole number of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import warnings
 from typing import Any
 
 from spmdctx.errors import UnsupportedError
@@ -39,9 +40,10 @@ def connect(address: str | None = None, resources: dict[str, float] | None = Non
     if address is None:
         options |= {"include_dashboard": False, "num_cpus": max(4, os.cpu_count() or 1), "object_store_memory": _STORE_BYTES}
         options |= {"resources": resources} if resources else {}
-        own.init(address="local", **options)
-    else:
-        own.init(address=address, **options)
+    with warnings.catch_warnings():
+        # Ray starts its processes by a fork that runs another program at once.
+        warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
+        own.init(address=address or "local", **options)
 
 
 _STORE_BYTES = 512 << 20

@@ -149,7 +149,7 @@ class Scheduler:
             resources=resources,
             runtime_env={"env_vars": environment},
         )
-        return actor.remote(number, own.get_runtime_context().current_actor)
+        return actor.remote(number)
 
     async def _load_all(self, version: int, generation: int) -> None:
         layout = self._layout

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spmdctx.server.engine.rays import ray
+from spmdctx.server.engine.rays import SCHEDULER, ray
 from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.folder import load_arrays, save_shard
 from spmdctx.server.state.shard import Shard
@@ -40,11 +40,11 @@ class Server:
 
     Args:
         number: of the server.
-        scheduler: the actor that keeps the progress.
     """
 
-    def __init__(self, number: int, scheduler: Any) -> None:
-        self._number, self._scheduler = number, scheduler
+    def __init__(self, number: int) -> None:
+        # Ray does not make arguments of a constructor again: the scheduler is found by its name.
+        self._number, self._scheduler = number, ray().get_actor(SCHEDULER)
         self._changed = asyncio.Condition()
         self._renewing = asyncio.Lock()
         self._saving = asyncio.Lock()

@@ -179,7 +179,7 @@ class _Cutter:
         given = {slot for slot in read if slot.startswith("in/") and slot not in state}
         joined = {slot for slot in read if slot.startswith("loss/")}
         have = {f"in/{number}" for number in held} | given | joined
-        awaits = []
+        awaits: list[tuple[str, ...]] = []
         for program in (*own, None):
             wanted = last if len(awaits) == len(own) else set(program.inputs) if program is not None else set()
             awaits.append(tuple(sorted(wanted - have)))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jexc
+import jax.numpy as jnp
 import numpy as np
 
 from spmdctx.gradients.reduce import is_low_precision
@@ -141,4 +142,4 @@ def raw_type(aval: Any) -> jax.ShapeDtypeStruct:
 
 def is_key(dtype: Any) -> bool:
     """Returns whether a type is that of typed keys."""
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))

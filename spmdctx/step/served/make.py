@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.capture import capture_step
-from spmdctx.server.engine.client import NUM_WORKERS
+from spmdctx.server.engine.client import NUM_WORKERS, WORKER
 from spmdctx.server.program.capture import capture_served, num_losses
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined import make
@@ -30,7 +30,9 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     """
     settings = around.settings
     context = settings.context
-    if not context.servers.enable_ps:
+    servers = context.servers
+    launched = WORKER in os.environ and "enable_ps" not in servers.explicit
+    if not servers.enable_ps and not launched:
         return make.entry_of(target, call, static, around, notes)
     if context.parallel_mode not in _MODES or context.pipeline_stages > 1:
         got = f"parallel_mode={context.parallel_mode!r}, pipeline_stages={context.pipeline_stages}"

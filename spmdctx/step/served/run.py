@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdctx._compat import x64_is_on
 from spmdctx.errors import CommunicationError
 from spmdctx.server.engine.client import Client, Lost
 from spmdctx.server.engine.scheduler import Layout
@@ -90,7 +90,7 @@ class ServedRun:
 
     def _set_up(self, reply: Setup) -> None:
         cut = self._cut_for(reply.num_servers)
-        specs = server_specs(self._step, cut, x64=jax.config.jax_enable_x64)
+        specs = server_specs(self._step, cut, x64=x64_is_on())
         if reply.version is None:
             for number, server in enumerate(cut.servers):
                 own = {self._step.captured.inputs[one].path: raw(jnp.asarray(self._first[one])) for one in server.held}

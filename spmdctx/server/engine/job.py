@@ -1,0 +1,122 @@
+"""A job of servers and workers: it is started, scaled and waited for from one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from typing import IO, Any, NamedTuple
+
+from spmdctx.errors import CommunicationError
+from spmdctx.server.engine.client import NUM_WORKERS, WORKER
+from spmdctx.server.engine.rays import SCHEDULER, connect, ray
+from spmdctx.server.engine.scheduler import Job, Scheduler
+from spmdctx.server.engine.worker import Ended, Script, Worker
+
+TIMED_OUT = 124
+_POLL_S = 0.5
+_XLA_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")
+
+
+class Launch(NamedTuple):
+    """What is started: the job, its workers and their devices, and the script.
+
+    `address` is that of a cluster of Ray, None for one of its own on this machine; `timeout_s` is a hard limit, or None.
+    """
+
+    job: Job
+    num_workers: int
+    script: Script
+    devices: int = 1
+    address: str | None = None
+    timeout_s: float | None = None
+
+
+class Outcome(NamedTuple):
+    """The exit code of a job, and what went wrong, empty where nothing did."""
+
+    code: int
+    trouble: str = ""
+
+
+def run_served(launch: Launch, out: IO[str], err: IO[str]) -> Outcome:
+    """Runs a script on workers, with servers, to its end.
+
+    Raises:
+        CommunicationError: no cluster at the address.
+        UnsupportedError: Ray is not installed.
+    """
+    running = _Running(launch, out, err)
+    try:
+        return running.wait()
+    finally:
+        ray().shutdown()
+
+
+class _Running:
+    def __init__(self, launch: Launch, out: IO[str], err: IO[str]) -> None:
+        self._launch, self._streams = launch, {"out": out, "err": err}
+        self._start = time.monotonic()
+        try:
+            connect(launch.address)
+        except (ConnectionError, ValueError) as error:
+            raise CommunicationError("There is no cluster of Ray.", got=f"{launch.address}: {error}", fix="ray start --head") from error
+        self._ray = ray()
+        self._scheduler = self._ray.remote(Scheduler).options(num_cpus=0, max_concurrency=1000, name=SCHEDULER).remote(launch.job)
+        self._runs: dict[Any, int] = {}
+        self._said = 0
+        for number in range(launch.num_workers):
+            self._add(number)
+
+    def _add(self, number: int) -> None:
+        environment = worker_environment(os.environ, number, self._launch.num_workers, self._launch.devices)
+        resources = {"worker": 0.001} if self._ray.cluster_resources().get("worker") else {}
+        actor = self._ray.remote(Worker).options(
+            max_restarts=-1, max_task_retries=-1, num_cpus=0, resources=resources, runtime_env={"env_vars": environment}
+        )
+        run = actor.remote(number).run.remote(self._launch.script)
+        self._runs[run] = number
+
+    def wait(self) -> Outcome:
+        """Returns how the job has ended."""
+        limit, failed = self._launch.timeout_s, Outcome(0)
+        while self._runs and not failed.code:
+            ready, _ = self._ray.wait(list(self._runs), num_returns=1, timeout=0)
+            self._write(0 if ready else _POLL_S)
+            for run in ready:
+                failed = self._ended(run, self._runs.pop(run)) if not failed.code else failed
+            if limit is not None and time.monotonic() - self._start > limit:
+                failed = Outcome(TIMED_OUT, f"The job took more than {limit:g} s, and was stopped.")
+        self._write(0)
+        return failed
+
+    def _ended(self, run: Any, number: int) -> Outcome:
+        try:
+            ended: Ended = self._ray.get(run)
+        except self._ray.exceptions.RayError as error:
+            return Outcome(1, f"Worker {number} was lost, and cannot be started again: {type(error).__name__}.")
+        return Outcome(ended.code, f"Worker {number} ended with exit code {ended.code}." if ended.code else "")
+
+    def _write(self, seconds: float) -> None:
+        try:
+            rows = self._ray.get(self._scheduler.said.remote(self._said, seconds))
+        except self._ray.exceptions.RayError as error:
+            raise CommunicationError("The scheduler of the parameter server is gone.", got=type(error).__name__) from error
+        self._said += len(rows)
+        width = len(str(self._launch.num_workers - 1))
+        for worker, name, line in rows:
+            self._streams[name].write(f"[{worker:{width}}] {line}\n")
+            self._streams[name].flush()
+
+
+def worker_environment(environ: Mapping[str, str], number: int, count: int, devices: int) -> dict[str, str]:
+    """Returns what a worker's environment has of its own."""
+    return {
+        WORKER: str(number),
+        NUM_WORKERS: str(count),
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONUNBUFFERED": "1",
+        "XLA_FLAGS": _XLA_COUNT.sub("", environ.get("XLA_FLAGS", "")).strip(),
+        **{name: environ[name] for name in ("JAX_PLATFORMS", "JAX_ENABLE_X64", "PYTHONPATH") if name in environ},
+    }
