@@ -52,7 +52,7 @@ INNER = {
     "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
     "pipeline": ("schedule", "cut", "programs", "capture", "stages", "data run", "search show file diff", "plan audit", "assemble"),
     "server": ("program", "state", "engine", "remote"),
-    "server/program": ("balance capture", "cut", "spec worker"),
+    "server/program": ("balance capture", "cut", "spec worker", "crossing"),
     "server/state": ("progress folder shard",),
     "server/engine": ("rays", "server", "scheduler", "client worker", "job"),
     "step": (

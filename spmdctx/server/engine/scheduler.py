@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 from spmdctx.server.engine.rays import ray
 from spmdctx.server.engine.server import Order, Server
 from spmdctx.server.program.spec import ServerSpec
-from spmdctx.server.state.folder import complete, load_results, saved_states
-from spmdctx.server.state.progress import Failed, Progress, Reply
+from spmdctx.server.state.folder import SavedState, Updates, complete, load_results, saved_states
+from spmdctx.server.state.progress import Failed, Progress, Reply, Summary
 
 _POLL_S = 20.0
+_QUIET_S = 10.0
 
 
 class Job(NamedTuple):
@@ -72,11 +74,21 @@ class Scheduler:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lines: list[tuple[int, str, str]] = []
         self._fingerprint = ""
+        self._is_saving = False
         for state in saved_states(self._folder)[-1:]:
-            self._common = self._progress.saved = state.version
-            self._fingerprint = state.fingerprint
-            self._progress.version = state.version
-            self._progress.results = dict(load_results(state))
+            self._resume(state)
+
+    def _resume(self, state: SavedState) -> None:
+        """Goes on from a saved state."""
+        progress = self._progress
+        self._common = progress.saved = progress.version = state.version
+        self._fingerprint = state.fingerprint
+        progress.results = dict(load_results(state))
+        if progress.mode == "async":
+            updates = state.updates or Updates(state.version, ())
+            progress.resume(state.version, updates.floor, updates.done)
+        elif state.updates is not None:
+            progress.fail(f"The folder {self._folder} holds the state of an asynchronous job, whose steps may be done in part.")
 
     async def job(self) -> Job:
         """Returns what the job was told."""
@@ -106,7 +118,7 @@ class Scheduler:
                 await asyncio.wait_for(self._changed.wait_for(is_answered), _POLL_S)
             except TimeoutError:
                 found = None
-        return Answer(found, self._common)
+        return Answer(found, self._common if self._progress.mode == "sync" else self._progress.floor)
 
     async def servers(self) -> list[Any]:
         """Returns the actors of the servers."""
@@ -154,8 +166,13 @@ class Scheduler:
     async def _load_all(self, version: int, generation: int) -> None:
         layout = self._layout
         assert layout is not None, "servers follow a layout"
-        orders = [Order(spec, self._job.folder, version, generation, self._job.save_every, self._job.mode) for spec in layout.specs]
+        orders = [self._order(number, version, generation) for number in range(len(layout.specs))]
         await asyncio.gather(*(server.load.remote(order) for server, order in zip(self._servers, orders, strict=True)))
+
+    def _order(self, server: int, version: int, generation: int) -> Order:
+        job, layout = self._job, self._layout
+        assert layout is not None, "servers follow a layout"
+        return Order(layout.specs[server], job.folder, version, generation, job.save_every, job.mode, job.max_staleness)
 
     async def _watched(self, number: int, server: Any) -> None:
         """Has the lost steps done again whenever a server was lost."""
@@ -173,8 +190,7 @@ class Scheduler:
         async with self._recovering:
             try:
                 if progress.mode == "async":
-                    order = Order(layout.specs[number], self._job.folder, self._common, progress.generation, self._job.save_every, "async")
-                    await self._servers[number].load.remote(order)
+                    await self._servers[number].load.remote(self._order(number, self._common, progress.generation))
                 else:
                     progress.rewind(self._common)
                     progress.busy = True
@@ -186,10 +202,38 @@ class Scheduler:
             progress.busy = False
         await self._notify()
 
-    async def pushed(self, generation: int, step: int, parts: Sequence[int], results: Mapping[int, Any]) -> None:
-        """A worker has pushed parts to all servers."""
-        self._progress.pushed(generation, step, parts, results)
+    async def pushed(self, generation: int, step: int, parts: Sequence[int], results: Mapping[int, Any], late: int) -> None:
+        """A worker has pushed parts to all servers; in "async" they were late by so many updates at most."""
+        progress = self._progress
+        progress.pushed(generation, step, parts, results, late)
+        if progress.mode == "async" and generation == progress.generation and not (self._is_saving or progress.busy):
+            if self._asked_for is not None:
+                self._start(self._lay_out())
+            elif progress.version // self._job.save_every > self._common // self._job.save_every:
+                self._start(self._save_updates())
         await self._notify()
+
+    async def _save_updates(self) -> None:
+        """Has all servers save what they hold, in "async"."""
+        self._is_saving = True
+        version = self._progress.version
+        try:
+            files, updates = await self._snapshots(version)
+        except Exception as error:
+            await self.fail(f"Servers cannot save their arrays: {error}")
+        else:
+            await self._complete(version, files, updates)
+        self._is_saving = False
+
+    async def _snapshots(self, version: int) -> tuple[list[str], Updates]:
+        """Has all servers save their arrays as they are.
+
+        An update that only some of them have had counts as done, so that no array gets it twice.
+        """
+        floor, done = self._progress.floor, set(self._progress.done)
+        found = await asyncio.gather(*(server.snapshot.remote(version, floor) for server in self._servers))
+        done.update(task for one in found for task in one.applied if task[0] >= floor)
+        return [one.file for one in found], Updates(floor, tuple(sorted(done)))
 
     async def applied(self, server: int, generation: int, version: int, results: Mapping[int, Any]) -> None:
         """A server has renewed its arrays."""
@@ -225,10 +269,10 @@ class Scheduler:
         if len(own) == len(self._layout.specs):
             await self._complete(version, self._files.pop(version).values())
 
-    async def _complete(self, version: int, files: Any) -> None:
-        results = {step: own for step, own in self._progress.results.items() if step < version}
+    async def _complete(self, version: int, files: Any, updates: Updates | None = None) -> None:
+        results = {step: own for step, own in self._progress.results.items() if step < version or updates is not None}
         try:
-            await asyncio.to_thread(complete, self._folder, version, self._fingerprint, list(files), results)
+            await asyncio.to_thread(complete, self._folder, version, self._fingerprint, list(files), results, updates)
         except Exception as error:
             await self.fail(f"A state cannot be saved: {error}")
             return
@@ -245,13 +289,16 @@ class Scheduler:
             return
         progress.busy = True
         async with self._recovering:
-            version = progress.version
+            await self._quiet()
+            version, updates, files = progress.version, None, list[str]()
             try:
-                files = await asyncio.gather(*(server.save.remote(version) for server in self._servers))
+                if progress.mode == "sync":
+                    files = list(await asyncio.gather(*(server.save.remote(version) for server in self._servers)))
+                else:
+                    files, updates = await self._snapshots(version)
             except Exception as error:
                 progress.fail(f"Servers cannot save their state: {error}")
-                files = []
-            await self._complete(version, files)
+            await self._complete(version, files, updates)
             old, self._servers = self._servers, []
             self._files.clear()
             self._board.clear()
@@ -259,6 +306,13 @@ class Scheduler:
         for server in old:
             ray().kill(server)
         await self._notify()
+
+    async def _quiet(self) -> None:
+        """Waits until no update is under way, in "async"; not for long, since a worker may be lost."""
+        if self._progress.mode == "async":
+            async with self._changed:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait_for(lambda: not self._progress.num_under_way), _QUIET_S)
 
     async def remove_worker(self, worker: int) -> None:
         """Lets a worker leave before its next step."""
@@ -273,6 +327,10 @@ class Scheduler:
     async def state(self) -> Progress:
         """Returns the progress."""
         return self._progress
+
+    async def summary(self) -> Summary:
+        """Returns how far the job has come."""
+        return self._progress.summary
 
     async def say(self, worker: int, stream: str, lines: Sequence[str]) -> None:
         """Takes lines that a worker writes."""

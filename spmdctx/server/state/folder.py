@@ -19,13 +19,24 @@ _KEPT = 2
 _LIST = "state.json"
 
 
+class Updates(NamedTuple):
+    """Which parts of steps an asynchronous job has applied: all those before step `floor`, and some later ones by step and part."""
+
+    floor: int
+    done: tuple[tuple[int, int], ...]
+
+
 class SavedState(NamedTuple):
-    """A state that is complete: its version, its folder, the step's fingerprint, and the arrays of each file."""
+    """A state that is complete: its version, its folder, the step's fingerprint, and the files of arrays.
+
+    `updates` is what it holds where a version is an update; None where it is a step.
+    """
 
     version: int
     folder: Path
     fingerprint: str
     files: tuple[str, ...]
+    updates: Updates | None = None
 
 
 def state_folder(folder: Path, version: int) -> Path:
@@ -46,7 +57,14 @@ def save_shard(folder: Path, version: int, server: int, values: Mapping[str, Any
     return name
 
 
-def complete(folder: Path, version: int, fingerprint: str, files: Iterable[str], results: Mapping[int, Mapping[int, Any]]) -> None:
+def complete(
+    folder: Path,
+    version: int,
+    fingerprint: str,
+    files: Iterable[str],
+    results: Mapping[int, Mapping[int, Any]],
+    updates: Updates | None = None,
+) -> None:
     """Writes the list that makes a state count, and removes states that are older than the last ones.
 
     Raises:
@@ -55,7 +73,8 @@ def complete(folder: Path, version: int, fingerprint: str, files: Iterable[str],
     place = state_folder(folder, version)
     rows = {f"{step}/{number}": np.asarray(value) for step, own in results.items() for number, value in own.items()}
     write_tensors(place / f"results{SUFFIX}", [_tensor(name, value) for name, value in rows.items()])
-    write_json(place / _LIST, {"version": version, "fingerprint": fingerprint, "files": sorted(files)})
+    body = {"version": version, "fingerprint": fingerprint, "files": sorted(files)}
+    write_json(place / _LIST, body if updates is None else {**body, "updates": [updates.floor, sorted(updates.done)]})
     for old in saved_states(folder)[:-_KEPT]:
         shutil.rmtree(old.folder, ignore_errors=True)
 
@@ -72,10 +91,18 @@ def saved_states(folder: Path) -> list[SavedState]:
             continue
         body = read_json(place / _LIST)
         try:
-            found.append(SavedState(int(body["version"]), place, str(body["fingerprint"]), tuple(map(str, body["files"]))))
+            files = tuple(map(str, body["files"]))
+            found.append(SavedState(int(body["version"]), place, str(body["fingerprint"]), files, _updates(body.get("updates"))))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError("The list of a saved state is damaged.", where=str(place / _LIST), got=str(error)) from error
     return found
+
+
+def _updates(found: Any) -> Updates | None:
+    if found is None:
+        return None
+    floor, done = found
+    return Updates(int(floor), tuple((int(step), int(part)) for step, part in done))
 
 
 def load_arrays(folder: Path, version: int, paths: Iterable[str]) -> dict[str, np.ndarray[Any, Any]]:

@@ -20,6 +20,7 @@ from spmdctx.server.engine.scheduler import Job
 from spmdctx.server.loads import server_loads
 from spmdctx.server.plan import served_plan
 from spmdctx.server.program.capture import ServedStep
+from spmdctx.server.program.crossing import crossing_of
 from spmdctx.server.program.cut import Cut, cut_step
 from spmdctx.server.program.worker import WorkerProgram, worker_program
 from spmdctx.server.remote import fetched
@@ -61,6 +62,8 @@ class ServedEntry(Entry):
     def planned(self) -> Planned:
         """The plan of that program on this worker's devices, with the servers."""
         part, inputs = self.part, self.captured.inputs
+        if self.environment.context.servers.update_mode == "async":
+            crossing_of(self.step, self.cut)
         operands = [Operand(inputs[number].path, inputs[number].role) for number in part.inputs]
         operands.append(Operand("number of the part", Role.ARGUMENT))
         results = [Outcome(self.step.loss.rows[number].path) for number in part.outputs]
