@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -67,7 +68,7 @@ def run_alone(step: ServedStep, cut: Cut, program: WorkerProgram, call: Call, le
             shard.add(part, pushed_to(cut, number, made, values, gives=part == 0))
     board = _Board()
     with ThreadPoolExecutor(len(shards)) as pool:
-        for done in [pool.submit(shard.renew, board.exchange) for shard in shards]:
+        for done in [pool.submit(_renew, shard, board) for shard in shards]:
             done.result()
     held = {slot: value for shard in shards for slot, value in shard.values.items()}
     results = {number: value for shard in shards for number, value in shard.results.items()}
@@ -81,6 +82,11 @@ def run_alone(step: ServedStep, cut: Cut, program: WorkerProgram, call: Call, le
         else:
             found.append(typed(jnp.asarray(results[number]), aval))
     return found
+
+
+def _renew(shard: Shard, board: _Board) -> None:
+    with jax.enable_x64(shard.spec.x64):  # a thread has a switch of its own
+        shard.renew(board.exchange)
 
 
 class _Board:

@@ -27,7 +27,6 @@ class Shard:
     """
 
     def __init__(self, spec: ServerSpec, values: Mapping[str, Any], version: int) -> None:
-        jax.config.update("jax_enable_x64", spec.x64)
         self.spec, self.version = spec, version
         self.values: Values = {slot: jnp.asarray(value) for slot, value in values.items()}
         self.results: dict[int, Any] = {}
