@@ -63,7 +63,7 @@ def main() -> None:
         size, steps, start = options.train
         train(int(size), int(steps), float(start))
         return
-    for size, steps in ((LARGE, options.steps), (SMALL, 10 * options.steps)):
+    for size, steps in ((LARGE, options.steps), (SMALL, 4 * options.steps)):
         flags = ["--servers", options.servers, "--workers", options.workers, "--mode", options.mode, "--save-every", 1 << 20]
         script = ["-m", "benchmarks.ps_throughput", "--train", size, steps, time.time()]
         command = [sys.executable, "-m", "spmdctx", "launch", "--timeout", 200, *flags, *script]
