@@ -53,8 +53,8 @@ INNER = {
     "pipeline": ("schedule", "cut", "programs", "capture", "stages", "data run", "search show file diff", "plan audit", "assemble"),
     "server": ("program", "state", "engine", "remote"),
     "server/program": ("balance capture", "cut", "spec worker"),
-    "server/state": ("progress folder shard",),
-    "server/engine": ("rays", "server", "scheduler", "client worker", "job"),
+    "server/state": ("progress presence folder shard",),
+    "server/engine": ("rays", "server", "fleet", "scheduler", "client worker", "job"),
     "step": (
         "planning processes direct out_of_memory agreement options",
         "entry",
