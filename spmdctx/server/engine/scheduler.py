@@ -47,7 +47,6 @@ class Scheduler:
         self._lines: list[tuple[int, str, str]] = []
         self._step: tuple[str, int] | None = None
         self._presence = Presence()
-        self._workers_wanted: int | None = None
         self._found = newest_state(self._folder)
         if self._found is not None:
             self._common = self._progress.saved = self._progress.version = self._found.version
@@ -257,14 +256,9 @@ class Scheduler:
                 del results[step]
         return {step: own for step, own in results.items() if step < version}
 
-    async def scale(self, num_servers: int | None, num_workers: int | None) -> None:
-        """Goes on with other numbers of servers and workers; servers change after the present step, workers before their next one."""
-        self._asked_for = num_servers if num_servers is not None else self._asked_for
-        self._workers_wanted = num_workers if num_workers is not None else self._workers_wanted
-
-    async def workers_wanted(self) -> int | None:
-        """Returns how many workers were asked for; None if nobody has asked."""
-        return self._workers_wanted
+    async def scale(self, num_servers: int) -> None:
+        """Goes on with another number of servers, after the present step."""
+        self._asked_for = num_servers
 
     async def _lay_out(self) -> None:
         """Has servers save their arrays and end, and the next worker divide the step for as many as were asked for."""
@@ -316,11 +310,10 @@ class Scheduler:
 
     async def said(self, after: int, seconds: float) -> list[tuple[int, str, str]]:
         """Returns the lines after the first ones, once there are any."""
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: len(self._lines) > after), seconds)
-            except TimeoutError:
-                return []
+        if len(self._lines) <= after and seconds:
+            async with self._changed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait_for(lambda: len(self._lines) > after), seconds)
         return self._lines[after:]
 
     def _start(self, work: Any) -> None:
