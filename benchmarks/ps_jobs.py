@@ -46,17 +46,18 @@ class Running:
 
     def _read(self) -> None:
         assert self.process.stdout is not None, "its output is a pipe"
-        for line in self.process.stdout:
-            found = _LINE.match(line)
-            with self._changed:
-                if found is None:
-                    self.other.append(line.rstrip())
-                elif found[2] == "STEP":
-                    step, loss = found[3].split()
-                    self.losses.setdefault(int(step), set()).add(loss)
-                else:
-                    self.states.append(found[3])
-                self._changed.notify_all()
+        with self.process.stdout as lines:
+            for line in lines:
+                found = _LINE.match(line)
+                with self._changed:
+                    if found is None:
+                        self.other.append(line.rstrip())
+                    elif found[2] == "STEP":
+                        step, loss = found[3].split()
+                        self.losses.setdefault(int(step), set()).add(loss)
+                    else:
+                        self.states.append(found[3])
+                    self._changed.notify_all()
 
     @property
     def last(self) -> int:
