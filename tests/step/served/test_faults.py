@@ -1,6 +1,8 @@
 """Jobs whose workers and servers are killed, and which are scaled, come to the bits of one that was left alone."""
 
 import hashlib
+import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -54,3 +56,25 @@ def test_losses_and_scaling_leave_no_trace(tmp_path, undisturbed):
         scale(tmp_path, servers=3, workers=2)
         check(job, undisturbed)
     assert len(job.states) == 2
+
+
+def test_a_job_that_ended_early_goes_on_when_it_is_submitted_again(tmp_path, undisturbed):
+    blocked = tmp_path / "state-000000020"
+    blocked.write_text("no folder can be made here")
+    with run(tmp_path, "--servers", "2", "--workers", "3") as job:
+        assert job.finish() == 1
+    assert len(job.other) <= 4, job.other
+    assert job.other[0].startswith("error: ")
+    assert "state-000000020" in " ".join(job.other)
+    blocked.unlink()
+    with run(tmp_path, "--servers", "1", "--workers", "3") as job:
+        job.wait_for(33)
+        left = job.pids("Worker") + job.pids("Server")
+        job.stop()
+    assert len(left) == 4
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in left):
+        assert time.monotonic() < end, "processes outlive their job"
+        time.sleep(0.1)
+    with run(tmp_path, "--servers", "3", "--workers", "2") as job:
+        check(job, undisturbed)
