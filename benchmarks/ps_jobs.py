@@ -96,11 +96,10 @@ class Running:
         """Returns the processes of "Worker" or "Server", the oldest first."""
         return actors(kind, self.process.pid)
 
-    def kill(self, kind: str, index: int = 0) -> float:
-        """Kills a process; returns the time."""
+    def kill(self, kind: str, index: int = 0) -> None:
+        """Kills a process."""
         found = self.pids(kind)
         os.kill(found[index % len(found)], signal.SIGKILL)
-        return time.monotonic()
 
     def __enter__(self) -> Running:
         return self

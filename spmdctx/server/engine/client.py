@@ -8,7 +8,7 @@ from typing import Any
 
 from spmdctx.errors import CommunicationError
 from spmdctx.server.engine.rays import SCHEDULER, connect, ray
-from spmdctx.server.engine.scheduler import Answer, Job, Layout, Scheduler
+from spmdctx.server.engine.scheduler import Answer, Job, Layout, start_scheduler
 from spmdctx.server.engine.server import Pulled
 from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Setup
 
@@ -37,7 +37,7 @@ class Client:
             self._scheduler = own.get_actor(SCHEDULER)
         else:
             connect()
-            self._scheduler = own.remote(Scheduler).options(num_cpus=0, max_concurrency=1000, name=SCHEDULER).remote(job)
+            self._scheduler = start_scheduler(job)
         self._is_launched = WORKER in os.environ
         self._life: str = own.get_runtime_context().get_worker_id() if self._is_launched else ""
         self._servers: list[Any] = []

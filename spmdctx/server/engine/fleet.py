@@ -71,6 +71,7 @@ class Fleet:
             num_cpus=0,
             max_concurrency=1000,
             resources=resources,
+            scheduling_strategy="SPREAD",
             runtime_env={"env_vars": environment},
         )
         return actor.remote(number)

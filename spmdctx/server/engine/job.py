@@ -13,8 +13,8 @@ from typing import IO, Any, NamedTuple
 from spmdctx.errors import CommunicationError
 from spmdctx.server import scale
 from spmdctx.server.engine.client import NUM_WORKERS, WORKER
-from spmdctx.server.engine.rays import NAMESPACE, SCHEDULER, connect, ray
-from spmdctx.server.engine.scheduler import Job, Scheduler
+from spmdctx.server.engine.rays import NAMESPACE, connect, ray
+from spmdctx.server.engine.scheduler import Job, start_scheduler
 from spmdctx.server.engine.worker import Ended, Script, Worker
 from spmdctx.server.state.folder import newest_state
 
@@ -72,7 +72,7 @@ class _Running:
         except (ConnectionError, ValueError) as error:
             raise CommunicationError("There is no cluster of Ray.", got=f"{launch.address}: {error}", fix="ray start --head") from error
         self._ray = ray()
-        self._scheduler = self._ray.remote(Scheduler).options(num_cpus=0, max_concurrency=1000, name=SCHEDULER).remote(launch.job)
+        self._scheduler = start_scheduler(launch.job)
         self._runs: dict[Any, int] = {}
         self._said = self._added = 0
         self._leaving: set[int] = set()
@@ -86,7 +86,12 @@ class _Running:
         environment = worker_environment(os.environ, number, self._num_parts, self._launch.devices)
         resources = {"worker": 0.001} if self._ray.cluster_resources().get("worker") else {}
         actor = self._ray.remote(Worker).options(
-            max_restarts=-1, max_task_retries=-1, num_cpus=0, resources=resources, runtime_env={"env_vars": environment}
+            max_restarts=-1,
+            max_task_retries=-1,
+            num_cpus=0,
+            resources=resources,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": environment},
         )
         run = actor.remote(number).run.remote(self._launch.script)
         self._runs[run] = number

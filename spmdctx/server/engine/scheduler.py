@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spmdctx.server.engine.fleet import Fleet, Job, Layout
-from spmdctx.server.engine.rays import ray
+from spmdctx.server.engine.rays import SCHEDULER, ray
 from spmdctx.server.state.folder import SavedState, complete, load_results, newest_state, shard_name, state_folder
 from spmdctx.server.state.presence import BEAT_S, Presence
 from spmdctx.server.state.progress import Failed, Leave, Progress, Reply
@@ -327,9 +328,18 @@ class Scheduler:
             self._changed.notify_all()
 
 
+def start_scheduler(job: Job) -> Any:
+    """Starts the scheduler of a job beside this process: a node that is lost elsewhere does not take it along."""
+    own = ray()
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    here = strategies.NodeAffinitySchedulingStrategy(own.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "max_concurrency": 1000, "name": SCHEDULER, "scheduling_strategy": here}
+    return own.remote(Scheduler).options(**options).remote(job)
+
+
 def _cause(error: Exception) -> str:
     """Returns the text of an error, or of the one that an actor has raised."""
     return str(getattr(error, "cause", None) or error)
 
 
-__all__ = ["Answer", "Failed", "Job", "Layout", "Scheduler"]
+__all__ = ["Answer", "Failed", "Job", "Layout", "Scheduler", "start_scheduler"]
