@@ -82,7 +82,7 @@ class Server:
             return {}
         if step > shard.version:
             return None
-        if await asyncio.to_thread(shard.add, part, values) and not self._renewing.locked():
+        if await asyncio.to_thread(shard.add, part, values):
             self._start(self._renew(order, shard, step))
         return {}
 
@@ -94,6 +94,14 @@ class Server:
         if shard is None or not self._is(generation):
             return None
         return Pulled(*shard.pull(slots))
+
+    async def assign(self, generation: int, version: int, values: Mapping[str, Any]) -> bool:
+        """Takes over arrays of a version, once or again; returns False if the generation is over."""
+        shard = self._shard
+        if shard is None or not self._is(generation):
+            return False
+        await asyncio.to_thread(shard.assign, version, values)
+        return True
 
     async def current(self, slot: str) -> Any:
         """Returns an array as it is now."""

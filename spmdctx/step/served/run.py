@@ -18,7 +18,7 @@ from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.cut import Cut, cut_step
 from spmdctx.server.program.spec import fingerprint, raw, server_specs, typed
 from spmdctx.server.program.worker import WorkerProgram
-from spmdctx.server.remote import RemoteArray
+from spmdctx.server.remote import RemoteArray, fetched
 from spmdctx.server.state.folder import save_shard
 from spmdctx.server.state.progress import Done, Go, Replay, Setup
 
@@ -47,6 +47,7 @@ class ServedRun:
         self._first: Sequence[Any] = ()
         self._held: Held | None = None
         self._kept: dict[int, dict[int, Any]] = {}
+        self._assigned: dict[int, dict[int, Any]] = {}
         self._number = 0
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
@@ -54,11 +55,34 @@ class ServedRun:
         step = self._number
         if step == 0:
             self._first = leaves
+        elif replaced := self._replaced(leaves):
+            self._assigned[step] = replaced
         self._kept[step] = {number: _own(leaf) for number, leaf in enumerate(leaves) if number not in self._carried}
         done = self._until_done(step)
         self._number += 1
-        self._kept = {number: given for number, given in self._kept.items() if number >= self._client.kept_from}
+        for kept in (self._kept, self._assigned):
+            for number in [number for number in kept if number < self._client.kept_from]:
+                del kept[number]
         return self._results(done, leaves)
+
+    def _replaced(self, leaves: Sequence[Any]) -> dict[int, Any]:
+        """Returns the arrays that the user has put in place of handles since the last step, by the number of the input."""
+        return {
+            number: _own(leaves[number])
+            for number in sorted(self._carried)
+            if not isinstance(leaves[number], RemoteArray) or leaves[number].owner is not self
+        }
+
+    def _assign(self, go: Go, cut: Cut, step: int) -> None:
+        """Has servers take over what the user has replaced; what was pulled before is void.
+
+        Raises:
+            Lost: a server was lost.
+        """
+        values = {number: np.asarray(raw(jnp.asarray(fetched(leaf)))) for number, leaf in self._assigned.get(step, {}).items()}
+        if values:
+            self._client.assign(go, [{f"in/{one}": values[one] for one in server.held if one in values} for server in cut.servers])
+            self._held = None
 
     @property
     def _carried(self) -> set[int]:
@@ -107,6 +131,7 @@ class ServedRun:
         client = self._client
         cut = self._cut_for(client.num_servers)
         slots = [[f"in/{number}" for number in cut.pulled if cut.home.get(number, 0) == server] for server in range(len(cut.servers))]
+        self._assign(go, cut, step)
         held = self._held
         if held is None or (held.generation, held.version) != (go.generation, go.version) or client.job.mode == "async":
             held = self._pulled(client.start_pull(go, go.version, slots), go, slots)
@@ -155,6 +180,7 @@ class ServedRun:
         return RemoteArray(
             aval,
             self._step.captured.inputs[number].path,
+            self,
             lambda: typed(jnp.asarray(client.current(f"in/{number}", home)), aval),
         )
 
