@@ -114,6 +114,16 @@ class Client:
         self._scheduler.pushed.remote(go.generation, step, list(parts), results)
         return results
 
+    def assign(self, go: Go, values: Sequence[Mapping[str, Any]]) -> None:
+        """Has servers take over arrays in place of theirs.
+
+        Raises:
+            Lost: a server was lost.
+        """
+        calls = [server.assign.remote(go.generation, go.version, own) for server, own in zip(self._servers, values, strict=True) if own]
+        if not all(self._from_servers(calls)):
+            raise Lost
+
     def latest(self, version: int, slot: str, home: Callable[[int], int]) -> Any:
         """Returns an array as its server has it now, of a version or a later one.
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from spmdctx.server.engine.rays import SCHEDULER, ray
 from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.folder import load_arrays, save_shard
@@ -104,6 +106,14 @@ class Server:
         found = shard.pull(slots, version if is_exact and order.mode == "sync" else None)
         return None if found is None else Pulled(*found)
 
+    async def assign(self, generation: int, version: int, values: Mapping[str, Any]) -> bool:
+        """Takes over arrays of a version, once or again; returns False if the generation is over."""
+        shard = self._shard
+        if shard is None or not self._is(generation):
+            return False
+        await asyncio.to_thread(shard.assign, version, values)
+        return True
+
     async def save(self, generation: int, version: int) -> str | None:
         """Saves the arrays of a version, and returns the name of the file; None if they are those of another."""
         order, shard = self._order, self._shard
@@ -174,6 +184,7 @@ class Server:
 
 def _loaded(order: Order) -> Shard:
     spec = order.spec
+    jax.config.update("jax_enable_x64", spec.x64)
     found = load_arrays(Path(order.folder), order.version, spec.held.values())
     return Shard(spec, {slot: found[path] for slot, path in spec.held.items()}, order.version)
 

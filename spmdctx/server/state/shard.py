@@ -27,7 +27,6 @@ class Shard:
     """
 
     def __init__(self, spec: ServerSpec, values: Mapping[str, Any], version: int) -> None:
-        jax.config.update("jax_enable_x64", spec.x64)
         self.spec, self.version = spec, version
         self.values: Values = {slot: jnp.asarray(value) for slot, value in values.items()}
         self.results: dict[int, Any] = {}
@@ -99,6 +98,12 @@ class Shard:
             if program is not None and own is not None:
                 held.update(zip(own.outputs, program(*(held[slot] for slot in own.inputs)), strict=True))
         self._take_over(held)
+
+    def assign(self, version: int, values: Mapping[str, Any]) -> None:
+        """Takes over arrays in place of those of a version; later ones stay as they are."""
+        with self._lock:
+            if version == self.version:
+                self.values = {**self.values, **{slot: jnp.asarray(value) for slot, value in values.items()}}
 
     def pull(self, slots: Sequence[str], version: int | None = None) -> tuple[int, list[np.ndarray[Any, Any]]] | None:
         """Returns the version and arrays as they are now, or those of a version: the present one or the one before, else None.

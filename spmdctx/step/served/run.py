@@ -12,13 +12,14 @@ import numpy as np
 
 from spmdctx._compat import x64_is_on
 from spmdctx.errors import CommunicationError
+from spmdctx.server.alone import constant, part_results, pushed_to
 from spmdctx.server.engine.client import Client, Lost
 from spmdctx.server.engine.scheduler import Layout
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.cut import Cut, cut_step
 from spmdctx.server.program.spec import fingerprint, raw, server_specs, typed
 from spmdctx.server.program.worker import WorkerProgram
-from spmdctx.server.remote import RemoteArray
+from spmdctx.server.remote import RemoteArray, fetched
 from spmdctx.server.state.folder import save_shard
 from spmdctx.server.state.progress import Done, Go, Replay, Setup
 
@@ -51,6 +52,7 @@ class ServedRun:
         self._held: Held | None = None
         self._ahead: tuple[int, int, Sequence[Any]] | None = None
         self._kept: dict[int, dict[int, Any]] = {}
+        self._assigned: dict[int, dict[int, Any]] = {}
         self._number = 0
         client.hello(fingerprint(step), step.loss.num_parts)
 
@@ -59,11 +61,34 @@ class ServedRun:
         step = self._number
         if step == 0:
             self._first = leaves
+        elif replaced := self._replaced(leaves):
+            self._assigned[step] = replaced
         self._kept[step] = {number: _own(leaf) for number, leaf in enumerate(leaves) if number not in self._carried}
         done = self._until_done(step)
         self._number += 1
-        self._kept = {number: given for number, given in self._kept.items() if number >= self._client.kept_from}
+        for kept in (self._kept, self._assigned):
+            for number in [number for number in kept if number < self._client.kept_from]:
+                del kept[number]
         return self._results(done, leaves)
+
+    def _replaced(self, leaves: Sequence[Any]) -> dict[int, Any]:
+        """Returns the arrays that the user has put in place of handles since the last step, by the number of the input."""
+        return {
+            number: _own(leaves[number])
+            for number in sorted(self._carried)
+            if not isinstance(leaves[number], RemoteArray) or leaves[number].owner is not self
+        }
+
+    def _assign(self, go: Go, cut: Cut, step: int) -> None:
+        """Has servers take over what the user has replaced; what was pulled before is void.
+
+        Raises:
+            Lost: a server was lost.
+        """
+        values = {number: np.asarray(raw(jnp.asarray(fetched(leaf)))) for number, leaf in self._assigned.get(step, {}).items()}
+        if values:
+            self._client.assign(go, [{f"in/{one}": values[one] for one in server.held if one in values} for server in cut.servers])
+            self._held = self._ahead = None
 
     @property
     def _carried(self) -> set[int]:
@@ -113,9 +138,10 @@ class ServedRun:
         client = self._client
         cut = self._cut_for(client.num_servers)
         slots = [[f"in/{number}" for number in cut.pulled if cut.home.get(number, 0) == server] for server in range(len(cut.servers))]
+        self._assign(go, cut, step)
         self._held = held = self._arrays(go, slots)
         values = {**self._kept[step], **held.values}
-        pushes = {part: self._pushed(cut, self._part(values, part), values, part) for part in go.parts}
+        pushes = {part: self._pushed(cut, values, part) for part in go.parts}
         client.push(go, step, pushes)
         if client.job.mode == "sync":
             # The next version comes while the scheduler is asked: this worker may get parts of one that was lost first.
@@ -142,25 +168,11 @@ class ServedRun:
             values[number] = typed(value, inputs[number])
         return Held(go.generation, go.version, values)
 
-    def _part(self, values: dict[int, Any], part: int) -> dict[str, Any]:
-        program, count = self._program, self._step.loss.num_parts
-        given = []
-        for number in program.inputs:
-            value, dim = values[number], program.batch_dims.get(number)
-            given.append(value if dim is None else value[(*[slice(None)] * dim, slice(part, None, count))])
-        made = self._call(*given, np.uint32(part))
-        return {f"loss/{number}": value for number, value in zip(program.outputs, made, strict=True)}
-
-    def _pushed(self, cut: Cut, made: dict[str, Any], values: dict[int, Any], part: int) -> list[dict[str, Any]]:
-        """Returns what each server gets of one part."""
-        whole = {slot: np.asarray(raw(value)) for slot, value in made.items()}
-        found = []
-        for server in cut.servers:
-            own = {f"loss/{number}": whole[f"loss/{number}"] for number in server.joined}
-            if part == 0 or self._client.job.mode == "async":
-                own |= {f"in/{number}": np.asarray(raw(jnp.asarray(values[number]))) for number in server.given}
-            found.append(own)
-        return found
+    def _pushed(self, cut: Cut, values: dict[int, Any], part: int) -> list[dict[str, Any]]:
+        """Computes one part, and returns what each server gets."""
+        made = part_results(self._program, self._call, values, part, self._step.loss.num_parts)
+        gives = part == 0 or self._client.job.mode == "async"
+        return [pushed_to(cut, server, made, values, gives=gives) for server in range(len(cut.servers))]
 
     def _results(self, done: Done, leaves: Sequence[Any]) -> list[Any]:
         """Returns the results of a step: handles for its state, and what servers say of the rest."""
@@ -170,21 +182,16 @@ class ServedRun:
             if leaf.carried_from is not None:
                 found.append(self._handle(leaf.carried_from, captured.in_avals[leaf.carried_from]))
             elif number in cut.constants:
-                atom = cut.constants[number]
-                found.append(self._constant(atom, cut, leaves))
+                found.append(constant(cut, number, leaves))
             elif number in done.results:
                 found.append(typed(jnp.asarray(done.results[number]), aval))
             else:
                 raise CommunicationError("The results of a step that was done before are not kept.", got=f"result {leaf.path}")
         return found
 
-    def _constant(self, atom: Any, cut: Cut, leaves: Sequence[Any]) -> Any:
-        inputs = cut.around.jaxpr.jaxpr.invars
-        place = next((number for number, var in enumerate(inputs) if var is atom), None)
-        return jnp.asarray(atom.val, atom.aval.dtype) if place is None else leaves[place]
-
     def _handle(self, number: int, aval: Any) -> RemoteArray:
-        return RemoteArray(aval, self._step.captured.inputs[number].path, lambda: typed(jnp.asarray(self._read(number)), aval))
+        path = self._step.captured.inputs[number].path
+        return RemoteArray(aval, path, self, lambda: typed(jnp.asarray(self._read(number)), aval))
 
     def _read(self, number: int) -> Any:
         """Returns an array as its server has it now, after all steps that this worker has seen."""
