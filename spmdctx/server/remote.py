@@ -15,10 +15,11 @@ class RemoteArray:
     Attributes:
         aval: its type.
         path: of the input of the step that it is.
+        owner: whose state it is: the run of the step that has returned it.
     """
 
-    def __init__(self, aval: Any, path: str, fetch: Callable[[], Any]) -> None:
-        self.aval, self.path, self._fetch = aval, path, fetch
+    def __init__(self, aval: Any, path: str, owner: object, fetch: Callable[[], Any]) -> None:
+        self.aval, self.path, self.owner, self._fetch = aval, path, owner, fetch
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from spmdctx.server.engine.rays import SCHEDULER, ray
+from spmdctx.server.engine.rays import SCHEDULER, end_with_ray, ray
 from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.folder import load_arrays, save_shard
 from spmdctx.server.state.shard import Shard
@@ -62,6 +62,8 @@ class Server:
     def __init__(self, number: int) -> None:
         # Ray does not make arguments of a constructor again: the scheduler is found by its name.
         self._number, self._scheduler = number, ray().get_actor(SCHEDULER)
+        self._life: str = ray().get_runtime_context().get_worker_id()
+        end_with_ray()
         self._changed = asyncio.Condition()
         self._renewing = asyncio.Lock()
         self._saving = asyncio.Lock()
@@ -70,25 +72,26 @@ class Server:
         self._applied: set[tuple[int, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def watch(self) -> None:
-        """Never returns: whoever waits for it learns of the server's end."""
-        await asyncio.Event().wait()
+    async def watch(self, life: str) -> None:
+        """Never returns while this process is the one that was meant: whoever waits for it learns of the server's end."""
+        if life == self._life:
+            await asyncio.Event().wait()
 
-    async def load(self, order: Order) -> None:
-        """Takes over the arrays of a version; whatever was under way is void."""
+    async def load(self, order: Order) -> str:
+        """Takes over the arrays of a version; whatever was under way is void. Returns what tells this process from the next."""
         self._order = None
         async with self._changed:
             self._changed.notify_all()
         async with self._renewing, self._saving:
-            self._shard = await asyncio.to_thread(_loaded, order)
+            self._shard = await asyncio.to_thread(_loaded, order, self._shard)
             self._order = order
             self._applied = set()
         async with self._changed:
             self._changed.notify_all()
+        return self._life
 
     async def push(self, generation: int, step: int, part: int, values: Mapping[str, Any], pulled: int = 0) -> Pushed | None:
         """Takes one part of a step, whose worker has pulled a version; None if it has to be computed again, or not at all."""
-        await self._loading()
         order, shard = self._order, self._shard
         if order is None or shard is None or order.generation != generation:
             return None
@@ -98,53 +101,60 @@ class Server:
             return Pushed({})
         if step > shard.version:
             return None
-        if await asyncio.to_thread(shard.add, part, values) and not self._renewing.locked():
+        if await asyncio.to_thread(shard.add, step, part, values):
             self._start(self._renew(order, shard, step))
         return Pushed({})
 
-    async def pull(self, generation: int, version: int, slots: Sequence[str]) -> Pulled | None:
-        """Returns arrays of a version or a later one, once they are there; None if the generation is over."""
-        await self._loading()
+    async def pull(self, generation: int, version: int, slots: Sequence[str], *, is_exact: bool = True) -> Pulled | None:
+        """Returns arrays of a version once they are there; None if the generation is over, or they are there no more.
+
+        Args:
+            generation: in which the version counts.
+            version: that is awaited.
+            slots: of the arrays.
+            is_exact: a later version is not taken.
+        """
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is(generation) or self._version >= version)
+        shard, order = self._shard, self._order
+        if shard is None or order is None or not self._is(generation):
+            return None
+        found = shard.pull(slots, version if is_exact and order.mode == "sync" else None)
+        return None if found is None else Pulled(*found)
+
+    async def assign(self, generation: int, version: int, values: Mapping[str, Any]) -> bool:
+        """Takes over arrays of a version, once or again; returns False if the generation is over."""
         shard = self._shard
         if shard is None or not self._is(generation):
-            return None
-        return Pulled(*shard.pull(slots))
+            return False
+        await asyncio.to_thread(shard.assign, version, values)
+        return True
 
-    async def current(self, slot: str) -> Any:
-        """Returns an array as it is now."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._order is not None and self._shard is not None)
-        assert self._shard is not None, "a server that has orders has arrays"
-        return self._shard.pull([slot])[1][0]
-
-    async def save(self, version: int) -> str:
-        """Saves the arrays, which are those of a version; returns the name of the file."""
+    async def save(self, generation: int, version: int) -> str | None:
+        """Saves the arrays of a version, and returns the name of the file; None if they are those of another."""
         order, shard = self._order, self._shard
-        assert order is not None, "a server that saves has loaded"
-        assert shard is not None, "a server that saves has loaded"
+        if order is None or shard is None or order.generation != generation or shard.version != version:
+            return None
+        values = shard.values
         async with self._saving:
-            return await asyncio.to_thread(_saved, order, shard, version, self._number, shard.values)
+            return await asyncio.to_thread(_saved, order, shard, version, self._number, values)
 
-    async def snapshot(self, version: int, floor: int) -> Snapshot:
-        """Saves the arrays as they are now under the name of a version; says which parts of steps from `floor` on they have had."""
-        await self._loading()
+    async def snapshot(self, generation: int, version: int, floor: int) -> Snapshot | None:
+        """Saves the arrays as they are under the name of a version, with the parts of steps from `floor` on that they have had.
+
+        None if the generation is over.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._order is not None)
         async with self._renewing:
             order, shard = self._order, self._shard
-            assert order is not None, "a server that saves has loaded"
-            assert shard is not None, "a server that saves has loaded"
+            if order is None or shard is None or order.generation != generation:
+                return None
             values = shard.values
             self._applied = {task for task in self._applied if task[0] >= floor}
             applied = tuple(sorted(self._applied))
         async with self._saving:
             return Snapshot(await asyncio.to_thread(_saved, order, shard, version, self._number, values), applied)
-
-    async def _loading(self) -> None:
-        """Waits while the server has no arrays: it was lost, and the scheduler has it load them again."""
-        if self._order is None:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._order is not None)
 
     def _is(self, generation: int) -> bool:
         return self._order is not None and self._order.generation == generation
@@ -208,11 +218,11 @@ class Server:
         return exchange
 
 
-def _loaded(order: Order) -> Shard:
+def _loaded(order: Order, former: Shard | None) -> Shard:
     spec = order.spec
     jax.config.update("jax_enable_x64", spec.x64)
     found = load_arrays(Path(order.folder), order.version, spec.held.values())
-    return Shard(spec, {slot: found[path] for slot, path in spec.held.items()}, order.version)
+    return Shard(spec, {slot: found[path] for slot, path in spec.held.items()}, order.version, former)
 
 
 def _saved(order: Order, shard: Shard, version: int, number: int, values: Mapping[str, Any]) -> str:

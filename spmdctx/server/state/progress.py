@@ -61,6 +61,7 @@ class Summary(NamedTuple):
     servers: int
     steps: Mapping[int, int]
     staleness: Mapping[int, int]
+    num_bytes: int
 
 
 @dataclass
@@ -88,6 +89,7 @@ class Progress:
         staleness: how many updates were late by how much.
         floor: in "async", all parts of the steps before it are applied.
         steps: the step of each worker that has asked.
+        num_bytes: that workers have pushed and pulled.
     """
 
     num_servers: int
@@ -104,6 +106,7 @@ class Progress:
     results: dict[int, Mapping[int, Any]] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
     floor: int = 0
+    num_bytes: int = 0
     steps: dict[int, int] = field(default_factory=dict)
     workers: set[int] = field(default_factory=set)
     leaving: set[int] = field(default_factory=set)
@@ -137,6 +140,7 @@ class Progress:
         if worker in self.leaving:
             self.lost(worker)
             return Leave()
+        self.workers.add(worker)
         if self.busy:
             return None
         if not self.ready:
@@ -216,7 +220,16 @@ class Progress:
     def summary(self) -> Summary:
         """How far it has come."""
         servers = self.num_servers if self.ready else 0
-        return Summary(self.mode, self.version, self.num_parts, len(self.workers), servers, dict(self.steps), dict(self.staleness))
+        return Summary(
+            mode=self.mode,
+            version=self.version,
+            num_parts=self.num_parts,
+            workers=len(self.workers),
+            servers=servers,
+            steps=dict(self.steps),
+            staleness=dict(self.staleness),
+            num_bytes=self.num_bytes,
+        )
 
     @property
     def num_under_way(self) -> int:
@@ -266,5 +279,4 @@ class Progress:
     def end_layout(self, num_servers: int, version: int) -> None:
         """The next worker divides the step for another number of servers."""
         self.num_servers, self.saved, self.ready, self.busy, self.setter = num_servers, version, False, False, None
-        self.generation += 1
-        self._claims = {}
+        self.rewind(version)

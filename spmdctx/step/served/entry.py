@@ -25,7 +25,7 @@ from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.crossing import crossing_of
 from spmdctx.server.program.cut import Cut, cut_step
 from spmdctx.server.program.worker import WorkerProgram, worker_program
-from spmdctx.server.remote import fetched
+from spmdctx.server.remote import RemoteArray, fetched
 from spmdctx.step.entry import Entry
 from spmdctx.step.planning.planner import Planned, plan_program
 from spmdctx.step.served.run import ServedRun
@@ -38,9 +38,18 @@ from spmdctx.trace.scope.mesh import auto_axes, without_one_device
 class FetchingEntry(Entry):
     """A step without a loss, such as an evaluation: it gets the arrays that servers hold."""
 
+    _handles: Sequence[Any] = ()
+
     def run(self, read: Read) -> Any:
-        """Runs the step on this worker's devices."""
+        """Runs the step on this worker's devices; the user's objects keep their handles."""
+        self._handles = read.leaves
         return super().run(read._replace(leaves=[fetched(leaf) for leaf in read.leaves]))
+
+    def _placed(self, read: Read) -> list[Any]:
+        placed = super()._placed(read)
+        kept = [own if isinstance(own, RemoteArray) else leaf for own, leaf in zip(self._handles, placed, strict=True)]
+        self.structure.place(read.handle, kept)
+        return placed
 
 
 class ServedEntry(Entry):

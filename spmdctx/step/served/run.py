@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdctx._compat import x64_is_on
-from spmdctx.errors import CommunicationError
+from spmdctx.errors import CommunicationError, UnsupportedError
 from spmdctx.server.alone import constant, part_results, pushed_to
 from spmdctx.server.engine.client import Client, Lost
 from spmdctx.server.engine.scheduler import Layout
@@ -19,17 +20,21 @@ from spmdctx.server.program.crossing import Crossing, crossing_of
 from spmdctx.server.program.cut import Cut, cut_step
 from spmdctx.server.program.spec import fingerprint, raw, server_specs, typed
 from spmdctx.server.program.worker import WorkerProgram
-from spmdctx.server.remote import RemoteArray
+from spmdctx.server.remote import RemoteArray, fetched
 from spmdctx.server.state.folder import save_shard
 from spmdctx.server.state.progress import Done, Go, Replay, Setup
 
+_LOST_S = 0.05
+"""Seconds until the scheduler is asked again: it may not yet know that a server was lost."""
+
 
 class Held(NamedTuple):
-    """Arrays that this worker has pulled, and the generation and the version of each server that they are of."""
+    """Arrays that this worker has pulled, the generation and version that they are of, and the version of each server."""
 
     generation: int
-    versions: tuple[int, ...]
+    version: int
     values: dict[int, Any]
+    versions: tuple[int, ...]
 
 
 class ServedRun:
@@ -48,19 +53,56 @@ class ServedRun:
         self._crossing: Crossing | None = None
         self._first: Sequence[Any] = ()
         self._held: Held | None = None
+        self._ahead: tuple[int, int, Sequence[Any]] | None = None
         self._kept: dict[int, dict[int, Any]] = {}
+        self._assigned: dict[int, dict[int, Any]] = {}
         self._number = 0
+        client.hello(fingerprint(step), step.loss.num_parts)
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Does the next step, and returns its flat results."""
         step = self._number
         if step == 0:
             self._first = leaves
+        elif replaced := self._replaced(leaves):
+            self._check_replaced(replaced)
+            self._assigned[step] = replaced
         self._kept[step] = {number: _own(leaf) for number, leaf in enumerate(leaves) if number not in self._carried}
         done = self._until_done(step)
         self._number += 1
-        self._kept = {number: given for number, given in self._kept.items() if number >= self._client.kept_from}
+        for kept in (self._kept, self._assigned):
+            for number in [number for number in kept if number < self._client.kept_from]:
+                del kept[number]
         return self._results(done, leaves)
+
+    def _replaced(self, leaves: Sequence[Any]) -> dict[int, Any]:
+        """Returns the arrays that the user has put in place of handles since the last step, by the number of the input."""
+        return {
+            number: _own(leaves[number])
+            for number in sorted(self._carried)
+            if not isinstance(leaves[number], RemoteArray) or leaves[number].owner is not self
+        }
+
+    def _check_replaced(self, replaced: Mapping[int, Any]) -> None:
+        if self._client.job.mode == "async":
+            paths = [self._step.captured.inputs[number].path for number in replaced]
+            raise UnsupportedError(
+                "In async each worker is in a step of its own, and servers do not take over state that a script has replaced.",
+                where=self._step.loss.where,
+                got=", ".join(paths[:3]),
+                fix='give the step what the last one has returned, or update_mode="sync"',
+            )
+
+    def _assign(self, go: Go, cut: Cut, step: int) -> None:
+        """Has servers take over what the user has replaced; what was pulled before is void.
+
+        Raises:
+            Lost: a server was lost.
+        """
+        values = {number: np.asarray(raw(jnp.asarray(fetched(leaf)))) for number, leaf in self._assigned.get(step, {}).items()}
+        if values:
+            self._client.assign(go, [{f"in/{one}": values[one] for one in server.held if one in values} for server in cut.servers])
+            self._held = self._ahead = None
 
     @property
     def _carried(self) -> set[int]:
@@ -80,7 +122,8 @@ class ServedRun:
                 try:
                     self._compute(reply, at)
                 except Lost:
-                    self._held = None
+                    self._held = self._ahead = None
+                    time.sleep(_LOST_S)
             elif at == step:
                 return reply
             else:
@@ -108,17 +151,27 @@ class ServedRun:
             Lost: a server was lost.
         """
         client = self._client
-        is_sync = client.job.mode == "sync"
         cut = self._cut_for(client.num_servers)
         pulled = sorted({*cut.pulled, *(self._crossing.pulled if self._crossing is not None else ())})
         slots = [[f"in/{number}" for number in pulled if cut.home.get(number, 0) == server] for server in range(len(cut.servers))]
-        held = self._held
-        if held is None or held.generation != go.generation or {*held.versions} != {go.version} or not is_sync:
-            held = self._pulled(client.start_pull(go, go.version if is_sync else 0, slots), go, slots)
+        self._assign(go, cut, step)
+        self._held = held = self._arrays(go, slots)
         values = {**self._kept[step], **held.values}
         pushes = {part: self._pushed(cut, values, part) for part in go.parts}
         client.push(go, step, pushes, held.versions)
-        self._held = self._pulled(client.start_pull(go, go.version + 1, slots), go, slots) if is_sync else None
+        if client.job.mode == "sync":
+            # The next version comes while the scheduler is asked: this worker may get parts of one that was lost first.
+            self._ahead = (go.generation, go.version + 1, client.start_pull(go, go.version + 1, slots))
+
+    def _arrays(self, go: Go, slots: Sequence[Sequence[str]]) -> Held:
+        """Returns what servers hold in a version."""
+        held, ahead = self._held, self._ahead
+        if self._client.job.mode == "sync" and held is not None and held[:2] == (go.generation, go.version):
+            return held
+        self._held = self._ahead = None
+        if ahead is not None and ahead[:2] == (go.generation, go.version):
+            return self._pulled(ahead[2], go, slots)
+        return self._pulled(self._client.start_pull(go, go.version if self._client.job.mode == "sync" else 0, slots), go, slots)
 
     def _pulled(self, pulls: Sequence[Any], go: Go, slots: Sequence[Sequence[str]]) -> Held:
         found = self._client.finish_pull(pulls)
@@ -129,7 +182,7 @@ class ServedRun:
         for slot, value in zip(names, arrays, strict=True):
             number = int(slot.partition("/")[2])
             values[number] = typed(value, inputs[number])
-        return Held(go.generation, tuple(one.version for one in found), values)
+        return Held(go.generation, go.version, values, tuple(one.version for one in found))
 
     def _pushed(self, cut: Cut, values: dict[int, Any], part: int) -> list[dict[str, Any]]:
         """Computes one part, and returns what each server gets."""
@@ -145,7 +198,7 @@ class ServedRun:
         found: list[Any] = []
         for number, (leaf, aval) in enumerate(zip(captured.outputs, captured.jaxpr.out_avals, strict=True)):
             if leaf.carried_from is not None:
-                found.append(self._handle(leaf.carried_from, captured.in_avals[leaf.carried_from], cut))
+                found.append(self._handle(leaf.carried_from, captured.in_avals[leaf.carried_from]))
             elif number in cut.constants:
                 found.append(constant(cut, number, leaves))
             elif number in done.results:
@@ -154,13 +207,20 @@ class ServedRun:
                 raise CommunicationError("The results of a step that was done before are not kept.", got=f"result {leaf.path}")
         return found
 
-    def _handle(self, number: int, aval: Any, cut: Cut) -> RemoteArray:
-        client, home = self._client, cut.home.get(number, 0)
-        return RemoteArray(
-            aval,
-            self._step.captured.inputs[number].path,
-            lambda: typed(jnp.asarray(client.current(f"in/{number}", home)), aval),
-        )
+    def _handle(self, number: int, aval: Any) -> RemoteArray:
+        path = self._step.captured.inputs[number].path
+        return RemoteArray(aval, path, self, lambda: typed(jnp.asarray(self._read(number)), aval))
+
+    def _read(self, number: int) -> Any:
+        """Returns an array as its server has it now, after all steps that this worker has seen."""
+        while True:
+            if self._client.job.mode == "sync":
+                self._until_done(self._number - 1)
+            try:
+                least = self._number if self._client.job.mode == "sync" else 0
+                return self._client.latest(least, f"in/{number}", lambda count: self._cut_for(count).home.get(number, 0))
+            except Lost:
+                time.sleep(_LOST_S)
 
 
 def _own(leaf: Any) -> Any:
