@@ -65,7 +65,7 @@ def run_alone(step: ServedStep, cut: Cut, program: WorkerProgram, call: Call, le
     for part in range(step.loss.num_parts):
         made = part_results(program, call, values, part, step.loss.num_parts)
         for number, shard in enumerate(shards):
-            shard.add(part, pushed_to(cut, number, made, values, gives=part == 0))
+            shard.add(0, part, pushed_to(cut, number, made, values, gives=part == 0))
     board = _Board()
     with ThreadPoolExecutor(len(shards)) as pool:
         for done in [pool.submit(_renew, shard, board) for shard in shards]:
