@@ -1,6 +1,6 @@
 """Workers, servers and whole nodes of a job are killed at random steps: it comes to the bits of a job that was left alone.
 
-    python -m benchmarks.ps_faults [--kills 20] [--seed 0]
+    python -m benchmarks.ps_faults [--kills 20] [--seed 0] [--only processes|nodes]
 
 One job loses processes on one machine, another one nodes of a cluster of Ray, whose nodes are processes of this machine. The recovery of a
 kill is the time from it until a worker has seen the second new step done: the first may have been on its way.
@@ -33,11 +33,19 @@ class Kill(NamedTuple):
     seconds: float
 
 
-def train(steps: int, *arguments: str) -> Running:
-    """Starts a job of 2 servers and 3 workers in a folder of its own."""
+def train(num_kills: int, *arguments: str) -> Running:
+    """Starts a job of 2 servers and 3 workers in a folder of its own, with steps for so many kills."""
+    steps = FIRST + STEPS_A_KILL * num_kills
     folder = tempfile.mkdtemp(prefix="ps-faults-")
     common = ["--servers", "2", "--workers", "3", "--folder", folder, "--timeout", "500"]
     return Running([*common, *arguments, "-m", "benchmarks.ps_work", str(steps), "--pause", str(PAUSE_S)])
+
+
+def undisturbed(num_kills: int) -> Running:
+    """Runs a job of as many steps that is left alone."""
+    with train(num_kills) as job:
+        job.finish(500)
+    return job
 
 
 def suffer(job: Running, kinds: list[str], rng: random.Random, kill: Callable[[str], None]) -> list[Kill]:
@@ -101,23 +109,24 @@ def report(title: str, kills: list[Kill], job: Running, whole: Running) -> bool:
 
 
 def main() -> int:
-    """Runs an undisturbed job, then the two others."""
+    """Runs both jobs, each beside one that is left alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=("processes", "nodes"))
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     num_nodes = arguments.kills // 4
     processes = [rng.choice(["Worker", "Server"]) for _ in range(arguments.kills - num_nodes)]
     nodes = [rng.choice(["node of servers", "node of workers"]) for _ in range(num_nodes)]
-    steps = FIRST + STEPS_A_KILL * len(processes)
-    with train(steps) as whole:
-        whole.finish(500)
-    with train(steps) as job:
-        kills = suffer(job, processes, rng, lambda kind: job.kill(kind, rng.randrange(3)))
-        right = report("processes", kills, job, whole)
-    if nodes:
-        with cluster() as (address, kill), train(steps, "--address", address) as job:
+    right = True
+    if processes and arguments.only != "nodes":
+        whole = undisturbed(len(processes))
+        with train(len(processes)) as job:
+            right = report("processes", suffer(job, processes, rng, lambda kind: job.kill(kind, rng.randrange(3))), job, whole)
+    if nodes and arguments.only != "processes":
+        whole = undisturbed(len(nodes))
+        with cluster() as (address, kill), train(len(nodes), "--address", address) as job:
             right &= report("nodes", suffer(job, nodes, rng, kill), job, whole)
     return 0 if right else 1
 
