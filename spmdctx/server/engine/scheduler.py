@@ -17,7 +17,6 @@ from spmdctx.server.state.progress import Failed, Leave, Progress, Reply, Summar
 
 _POLL_S = 20.0
 _QUIET_S = 10.0
-_MOST_RESULT_BYTES = 256 << 20
 
 
 class Answer(NamedTuple):
@@ -287,22 +286,13 @@ class Scheduler:
             await self._complete(version, self._files.pop(version).values())
 
     async def _complete(self, version: int, files: Any, updates: Updates | None = None) -> None:
-        results = self._kept_results(version)
+        results = self._progress.results_before(version)
         try:
             await asyncio.to_thread(complete, self._folder, self._state(version, files)._replace(updates=updates), results)
         except Exception as error:
             await self.fail(f"A state cannot be saved: {_cause(error)}")
             return
         self._common = max(self._common, version)
-
-    def _kept_results(self, version: int) -> dict[int, Mapping[int, Any]]:
-        """Returns the results of the steps before a version; the oldest are dropped where all take too much memory."""
-        results, total = self._progress.results, 0
-        for step in sorted(results, reverse=True):
-            total += sum(getattr(value, "nbytes", 0) for value in results[step].values())
-            if total > _MOST_RESULT_BYTES and step < version:
-                del results[step]
-        return {step: own for step, own in results.items() if step < version}
 
     async def scale(self, num_servers: int) -> None:
         """Goes on with another number of servers, after the present step."""

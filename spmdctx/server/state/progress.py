@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
+_MOST_RESULT_BYTES = 256 << 20
+
+
 class Setup(NamedTuple):
     """The worker is to divide the step for so many servers, whose arrays are those of a version; None: the step's own first ones."""
 
@@ -204,6 +207,15 @@ class Progress:
                 own = self.version - 1 - claim.version if claim is not None and late is None else late or 0
                 self.staleness[own] = self.staleness.get(own, 0) + 1
                 self.results[step] = results or {}
+
+    def results_before(self, version: int) -> dict[int, Mapping[int, Any]]:
+        """Returns the results of the steps before a version; the oldest are dropped where all take too much memory."""
+        total = 0
+        for step in sorted(self.results, reverse=True):
+            total += sum(getattr(value, "nbytes", 0) for value in self.results[step].values())
+            if total > _MOST_RESULT_BYTES and step < version:
+                del self.results[step]
+        return {step: own for step, own in self.results.items() if step < version}
 
     def apply(self, step: int, part: int) -> bool:
         """Counts an update, in "async"; returns whether it is a new one."""
