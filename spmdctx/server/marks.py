@@ -72,7 +72,7 @@ def _trained(step: ServedStep, cut: Cut) -> list[int]:
     """Returns the inputs that the loss is differentiated by, by number."""
     around = cut.around
     number_of = {var: number for number, var in enumerate(around.jaxpr.jaxpr.invars)}
-    found = set()
+    found: set[int] = set()
     for leaf in step.loss.primal_of.values():
         read = [around.loss.invars[leaf]]
         read += [var for eqn in needed(around.before, variables(read)) for var in variables(eqn.invars)]

@@ -54,11 +54,16 @@ class Fleet:
         self.servers: list[Any] = []
         self._lives: list[str] = []
         self._specs: Sequence[ServerSpec] = ()
+        # They import what they need while a worker traces the step.
+        self._early = [self._new_server(number) for number in range(job.num_servers)]
 
     def start(self, layout: Layout) -> None:
         """Starts the servers of a layout, which are to load."""
         self._specs = layout.specs
-        self.servers = [self._new_server(number) for number in range(len(layout.specs))]
+        early, self._early = self._early, []
+        self.servers = [early[number] if number < len(early) else self._new_server(number) for number in range(len(layout.specs))]
+        for server in early[len(layout.specs) :]:
+            ray().kill(server)
 
     def _new_server(self, number: int) -> Any:
         own = ray()

@@ -47,6 +47,8 @@ def connect(address: str | None = None, namespace: str = NAMESPACE, resources: d
     if address is None:
         options |= {"include_dashboard": False, "num_cpus": max(4, os.cpu_count() or 1), "object_store_memory": _STORE_BYTES}
         options |= {"resources": resources} if resources else {}
+        # Actors have environments of their own, so that processes which Ray starts ahead would serve none of them.
+        options["_system_config"] = {"prestart_worker_first_driver": False}
     with warnings.catch_warnings():
         # Ray starts its processes by a fork that runs another program at once.
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)

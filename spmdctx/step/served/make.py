@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spmdctx.errors import UnsupportedError
@@ -20,6 +20,8 @@ from spmdctx.trace.scope.environment import Environment
 
 _SERVED_MODES = ("stand_alone", "semi_auto_parallel", "auto_parallel")
 
+_VARIABLES = ("MS_ROLE", "MS_SERVER_NUM", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
+
 
 def entry_of(target: Target, call: Call, static: Static, around: Environment, notes: Sequence[str]) -> Entry:
     """Traces one call of a step, and returns its entry.
@@ -35,6 +37,7 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     launched = WORKER in os.environ and "enable_ps" not in servers.explicit
     if not servers.enable_ps and not launched:
         return make.entry_of(target, call, static, around, notes)
+    _check_roles(os.environ)
     if context.parallel_mode not in _SERVED_MODES or context.pipeline_stages > 1:
         got = f"parallel_mode={context.parallel_mode!r}, pipeline_stages={context.pipeline_stages}"
         raise UnsupportedError(
@@ -50,3 +53,15 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     step = capture_served(target, call, static, own, parts)
     check_results(step.captured)
     return ServedEntry(step, replace(around, settings=own), notes)
+
+
+def _check_roles(environ: Mapping[str, str]) -> None:
+    """Refuses a process that was started by hand for one role of MindSpore's."""
+    if "MS_ROLE" in environ and WORKER not in environ:
+        servers, workers = environ.get("MS_SERVER_NUM", "N"), environ.get("MS_WORKER_NUM", "N")
+        raise UnsupportedError(
+            "Processes of a parameter server are not started one by one with MS_ROLE and the variables that belong to it.",
+            got=", ".join(f"{name}={environ[name]}" for name in _VARIABLES if name in environ),
+            fix=f"start all at once, without them: spmdctx launch --servers {servers} --workers {workers} SCRIPT;"
+            " on several machines with --address HOST:PORT, which takes the place of MS_SCHED_HOST and MS_SCHED_PORT",
+        )
