@@ -1,7 +1,18 @@
 """Automatic parallelism for JAX: traces a step for one device, plans its shardings, lowers it to `jax.jit`, runs it and audits it."""
 
 from spmdctx import communication, data, ops
-from spmdctx.api import MicroBatchInterleaved, ParallelStep, PipelineCell, get_mesh, grad, parallel, pipeline_stage, plan, value_and_grad
+from spmdctx.api import (
+    MicroBatchInterleaved,
+    ParallelStep,
+    PipelineCell,
+    get_mesh,
+    grad,
+    parallel,
+    pipeline_stage,
+    plan,
+    set_param_ps,
+    value_and_grad,
+)
 from spmdctx.audit import AuditReport
 from spmdctx.checkpoint import (
     CheckpointManager,
@@ -93,6 +104,7 @@ __all__ = [
     "save_distributed_checkpoint",
     "set_algo_parameters",
     "set_auto_parallel_context",
+    "set_param_ps",
     "set_ps_context",
     "shard",
     "transform_checkpoint_by_rank",

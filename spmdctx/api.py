@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 from spmdctx.gradients import MicroBatchInterleaved, PipelineCell, grad, value_and_grad
 from spmdctx.pipeline.capture.stage import pipeline_stage
 from spmdctx.plan.plan import Plan
+from spmdctx.server.marks import set_param_ps
 from spmdctx.step.step import ParallelStep
 from spmdctx.trace.scope.mesh import get_mesh
 
@@ -20,6 +21,7 @@ __all__ = [
     "parallel",
     "pipeline_stage",
     "plan",
+    "set_param_ps",
     "value_and_grad",
 ]
 

@@ -78,5 +78,8 @@ def _launch_served(arguments: argparse.Namespace, output: Output) -> int:
     outcome = run_served(started, sys.stderr if output.as_json else sys.stdout, sys.stderr)
     if outcome.trouble:
         sys.stderr.write(f"error: {outcome.trouble}\n")
-    output.finish({"exit_code": outcome.code, "trouble": outcome.trouble, "folder": folder})
+    done = outcome.summary
+    staleness = {str(late): count for late, count in sorted(done.staleness.items())} if done is not None else {}
+    updates = done.version if done is not None else 0
+    output.finish({"exit_code": outcome.code, "trouble": outcome.trouble, "folder": folder, "updates": updates, "staleness": staleness})
     return outcome.code

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, wraps
@@ -43,6 +43,7 @@ __all__ = [
     "ineffective",
     "load_config",
     "load_context",
+    "mark_for_servers",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
     "reset_ps_context",
@@ -179,6 +180,18 @@ def get_ps_context(attr_key: str) -> Any:
 def reset_ps_context() -> None:
     """Gives every option of the parameter server its default again."""
     _update(lambda context: context.with_servers(DEFAULT_SERVERS))
+
+
+def mark_for_servers(patterns: Sequence[str], *, init_in_server: bool) -> None:
+    """Adds patterns of the paths of parameters that servers hold, and of which they make the first values where so said."""
+
+    def change(context: AutoParallelContext) -> AutoParallelContext:
+        servers = context.servers
+        made = (*servers.made_by_servers, *patterns) if init_in_server else servers.made_by_servers
+        marked = (*servers.marked, *patterns)
+        return context.with_servers(replace(servers, marked=tuple(dict.fromkeys(marked)), made_by_servers=tuple(dict.fromkeys(made))))
+
+    _update(change)
 
 
 def set_algo_parameters(**parameters: Any) -> None:

@@ -61,7 +61,10 @@ PS_BY_NAME = {option.name: option for option in PS_OPTIONS}
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The options of the parameter server in normal form; `explicit` names those that the user set."""
+    """The options of the parameter server in normal form; `explicit` names those that the user set.
+
+    `marked` are the patterns of `set_param_ps`, and `made_by_servers` those of them with `init_in_server`.
+    """
 
     enable_ps: bool = False
     config_file_path: str = ""
@@ -75,6 +78,7 @@ class ServerOptions:
     save_every: int = 10
     folder: str = ""
     marked: tuple[str, ...] = ()
+    made_by_servers: tuple[str, ...] = ()
     explicit: frozenset[str] = frozenset()
 
 

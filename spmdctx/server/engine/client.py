@@ -9,7 +9,7 @@ from typing import Any
 from spmdctx.errors import CommunicationError
 from spmdctx.server.engine.rays import SCHEDULER, connect, ray
 from spmdctx.server.engine.scheduler import Answer, Job, Layout, start_scheduler
-from spmdctx.server.engine.server import Pulled
+from spmdctx.server.engine.server import Pulled, Pushed
 from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Setup
 
 WORKER = "SPMDCTX_PS_WORKER"
@@ -82,8 +82,8 @@ class Client:
         self._get(self._scheduler.set_up.remote(layout))
 
     def start_pull(self, go: Go, version: int, slots: Sequence[Sequence[str]]) -> list[Any]:
-        """Asks each server for arrays of a version; `finish_pull` waits for them."""
-        return [server.pull.remote(go.generation, version, own) for server, own in zip(self._servers, slots, strict=True) if own]
+        """Asks each server for arrays of a version or a later one; `finish_pull` waits for them."""
+        return [server.pull.remote(go.generation, version, own) for server, own in zip(self._servers, slots, strict=True)]
 
     def finish_pull(self, pulls: Sequence[Any]) -> list[Pulled]:
         """Returns what servers send.
@@ -96,23 +96,23 @@ class Client:
             raise Lost
         return found
 
-    def push(self, go: Go, step: int, parts: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Any]:
-        """Sends parts of a step, each with the values for each server; returns what servers say of results.
+    def push(self, go: Go, step: int, parts: Mapping[int, Sequence[Mapping[str, Any]]], versions: Sequence[int]) -> None:
+        """Sends parts of a step, each with the values for each server, computed from the versions that the servers had.
 
         Raises:
-            Lost: a server was lost.
+            Lost: a server was lost, or the values are too late.
         """
         pushes = [
-            server.push.remote(go.generation, step, part, own)
+            server.push.remote(go.generation, step, part, own, version)
             for part, values in parts.items()
-            for server, own in zip(self._servers, values, strict=True)
+            for server, own, version in zip(self._servers, values, versions, strict=True)
         ]
-        found = self._from_servers(pushes)
-        if any(one is None for one in found):
+        found: list[Pushed | None] = self._from_servers(pushes)
+        whole = [one for one in found if one is not None]
+        if len(whole) < len(found):
             raise Lost
-        results = {number: value for one in found for number, value in one.items()}
-        self._scheduler.pushed.remote(go.generation, step, list(parts), results)
-        return results
+        results = {number: value for one in whole for number, value in one.results.items()}
+        self._scheduler.pushed.remote(go.generation, step, list(parts), results, max(one.late for one in whole))
 
     def assign(self, go: Go, values: Sequence[Mapping[str, Any]]) -> None:
         """Has servers take over arrays in place of theirs.

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from spmdctx.server.engine.rays import ray
-from spmdctx.server.engine.server import Order, Server
+from spmdctx.server.engine.server import Order, Server, Snapshot
 from spmdctx.server.program.spec import ServerSpec
 
 
@@ -86,7 +86,8 @@ class Fleet:
         self._lives[number] = await self._load(number, version, generation)
 
     async def _load(self, number: int, version: int, generation: int) -> str:
-        order = Order(self._specs[number], self._job.folder, version, generation, self._job.save_every, self._job.mode)
+        job = self._job
+        order = Order(self._specs[number], job.folder, version, generation, job.save_every, job.mode, job.max_staleness)
         life: str = await self.servers[number].load.remote(order)
         return life
 
@@ -115,6 +116,10 @@ class Fleet:
         except ray().exceptions.RayActorError:
             return []
         return [] if None in files else [str(file) for file in files]
+
+    async def snapshots(self, version: int, floor: int) -> list[Snapshot]:
+        """Has all servers save their arrays as they are, in "async"; see `Server.snapshot`."""
+        return list(await asyncio.gather(*(server.snapshot.remote(version, floor) for server in self.servers)))
 
     def end(self) -> list[Any]:
         """Ends the layout; returns the servers, which are to be killed once nobody is told of them any more."""

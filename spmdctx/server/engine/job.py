@@ -17,6 +17,7 @@ from spmdctx.server.engine.rays import NAMESPACE, connect, ray
 from spmdctx.server.engine.scheduler import Job, start_scheduler
 from spmdctx.server.engine.worker import Ended, Script, Worker
 from spmdctx.server.state.folder import newest_state
+from spmdctx.server.state.progress import Summary
 
 TIMED_OUT = 124
 _POLL_S = 0.5
@@ -39,10 +40,11 @@ class Launch(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The exit code of a job, and what went wrong, empty where nothing did."""
+    """The exit code of a job, what went wrong, empty where nothing did, and how far it came."""
 
     code: int
     trouble: str = ""
+    summary: Summary | None = None
 
 
 def run_served(launch: Launch, out: IO[str], err: IO[str]) -> Outcome:
@@ -111,7 +113,7 @@ class _Running:
             if limit is not None and time.monotonic() - self._start > limit:
                 failed = Outcome(TIMED_OUT, f"The job took more than {limit:g} s, and was stopped.")
         self._write(0)
-        return failed
+        return failed._replace(summary=self._ray.get(self._scheduler.summary.remote()))
 
     def _ended(self, run: Any, number: int) -> Outcome:
         try:

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from spmdctx.server.engine.fleet import Fleet, Job, Layout
 from spmdctx.server.engine.rays import SCHEDULER, ray
-from spmdctx.server.state.folder import SavedState, complete, load_results, newest_state, shard_name, state_folder
+from spmdctx.server.state.folder import SavedState, Updates, complete, load_results, newest_state, shard_name, state_folder
 from spmdctx.server.state.presence import BEAT_S, Presence
-from spmdctx.server.state.progress import Failed, Leave, Progress, Reply
+from spmdctx.server.state.progress import Failed, Leave, Progress, Reply, Summary
 
 _POLL_S = 20.0
+_QUIET_S = 10.0
 _MOST_RESULT_BYTES = 256 << 20
 
 
@@ -49,10 +50,21 @@ class Scheduler:
         self._lines: list[tuple[int, str, str]] = []
         self._step: tuple[str, int] | None = None
         self._presence = Presence()
+        self._is_saving = False
         self._found = newest_state(self._folder)
         if self._found is not None:
-            self._common = self._progress.saved = self._progress.version = self._found.version
-            self._progress.results = dict(load_results(self._found))
+            self._resume(self._found)
+
+    def _resume(self, state: SavedState) -> None:
+        """Goes on from a saved state."""
+        progress = self._progress
+        self._common = progress.saved = progress.version = state.version
+        progress.results = dict(load_results(state))
+        if progress.mode == "async":
+            updates = state.updates or Updates(state.version, ())
+            progress.resume(state.version, updates.floor, updates.done)
+        elif state.updates is not None:
+            progress.fail(f"The folder {self._folder} holds the state of an asynchronous job, whose steps may be done in part.")
 
     async def job(self) -> Job:
         """Returns what the job was told."""
@@ -131,7 +143,7 @@ class Scheduler:
                 await asyncio.wait_for(self._changed.wait_for(is_answered), _POLL_S)
             except TimeoutError:
                 found = None
-        return Answer(found, self._common)
+        return Answer(found, self._common if self._progress.mode == "sync" else self._progress.floor)
 
     async def servers(self) -> tuple[int, list[Any]]:
         """Returns the generation and the actors of the servers, once they are there."""
@@ -200,10 +212,38 @@ class Scheduler:
         progress.busy = False
         await self._notify()
 
-    async def pushed(self, generation: int, step: int, parts: Sequence[int], results: Mapping[int, Any]) -> None:
-        """A worker has pushed parts to all servers."""
-        self._progress.pushed(generation, step, parts, results)
+    async def pushed(self, generation: int, step: int, parts: Sequence[int], results: Mapping[int, Any], late: int) -> None:
+        """A worker has pushed parts to all servers; in "async" they were late by so many updates at most."""
+        progress = self._progress
+        progress.pushed(generation, step, parts, results, late)
+        if progress.mode == "async" and generation == progress.generation and not (self._is_saving or progress.busy):
+            if self._asked_for is not None:
+                self._start(self._lay_out())
+            elif progress.version // self._job.save_every > self._common // self._job.save_every:
+                self._start(self._save_updates())
         await self._notify()
+
+    async def _save_updates(self) -> None:
+        """Has all servers save what they hold, in "async"."""
+        self._is_saving = True
+        version = self._progress.version
+        try:
+            files, updates = await self._snapshots(version)
+        except Exception as error:
+            await self.fail(f"Servers cannot save their arrays: {error}")
+        else:
+            await self._complete(version, files, updates)
+        self._is_saving = False
+
+    async def _snapshots(self, version: int) -> tuple[list[str], Updates]:
+        """Has all servers save their arrays as they are.
+
+        An update that only some of them have had counts as done, so that no array gets it twice.
+        """
+        floor, done = self._progress.floor, set(self._progress.done)
+        found = await self._fleet.snapshots(version, floor)
+        done.update(task for one in found for task in one.applied if task[0] >= floor)
+        return [one.file for one in found], Updates(floor, tuple(sorted(done)))
 
     async def applied(self, server: int, generation: int, version: int, results: Mapping[int, Any]) -> None:
         """A server has renewed its arrays."""
@@ -240,10 +280,10 @@ class Scheduler:
         if len(own) == len(self._layout.specs):
             await self._complete(version, self._files.pop(version).values())
 
-    async def _complete(self, version: int, files: Any) -> None:
-        results = self._kept_results(version)
+    async def _complete(self, version: int, files: Any, updates: Updates | None = None) -> None:
+        results = self._kept_results(version) if updates is None else dict(self._progress.results)
         try:
-            await asyncio.to_thread(complete, self._folder, self._state(version, files), results)
+            await asyncio.to_thread(complete, self._folder, self._state(version, files)._replace(updates=updates), results)
         except Exception as error:
             await self.fail(f"A state cannot be saved: {_cause(error)}")
             return
@@ -266,9 +306,13 @@ class Scheduler:
         """Has servers save their arrays and end, and the next worker divide the step for as many as were asked for."""
         progress = self._progress
         async with self._recovering:
-            version, count = progress.version, self._asked_for
+            await self._quiet()
+            version, count, updates = progress.version, self._asked_for, None
             try:
-                files = await self._fleet.save(progress.generation, version)
+                if progress.mode == "sync":
+                    files = await self._fleet.save(progress.generation, version)
+                else:
+                    files, updates = await self._snapshots(version)
             except Exception as error:
                 await self.fail(f"Servers cannot save their state: {_cause(error)}")
                 return
@@ -277,7 +321,7 @@ class Scheduler:
                 progress.busy = False
                 await self._notify()
                 return
-            await self._complete(version, files)
+            await self._complete(version, files, updates)
             old = self._fleet.end()
             self._asked_for = None
             self._files.clear()
@@ -286,6 +330,13 @@ class Scheduler:
         for server in old:
             ray().kill(server)
         await self._notify()
+
+    async def _quiet(self) -> None:
+        """Waits until no update is under way, in "async"; not for long, since a worker may be lost."""
+        if self._progress.mode == "async":
+            async with self._changed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait_for(lambda: not self._progress.num_under_way), _QUIET_S)
 
     async def remove_worker(self, worker: int) -> None:
         """Lets a worker leave before its next step."""
@@ -304,6 +355,10 @@ class Scheduler:
     async def state(self) -> Progress:
         """Returns the progress."""
         return self._progress
+
+    async def summary(self) -> Summary:
+        """Returns how far the job has come."""
+        return self._progress.summary
 
     async def say(self, worker: int, stream: str, lines: Sequence[str]) -> None:
         """Takes lines that a worker writes."""

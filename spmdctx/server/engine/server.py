@@ -24,6 +24,7 @@ class Order(NamedTuple):
     generation: int
     save_every: int
     mode: str
+    max_staleness: int = 0
 
 
 class Pulled(NamedTuple):
@@ -31,6 +32,20 @@ class Pulled(NamedTuple):
 
     version: int
     values: list[Any]
+
+
+class Pushed(NamedTuple):
+    """What a server says of a part; in "async" the results of its update, and how many updates came between pull and push."""
+
+    results: Mapping[int, Any]
+    late: int = 0
+
+
+class Snapshot(NamedTuple):
+    """A file of saved arrays, and the parts that these have had, by step and part."""
+
+    file: str
+    applied: tuple[tuple[int, int], ...]
 
 
 class _Void(Exception):
@@ -74,20 +89,21 @@ class Server:
             self._changed.notify_all()
         return self._life
 
-    async def push(self, generation: int, step: int, part: int, values: Mapping[str, Any]) -> dict[int, Any] | None:
-        """Takes one part of a step; None if the generation is over. In "async" the results after the update come back."""
+    async def push(self, generation: int, step: int, part: int, values: Mapping[str, Any], pulled: int = 0) -> Pushed | None:
+        """Takes one part of a step, whose worker has pulled a version; None if it has to be computed again, or not at all."""
+        await self._loading()
         order, shard = self._order, self._shard
         if order is None or shard is None or order.generation != generation:
             return None
         if order.mode == "async":
-            return await self._update(order, shard, (step, part), values)
+            return await self._update(order, shard, (step, part), values, pulled)
         if step < shard.version:
-            return {}
+            return Pushed({})
         if step > shard.version:
             return None
         if await asyncio.to_thread(shard.add, step, part, values):
             self._start(self._renew(order, shard, step))
-        return {}
+        return Pushed({})
 
     async def pull(self, generation: int, version: int, slots: Sequence[str], *, is_exact: bool = True) -> Pulled | None:
         """Returns arrays of a version once they are there; None if the generation is over, or they are there no more.
@@ -98,6 +114,7 @@ class Server:
             slots: of the arrays.
             is_exact: a later version is not taken.
         """
+        await self._loading()
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is(generation) or self._version >= version)
         shard, order = self._shard, self._order
@@ -122,6 +139,25 @@ class Server:
         values = shard.values
         async with self._saving:
             return await asyncio.to_thread(_saved, order, shard, version, self._number, values)
+
+    async def snapshot(self, version: int, floor: int) -> Snapshot:
+        """Saves the arrays as they are now under the name of a version; says which parts of steps from `floor` on they have had."""
+        await self._loading()
+        async with self._renewing:
+            order, shard = self._order, self._shard
+            assert order is not None, "a server that saves has loaded"
+            assert shard is not None, "a server that saves has loaded"
+            values = shard.values
+            self._applied = {task for task in self._applied if task[0] >= floor}
+            applied = tuple(sorted(self._applied))
+        async with self._saving:
+            return Snapshot(await asyncio.to_thread(_saved, order, shard, version, self._number, values), applied)
+
+    async def _loading(self) -> None:
+        """Waits while the server has no arrays: it was lost, and the scheduler has it load them again."""
+        if self._order is None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._order is not None)
 
     def _is(self, generation: int) -> bool:
         return self._order is not None and self._order.generation == generation
@@ -153,15 +189,18 @@ class Server:
         if version % order.save_every == 0:
             self._start(self._save(order, shard, version, values))
 
-    async def _update(self, order: Order, shard: Shard, task: tuple[int, int], values: Mapping[str, Any]) -> dict[int, Any]:
+    async def _update(self, order: Order, shard: Shard, task: tuple[int, int], values: Mapping[str, Any], pulled: int) -> Pushed | None:
         async with self._renewing:
-            if task not in self._applied:
-                await asyncio.to_thread(shard.update, values)
-                self._applied.add(task)
-            version, kept, results = shard.version, shard.values, dict(shard.results)
-        if version % order.save_every == 0:
-            self._start(self._save(order, shard, version, kept))
-        return results
+            late = max(0, shard.version - pulled)
+            if not self._is(order.generation) or self._shard is not shard:
+                return None
+            if task in self._applied:
+                return Pushed(dict(shard.results))
+            if late > order.max_staleness:
+                return None
+            await asyncio.to_thread(shard.update, values)
+            self._applied.add(task)
+            return Pushed(dict(shard.results), late)
 
     async def _save(self, order: Order, shard: Shard, version: int, values: Mapping[str, Any]) -> None:
         async with self._saving:

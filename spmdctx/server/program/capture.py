@@ -11,12 +11,13 @@ import jax.extend.core as jexc
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.capture import capture_again, seen_losses
-from spmdctx.gradients.loss import Loss, LossCall
+from spmdctx.gradients.loss import Loss, LossCall, Traced
 from spmdctx.gradients.operands import Operand, SeenCall, operands_of
 from spmdctx.gradients.options import GradientOptions, gradient_options
-from spmdctx.gradients.parts import traced_in_parts
+from spmdctx.gradients.parts import pieces_of, traced_in_parts
 from spmdctx.gradients.results import Fate, Row
 from spmdctx.gradients.scope import plainly
+from spmdctx.ir.mesh import replicated
 from spmdctx.pipeline.capture.marker import stand_in
 from spmdctx.pipeline.cut.line import variables
 from spmdctx.trace.capture.arguments import Call, Static
@@ -119,7 +120,7 @@ class _Carrier:
             )
         call = LossCall(loss, args, kwargs, 1)
         operands = operands_of(seen)
-        traced, rows = plainly(lambda: traced_in_parts(seen, call, call.trace, operands, options))
+        traced, rows = plainly(lambda: _traced(seen, call, operands, options))
         if any(isinstance(const, jax.core.Tracer) for const in traced.jaxpr.consts):
             raise UnsupportedError(
                 "Workers cannot run a loss that reads an array of the step by a way that cannot be followed.",
@@ -140,3 +141,12 @@ class _Carrier:
             )
         )
         return call.finish(stand_in(0, call.values, seen.out_avals))
+
+
+def _traced(seen: SeenCall, call: LossCall, operands: Sequence[Operand], options: GradientOptions) -> tuple[Traced, list[Row]]:
+    """Traces a loss over one part of the batch; returns a row for each result, too: where there is one part, it gives whole results."""
+    if options.micro_batches > 1 or seen.num_parts > 1:
+        return traced_in_parts(seen, call, call.trace, operands, options)
+    traced = call.trace(pieces_of(call, operands, options))
+    types = traced.jaxpr.out_avals
+    return traced, [Row(made.path, Fate.SAME, replicated(aval.ndim)) for made, aval in zip(traced.results, types, strict=True)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from spmdctx.pipeline.capture.around import Around, Placement, Program, around_of, programs_of
+from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, around_of, programs_of
 from spmdctx.pipeline.cut.line import is_array, needed, num_bytes, variables
 from spmdctx.server.program.balance import balanced
 from spmdctx.server.program.capture import ServedStep
@@ -74,6 +74,14 @@ def cut_step(step: ServedStep, num_servers: int) -> Cut:
     return _Cutter(step, num_servers).cut()
 
 
+def slots_of(around: Around) -> dict[Any, str]:
+    """Returns the slot of each variable of a step that is cut."""
+    found = {var: f"in/{number}" for number, var in enumerate(around.jaxpr.jaxpr.invars)}
+    found |= {var: f"loss/{number}" for number, var in enumerate(around.loss.outvars)}
+    made = [var for eqn in around.after for var in eqn.outvars if var not in found]
+    return found | {var: f"v/{number}" for number, var in enumerate(made)}
+
+
 class _Cutter:
     def __init__(self, step: ServedStep, num_servers: int) -> None:
         self._step, self._count = step, num_servers
@@ -82,10 +90,7 @@ class _Cutter:
         wanted = [var for eqn in around.after for var in variables(eqn.invars)] + variables(body.outvars)
         self._around = replace(around, after=(*needed(around.before, wanted), *around.after))
         self._body = body
-        self._slot_of = {var: f"in/{number}" for number, var in enumerate(body.invars)}
-        self._slot_of |= {var: f"loss/{number}" for number, var in enumerate(around.loss.outvars)}
-        made = [var for eqn in self._around.after for var in eqn.outvars if var not in self._slot_of]
-        self._slot_of |= {var: f"v/{number}" for number, var in enumerate(made)}
+        self._slot_of = slots_of(self._around)
         self._carried = {leaf.carried_from: number for number, leaf in enumerate(step.captured.outputs) if leaf.carried_from is not None}
 
     def cut(self) -> Cut:
@@ -143,7 +148,22 @@ class _Cutter:
             for number, output in self._carried.items()
             if not isinstance(body.outvars[output], jexc.Literal)
         }
-        return Placement(around, known, names, (), next_of)
+        placement = Placement(around, known, names, (), next_of)
+        placement.stages = self._settled(placement.stages)
+        return placement
+
+    def _settled(self, stages: Sequence[int]) -> list[int]:
+        """Returns the server of each equation after the loss; what needs scalars alone runs on their only reader, if there is one."""
+        found = list(stages)
+        on_all = set(variables(self._body.outvars))
+        readers: dict[Any, set[int]] = {}
+        for place, eqn in reversed([*enumerate(self._around.after)]):
+            servers = set().union(*(readers.get(var, set()) for var in eqn.outvars))
+            if found[place] == EVERYWHERE and len(servers) == 1 and on_all.isdisjoint(eqn.outvars):
+                (found[place],) = servers
+            for var in variables(eqn.invars):
+                readers.setdefault(var, set()).add(found[place])
+        return found
 
     def _results(self, rounds: Sequence[Sequence[ServerProgram | None]]) -> tuple[dict[int, dict[int, str]], dict[int, Any]]:
         """Returns, by server, the slots of the results that are no next value of state, and the results that need no server."""

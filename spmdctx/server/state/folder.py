@@ -20,14 +20,25 @@ _LIST = "state.json"
 _RESULTS = f"results{SUFFIX}"
 
 
+class Updates(NamedTuple):
+    """Which parts of steps an asynchronous job has applied: all those before step `floor`, and some later ones by step and part."""
+
+    floor: int
+    done: tuple[tuple[int, int], ...]
+
+
 class SavedState(NamedTuple):
-    """A state that is complete: its version and folder, the step's fingerprint and number of parts, and the files of servers."""
+    """A state that is complete: its version and folder, the step's fingerprint and number of parts, and the files of servers.
+
+    `updates` is what it holds where a version is an update; None where it is a step.
+    """
 
     version: int
     folder: Path
     fingerprint: str
     num_parts: int
     files: tuple[str, ...]
+    updates: Updates | None = None
 
 
 def state_folder(folder: Path, version: int) -> Path:
@@ -67,7 +78,8 @@ def complete(folder: Path, state: SavedState, results: Mapping[int, Mapping[int,
     with making_folder(state.folder):
         write_tensors(state.folder / _RESULTS, _result_tensors(results))
         body = {"version": state.version, "fingerprint": state.fingerprint, "num_parts": state.num_parts, "files": sorted(state.files)}
-        write_json(state.folder / _LIST, body)
+        done = state.updates
+        write_json(state.folder / _LIST, body if done is None else {**body, "updates": [done.floor, sorted(done.done)]})
     kept = {one.folder for one in saved_states(folder)[-_KEPT:]}
     for old in folder.glob("state-*"):
         if old not in kept and old.name < state.folder.name:
@@ -100,6 +112,13 @@ def newest_state(folder: Path) -> SavedState | None:
     for name in (*found[-1].files, _RESULTS):
         TensorFile(found[-1].folder / name, Reads()).close()
     return found[-1]
+
+
+def _updates(found: Any) -> Updates | None:
+    if found is None:
+        return None
+    floor, done = found
+    return Updates(int(floor), tuple((int(step), int(part)) for step, part in done))
 
 
 def load_arrays(folder: Path, version: int, paths: Iterable[str]) -> dict[str, np.ndarray[Any, Any]]:
@@ -153,7 +172,9 @@ def _listed(place: Path) -> SavedState:
     body = read_json(place / _LIST)
     try:
         files = tuple(map(str, body["files"]))
-        found = SavedState(int(body["version"]), place, str(body["fingerprint"]), int(body["num_parts"]), files)
+        found = SavedState(
+            int(body["version"]), place, str(body["fingerprint"]), int(body["num_parts"]), files, _updates(body.get("updates"))
+        )
     except (KeyError, TypeError, ValueError) as error:
         got = f"{type(error).__name__}: {error}"
         raise CheckpointError("The list of a saved state is damaged.", where=str(place / _LIST), got=got) from error

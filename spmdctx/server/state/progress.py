@@ -48,9 +48,26 @@ class Failed(NamedTuple):
 Reply = Setup | Go | Done | Replay | Leave | Failed
 
 
+class Summary(NamedTuple):
+    """How far a job has come: its version and the parts of a step, the workers and servers that are there, and the step of each worker.
+
+    `staleness` counts updates by how many others came between their pull and push.
+    """
+
+    mode: str
+    version: int
+    num_parts: int
+    workers: int
+    servers: int
+    steps: Mapping[int, int]
+    staleness: Mapping[int, int]
+
+
 @dataclass
 class _Claim:
-    worker: int
+    """A part that is under way; in "async" `worker` is None where its worker was lost and servers may have it already."""
+
+    worker: int | None
     version: int
 
 
@@ -69,6 +86,8 @@ class Progress:
         saved: the version from which a layout starts; None at the start of a job.
         results: of the steps that are done.
         staleness: how many updates were late by how much.
+        floor: in "async", all parts of the steps before it are applied.
+        steps: the step of each worker that has asked.
     """
 
     num_servers: int
@@ -84,6 +103,8 @@ class Progress:
     failure: str = ""
     results: dict[int, Mapping[int, Any]] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
+    floor: int = 0
+    steps: dict[int, int] = field(default_factory=dict)
     workers: set[int] = field(default_factory=set)
     leaving: set[int] = field(default_factory=set)
     _claims: dict[tuple[int, int], _Claim] = field(default_factory=dict)
@@ -99,7 +120,13 @@ class Progress:
     def lost(self, worker: int) -> None:
         """A worker is gone."""
         self.workers.discard(worker)
-        self._claims = {task: claim for task, claim in self._claims.items() if claim.worker != worker}
+        self.steps.pop(worker, None)
+        for task in [task for task, claim in self._claims.items() if claim.worker == worker]:
+            if self.mode == "sync":
+                del self._claims[task]
+            else:
+                # What it has sent may still arrive, so it counts as under way until another worker has done it.
+                self._claims[task].worker = None
         if self.setter == worker:
             self.setter = None
 
@@ -118,6 +145,7 @@ class Progress:
                 return None
             self.setter = worker
             return Setup(self.num_servers, self.saved)
+        self.steps[worker] = step
         return self._next_sync(worker, step) if self.mode == "sync" else self._next_async(worker, step)
 
     def _next_sync(self, worker: int, step: int) -> Reply | None:
@@ -140,28 +168,69 @@ class Progress:
         for (at, part), claim in self._claims.items():
             if claim.worker == worker and at == step:
                 return Go(self.generation, claim.version, (part,))
-        taken = {part for at, part in (*self._claims, *self._done) if at == step}
-        free = [part for part in range(self.num_parts) if part not in taken]
+        left = min((at for (at, _), claim in self._claims.items() if claim.worker is None), default=step)
+        if left < step:
+            return Replay(left)
+        free = [] if step < self.floor else [part for part in range(self.num_parts) if self._is_free(step, part)]
         if not free:
-            return Done(self.version, self.results.get(step, self.results.get(max(self.results, default=-1), {})))
-        # All others that are under way may be applied before the oldest one.
-        if any(self.version - claim.version + len(self._claims) > self.max_staleness for claim in self._claims.values()):
+            return Done(self.version, self.results.get(step, self.results[max(self.results)])) if self.results else None
+        others = [claim for task, claim in self._claims.items() if task != (step, free[0])]
+        # All others that are under way may be applied before this one, and this one before each of them.
+        late = [0, *(self.version - claim.version for claim in others if claim.worker is not None)]
+        if max(late) + len(others) > self.max_staleness:
             return None
         self._claims[step, free[0]] = _Claim(worker, self.version)
         return Go(self.generation, self.version, (free[0],))
 
-    def pushed(self, generation: int, step: int, parts: Iterable[int], results: Mapping[int, Any] | None = None) -> None:
-        """All servers have the values of some parts; in "async" they have applied them."""
+    def _is_free(self, step: int, part: int) -> bool:
+        claim = self._claims.get((step, part))
+        return (step, part) not in self._done and (claim is None or claim.worker is None)
+
+    def pushed(
+        self, generation: int, step: int, parts: Iterable[int], results: Mapping[int, Any] | None = None, late: int | None = None
+    ) -> None:
+        """All servers have the values of some parts; in "async" they have applied them, `late` updates after their worker pulled."""
         if generation != self.generation or (self.mode == "sync" and step != self.version):
             return  # word of a step that is over may come late
         for part in parts:
             claim = self._claims.pop((step, part), None)
-            if self.mode == "async" and (step, part) not in self._done:
-                late = self.version - claim.version if claim is not None else 0
-                self.staleness[late] = self.staleness.get(late, 0) + 1
-                self.version += 1
+            if self.mode == "sync":
+                self._done.add((step, part))
+            elif self.apply(step, part):
+                own = self.version - 1 - claim.version if claim is not None and late is None else late or 0
+                self.staleness[own] = self.staleness.get(own, 0) + 1
                 self.results[step] = results or {}
-            self._done.add((step, part))
+
+    def apply(self, step: int, part: int) -> bool:
+        """Counts an update, in "async"; returns whether it is a new one."""
+        if step < self.floor or (step, part) in self._done:
+            return False
+        self.version += 1
+        self._done.add((step, part))
+        while all((self.floor, own) in self._done for own in range(self.num_parts)):
+            self._done.difference_update((self.floor, own) for own in range(self.num_parts))
+            self.floor += 1
+        return True
+
+    @property
+    def summary(self) -> Summary:
+        """How far it has come."""
+        servers = self.num_servers if self.ready else 0
+        return Summary(self.mode, self.version, self.num_parts, len(self.workers), servers, dict(self.steps), dict(self.staleness))
+
+    @property
+    def num_under_way(self) -> int:
+        """Parts that live workers compute."""
+        return sum(claim.worker is not None for claim in self._claims.values())
+
+    @property
+    def done(self) -> tuple[tuple[int, int], ...]:
+        """The parts that are done of steps that are not, by step and part."""
+        return tuple(sorted(self._done))
+
+    def resume(self, version: int, floor: int, done: Iterable[tuple[int, int]]) -> None:
+        """Begins where a saved state ends, in "async"."""
+        self.version, self.floor, self._done = version, floor, set(done)
 
     def applied(self, server: int, generation: int, version: int, results: Mapping[int, Any]) -> bool:
         """A server has renewed its arrays, in "sync". Returns whether all have come to a new version."""

@@ -91,12 +91,14 @@ class Shard:
             self.version += 1
 
     def update(self, values: Mapping[str, Any]) -> None:
-        """Renews the arrays by the values of one part alone."""
+        """Renews the arrays by the values of one part alone, among them those that servers would else send each other."""
         spec = self.spec
         held = {**self.values, **values}
         for program, own in zip(self._run, spec.rounds, strict=True):
             if program is not None and own is not None:
-                held.update(zip(own.outputs, program(*(held[slot] for slot in own.inputs)), strict=True))
+                made = zip(own.outputs, program(*(held[slot] for slot in own.inputs)), strict=True)
+                # All servers go on with what the worker says, so that what they compute alike stays alike.
+                held.update({slot: value for slot, value in made if slot not in values})
         self._take_over(held)
 
     def assign(self, version: int, values: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from spmdctx.server.alone import constant, part_results, pushed_to
 from spmdctx.server.engine.client import Client, Lost
 from spmdctx.server.engine.scheduler import Layout
 from spmdctx.server.program.capture import ServedStep
+from spmdctx.server.program.crossing import Crossing, crossing_of
 from spmdctx.server.program.cut import Cut, cut_step
 from spmdctx.server.program.spec import fingerprint, raw, server_specs, typed
 from spmdctx.server.program.worker import WorkerProgram
@@ -28,10 +29,10 @@ _LOST_S = 0.05
 
 
 class Held(NamedTuple):
-    """Arrays that this worker has pulled, and the generation and version that they are of."""
+    """Arrays that this worker has pulled, and the generation and the version of each server that they are of."""
 
     generation: int
-    version: int
+    versions: tuple[int, ...]
     values: dict[int, Any]
 
 
@@ -48,6 +49,7 @@ class ServedRun:
     def __init__(self, step: ServedStep, program: WorkerProgram, call: Callable[..., Sequence[Any]], client: Client) -> None:
         self._step, self._program, self._call, self._client = step, program, call, client
         self._cut: Cut | None = None
+        self._crossing: Crossing | None = None
         self._first: Sequence[Any] = ()
         self._held: Held | None = None
         self._ahead: tuple[int, int, Sequence[Any]] | None = None
@@ -118,6 +120,7 @@ class ServedRun:
     def _cut_for(self, num_servers: int) -> Cut:
         if self._cut is None or len(self._cut.servers) != num_servers:
             self._cut = cut_step(self._step, num_servers)
+            self._crossing = crossing_of(self._step, self._cut) if self._client.job.mode == "async" else None
         return self._cut
 
     def _set_up(self, reply: Setup) -> None:
@@ -136,26 +139,29 @@ class ServedRun:
             Lost: a server was lost.
         """
         client = self._client
+        is_sync = client.job.mode == "sync"
         cut = self._cut_for(client.num_servers)
-        slots = [[f"in/{number}" for number in cut.pulled if cut.home.get(number, 0) == server] for server in range(len(cut.servers))]
+        pulled = sorted({*cut.pulled, *(self._crossing.pulled if self._crossing is not None else ())})
+        slots = [[f"in/{number}" for number in pulled if cut.home.get(number, 0) == server] for server in range(len(cut.servers))]
         self._assign(go, cut, step)
         self._held = held = self._arrays(go, slots)
         values = {**self._kept[step], **held.values}
         pushes = {part: self._pushed(cut, values, part) for part in go.parts}
-        client.push(go, step, pushes)
-        if client.job.mode == "sync":
+        client.push(go, step, pushes, held.versions)
+        if is_sync:
             # The next version comes while the scheduler is asked: this worker may get parts of one that was lost first.
             self._ahead = (go.generation, go.version + 1, client.start_pull(go, go.version + 1, slots))
 
     def _arrays(self, go: Go, slots: Sequence[Sequence[str]]) -> Held:
         """Returns what servers hold in a version."""
         held, ahead = self._held, self._ahead
-        if self._client.job.mode == "sync" and held is not None and held[:2] == (go.generation, go.version):
+        is_sync = self._client.job.mode == "sync"
+        if is_sync and held is not None and held.generation == go.generation and {*held.versions} == {go.version}:
             return held
         self._held = self._ahead = None
         if ahead is not None and ahead[:2] == (go.generation, go.version):
             return self._pulled(ahead[2], go, slots)
-        return self._pulled(self._client.start_pull(go, go.version, slots), go, slots)
+        return self._pulled(self._client.start_pull(go, go.version if is_sync else 0, slots), go, slots)
 
     def _pulled(self, pulls: Sequence[Any], go: Go, slots: Sequence[Sequence[str]]) -> Held:
         found = self._client.finish_pull(pulls)
@@ -166,13 +172,15 @@ class ServedRun:
         for slot, value in zip(names, arrays, strict=True):
             number = int(slot.partition("/")[2])
             values[number] = typed(value, inputs[number])
-        return Held(go.generation, go.version, values)
+        return Held(go.generation, tuple(one.version for one in found), values)
 
     def _pushed(self, cut: Cut, values: dict[int, Any], part: int) -> list[dict[str, Any]]:
         """Computes one part, and returns what each server gets."""
         made = part_results(self._program, self._call, values, part, self._step.loss.num_parts)
-        gives = part == 0 or self._client.job.mode == "async"
-        return [pushed_to(cut, server, made, values, gives=gives) for server in range(len(cut.servers))]
+        if self._crossing is None:
+            return [pushed_to(cut, server, made, values, gives=part == 0) for server in range(len(cut.servers))]
+        crossing = self._crossing.run(made, values)
+        return [{**pushed_to(cut, server, made, values, gives=True), **crossing} for server in range(len(cut.servers))]
 
     def _results(self, done: Done, leaves: Sequence[Any]) -> list[Any]:
         """Returns the results of a step: handles for its state, and what servers say of the rest."""

@@ -44,7 +44,7 @@ class InputLeaf:
     """One flat argument of the program; `shape` is global.
 
     `metadata` holds the partition names of Flax metadata (a pin), None where the leaf has none. `layerwise` marks a
-    parameter that stays split in hybrid_parallel.
+    parameter that stays split in hybrid_parallel, `served` one that servers hold.
     """
 
     path: str
@@ -54,6 +54,7 @@ class InputLeaf:
     donated: bool = False
     metadata: PartitionNames | None = None
     layerwise: bool = False
+    served: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening, num_de
     mesh_axes, names = _partitioning(flattening, num_devices, left_out)
     roles, carried, notes = _roles(target, static, flattening, traced)
     inputs = tuple(
-        InputLeaf(path, tuple(aval.shape), dtype_text(aval.dtype), role, given, own, leaf.layerwise)
+        InputLeaf(path, tuple(aval.shape), dtype_text(aval.dtype), role, given, own, leaf.layerwise, leaf.served)
         for path, aval, role, given, own, leaf in zip(paths, traced.jaxpr.in_avals, roles, donated, names, flattening.leaves, strict=True)
     )
     outputs = tuple(

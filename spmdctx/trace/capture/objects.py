@@ -13,7 +13,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.trace.capture.arguments import Call
 from spmdctx.trace.capture.partitioning import variable_names
-from spmdctx.trace.capture.structure import Keys, Leaf, Read, Result
+from spmdctx.trace.capture.structure import SERVED, Keys, Leaf, Read, Result
 
 graph = nnx.graph
 
@@ -276,7 +276,8 @@ def _leaves_of(item: Any, keys: Keys) -> list[Leaf]:
     entries, _ = jax.tree_util.tree_flatten_with_path(_value_of(item))
     layerwise = isinstance(item, nnx.Variable) and item.get_metadata().get("layerwise_parallel", False) is True
     statistic = isinstance(item, nnx.BatchStat)
-    return [Leaf((*keys, *inner), value, role, names, True, statistic, layerwise) for inner, value in entries]
+    served = isinstance(item, nnx.Variable) and SERVED in item.get_metadata()
+    return [Leaf((*keys, *inner), value, role, names, True, statistic, layerwise, served) for inner, value in entries]
 
 
 def _role_of(item: Any) -> Role:

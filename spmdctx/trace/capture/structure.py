@@ -15,12 +15,16 @@ from spmdctx.trace.capture.partitioning import PartitionNames
 Keys = tuple[Any, ...]
 
 
+SERVED = "param_ps"
+"""The metadata of variables that servers hold."""
+
+
 class Leaf(NamedTuple):
     """One flat leaf as capture sees it.
 
     `keys` is its path inside the dynamic call: (0, position, ...) or (1, keyword, ...). `role` and `names` are set where
     Flax says them. `owned` marks a leaf of an nnx object, which the step mutates in place; of those, `is_statistic` marks batch
-    statistics, and `layerwise` variables of which each device has a piece of its own.
+    statistics, and `layerwise` variables of which each device has a piece of its own, and `served` those that servers hold.
     """
 
     keys: Keys
@@ -30,6 +34,7 @@ class Leaf(NamedTuple):
     owned: bool = False
     is_statistic: bool = False
     layerwise: bool = False
+    served: bool = False
 
 
 class Read(NamedTuple):

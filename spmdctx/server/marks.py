@@ -1,0 +1,95 @@
+"""Marks of parameters that servers hold: by patterns of their paths, or by the modules and variables of Flax that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+from flax import nnx
+
+from spmdctx.context.layers import current_context, mark_for_servers
+from spmdctx.errors import ContextError, UnsupportedError, message, shown
+from spmdctx.pipeline.cut.line import needed, variables
+from spmdctx.server.program.capture import ServedStep
+from spmdctx.server.program.cut import Cut
+from spmdctx.trace.capture.layerwise import matches_path
+from spmdctx.trace.capture.structure import SERVED
+
+
+def set_param_ps(module_or_patterns: Any, init_in_server: bool = False) -> None:
+    """Has servers hold parameters, with their optimizer state. Where nothing is marked, servers hold all.
+
+    Args:
+        module_or_patterns: path patterns such as "*/table/embedding"; a module of nnx, whose parameters get a mark that optimizers made
+            later take over; a variable of nnx; or a module of linen, by its name, one without a name for all parameters.
+        init_in_server: whether servers make the first values themselves.
+
+    Raises:
+        ContextError: the context has no parameter server.
+        TypeError: what is marked is none of these, or `init_in_server` is no bool.
+    """
+    if not isinstance(init_in_server, bool):
+        raise TypeError(message("init_in_server must be a bool.", got=shown(init_in_server)))
+    if not current_context().servers.enable_ps:
+        raise ContextError(
+            "set_param_ps marks parameters for servers, and there is no parameter server.",
+            got="enable_ps=False",
+            fix="call spmdctx.set_ps_context(enable_ps=True) first",
+        )
+    if isinstance(module_or_patterns, nnx.Module | nnx.Variable) and not isinstance(module_or_patterns, nn.Module):
+        variables = [module_or_patterns] if isinstance(module_or_patterns, nnx.Variable) else _parameters(module_or_patterns)
+        for variable in variables:
+            variable.set_metadata(**{SERVED: "made" if init_in_server else "held"})
+        return
+    mark_for_servers(_patterns(module_or_patterns), init_in_server=init_in_server)
+
+
+def check_marks(step: ServedStep, cut: Cut, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Returns notes on the marks of a step.
+
+    Raises:
+        UnsupportedError: some parameters are marked, and others are not.
+    """
+    inputs = step.captured.inputs
+    unmatched = [pattern for pattern in patterns if not any(matches_path(leaf.path, pattern) for leaf in inputs)]
+    notes = [f"set_param_ps pattern {pattern!r} matches no argument." for pattern in unmatched]
+    trained = [inputs[number] for number in _trained(step, cut)]
+    left = [leaf.path for leaf in trained if not leaf.served and not any(matches_path(leaf.path, pattern) for pattern in patterns)]
+    if len(left) == len(trained) and not any(leaf.served for leaf in inputs):
+        return (*notes, "set_param_ps marks no parameter: servers hold all of them.")
+    if left:
+        raise UnsupportedError(
+            "set_param_ps marks some parameters and not others; servers hold all or none.",
+            where=step.loss.where,
+            got=f"{len(left)} without a mark: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}",
+            fix='spmdctx.set_param_ps("*"), or no mark at all',
+        )
+    return tuple(notes)
+
+
+def _trained(step: ServedStep, cut: Cut) -> list[int]:
+    """Returns the inputs that the loss is differentiated by, by number."""
+    around = cut.around
+    number_of = {var: number for number, var in enumerate(around.jaxpr.jaxpr.invars)}
+    found: set[int] = set()
+    for leaf in step.loss.primal_of.values():
+        read = [around.loss.invars[leaf]]
+        read += [var for eqn in needed(around.before, variables(read)) for var in variables(eqn.invars)]
+        found.update(number_of[var] for var in variables(read) if var in number_of)
+    return sorted(found & set(cut.held))
+
+
+def _parameters(module: nnx.Module) -> list[nnx.Variable[Any]]:
+    return [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)]
+
+
+def _patterns(given: Any) -> tuple[str, ...]:
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, nn.Module):
+        path = "/".join(given.path) if given.scope is not None else given.name or ""
+        return (f"{path}/*",) if path else ("*",)
+    if isinstance(given, Sequence) and given and all(isinstance(entry, str) for entry in given):
+        return tuple(given)
+    raise TypeError(message("set_param_ps takes path patterns, modules or variables of Flax.", got=shown(given)))
