@@ -327,10 +327,15 @@ def following(states: States, positions: Sequence[int]) -> States:
     if not positions:
         return states
     count, times = len(states.seconds), len(positions)
-    every = np.tile(np.arange(count), times)
-    wanted, stored = (tuple(own[every] for own in side) for side in (states.wanted, states.stored))
-    rest = (states.split[every], wanted, states.unreduced_in[every], stored, states.unreduced_out[every], states.seconds[every])
-    return States(*rest, np.repeat(np.array(positions, dtype=np.int64), count))
+    repeated = among(states, np.tile(np.arange(count), times))
+    return repeated._replace(follows=np.repeat(np.array(positions, dtype=np.int64), count))
+
+
+def among(states: States, places: IntArray) -> States:
+    """Returns the states at some places."""
+    wanted, stored = (tuple(own[places] for own in side) for side in (states.wanted, states.stored))
+    unreduced_in, unreduced_out = states.unreduced_in[places], states.unreduced_out[places]
+    return States(states.split[places], wanted, unreduced_in, stored, unreduced_out, states.seconds[places], states.follows[places])
 
 
 def shapes_of(graph: Graph, op: Op) -> list[tuple[int, ...]]:

@@ -68,11 +68,11 @@ class FewSplits(Tables):
             known = costs.get(group)
             costs[group] = seconds if known is None else known + seconds
         edges = []
-        for carry, (weight, value) in self.network.carries.items():
+        for carry, load in self.network.carries.items():
             left, right = groups[carry.source.node], groups[carry.target]
             if left == right and self._goes_with(carry):
                 continue
-            table = self.table(carry, value, weight)
+            table = self.table(carry, load)
             if left == right:
                 costs[left] = costs[left] + np.diagonal(table)
             else:
