@@ -20,7 +20,7 @@ import numpy as np
 from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.ir.domain import AxisCodes, axis_codes, domain
 from spmdctx.search.problem.network import Carry, Load, Node
-from spmdctx.search.problem.tables import Choices, Ends, Tables, without_loops
+from spmdctx.search.problem.tables import Choices, EdgeChoices, Tables, without_loops
 from spmdctx.search.solver.problem.problem import Edge, Problem
 
 _FEW_STATES = 2000
@@ -101,8 +101,8 @@ class Merged:
             table = self._tables.table(carry, load)
             return self._merged(table, rows, columns)
         if len(rows.order) * len(columns.starts) <= len(rows.starts) * len(columns.order):
-            return self._merged(self._even.table(carry, load, Ends(self._tables.choices[left], self._firsts[right])), rows, None)
-        return self._merged(self._even.table(carry, load, Ends(self._firsts[left], self._tables.choices[right])), None, columns)
+            return self._merged(self._even.table(carry, load, EdgeChoices(self._tables.choices[left], self._firsts[right])), rows, None)
+        return self._merged(self._even.table(carry, load, EdgeChoices(self._firsts[left], self._tables.choices[right])), None, columns)
 
     def _merged(self, table: FloatArray, rows: Orbits | None, columns: Orbits | None) -> FloatArray:
         """Returns the least entries of a table for each class of its rows and columns; None for those that are classes already."""

@@ -58,7 +58,7 @@ class Choices(NamedTuple):
         return Choices(stored, taken, self.seconds[places], self.split, states, None if self.unreduced is None else self.unreduced[places])
 
 
-class Ends(NamedTuple):
+class EdgeChoices(NamedTuple):
     """The choices of the two nodes of an edge."""
 
     source: Choices
@@ -199,9 +199,9 @@ class Tables:
         other.choices, other._edges = [known[key] for key in keys], {}
         return other
 
-    def table(self, carry: Carry, load: Load, ends: Ends | None = None) -> FloatArray:
+    def table(self, carry: Carry, load: Load, ends: EdgeChoices | None = None) -> FloatArray:
         """Returns the seconds of an edge for each pair of states of the nodes at its ends, or of `ends` in their places."""
-        source, target = ends or Ends(self.choices[carry.source.node], self.choices[carry.target])
+        source, target = ends or EdgeChoices(self.choices[carry.source.node], self.choices[carry.target])
         stored, taken = source.stored[carry.source.result], target.taken[carry.position]
         weight, value = load
         known = self.space.graph.values[value]
