@@ -15,14 +15,15 @@ import numpy as np
 
 from spmdctx.cost.roofline import sliced_time_s
 from spmdctx.ir.analysis.loop_sums import AT_ONCE, Later
-from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.ir.analysis.numbering import Numbering
+from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir.domain import AxisCodes, axis_codes, domain
 from spmdctx.ir.graph import LITERAL, Graph, Op, Value, item_bytes
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.projection import FactorAxes
 from spmdctx.ir.rule import DimFactors, FactorKind
 from spmdctx.ir.sharding import AxisNames
-from spmdctx.machine.collectives import LinearPrice, collective_price, collective_time_s
+from spmdctx.machine.collectives import LinearPrice, collective_price
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.collectives.combining import reduction_machine
 from spmdctx.machine.xla.overlap import widening
@@ -159,12 +160,22 @@ def states_of(
     return builder.states()
 
 
-class _State(NamedTuple):
-    split: int
-    unreduced_in: int
-    stored: tuple[int, ...]
-    unreduced_out: int
-    seconds: float
+class _Group(NamedTuple):
+    """States that are found at once. Arrays are per state; `stored` is [state, result]."""
+
+    split: IntArray
+    unreduced_in: IntArray
+    stored: IntArray
+    unreduced_out: IntArray
+    seconds: FloatArray
+
+
+class _Part(NamedTuple):
+    """Splits whose results are partial over the same axes: their places, and where each leaves its results. [split, result]"""
+
+    places: IntArray
+    natural: IntArray
+    compute_s: FloatArray
 
 
 _Scatters = list[tuple[int, AxisNames, AxisNames]]
@@ -172,7 +183,7 @@ _Scatters = list[tuple[int, AxisNames, AxisNames]]
 
 
 @lru_cache(maxsize=1024)
-def _extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> list[list[list[int]]]:
+def _extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> list[list[IntArray]]:
     """Returns the sharding after the axes of a code join a dimension, minor-most, as [code, dim, number].
 
     It is -1 if there is no such sharding.
@@ -183,15 +194,15 @@ def _extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> list[list[list[int]]
         after = [known.rows.copy() for _ in shape]
         for dim, rows in enumerate(after):
             rows[:, dim] = codes.joined[rows[:, dim], added]
-        found.append([known.numbers(rows).tolist() for rows in after])
+        found.append([known.numbers(rows) for rows in after])
     return found
 
 
 @lru_cache(maxsize=1024)
-def _whole_words(mesh: LogicalMesh, shape: tuple[int, ...], num_bytes: int) -> list[list[bool]]:
+def _whole_words(mesh: LogicalMesh, shape: tuple[int, ...], num_bytes: int) -> BoolArray:
     """Returns whether XLA scatters into a sharding along a dimension by a reduce_scatter, as [dim, number]."""
     slices = axis_codes(mesh).slices[domain(mesh, shape).rows]
-    found: list[list[bool]] = are_scattered(-(-np.array(shape, dtype=np.int64) // slices), num_bytes).T.tolist()
+    found: BoolArray = are_scattered(-(-np.array(shape, dtype=np.int64) // slices), num_bytes).T
     return found
 
 
@@ -203,99 +214,118 @@ class _StateBuilder:
         self._graph, self._op, self._split, self._mesh, self._topology = graph, op, split, mesh, topology
         self._codes = axis_codes(mesh)
         self._results = [graph.values[value] for value in op.results]
-        self._slices = [domain(mesh, value.shape).slices.tolist() for value in self._results]
+        self._slices = [domain(mesh, value.shape).slices for value in self._results]
         self._bytes = [self._whole_bytes(value) for value in self._results]
         self._summed = [factor for factor, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
-        self._rows: list[list[int]] = split.rows.tolist()
-        self._natural = list(zip(*(own.tolist() for own in split.results), strict=True)) if op.results else [()] * len(self._rows)
+        self._natural: IntArray = np.stack(split.results, axis=1) if op.results else np.zeros((len(split.rows), 0), dtype=np.int64)
         self._compute_s = self._all_compute_s()
         self._prices: dict[tuple[str, AxisNames], LinearPrice] = {}
-        self._scatters: dict[AxisNames, _Scatters] = {}
-        self._found: list[_State] = []
+        self._groups: list[_Group] = []
+        self._sorted: list[_Group] = []
 
     def _whole_bytes(self, value: Value) -> int:
         """Returns the bytes of a whole result while it is partial."""
         count = item_bytes(value.dtype) * widening(self._op, value.dtype, self._is_terminal, self._topology)
         return count * math.prod(value.shape)
 
-    def _all_compute_s(self) -> list[float]:
+    def _all_compute_s(self) -> FloatArray:
         """Returns the seconds that each split computes, which depend only on the numbers of slices of the factors."""
-        known: dict[tuple[int, ...], float] = {}
-        found = []
-        for slices in map(tuple, self._codes.slices[self._split.rows].tolist()):
-            seconds = known.get(slices)
-            if seconds is None:
-                seconds = known[slices] = sliced_time_s(self._graph, self._op, slices, self._topology)
-            found.append(seconds)
+        slices = self._codes.slices[self._split.rows]
+        firsts, alike = _alike(slices)
+        seconds = [sliced_time_s(self._graph, self._op, own, self._topology) for own in slices[firsts].tolist()]
+        found: FloatArray = np.array(seconds)[alike]
         return found
 
     def add(self, hands_on: bool) -> None:
         """Adds the states of the splits whose operands are reduced."""
-        axes, summed = self._codes.axes, self._summed
-        for place, (row, natural, compute_s) in enumerate(zip(self._rows, self._natural, self._compute_s, strict=True)):
-            partial = tuple([name for factor in summed for name in axes[row[factor]]])
+        rows = self._split.rows[:, self._summed]
+        firsts, alike = _alike(rows)
+        for number, first in enumerate(firsts):
+            part = self._part(np.flatnonzero(alike == number))
+            partial = tuple([name for code in rows[first].tolist() for name in self._codes.axes[code]])
             if partial:
-                self._reduce(place, 0, natural, partial, compute_s, hands_on)
+                self._reduce(part, 0, partial, hands_on)
             else:
-                self._found.append(_State(place, 0, natural, 0, compute_s))
+                self._add(part, 0, part.natural, 0, part.compute_s)
+        self._sort()
 
     def add_unreduced(self, hands_on: bool) -> None:
         """Adds the states in which an addition takes both of its terms unreduced over axes that its split does not use."""
-        every = [(bits, self._codes.names(bits)) for bits in range(1, 1 << len(self._codes.units))]
-        taken = np.bitwise_or.reduce(self._codes.bits[self._split.rows], axis=1).tolist()
-        for place, used in enumerate(taken):
-            for bits, names in every:
-                if bits & used == 0:
-                    self._reduce(place, bits, self._natural[place], names, self._compute_s[place], hands_on)
+        taken = np.bitwise_or.reduce(self._codes.bits[self._split.rows], axis=1, initial=0)
+        for bits in range(1, 1 << len(self._codes.units)):
+            places = np.flatnonzero(taken & bits == 0)
+            if len(places):
+                self._reduce(self._part(places), bits, self._codes.names(bits), hands_on)
+        self._sort()
 
-    def _reduce(
-        self, place: int, unreduced_in: int, natural: tuple[int, ...], partial: AxisNames, compute_s: float, hands_on: bool
-    ) -> None:
-        payloads = [self._bytes[position] // self._slices[position][number] for position, number in enumerate(natural)]
+    def _part(self, places: IntArray) -> _Part:
+        return _Part(places, self._natural[places], self._compute_s[places])
+
+    def _add(self, part: _Part, unreduced_in: int, stored: IntArray, unreduced_out: int, seconds: FloatArray) -> None:
+        every = np.ones(len(part.places), dtype=np.int64)
+        self._groups.append(_Group(part.places, unreduced_in * every, stored, unreduced_out * every, seconds))
+
+    def _sort(self) -> None:
+        """Sorts the states that were added by their splits; those of one split stay in the order in which they were added."""
+        if self._groups:
+            group = _Group(*(np.concatenate(own) for own in zip(*self._groups, strict=True)))
+            order = group.split.argsort(kind="stable")
+            self._sorted.append(_Group(*(own[order] for own in group)))
+            self._groups = []
+
+    def _reduce(self, part: _Part, unreduced_in: int, partial: AxisNames, hands_on: bool) -> None:
+        natural, compute_s = part.natural, part.compute_s
+        payloads = [whole // slices[own] for whole, slices, own in zip(self._bytes, self._slices, natural.T, strict=True)]
         reduced_s = sum(self._all_reduce_s(position, payload, partial) for position, payload in enumerate(payloads))
-        self._found.append(_State(place, unreduced_in, natural, 0, compute_s + self._exposed * reduced_s))
-        if len(natural) != 1 or self._op.rule.combiner != "add":
+        self._add(part, unreduced_in, natural, 0, compute_s + self._exposed * reduced_s)
+        if len(payloads) != 1 or self._op.rule.combiner != "add":
             return
         if hands_on:
-            bits = self._codes.bits_of(partial)
-            self._found.append(_State(place, unreduced_in, natural, bits, compute_s))
-        if not self._later.scatters:
-            return
-        known = self._scatters.get(partial)
-        if known is None:
-            known = self._scatters[partial] = self._scatters_over(partial)
+            self._add(part, unreduced_in, natural, self._codes.bits_of(partial), compute_s)
+        if self._later.scatters:
+            self._scatter(part, unreduced_in, partial, payloads[0])
+
+    def _scatter(self, part: _Part, unreduced_in: int, partial: AxisNames, payload: IntArray) -> None:
+        """Adds the states that reduce the only result into a split of one more dimension."""
         shape = self._results[0].shape
         extended, split = _extended(self._mesh, shape), domain(self._mesh, shape).rows
         size = self._bytes[0] // max(1, math.prod(shape))
         whole_words = _whole_words(self._mesh, shape, size) if self._topology.compiler.scatters_strictly else None
         # The order of the axes in a sum of unreduced terms is up to the terms.
         order = () if unreduced_in else partial
-        for added, scattered, rest in known:
+        natural = part.natural[:, 0]
+        for added, scattered, rest in self._scatters_over(partial):
+            rest_s: FloatArray | float = 0.0
+            if rest:
+                rest_s = self._collective_s("all_reduce", payload // self._mesh.num_slices(scattered), rest)
+            scatter_s = self._collective_s("reduce_scatter", payload, scattered)
+            reduce_s = scatter_s if whole_words is None else self._collective_s("all_reduce", payload, scattered)
             follows = in_order(scattered, order)
-            rest_s = self._collective_s("all_reduce", payloads[0] // self._mesh.num_slices(scattered), rest) if rest else 0.0
             for dim, own in enumerate(extended[added]):
-                stored = own[natural[0]]
-                if stored >= 0 and not (rest and split[natural[0], dim]):
-                    kind = "reduce_scatter" if whole_words is None or (follows and whole_words[dim][stored]) else "all_reduce"
-                    seconds = compute_s + self._exposed * (self._collective_s(kind, payloads[0], scattered) + rest_s)
-                    self._found.append(_State(place, unreduced_in, (stored,), 0, seconds))
+                stored = own[natural]
+                kept = np.flatnonzero((stored >= 0) & (split[natural, dim] == 0) if rest else stored >= 0)
+                own_s = scatter_s if whole_words is None else np.where(whole_words[dim][stored] & follows, scatter_s, reduce_s)
+                seconds = part.compute_s + self._exposed * (own_s + rest_s)
+                few = _Part(part.places[kept], part.natural[kept], part.compute_s[kept])
+                self._add(few, unreduced_in, stored[kept, None], 0, seconds[kept])
 
-    def _collective_s(self, kind: str, payload: int, axes: AxisNames) -> float:
+    def _collective_s(self, kind: str, payload: IntArray, axes: AxisNames) -> FloatArray:
         """Returns the seconds of a collective that reduces."""
         price = self._prices.get((kind, axes))
         if price is None:
             price = self._prices[kind, axes] = collective_price(kind, axes, self._mesh, self._reducing)
         return price.fixed_s + payload * price.s_per_byte
 
-    def _all_reduce_s(self, position: int, payload: int, partial: AxisNames) -> float:
+    def _all_reduce_s(self, position: int, payload: IntArray, partial: AxisNames) -> FloatArray:
         """Returns the seconds to reduce a result in place; for an argmax XLA gathers every device's best value and its index."""
         if self._op.rule.combiner not in ("argmax", "argmin"):
-            whole = round(payload * self._later.size)
+            whole = np.rint(payload * self._later.size)
             return self._collective_s("all_reduce", whole, partial) * self._later.times
         dtypes = [self._graph.values[value].dtype for value in (self._op.operands[0], self._op.results[position])]
         candidates = payload // item_bytes(dtypes[1]) * self._mesh.num_slices(partial)
-        gathered = [candidates * item_bytes(dtype) for dtype in dtypes]
-        return sum(collective_time_s("all_gather", num_bytes, partial, self._mesh, self._topology) for num_bytes in gathered)
+        price = collective_price("all_gather", partial, self._mesh, self._topology)
+        first, second = (price.fixed_s + candidates * item_bytes(dtype) * price.s_per_byte for dtype in dtypes)
+        return first + second
 
     def _scatters_over(self, partial: AxisNames) -> _Scatters:
         """Lists the codes by which a reduce_scatter can split results that are partial over some axes."""
@@ -309,17 +339,18 @@ class _StateBuilder:
 
     def states(self) -> States:
         """Returns the states that were added, as arrays."""
-        split = np.array([state.split for state in self._found], dtype=np.int64)
-        stored = np.array([state.stored for state in self._found], dtype=np.int64).reshape(len(split), -1)
-        return States(
-            split,
-            tuple(own[split] for own in self._split.operands),
-            np.array([state.unreduced_in for state in self._found], dtype=np.int64),
-            tuple(stored.T),
-            np.array([state.unreduced_out for state in self._found], dtype=np.int64),
-            np.array([state.seconds for state in self._found]),
-            np.full(len(split), -1, dtype=np.int64),
-        )
+        split, unreduced_in, stored, unreduced_out, seconds = (np.concatenate(own) for own in zip(*self._sorted, strict=True))
+        wanted = tuple([own[split] for own in self._split.operands])
+        left = tuple(np.ascontiguousarray(stored.T))
+        return States(split, wanted, unreduced_in, left, unreduced_out, seconds, np.full(len(split), -1, dtype=np.int64))
+
+
+def _alike(rows: IntArray) -> tuple[list[int], IntArray]:
+    """Returns the first row of each class of equal rows, and the class of each row."""
+    numbering = Numbering(np.zeros(len(rows), dtype=np.int64))
+    for column in rows.T:
+        numbering.refine(column)
+    return numbering.classes()
 
 
 def following(states: States, positions: Sequence[int]) -> States:
