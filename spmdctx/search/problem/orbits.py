@@ -17,16 +17,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.ir.analysis.numbering import Numbering
 from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.ir.domain import AxisCodes, axis_codes, domain
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.search.problem.choices import Choices, EdgeChoices
 from spmdctx.search.problem.network import Carry, Load, Node
-from spmdctx.search.problem.tables import Choices, EdgeChoices, Tables, without_loops
+from spmdctx.search.problem.tables import Tables, without_loops
 from spmdctx.search.solver.problem.problem import Edge, Problem
 
 _FEW_STATES = 2000
 """States up to which a problem is solved as fast as it is merged."""
-
-_MOST_KEYS = 1 << 62
 
 
 class Orbits(NamedTuple):
@@ -62,13 +63,16 @@ class Merged:
     def __init__(self, tables: Tables, renamings: Sequence[_Renaming]) -> None:
         self._tables = tables
         self._even = _EvenTables(tables, renamings)
-        known: dict[int, tuple[Orbits, Choices]] = {}
+        known: dict[tuple[object, ...], tuple[Orbits, Choices]] = {}
+        found = []
         for node, choices in zip(tables.network.nodes, tables.choices, strict=True):
-            if id(choices) not in known:
-                orbits = _orbits(tables, node, choices, renamings)
-                known[id(choices)] = orbits, choices.among(orbits.firsts())
-        self._orbits = [known[id(choices)][0] for choices in tables.choices]
-        self._firsts = [known[id(choices)][1] for choices in tables.choices]
+            shapes = _shapes(tables, node)
+            key = (*shapes, *choices.layout)
+            if key not in known:
+                orbits = _orbits(_keys(tables.space.mesh, shapes, choices, renamings))
+                known[key] = orbits, choices.among(orbits.firsts())
+            found.append(known[key])
+        self._orbits, self._firsts = [orbits for orbits, _ in found], [firsts for _, firsts in found]
         self._known: dict[tuple[int, int, int], FloatArray] = {}
         self._held: list[FloatArray] = []
 
@@ -167,43 +171,44 @@ def _renamings(codes: AxisCodes) -> list[_Renaming]:
     return found
 
 
-def _orbits(tables: Tables, node: Node, choices: Choices, renamings: Sequence[_Renaming]) -> Orbits:
-    """Finds the states of a node that some renaming makes the same."""
-    keys = _keys(_columns(tables, node, choices, renamings))
+def _shapes(tables: Tables, node: Node) -> list[tuple[int, ...]]:
+    """Returns the shapes of the values that a node stores."""
+    graph = tables.space.graph
+    return [graph.values[value].shape for value in (graph.ops[node.member].results if node.sort == "op" else (node.member,))]
+
+
+def _keys(mesh: LogicalMesh, shapes: Sequence[tuple[int, ...]], choices: Choices, renamings: Sequence[_Renaming]) -> IntArray:
+    """Numbers the states of a node after each renaming. [renaming, state]"""
+    states, split = choices.states, choices.split
+    columns = []
+    for shape, stored in zip(shapes, choices.stored, strict=True):
+        known = domain(mesh, shape)
+        columns.append([known.numbers(renaming.codes[known.rows])[stored] for renaming in renamings])
+    if states is not None and split is not None:
+        rows = _numbers([[renaming.codes[own] for renaming in renamings] for own in split.rows.T], len(split.rows), len(renamings))
+        columns.append(list(rows[:, states.split]))
+        columns += [[renaming.bits[own] for renaming in renamings] for own in (states.unreduced_in, states.unreduced_out)]
+        columns.append([states.follows + 1] * len(renamings))
+    elif choices.unreduced is not None:
+        columns.append([renaming.bits[choices.unreduced] for renaming in renamings])
+    return _numbers(columns, len(choices.seconds), len(renamings))
+
+
+def _numbers(columns: Sequence[Sequence[IntArray]], count: int, times: int) -> IntArray:
+    """Numbers things after each renaming; equal things have equal numbers. [renaming, thing]"""
+    numbering = Numbering(np.zeros(times * count, dtype=np.int64))
+    for own in columns:
+        numbering.refine(np.concatenate(own))
+    return numbering.numbers.reshape(times, count)
+
+
+def _orbits(keys: IntArray) -> Orbits:
+    """Finds the states that some renaming makes the same, from their numbers after each renaming."""
     least = keys.min(axis=0)
     order = least.argsort(kind="stable")
     starts = np.flatnonzero(np.diff(least[order], prepend=-1))
     sizes = 1 + np.count_nonzero(np.diff(np.sort(keys[:, order[starts]], axis=0), axis=0), axis=0)
     return Orbits(order, starts, int(sizes.sum()) == len(np.unique(keys[0])))
-
-
-def _columns(tables: Tables, node: Node, choices: Choices, renamings: Sequence[_Renaming]) -> list[list[IntArray]]:
-    """Returns what tells the states of a node apart: lists of small numbers, which each renaming changes."""
-    graph, mesh, states, split = tables.space.graph, tables.space.mesh, choices.states, choices.split
-    values = [node.member] if states is None else graph.ops[node.member].results
-    domains = [domain(mesh, graph.values[value].shape) for value in values]
-    every = []
-    for codes, bits in renamings:
-        own = [known.numbers(codes[known.rows])[stored] for known, stored in zip(domains, choices.stored, strict=True)]
-        if states is not None and split is not None:
-            own += [*codes[split.rows].T[:, states.split], bits[states.unreduced_in], bits[states.unreduced_out], states.follows + 1]
-        elif choices.unreduced is not None:
-            own.append(bits[choices.unreduced])
-        every.append(own)
-    return every
-
-
-def _keys(columns: Sequence[Sequence[IntArray]]) -> IntArray:
-    """Numbers the states under each renaming; only equal states have equal numbers. [renaming, state]"""
-    keys, count = np.zeros((len(columns), len(columns[0][0])), dtype=np.int64), 1
-    for own in zip(*columns, strict=True):
-        stacked = np.stack(own)
-        most = int(stacked.max(initial=0)) + 1
-        if count * most > _MOST_KEYS:
-            keys = np.unique(keys, return_inverse=True)[1].reshape(keys.shape)
-            count = int(keys.max(initial=0)) + 1
-        keys, count = keys * most + stacked, count * most
-    return keys
 
 
 def _least(array: FloatArray, classes: Orbits) -> FloatArray:

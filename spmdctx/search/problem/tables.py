@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from copy import copy
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,51 +17,15 @@ from spmdctx.ir.rule import FactorKind
 from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
 from spmdctx.machine.reshard_table import reshard_table
 from spmdctx.machine.xla.narrowing import NARROW_BYTES
+from spmdctx.search.problem.choices import Alike, Choices, EdgeChoices
 from spmdctx.search.problem.coupled import allowed_alone, allowed_pairs
 from spmdctx.search.problem.network import Carry, Load, Network, Node, Source
 from spmdctx.search.problem.space import Space
-from spmdctx.search.problem.states import OpSplits, ResultUse, States, among, following, shapes_of, split_of_axes, split_of_rule, states_of
+from spmdctx.search.problem.states import OpSplits, ResultUse, following, shapes_of, split_of_axes, split_of_rule, states_of
 from spmdctx.search.setup.limits import AlgoLimits, is_elementwise
 from spmdctx.search.setup.marks import PinnedDims
 from spmdctx.search.setup.request import Coupling, Setup
 from spmdctx.search.solver.problem.problem import Edge, Problem
-
-
-class Choices(NamedTuple):
-    """The meaning of the states of one node. Only op nodes have `split` and `states`; all nodes have `stored` and `taken`.
-
-    `unreduced` are the axes, as bits, over which a slot is unreduced, if it may be handed on so.
-    """
-
-    stored: tuple[IntArray, ...]
-    taken: tuple[IntArray, ...]
-    seconds: FloatArray
-    split: OpSplits | None = None
-    states: States | None = None
-    unreduced: IntArray | None = None
-
-    @property
-    def given(self) -> IntArray | None:
-        """The axes over which results are handed on unreduced; None if the node has none."""
-        return self.unreduced if self.states is None else self.states.unreduced_out
-
-    @property
-    def asked(self) -> IntArray | None:
-        """The axes over which operands are taken unreduced; None if the node has none."""
-        return self.unreduced if self.states is None else self.states.unreduced_in
-
-    def among(self, places: IntArray) -> Choices:
-        """Returns the choices at some places."""
-        stored, taken = (tuple(own[places] for own in side) for side in (self.stored, self.taken))
-        states = None if self.states is None else among(self.states, places)
-        return Choices(stored, taken, self.seconds[places], self.split, states, None if self.unreduced is None else self.unreduced[places])
-
-
-class EdgeChoices(NamedTuple):
-    """The choices of the two nodes of an edge."""
-
-    source: Choices
-    target: Choices
 
 
 class Tables:
@@ -78,7 +41,7 @@ class Tables:
         self._memo: dict[tuple[object, ...], Choices] = {}
         self._edges: dict[tuple[object, ...], FloatArray] = {}
         self._reshard_s: dict[tuple[object, ...], FloatArray] = {}
-        self.choices = [self.choices_of(node) for node in network.nodes]
+        self.choices = Alike().of([self.choices_of(node) for node in network.nodes])
 
     def problem(self) -> Problem:
         """Builds the problem without memory."""
@@ -205,30 +168,33 @@ class Tables:
         stored, taken = source.stored[carry.source.result], target.taken[carry.position]
         weight, value = load
         known = self.space.graph.values[value]
-        unreduced = any(bits is not None and bool(bits.any()) for bits in (source.given, target.asked))
-        size = NARROW_BYTES if carry.narrow else item_bytes(known.dtype)
+        given, asked = source.given, target.asked
+        unreduced = any(bits is not None and bool(bits.any()) for bits in (given, asked))
+        size, written = NARROW_BYTES if carry.narrow else item_bytes(known.dtype), self._passing[value] * item_bytes(known.dtype)
         follows = target.states is not None and bool((target.states.follows == carry.position).any())
         is_kept = self.network.summed.keeps(value, is_made=self.network.nodes[carry.source.node].sort == "op")
+        reduction = self._reduction(carry.source, source)
         key = (
             id(stored),
             id(taken),
             known.shape,
             size,
             weight,
-            unreduced,
-            carry.position if follows else -1,
+            (id(given), id(asked)) if unreduced else None,
+            (carry.position, id(target.states)) if follows else None,
+            reduction,
             is_kept,
-            self._passing[value],
+            written,
         )
         table = self._edges.get(key)
         if table is None:
             # Weighting comes first, while the table is small. Columns are taken before rows, so that rows are then copied whole.
             table = (self.reshard_s(known.shape, size) * weight).take(taken, axis=1).take(stored, axis=0)
-            if self._passing[value]:
-                table += self._written_s(known.shape, item_bytes(known.dtype), stored, taken) * weight
+            if written:
+                table += self._written_s(known.shape, written, stored, taken) * weight
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
-            if source.split is not None and target.split is None:
+            if reduction is not None and target.split is None:
                 table = self._with_reductions(table, carry.source, source, known.shape, taken)
             if is_kept:
                 table = self._without_slices(table, known.shape, stored, taken)
@@ -236,6 +202,15 @@ class Tables:
                 table = np.where((target.states.follows == carry.position) & (stored[:, None] != taken[None, :]), np.inf, table)
             self._edges[key] = table
         return table
+
+    def _reduction(self, made: Source, source: Choices) -> tuple[object, ...] | None:
+        """Returns that on which the reduction of a result depends, beside its sharding; None if the result is not reduced."""
+        node = self.network.nodes[made.node]
+        if source.split is None or source.states is None:
+            return None
+        op = self.space.graph.ops[node.member]
+        is_sum = op.rule.combiner == "add" and (node.joins.takes or FactorKind.REDUCTION in op.rule.kinds)
+        return (made.result, id(source.split), id(source.states.split), op.rule.kinds, op.primitive) if is_sum else None
 
     @staticmethod
     def _with_unreduced(table: FloatArray, source: Choices, target: Choices, stored: IntArray, taken: IntArray) -> FloatArray:
