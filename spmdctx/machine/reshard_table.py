@@ -135,17 +135,17 @@ def _table(rows: bytes, num_dims: int, mesh: LogicalMesh, topology: Topology) ->
             fixed[number, other] = line.fixed_s
             slope[number, other] = line.s_per_byte * payloads[other if kind == "all_gather" else number]
     first_fixed, first_slope = fixed.ravel(), slope.ravel()
-    fixed, slope = np.zeros(count * count), np.zeros(count * count)
+    all_fixed, all_slope = np.zeros(count * count), np.zeros(count * count)
     pairs = np.flatnonzero(~np.eye(count, dtype=bool))
     place, target = np.divmod(pairs, count)
     while len(pairs):
         after = paths.following.take(place * count + target)
         step = place * count + after
-        fixed[pairs] += first_fixed.take(step)
-        slope[pairs] += first_slope.take(step)
+        all_fixed[pairs] += first_fixed.take(step)
+        all_slope[pairs] += first_slope.take(step)
         moving = np.flatnonzero(after != target)
         pairs, place, target = pairs[moving], after[moving], target[moving]
-    return ReshardTable(fixed.reshape(count, count), slope.reshape(count, count))
+    return ReshardTable(all_fixed.reshape(count, count), all_slope.reshape(count, count))
 
 
 def _single_steps(states: IntArray, codes: AxisCodes) -> Iterator[tuple[int, Hop, float]]:

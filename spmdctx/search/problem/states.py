@@ -294,15 +294,16 @@ class _StateBuilder:
         """Returns the seconds to reduce a result in place; for an argmax XLA gathers every device's best value and its index."""
         if self._op.rule.combiner not in ("argmax", "argmin"):
             fixed_s, s_per_byte = self._reductions.lines("all_reduce", part.over)
-            seconds = fixed_s[part.alike] + np.rint(payload * self._later.size) * s_per_byte[part.alike]
-            return seconds * self._later.times
+            once: FloatArray = fixed_s[part.alike] + np.rint(payload * self._later.size) * s_per_byte[part.alike]
+            return once * self._later.times
         dtypes = [self._graph.values[value].dtype for value in (self._op.operands[0], self._op.results[position])]
         prices = [collective_price("all_gather", axes, self._mesh, self._topology) for axes in part.over]
         fixed_s, s_per_byte = np.array(prices).T[:, part.alike]
         ways = np.array([self._mesh.num_slices(axes) for axes in part.over], dtype=np.int64)[part.alike]
         candidates = payload // item_bytes(dtypes[1]) * ways
         first, second = (fixed_s + candidates * item_bytes(dtype) * s_per_byte for dtype in dtypes)
-        return first + second
+        both: FloatArray = first + second
+        return both
 
     def states(self) -> States:
         """Returns the states that were added, as arrays, sorted by their splits."""
@@ -310,7 +311,7 @@ class _StateBuilder:
         if len(self._groups) > 1:
             found = _Group(*(np.concatenate(own) for own in zip(*self._groups, strict=True)))
             order = found.item.argsort(kind="stable")
-            found = _Group(*(own[order] for own in found))
+            found = _Group._make([own[order] for own in found])
         _, split, unreduced_in, stored, unreduced_out, seconds = found
         wanted = tuple([own[split] for own in self._split.operands])
         follows = np.full(len(split), -1, dtype=np.int64)
