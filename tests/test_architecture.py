@@ -52,7 +52,7 @@ INNER = {
     "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
     "pipeline": ("schedule", "cut", "programs", "capture", "stages", "data run", "search show file diff", "plan audit", "assemble"),
     "server": ("program scale", "state", "loads alone", "engine", "remote plan marks"),
-    "server/program": ("balance capture", "cut", "spec worker", "crossing"),
+    "server/program": ("balance capture results", "cut", "spec worker", "crossing"),
     "server/state": ("progress presence folder shard",),
     "server/engine": ("rays", "server", "fleet", "scheduler", "client worker", "job"),
     "step": (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -12,6 +14,7 @@ from spmdctx.errors import UnsupportedError
 
 NAMESPACE = "spmdctx"
 SCHEDULER = "spmdctx-scheduler"
+_LOOK_S = 1.0
 
 
 def ray() -> Any:
@@ -49,6 +52,18 @@ def connect(address: str | None = None, namespace: str = NAMESPACE, resources: d
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
         _silence()
         own.init(address=address or "local", **options)
+
+
+def end_with_ray() -> None:
+    """Ends this process when the one of Ray that has started it is gone; without it, one that is busy goes on for a while."""
+    parent = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()
 
 
 def _silence() -> None:

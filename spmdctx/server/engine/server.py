@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from spmdctx.server.engine.rays import SCHEDULER, ray
+from spmdctx.server.engine.rays import SCHEDULER, end_with_ray, ray
 from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.folder import load_arrays, save_shard
 from spmdctx.server.state.shard import Shard
@@ -63,6 +63,7 @@ class Server:
         # Ray does not make arguments of a constructor again: the scheduler is found by its name.
         self._number, self._scheduler = number, ray().get_actor(SCHEDULER)
         self._life: str = ray().get_runtime_context().get_worker_id()
+        end_with_ray()
         self._changed = asyncio.Condition()
         self._renewing = asyncio.Lock()
         self._saving = asyncio.Lock()
@@ -82,7 +83,7 @@ class Server:
         async with self._changed:
             self._changed.notify_all()
         async with self._renewing, self._saving:
-            self._shard = await asyncio.to_thread(_loaded, order)
+            self._shard = await asyncio.to_thread(_loaded, order, self._shard)
             self._order = order
             self._applied = set()
         async with self._changed:
@@ -221,11 +222,11 @@ class Server:
         return exchange
 
 
-def _loaded(order: Order) -> Shard:
+def _loaded(order: Order, former: Shard | None) -> Shard:
     spec = order.spec
     jax.config.update("jax_enable_x64", spec.x64)
     found = load_arrays(Path(order.folder), order.version, spec.held.values())
-    return Shard(spec, {slot: found[path] for slot, path in spec.held.items()}, order.version)
+    return Shard(spec, {slot: found[path] for slot, path in spec.held.items()}, order.version, former)
 
 
 def _saved(order: Order, shard: Shard, version: int, number: int, values: Mapping[str, Any]) -> str:
