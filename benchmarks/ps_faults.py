@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.ps_jobs import Running, actors
@@ -23,6 +24,10 @@ from benchmarks.ps_jobs import Running, actors
 STEPS_A_KILL, FIRST, PAUSE_S = 24, 6, 0.05
 HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_timeout_ms": 2000}
 HEALTH |= {"health_check_failure_threshold": 3}
+
+
+Killer = Callable[[str], Callable[[], None]]
+"""Finds what is to be killed, and returns what kills it."""
 
 
 class Kill(NamedTuple):
@@ -48,21 +53,22 @@ def undisturbed(num_kills: int) -> Running:
     return job
 
 
-def suffer(job: Running, kinds: list[str], rng: random.Random, kill: Callable[[str], None]) -> list[Kill]:
+def suffer(job: Running, kinds: list[str], rng: random.Random, killer: Killer) -> list[Kill]:
     """Kills what is named, one after the other, each some steps after the last."""
     found = []
     for number, kind in enumerate(kinds):
         job.wait_for(max(FIRST + number * STEPS_A_KILL, job.last) + rng.randrange(STEPS_A_KILL // 2))
+        kill = killer(kind)
         time.sleep(rng.random() * 2 * PAUSE_S)
         step, start = job.last, time.monotonic()
-        kill(kind)
+        kill()
         job.wait_for(job.last + 2)
         found.append(Kill(kind, step, time.monotonic() - start))
     return found
 
 
 @contextmanager
-def cluster() -> Iterator[tuple[str, Callable[[str], None]]]:
+def cluster() -> Iterator[tuple[str, Killer]]:
     """Starts a head, two nodes for servers and two for workers; gives its address, and what kills a node and adds another one."""
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     from ray.cluster_utils import Cluster
@@ -78,15 +84,15 @@ def cluster() -> Iterator[tuple[str, Callable[[str], None]]]:
     kinds = {"node of servers": "ps", "node of workers": "worker"}
     nodes = {kind: [node(kind), node(kind)] for kind in kinds.values()}
 
-    def kill(kind: str) -> None:
+    def killer(kind: str) -> Callable[[], None]:
         own, actor = nodes[kinds[kind]], {"ps": "Server", "worker": "Worker"}[kinds[kind]]
         lost = max(own, key=lambda one: len(actors(actor, one.all_processes["raylet"][0].process.pid)))
         own.append(node(kinds[kind]))
         own.remove(lost)
-        whole.remove_node(lost, allow_graceful=False)
+        return lambda: whole.remove_node(lost, allow_graceful=False)
 
     try:
-        yield whole.address, kill
+        yield whole.address, killer
     finally:
         whole.shutdown()
 
@@ -123,11 +129,12 @@ def main() -> int:
     if processes and arguments.only != "nodes":
         whole = undisturbed(len(processes))
         with train(len(processes)) as job:
-            right = report("processes", suffer(job, processes, rng, lambda kind: job.kill(kind, rng.randrange(3))), job, whole)
+            killer = lambda kind: partial(job.kill, kind, rng.randrange(3))  # noqa: E731
+            right = report("processes", suffer(job, processes, rng, killer), job, whole)
     if nodes and arguments.only != "processes":
         whole = undisturbed(len(nodes))
-        with cluster() as (address, kill), train(len(nodes), "--address", address) as job:
-            right &= report("nodes", suffer(job, nodes, rng, kill), job, whole)
+        with cluster() as (address, killer), train(len(nodes), "--address", address) as job:
+            right &= report("nodes", suffer(job, nodes, rng, killer), job, whole)
     return 0 if right else 1
 
 

@@ -61,7 +61,9 @@ def _own_peak(body: Body, own: Bill, gathered: Collection[int], topology: Topolo
     An input in `gathered` counts from its first read to its last. It counts in a narrower type if all its readers first cast it to one.
     """
     graph, alive = body.graph, np.array(own.memory_profile, dtype=np.int64)
-    memory = step_memory(graph, body.scopes, is_split=False, fuses_into_products=topology.compiler.fuses_into_products)
+    compiler = topology.compiler
+    fuses, delays = compiler.fuses_into_products, compiler.delays_gradients
+    memory = step_memory(graph, body.scopes, is_split=False, fuses_into_products=fuses, delays_gradients=delays)
     reads = {read.value: read for read in memory.reads}
     for position, value in enumerate(graph.inputs):
         known = graph.values[value]

@@ -40,13 +40,37 @@ def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> f
     """
     if op.primitive in NAMING:
         return 0.0
-    is_product, work = op.primitive in MATRIX_PRODUCTS, op.work
-    vector = work.vector_flops if work is not None else vector_flops(op)
-    moved = _moved_bytes(graph, op, slices) if work is None else _moved_by_fusion(graph, op, work, slices)
-    longest = max(moved / topology.memory_bytes_per_s, vector / math.prod(slices) / topology.vector_flops_per_s)
+    longest = _without_matrix_unit_s(graph, op, slices, topology)
     if op.primitive in KERNELS:
         return max(longest, op.flops / math.prod(slices) / _matrix_rate(graph, op, topology))
-    return max(longest, _product_time_s(graph, op, slices, topology)) if is_product else longest
+    return max(longest, _product_time_s(graph, op, slices, topology)) if op.primitive in MATRIX_PRODUCTS else longest
+
+
+def least_device_s(graph: Graph, op: Op, topology: Topology) -> float:
+    """Returns the least seconds of devices for one execution of an op: n devices that share it take at least an n-th of them each.
+
+    Axes of a mesh split different factors, so a device has no less than an n-th of the operations, and of each tensor whose dimensions
+    have different factors. Uneven blocks and tiles that are not full only add.
+    """
+    if op.primitive in NAMING:
+        return 0.0
+    tensors = (*op.rule.operands, *op.rule.results)
+    is_plain = all(len(own) == len(set(own)) for own in ([factor for dim in dims for factor in dim] for dims in tensors))
+    whole = _without_matrix_unit_s(graph, op, [1] * len(op.rule.sizes), topology) if is_plain else 0.0
+    return max(whole, least_matrix_s(graph, op, topology))
+
+
+def least_matrix_s(graph: Graph, op: Op, topology: Topology) -> float:
+    """Returns those of `least_device_s` that the matrix unit takes, which depend on no other op; 0 for ops that do not need it."""
+    return op.flops / _matrix_rate(graph, op, topology) if op.primitive in MATRIX_PRODUCTS or op.primitive in KERNELS else 0.0
+
+
+def _without_matrix_unit_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> float:
+    """Returns the seconds of the memory, or of the vector unit if that takes longer."""
+    work = op.work
+    vector = work.vector_flops if work is not None else vector_flops(op)
+    moved = _moved_bytes(graph, op, slices) if work is None else _moved_by_fusion(graph, op, work, slices)
+    return max(moved / topology.memory_bytes_per_s, vector / math.prod(slices) / topology.vector_flops_per_s)
 
 
 def passing_values(graph: Graph) -> bytearray:

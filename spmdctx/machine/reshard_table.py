@@ -82,8 +82,8 @@ def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh, all_to_all: bool) -> P
     price = np.full((count, count), np.inf)
     np.fill_diagonal(price, 0.0)
     hops: dict[tuple[int, int], Hop] = {}
-    prices: dict[tuple[int, int], float] = {}
     step_price = _STEP_PRICE / mesh.num_devices
+    prices: dict[tuple[int, int], float] = {}
     for number, hop, moved in _single_steps(states, codes):
         if hop.kind == "all_to_all" and not all_to_all:
             continue
@@ -93,7 +93,14 @@ def _paths(rows: bytes, num_dims: int, mesh: LogicalMesh, all_to_all: bool) -> P
             prices[pair] = own
             hops[pair] = hop
     for pair, own in prices.items():
-        price[pair] = min(price[pair], own)
+        price[pair] = own
+    names = [codes.names(bits) for bits in range(int(codes.bits.max(initial=0)) + 1)]
+    numbers, others, moved_bits = _permutes(states, codes)
+    own_s = 1 / np.prod(codes.slices[states], axis=1)[numbers] + step_price
+    cheaper = np.flatnonzero(own_s < price[numbers, others] - 1e-12)
+    price[numbers[cheaper], others[cheaper]] = own_s[cheaper]
+    for number, other, bits in zip(numbers[cheaper].tolist(), others[cheaper].tolist(), moved_bits[cheaper].tolist(), strict=True):
+        hops[number, other] = Hop("collective_permute", names[bits], other)
     following = np.broadcast_to(np.arange(count), (count, count)).copy()
     most, through, better = price - 1e-12, np.empty_like(price), np.empty(price.shape, dtype=bool)
     for middle in range(count):
@@ -127,21 +134,22 @@ def _table(rows: bytes, num_dims: int, mesh: LogicalMesh, topology: Topology) ->
                 line = lines[kind, axes] = collective_price(kind, axes, mesh, topology)
             fixed[number, other] = line.fixed_s
             slope[number, other] = line.s_per_byte * payloads[other if kind == "all_gather" else number]
-    first_fixed, first_slope = fixed, slope
-    fixed, slope = np.zeros((count, count)), np.zeros((count, count))
-    place = np.broadcast_to(np.arange(count)[:, None], (count, count))
-    target = np.broadcast_to(np.arange(count)[None, :], (count, count))
-    while (place != target).any():
-        after = paths.following[place, target]
-        moving = place != target
-        fixed += np.where(moving, first_fixed[place, after], 0.0)
-        slope += np.where(moving, first_slope[place, after], 0.0)
-        place = np.where(moving, after, place)
-    return ReshardTable(fixed, slope)
+    first_fixed, first_slope = fixed.ravel(), slope.ravel()
+    all_fixed, all_slope = np.zeros(count * count), np.zeros(count * count)
+    pairs = np.flatnonzero(~np.eye(count, dtype=bool))
+    place, target = np.divmod(pairs, count)
+    while len(pairs):
+        after = paths.following.take(place * count + target)
+        step = place * count + after
+        all_fixed[pairs] += first_fixed.take(step)
+        all_slope[pairs] += first_slope.take(step)
+        moving = np.flatnonzero(after != target)
+        pairs, place, target = pairs[moving], after[moving], target[moving]
+    return ReshardTable(all_fixed.reshape(count, count), all_slope.reshape(count, count))
 
 
 def _single_steps(states: IntArray, codes: AxisCodes) -> Iterator[tuple[int, Hop, float]]:
-    """Yields every step out of every state, with the bytes that it moves in units of the whole tensor."""
+    """Yields every step out of every state but permutes, with the bytes that it moves in units of the whole tensor."""
     slices = np.prod(codes.slices[states], axis=1).tolist()
     places = {tuple(row): number for number, row in enumerate(states.tolist())}
     known = _known_steps(codes.mesh)
@@ -153,14 +161,17 @@ def _single_steps(states: IntArray, codes: AxisCodes) -> Iterator[tuple[int, Hop
             other = places.get(after)
             if other is not None:
                 yield number, Hop(kind, axes, other), moved / slices[number]
+
+
+def _permutes(states: IntArray, codes: AxisCodes) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns every pair of states that a collective_permute joins, and the axes along which it moves blocks, as bits."""
     cuts = codes.slices[states]
-    alike = (cuts[:, None, :] == cuts[None, :, :]).all(axis=2)
+    alike = np.ones((len(states), len(states)), dtype=bool)
+    for own in cuts.T:
+        alike &= own[:, None] == own
     np.fill_diagonal(alike, False)
     numbers, others = np.nonzero(alike)
-    changed = codes.moved[states[numbers], states[others]]
-    names = [codes.names(bits) for bits in range(int(codes.bits.max(initial=0)) + 1)]
-    for number, other, bits in zip(numbers.tolist(), others.tolist(), np.bitwise_or.reduce(changed, axis=1).tolist(), strict=True):
-        yield number, Hop("collective_permute", names[bits], other), 1 / slices[number]
+    return numbers, others, np.bitwise_or.reduce(codes.moved[states[numbers], states[others]], axis=1)
 
 
 @lru_cache(maxsize=64)

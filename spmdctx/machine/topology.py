@@ -65,6 +65,11 @@ class Compiler:
     combines_reductions: bool = True
     keeps_barriers: bool = True
 
+    @property
+    def delays_gradients(self) -> bool:
+        """Makes the gradients of weights last, but for barriers behind recomputed regions (`machine.xla.memory.late_gradients`)."""
+        return self.keeps_barriers and not self.runs_barriers_in_order
+
 
 _BEHAVIOR = tuple(field.name for field in dataclasses.fields(Compiler) if field.name not in ("version", "keeps_barriers"))
 

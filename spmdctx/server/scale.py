@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from contextlib import suppress
@@ -11,7 +12,8 @@ from typing import NamedTuple
 from spmdctx.checkpoint.files import read_json, write_json
 from spmdctx.errors import CheckpointError, CommunicationError, ContextError
 
-_JOB, _REQUEST = "job.json", "scale.json"
+_JOB, _REQUEST, _LOCK = "job.json", "scale.json", "job.lock"
+_locks: dict[Path, int] = {}
 _PATIENCE_S, _POLL_S = 20.0, 0.05
 
 
@@ -54,19 +56,43 @@ def scale(folder: str | os.PathLike[str], *, servers: int | None = None, workers
 
 
 def begin(folder: Path) -> None:
-    """Says that a job runs in a folder, whose earlier requests are void.
+    """Says that a job runs in a folder, whose earlier requests are void; the folder is this process's until `end`, or until it ends.
 
     Raises:
+        CommunicationError: another job runs there.
         CheckpointError: the folder cannot be written.
     """
+    _lock(folder)
     (folder / _REQUEST).unlink(missing_ok=True)
     write_json(folder / _JOB, {"pid": os.getpid()})
 
 
+def _lock(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise CheckpointError("The folder of the job cannot be written.", where=str(folder), got=error.strerror or str(error)) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise CommunicationError(
+            "Another job runs in this folder.", where=str(folder), fix="name another --folder, or wait for its end"
+        ) from error
+    except OSError:  # the file system has no locks
+        pass
+    _locks[folder] = descriptor
+
+
 def end(folder: Path) -> None:
-    """Says that the job has ended."""
+    """Says that the job has ended, if it had begun."""
+    descriptor = _locks.pop(folder, None)
+    if descriptor is None:
+        return
     with suppress(OSError):
         (folder / _JOB).unlink(missing_ok=True)
+    os.close(descriptor)
 
 
 def taken(folder: Path) -> Wanted | None:

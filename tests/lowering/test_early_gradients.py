@@ -117,8 +117,9 @@ def test_the_compiled_peak_on_gpu_is_the_planned_one():
 def test_the_compiled_peak_of_a_stage_on_gpu_is_the_planned_one():
     options = {"parallel_mode": "auto_parallel", "pipeline_stages": 2, "grad_accumulation_step": 2, "donate_argnums": 0}
     run = spmdctx.parallel(pipelined_step, devices=need_gpu(4), **options)
-    args = jax.eval_shape(lambda: (decoder(jax.random.key(0), 6, tied=False, times=16), (jnp.zeros((64, 256), int),) * 2))
-    stage = run.plan(*args).stages[0]
-    compiled = run.lower(*args)["backward0"].compile()
-    beside = stage.live_bytes["backward0"] - compiled.memory_analysis().argument_size_in_bytes
-    assert stage.memory_bytes == pytest.approx(beside + peak_of(compiled), rel=0.15)
+    args = jax.eval_shape(lambda: (decoder(jax.random.key(0), 4, tied=False, times=16), (jnp.zeros((64, 256), int),) * 2))
+    lowered = run.lower(*args)
+    for name, stage in zip(("backward0", "backward1"), run.plan(*args).stages, strict=True):
+        compiled = lowered[name].compile()
+        beside = stage.live_bytes[name] - compiled.memory_analysis().argument_size_in_bytes
+        assert stage.memory_bytes == pytest.approx(beside + peak_of(compiled), rel=0.13)

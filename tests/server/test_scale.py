@@ -1,11 +1,13 @@
 """Requests for other numbers of servers and workers, and the folder by which a job gets them."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from spmdctx.cli.main import main
-from spmdctx.errors import CommunicationError, ContextError
+from spmdctx.errors import CheckpointError, CommunicationError, ContextError
 from spmdctx.server import scale as scaling
 from spmdctx.server.scale import Wanted, begin, end, scale, taken
 
@@ -31,6 +33,28 @@ def test_a_job_gets_the_numbers_once(tmp_path):
     assert taken(tmp_path) is None
 
 
+@pytest.fixture(autouse=True)
+def ended(tmp_path):
+    yield
+    end(tmp_path)
+
+
+def test_a_folder_has_one_job_at_a_time(tmp_path):
+    begin(tmp_path)
+    code = "import sys, pathlib; from spmdctx.server.scale import begin; begin(pathlib.Path(sys.argv[1]))"
+    other = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert "Another job runs in this folder" in other.stderr
+    end(tmp_path)
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60).returncode == 0
+    begin(tmp_path)  # the one before has ended, without a word
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        begin(tmp_path / "file" / "folder")
+
+
 def test_no_job_and_a_job_that_is_gone_are_named(tmp_path, monkeypatch):
     with pytest.raises(CommunicationError, match="No job runs here"):
         scale(tmp_path, servers=2)
@@ -40,6 +64,8 @@ def test_no_job_and_a_job_that_is_gone_are_named(tmp_path, monkeypatch):
         scale(tmp_path, servers=2)
     assert taken(tmp_path) is None
     end(tmp_path)
+    end(tmp_path)
+    begin(tmp_path)
     end(tmp_path)
     with pytest.raises(CommunicationError, match="No job runs here"):
         scale(tmp_path, workers=2)

@@ -17,13 +17,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.cost.memory.materialized import given_values, materialize_operands, materialized_values, settled_values
 from spmdctx.ir.analysis.incidence import ends
-from spmdctx.ir.analysis.kinds import inside, op_kinds, ops_of, value_kinds
+from spmdctx.ir.analysis.kinds import op_kinds, ops_of, value_kinds
 from spmdctx.ir.arrays import IntArray
-from spmdctx.ir.graph import LITERAL, Graph, Op, Role, item_bytes
-from spmdctx.ir.primitives import ANNOTATIONS, CARRYING, ENTERING, HEAVY, LEAVING
+from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
+from spmdctx.ir.primitives import CARRYING, ENTERING, LEAVING
 from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
+from spmdctx.machine.xla.memory.late_gradients import waits_in_regions
 from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
 from spmdctx.machine.xla.narrowing import narrow_values
 from spmdctx.machine.xla.schedule import first_runs, iteration_ends, needed_products, order
@@ -98,13 +100,30 @@ def lives(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozens
 
 
 def step_memory(
-    graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozenset(), *, is_split: bool = True, fuses_into_products: bool = True
+    graph: Graph,
+    scopes: Sequence[int],
+    donated: frozenset[int] = frozenset(),
+    *,
+    is_split: bool = True,
+    fuses_into_products: bool = True,
+    delays_gradients: bool = False,
 ) -> StepMemory:
-    """Returns everything known of a step's memory before its shardings are; `is_split` says whether there is more than one device."""
-    key = (step_memory, tuple(scopes), donated, is_split, fuses_into_products)
+    """Returns everything known of a step's memory before its shardings are.
+
+    Args:
+        graph: the step.
+        scopes: per op the computation that it belongs to (`Program.scopes`).
+        donated: inputs whose memory the step may reuse.
+        is_split: whether there is more than one device.
+        fuses_into_products: `Compiler.fuses_into_products`.
+        delays_gradients: `Compiler.delays_gradients`.
+    """
+    key = (step_memory, tuple(scopes), donated, is_split, fuses_into_products, delays_gradients)
     known: StepMemory | None = graph.facts.get(key)
     if known is None:
-        known = graph.facts[key] = _Liveness(graph, scopes, donated, is_split, fuses_into_products).find()
+        waits = waits_in_regions(graph, scopes, is_split=is_split) if delays_gradients else {}
+        runs = order(graph, is_split, waits)
+        known = graph.facts[key] = _Liveness(graph, scopes, donated, runs, is_split, fuses_into_products).find()
     return known
 
 
@@ -174,19 +193,27 @@ class _Loops:
 
 
 class _Liveness:
-    def __init__(self, graph: Graph, scopes: Sequence[int], donated: frozenset[int], is_split: bool, fuses_into_products: bool) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        scopes: Sequence[int],
+        donated: frozenset[int],
+        runs: tuple[int, ...],
+        is_split: bool,
+        fuses_into_products: bool,
+    ) -> None:
         self.graph, self.donated, self.scopes, self.is_split = graph, donated, scopes, is_split
-        self.given = _given(graph)
-        self.materialized = _materialized(graph, self.given)
+        self.given = given_values(graph)
+        self.materialized = materialized_values(graph, self.given)
         if not fuses_into_products:
-            _materialize_operands(graph, self.materialized)
+            materialize_operands(graph, self.materialized)
         self.loops = _Loops(graph, scopes)
         self.end = [-1] * (len(graph.values) + 1)
         self.start: dict[int, int] = {}
         self.carried = dict(graph.ties)
         self.replacing: set[int] = set()
         self.inputs = frozenset(self.given)
-        self.runs = order(graph, is_split)
+        self.runs = runs
         self.times = list(self.runs)
 
     def find(self) -> StepMemory:
@@ -212,7 +239,7 @@ class _Liveness:
         return StepMemory(
             lives=tuple(found),
             materialized=self.materialized,
-            settled=_settled(graph, self.materialized),
+            settled=settled_values(graph, self.materialized),
             narrow=narrow_values(graph, self.materialized),
             runs=self.runs,
             times=tuple(self.times),
@@ -348,44 +375,6 @@ class _Liveness:
         kinds = np.append(np.array(sizes, dtype=np.int64)[numbers], -2)
         kinds[self.given] = -1
         return kinds
-
-
-def _given(graph: Graph) -> list[int]:
-    """Returns the arguments, and the arrays that the step closes over, which are part of the program."""
-    values, is_made = graph.values, np.zeros(len(graph.values), dtype=bool)
-    is_made[ends(graph).results[1]] = True
-    return [*graph.inputs, *(value for value in np.flatnonzero(~is_made).tolist() if values[value].role is Role.CONSTANT)]
-
-
-def _materialized(graph: Graph, given: Sequence[int]) -> bytearray:
-    """Returns for each value whether it exists in memory; a last 0 stands for literals."""
-    materialized, made = np.zeros(len(graph.values) + 1, dtype=np.uint8), ends(graph).results[1]
-    materialized[given] = 1
-    materialized[made] = ~inside(graph)[made]
-    return bytearray(materialized)
-
-
-def _materialize_operands(graph: Graph, materialized: bytearray) -> None:
-    """Puts the operands of matrix products into memory; marks are only other names of their operands."""
-    for op in ops_of(graph, HEAVY):
-        for value in op.operands:
-            while value != LITERAL and not materialized[value]:
-                maker = graph.ops[graph.producers[value]]
-                if maker.primitive not in ANNOTATIONS:
-                    materialized[value] = 1
-                else:
-                    value = maker.operands[0]
-
-
-def _settled(graph: Graph, materialized: bytearray) -> bytearray:
-    """Returns for each value whether it exists in memory, or the op that makes it writes it there, under a mark or transposed."""
-    found = bytearray(materialized)
-    for op in reversed(ops_of(graph, ("transpose", *ANNOTATIONS))):
-        if found[op.results[0]]:
-            value = op.operands[0]
-            if value != LITERAL and len(graph.readers[value]) == 1:
-                found[value] = 1
-    return found
 
 
 def _writes_in_place(op: Op) -> bool:

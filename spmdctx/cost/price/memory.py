@@ -29,7 +29,10 @@ class MemoryCount:
         step, topology = assigned.step, assigned.topology
         is_split, fuses = assigned.mesh.num_devices > 1, topology.compiler.fuses_into_products
         self._assigned, self._directives, self._stored_as = assigned, directives, stored_as
-        self._memory = step_memory(step.graph, step.scopes, step.donated, is_split=is_split, fuses_into_products=fuses)
+        delays = topology.compiler.delays_gradients
+        self._memory = step_memory(
+            step.graph, step.scopes, step.donated, is_split=is_split, fuses_into_products=fuses, delays_gradients=delays
+        )
         self._terminal = overlap_candidates(step.graph).terminal
         self._reduced: set[int] = set()
         self.copies = Copies(step.graph, self._memory)

@@ -38,6 +38,11 @@ class Numbering:
         self._numbers, self._bound = self._numbers * more, self._bound * more
         self._numbers[rows] += column
 
+    @property
+    def numbers(self) -> IntArray:
+        """The numbers, which may be large."""
+        return self._numbers
+
     def classes(self) -> tuple[list[int], IntArray]:
         """Returns the first thing of each class, and the class of each thing."""
         _, firsts, numbers = np.unique(self._numbers, return_index=True, return_inverse=True)

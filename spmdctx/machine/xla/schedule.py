@@ -15,7 +15,8 @@ Checked by: tests/machine/xla/test_schedule.py, tests/cost/memory/test_lives.py,
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -38,12 +39,13 @@ Checked by: benchmarks/fidelity_plans.py
 """
 
 
-def order(graph: Graph, is_split: bool = True) -> tuple[int, ...]:
+def order(graph: Graph, is_split: bool = True, waits: Mapping[int, int] = MappingProxyType({})) -> tuple[int, ...]:
     """Returns for each op the place at which it runs, counted in traced ops; several ops may have one place.
 
     Args:
         graph: The step.
         is_split: True if values are moved between devices at all.
+        waits: For products that only make gradients and run with a later op, this op.
     """
     runs = list(range(len(graph.ops)))
     products = of_primitives(graph, HEAVY)
@@ -58,13 +60,17 @@ def order(graph: Graph, is_split: bool = True) -> tuple[int, ...]:
     makers, made = ends(graph).results
     times[made] = makers
     made_at = times.tolist()
-    for index in np.flatnonzero(terminal & ~_boundaries(graph) & (executions(graph) <= 1)).tolist():
+    movable = terminal.copy()
+    movable[list(waits)] = True
+    for index in np.flatnonzero(movable & ~_boundaries(graph) & (executions(graph) <= 1)).tolist():
         op = graph.ops[index]
         at = 0
         for value in op.operands:
             if made_at[value] > at:
                 at = made_at[value]
-        if chained[index] and others.next_after[at] < index:
+        if index in waits:
+            runs[index] = max(at, waits[index])
+        elif chained[index] and others.next_after[at] < index:
             runs[index] = at
         elif moves[index]:
             runs[index] = max(at, others.end_of_wait(index))

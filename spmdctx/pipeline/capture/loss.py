@@ -22,6 +22,7 @@ class PipelinedLoss:
     Attributes:
         where: the source line of the call.
         forward: the forward pass over one micro-batch, of the call's leaves.
+        whole: both passes over one micro-batch, as they are without a pipeline.
         value: the number of the loss among its results.
         paths: of the leaves.
         operands: how each leaf enters the loss.
@@ -37,6 +38,7 @@ class PipelinedLoss:
 
     where: str
     forward: jexc.ClosedJaxpr
+    whole: jexc.ClosedJaxpr
     value: int
     paths: tuple[str, ...]
     operands: tuple[Operand, ...]
@@ -107,6 +109,7 @@ def pipelined_loss(
     return PipelinedLoss(
         where=seen.where,
         forward=forward.jaxpr,
+        whole=traced.jaxpr,
         value=numbers["value"],
         paths=tuple(call.paths),
         operands=tuple(operands),

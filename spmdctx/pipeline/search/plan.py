@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.data import PipelineData
+from spmdctx.pipeline.schedule.bounds import Bounds
 from spmdctx.pipeline.search.balance import balanced
 from spmdctx.pipeline.search.bound import least_makespan_of_cuts_s
+from spmdctx.pipeline.search.proven import LeastWork, bounds_note, least_of_all_s, least_of_chunks_s, least_of_cuts_s, least_work
 from spmdctx.pipeline.search.stacked import stacked_notes
 from spmdctx.pipeline.search.suggestion import suggested
 from spmdctx.pipeline.stages.alike import AlikePlanner
@@ -18,8 +21,9 @@ from spmdctx.pipeline.stages.memory import StageMemory, memory_of
 from spmdctx.pipeline.stages.plans import Planner
 from spmdctx.pipeline.stages.staging import ScheduleOf, Stages, Staging, cut_loss, scaled
 from spmdctx.pipeline.stages.whole import PlannedPipeline, completed
+from spmdctx.trace.build.program import Program
 from spmdctx.trace.scope.settings import Settings
-from spmdctx.wording import bytes_text, counted, seconds_text
+from spmdctx.wording import bytes_text
 
 
 class PipelinePlanner:
@@ -32,7 +36,7 @@ class PipelinePlanner:
     """
 
     def __init__(self, step: PipelinedStep, settings: Settings, planner: Planner) -> None:
-        self._loss = cut_loss(step, settings)
+        self._loss, self._settings = cut_loss(step, settings), settings
         self._planner = AlikePlanner(planner)
         self._begun: dict[tuple[int, int], tuple[tuple[int, ...], LogicalMesh | None]] = {}
 
@@ -53,10 +57,24 @@ class PipelinePlanner:
         if settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel":
             stages, found = _within(staging, stages, found, settings.memory_bytes)
         found.notes += stacked_notes(found)
-        found.bound_s = _bound_s(staging, stages)
-        if found.bound_s:
-            found.notes.append(_certificate(found, found.bound_s))
+        if settings.context.parallel_mode == "auto_parallel":
+            found.bounds = self._bounds(staging, stages)
+            found.notes.append(bounds_note(found.schedule, found.simulation.makespan_s, found.bounds))
         return found
+
+    def least_of_all_s(self, num_chunks: int, single: Program | None) -> float:
+        """Returns seconds below which no step runs in so many chunks at most, nor without a pipeline as the program `single`; see there."""
+        loss = self._loss.step.loss
+        return least_of_all_s(self._work, num_chunks, loss.num_micro, single, self._settings)
+
+    @cached_property
+    def _work(self) -> LeastWork:
+        return least_work(self._loss, self._settings.topology)
+
+    def _bounds(self, staging: Staging, stages: Stages) -> Bounds:
+        cuts_s = least_of_cuts_s(self._work, stages.schedule, self._settings.num_devices)
+        chunks_s = least_of_chunks_s(stages.planned, stages.schedule, self._settings.topology)
+        return Bounds(max(chunks_s, cuts_s), cuts_s, _estimated_s(staging, stages))
 
 
 def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> PlannedPipeline:
@@ -92,16 +110,6 @@ def plan_as_decided(step: PipelinedStep, settings: Settings, plan: PipelineData,
     found = completed(staging, staging.plan(plan.cuts))
     found.notes += plan.notes
     return found
-
-
-def _certificate(found: PlannedPipeline, bound_s: float) -> str:
-    schedule, makespan_s = found.schedule, found.simulation.makespan_s
-    stages = counted(schedule.num_stages, "stage")
-    return (
-        f"No cut into {stages} runs {schedule.num_micro} micro-batches in less than {seconds_text(bound_s)} without moves, "
-        "if equations take the shares that estimates give them in the lower bounds of the stages' plans; this is no proof. "
-        f"This schedule takes {max(0.0, makespan_s / bound_s - 1):.1%} more."
-    )
 
 
 def _within(staging: Staging, stages: Stages, found: PlannedPipeline, budget: int) -> tuple[Stages, PlannedPipeline]:
@@ -146,7 +154,7 @@ def _over(found: PlannedPipeline, memories: Sequence[StageMemory], budget: int) 
     )
 
 
-def _bound_s(staging: Staging, stages: Stages) -> float | None:
+def _estimated_s(staging: Staging, stages: Stages) -> float | None:
     """Returns a bound on the schedule of any cut, as far as estimates share out bounds rightly; None if a chunk's plan has none."""
     bounds = [chunk.joint.planned.plan.lower_bound_s for chunk in stages.planned]
     if any(bound is None for bound in bounds):

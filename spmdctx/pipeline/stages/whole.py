@@ -18,6 +18,7 @@ from spmdctx.pipeline.cut.line import is_array, needed, variables
 from spmdctx.pipeline.cut.reasons import CutLine
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.programs.stacks import StoredStack, together, union_mesh
+from spmdctx.pipeline.schedule.bounds import Bounds
 from spmdctx.pipeline.schedule.simulate import Simulation
 from spmdctx.pipeline.schedule.tasks import Schedule
 from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program, with_entries
@@ -39,7 +40,7 @@ class PlannedProgram:
 class PlannedPipeline:
     """A pipelined step with its plans.
 
-    `placed` has the sharding of each array around the loss on its stage. `bound_s` estimates the least time of any cut, if not None.
+    `placed` has the sharding of each array around the loss on its stage. `bounds` are those of the schedule, if not None.
     `stacks` are the stacked values whose layers are leaves of the loss, as stages keep them.
     """
 
@@ -54,7 +55,7 @@ class PlannedPipeline:
     mesh: LogicalMesh
     rounds: list[list[PlannedProgram]] = field(default_factory=list)
     placed: dict[Any, TensorSharding] = field(default_factory=dict)
-    bound_s: float | None = None
+    bounds: Bounds | None = None
     notes: list[str] = field(default_factory=list)
     stacks: Sequence[StoredStack] = ()
 

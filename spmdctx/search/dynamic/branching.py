@@ -14,8 +14,9 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
+from spmdctx.search.problem.choices import Choices
 from spmdctx.search.problem.network import Node
-from spmdctx.search.problem.tables import Choices, Tables
+from spmdctx.search.problem.tables import Tables
 from spmdctx.search.solver.problem.problem import Infeasible, Problem, Solution
 from spmdctx.search.solver.unlimited.energy import EQUAL
 

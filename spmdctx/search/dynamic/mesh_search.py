@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from spmdctx.search.problem.orbits import merged
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.request import Setup
-from spmdctx.search.solver.problem.problem import Problem, Solution
+from spmdctx.search.solver.problem.problem import Infeasible, Problem, Solution
 from spmdctx.search.solver.solve import Sought
 
 MODE = "dynamic_programming"
@@ -42,6 +41,7 @@ class MeshSearch:
         self.formulation: Formulation[Tables] = Formulation(step, topology, options.limits, Tables, mode=MODE, folding=options.folding)
         self._is_small = options.is_small(step)
         self._begun: dict[LogicalMesh, _Begun] = {}
+        self._tables: dict[LogicalMesh, Tables] = {}
         self._solved: dict[LogicalMesh, tuple[Tables, Problem]] = {}
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
         self._unsolved: dict[LogicalMesh, float] = {}
@@ -58,12 +58,10 @@ class MeshSearch:
         cutoff = self._cutoff(setup.mesh, known_s)
         begun = self._begun.pop(setup.mesh, None)
         if begun is None:
-            problem = self._problem(setup)
-            bound = self._merged_bound(setup, *problem, cutoff)
-            if bound is not None:
-                self._unsolved[setup.mesh] = cutoff
-                return Beaten(bound)
-            begun = _Begun(problem[0], self.formulation.sought(problem[1]))
+            found = self._fastest_of_merged(setup, known_s)
+            if found is not None:
+                return found
+            begun = self._begin(setup)
         tables, sought, solution = begun
         if solution is not None:
             self._starts[setup.mesh] = solution.states
@@ -90,15 +88,23 @@ class MeshSearch:
         bound = self.formulation.solve(begun.sought, cutoff).lower_bound
         return bound if bound >= cutoff else None
 
-    def _merged_bound(self, setup: Setup, tables: Tables, problem: Problem, cutoff: float) -> float | None:
-        """Returns a bound of a mesh with equal axes if states that differ by their names show that it has no plan below the cutoff."""
-        if math.isinf(cutoff) or len(setup.mesh.axes) != MAX_AXES:
-            return None
-        smaller = merged(tables, problem)
+    def _fastest_of_merged(self, setup: Setup, known_s: float) -> Found | Beaten | None:
+        """Searches a mesh with equal axes as if these had no names; returns None if that proves nothing."""
+        tables, cutoff = self._tables_on(setup), self._cutoff(setup.mesh, known_s)
+        smaller = merged(tables) if len(setup.mesh.axes) == MAX_AXES else None
         if smaller is None:
             return None
-        bound = self.formulation.solve(self.formulation.sought(smaller), cutoff).lower_bound
-        return bound if bound >= cutoff else None
+        bound = self.formulation.solve(self.formulation.sought(smaller.problem), cutoff)
+        if bound.lower_bound >= cutoff:
+            self._unsolved[setup.mesh] = cutoff
+            return Beaten(bound.lower_bound)
+        kept = smaller.behind(bound.states)
+        found = self.formulation.sought(tables.among(kept).problem()).solve(cutoff)
+        if isinstance(found, Infeasible) or found.cost - bound.lower_bound > SAME_COST * found.cost:
+            return None
+        states = tuple([int(places[state]) for places, state in zip(kept, found.states, strict=True)])
+        self._starts[setup.mesh] = states
+        return self.formulation.plan_of(setup, tables, found._replace(states=states, lower_bound=found.cost))
 
     def _start(self, mesh: LogicalMesh, problem: Problem) -> Sequence[int]:
         """Returns a choice of states on a mesh from which searches within budgets start."""
@@ -120,10 +126,19 @@ class MeshSearch:
         tables, problem = self._problem(setup)
         return _Begun(tables, self.formulation.sought(problem))
 
+    def _tables_on(self, setup: Setup) -> Tables:
+        tables = self._tables.get(setup.mesh)
+        if tables is None:
+            tables = self.formulation.tables(setup)
+            if not self._is_small:
+                self._tables.clear()
+            self._tables[setup.mesh] = tables
+        return tables
+
     def _problem(self, setup: Setup) -> tuple[Tables, Problem]:
         found = self._solved.get(setup.mesh)
         if found is None:
-            tables = self.formulation.tables(setup)
+            tables = self._tables_on(setup)
             found = tables, tables.problem()
             # Several orders at once are searched for one bound, and never again.
             if self._is_small and not isinstance(setup.mesh, AnyOrder):

@@ -1,53 +1,152 @@
-"""A smaller problem that bounds the problem of a mesh with axes of equal sizes: states that differ by the names of such axes are one.
+"""The problem of a mesh whose equal axes have lost their names: states that differ by the names of such axes are one.
 
 A merged state costs the least of its states, and a merged pair the least of its pairs. So no choice of the whole problem costs less
-than the best of the merged one, whatever is merged. The bound is mostly tight, since equal axes mostly cost the same.
+than the best of the merged one, whatever is merged. The bound is mostly tight, since equal axes mostly cost the same. Then the states
+that the best merged choice stands for hold a choice that costs no more than the bound.
+
+Few pairs have to be priced: a renaming of axes that changes both states of a pair hardly changes its price. So one state of a class is
+enough, beside all states of the other class, where each class has all states that other names make.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.ir.arrays import FloatArray, IntArray, WordArray
+from spmdctx.ir.analysis.numbering import Numbering
+from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.ir.domain import AxisCodes, axis_codes, domain
-from spmdctx.search.problem.network import Node
-from spmdctx.search.problem.tables import Choices, Tables
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.search.problem.choices import Choices, EdgeChoices
+from spmdctx.search.problem.network import Carry, Load, Node
+from spmdctx.search.problem.tables import Tables, without_loops
 from spmdctx.search.solver.problem.problem import Edge, Problem
 
 _FEW_STATES = 2000
 """States up to which a problem is solved as fast as it is merged."""
 
 
-def merged(tables: Tables, problem: Problem) -> Problem | None:
-    """Returns the problem with merged states; None if no axes are equal, or it has few states.
+class Orbits(NamedTuple):
+    """States of a node sorted by class, and the start of each class among them.
+
+    `is_closed` says that each class has all states that other names of the axes make of its states.
+    """
+
+    order: IntArray
+    starts: IntArray
+    is_closed: bool
+
+    def firsts(self) -> IntArray:
+        """Returns one state of each class."""
+        firsts: IntArray = self.order[self.starts]
+        return firsts
+
+    def members(self, number: int) -> IntArray:
+        """Returns the states of a class."""
+        end = self.starts[number + 1] if number + 1 < len(self.starts) else len(self.order)
+        members: IntArray = self.order[self.starts[number] : end]
+        return members
+
+
+class Merged:
+    """The merged problem of one mesh, without memory, and the meaning of its states.
 
     Args:
-        tables: the meaning of the states.
-        problem: the problem of the tables, without memory.
+        tables: the tables of the mesh.
+        renamings: the ways to exchange equal axes; the first changes nothing.
     """
+
+    def __init__(self, tables: Tables, renamings: Sequence[_Renaming]) -> None:
+        self._tables = tables
+        self._even = _EvenTables(tables, renamings)
+        known: dict[tuple[object, ...], tuple[Orbits, Choices]] = {}
+        found = []
+        for node, choices in zip(tables.network.nodes, tables.choices, strict=True):
+            shapes = _shapes(tables, node)
+            key = (*shapes, *choices.layout)
+            if key not in known:
+                orbits = _orbits(_keys(tables.space.mesh, shapes, choices, renamings))
+                known[key] = orbits, choices.among(orbits.firsts())
+            found.append(known[key])
+        self._orbits, self._firsts = [orbits for orbits, _ in found], [firsts for _, firsts in found]
+        self._known: dict[tuple[int, int, int], FloatArray] = {}
+        self._held: list[FloatArray] = []
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The merged problem."""
+        tables, loops, edges = self._tables, list[Edge](), list[Edge]()
+        for carry, load in tables.network.carries.items():
+            if carry.source.node == carry.target:
+                loops.append(Edge(carry.target, carry.target, tables.table(carry, load)))
+            else:
+                edges.append(Edge(carry.source.node, carry.target, self._table(carry, load)))
+        for left, right, table in tables.coupled():
+            if left == right:
+                loops.append(Edge(left, right, table))
+            else:
+                edges.append(Edge(left, right, self._merged(table, self._orbits[left], self._orbits[right])))
+        costs = without_loops(tables.costs(), loops).costs
+        return Problem(tuple([_least(own, orbits) for own, orbits in zip(costs, self._orbits, strict=True)]), tuple(edges))
+
+    def behind(self, states: Sequence[int]) -> list[IntArray]:
+        """Returns for each node the states for which its merged state stands."""
+        return [orbits.members(state) for orbits, state in zip(self._orbits, states, strict=True)]
+
+    def _table(self, carry: Carry, load: Load) -> FloatArray:
+        """Returns the merged table of an edge."""
+        left, right = carry.source.node, carry.target
+        rows, columns = self._orbits[left], self._orbits[right]
+        if not (rows.is_closed and columns.is_closed):
+            table = self._tables.table(carry, load)
+            return self._merged(table, rows, columns)
+        if len(rows.order) * len(columns.starts) <= len(rows.starts) * len(columns.order):
+            return self._merged(self._even.table(carry, load, EdgeChoices(self._tables.choices[left], self._firsts[right])), rows, None)
+        return self._merged(self._even.table(carry, load, EdgeChoices(self._firsts[left], self._tables.choices[right])), None, columns)
+
+    def _merged(self, table: FloatArray, rows: Orbits | None, columns: Orbits | None) -> FloatArray:
+        """Returns the least entries of a table for each class of its rows and columns; None for those that are classes already."""
+        key = (id(table), id(rows), id(columns))
+        found = self._known.get(key)
+        if found is None:
+            found = table if rows is None else _least(table, rows)
+            if columns is not None:
+                found = np.ascontiguousarray(_least(np.ascontiguousarray(found.T), columns).T)
+            self._known[key] = found
+            # If an object dies, another table may get its address.
+            self._held.append(table)
+        return found
+
+
+class _EvenTables(Tables):
+    """Tables in which a reshard costs the least of its prices under all names of equal axes."""
+
+    def __init__(self, tables: Tables, renamings: Sequence[_Renaming]) -> None:
+        vars(self).update(vars(tables))
+        self._renamings = renamings
+        self._edges, self._reshard_s = {}, {}
+
+    def reshard_s(self, shape: tuple[int, ...], size: int) -> FloatArray:
+        """Returns the seconds from each sharding of a shape to each, with `size` bytes per element."""
+        key = (shape, size)
+        known = self._reshard_s.get(key)
+        if known is None:
+            table, every = super().reshard_s(shape, size), domain(self.space.mesh, shape)
+            orders = [every.numbers(renaming.codes[every.rows]) for renaming in self._renamings[1:]]
+            known = self._reshard_s[key] = np.minimum.reduce([table, *(table.take(own, axis=0).take(own, axis=1) for own in orders)])
+        return known
+
+
+def merged(tables: Tables) -> Merged | None:
+    """Returns the merged problem of the tables of a mesh; None if no axes are equal, or it has few states."""
     renamings = _renamings(axis_codes(tables.space.mesh))
-    if len(renamings) == 1 or sum(map(len, problem.costs)) <= _FEW_STATES:
+    if len(renamings) == 1 or sum(len(choices.seconds) for choices in tables.choices) <= _FEW_STATES:
         return None
-    known: dict[int, _Orbits] = {}
-    classes = []
-    for node, choices in zip(tables.network.nodes, tables.choices, strict=True):
-        if id(choices) not in known:
-            known[id(choices)] = _classes(tables, node, choices, renamings)
-        classes.append(known[id(choices)])
-    costs = tuple(_least(own, one) for own, one in zip(problem.costs, classes, strict=True))
-    small: dict[tuple[int, int, int], FloatArray] = {}
-    edges = []
-    for left, right, table in problem.edges:
-        key = (id(table), id(classes[left]), id(classes[right]))
-        if key not in small:
-            rows = _least(table, classes[left])
-            small[key] = np.ascontiguousarray(_least(np.ascontiguousarray(rows.T), classes[right]).T)
-        edges.append(Edge(left, right, small[key]))
-    return Problem(costs, tuple(edges))
+    return Merged(tables, renamings)
 
 
 class _Renaming(NamedTuple):
@@ -55,13 +154,6 @@ class _Renaming(NamedTuple):
 
     codes: IntArray
     bits: IntArray
-
-
-class _Orbits(NamedTuple):
-    """States sorted by class, and the start of each class among them."""
-
-    order: IntArray
-    starts: IntArray
 
 
 def _renamings(codes: AxisCodes) -> list[_Renaming]:
@@ -79,35 +171,47 @@ def _renamings(codes: AxisCodes) -> list[_Renaming]:
     return found
 
 
-def _classes(tables: Tables, node: Node, choices: Choices, renamings: Sequence[_Renaming]) -> _Orbits:
-    """Finds the states of a node that some renaming makes the same."""
-    keys = np.minimum.reduce([_key(tables, node, choices, renaming) for renaming in renamings])
-    order = keys.argsort(kind="stable")
-    return _Orbits(order, np.flatnonzero(np.diff(np.unique(keys, return_inverse=True)[1].reshape(-1)[order], prepend=-1)))
+def _shapes(tables: Tables, node: Node) -> list[tuple[int, ...]]:
+    """Returns the shapes of the values that a node stores."""
+    graph = tables.space.graph
+    return [graph.values[value].shape for value in (graph.ops[node.member].results if node.sort == "op" else (node.member,))]
 
 
-def _key(tables: Tables, node: Node, choices: Choices, renaming: _Renaming) -> WordArray:
-    """Returns a number for each state after a renaming; different states hardly ever have equal ones."""
-    graph, mesh, states = tables.space.graph, tables.space.mesh, choices.states
-    columns: list[IntArray] = []
-    if states is None or choices.split is None:
-        rows = renaming.codes[domain(mesh, graph.values[node.member].shape).rows]
-        columns += list(rows[choices.stored[0]].T)
-        if choices.unreduced is not None:
-            columns.append(renaming.bits[choices.unreduced])
-    else:
-        columns += list(renaming.codes[choices.split.rows][states.split].T)
-        columns += [renaming.bits[states.unreduced_in], renaming.bits[states.unreduced_out], states.follows]
-        for value, stored in zip(graph.ops[node.member].results, states.stored, strict=True):
-            columns += list(renaming.codes[domain(mesh, graph.values[value].shape).rows][stored].T)
-    key = np.zeros(len(choices.seconds), dtype=np.uint64)
-    for column in columns:
-        key = (key + column.astype(np.uint64) + np.uint64(2)) * np.uint64(0x9E3779B97F4A7C15)
-        key ^= key >> np.uint64(29)
-    return key
+def _keys(mesh: LogicalMesh, shapes: Sequence[tuple[int, ...]], choices: Choices, renamings: Sequence[_Renaming]) -> IntArray:
+    """Numbers the states of a node after each renaming. [renaming, state]"""
+    states, split = choices.states, choices.split
+    columns = []
+    for shape, stored in zip(shapes, choices.stored, strict=True):
+        known = domain(mesh, shape)
+        columns.append([known.numbers(renaming.codes[known.rows])[stored] for renaming in renamings])
+    if states is not None and split is not None:
+        rows = _numbers([[renaming.codes[own] for renaming in renamings] for own in split.rows.T], len(split.rows), len(renamings))
+        columns.append(list(rows[:, states.split]))
+        columns += [[renaming.bits[own] for renaming in renamings] for own in (states.unreduced_in, states.unreduced_out)]
+        columns.append([states.follows + 1] * len(renamings))
+    elif choices.unreduced is not None:
+        columns.append([renaming.bits[choices.unreduced] for renaming in renamings])
+    return _numbers(columns, len(choices.seconds), len(renamings))
 
 
-def _least(array: FloatArray, classes: _Orbits) -> FloatArray:
+def _numbers(columns: Sequence[Sequence[IntArray]], count: int, times: int) -> IntArray:
+    """Numbers things after each renaming; equal things have equal numbers. [renaming, thing]"""
+    numbering = Numbering(np.zeros(times * count, dtype=np.int64))
+    for own in columns:
+        numbering.refine(np.concatenate(own))
+    return numbering.numbers.reshape(times, count)
+
+
+def _orbits(keys: IntArray) -> Orbits:
+    """Finds the states that some renaming makes the same, from their numbers after each renaming."""
+    least = keys.min(axis=0)
+    order = least.argsort(kind="stable")
+    starts = np.flatnonzero(np.diff(least[order], prepend=-1))
+    sizes = 1 + np.count_nonzero(np.diff(np.sort(keys[:, order[starts]], axis=0), axis=0), axis=0)
+    return Orbits(order, starts, int(sizes.sum()) == len(np.unique(keys[0])))
+
+
+def _least(array: FloatArray, classes: Orbits) -> FloatArray:
     """Returns the least entries of each class, along the first axis."""
     least: FloatArray = np.minimum.reduceat(array[classes.order], classes.starts, axis=0)
     return least

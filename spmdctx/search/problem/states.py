@@ -15,6 +15,7 @@ import numpy as np
 
 from spmdctx.cost.roofline import sliced_time_s
 from spmdctx.ir.analysis.loop_sums import AT_ONCE, Later
+from spmdctx.ir.analysis.numbering import Numbering
 from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.ir.domain import AxisCodes, axis_codes, domain
 from spmdctx.ir.graph import LITERAL, Graph, Op, Value, item_bytes
@@ -22,11 +23,14 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.projection import FactorAxes
 from spmdctx.ir.rule import DimFactors, FactorKind
 from spmdctx.ir.sharding import AxisNames
-from spmdctx.machine.collectives import LinearPrice, collective_price, collective_time_s
+from spmdctx.machine.collectives import collective_price
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.collectives.combining import reduction_machine
 from spmdctx.machine.xla.overlap import widening
-from spmdctx.machine.xla.reductions import are_scattered, in_order
+from spmdctx.search.problem.reduction_prices import Scatters, extended, reductions_on, whole_words
+
+_FEW_ROWS = 64
+"""Rows up to which they are compared one by one."""
 
 
 class OpSplits(NamedTuple):
@@ -159,167 +163,171 @@ def states_of(
     return builder.states()
 
 
-class _State(NamedTuple):
-    split: int
-    unreduced_in: int
-    stored: tuple[int, ...]
-    unreduced_out: int
-    seconds: float
+class _Group(NamedTuple):
+    """States that are found at once. Arrays are per state; `stored` is [state, result].
 
-
-_Scatters = list[tuple[int, AxisNames, AxisNames]]
-"""The scatters of results that are partial over some axes: the code and axes to scatter over, and the axes left to reduce."""
-
-
-@lru_cache(maxsize=1024)
-def _extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> list[list[list[int]]]:
-    """Returns the sharding after the axes of a code join a dimension, minor-most, as [code, dim, number].
-
-    It is -1 if there is no such sharding.
+    `item` orders the states of all groups; the states of one item stay in the order of the groups.
     """
-    known, codes = domain(mesh, shape), axis_codes(mesh)
-    found = []
-    for added in range(len(codes)):
-        after = [known.rows.copy() for _ in shape]
-        for dim, rows in enumerate(after):
-            rows[:, dim] = codes.joined[rows[:, dim], added]
-        found.append([known.numbers(rows).tolist() for rows in after])
-    return found
+
+    item: IntArray
+    split: IntArray
+    unreduced_in: IntArray
+    stored: IntArray
+    unreduced_out: IntArray
+    seconds: FloatArray
 
 
-@lru_cache(maxsize=1024)
-def _whole_words(mesh: LogicalMesh, shape: tuple[int, ...], num_bytes: int) -> list[list[bool]]:
-    """Returns whether XLA scatters into a sharding along a dimension by a reduce_scatter, as [dim, number]."""
-    slices = axis_codes(mesh).slices[domain(mesh, shape).rows]
-    found: list[list[bool]] = are_scattered(-(-np.array(shape, dtype=np.int64) // slices), num_bytes).T.tolist()
-    return found
+class _PartialSplits(NamedTuple):
+    """Splits whose results are partial over some axes. Arrays are per item; `over` are the axes of each class of items.
+
+    `is_ordered` says whether the sums are spread over the axes in their order.
+    """
+
+    item: IntArray
+    split: IntArray
+    unreduced_in: IntArray
+    alike: IntArray
+    over: list[AxisNames]
+    is_ordered: bool
 
 
 class _StateBuilder:
     def __init__(self, graph: Graph, op: Op, split: OpSplits, mesh: LogicalMesh, topology: Topology, use: ResultUse) -> None:
         self._is_terminal, self._later = use
         self._exposed = 1.0 - topology.compiler.reduction_overlap if use.is_terminal else 1.0
-        self._reducing = reduction_machine(use.is_terminal, topology)
+        self._reductions = reductions_on(mesh, reduction_machine(use.is_terminal, topology))
         self._graph, self._op, self._split, self._mesh, self._topology = graph, op, split, mesh, topology
         self._codes = axis_codes(mesh)
         self._results = [graph.values[value] for value in op.results]
-        self._slices = [domain(mesh, value.shape).slices.tolist() for value in self._results]
+        self._slices = [domain(mesh, value.shape).slices for value in self._results]
         self._bytes = [self._whole_bytes(value) for value in self._results]
         self._summed = [factor for factor, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
-        self._rows: list[list[int]] = split.rows.tolist()
-        self._natural = list(zip(*(own.tolist() for own in split.results), strict=True)) if op.results else [()] * len(self._rows)
+        self._natural: IntArray = np.stack(split.results, axis=1) if op.results else np.zeros((len(split.rows), 0), dtype=np.int64)
         self._compute_s = self._all_compute_s()
-        self._prices: dict[tuple[str, AxisNames], LinearPrice] = {}
-        self._scatters: dict[AxisNames, _Scatters] = {}
-        self._found: list[_State] = []
+        self._groups: list[_Group] = []
 
     def _whole_bytes(self, value: Value) -> int:
         """Returns the bytes of a whole result while it is partial."""
         count = item_bytes(value.dtype) * widening(self._op, value.dtype, self._is_terminal, self._topology)
         return count * math.prod(value.shape)
 
-    def _all_compute_s(self) -> list[float]:
+    def _all_compute_s(self) -> FloatArray:
         """Returns the seconds that each split computes, which depend only on the numbers of slices of the factors."""
-        known: dict[tuple[int, ...], float] = {}
-        found = []
-        for slices in map(tuple, self._codes.slices[self._split.rows].tolist()):
-            seconds = known.get(slices)
-            if seconds is None:
-                seconds = known[slices] = sliced_time_s(self._graph, self._op, slices, self._topology)
-            found.append(seconds)
+        slices = self._codes.slices[self._split.rows]
+        firsts, alike = _alike(slices)
+        seconds = [sliced_time_s(self._graph, self._op, own, self._topology) for own in slices[firsts].tolist()]
+        found: FloatArray = np.array(seconds)[alike]
         return found
 
     def add(self, hands_on: bool) -> None:
         """Adds the states of the splits whose operands are reduced."""
-        axes, summed = self._codes.axes, self._summed
-        for place, (row, natural, compute_s) in enumerate(zip(self._rows, self._natural, self._compute_s, strict=True)):
-            partial = tuple([name for factor in summed for name in axes[row[factor]]])
-            if partial:
-                self._reduce(place, 0, natural, partial, compute_s, hands_on)
-            else:
-                self._found.append(_State(place, 0, natural, 0, compute_s))
+        rows, every = self._split.rows[:, self._summed], np.arange(len(self._split.rows))
+        if not self._summed:
+            self._add(every, every, np.zeros_like(every), self._natural, 0, self._compute_s)
+            return
+        firsts, alike = _alike(rows)
+        over = [tuple([name for code in own for name in self._codes.axes[code]]) for own in rows[firsts].tolist()]
+        is_partial = np.array([bool(axes) for axes in over], dtype=bool)[alike]
+        whole, partial = np.flatnonzero(~is_partial), np.flatnonzero(is_partial)
+        nothing = np.zeros_like(every)
+        if len(whole):
+            self._add(whole, whole, nothing[whole], self._natural[whole], 0, self._compute_s[whole])
+        if len(partial):
+            self._reduce(_PartialSplits(partial, partial, nothing[partial], alike[partial], over, True), hands_on)
 
     def add_unreduced(self, hands_on: bool) -> None:
         """Adds the states in which an addition takes both of its terms unreduced over axes that its split does not use."""
-        every = [(bits, self._codes.names(bits)) for bits in range(1, 1 << len(self._codes.units))]
-        taken = np.bitwise_or.reduce(self._codes.bits[self._split.rows], axis=1).tolist()
-        for place, used in enumerate(taken):
-            for bits, names in every:
-                if bits & used == 0:
-                    self._reduce(place, bits, self._natural[place], names, self._compute_s[place], hands_on)
+        taken = np.bitwise_or.reduce(self._codes.bits[self._split.rows], axis=1, initial=0)
+        subsets = np.arange(1 << len(self._codes.units))
+        split, bits = np.nonzero((taken[:, None] & subsets == 0) & (subsets != 0))
+        if len(split):
+            # These states follow all others. The order of the axes in a sum of unreduced terms is up to the terms.
+            item = len(taken) + np.arange(len(split))
+            over = [self._codes.names(own) for own in subsets.tolist()]
+            self._reduce(_PartialSplits(item, split, bits, bits, over, False), hands_on)
 
-    def _reduce(
-        self, place: int, unreduced_in: int, natural: tuple[int, ...], partial: AxisNames, compute_s: float, hands_on: bool
+    def _add(
+        self, item: IntArray, split: IntArray, unreduced_in: IntArray, stored: IntArray, unreduced_out: IntArray | int, seconds: FloatArray
     ) -> None:
-        payloads = [self._bytes[position] // self._slices[position][number] for position, number in enumerate(natural)]
-        reduced_s = sum(self._all_reduce_s(position, payload, partial) for position, payload in enumerate(payloads))
-        self._found.append(_State(place, unreduced_in, natural, 0, compute_s + self._exposed * reduced_s))
-        if len(natural) != 1 or self._op.rule.combiner != "add":
+        self._groups.append(_Group(item, split, unreduced_in, stored, unreduced_out + np.zeros_like(item), seconds))
+
+    def _reduce(self, part: _PartialSplits, hands_on: bool) -> None:
+        natural, compute_s = self._natural[part.split], self._compute_s[part.split]
+        own = part.item, part.split, part.unreduced_in
+        payloads = [whole // slices[numbers] for whole, slices, numbers in zip(self._bytes, self._slices, natural.T, strict=True)]
+        reduced_s = sum(self._all_reduce_s(position, payload, part) for position, payload in enumerate(payloads))
+        self._add(*own, natural, 0, compute_s + self._exposed * reduced_s)
+        if len(payloads) != 1 or self._op.rule.combiner != "add":
             return
         if hands_on:
-            bits = self._codes.bits_of(partial)
-            self._found.append(_State(place, unreduced_in, natural, bits, compute_s))
-        if not self._later.scatters:
-            return
-        known = self._scatters.get(partial)
-        if known is None:
-            known = self._scatters[partial] = self._scatters_over(partial)
-        shape = self._results[0].shape
-        extended, split = _extended(self._mesh, shape), domain(self._mesh, shape).rows
-        size = self._bytes[0] // max(1, math.prod(shape))
-        whole_words = _whole_words(self._mesh, shape, size) if self._topology.compiler.scatters_strictly else None
-        # The order of the axes in a sum of unreduced terms is up to the terms.
-        order = () if unreduced_in else partial
-        for added, scattered, rest in known:
-            follows = in_order(scattered, order)
-            rest_s = self._collective_s("all_reduce", payloads[0] // self._mesh.num_slices(scattered), rest) if rest else 0.0
-            for dim, own in enumerate(extended[added]):
-                stored = own[natural[0]]
-                if stored >= 0 and not (rest and split[natural[0], dim]):
-                    kind = "reduce_scatter" if whole_words is None or (follows and whole_words[dim][stored]) else "all_reduce"
-                    seconds = compute_s + self._exposed * (self._collective_s(kind, payloads[0], scattered) + rest_s)
-                    self._found.append(_State(place, unreduced_in, (stored,), 0, seconds))
+            self._add(*own, natural, np.array([self._codes.bits_of(axes) for axes in part.over])[part.alike], compute_s)
+        if self._later.scatters:
+            self._scatter(part, payloads[0])
 
-    def _collective_s(self, kind: str, payload: int, axes: AxisNames) -> float:
-        """Returns the seconds of a collective that reduces."""
-        price = self._prices.get((kind, axes))
-        if price is None:
-            price = self._prices[kind, axes] = collective_price(kind, axes, self._mesh, self._reducing)
-        return price.fixed_s + payload * price.s_per_byte
+    def _scatter(self, part: _PartialSplits, payload: IntArray) -> None:
+        """Adds the states that reduce the only result into a split of one more dimension."""
+        shape, natural = self._results[0].shape, self._natural[part.split, 0]
+        some = self._op.primitive == "dot_general"
+        known = Scatters(*map(np.array, zip(*[self._reductions.scatters(axes, some) for axes in part.over], strict=True)))
+        longer, alike = extended(self._mesh, shape)[natural], part.alike
+        fits = known.fits[alike][:, :, None] & (longer >= 0)
+        fits &= ~known.is_some[alike][:, :, None] | (domain(self._mesh, shape).rows[natural] == 0)[:, None, :]
+        places, added, dims = np.nonzero(fits)
+        stored, payload, alike = longer[places, added, dims], payload[places], alike[places]
+        rest_s = known.fixed_s[alike, added] + payload // self._codes.slices[added] * known.s_per_byte[alike, added]
+        seconds = self._collective_s("reduce_scatter", payload, added)
+        if self._topology.compiler.scatters_strictly:
+            scatters = whole_words(self._mesh, shape, self._bytes[0] // max(1, math.prod(shape)))[stored, dims]
+            if part.is_ordered:
+                scatters = scatters & known.follows[alike, added]
+            seconds = np.where(scatters, seconds, self._collective_s("all_reduce", payload, added))
+        seconds = self._compute_s[part.split[places]] + self._exposed * (seconds + rest_s)
+        self._add(part.item[places], part.split[places], part.unreduced_in[places], stored[:, None], 0, seconds)
 
-    def _all_reduce_s(self, position: int, payload: int, partial: AxisNames) -> float:
+    def _collective_s(self, kind: str, payload: IntArray, codes: IntArray) -> FloatArray:
+        """Returns the seconds of collectives over the axes of some codes."""
+        fixed_s, s_per_byte = self._reductions.lines(kind, self._codes.axes)
+        seconds: FloatArray = fixed_s[codes] + payload * s_per_byte[codes]
+        return seconds
+
+    def _all_reduce_s(self, position: int, payload: IntArray, part: _PartialSplits) -> FloatArray:
         """Returns the seconds to reduce a result in place; for an argmax XLA gathers every device's best value and its index."""
         if self._op.rule.combiner not in ("argmax", "argmin"):
-            whole = round(payload * self._later.size)
-            return self._collective_s("all_reduce", whole, partial) * self._later.times
+            fixed_s, s_per_byte = self._reductions.lines("all_reduce", part.over)
+            once: FloatArray = fixed_s[part.alike] + np.rint(payload * self._later.size) * s_per_byte[part.alike]
+            return once * self._later.times
         dtypes = [self._graph.values[value].dtype for value in (self._op.operands[0], self._op.results[position])]
-        candidates = payload // item_bytes(dtypes[1]) * self._mesh.num_slices(partial)
-        gathered = [candidates * item_bytes(dtype) for dtype in dtypes]
-        return sum(collective_time_s("all_gather", num_bytes, partial, self._mesh, self._topology) for num_bytes in gathered)
-
-    def _scatters_over(self, partial: AxisNames) -> _Scatters:
-        """Lists the codes by which a reduce_scatter can split results that are partial over some axes."""
-        wanted = set(partial)
-        found: _Scatters = []
-        some = self._op.primitive == "dot_general"
-        for added, own in enumerate(self._codes.axes):
-            if own and (set(own) == wanted or (some and set(own) < wanted)):
-                found.append((added, own, tuple([name for name in partial if name not in own])))
-        return found
+        prices = [collective_price("all_gather", axes, self._mesh, self._topology) for axes in part.over]
+        fixed_s, s_per_byte = np.array(prices).T[:, part.alike]
+        ways = np.array([self._mesh.num_slices(axes) for axes in part.over], dtype=np.int64)[part.alike]
+        candidates = payload // item_bytes(dtypes[1]) * ways
+        first, second = (fixed_s + candidates * item_bytes(dtype) * s_per_byte for dtype in dtypes)
+        both: FloatArray = first + second
+        return both
 
     def states(self) -> States:
-        """Returns the states that were added, as arrays."""
-        split = np.array([state.split for state in self._found], dtype=np.int64)
-        stored = np.array([state.stored for state in self._found], dtype=np.int64).reshape(len(split), -1)
-        return States(
-            split,
-            tuple(own[split] for own in self._split.operands),
-            np.array([state.unreduced_in for state in self._found], dtype=np.int64),
-            tuple(stored.T),
-            np.array([state.unreduced_out for state in self._found], dtype=np.int64),
-            np.array([state.seconds for state in self._found]),
-            np.full(len(split), -1, dtype=np.int64),
-        )
+        """Returns the states that were added, as arrays, sorted by their splits."""
+        found = self._groups[0]
+        if len(self._groups) > 1:
+            found = _Group(*(np.concatenate(own) for own in zip(*self._groups, strict=True)))
+            order = found.item.argsort(kind="stable")
+            found = _Group._make([own[order] for own in found])
+        _, split, unreduced_in, stored, unreduced_out, seconds = found
+        wanted = tuple([own[split] for own in self._split.operands])
+        follows = np.full(len(split), -1, dtype=np.int64)
+        return States(split, wanted, unreduced_in, tuple(np.ascontiguousarray(stored.T)), unreduced_out, seconds, follows)
+
+
+def _alike(rows: IntArray) -> tuple[list[int], IntArray]:
+    """Returns the first row of each class of equal rows, and the class of each row."""
+    if len(rows) > _FEW_ROWS:
+        numbering = Numbering(np.zeros(len(rows), dtype=np.int64))
+        for column in rows.T:
+            numbering.refine(column)
+        return numbering.classes()
+    known: dict[tuple[int, ...], int] = {}
+    alike = [known.setdefault(row, place) for place, row in enumerate(map(tuple, rows.tolist()))]
+    return list(known.values()), np.searchsorted(list(known.values()), alike)
 
 
 def following(states: States, positions: Sequence[int]) -> States:
@@ -327,10 +335,15 @@ def following(states: States, positions: Sequence[int]) -> States:
     if not positions:
         return states
     count, times = len(states.seconds), len(positions)
-    every = np.tile(np.arange(count), times)
-    wanted, stored = (tuple(own[every] for own in side) for side in (states.wanted, states.stored))
-    rest = (states.split[every], wanted, states.unreduced_in[every], stored, states.unreduced_out[every], states.seconds[every])
-    return States(*rest, np.repeat(np.array(positions, dtype=np.int64), count))
+    repeated = among(states, np.tile(np.arange(count), times))
+    return repeated._replace(follows=np.repeat(np.array(positions, dtype=np.int64), count))
+
+
+def among(states: States, places: IntArray) -> States:
+    """Returns the states at some places."""
+    wanted, stored = (tuple(own[places] for own in side) for side in (states.wanted, states.stored))
+    unreduced_in, unreduced_out = states.unreduced_in[places], states.unreduced_out[places]
+    return States(states.split[places], wanted, unreduced_in, stored, unreduced_out, states.seconds[places], states.follows[places])
 
 
 def shapes_of(graph: Graph, op: Op) -> list[tuple[int, ...]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from copy import copy
 
 import numpy as np
 
@@ -17,38 +17,15 @@ from spmdctx.ir.rule import FactorKind
 from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
 from spmdctx.machine.reshard_table import reshard_table
 from spmdctx.machine.xla.narrowing import NARROW_BYTES
+from spmdctx.search.problem.choices import Alike, Choices, EdgeChoices
 from spmdctx.search.problem.coupled import allowed_alone, allowed_pairs
-from spmdctx.search.problem.network import Carry, Network, Node, Source
+from spmdctx.search.problem.network import Carry, Load, Network, Node, Source
 from spmdctx.search.problem.space import Space
-from spmdctx.search.problem.states import OpSplits, ResultUse, States, following, shapes_of, split_of_axes, split_of_rule, states_of
+from spmdctx.search.problem.states import OpSplits, ResultUse, following, shapes_of, split_of_axes, split_of_rule, states_of
 from spmdctx.search.setup.limits import AlgoLimits, is_elementwise
 from spmdctx.search.setup.marks import PinnedDims
 from spmdctx.search.setup.request import Coupling, Setup
 from spmdctx.search.solver.problem.problem import Edge, Problem
-
-
-class Choices(NamedTuple):
-    """The meaning of the states of one node. Only op nodes have `split` and `states`; all nodes have `stored` and `taken`.
-
-    `unreduced` are the axes, as bits, over which a slot is unreduced, if it may be handed on so.
-    """
-
-    stored: tuple[IntArray, ...]
-    taken: tuple[IntArray, ...]
-    seconds: FloatArray
-    split: OpSplits | None = None
-    states: States | None = None
-    unreduced: IntArray | None = None
-
-    @property
-    def given(self) -> IntArray | None:
-        """The axes over which results are handed on unreduced; None if the node has none."""
-        return self.unreduced if self.states is None else self.states.unreduced_out
-
-    @property
-    def asked(self) -> IntArray | None:
-        """The axes over which operands are taken unreduced; None if the node has none."""
-        return self.unreduced if self.states is None else self.states.unreduced_in
 
 
 class Tables:
@@ -64,26 +41,28 @@ class Tables:
         self._memo: dict[tuple[object, ...], Choices] = {}
         self._edges: dict[tuple[object, ...], FloatArray] = {}
         self._reshard_s: dict[tuple[object, ...], FloatArray] = {}
-        self.choices = [self.choices_of(node) for node in network.nodes]
+        self.choices = Alike().of([self.choices_of(node) for node in network.nodes])
 
     def problem(self) -> Problem:
         """Builds the problem without memory."""
-        costs = [choices.seconds * node.weight for choices, node in zip(self.choices, self.network.nodes, strict=True)]
+        carried = [Edge(carry.source.node, carry.target, self.table(carry, load)) for carry, load in self.network.carries.items()]
+        return without_loops(self.costs(), [*carried, *self.coupled()])
+
+    def costs(self) -> list[FloatArray]:
+        """Returns the seconds of each node's states, without edges."""
+        return [choices.seconds * node.weight for choices, node in zip(self.choices, self.network.nodes, strict=True)]
+
+    def coupled(self) -> list[Edge]:
+        """Returns the tables of coupled nodes; a node that is coupled alone has an edge to itself."""
         edges = []
-        for carry, (weight, value) in self.network.carries.items():
-            table = self.table(carry, value, weight)
-            if carry.source.node == carry.target:
-                costs[carry.target] = costs[carry.target] + np.diagonal(table)
-            else:
-                edges.append(Edge(carry.source.node, carry.target, table))
         for (left, right), coupling in self._couplings.items():
             shape = self.space.graph.values[coupling.value].shape
             own, other = (self.choices[node].stored[0] for node in (left, right))
             if left == right:
-                costs[left] = costs[left] + allowed_alone(self.space.mesh, shape, own, coupling.dim)
+                edges.append(Edge(left, left, np.diag(allowed_alone(self.space.mesh, shape, own, coupling.dim))))
             else:
                 edges.append(Edge(left, right, allowed_pairs(self.space.mesh, shape, own, other, coupling)))
-        return Problem(tuple(costs), tuple(edges))
+        return edges
 
     def _coupled_nodes(self, couplings: Iterable[Coupling]) -> dict[tuple[int, int], Coupling]:
         """Returns the pairs of nodes that are coupled; values that the search does not place have none."""
@@ -171,42 +150,67 @@ class Tables:
         alike = [place for place, dims in enumerate(op.rule.operands) if dims and dims == op.rule.results[0]]
         return [] if any(slots[place] in free for place in alike) else alike
 
-    def table(self, carry: Carry, value: int, weight: float) -> FloatArray:
-        """Returns the seconds of an edge for each pair of states."""
-        source, target = self.choices[carry.source.node], self.choices[carry.target]
+    def among(self, kept: Sequence[IntArray]) -> Tables:
+        """Returns the tables of only some states of each node, given by their places."""
+        other = copy(self)
+        known: dict[tuple[int, bytes], Choices] = {}
+        pairs = zip(self.choices, kept, strict=True)
+        keys = [(id(choices), places.tobytes()) for choices, places in pairs]
+        for key, choices, places in zip(keys, self.choices, kept, strict=True):
+            if key not in known:
+                known[key] = choices.among(places)
+        other.choices, other._edges = [known[key] for key in keys], {}
+        return other
+
+    def table(self, carry: Carry, load: Load, ends: EdgeChoices | None = None) -> FloatArray:
+        """Returns the seconds of an edge for each pair of states of the nodes at its ends, or of `ends` in their places."""
+        source, target = ends or EdgeChoices(self.choices[carry.source.node], self.choices[carry.target])
         stored, taken = source.stored[carry.source.result], target.taken[carry.position]
+        weight, value = load
         known = self.space.graph.values[value]
-        unreduced = any(bits is not None and bool(bits.any()) for bits in (source.given, target.asked))
-        size = NARROW_BYTES if carry.narrow else item_bytes(known.dtype)
+        given, asked = source.given, target.asked
+        unreduced = any(bits is not None and bool(bits.any()) for bits in (given, asked))
+        size, written = NARROW_BYTES if carry.narrow else item_bytes(known.dtype), self._passing[value] * item_bytes(known.dtype)
         follows = target.states is not None and bool((target.states.follows == carry.position).any())
         is_kept = self.network.summed.keeps(value, is_made=self.network.nodes[carry.source.node].sort == "op")
+        reduction = self._reduction(carry.source, source)
         key = (
             id(stored),
             id(taken),
             known.shape,
             size,
             weight,
-            unreduced,
-            carry.position if follows else -1,
+            (id(given), id(asked)) if unreduced else None,
+            (carry.position, id(target.states)) if follows else None,
+            reduction,
             is_kept,
-            self._passing[value],
+            written,
         )
         table = self._edges.get(key)
         if table is None:
             # Weighting comes first, while the table is small. Columns are taken before rows, so that rows are then copied whole.
             table = (self.reshard_s(known.shape, size) * weight).take(taken, axis=1).take(stored, axis=0)
-            if self._passing[value]:
-                table += self._written_s(known.shape, item_bytes(known.dtype), stored, taken) * weight
+            if written:
+                table += self._written_s(known.shape, written, stored, taken) * weight
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
-            if source.split is not None and target.split is None:
-                table = self._with_reductions(table, carry.source, known.shape, stored, taken)
+            if reduction is not None and target.split is None:
+                table = self._with_reductions(table, carry.source, source, known.shape, taken)
             if is_kept:
                 table = self._without_slices(table, known.shape, stored, taken)
             if follows and target.states is not None:
                 table = np.where((target.states.follows == carry.position) & (stored[:, None] != taken[None, :]), np.inf, table)
             self._edges[key] = table
         return table
+
+    def _reduction(self, made: Source, source: Choices) -> tuple[object, ...] | None:
+        """Returns that on which the reduction of a result depends, beside its sharding; None if the result is not reduced."""
+        node = self.network.nodes[made.node]
+        if source.split is None or source.states is None:
+            return None
+        op = self.space.graph.ops[node.member]
+        is_sum = op.rule.combiner == "add" and (node.joins.takes or FactorKind.REDUCTION in op.rule.kinds)
+        return (made.result, id(source.split), id(source.states.split), op.rule.kinds, op.primitive) if is_sum else None
 
     @staticmethod
     def _with_unreduced(table: FloatArray, source: Choices, target: Choices, stored: IntArray, taken: IntArray) -> FloatArray:
@@ -223,12 +227,12 @@ class Tables:
         used = np.bitwise_or.reduce(codes.bits[domain(self.space.mesh, shape).rows], axis=1, initial=0)
         return np.where(used[taken][None, :] & ~used[stored][:, None], np.inf, table)
 
-    def _with_reductions(self, table: FloatArray, made: Source, shape: tuple[int, ...], left: IntArray, stored: IntArray) -> FloatArray:
+    def _with_reductions(self, table: FloatArray, made: Source, source: Choices, shape: tuple[int, ...], stored: IntArray) -> FloatArray:
         """Forbids stores that lowering does not reach from the state of a partial result (`reductions.reduction_plan`).
 
         XLA scatters sums of unreduced terms, so these go only into the split in which they are stored.
         """
-        source, op = self.choices[made.node], self.space.graph.ops[self.network.nodes[made.node].member]
+        op = self.space.graph.ops[self.network.nodes[made.node].member]
         assert source.split is not None
         assert source.states is not None
         natural = source.split.results[made.result]
@@ -236,7 +240,7 @@ class Tables:
         summed = [factor for factor, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
         own = np.bitwise_or.reduce(codes.bits[source.split.rows[:, summed]], axis=1, initial=0)[source.states.split]
         before = rows[natural[source.states.split]]
-        after = rows[left]
+        after = rows[source.stored[made.result]]
         changed = np.nonzero((own != 0) | (before != after).any(axis=1))[0]
         if not len(changed) or op.rule.combiner != "add":
             return table
@@ -320,3 +324,14 @@ class Tables:
         if choices.states.unreduced_in[state] and as_left and slot_class not in network.fixed_slots and value not in self._outputs:
             number = int(choices.split.results[0][choices.states.split[state]])
         return domain(self.space.mesh, self.space.graph.values[value].shape).shardings[number]
+
+
+def without_loops(costs: Sequence[FloatArray], edges: Iterable[Edge]) -> Problem:
+    """Returns a problem; edges from a node to itself join the costs of its states."""
+    own, kept = list(costs), []
+    for edge in edges:
+        if edge.left == edge.right:
+            own[edge.left] = own[edge.left] + np.diagonal(edge.table)
+        else:
+            kept.append(edge)
+    return Problem(tuple(own), tuple(kept))

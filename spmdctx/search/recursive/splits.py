@@ -14,14 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.ir.arrays import FloatArray
 from spmdctx.ir.domain import axis_codes, domain
 from spmdctx.ir.graph import Op, Role
 from spmdctx.ir.projection import FactorAxes
+from spmdctx.search.problem.choices import Choices
 from spmdctx.search.problem.network import PLAIN, Carry, Network, Node
 from spmdctx.search.problem.space import Space
-from spmdctx.search.problem.states import OpSplits, States
-from spmdctx.search.problem.tables import Choices, Tables
+from spmdctx.search.problem.states import OpSplits
+from spmdctx.search.problem.tables import Tables
 from spmdctx.search.setup.limits import AlgoLimits, is_elementwise
 from spmdctx.search.setup.request import Setup
 from spmdctx.search.solver.problem.problem import Edge, Problem, Solution
@@ -68,11 +69,11 @@ class FewSplits(Tables):
             known = costs.get(group)
             costs[group] = seconds if known is None else known + seconds
         edges = []
-        for carry, (weight, value) in self.network.carries.items():
+        for carry, load in self.network.carries.items():
             left, right = groups[carry.source.node], groups[carry.target]
             if left == right and self._goes_with(carry):
                 continue
-            table = self.table(carry, value, weight)
+            table = self.table(carry, load)
             if left == right:
                 costs[left] = costs[left] + np.diagonal(table)
             else:
@@ -153,12 +154,7 @@ class FewSplits(Tables):
             kept &= self._straight[domain(mesh, graph.values[value].shape).rows[numbers]].all(axis=1)
         if kept.all() or not kept.any():
             return every
-        stored = tuple(own[kept] for own in every.stored)
-        if every.states is None:
-            unreduced = None if every.unreduced is None else every.unreduced[kept]
-            return Choices(stored, stored, every.seconds[kept], unreduced=unreduced)
-        states = _only(every.states, np.nonzero(kept)[0])
-        return Choices(states.stored, states.wanted, states.seconds, every.split, states)
+        return every.among(np.nonzero(kept)[0])
 
     def _restricted(self, costs: Iterable[FloatArray]) -> Iterator[FloatArray]:
         """Yields the costs of the nodes' states, infinite where an op has another cut."""
@@ -173,10 +169,3 @@ class FewSplits(Tables):
                 # Pins and limits of the search may rule out the cut.
                 own = np.where(kept, own, np.inf) if np.isfinite(own[kept]).any() else own
             yield own
-
-
-def _only(states: States, places: IntArray) -> States:
-    """Returns some of the states."""
-    wanted, stored = (tuple(own[places] for own in side) for side in (states.wanted, states.stored))
-    rest = states.unreduced_out[places], states.seconds[places], states.follows[places]
-    return States(states.split[places], wanted, states.unreduced_in[places], stored, *rest)

@@ -67,6 +67,7 @@ class _Running:
     def __init__(self, launch: Launch, out: IO[str], err: IO[str]) -> None:
         self._launch, self._streams = launch, {"out": out, "err": err}
         self._start = time.monotonic()
+        scale.begin(Path(launch.job.folder))
         found = newest_state(Path(launch.job.folder))
         # Parts of steps stay as the job has begun: so do the bits of its sums.
         self._num_parts = launch.num_workers if found is None else found.num_parts
@@ -81,7 +82,6 @@ class _Running:
         self._display = Display(err)
         self._leaving: set[int] = set()
         self._has_ended = False
-        scale.begin(Path(launch.job.folder))
         for _ in range(launch.num_workers):
             self._add()
 

@@ -200,8 +200,7 @@ class Progress:
         for part in parts:
             claim = self._claims.pop((step, part), None)
             if self.mode == "sync":
-                # Servers may have said that the step is done before its worker says that it has sent the last part.
-                self._done.update({(step, part)} if step == self.version else ())
+                self._done.add((step, part))
             elif self.apply(step, part):
                 own = self.version - 1 - claim.version if claim is not None and late is None else late or 0
                 self.staleness[own] = self.staleness.get(own, 0) + 1

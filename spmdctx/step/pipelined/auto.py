@@ -13,7 +13,8 @@ from spmdctx.pipeline.capture.carrier import PipelinedStep, capture_pipelined
 from spmdctx.pipeline.schedule.named import Scheduler
 from spmdctx.pipeline.search.counts import Candidate, Choices, best_of, choice_notes, stage_counts
 from spmdctx.pipeline.search.plan import PipelinePlanner
-from spmdctx.pipeline.search.schedules import NOT_HERE, Tried, plan_schedules, reason_of, tried
+from spmdctx.pipeline.search.proven import choice_note
+from spmdctx.pipeline.search.schedules import EVERY, NOT_HERE, Tried, plan_schedules, reason_of, tried
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.entry import PipelinedEntry
@@ -66,7 +67,7 @@ def chosen_entry(target: Target, call: Call, static: Static, around: Environment
     if not candidates:
         raise search.failed[0]
     chosen = best_of(candidates, room)
-    more = choice_notes(chosen, search.choices, most, room)
+    more = [*choice_notes(chosen, search.choices, most, room), *search.proven(chosen, counts)]
     if settings.memory_bytes is None and any(own.memory_bytes > room for own in candidates):
         more.append(f"What needs more than a device's {bytes_text(room)} was planned for speed: memory_bytes={room} plans all within it.")
     return search.entry(chosen, more)
@@ -108,6 +109,16 @@ class _Search:
             return PlannedEntry(single.captured, single.environment, notes, single.planned)
         pipeline.notes.extend(notes)
         return PipelinedEntry(self._step, _of(self._around, chosen.stages), self._notes, pipeline)
+
+    def proven(self, chosen: Candidate, counts: Sequence[int]) -> list[str]:
+        """Returns a note on what is proven of all numbers of stages and schedules, of which one is chosen."""
+        if self._planner is None:
+            return []
+        context = self._around.settings.context
+        schedulers = [scheduler_of(context)] if sets_schedule(context) else EVERY
+        num_chunks = max(own.num_chunks(max(counts)) for own in schedulers)
+        least_s = self._planner.least_of_all_s(num_chunks, self._captured.built() if self._single is not None else None)
+        return [choice_note(chosen.seconds, least_s, max(counts))]
 
     def _plan_single(self) -> None:
         single = Entry(self._captured, _of(self._around, 1), self._notes)

@@ -166,7 +166,8 @@ class ServedRun:
     def _arrays(self, go: Go, slots: Sequence[Sequence[str]]) -> Held:
         """Returns what servers hold in a version."""
         held, ahead = self._held, self._ahead
-        if self._client.job.mode == "sync" and held is not None and held[:2] == (go.generation, go.version):
+        is_sync = self._client.job.mode == "sync"
+        if is_sync and held is not None and held.generation == go.generation and {*held.versions} == {go.version}:
             return held
         self._held = self._ahead = None
         if ahead is not None and ahead[:2] == (go.generation, go.version):

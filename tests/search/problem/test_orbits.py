@@ -1,5 +1,6 @@
 """States that differ by the names of equal axes, taken together: the bound that they give holds, and is mostly tight."""
 
+import numpy as np
 import pytest
 
 from spmdctx.cost.step import Step
@@ -14,12 +15,17 @@ from spmdctx.search.solver.solve import solve
 from tests.search.random_graphs import random_machine, random_step
 
 
-def _problem(seed, shape):
+def _tables(seed, shape, pins=None):
     made, machine = random_step(seed, 5), random_machine(seed)
     step = Step(made.graph, made.scopes, made.from_literals, frozenset())
-    searcher = Searcher(step, machine, DynamicOptions())
-    tables = searcher._meshes.formulation.tables(Setup(LogicalMesh.of(shape)))
-    return tables, tables.problem()
+    setup = Setup(LogicalMesh.of(shape), partial_pins=pins(made.graph) if pins else {})
+    return Searcher(step, machine, DynamicOptions())._meshes.formulation.tables(setup)
+
+
+def _first_dim_over_the_first_axis(graph):
+    """Pins under which the axes of a mesh of sizes 2, 2, 2 are not alike any more."""
+    pinned = [value for value in graph.inputs if graph.values[value].shape and graph.values[value].shape[0] % 2 == 0]
+    return {value: (("data",), *[None] * (len(graph.values[value].shape) - 1)) for value in pinned[:2]}
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (2, 2, 4), (3, 3, 3)])
@@ -27,8 +33,8 @@ def test_no_choice_costs_less_than_the_merged_problem(shape, monkeypatch):
     monkeypatch.setattr(orbits, "_FEW_STATES", 0)
     tight = 0
     for seed in range(7100, 7112):
-        tables, problem = _problem(seed, shape)
-        smaller = orbits.merged(tables, problem)
+        tables = _tables(seed, shape)
+        problem, smaller = tables.problem(), orbits.merged(tables).problem
         whole, bound = solve(problem, effort=4), solve(smaller, effort=4)
         assert sum(map(len, smaller.costs)) <= sum(map(len, problem.costs))
         assert bound.cost <= whole.cost * (1 + 1e-9), seed
@@ -38,10 +44,32 @@ def test_no_choice_costs_less_than_the_merged_problem(shape, monkeypatch):
 
 def test_axes_of_different_sizes_are_not_exchanged(monkeypatch):
     monkeypatch.setattr(orbits, "_FEW_STATES", 0)
-    assert orbits.merged(*_problem(7100, (2, 4, 8))) is None
+    assert orbits.merged(_tables(7100, (2, 4, 8))) is None
 
 
-def test_a_mesh_that_the_bound_rules_out_leaves_the_same_plan(monkeypatch):
+@pytest.mark.parametrize("pins", [None, _first_dim_over_the_first_axis])
+@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 4, 2)])
+def test_merged_pairs_cost_the_least_of_all_of_their_pairs(shape, pins, monkeypatch):
+    monkeypatch.setattr(orbits, "_FEW_STATES", 0)
+    for seed in range(7140, 7146):
+        tables = _tables(seed, shape, pins)
+        whole, smaller = tables.problem(), orbits.merged(tables)
+        merged = smaller.problem
+        classes = [[] for _ in merged.costs]
+        for number in range(max(map(len, merged.costs))):
+            behind = smaller.behind([min(number, len(costs) - 1) for costs in merged.costs])
+            for own, costs, states in zip(classes, merged.costs, behind, strict=True):
+                own += [states] * (number < len(costs))
+        for own, costs, every in zip(classes, merged.costs, whole.costs, strict=True):
+            assert sorted(np.concatenate(own)) == list(range(len(every)))
+            assert costs.tolist() == [every[states].min() for states in own]
+        for edge, other in zip(merged.edges, whole.edges, strict=True):
+            assert (edge.left, edge.right) == (other.left, other.right)
+            least = [[other.table[np.ix_(one, two)].min() for two in classes[edge.right]] for one in classes[edge.left]]
+            np.testing.assert_allclose(edge.table, least, rtol=1e-12, atol=1e-30)
+
+
+def test_plans_found_among_merged_states_are_as_cheap_as_all_others(monkeypatch):
     monkeypatch.setattr(orbits, "_FEW_STATES", 0)
     request = Request("auto_parallel", 8, None, None, (), frozenset(), (), (), frozenset())
     ruled_out = 0

@@ -40,7 +40,8 @@ def test_where_one_stage_does_not_fit_a_pipeline_is_taken():
     plan = planned(pipeline_stages=2, auto_pipeline=True, topology=slow, times=64)
     assert len(plan.stages) == 2
     assert any(note.startswith("auto_pipeline chose 2 stages of at most 2") for note in plan.notes)
-    assert any(note.startswith("No cut into 2 stages runs 8 micro-batches in less than") for note in plan.notes)
+    assert any(note.startswith("Proven under the cost model: these chunks run 8 micro-batches in no less than") for note in plan.notes)
+    assert any(note.startswith("Proven under the cost model: on no number of stages up to 2") for note in plan.notes)
 
 
 def test_a_step_that_cannot_be_cut_takes_one_stage_and_says_why():

@@ -1,0 +1,77 @@
+"""Gradients of recomputed regions: which ops wait for the end of their region, and what lives until then."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spmdctx.cost.memory.lives import step_memory
+from spmdctx.ir.graph import Role
+from spmdctx.machine.presets import CPU, GPU, TPU
+from spmdctx.machine.xla.memory.late_gradients import waits_in_regions
+from spmdctx.trace.build.build import Argument, build
+
+WIDTH, ROWS = 8, 64
+
+
+def layer(own, x):
+    return x + jnp.tanh(jnp.tanh(x @ own["up"]) @ own["mix"]) @ own["down"]
+
+
+def loss(params, x, *, remat=True):
+    for own in params:
+        x = (jax.checkpoint(layer) if remat else layer)(own, x)
+    return (x * x).mean()
+
+
+def scanned(params, x):
+    return (
+        jax.lax.scan(lambda x, own: (jax.checkpoint(layer)(own, x), None), x, jax.tree.map(lambda *own: jnp.stack(own), *params))[0] ** 2
+    ).mean()
+
+
+def program_of(fn, count=3):
+    shapes = {"up": (WIDTH, 2 * WIDTH), "mix": (2 * WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+    args = [{name: jnp.ones(shape) for name, shape in shapes.items()}] * count, jnp.ones((ROWS, WIDTH))
+    jaxpr = jax.make_jaxpr(jax.grad(fn))(*args)
+    return build(jaxpr, [Argument("", Role.PARAMETER)] * len(jaxpr.jaxpr.invars))
+
+
+def products_of(program, waits):
+    return sorted(index for index in waits if program.graph.ops[index].primitive == "dot_general")
+
+
+@pytest.mark.parametrize(("is_split", "each"), [(True, 2), (False, 3)])
+def test_products_that_make_gradients_wait_for_the_end_of_their_region(is_split, each):
+    program = program_of(loss)
+    waits = waits_in_regions(program.graph, program.scopes, is_split=is_split)
+    assert len(products_of(program, waits)) == 3 * each
+    for index, last in waits.items():
+        assert program.scopes[index] == program.scopes[last] > 0
+        assert last == max(other for other, scope in enumerate(program.scopes) if scope == program.scopes[index])
+
+
+def test_what_only_they_read_waits_too_and_its_operands_live_until_then():
+    program = program_of(loss)
+    graph, waits = program.graph, waits_in_regions(program.graph, program.scopes, is_split=True)
+    for index in waits:
+        if graph.ops[index].primitive != "dot_general":
+            readers = [reader.id for value in graph.ops[index].results for reader in graph.readers[value]]
+            assert readers
+            assert set(readers) <= set(waits)
+    lives = step_memory(graph, program.scopes, delays_gradients=True, fuses_into_products=False).lives
+    late = {life.value: life for life in lives if life.value not in graph.inputs}
+    for index in products_of(program, waits):
+        for value in graph.ops[index].operands:
+            if value in late:
+                # The last op may write over it.
+                assert late[value].end >= waits[index] - 1
+
+
+@pytest.mark.parametrize("fn", [lambda params, x: loss(params, x, remat=False), scanned])
+def test_nothing_waits_without_regions_or_in_loops(fn):
+    program = program_of(fn)
+    assert waits_in_regions(program.graph, program.scopes, is_split=True) == {}
+
+
+def test_gpu_alone_delays_gradients():
+    assert [compiler.delays_gradients for compiler in (GPU, TPU, CPU)] == [True, False, False]
