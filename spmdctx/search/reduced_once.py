@@ -27,11 +27,11 @@ class Mended(NamedTuple):
 def sums_of_gradients(graph: Graph, couplings: Iterable[Coupling]) -> tuple[LoopSum, ...]:
     """Returns the sums that the loops of a step add up and no matrix product reads.
 
-    Coupled sums, which must be split in every iteration, are left out.
+    Coupled sums, which must be split in every iteration, are left out, and accumulators, which wait where that is worthwhile.
     """
     coupled = frozenset(one.value for one in couplings if one.how != "within")
     terminal = overlap_candidates(graph).terminal
-    return tuple(one for one in loop_sums(graph) if terminal[one.total] and one.total not in coupled)
+    return tuple(one for one in loop_sums(graph) if one.repeats >= 1 and terminal[one.total] and one.total not in coupled)
 
 
 def reduced_once(graph: Graph, setup: Setup, assignment: Assignment, sums: Iterable[LoopSum]) -> Mended:
