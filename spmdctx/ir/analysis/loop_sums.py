@@ -31,8 +31,8 @@ _FLOATS = ("float", "bfloat")
 class LoopSum(NamedTuple):
     """A sum that one loop adds up, or several nested ones; `repeats` says how often it is completed in a step.
 
-    `way` also holds the terms. `carries` holds the values from which iterations of loops start. Of an accumulator, `repeats` is one over the
-    runs that complete it, and the carry is the program's argument.
+    `way` also holds the terms. `carries` holds the values from which iterations of loops start. Of an accumulator, `repeats` is one over
+    the runs that complete it, and the carry is the program's argument.
     """
 
     total: int

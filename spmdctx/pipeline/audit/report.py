@@ -22,7 +22,6 @@ from spmdctx.pipeline.programs.transfers import Moved, Route
 from spmdctx.pipeline.run.tape import Counts
 from spmdctx.pipeline.stages.plans import Planned
 from spmdctx.pipeline.stages.whole import PlannedPipeline
-from spmdctx.plan.plan import Plan
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.specs import named_sharding
 

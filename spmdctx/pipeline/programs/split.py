@@ -46,7 +46,7 @@ def _made_early(body: Any, made: Mapping[Slot, Any]) -> set[Slot]:
             var = waiting.pop()
             in_first |= var in first
             if var not in first and var in maker:
-                if maker[var].primitive.name not in _ADDING:
+                if maker[var].primitive.name not in _ADDING_UP:
                     return False
                 waiting += variables(maker[var].invars)
         return in_first
@@ -54,7 +54,7 @@ def _made_early(body: Any, made: Mapping[Slot, Any]) -> set[Slot]:
     return {slot for slot, atom in made.items() if slot.holds is Holds.SUM and is_early(atom)}
 
 
-_ADDING = frozenset({"add", "add_any", "convert_element_type"})
+_ADDING_UP = frozenset({"add", "add_any", "convert_element_type"})
 """Equations by which a gradient is added to its sum."""
 
 

@@ -62,9 +62,7 @@ def jitted(planned: Planned, avals: Sequence[Any], devices: Sequence[Any], optio
     mesh, graph, directives = make_mesh(planned.mesh, devices), planned.program.graph, planned.directives
     values, held = planned.assignment.values, directives.loop_sums.axes
     inputs = tuple(named_sharding(mesh, as_held(value, values[value], directives)) for value in graph.inputs)
-    outputs = tuple(
-        named_sharding(mesh, as_held(value, values[value], directives) if value != LITERAL else ()) for value in graph.outputs
-    )
+    outputs = tuple(named_sharding(mesh, as_held(value, values[value], directives) if value != LITERAL else ()) for value in graph.outputs)
     avals = [
         aval.update(shape=(planned.mesh.num_slices(held[value]), *aval.shape)) if value in held else aval
         for value, aval in zip(graph.inputs, avals, strict=True)

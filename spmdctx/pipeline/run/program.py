@@ -213,9 +213,7 @@ class PipelineProgram:
             lowerable[f"begin{number}"] = Lowerable(run, _types(whole))
         return held
 
-    def _write_reductions(
-        self, tape: Tape, chunks: Sequence[CompiledChunk], held: Sequence[Held], lowerable: dict[str, Lowerable]
-    ) -> None:
+    def _write_reductions(self, tape: Tape, chunks: Sequence[CompiledChunk], held: Sequence[Held], lowerable: dict[str, Lowerable]) -> None:
         """Writes what completes the sums of gradients that no micro-batch reduces."""
         for number, planned in self._pipeline.reductions.items():
             chunk, own = chunks[number], held[number]

@@ -40,14 +40,19 @@ class PipelinePlanner:
     def plan(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf) -> PlannedPipeline:
         """Plans one number of stages and one schedule; see `plan_pipeline`."""
         room = settings.memory_bytes or settings.topology.memory_bytes
-        staging, stages, found, _ = reduced_once(lambda may_wait: self._planned(settings, num_chunks, schedule_of, holds=may_wait), room)
+        is_binding = settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel"
+        staging, stages, found = reduced_once(
+            lambda may_wait: self._planned(settings, num_chunks, schedule_of, may_wait, room), room, is_binding=is_binding
+        )
+        if is_binding:
+            stages, found = _within(staging, stages, found, room)
         found.notes += [*reduction_notes(found), *stacked_notes(found)]
         found.bound_s = _bound_s(staging, stages)
         if found.bound_s:
             found.notes.append(_certificate(found, found.bound_s))
         return found
 
-    def _planned(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, *, holds: bool) -> Chosen:
+    def _planned(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, holds: bool, room: int) -> Chosen:
         """Plans with gradients that may wait for the last micro-batch to be reduced, or without."""
         free = replace(settings, memory_bytes=None)
         staging = Staging(self._loss, free, num_chunks, schedule_of, self._planner, holds=holds)
@@ -60,12 +65,7 @@ class PipelinePlanner:
             places, mesh = self._begun[known]
             staging.settings = replace(staging.settings, mesh=mesh)
             stages = staging.plan(places)
-        room = settings.memory_bytes or settings.topology.memory_bytes
-        found = best_completed(staging, stages, room)
-        fits = max(own.peak_bytes for own in memory_of(found)) <= room
-        if settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel":
-            stages, found = _within(staging, stages, found, settings.memory_bytes)
-        return Chosen(staging, stages, found, fits)
+        return Chosen(staging, stages, best_completed(staging, stages, room))
 
 
 def plan_pipeline(step: PipelinedStep, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> PlannedPipeline:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from spmdctx.errors import InfeasibleError
 from spmdctx.pipeline.stages.memory import memory_of
 from spmdctx.pipeline.stages.sizes import device_bytes
 from spmdctx.pipeline.stages.staging import Stages, Staging
@@ -16,42 +15,30 @@ IN_TURNS = "Gradients are reduced in every micro-batch, not once per step: sums 
 
 
 class Chosen(NamedTuple):
-    """A planned pipeline with the stages that it is made of; `fits` if it did so at once."""
+    """A planned pipeline with the stages that it is made of."""
 
     staging: Staging
     stages: Stages
     found: PlannedPipeline
-    fits: bool
 
 
-def reduced_once(plan: Callable[[bool], Chosen], room: int) -> Chosen:
-    """Returns the plan whose gradients wait where that is worthwhile, or, if it does not fit in `room` bytes, the faster one that does.
+def reduced_once(plan: Callable[[bool], Chosen], room: int, *, is_binding: bool) -> Chosen:
+    """Returns the plan whose gradients wait where that is worthwhile; if it does not fit, the one that reduces them in every micro-batch.
 
     Args:
         plan: plans with gradients that may wait, or without.
-        room: of a device.
-
-    Raises:
-        InfeasibleError: neither can be planned within the memory that the user gives.
+        room: bytes of a device.
+        is_binding: whether a plan that does not fit is of no use.
     """
-    found: list[Chosen] = []
-    failed: InfeasibleError | None = None
-    for may_wait in (True, False):
-        try:
-            one = plan(may_wait)
-        except InfeasibleError as error:
-            failed = error
-            continue
-        found.append(one)
-        if one.fits or (may_wait and not _may_fit(one.found, room)):
-            break
-    if not found:
-        assert failed is not None, "what is not planned has failed"
-        raise failed
-    best = min(found, key=lambda one: _rank(one.found, room))
-    if not best.staging.holds:
-        best.found.notes.append(IN_TURNS)
-    return best
+    once = plan(True)
+    peak = _peak(once.found)
+    if peak <= room or not once.found.reductions or not (is_binding or _may_fit(once.found, room)):
+        return once
+    in_turns = plan(False)
+    if _peak(in_turns.found) >= peak:
+        return once
+    in_turns.found.notes.append(IN_TURNS)
+    return in_turns
 
 
 def best_completed(staging: Staging, stages: Stages, room: int) -> PlannedPipeline:
@@ -67,14 +54,16 @@ def best_completed(staging: Staging, stages: Stages, room: int) -> PlannedPipeli
 
 
 def _rank(found: PlannedPipeline, room: int) -> tuple[int, float]:
-    peak = max(own.peak_bytes for own in memory_of(found))
-    return max(0, peak - room), found.total_s
+    return max(0, _peak(found) - room), found.total_s
+
+
+def _peak(found: PlannedPipeline) -> int:
+    return max(own.peak_bytes for own in memory_of(found))
 
 
 def _may_fit(found: PlannedPipeline, room: int) -> bool:
-    """Returns whether stages could fit if their sums took no memory; if none waits, nothing is won by reducing them earlier."""
-    held = held_bytes(found)
-    return any(held) and all(own.peak_bytes - less <= room for own, less in zip(memory_of(found), held, strict=True))
+    """Returns whether stages could fit if the sums that wait took no memory."""
+    return all(own.peak_bytes - less <= room for own, less in zip(memory_of(found), held_bytes(found), strict=True))
 
 
 def held_bytes(pipeline: PlannedPipeline) -> list[int]:

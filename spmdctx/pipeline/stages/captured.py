@@ -68,7 +68,7 @@ class Operand(NamedTuple):
     role: Role
     pin: TensorSharding | None = None
     donated: bool = False
-    layers: AxisNames | None = None
+    layers: AxisNames = ()
 
 
 class Outcome(NamedTuple):
@@ -80,7 +80,7 @@ class Outcome(NamedTuple):
     path: str
     pin: TensorSharding | None = None
     carried_from: int | None = None
-    layers: AxisNames | None = None
+    layers: AxisNames = ()
 
 
 def captured_program(
@@ -122,13 +122,19 @@ def captured_program(
     named: list[tuple[Operand | Outcome, int, Any]] = [*zip(operands, built.graph.inputs, jaxpr.in_avals, strict=True)]
     named += zip(results, built.graph.outputs, jaxpr.out_avals, strict=True)
     for one, value, aval in named:
-        if one.layers is not None and one.pin is None and value != LITERAL:
+        if one.layers and one.pin is None and value != LITERAL:
             own.append(UserPin(value, axes, (one.layers, *[None] * (len(aval.shape) - 1))))
     return replace(captured, program=replace(built, user_pins=(*built.user_pins, *own)))
 
 
 def captured_task(
-    name: str, program: TaskProgram, leaves: Sequence[LossLeaf], mesh: LogicalMesh | None, pins: Pins, runs: int = 1
+    name: str,
+    program: TaskProgram,
+    leaves: Sequence[LossLeaf],
+    mesh: LogicalMesh | None,
+    pins: Pins,
+    runs: int = 1,
+    sum_role: Role = Role.OPTIMIZER,
 ) -> Captured:
     """Returns a program of a chunk as a captured step.
 
@@ -139,9 +145,10 @@ def captured_task(
         mesh: the one that the pins are written for; None if there are none.
         pins: shardings that are decided.
         runs: the runs after which sums of gradients are complete, if they may wait until then to be reduced; else 1.
+        sum_role: the role of these sums; the parallel optimizer splits those that are part of its state.
     """
     sums = {slot: index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM}
-    operands = [_operand(slot, leaves, pins.get(slot)) for slot in program.inputs]
+    operands = [_operand(slot, leaves, pins.get(slot), sum_role) for slot in program.inputs]
     results = [Outcome(f"{slot.holds} {slot.number}", pins.get(slot), sums.get(slot)) for slot in program.outputs]
     captured = captured_program(name, program.jaxpr, mesh, operands, results)
     return captured if runs == 1 else replace(captured, program=_accumulating(captured.built(), program, runs))
@@ -155,9 +162,9 @@ def _accumulating(built: Program, program: TaskProgram, runs: int) -> Program:
     return replace(built, graph=replace(built.graph, accumulators=tuple(found)))
 
 
-def _operand(slot: Slot, leaves: Sequence[LossLeaf], pin: TensorSharding | None) -> Operand:
+def _operand(slot: Slot, leaves: Sequence[LossLeaf], pin: TensorSharding | None, sum_role: Role) -> Operand:
     if slot.holds is Holds.LEAF:
         return Operand(leaves[slot.number].path, leaves[slot.number].role, pin)
     if slot.holds is Holds.SUM:
-        return Operand(f"gradient of {leaves[slot.number].path}", Role.OPTIMIZER, pin, donated=True)
+        return Operand(f"gradient of {leaves[slot.number].path}", sum_role, pin, donated=True)
     return Operand(f"{slot.holds} {slot.number}", Role.BATCH if slot.holds is Holds.ENTERING else Role.ARGUMENT, pin)

@@ -108,11 +108,11 @@ class ChunkPlanner:
         runs: the micro-batches after which gradients are complete, if they may wait until then to be reduced; else 1.
     """
 
-    def __init__(
-        self, planner: Planner, settings: Settings, leaves: Sequence[LossLeaf], *, splits_backward: bool, runs: int = 1
-    ) -> None:
+    def __init__(self, planner: Planner, settings: Settings, leaves: Sequence[LossLeaf], *, splits_backward: bool, runs: int = 1) -> None:
         self._planner, self._settings, self._leaves, self._splits = planner, settings, leaves, splits_backward
-        self._runs = runs
+        self._runs, context = runs, settings.context
+        is_whole = context.enable_parallel_optimizer and not context.parallel_optimizer_config.gradient_accumulation_shard
+        self._sum_role = Role.ARGUMENT if is_whole else Role.OPTIMIZER
 
     def plan(self, chunks: Sequence[Passes], twins: Mapping[int, int] = MappingProxyType({})) -> list[PlannedChunk]:
         """Returns the planned chunks. The mesh is that of the chunk in the middle, if none is decided.
@@ -154,7 +154,7 @@ class ChunkPlanner:
 
     def _planned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding]) -> PlannedTask:
         own = {slot: dims for slot, dims in pins.items() if slot in program.inputs or slot in program.outputs}
-        captured = captured_task(name, program, self._leaves, self._settings.mesh, own, self._runs)
+        captured = captured_task(name, program, self._leaves, self._settings.mesh, own, self._runs, self._sum_role)
         batch = [slot for slot, leaf in zip(program.inputs, captured.inputs, strict=True) if leaf.role is Role.BATCH]
         # What is decided, or comes from another chunk, needs no entry.
         is_free = [slot.holds is Holds.LEAF and slot not in own for slot in batch]
@@ -217,7 +217,9 @@ class Totals:
                     known = self._of_twin(own, leaf, twins)
                     is_layer = leaf in twins or leaf in twins.values()
                     operands.append(Operand(f"gradient of {paths[leaf]}", Role.ARGUMENT, (own.axes, *own.dims)))
-                    results.append(Outcome(f"gradient of {paths[leaf]}", self._split(own, chunk.mesh, is_layer) if known is None else known))
+                    results.append(
+                        Outcome(f"gradient of {paths[leaf]}", self._split(own, chunk.mesh, is_layer) if known is None else known)
+                    )
                 captured = captured_program(name, program.jaxpr, chunk.mesh, operands, results)
                 self.planned[number] = PlannedTask(program, self._planner(captured, with_entries(self._settings, ())), name)
             self._chunks.append(chunk)

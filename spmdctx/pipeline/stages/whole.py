@@ -218,10 +218,10 @@ def _plan_rounds(pipeline: PlannedPipeline, staging: Staging) -> None:
         pipeline.rounds.append(found)
 
 
-def _layer_axes(pipeline: PlannedPipeline, var: Any) -> AxisNames | None:
-    """Returns the axes that split a value which all stages share along its layers; None if it has no layers."""
+def _layer_axes(pipeline: PlannedPipeline, var: Any) -> AxisNames:
+    """Returns the axes that split a value which all stages share along its layers, if it has these."""
     has_layers = is_array(var) and var.aval.shape[0] in {own.num_layers for own in pipeline.stacks if own.is_spread}
-    return pipeline.union.names[:1] if has_layers else None
+    return pipeline.union.names[:1] if has_layers else ()
 
 
 class _Reused:
